@@ -143,9 +143,11 @@ class KubernetesBackend(Cluster):
             try:
                 live: Manifest | None = self.api.create(self.path(rendered["kind"]), waiting)
             except ApiError as error:
-                if error.status != 409:
+                if error.status not in (403, 409):  # a quota refuses also what is there already
                     raise
                 live = self._find(spec.name)  # somebody was faster, or our answer was lost on the way
+                if live is None and error.status == 403:
+                    raise
             if live is None or get(live, "metadata", "deletionTimestamp"):
                 raise UserError(f"{spec.name} is being deleted by someone else: submit it again when it is gone")
             if get(live, "metadata", "labels", HASH) != spec.hash():
@@ -222,8 +224,18 @@ class KubernetesBackend(Cluster):
                     f"the cluster refuses a ConfigMap of {size} KiB ({error.status}: {' '.join(str(error).split())}); a piece of code "
                     f"has {CODE_PART_BYTES >> 10} KiB at most: make the code smaller (.lockstepignore), or put it into the image"
                 ) from None
-            if error.status != 409:
-                raise
+            if error.status == 409:
+                return
+            with contextlib.suppress(
+                ApiError
+            ):  # a quota refuses also what is there already; of ConfigMaps that is known
+                if (
+                    error.status == 403
+                    and item["kind"] != "ConfigMap"
+                    and self.api.find(f"{path}/{item['metadata']['name']}")
+                ):
+                    return
+            raise
 
     def prepare(self, spec: JobSpec) -> Submitted:
         """Creates the one-pod Job that writes the shards. Raises `UserError`."""

@@ -33,7 +33,7 @@ class Reached(Protocol):
 
 RIGHTS = (
     ("list", "", "pods", ""), ("get", "", "pods", ""), ("get", "", "pods", "log"), ("list", "", "events", ""),
-    ("create", "networking.k8s.io", "networkpolicies", ""),
+    ("create", "networking.k8s.io", "networkpolicies", ""), ("get", "networking.k8s.io", "networkpolicies", ""),
 )  # fmt: skip
 """Beside those on the kind of job that is used."""
 CODE_RIGHTS = tuple((verb, "", "configmaps", "") for verb in ("create", "list"))

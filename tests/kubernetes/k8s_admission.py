@@ -1,7 +1,7 @@
-"""Admission: what a namespace lets in, with the words of Kubernetes 1.36's own plugins.
+"""What a server lets in, with the words of Kubernetes 1.36: decoding, validation, and admission by its own plugins.
 
-PodSecurity (`restricted`) and ResourceQuota (of objects) refuse. A refusal is a 403. Of a job's pods it reaches the
-operator alone: `k8s_operator.py` makes an event of it.
+A field that is unknown is a 400, an invalid one a 422. PodSecurity (`restricted`) and ResourceQuota (of objects) refuse with a
+403; of a job's pods that reaches the operator alone: `k8s_operator.py` makes an event of it.
 """
 
 from __future__ import annotations
@@ -9,15 +9,41 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import k8s_schema
+
 Object = dict[str, Any]
-GROUPS = {"pytorchjobs": "kubeflow.org", "trainjobs": "trainer.kubeflow.org", "jobs": "batch"}
+GROUPS = {
+    "pytorchjobs": "kubeflow.org",
+    "trainjobs": "trainer.kubeflow.org",
+    "jobs": "batch",
+    "networkpolicies": "networking.k8s.io",
+}
 VOLUMES = {
     "configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret",
 }  # fmt: skip
 
 
 class Refused(Exception):
-    """403: the message tells of what."""
+    """The server's answer, of which the message tells why."""
+
+    def __init__(self, message: str, status: int = 403, reason: str = "Forbidden", **details: Any) -> None:
+        super().__init__(message)
+        self.status, self.reason, self.details = status, reason, details
+
+
+def check(plural: str, item: Object) -> None:
+    """Strict decoding and validation. Raises `Refused`."""
+    errors = [*k8s_schema.validator(item["kind"]).iter_errors(item)] if plural in k8s_schema.CUSTOM else []
+    if unknown := k8s_schema.unknown_fields(errors):
+        version, kind = item["apiVersion"].rpartition("/")[2], item["kind"]
+        fields = ", ".join(f'unknown field "{name}"' for name in unknown)
+        said = f'{kind} in version "{version}" cannot be handled as a {kind}: strict decoding error: {fields}'
+        raise Refused(said, 400, "BadRequest")
+    if causes := [*k8s_schema.causes(item, errors)]:
+        about = {"group": GROUPS.get(plural, ""), "kind": item["kind"], "causes": causes}
+        told = ", ".join(f"{cause['field']}: {cause['message']}" for cause in causes)
+        name = item["metadata"]["name"]
+        raise Refused(f'{item["kind"]}.{about["group"]} "{name}" is invalid: [{told}]', 422, "Invalid", **about)
 
 
 def admitted(plural: str, item: Object, restricted: bool, quotas: list[Object], others: list[Object]) -> Object:

@@ -7,7 +7,6 @@ collection with its lag (seen: 0.5 to 0.6 s after the owner is gone, or is to go
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
@@ -58,7 +57,6 @@ class Cluster:
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.version = 100
         self.oldest = 0
-        self.history: list[tuple[int, str, str, dict[str, Any]]] = []
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str, dict[str, str], Any]] = []
         self.tokens: set[str] = {"good"}
@@ -68,7 +66,9 @@ class Cluster:
         self.containers = k8s_exec.Containers()
         self.stopping = False
         self.role: set[tuple[str, str]] | None = None
-        """(verb, resource) that may be done; None: everything."""
+        """(verb, resource) that may be done in the namespace `home`; None: everything, everywhere."""
+        self.home = "team"
+        self.namespaces = {"team", "lockstep"}
         self.restricted = False
         """Whether the namespaces refuse what PodSecurity's level `restricted` does."""
         self.lag = 0.5
@@ -83,16 +83,19 @@ class Cluster:
         self.spoil: Callable[[str, Any], bytes | None] | None = None
         """Is told of each good answer to a GET (path, value; None for a stream), and may give another one."""
 
-    def allow(self, *roles: dict[str, Any]) -> None:
-        """From now on only what these Roles grant is answered."""
+    def allow(self, *roles: dict[str, Any], namespace: str = "team") -> None:
+        """From now on only what these Roles of the namespace grant is answered."""
+        self.home = namespace
         rules = [rule for role in roles for rule in role["rules"]]
         self.role = {(verb, name) for rule in rules for name in rule["resources"] for verb in rule["verbs"]}
 
     def create(self, plural: str, item: Any, namespace: str = "team", dry_run: bool = False) -> Any:
-        """As everybody creates an object: admission first. Raises `k8s_admission.Refused`."""
+        """As everybody creates an object: admission first. Raises `k8s_admission.Refused`; `KeyError`: it is there already."""
         with self.changed:
             quotas, others = (self.all(kind, namespace) for kind in ("resourcequotas", plural))
             item = k8s_admission.admitted(plural, item, self.restricted, quotas, others)
+            if (plural, namespace, item["metadata"]["name"]) in self.objects:
+                raise KeyError(item["metadata"]["name"])
             if dry_run:
                 return item
             there = {one["metadata"]["uid"] for one in self.objects.values()}
@@ -125,7 +128,7 @@ class Cluster:
             meta["namespace"], meta["resourceVersion"] = namespace, str(self.version)
             item.setdefault("kind", KINDS[plural])
             self.objects[key] = item
-            self._tell("MODIFIED" if before else "ADDED", plural, item)
+            self.changed.notify_all()
         return item
 
     def change(self, plural: str, name: str, namespace: str = "team", **parts: dict[str, Any]) -> Any:
@@ -145,8 +148,7 @@ class Cluster:
             item = self.objects.pop((plural, namespace, name), None)
             if item is not None:
                 self.version += 1
-                meta = {**item["metadata"], "resourceVersion": str(self.version)}
-                self._tell("DELETED", plural, {**item, "metadata": meta})
+                self.changed.notify_all()
                 self._later(self.collect, item["metadata"]["uid"])
 
     def delete(self, plural: str, name: str, namespace: str = "team", foreground: bool = False) -> Any:
@@ -212,18 +214,17 @@ class Cluster:
             return self.objects.get((plural, namespace, name))
 
     def all(self, plural: str, namespace: str = "team") -> list[dict[str, Any]]:
+        """Of a namespace; of all where it is empty."""
         with self.changed:
-            return [item for (kind, place, _), item in self.objects.items() if (kind, place) == (plural, namespace)]
+            return [
+                item for (kind, place, _), item in self.objects.items() if kind == plural and namespace in ("", place)
+            ]
 
     def stamp(self, later: float = 0) -> str:
         return datetime.fromtimestamp(self.now() + later, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
-    def _tell(self, kind: str, plural: str, item: dict[str, Any]) -> None:
-        self.history.append((self.version, kind, plural, json.loads(json.dumps(item))))
-        self.changed.notify_all()
-
     def forget_history(self) -> None:
-        """Watches and pages that are older than this moment get 410 Gone."""
+        """Pages that are older than this moment get 410 Gone."""
         with self.changed:
             self.oldest = self.version
 

@@ -76,14 +76,26 @@ class Session:
     """Ends the connection without a word."""
 
     def __init__(
-        self, containers: Containers, container: Container, accepted: dict[str, str], reader: BinaryIO, writer: BinaryIO
+        self,
+        containers: Containers,
+        container: Container | None,
+        accepted: dict[str, str],
+        reader: BinaryIO,
+        writer: BinaryIO,
     ) -> None:
         self.containers, self.container, self.v5 = containers, container, accepted["Sec-WebSocket-Protocol"] == V5
         self.reader, self.writer = reader, writer
         self.sent, self.gone, self.lock = 0, False, threading.Lock()
 
-    def run(self, command: list[str], terminal: bool) -> None:
+    def refuse(self, why: str) -> None:
+        """The kubelet's error, for which the connection is there already."""
         self.send(1, b"")
+        said = f"Internal error occurred: error executing command in container: {why}"
+        causes = {"causes": [{"message": said}]}
+        failure = {"status": "Failure", "reason": "InternalError", "code": 500, "details": causes}
+        self.status({**failure, "message": f"Internal error occurred: {said}"})
+
+    def run(self, command: list[str], terminal: bool) -> None:
         ours, theirs = pty.openpty() if terminal else (-1, subprocess.PIPE)
         program = sys.executable if command[0] == "python" else command[0]
         try:
@@ -93,9 +105,9 @@ class Session:
                 preexec_fn=(lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)) if terminal else None,
             )  # fmt: skip
         except OSError as error:
-            said = f'failed to exec in container: exec: "{command[0]}": {error.strerror} in $PATH: unknown'
-            self.status({"status": "Failure", "reason": "InternalError", "code": 500, "message": said})
+            self.refuse(f'exec: "{command[0]}": {error.strerror}')
             return
+        self.send(1, b"")
         self.containers.running.append(process)
         if terminal:
             os.close(theirs)

@@ -1,4 +1,4 @@
-"""An emulated Kubernetes API server over real sockets: selectors, pages, watches, logs and faults of a `Cluster`.
+"""An emulated Kubernetes API server over real sockets: selectors, pages, logs and faults of a `Cluster`.
 
 Not a mock: the official client talks HTTP to it. How it says no is recorded (`recordings/failures.jsonl`).
 """
@@ -19,7 +19,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import k8s_discovery
 import k8s_exec
-from k8s_admission import Refused
+import k8s_schema
+from k8s_admission import Refused, check
 from k8s_cluster import KINDS, Cluster, Fault, matches
 
 _PATH = re.compile(
@@ -100,9 +101,9 @@ class _Handler(BaseHTTPRequestHandler):
             return True  # everybody may ask for one's own rights
         if match["sub"] == "exec":  # since 1.35 a WebSocket needs both
             return {("get", plural), ("create", plural)} <= role
-        reading = "watch" if self.query.get("watch") else "get" if match["name"] else "list"
+        reading = "get" if match["name"] else "list"
         verb = {"GET": reading, "POST": "create", "PATCH": "patch", "DELETE": "delete"}[self.command]
-        return match["namespace"] is not None and (verb, plural) in role
+        return match["namespace"] == self.cluster.home and (verb, plural) in role
 
     def _get(self, match: re.Match[str]) -> None:
         accepted, kubectl = self.headers.get("Accept", ""), self.headers.get("User-Agent", "").startswith("kubectl")
@@ -114,8 +115,6 @@ class _Handler(BaseHTTPRequestHandler):
             found = self._there()
             if found is not None:
                 self._answer(200, found)
-        elif self.query.get("watch") == "true":
-            self._watch()
         else:
             self._list(match["group"], "as=PartialObjectMetadataList" in accepted)
 
@@ -133,40 +132,36 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(410, "Expired", "The provided continue parameter is too old")
             return
         items = [item for item in cluster.all(self.plural, self.namespace) if matches(item, self.query)]
-        head = {"kind": f"{KINDS[self.plural]}List", "apiVersion": version}
+        head, custom = {"kind": f"{KINDS[self.plural]}List", "apiVersion": version}, self.plural in k8s_schema.CUSTOM
         if metadata_alone:
             head = {"kind": "PartialObjectMetadataList", "apiVersion": "meta.k8s.io/v1"}
             one = {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1"}
             items = [{**one, "metadata": item["metadata"]} for item in items]
+        elif custom:
+            items = [{"apiVersion": version, "kind": KINDS[self.plural], **item} for item in items]
+        else:  # the list says it for all of them
+            items = [{key: value for key, value in item.items() if key not in ("kind", "apiVersion")} for item in items]
         end = int(start) + (int(self.query.get("limit", 0)) or len(items))
-        more = {"continue": f"{end}:{of}"} if end < len(items) else {}
+        more = (
+            {"continue": f"{end}:{of}"}
+            if end < len(items)
+            else {"continue": ""}
+            if custom and not metadata_alone
+            else {}
+        )
         # A list of metadata that is empty is none at all: the server's language has no other word for it.
         page = items[int(start) : end] or (None if metadata_alone else [])
         self._answer(200, {**head, "metadata": {"resourceVersion": str(cluster.version), **more}, "items": page})
 
-    def _watch(self) -> None:
-        cluster, version = self.cluster, int(self.query.get("resourceVersion") or 0)
-        deadline = time.monotonic() + float(self.query.get("timeoutSeconds", 30))
-        if not self._begin_stream():
-            return
-        if version < cluster.oldest:
-            gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
-            self._line(json.dumps({"type": "ERROR", "object": gone}))
-            deadline = 0
-        while not self._broken() and not cluster.stopping and time.monotonic() < deadline:
-            with cluster.changed:
-                fresh = [
-                    e for e in cluster.history if e[0] > version and e[2] == self.plural and matches(e[3], self.query)
-                ]
-                if not fresh:
-                    cluster.changed.wait(0.1)
-            for _, kind, _, item in fresh:
-                self._line(json.dumps({"type": kind, "object": item}))
-            version = fresh[-1][0] if fresh else version
-        self._end_stream()
-
     def _log(self) -> None:
         cluster, name, follow = self.cluster, self.name, self.query.get("follow") == "true"
+        pod, container = self._there(), self.query.get("container")
+        if pod is None:
+            return
+        known = [one["name"] for one in pod["spec"].get("containers", [])]
+        if known and container is not None and container not in known:
+            self._fail(400, "BadRequest", f"container {container} is not valid for pod {name}")
+            return
         if name not in cluster.logs:
             self._fail(400, "BadRequest", f'container "pytorch" in pod "{name}" is waiting to start: ContainerCreating')
             return
@@ -196,14 +191,15 @@ class _Handler(BaseHTTPRequestHandler):
         pod, container = self._there(), containers.there.get(self.name)
         if pod is None:
             return
+        known = (
+            [container.name] if container is not None else [one["name"] for one in pod["spec"].get("containers", [])]
+        )
         keys = [self.headers.get(f"Sec-WebSocket-{key}", "") for key in ("Key", "Protocol")]
         headers = k8s_exec.accept(*keys, containers)
-        if (phase := pod["status"].get("phase")) in ("Succeeded", "Failed"):
-            self._fail(400, "BadRequest", f"cannot exec into a container in a completed pod; current phase is {phase}")
-        elif container is None:
-            self._fail(500, "InternalError", f'unable to upgrade connection: container not found ("{name}")')
-        elif container.name != name or headers is None:
-            self._fail(400, "BadRequest", f"container {name} is not valid for pod {self.name}, or unknown protocol")
+        if name not in (known or [name]):
+            self._fail(400, "BadRequest", f"container {name} is not valid for pod {self.name}")
+        elif headers is None:  # no protocol that both know
+            self._send(403, b"", {})
         else:
             self.send_response(101)
             for key, value in headers.items():
@@ -215,7 +211,10 @@ class _Handler(BaseHTTPRequestHandler):
             session.drop_after = self.fault.drop_after_lines if self.fault is not None else None
             session.broken = partial(self.connection.shutdown, socket.SHUT_RDWR)
             words = parse_qs(urlsplit(self.path).query, keep_blank_values=True)["command"]
-            session.run(words, self.query.get("tty") == "true")
+            if container is None or pod["status"].get("phase") in ("Succeeded", "Failed"):
+                session.refuse(f"container not running ({self.name})")
+            else:
+                session.run(words, self.query.get("tty") == "true")
 
     def _post(self, match: re.Match[str]) -> None:
         cluster = self.cluster
@@ -230,13 +229,23 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(201, {**self.body, "status": {"userInfo": {"username": "me"}}})
             return
         name = self.body["metadata"]["name"]
-        if cluster.get(self.plural, name, self.namespace) is not None:
-            self._fail(409, "AlreadyExists", f'{self.plural} "{name}" already exists', name=name)
+        if self.namespace not in cluster.namespaces:
+            self._fail(
+                404,
+                "NotFound",
+                f'namespaces "{self.namespace}" not found',
+                name=self.namespace,
+                group="",
+                kind="namespaces",
+            )
             return
-        try:
+        try:  # a quota is asked before the store
+            check(self.plural, self.body)
             made = cluster.create(self.plural, self.body, self.namespace, self.query.get("dryRun") == "All")
         except Refused as refused:
-            self._fail(403, "Forbidden", str(refused), name=name)
+            self._fail(refused.status, refused.reason, str(refused), **{"name": name, **refused.details})
+        except KeyError:
+            self._fail(409, "AlreadyExists", f'{self.plural} "{name}" already exists', name=name)
         else:
             self._answer(201, made)
 
@@ -284,7 +293,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._raw(data)
 
     def _fail(
-        self, status: int, reason: str, message: str, headers: dict[str, str] | None = None, **about: str
+        self, status: int, reason: str, message: str, headers: dict[str, str] | None = None, **about: Any
     ) -> None:
         """A Status that names what it is about; `about`: where the path does not say it."""
         value = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "message": message}
@@ -299,7 +308,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self._spoiled(200, None):
             return False
         self.send_response(200)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", "text/plain")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         return True

@@ -80,7 +80,7 @@ class Page(Reader):
         """From now on nobody may do more than what was installed allows."""
         kinds = {kind for kind, place, _ in self.cluster.objects if place == NAMESPACE}
         assert {"roles", "rolebindings", "persistentvolumeclaims", "networkpolicies"} <= kinds, done.output
-        self.cluster.allow(*self.cluster.all("roles", NAMESPACE))
+        self.cluster.allow(*self.cluster.all("roles", NAMESPACE), namespace=NAMESPACE)
 
     def examined(self, done: Result) -> None:
         """No operator is installed here, and the Role may not look for one: doctor says what it could not tell."""

@@ -6,18 +6,16 @@ import copy
 import cProfile
 import json
 import os
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from crds import strip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from k8s_admission import violations
+from k8s_schema import crd, validator
 
 from tests import product
 from tests.processes import ROOT
@@ -52,31 +50,6 @@ SPECS: dict[str, dict[str, Any]] = {
         "k8s": {"namespace": "team", "kind": "TrainJob", "runtime": "lockstep"},
     },
 }  # fmt: skip
-
-
-@cache
-def crd(kind: str) -> dict[str, Any]:
-    return json.loads((strip.HERE / f"{kind.lower()}.json").read_text())
-
-
-def _strict(node: Any) -> None:
-    for item in node if isinstance(node, list) else node.values() if isinstance(node, dict) else ():
-        _strict(item)
-    if isinstance(node, dict):
-        if "properties" in node and not node.get("x-kubernetes-preserve-unknown-fields"):
-            node.setdefault("additionalProperties", False)
-        if node.get("x-kubernetes-int-or-string"):
-            node.pop("type", None)
-            node["anyOf"] = [{"type": "integer"}, {"type": "string"}]
-
-
-@cache
-def validator(kind: str) -> jsonschema.Draft202012Validator:
-    """The CRD's schema with unknown fields forbidden, as the API server treats them under strict validation."""
-    found = copy.deepcopy(crd(kind)["openAPIV3Schema"])
-    _strict(found)
-    found["properties"]["metadata"] = {"type": "object"}  # the API machinery's own
-    return jsonschema.Draft202012Validator(found)
 
 
 def replicas(job: dict[str, Any]) -> dict[str, Any]:

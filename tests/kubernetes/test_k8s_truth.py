@@ -164,6 +164,24 @@ def test_no_pod_runs_before_what_belongs_to_the_job_is_there(
     assert kept(cluster) and backend.status("smoke").state == "running"
 
 
+def test_a_quota_that_is_used_up_by_the_job_itself_keeps_nobody_from_finishing_it(
+    backend: Any, cluster: Cluster
+) -> None:
+    """It is asked before the store: 403 is also the answer to what is there already."""
+    cluster.faults.append(Fault("PATCH", "pytorchjobs", drop=True, times=5))
+    with pytest.raises(Unreachable):
+        backend.submit(SPEC)
+    hard = {"count/networkpolicies.networking.k8s.io": "1", "count/pytorchjobs.kubeflow.org": "1"}
+    cluster.put("resourcequotas", {"metadata": {"name": "one"}, "spec": {"hard": hard}})
+    for _ in range(2):
+        assert not backend.submit(SPEC).created and kept(cluster)
+    backend.cancel("smoke")
+    until(lambda: not policies(cluster), 10, "the garbage collection")
+    (_, job), _ = product.manifests("k8s", SPEC)
+    before(cluster, "POST", "/pytorchjobs", lambda: cluster.create("pytorchjobs", job))
+    assert not backend.submit(SPEC).created, "another one was faster with the same"
+
+
 @pytest.mark.parametrize("own", [{"queue": "gpu"}, {"patch": {"metadata": {"labels": {QUEUE: "gpu"}}}}], ids=str)
 def test_with_a_queue_kueue_lets_the_job_run(
     backend: Any, cluster: Cluster, operator: Operator, own: dict[str, Any]
