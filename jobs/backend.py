@@ -1,8 +1,8 @@
 """What happens to a job from `submit` to its end, the same on every backend, and what a backend supplies for it.
 
 The flow owns: secrets, the state machine of a name (attach, replace, new), waiting with a bound, the filter of ranks. A
-backend supplies find, create, observe, stream, stop and list, and where it can connect, attach and exec; one that hands a manifest to a
-cluster is a `Cluster`. One contract test holds all of them to it.
+backend supplies find, create, observe, stream, stop and list, and where it can connect, attach, exec and outlook; one that hands a
+manifest to a cluster is a `Cluster`. One contract test holds all of them to it.
 
     backend.submit(spec)                 # idempotent by name and hash of the spec
     backend.status("smoke")              # Status(state, reason, ranks, exit_code)
@@ -189,6 +189,15 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def list(self) -> list[Listed]: ...
 
+    def outlook(self, job: Prepared) -> Checks:  # noqa: ARG002 - for one that can tell
+        """What a new job would meet. The row `start` says when it would start: `warning`, not at once; `missing`, not at all.
+
+        Raises:
+            UserError: it would be refused.
+            Unreachable: nobody answers.
+        """
+        return [Check("start", "cannot tell", f"the {self.name} backend does not say")]
+
     # The flow.
 
     @classmethod
@@ -274,17 +283,24 @@ class Backend(abc.ABC):
     def _decide(self, job: Prepared, mode: Mode) -> tuple[Prepared, Found | None] | Submitted:
         """What is to be created, and in whose place; or the same job, where it is there already."""
         spec = job.spec
-        found = self.find(spec.name, submitting=True)
-        if found is None:
-            return job, None
-        if mode == "new":
+        found, status = self._known(spec, mode)
+        if found is not None and mode == "new":
             name = next_name(spec.name, self._taken)
             return self.prepared(spec.model_copy(update={"name": name, "run_dir": None})), None
+        if found is None or status is None or status.final:
+            return job, found
+        return self.attach(job, found)
+
+    def _known(self, spec: JobSpec, mode: Mode) -> tuple[Found | None, Status | None]:
+        """The job of that name, and where it stands, where that counts. Raises `UserError` where it is in the way."""
+        found = self.find(spec.name, submitting=True)
+        if found is None or mode == "new":
+            return found, None
         if found.hash is None:
             raise UserError(f"{spec.name} exists, and lockstep did not make it: choose another name")
         status = self.observe(found)
         if mode == "replace" and status.final:
-            return job, found
+            return found, status
         started_over = spec.fresh is not None and not status.final and found.plain.get("fresh") != spec.fresh
         if not found.same(spec, self.name) or started_over:
             changed = "; ".join(found.differences(spec)[:8]) or "an earlier version of the same settings"
@@ -292,15 +308,29 @@ class Backend(abc.ABC):
                 f"{spec.name} exists with another spec ({changed}): choose another name, --new for a numbered one, "
                 "or cancel it and submit with --replace"
             )
-        if not status.final:
-            return self.attach(job, found)
-        if status.state not in GOES_ON:
+        if status.final and status.state not in GOES_ON:
             why = f" ({status.reason})" if status.reason else ""
             raise UserError(
                 f"{spec.name} has already finished: {status.state}{why}: "
                 "--replace submits it again under this name (its run directory stays), --new under a numbered one"
             )
-        return job, found
+        return found, status
+
+    def dry_run(self, spec: JobSpec, mode: Mode = "attach") -> Checks:
+        """Whether it would start, when, and why not. Nothing is sent. Raises `Unreachable`."""
+        try:
+            job = self.prepared(store.pinned(spec)[0])
+            refuse([job], self.name)
+            self.check_secrets(job.spec)
+            found, status = self._known(job.spec, mode)
+            if status is not None and not status.final:
+                return [Check("job", "note", f"is there already, with the same spec: {status.state}")]
+            place = "new" if found is None or mode == "new" else "takes the place of an earlier one"
+            return [Check("job", "ok", place), *self.outlook(job)]
+        except Unreachable:
+            raise
+        except UserError as error:
+            return [Check("job", "missing", str(error))]
 
     def _taken(self, name: str) -> bool:
         """Whether a new job cannot have that name."""

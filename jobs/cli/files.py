@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from lockstep.jobs.cli.options import Backend, Job, Json, Sweep, cluster, flat
-from lockstep.jobs.status import note, say, show, teller, warn
-from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError
+from lockstep.jobs.status import note, say, show, table, teller, warn
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UserError
 
 if TYPE_CHECKING:
     from lockstep.jobs.backend import Mode
+    from lockstep.jobs.status import Check
 
 
 @flat
@@ -131,6 +132,9 @@ def submit(
     wait: Annotated[
         float | None, typer.Option(help="Wait until the job has ended, at most this many seconds.", min=0)
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Send nothing: say whether it would start, when, and why not.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Submit a job. The same job again attaches to it, or resumes it where it was interrupted."""
@@ -140,6 +144,8 @@ def submit(
     # A word that no run was begun with.
     spec = job.spec(backend, run_dir=run_dir, fresh=uuid.uuid4().hex[:12] if fresh else None)
     mode: Mode = "replace" if replace else "new" if new else "attach"
+    if dry_run and (sweep or wait is not None):
+        raise UserError("--dry-run is of one job, and waits for none: leave out --sweep and --wait")
     if sweep:
         from lockstep.jobs.cli import sweeps
 
@@ -147,6 +153,8 @@ def submit(
     from lockstep.jobs.registry import backend as named
 
     found = named(backend).at(spec)
+    if dry_run:
+        _outlook(spec.name, found.dry_run(spec, mode), as_json)
     done = found.submit(spec, mode)
     if wait is None:
         if as_json:
@@ -157,6 +165,20 @@ def submit(
     from lockstep.jobs.cli.names import report
 
     report(done.name, found.wait(done.name, wait, teller(done.name)), as_json, waited=True)
+
+
+def _outlook(name: str, checks: list[Check], as_json: bool) -> NoReturn:
+    """Prints what a submission would meet, and ends: with 2 where it would be refused, or could not start."""
+    results = {check.name: check.result for check in checks}
+    refused = "missing" in results.values()
+    attach = results["job"] == "note"
+    would = "not start" if refused else "attach" if attach else "wait" if results.get("start") == "warning" else "start"
+    if as_json:
+        show({"name": name, "would": would, "checks": [check.plain() for check in checks]})
+    else:
+        table(("CHECK", "RESULT", "DETAIL"), [(check.name, check.result, check.detail) for check in checks])
+        say(f"{name} would {would}")
+    raise typer.Exit(EXIT_USAGE if refused else EXIT_DONE)
 
 
 @flat

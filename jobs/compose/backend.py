@@ -29,7 +29,7 @@ from lockstep.jobs.logs import newest, of_rank
 from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, missing_from, spec_in, to_yaml
 from lockstep.jobs.process import Streams, run
 from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import Listed, Status, Submitted
+from lockstep.jobs.status import Check, Listed, Status, Submitted
 from lockstep.training import contract, files
 
 CANCELLED = "lockstep/cancelled"
@@ -88,6 +88,9 @@ class ComposeBackend(Cluster):
         gone = [node for node in found.record if get(node, "State", "Status") in ("exited", "dead")]
         self._up(job, found.record)
         return Submitted(found.name, False, found.where, tuple(str(get(node, "Config", "Hostname")) for node in gone))
+
+    def outlook(self, job: Prepared) -> Checks:
+        return [*checks.check(job.spec), Check("start", "ok", "at once")]
 
     def create(self, job: Prepared, old: Found | None) -> Submitted:
         name = job.spec.name

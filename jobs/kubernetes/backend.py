@@ -114,6 +114,10 @@ class KubernetesBackend(Cluster):
         version, plural = KINDS[kind]
         return f"/apis/{version}/namespaces/{self.namespace}/{plural}{f'/{name}' if name else ''}"
 
+    @property
+    def _policies(self) -> str:
+        return f"/apis/networking.k8s.io/v1/namespaces/{self.namespace}/networkpolicies"
+
     def sent(self, spec: JobSpec, runs: Sequence[JobSpec]) -> Manifests:  # noqa: ARG002 - there are no arrays here
         return render.manifests(spec, uuid.uuid4().hex[:8])
 
@@ -130,6 +134,20 @@ class KubernetesBackend(Cluster):
             warn(f"{name} is being deleted: waiting until it is gone")
             self._await_end(job, self._deletion_seconds(found.spec))
         return self.find(name, submitting)
+
+    def outlook(self, job: Prepared) -> Checks:
+        """The server's own dry run, and then what it tells of the job's queue and of the nodes."""
+        from lockstep.jobs.kubernetes import checks
+
+        policy, rendered = job.manifests
+        with explained(self.api.host, rendered["kind"]):
+            for path, item in ((self._policies, policy), (self.path(rendered["kind"]), rendered)):
+                try:
+                    self.api.create(path, item, dryRun="All")
+                except ApiError as error:
+                    if error.status != 409:  # it is there, and its place would be taken
+                        raise
+            return checks.outlook(self, job.spec)
 
     def create(self, job: Prepared, old: Found | None) -> Submitted:
         """Another command may have sent the same spec at the same time: then that one has made the job."""
@@ -184,8 +202,7 @@ class KubernetesBackend(Cluster):
         submission = submission_of(live) or RENDERED
         policy, job = rendered or render.manifests(spec, submission)
         owned = {"metadata": {"ownerReferences": [_owner(job, live)]}}
-        policies = f"/apis/networking.k8s.io/v1/namespaces/{self.namespace}/networkpolicies"
-        self._bring(policies, merge(policy, owned))
+        self._bring(self._policies, merge(policy, owned))
         if spec.code is not None:
             packed, maps = store.packed(identity(spec)), f"/api/v1/namespaces/{self.namespace}/configmaps"
             marks = {JOB: spec.name, SUBMISSION: submission, **MANAGED}

@@ -13,7 +13,7 @@ from lockstep.jobs.kubernetes.answers import METADATA, ApiError, Listing, Shape
 from lockstep.jobs.kubernetes.rules import unpublished
 from lockstep.jobs.kubernetes.section import KINDS, KUEUE, k8s
 from lockstep.jobs.lint import Finding
-from lockstep.jobs.manifest import get, mappings
+from lockstep.jobs.manifest import Manifest, get, mappings
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import Check, LoggedOut, Result
 from lockstep.training.contract import UserError
@@ -76,6 +76,12 @@ def check(backend: Reached, spec: JobSpec | None, findings: list[Finding] | None
     for name, look in looks.items():
         found += _guarded(name, look(backend, spec))
     return [*found, *_rules(findings)]
+
+
+def outlook(backend: Reached, spec: JobSpec) -> list[Check]:
+    """What a job would meet that the server takes. Raises `UserError`, `ApiError`."""
+    looks = {"runtime": _runtime, "queue": _queue, "nodes": _nodes, "volumes": _volumes, "pull secrets": _pull_secrets}
+    return [row for name, look in {**looks, "start": _start}.items() for row in _guarded(name, look(backend, spec))]
 
 
 def _guarded(name: str, rows: Iterator[Check]) -> list[Check]:
@@ -216,54 +222,116 @@ def _pod_monitor(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:  # 
     yield Check("pod monitor", "warning", detail)
 
 
+def _local_queue(backend: Reached, name: str | None) -> tuple[Manifest | None, str]:
+    """The queue, and the version of the API that has it."""
+    for version in KUEUE:
+        path = f"/apis/{version}/namespaces/{backend.namespace}/localqueues/{name}"
+        if (local := backend.api.find(path)) is not None:
+            return local, version
+    return None, ""
+
+
+def _amounts(rows: object, resource: str, amount: str) -> int:
+    """Of a resource, over all flavors."""
+    found = [item for flavor in mappings(rows) for item in mappings(flavor.get("resources"))]
+    values = [str(item.get(amount, "")) for item in found if item.get("name") == resource]
+    return sum(int(value) for value in values if value.isdecimal())
+
+
+def _quota(cluster: Manifest, resource: str) -> int:
+    groups = mappings(get(cluster, "spec", "resourceGroups"))
+    return sum(_amounts(group.get("flavors"), resource, "nominalQuota") for group in groups)
+
+
 def _queue(backend: Reached, spec: JobSpec) -> Iterator[Check]:
     if k8s(spec).queue is None:
         return
     name = k8s(spec).queue
-    local, version = None, ""
-    for version in KUEUE:
-        local = backend.api.find(f"/apis/{version}/namespaces/{backend.namespace}/localqueues/{name}")
-        if local is not None:
-            break
+    local, version = _local_queue(backend, name)
     if local is None:
         yield Check("queue", "missing", f"no LocalQueue {name} in {backend.namespace}")
         return
     of = get(local, "spec", "clusterQueue")
     yield Check("queue", "ok", f"{name} → {of}")
     cluster = backend.api.get(f"/apis/{version}/clusterqueues/{of}")
-    wanted = spec.gpus * spec.nodes
-    quotas = [
-        int(str(item.get("nominalQuota", "0")))
-        for group in mappings(get(cluster, "spec", "resourceGroups")) for flavor in mappings(group.get("flavors"))
-        for item in mappings(flavor.get("resources"))
-        if item.get("name") == k8s(spec).gpu_resource and str(item.get("nominalQuota", "")).isdecimal()
-    ]  # fmt: skip
+    wanted, quota = spec.gpus * spec.nodes, _quota(cluster, k8s(spec).gpu_resource)
     if wanted:
         # v1beta1 says `cohort`. What others of it do not use, the queue may borrow: how much cannot be seen here.
         cohort = get(cluster, "spec", "cohortName") or get(cluster, "spec", "cohort")
         short: Result = "warning" if cohort else "missing"
         borrowed = f"; the rest would be borrowed from the cohort {cohort}" if cohort else ""
-        fits = sum(quotas) >= wanted
-        detail = f"{sum(quotas)} {k8s(spec).gpu_resource} in {of}, the job takes {wanted}"
+        fits = quota >= wanted
+        detail = f"{quota} {k8s(spec).gpu_resource} in {of}, the job takes {wanted}"
         yield Check("quota", "ok" if fits else short, detail + ("" if fits else borrowed))
 
 
-def _nodes(backend: Reached, spec: JobSpec) -> Iterator[Check]:
-    if not spec.gpus:
-        return
-    amounts, silent = [], 0
+def _gpus_of_nodes(backend: Reached, spec: JobSpec) -> tuple[dict[str, int], int]:
+    """Node → its GPUs, of those that take pods; and how many are not ready."""
+    amounts, silent = {}, 0
     for node in backend.api.pages("/api/v1/nodes"):
         ready = [item for item in mappings(get(node, "status", "conditions")) if item.get("type") == "Ready"]
         amount = str(get(node, "status", "allocatable", k8s(spec).gpu_resource) or "0")
         if ready and ready[0].get("status") != "True":
             silent += 1
         elif amount.isdecimal() and not get(node, "spec", "unschedulable"):
-            amounts.append(int(amount))
-    fit = sum(amount >= spec.gpus for amount in amounts)
+            amounts[str(get(node, "metadata", "name"))] = int(amount)
+    return amounts, silent
+
+
+def _nodes(backend: Reached, spec: JobSpec) -> Iterator[Check]:
+    if not spec.gpus:
+        return
+    amounts, silent = _gpus_of_nodes(backend, spec)
+    fit = sum(amount >= spec.gpus for amount in amounts.values())
     needed = spec.nodes if k8s(spec).spread == "required" else 1
     detail = f"{fit} of {len(amounts)} nodes have {spec.gpus} {k8s(spec).gpu_resource}, the job needs {needed}"
     away = f"; not ready: {silent} more" if silent else ""
     yield Check("nodes", "ok" if fit >= needed else "missing", detail + away)
+
+
+def _start(backend: Reached, spec: JobSpec) -> Iterator[Check]:
+    """When: with a queue its state says, without one what the nodes have free."""
+    yield from _admission(backend, spec) if k8s(spec).queue is not None else _room(backend, spec)
+
+
+def _admission(backend: Reached, spec: JobSpec) -> Iterator[Check]:
+    local, version = _local_queue(backend, k8s(spec).queue)
+    of, resource, wanted = get(local, "spec", "clusterQueue"), k8s(spec).gpu_resource, spec.gpus * spec.nodes
+    if (why := _inactive(local)) is not None:
+        yield Check("start", "warning", f"the queue {k8s(spec).queue} is not active: {why}")
+    elif waiting := get(local, "status", "pendingWorkloads"):
+        yield Check("start", "warning", f"{waiting} jobs wait in the queue {k8s(spec).queue} before it")
+    elif local is not None:
+        cluster = backend.api.get(f"/apis/{version}/clusterqueues/{of}")
+        left = _quota(cluster, resource) - _amounts(get(cluster, "status", "flavorsReservation"), resource, "total")
+        if (why := _inactive(cluster)) is not None:
+            yield Check("start", "warning", f"the ClusterQueue {of} is not active: {why}")
+        elif wanted > left:
+            yield Check("start", "warning", f"{left} {resource} are left in {of}, the job takes {wanted}")
+        else:
+            yield Check("start", "ok", f"nobody waits in the queue {k8s(spec).queue}, and its quota is not used up")
+
+
+def _inactive(queue: Manifest | None) -> str | None:
+    """Why Kueue admits nothing from it; None where it does."""
+    active = [item for item in mappings(get(queue, "status", "conditions")) if item.get("type") == "Active"]
+    return str(active[0].get("message")) if active and active[0].get("status") == "False" else None
+
+
+def _room(backend: Reached, spec: JobSpec) -> Iterator[Check]:
+    if not spec.gpus:
+        yield Check("start", "cannot tell", "which nodes have room, the scheduler says once the job is there")
+        return
+    free, resource = _gpus_of_nodes(backend, spec)[0], k8s(spec).gpu_resource
+    for pod in backend.api.pages("/api/v1/pods"):
+        node = get(pod, "spec", "nodeName")
+        if node in free and get(pod, "status", "phase") not in ("Succeeded", "Failed"):
+            taken = [get(one, "resources", "limits", resource) for one in mappings(get(pod, "spec", "containers"))]
+            free[node] -= sum(int(amount) for amount in map(str, taken) if amount.isdecimal())
+    alone = k8s(spec).spread == "required"
+    fit = sum(amount >= spec.gpus if alone else max(0, amount) // spec.gpus for amount in free.values())
+    detail = f"{fit} of {spec.nodes} pods find {spec.gpus} free {resource}"
+    yield Check("start", "ok" if fit >= spec.nodes else "warning", detail)
 
 
 def _volumes(backend: Reached, spec: JobSpec) -> Iterator[Check]:

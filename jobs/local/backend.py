@@ -20,7 +20,7 @@ from pathlib import Path
 
 from lockstep.jobs import command as commands
 from lockstep.jobs import records
-from lockstep.jobs.backend import Backend, Found, Lines, Prepared, check_name
+from lockstep.jobs.backend import Backend, Checks, Found, Lines, Prepared, check_name
 from lockstep.jobs.code import store
 from lockstep.jobs.local import processes
 from lockstep.jobs.local.processes import Looks, alive, living, start_ticks
@@ -28,7 +28,8 @@ from lockstep.jobs.local.supervise import ENDED, RUNNING, here, note_end
 from lockstep.jobs.logs import PREFIX, Pieces, begin, of_rank
 from lockstep.jobs.process import Streams, run
 from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import Listed, Part, State, Status, Submitted, warn
+from lockstep.jobs.spec.types import size_in_bytes
+from lockstep.jobs.status import Check, Listed, Part, State, Status, Submitted, warn
 from lockstep.training import contract, extras, files
 from lockstep.training.contract import UserError
 
@@ -79,6 +80,24 @@ class LocalBackend(Backend):
         return Found(
             name, record["hash"], record["spec"], record, str(self.folder / name), run_dir=record["run_dir"]
         )  # fmt: skip
+
+    def outlook(self, job: Prepared) -> Checks:
+        """It starts at once: nothing is reserved here. What it asks for may be more than there is."""
+        extras.require("torch")
+        spec, cores = job.spec, os.cpu_count() or 1
+        wanted, memory = (
+            spec.nodes * size_in_bytes(spec.memory),
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        )
+        ranks = spec.nodes * spec.ranks
+        found = [
+            Check("cpus", "ok" if ranks <= cores else "warning", f"{ranks} ranks on {cores} cores"),
+            Check("memory", "ok" if wanted <= memory else "warning", f"{wanted >> 20} of {memory >> 20} MiB"),
+        ]
+        if spec.gpus:
+            gpus, needed = len(list(Path("/dev").glob("nvidia[0-9]*"))), spec.nodes * spec.gpus
+            found.append(Check("gpus", "ok" if needed <= gpus else "missing", f"{needed} of {gpus}"))
+        return [*found, Check("start", "ok", "at once")]
 
     def create(self, job: Prepared, old: Found | None) -> Submitted:
         extras.require("torch")  # the launcher needs it, also for a `command:`

@@ -129,6 +129,9 @@ class SlurmBackend(Cluster):
             spec, _submitit(spec, place), place, rules.look(spec, place), after, max(1, len(runs))
         )  # fmt: skip
 
+    def outlook(self, job: Prepared) -> Checks:
+        return [submission.outlook(job.spec.name, job.manifests[0]["script"], self.cluster.here)]
+
     def create(self, job: Prepared, old: Found | None) -> Submitted:
         """One sbatch, for a job or an array. The folder of `old` goes when SLURM has the new one."""
         whole, runs, (sent,) = job.spec, job.runs or [job.spec], job.manifests
@@ -398,6 +401,8 @@ class SlurmBackend(Cluster):
                 return [asdict(self.submit(specs[0], mode))]
             case "sweep":
                 return [asdict(sent) for sent in self.sweep(name, specs, mode)]
+            case "dry run":
+                return [row.plain() for row in self.dry_run(specs[0], mode)]
             case "prepare":
                 return [asdict(self.prepare(specs[0]))]
             case "diff":
@@ -465,8 +470,20 @@ class FromLaptop(SlurmBackend):
     def prepare(self, spec: JobSpec) -> Submitted:
         return self._send_off("prepare", [spec])[0]
 
+    def dry_run(self, spec: JobSpec, mode: Mode = "attach") -> Checks:
+        found: Checks = self._asked("dry run", list[Check], [store.pinned(spec)[0]], b"", mode=mode)
+        return found
+
     def _send_off(self, do: str, specs: Specs, **values: str) -> Sent:
         specs = store.all_kept(specs)
+        code = store.packed(commands.identity(specs[0])) if specs[0].code is not None else b""
+        try:
+            sent: Sent = self._asked(do, list[Submitted], specs, code, **values)
+        except Disconnected as error:
+            raise Disconnected(f"{error}: submit again, what is there already is not submitted twice") from None
+        return sent
+
+    def _asked(self, do: str, shape: Any, specs: Specs, code: bytes, **values: str) -> Any:
         for recipe in {spec.recipe or "" for spec in specs if spec.code is None}:
             if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_absolute():
                 raise UserError(
@@ -474,12 +491,7 @@ class FromLaptop(SlurmBackend):
                     "its absolute path there"
                 )
         secrets = {name: os.environ[name] for spec in specs for name in spec.secrets if name in os.environ}
-        code = store.packed(commands.identity(specs[0])) if specs[0].code is not None else b""
-        try:
-            sent: Sent = self.login.ask(do, list[Submitted], 900, code, specs, secrets=secrets, **values)
-        except Disconnected as error:
-            raise Disconnected(f"{error}: submit again, what is there already is not submitted twice") from None
-        return sent
+        return self.login.ask(do, shape, 900, code, specs, secrets=secrets, **values)
 
     def drift(self, spec: JobSpec) -> Lines:
         lines: Lines = self.login.ask("diff", Lines, specs=[store.pinned(spec)[0]])

@@ -22,7 +22,7 @@ from typing import Any
 from lockstep.jobs.logs import Pieces, begin, shares
 from lockstep.jobs.slurm import observe, render
 from lockstep.jobs.slurm.task import TrainingTask
-from lockstep.jobs.status import Unreachable
+from lockstep.jobs.status import Check, Unreachable
 from lockstep.training import files
 from lockstep.training.contract import OF_A_JOB, UserError
 from lockstep.wire import submitit_api
@@ -32,6 +32,8 @@ NEW = "new"
 """Stands in the names of the files for the job's number until sbatch has given one."""
 SENDING = ".sbatch"
 """It is locked for as long as sbatch is at work, which goes on where the command that submits is killed."""
+SOON = 60.0
+"""Seconds within which a job starts at once: the controller looks at its queue once in a while."""
 SECONDS = 300.0
 """For sbatch, which tries for minutes where the controller is busy."""
 CHUNK = 1 << 20
@@ -129,33 +131,62 @@ class _InDoubt(Unreachable):
     """The controller may have taken the job before it fell silent: the record stays, without a number."""
 
 
-def _sbatch(program: str, name: str, comment: str, script: Path, here: PurePath) -> str:
-    """The job's number. The ranks start in `here`. Raises `UserError`, `Unreachable`."""
-    env = {
+def outlook(name: str, script: str, here: PurePath) -> Check:
+    """When sbatch expects the job to start. Raises `UserError`, `Unreachable`."""
+    program = shutil.which("sbatch")
+    if program is None:
+        raise observe.missing("sbatch")
+    try:
+        told = subprocess.run(
+            [program, "--test-only"], env=_environment(), input=script, capture_output=True, text=True, errors="replace",
+            timeout=SECONDS, check=False, cwd=here,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise Unreachable(f"the SLURM controller did not answer for {SECONDS:g} s") from None
+    if told.returncode:
+        raise _refusal(name, told.stderr)
+    said = observe.one_line(told.stderr.replace("sbatch: ", ""))
+    start = re.search(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", said)
+    if start is None:
+        return Check("start", "cannot tell", said)
+    at_once = time.mktime(time.strptime(start[1], "%Y-%m-%dT%H:%M:%S")) < time.time() + SOON
+    return Check("start", "ok" if at_once else "warning", said)
+
+
+def _environment() -> dict[str, str]:
+    return {
         name: value for name, value in os.environ.items()
         if name in _OF_THE_CLUSTER or (name not in OF_A_JOB and not name.startswith(("SBATCH_", "SLURM_")))
     }  # fmt: skip
+
+
+def _refusal(name: str, said: str) -> UserError:
+    """What sbatch complains of, without what it is called."""
+    lines = [line for line in said.splitlines() if "error:" in line] or [said]
+    reason = observe.one_line("; ".join(line.split("error:", 1)[-1].strip() for line in lines))
+    if _IN_DOUBT.search(said):
+        return _InDoubt(
+            f"the SLURM controller does not answer: {reason}: submit again, what is there already is not submitted twice"
+        )
+    if observe.NO_CONTACT.search(said):
+        return Unreachable(f"the SLURM controller does not answer: {reason}")
+    return UserError(f"SLURM refuses {name}: {reason}")
+
+
+def _sbatch(program: str, name: str, comment: str, script: Path, here: PurePath) -> str:
+    """The job's number. The ranks start in `here`. Raises `UserError`, `Unreachable`."""
     with (script.parent.parent / SENDING).open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             told = subprocess.run(
-                [program, f"--comment={comment}", str(script)], env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                errors="replace", timeout=SECONDS, check=False, start_new_session=True, pass_fds=[lock.fileno()],
+                [program, f"--comment={comment}", str(script)], env=_environment(), stdin=subprocess.DEVNULL, capture_output=True,
+                text=True, errors="replace", timeout=SECONDS, check=False, start_new_session=True, pass_fds=[lock.fileno()],
                 cwd=here,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             told = observe.Told([program], 1, "", f"timed out after {SECONDS:g} s")
     if told.returncode:
-        # What sbatch complains of, without what it is called.
-        lines = [line for line in told.stderr.splitlines() if "error:" in line] or [told.stderr]
-        reason = observe.one_line("; ".join(line.split("error:", 1)[-1].strip() for line in lines))
-        if _IN_DOUBT.search(told.stderr):
-            raise _InDoubt(
-                f"the SLURM controller does not answer: {reason}: submit again, what is there already is not submitted twice"
-            )
-        if observe.NO_CONTACT.search(told.stderr):
-            raise Unreachable(f"the SLURM controller does not answer: {reason}")
-        raise UserError(f"SLURM refuses {name}: {reason}")
+        raise _refusal(name, told.stderr)
     number = re.search(r"job (\d+)", told.stdout)
     if number is None:
         raise _InDoubt(f"sbatch gave no number for {name}, but said: {observe.one_line(told.stdout)}: submit again")

@@ -99,6 +99,22 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
             backend.api.close()
 
 
+def test_a_dry_run_says_what_a_submission_would_meet_and_sends_nothing(bench: Bench) -> None:
+    backend, spec = bench.backend, bench.spec("dry", LONG)
+
+    def met(spec: JobSpec) -> dict[str, tuple[str, str]]:
+        return {row.name: (row.result, row.detail) for row in backend.dry_run(spec)}
+
+    found = met(spec)
+    assert found["job"] == ("ok", "new") and found["start"][0] in ("ok", "cannot tell"), found
+    assert bench.listed() == []
+    backend.submit(spec)
+    assert met(spec)["job"][0] == "note", "a submission would attach"
+    result, detail = met(spec.model_copy(update={"grace_seconds": 7}))["job"]
+    assert result == "missing" and "another spec (grace_seconds: 5 → 7)" in detail
+    backend.cancel("dry")
+
+
 def test_a_job_from_submit_to_summary(bench: Bench) -> None:
     backend, spec = bench.backend, bench.spec("hello", HELLO)
     done = backend.submit(spec)

@@ -1,0 +1,92 @@
+"""`submit --dry-run`: would the job start, when, and why not; the server is asked, and is sent nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from k8s_cluster import Cluster, Fault
+
+from tests.jobs.helpers import lockstep
+
+JOB: dict[str, Any] = {"name": "big", "recipe": "smoke", "image": "localhost:5000/a:1", "nodes": 2, "gpus": 4}
+GPUS = "nvidia.com/gpu"
+Asked = Callable[..., tuple[int, str, dict[str, tuple[str, str]]]]
+pytestmark = pytest.mark.promise("k8s-truth")
+
+
+@pytest.fixture
+def asked(cluster: Cluster, tmp_path: Path) -> Asked:
+    """(exit code, what the job would do, name → result and detail of each row), in a cluster of two nodes with 8 GPUs each."""
+    for number in range(2):
+        cluster.put("nodes", {"metadata": {"name": f"n{number}"}, "status": {"allocatable": {GPUS: "8"}}}, "")
+
+    def ask(**changes: Any) -> tuple[int, str, dict[str, tuple[str, str]]]:
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump({**JOB, **changes}))
+        done = lockstep(tmp_path, "submit", "k8s", "job.yaml", "--dry-run", "--json")
+        writing = [query for method, _, query, _ in cluster.requests if method != "GET"]
+        assert all(query.get("dryRun") == "All" for query in writing) and not cluster.all("pytorchjobs"), done
+        found = json.loads(done.stdout)
+        return done.returncode, found["would"], {row["name"]: (row["result"], row["detail"]) for row in found["checks"]}
+
+    return ask
+
+
+def occupy(cluster: Cluster, node: str, gpus: int) -> None:
+    limits = {"resources": {"limits": {GPUS: str(gpus)}}}
+    spec = {"nodeName": node, "containers": [{"name": "c", **limits}]}
+    cluster.put("pods", {"metadata": {"name": f"on-{node}"}, "spec": spec, "status": {"phase": "Running"}}, "others")
+
+
+def test_what_is_free_says_whether_it_would_start(
+    asked: Asked, cluster: Cluster, request: pytest.FixtureRequest
+) -> None:
+    assert asked()[:2] == (0, "start")
+    occupy(cluster, "n1", 6)
+    code, would, rows = asked()
+    assert (code, would) == (0, "wait") and rows["start"][1] == f"1 of 2 pods find 4 free {GPUS}"
+    assert asked(k8s={"spread": "none"})[1] == "start", "both on one node"
+    request.getfixturevalue("rights")
+    code, would, rows = asked()
+    assert (code, would) == (0, "start") and rows["start"][0] == "cannot tell" and "forbidden" in rows["start"][1]
+
+
+def test_the_state_of_the_queue_says_when(asked: Asked, cluster: Cluster) -> None:
+    queued, of = {"k8s": {"queue": "gpu"}}, {"spec": {"clusterQueue": "all"}}
+    code, would, rows = asked(**queued)
+    assert (code, would) == (2, "not start") and rows["queue"][0] == "missing"
+    cluster.put("localqueues", {"metadata": {"name": "gpu"}, **of, "status": {"pendingWorkloads": 0}})
+    quota = {"resourceGroups": [{"flavors": [{"resources": [{"name": GPUS, "nominalQuota": 16}]}]}]}
+    used = {"flavorsReservation": [{"name": "a", "resources": [{"name": GPUS, "total": "8"}]}]}
+    cluster.put("clusterqueues", {"metadata": {"name": "all"}, "spec": quota, "status": used}, "")
+    assert asked(**queued)[:2] == (0, "start")
+    assert asked(**queued, gpus=8)[2]["start"] == ("warning", f"8 {GPUS} are left in all, the job takes 16")
+    cluster.change("localqueues", "gpu", status={"pendingWorkloads": 3})
+    code, would, rows = asked(**queued)
+    assert (code, would) == (0, "wait") and "3 jobs wait in the queue gpu" in rows["start"][1]
+    stopped = {"conditions": [{"type": "Active", "status": "False", "message": "the ClusterQueue is stopped"}]}
+    cluster.change("localqueues", "gpu", status=stopped)
+    assert "is not active: the ClusterQueue is stopped" in asked(**queued)[2]["start"][1]
+
+
+def test_what_the_server_refuses_is_the_reason(asked: Asked, cluster: Cluster, tmp_path: Path) -> None:
+    refused = {
+        'unknown field "spec.nope"': {"k8s": {"patch": {"spec": {"nope": 1}}}},
+        "must be of type boolean": {"k8s": {"patch": {"spec": {"runPolicy": {"suspend": "yes"}}}}},
+        'namespaces "nowhere" not found': {"k8s": {"namespace": "nowhere"}},
+        "image is not set": {"image": None},
+    }
+    for said, changes in refused.items():
+        code, would, rows = asked(**changes)
+        assert (code, would) == (2, "not start") and said in rows["job"][1], (said, rows)
+    cluster.put(
+        "resourcequotas", {"metadata": {"name": "q"}, "spec": {"hard": {"count/pytorchjobs.kubeflow.org": "0"}}}
+    )
+    assert "exceeded quota: q" in asked()[2]["job"][1]
+    cluster.faults.append(Fault("GET", "pytorchjobs", drop=True, times=99))
+    done = lockstep(tmp_path, "submit", "k8s", "job.yaml", "--dry-run")
+    assert done.returncode == 69 and done.stderr.count("\n") == 1, done
