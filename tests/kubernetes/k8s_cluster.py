@@ -96,7 +96,12 @@ class Cluster:
             item = k8s_admission.admitted(plural, item, self.restricted, quotas, others)
             if (plural, namespace, item["metadata"]["name"]) in self.objects:
                 raise KeyError(item["metadata"]["name"])
-            if dry_run:
+            if dry_run:  # whose uid nobody will have
+                item["metadata"] |= {
+                    "namespace": namespace,
+                    "uid": str(uuid.uuid4()),
+                    "creationTimestamp": self.stamp(),
+                }
                 return item
             there = {one["metadata"]["uid"] for one in self.objects.values()}
             for owner in item["metadata"].get("ownerReferences") or []:

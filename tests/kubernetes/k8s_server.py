@@ -229,7 +229,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(201, {**self.body, "status": {"userInfo": {"username": "me"}}})
             return
         name = self.body["metadata"]["name"]
-        if self.namespace not in cluster.namespaces:
+        if self.namespace and self.namespace not in cluster.namespaces:
             self._fail(
                 404,
                 "NotFound",

@@ -89,4 +89,7 @@ def test_what_the_server_refuses_is_the_reason(asked: Asked, cluster: Cluster, t
     assert "exceeded quota: q" in asked()[2]["job"][1]
     cluster.faults.append(Fault("GET", "pytorchjobs", drop=True, times=99))
     done = lockstep(tmp_path, "submit", "k8s", "job.yaml", "--dry-run")
-    assert done.returncode == 69 and done.stderr.count("\n") == 1, done
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 69 and last.startswith("error: ") and "cannot be reached" in last and not done.stdout, (
+        done
+    )
