@@ -106,6 +106,7 @@ generate: $(READY) ## write anew what is made from the code: schemas, examples i
 	$(RUN) -m lockstep.training settings --schema > recipe.schema.json
 	$(RUN) -m docsite.reference > docs/reference/session-settings.md
 	$(VENV)/bin/lockstep render k8s job.yaml -o deploy/k8s/example-pytorchjob.yaml
+	$(VENV)/bin/lockstep render k8s examples/rdma.yaml -o deploy/k8s/example-rdma.yaml
 	LOCKSTEP_HOME=/shared/lockstep $(VENV)/bin/lockstep render slurm job.yaml --profile gpu-cluster --gpus 4 \
 	  --set slurm.python=/shared/venv/bin/python --set run_dir=/shared/runs/smoke \
 	  --set cpus=32 --set memory=256Gi -o deploy/slurm/example.sbatch
@@ -126,7 +127,7 @@ install-k8s: ## namespace, rights, volumes, NetworkPolicy; OVERLAY=overlays/sing
 # Images: docs/containers.md. IMAGE is a name without a tag; the tag is the revision.
 NAME_ := $(or $(IMAGE),lockstep)
 TAG = $(shell git describe --always --dirty --abbrev=12 --exclude '*' 2>/dev/null || echo unknown)
-# The locks are resolved for x86-64, so the images are: elsewhere the engine emulates it.
+# PLATFORM=linux/arm64 builds the CUDA image there, from the same lock. torch's CPU build is locked for x86-64 alone: the engine emulates it.
 PLATFORM ?= linux/amd64
 ARGUMENTS = --platform $(PLATFORM) $(if $(BASE_IMAGE),--build-arg BASE_IMAGE=$(BASE_IMAGE)) \
   --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) --build-arg VERSION=$(TAG) \

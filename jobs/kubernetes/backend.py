@@ -19,7 +19,7 @@ from lockstep.jobs.backend import Checks, Cluster, Found, Lines, Manifests, Prep
 from lockstep.jobs.code import store
 from lockstep.jobs.command import identity
 from lockstep.jobs.kubernetes import render, rules
-from lockstep.jobs.kubernetes.answers import METADATA_LIST, ApiError, explained
+from lockstep.jobs.kubernetes.answers import METADATA_LIST, ApiError, Listing, explained
 from lockstep.jobs.kubernetes.observe import (
     INCOMPLETE,
     belongs,
@@ -32,7 +32,7 @@ from lockstep.jobs.kubernetes.observe import (
     slim,
 )  # fmt: skip
 from lockstep.jobs.kubernetes.render import CODE_KEY, CODE_PART_BYTES, RENDERED, SUBMISSION
-from lockstep.jobs.kubernetes.section import CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE
+from lockstep.jobs.kubernetes.section import CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE, k8s
 from lockstep.jobs.lint import Rules
 from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, merge, missing_from, spec_in, to_yaml
 from lockstep.jobs.process import Streams
@@ -107,6 +107,9 @@ class KubernetesBackend(Cluster):
             connected = cls.connect(**place)
         except UserError as error:
             return checks.without_cluster(str(error), cls.lint(spec) if spec is not None else None)
+        if spec is not None:
+            with contextlib.suppress(UserError):  # what cannot be told shows in the rows
+                spec = connected._settled(spec)
         return checks.check(connected, spec, cls.lint(spec) if spec is not None else None)
 
     def path(self, kind: str, name: str = "") -> str:
@@ -120,6 +123,26 @@ class KubernetesBackend(Cluster):
 
     def sent(self, spec: JobSpec, runs: Sequence[JobSpec]) -> Manifests:  # noqa: ARG002 - there are no arrays here
         return render.manifests(spec, uuid.uuid4().hex[:8])
+
+    def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Prepared:
+        return super().prepared(self._settled(spec), runs)
+
+    def drift(self, spec: JobSpec) -> Lines:
+        return super().drift(self._settled(spec))
+
+    def _settled(self, spec: JobSpec) -> JobSpec:
+        """`k8s.kind: auto` is the kind of the job that has the name, else the first that the cluster has. Raises `UserError`."""
+        if k8s(spec).kind != "auto":
+            return spec
+        kind = "PyTorchJob"  # a TrainJob cannot be elastic
+        if not spec.elastic:
+            with explained(self.api.host):
+                live = self._find(spec.name)
+                served = self._of_each_kind(lambda kind: (kind, self.api.get(self.path(kind), Listing, limit=1)))
+                kind = live["kind"] if live is not None else next(served, ("", None))[0]
+        if not kind:
+            raise UserError(f"the cluster has neither {' nor '.join(KINDS)}: see `lockstep doctor k8s`")
+        return spec.model_copy(update={"k8s": k8s(spec).model_copy(update={"kind": kind})})
 
     def find(self, name: str, submitting: bool = False) -> Found | None:
         check_name(name)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from lockstep.jobs.kubernetes.answers import METADATA, ApiError, Listing, Shape
 from lockstep.jobs.kubernetes.rules import unpublished
-from lockstep.jobs.kubernetes.section import KINDS, KUEUE, k8s
+from lockstep.jobs.kubernetes.section import KINDS, KUEUE, k8s, kind_of
 from lockstep.jobs.lint import Finding
 from lockstep.jobs.manifest import Manifest, get, mappings
 from lockstep.jobs.spec.model import JobSpec
@@ -111,7 +111,7 @@ def rights(kind: str) -> list[tuple[str, str, str, str]]:
 
 
 def _kind(spec: JobSpec | None) -> str:
-    return k8s(spec).kind if spec else "PyTorchJob"
+    return kind_of(spec) if spec else "PyTorchJob"
 
 
 def _rights(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:
@@ -178,7 +178,7 @@ def _operator(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:
 
 
 def _runtime(backend: Reached, spec: JobSpec) -> Iterator[Check]:
-    if k8s(spec).kind != "TrainJob":
+    if kind_of(spec) != "TrainJob":
         return
     name = k8s(spec).runtime
     runtime = backend.api.find(f"/apis/trainer.kubeflow.org/v1alpha1/clustertrainingruntimes/{name}")

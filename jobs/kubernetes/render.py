@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.jobs import command as commands
 from lockstep.jobs.command import GRACE_MARGIN
-from lockstep.jobs.kubernetes.section import CONTAINERS, KINDS, KUEUE_QUEUE, k8s
+from lockstep.jobs.kubernetes.section import CONTAINERS, KINDS, KUEUE_QUEUE, k8s, kind_of
 from lockstep.jobs.manifest import HASH, JOB, MANAGED, SPEC, Manifest, holds, merge, without_none
 from lockstep.jobs.spec.model import CODE_PARTS, JobSpec
 from lockstep.jobs.spec.types import seconds
@@ -45,7 +45,7 @@ def submission_in(policy: Manifest, spec: JobSpec) -> str:
 
 def job(spec: JobSpec, submission: str = RENDERED) -> Manifest:
     """The job without `patch`."""
-    kind = k8s(spec).kind
+    kind = kind_of(spec)
     body = _trainjob(spec, submission) if kind == "TrainJob" else _pytorchjob(spec, submission)
     return {
         "apiVersion": KINDS[kind][0],
@@ -95,7 +95,7 @@ def _workers(spec: JobSpec, submission: str) -> Manifest:
         # Exit code 2 (wrong usage) must not be retried, which OnFailure would do.
         "restartPolicy": "ExitCode",
         "template": {
-            "metadata": {"labels": labels(spec), "annotations": pod_annotations(spec)},
+            "metadata": {"labels": {**k8s(spec).pod_labels, **labels(spec)}, "annotations": pod_annotations(spec)},
             "spec": pod_spec(spec, submission),
         },
     }
@@ -115,7 +115,10 @@ def _trainjob(spec: JobSpec, submission: str) -> Manifest:
         "securityContext", "terminationGracePeriodSeconds",
     )  # fmt: skip
     pod_patch = {key: template[key] for key in allowed if key in template} | {"containers": [own]}
-    patch = {"metadata": {"labels": labels(spec), "annotations": pod_annotations(spec)}, "spec": pod_patch}
+    patch = {
+        "metadata": {"labels": {**k8s(spec).pod_labels, **labels(spec)}, "annotations": pod_annotations(spec)},
+        "spec": pod_patch,
+    }
     replicated = {"name": CONTAINERS["TrainJob"], "template": {"spec": {"template": patch}}}
     return {
         "runtimeRef": {
@@ -144,9 +147,11 @@ def labels(spec: JobSpec) -> dict[str, str]:
 
 def pod_annotations(spec: JobSpec) -> dict[str, str]:
     found = {"sidecar.istio.io/inject": "false"}  # a mesh's proxy never ends, and so would the pod
+    if not spec.elastic:  # with one of its pods all of them would start again
+        found |= {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
     if k8s(spec).topology:
         found[f"kueue.x-k8s.io/podset-{k8s(spec).topology}-topology"] = k8s(spec).topology_level
-    return found
+    return {**found, **k8s(spec).pod_annotations}
 
 
 def pod_spec(spec: JobSpec, submission: str = RENDERED) -> Manifest:
@@ -158,6 +163,7 @@ def pod_spec(spec: JobSpec, submission: str = RENDERED) -> Manifest:
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": spec.grace_seconds + GRACE_MARGIN,
             "priorityClassName": settings.priority_class,
+            "schedulerName": settings.scheduler_name,
             "nodeSelector": dict(sorted(settings.node_selector.items())) or None,
             "tolerations": [item.model_dump(exclude_none=True) for item in settings.tolerations] or None,
             "affinity": _affinity(spec),
@@ -200,7 +206,7 @@ def container(spec: JobSpec) -> Manifest:
 
 
 def _command(spec: JobSpec) -> list[str]:
-    linger = LINGER_SECONDS if k8s(spec).kind == "PyTorchJob" else 0
+    linger = LINGER_SECONDS if kind_of(spec) == "PyTorchJob" else 0
     return commands.launch(spec, spec.run_directory, exit_codes="kubernetes", linger=linger)
 
 
@@ -276,7 +282,7 @@ def _claim_names(spec: JobSpec) -> list[str]:
     """The pod's volume of each of the job's. A TrainJob's mounts are keyed by it, so there a claim that is mounted twice is two."""
     claims = [volume.claim for volume in spec.volumes]
     names = [f"claim-{list(dict.fromkeys(claims)).index(claim)}" for claim in claims]
-    twice = [k8s(spec).kind == "TrainJob" and name in names[:index] for index, name in enumerate(names)]
+    twice = [kind_of(spec) == "TrainJob" and name in names[:index] for index, name in enumerate(names)]
     return [f"{name}-{index}" if again else name for index, (name, again) in enumerate(zip(names, twice))]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.jobs import lint
 from lockstep.jobs.kubernetes import render
-from lockstep.jobs.kubernetes.section import CONTAINERS, k8s
+from lockstep.jobs.kubernetes.section import CONTAINERS, k8s, kind_of
 from lockstep.jobs.lint import tag_of, volume_of
 from lockstep.jobs.manifest import Manifest, changes, get, mappings
 from lockstep.jobs.spec.model import JobSpec
@@ -60,7 +60,7 @@ class Subject(lint.Subject):
 
     @property
     def kind(self) -> str:  # type: ignore[override]  # read, never set
-        return k8s(self.spec).kind
+        return kind_of(self.spec)
 
     @cached_property
     def job(self) -> Manifest:
@@ -191,7 +191,7 @@ def trainjob_limits(subject: Subject) -> Iterator[str]:
     if subject.spec.elastic:
         yield "a TrainJob cannot be elastic: use k8s.kind PyTorchJob"
     given = subject.spec.plain().get("k8s", {})
-    for name in ("priority_class", "image_pull_policy", "ttl"):
+    for name in ("priority_class", "scheduler_name", "image_pull_policy", "ttl"):
         if name in given:
             yield f"a TrainJob cannot set k8s.{name}: put it into the runtime that k8s.runtime names, or use k8s.kind PyTorchJob"
 

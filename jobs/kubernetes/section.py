@@ -34,6 +34,8 @@ CONTAINERS = {"PyTorchJob": "pytorch", "TrainJob": "node"}
 KUEUE = ("kueue.x-k8s.io/v1beta2", "kueue.x-k8s.io/v1beta1")
 """API versions that a cluster may have, the newer first."""
 KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
+RESERVED = ("lockstep/", "app.kubernetes.io/managed-by", "container.apparmor.", "prometheus.io/")
+"""Begins of labels and annotations that a job's pods get from nobody else."""
 
 
 class Toleration(Section):
@@ -56,8 +58,9 @@ class Toleration(Section):
 
 
 class Kubernetes(Section):
-    kind: Literal["PyTorchJob", "TrainJob"] = "PyTorchJob"
-    """Which custom resource to submit: training-operator v1 or Kubeflow Trainer v2."""
+    kind: Literal["PyTorchJob", "TrainJob", "auto"] = "PyTorchJob"
+    """Which custom resource to submit: training-operator v1 or Kubeflow Trainer v2. `auto`: the one that the cluster has,
+    PyTorchJob where it has both, and where none is asked (render, lint)."""
     namespace: Label | None = None
     """Namespace; null: the one in the kubeconfig."""
     context: Text | None = Field(default=None, min_length=1, max_length=253)
@@ -73,6 +76,14 @@ class Kubernetes(Section):
     priority_class: Subdomain | None = None
     """PriorityClass of a PyTorchJob's pods: which pods are scheduled first, and which may be evicted for others. Null: the
     cluster's default."""
+    scheduler_name: Subdomain | None = None
+    """Scheduler of a PyTorchJob's pods, e.g. `volcano`. Null: the cluster's default."""
+    pod_labels: dict[LabelKey, LabelValue] = Field(default_factory=dict, max_length=50)
+    """Further labels of the pods."""
+    pod_annotations: dict[LabelKey, Text] = Field(default_factory=dict, max_length=50)
+    """Further annotations of the pods. Unless these say otherwise, the pods of a job that is not `elastic` ask autoscalers to
+    leave them where they are (`karpenter.sh/do-not-disrupt`, `cluster-autoscaler.kubernetes.io/safe-to-evict`): all ranks
+    would start again with one of them."""
     service_account: Subdomain | None = None
     """ServiceAccount of the pods; its token is not mounted. Null: the namespace's `default`."""
     image_pull_secrets: list[Subdomain] = Field(default_factory=list, max_length=20)
@@ -110,6 +121,13 @@ class Kubernetes(Section):
     """JSON merge patch on the rendered job, for fields that have no setting here. It adds: what it changes of the rendered ones is
     refused."""
 
+    @field_validator("pod_labels", "pod_annotations")
+    @classmethod
+    def _free(cls, marks: dict[str, str]) -> dict[str, str]:
+        if taken := [key for key in marks if key.startswith(RESERVED)]:
+            raise ValueError(f"{taken[0]} is Lockstep's own, or opens what a patch may not open either: leave it out")
+        return marks
+
     @field_validator("rdma")
     @classmethod
     def _counts(cls, rdma: dict[str, int]) -> dict[str, int]:
@@ -124,3 +142,8 @@ SECTION = Kubernetes
 def k8s(spec: JobSpec) -> Kubernetes:
     """The section of a spec."""
     return spec.section(Kubernetes)
+
+
+def kind_of(spec: JobSpec) -> str:
+    """Which custom resource the job is; `auto` is settled before a job is submitted (`KubernetesBackend.adapted`)."""
+    return "PyTorchJob" if k8s(spec).kind == "auto" else k8s(spec).kind

@@ -91,9 +91,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ADDED: list[dict[str, Any]] = [
     {"patch": {"spec": {"runPolicy": {"suspend": True, "schedulingPolicy": {"minAvailable": 2}}}}},
     {"patch": {"metadata": {"annotations": {"example.com/team": "vision"}}}},
-    {"patch": replica({"schedulerName": "volcano", "affinity": {"nodeAffinity": {}}})},
+    {"patch": replica({"runtimeClassName": "kata", "affinity": {"nodeAffinity": {}}})},
     {"patch": replica({"initContainers": [OWN]})},
-    {"patch": annotated({"karpenter.sh/do-not-disrupt": "true"})},
+    {"patch": annotated({"example.com/do-not-disturb": "true"})},
     {"volume": {"name": "x", "configMap": {"name": "settings"}}},
     {"container": {"lifecycle": {"preStop": {"exec": {"command": ["true"]}}}}},
 ]

@@ -35,6 +35,13 @@ GPU: dict[str, Any] = {
 SPECS: dict[str, dict[str, Any]] = {
     "gpu": GPU,
     "cpu": {"name": "small", "recipe": "smoke", "image": "localhost:5000/lockstep:1", "ranks_per_node": 2, "run_dir": "/tmp/run"},
+    "marked": {
+        **GPU, "name": "marked",
+        "k8s": {
+            **GPU["k8s"], "scheduler_name": "volcano", "pod_labels": {"example.com/team": "vision"},
+            "pod_annotations": {"karpenter.sh/do-not-disrupt": "false", "example.com/note": "a b"},
+        },
+    },
     "elastic": {**GPU, "name": "flex", "elastic": {"min_nodes": 1, "max_nodes": 4}},
     "kueue": {**GPU, "name": "queued", "k8s": {**GPU["k8s"], "queue": "gpu-queue", "topology": "required"}},
     "efa": {
@@ -133,9 +140,10 @@ def trainjob_pod(job: dict[str, Any]) -> dict[str, Any]:
     return node["template"]["spec"]["template"]["spec"]
 
 
-def test_the_example_does_not_drift() -> None:
-    objects, text = product.manifests("k8s", JobSpec.load(ROOT / "job.yaml"))
-    assert (ROOT / "deploy/k8s/example-pytorchjob.yaml").read_text() == text, "make example-k8s"
+@pytest.mark.parametrize(("job", "rendered"), [("job.yaml", "pytorchjob"), ("examples/rdma.yaml", "rdma")])
+def test_the_examples_do_not_drift(job: str, rendered: str) -> None:
+    objects, text = product.manifests("k8s", JobSpec.load(ROOT / job))
+    assert (ROOT / f"deploy/k8s/example-{rendered}.yaml").read_text() == text, "make generate"
     validate(objects)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from k8s_cluster import Cluster
 
-from tests.product import JobSpec
+from tests import product
+from tests.product import JobSpec, UserError
 
 SPEC = JobSpec.of(
     {"name": "second", "recipe": "smoke", "image": "localhost:5000/a:1", "nodes": 2, "ranks_per_node": 2, "k8s": {"kind": "TrainJob"}}
@@ -68,3 +70,30 @@ def test_pods_that_are_refused_are_told(backend: Any, cluster: Cluster) -> None:
     assert "the others are refused: pods are forbidden: quota" in backend.status("second").reason
     cluster.put("jobs", {**made, "spec": {}})
     assert "starting" in backend.status("second").reason, "a Job of somebody else that has the name"
+
+
+def test_auto_takes_the_kind_that_the_cluster_has(backend: Any, cluster: Cluster) -> None:
+    """The record keeps the answer: later it is the same job, whatever else has been installed."""
+
+    def auto(name: str, **more: Any) -> JobSpec:
+        return JobSpec.of({**SPEC.plain(), "name": name, "k8s": {"kind": "auto", "runtime": "lockstep"}, **more})
+
+    backend.submit(auto("both"))
+    assert cluster.get("pytorchjobs", "both")
+    cluster.unknown.add("pytorchjobs")
+    backend.submit(auto("train"))
+    assert cluster.get("trainjobs", "train") and backend.status("train").state == "pending"
+    cluster.unknown.clear()
+    assert not backend.submit(auto("train")).created and backend.drift(auto("train")) == []
+    assert [row.name for row in backend.list()] == ["both", "train"]
+    recorded = cluster.get("trainjobs", "train")["metadata"]["annotations"]["lockstep/spec"]
+    assert json.loads(recorded)["k8s"]["kind"] == "TrainJob"
+    cluster.unknown |= {"pytorchjobs", "trainjobs"}
+    with pytest.raises(UserError, match="neither PyTorchJob nor TrainJob"):
+        backend.submit(auto("none"))
+    (_, job), _ = product.manifests("k8s", auto("none"))
+    assert job["kind"] == "PyTorchJob", "no cluster is asked"
+    cluster.unknown = {"pytorchjobs"}
+    flex = {"elastic": {"min_nodes": 1, "max_nodes": 2}, "volumes": [{"claim": "runs", "path": "/runs"}]}
+    with pytest.raises(UserError, match="does not have PyTorchJob"):
+        backend.submit(auto("flex", **flex))

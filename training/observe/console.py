@@ -39,7 +39,8 @@ class Console:
         self.log, self.world, self._now = log, world, now
         self._by_step, self._columns = by_step, columns
         self._header = False
-        self._planned = 0
+        self.planned = 0
+        """Optimizer steps of the whole run; 0 where they are not known (yet)."""
         self._loss = ""
         """The mean loss of all ranks at the last reading, as it is shown."""
         self._told: tuple[float, int] | None = None
@@ -68,7 +69,7 @@ class Console:
 
     def plan(self, steps: int) -> None:
         """Optimizer steps of the whole run are known."""
-        self._planned = steps
+        self.planned = steps
         if self._bar is not None:
             self._bar.update(self._task, total=steps)
 
@@ -83,9 +84,7 @@ class Console:
         since, before = self._told or (now, done)
         if now - since >= PROGRESS_SECONDS:
             rate = (done - before) / (now - since)
-            left = (
-                f" of {self._planned}, about {(self._planned - done) / rate / 60:.0f} min left" if self._planned else ""
-            )
+            left = f" of {self.planned}, about {(self.planned - done) / rate / 60:.0f} min left" if self.planned else ""
             self.line(f"epoch {epoch + 1}, step {done}{left}: {rate:.3g} steps/s{self._loss}")
         if self._told is None or now - since >= PROGRESS_SECONDS:
             self._told = now, done

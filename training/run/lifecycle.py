@@ -221,7 +221,7 @@ class Lifecycle:
             if directory is not None:
                 directory.describe(settings, world, self.facts, self.threads)
                 if world.leader:
-                    trackers.attach(settings, directory, run.steps_done)
+                    trackers.attach(settings, directory, run.steps_done, lambda: run.console.planned)
         if directory is not None:
             directory.status(None, "running", run.steps_done)
             directory.listeners.append(run.console.on_event)
