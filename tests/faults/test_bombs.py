@@ -213,6 +213,7 @@ def _top(run: Path) -> Any:
 
 @pytest.mark.parametrize("redirects", [False, True], ids=["endless", "redirect"])
 def test_top_asks_no_longer_and_nowhere_else(tmp_path: Path, redirects: bool) -> None:
+    """What serves at a rank's endpoint sends metrics without an end, or names another address to ask."""
     with _served(tmp_path, redirects) as (_, server), cheap(30):
         _top(tmp_path)
         assert set(server.asked) == {"/metrics"}

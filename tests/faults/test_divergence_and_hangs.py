@@ -66,7 +66,7 @@ def test_steps_that_are_left_out_in_a_row_have_a_limit(job: Job) -> None:
 
 @pytest.mark.parametrize("nonfinite", ["skip", "stop"])
 def test_weights_that_are_lost_become_no_checkpoint(job: Job, undisturbed: Undisturbed, nonfinite: str) -> None:
-    """One rank's, too: the replicas are not looked at here. What was saved before goes on to the weights of the calm run."""
+    """A weight of rank 1 alone becomes NaN. No save holds it, and the one before goes on to the weights of a calm run."""
     job.words.append(f"nonfinite={nonfinite}")
     done = job.go(LOCKSTEP_TEST_FATE="1:9:NANWEIGHT")
     assert done.code == 1 and _finite(job, job.steps()[0]), done.output

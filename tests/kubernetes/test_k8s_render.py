@@ -119,7 +119,7 @@ def test_prepare_renders_a_valid_job() -> None:
 
 
 def test_a_trainjob_may_mount_one_claim_twice() -> None:
-    """Its mounts are keyed by the volume's name, and a server refuses doubles."""
+    """A server takes one mount of each volume in a TrainJob: there the claim is two volumes. In a PyTorchJob it is one."""
     volumes = [{"claim": "a", "path": "/runs"}, {"claim": "a", "path": "/data", "read_only": True}]
     for kind, count in (("TrainJob", 2), ("PyTorchJob", 1)):
         spec = JobSpec.of({**GPU, "volumes": volumes, "k8s": {"kind": kind}})

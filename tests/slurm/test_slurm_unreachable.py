@@ -1,4 +1,7 @@
-"""What SLURM has not answered says nothing about a job, and an interrupted submission is its own. Programs stand in for SLURM's."""
+"""What SLURM has not answered says nothing about a job, and a submission that was interrupted is found again.
+
+`site` has programs in place of SLURM's: `down` makes one fail, `does` gives it a script, `shows` an answer of scontrol.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def unanswered(site: Site, words: tuple[str, ...]) -> None:
 
 
 def test_whether_an_interrupted_submission_is_there_is_not_known(site: Site) -> None:
-    """sbatch's answer was lost: the job may well wait in the queue, which nobody can see at this moment."""
+    """sbatch's answer was lost, and so is the job's number: it may wait in the queue, which nobody can see at this moment."""
     site.record(job_id=None)
     site.down("squeue")
     for words in (STATUS, LOGS, CANCEL, DIFF, SUBMIT, REPLACE, NEW, WAIT, EXEC, LIST):

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 WARM_UP = 3
 """Eager steps before the recording: they make optimizer state, choose algorithms and open the communicators."""
-Record = Callable[[Callable[[], None]], Callable[[], None]]
-"""Takes a body, records it without running it, and gives back what replays it."""
 
 
 def obstacle(sync: GradientSync, optimizers: dict[str, torch.optim.Optimizer], world: World) -> str | None:
@@ -62,7 +60,7 @@ def capture_stream(config: RunSettings, device: torch.device) -> Iterator[None]:
 
 
 class CudaGraphs:
-    """Records bodies as CUDA graphs that share one memory pool."""
+    """Records bodies as CUDA graphs that share one memory pool, without running them; gives back what replays them."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -107,16 +105,14 @@ class Recorder:
 
     Args:
         say: called once, with a sentence, if the recording fails.
-        record: what records a body; CUDA graphs where None.
     """
 
     def __init__(
-        self, optimizer: RatedOptimizer, sync: GradientSync, world: World, say: Callable[[str], None],
-        record: Record | None = None,
+        self, optimizer: RatedOptimizer, sync: GradientSync, world: World, say: Callable[[str], None]
     ) -> None:  # fmt: skip
         optimizer.use_tensor(world.device)
         self._optimizer, self._sync, self._world = optimizer, sync, world
-        self._say, self._record = say, record
+        self._say = say
         self.before: list[torch.Tensor] = []
         """The batch statistics before the step: the recording fills them."""
         self._points = RecordedPoints(world.device)
@@ -172,8 +168,7 @@ class Recorder:
         self, step: Step, work: Work, optimizers: tuple[torch.optim.Optimizer, ...], of: set[torch.Tensor] | None,
         clip: float, scaler: Any,
     ) -> None:  # fmt: skip
-        if self._record is None:
-            self._record = CudaGraphs()
+        record = CudaGraphs()
         if work.total is None:
             raise ValueError(
                 "the size of the global batch is not known before the step: use run.batches() or run.part()"
@@ -208,9 +203,9 @@ class Recorder:
         sent = sync.bytes_sent
         try:
             if checks:
-                recorded.gradients = self._record(gradients)
+                recorded.gradients = record(gradients)
                 recorded.norm, recorded.finite = norm, step.finite
-            recorded.update = self._record(update if checks else whole_step)
+            recorded.update = record(update if checks else whole_step)
             recorded.clipped, recorded.bytes_sent = norm, sync.bytes_sent - sent
         finally:
             sync.bytes_sent = sent  # nothing has run yet

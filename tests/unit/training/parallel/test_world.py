@@ -123,7 +123,7 @@ def test_who_holds_the_world_sees_its_next_place() -> None:
 
 
 def test_a_second_group_of_one_process_is_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first sets for torch would else be taken for a launcher's word: two ranks of a node would both be its first."""
+    """Joining sets RANK and its like for torch, and leaving takes them back: else the second would read them as torchrun's."""
     for name in TORCHRUN | SLURM | MPI:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
