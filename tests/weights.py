@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from tests import product
-from tests.processes import clean_env
+from tests.processes import clean_env, poll
 from tests.warm.gang import running
 
 COMMON = [
@@ -32,23 +32,13 @@ COMMON = [
 ]  # fmt: skip
 RECIPES = {
     "smoke": [
-        "global_batch_size=96",
-        "data.source=synthetic",
-        "data.options={n: 380, n_test: 20, size: 8, noise: 1.5}",
-        "augment.crop=1",
+        "global_batch_size=96", "data.source=synthetic", "data.options={n: 380, n_test: 20, size: 8, noise: 1.5}", "augment.crop=1",
     ],
     "resnet9": [
-        "global_batch_size=12",
-        "data.source=synthetic",
-        "data.options={n: 46, n_test: 5, size: 32, noise: 1.5}",
-        "lr=0.0001",
+        "global_batch_size=12", "data.source=synthetic", "data.options={n: 46, n_test: 5, size: 32, noise: 1.5}", "lr=0.0001",
     ],
-    "mlp": [
-        "global_batch_size=12",
-        "data.options={n: 51, features: 64, informative: 32, redundant: 32, classes: 4}",
-        "lr=0.01",
-    ],
-}
+    "mlp": ["global_batch_size=12", "data.options={n: 51, features: 64, informative: 32, redundant: 32, classes: 4}", "lr=0.01"],
+}  # fmt: skip
 OWN = {"powersgd": "sync.options={rank: 1, start: 2}"}
 STRATEGIES = [name for name in product.strategies() if name != "data_parallel"]
 Case = tuple[str, int, str, str]
@@ -84,21 +74,14 @@ def run(case: Case, data: Path) -> str:
         run_dir = Path(folder) / "run"
         words, env = [_words(case, run_dir, data)] * case[1], clean_env(LOCKSTEP_THREADS="1")
         if case[3] == "resumed":
-            _kill_after_first_save(words, env, run_dir)
+            with running(words, env) as gang:
+                poll(lambda: list((run_dir / "checkpoints").glob("step-*")), 120, f"a checkpoint of {case}")
+                gang.send_signal(signal.SIGKILL)
         with running(words, env) as gang:
             done = gang.wait(300)
         assert done.code == 0, f"{case}: {done.output}"
         assert ("Resuming at step" in done.output) == (case[3] == "resumed"), f"{case}: {done.output}"
         return digest(run_dir)
-
-
-def _kill_after_first_save(words: list[list[str]], env: dict[str, str], run_dir: Path) -> None:
-    with running(words, env) as gang:
-        deadline = time.monotonic() + 120
-        while not list((run_dir / "checkpoints").glob("step-*")):
-            assert time.monotonic() < deadline and None in [p.poll() for p in gang.processes], gang.text()
-            time.sleep(0.001)
-        gang.send_signal(signal.SIGKILL)
 
 
 def main() -> int:
