@@ -41,10 +41,10 @@ def calls(repeats: int) -> dict[str, Any]:
 
 def _calls(metrics: Metrics, run_dir: Path, repeats: int) -> dict[str, Any]:
     clock = StepClock(World().device)
-    metrics.describe("smoke", "flat", 2, contract.VERSION, attempt=1, step=0, planned=1, preemptions=0)
-    metrics.reading(1.0, 1.0)
+    metrics.set("info", 1, "smoke", "flat", "2", contract.VERSION)
+    for name in ("attempt", "step", "steps_planned", "loss", "grad_norm", "accuracy"):
+        metrics.set(name, 0.5)
     metrics.checkpoint_written(0.1)
-    metrics.accuracy(0.5)
     step, scrape = [], []
     for number in range(repeats):
         began = time.perf_counter()
