@@ -35,7 +35,7 @@ def _results(value: dict[str, Any]) -> dict[str, str]:
 @pytest.mark.parametrize("devices", [1, 2])
 def test_the_whole_table(tmp_path: Path, devices: int) -> None:
     code, value = _doctor(tmp_path, devices)
-    assert code == 0 and value["gpus"] == devices
+    assert code == 0 and value["gpus"] == devices, value
     expected = {name: "not tried" if gpus > devices else "ok" for name, gpus in product.gpu_checks().items()}
     assert _results(value) == expected, value
     assert all(row["detail"] == "one GPU" for row in value["rows"] if row["result"] == "not tried")
