@@ -42,8 +42,8 @@ def top(folder: Path) -> None:
     from rich.console import Console
     from rich.terminal_theme import DEFAULT_TERMINAL_THEME, DIMMED_MONOKAI
 
-    from lockstep.jobs.cli.ranks import Reader, judge
-    from lockstep.jobs.cli.top import picture
+    from lockstep.training.observe.ranks import Reader, judge
+    from lockstep.training.observe.top import picture
 
     run = Path("runs/smoke")
     settings = ["model=tests.prometheus.slow:Paced", "model_options={}", "epochs=400", "optim.lr=1e-4", "capture=never"]

@@ -1,4 +1,4 @@
-"""python -m lockstep.training run | launch | shard | evaluate | export | report | settings | bench | doctor
+"""python -m lockstep.training run | launch | shard | evaluate | export | top | report | settings | bench | doctor
 
 Exit codes: 0 done; 2 wrong usage, config or data (one line says what to do); 75 saved, run the same command again;
 1 anything else.
@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -100,6 +101,13 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--step", type=count, metavar="N", help="the checkpoint of step N")
     export.set_defaults(action=_export)
 
+    top = commands.add_parser("top", help=COMMANDS["top"])
+    top.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    top.add_argument("--every", type=_seconds, default=2.0, help="seconds between two updates, from 0.2; default: 2")
+    top.add_argument("--once", action="store_true", help="print one table and exit")
+    top.add_argument("--json", action="store_true", help="print one JSON value with stable fields")
+    top.set_defaults(action=_top)
+
     report = commands.add_parser("report", help=COMMANDS["report"])
     report.add_argument("runs", type=Path, metavar="RUN", nargs="+", help="run directories")
     report.add_argument("--out", type=Path, help="default: RUN/report.html; report.html here for several runs")
@@ -124,6 +132,16 @@ def _add_set(parser: argparse.ArgumentParser, example: str = "epochs=2 lr=0.1") 
 
 def _closeness(text: str) -> str:
     return f"check_closeness={text.removeprefix('every=')}"
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0.2 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0.2, got {text!r}")
+    return found
 
 
 def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
@@ -184,6 +202,16 @@ def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: A
     tensors, step, values = weights.from_run(args.target, wanted=wanted)
     weights.write(tensors, args.out, values)
     print(printable(f"{args.out}: {len(tensors)} tensors of step {step}"))
+    return EXIT_DONE
+
+
+def _top(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
+    from lockstep.training.observe import top
+
+    try:
+        top.show(args.run, args.every, args.once, args.json)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return EXIT_DONE
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from lockstep.jobs.cli import files, names, top
+from lockstep.jobs.cli import files, names
 from lockstep.jobs.status import EXIT_UNREACHABLE, Unreachable
 from lockstep.training import extras
 from lockstep.training.cli import COMMANDS, INSIDE, answering
@@ -150,7 +150,6 @@ app.command(epilog="Example: lockstep wait k8s smoke --timeout 3600")(names.wait
 app.command(epilog="Example: lockstep cancel k8s smoke")(names.cancel)
 app.command("list", epilog="Example: lockstep list k8s")(names.list_jobs)
 app.command(epilog="Examples: lockstep doctor k8s job.yaml · lockstep doctor gpu")(names.doctor)
-app.command(epilog="Example: lockstep top runs/smoke")(top.top)
 
 
 @app.command(hidden=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lockstep.jobs.cli import top
-from lockstep.jobs.cli.ranks import Rank, Reader, judge
+from lockstep.training.observe import top
+from lockstep.training.observe.ranks import Rank, Reader, judge
 from tests.jobs.test_jobs_top import SLOW, run_of
 
 

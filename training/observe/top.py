@@ -1,23 +1,20 @@
-"""lockstep top RUN: all ranks of a run, live. Where their steps go, and who holds the others up."""
+"""lockstep top RUN: all ranks of a run, live. Where their steps go, and who holds the others up. Imports no torch."""
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from lockstep.jobs.cli.options import Json
-from lockstep.jobs.status import say, show
-from lockstep.jobs.status import table as plain_table
 from lockstep.training.contract import UserError, printable
+from lockstep.training.observe.ranks import Rank, Reader, Snapshot, judge
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from lockstep.jobs.cli.ranks import Rank, Reader, Snapshot
 
 STUCK_SECONDS = 60
 MOST_LOGGED = 4
@@ -45,35 +42,29 @@ _HEAD = (
 _NUMBERS = ("DATA", "COMPUTE", "SYNC", "MEMORY")
 
 
-def top(
-    run: Annotated[Path, typer.Argument(help="A run directory.")],
-    every: Annotated[float, typer.Option(help="Seconds between two updates.", min=0.2)] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one table and exit.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Show the ranks of a run live: step, images/s, where the time goes, and which rank slows the others down."""
-    from lockstep.jobs.cli.ranks import Reader, judge
-
+def show(run: Path, every: float, once: bool, as_json: bool) -> None:
+    """The ranks of a run: live, or one table or JSON value of what they do within `every` seconds. Raises `UserError`."""
     reader = Reader(run)
     before = reader.read()
     if not before:
         raise UserError(f"{run} has no metrics yet: check that it has started, and that metrics.enabled is true")
-    if once or as_json:
-        time.sleep(0.0 if all(snapshot.values.get("finished") for snapshot in before.values()) else every)
-        ranks = judge(before, reader.read() or before)
-        if as_json:
-            show([rank.plain() for rank in ranks])
-        else:
-            plain_table(_HEAD, [row(rank) for rank in ranks])
-            say(LEGEND)
+    if not once and not as_json:
+        _live(run, reader, before, every)
         return
-    _live(run, reader, before, every)
+    time.sleep(0.0 if all(snapshot.values.get("finished") for snapshot in before.values()) else every)
+    ranks = judge(before, reader.read() or before)
+    if as_json:
+        print(json.dumps([asdict(rank) for rank in ranks], indent=1))
+        return
+    rows = [_HEAD, *map(row, ranks)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for cells in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip())
+    print(LEGEND)
 
 
 def _live(run: Path, reader: Reader, before: dict[int, Snapshot], every: float) -> None:
     from rich.live import Live
-
-    from lockstep.jobs.cli.ranks import judge
 
     # One more reading back, so that a slow step still falls between two of them.
     readings = [before]
@@ -98,8 +89,6 @@ def fitting(ranks: list[Rank], rows: int) -> list[Rank]:
 
 def picture(run: Path, ranks: list[Rank], width: int | None = None, height: int | None = None) -> Table:
     """The live table; `width` of the terminal in columns and `height` in lines, null: as it is."""
-    import shutil
-
     from rich.table import Table
     from rich.text import Text
 

@@ -15,9 +15,8 @@ import socket
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep.training import contract, files
 from lockstep.training.contract import UserError
@@ -73,9 +72,6 @@ class Rank:
     source: str
     straggler: str | None = None
     """What makes this rank hold up the others: `data` or `compute`."""
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Reader:
