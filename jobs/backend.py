@@ -550,8 +550,10 @@ def check_name(name: str) -> None:
 
 
 def _check_rank(found: Found, rank: int | None) -> None:
-    if rank is not None and not 0 <= rank < found.world_size:
-        raise UserError(f"{found.name} has the ranks 0 … {found.world_size - 1}, got {rank}")
+    """Raises `UserError` for a rank that the job does not have, and where its spec is of another version."""
+    total = found.world_size
+    if rank is not None and not 0 <= rank < total:
+        raise UserError(f"{found.name} has the ranks 0 … {total - 1}, got {rank}")
 
 
 def next_name(name: str, taken: Callable[[str], bool]) -> str:

@@ -1,21 +1,28 @@
-"""A sweep: one job for every combination of some settings, submitted together."""
+"""A sweep: one job for every combination of some settings, submitted together, and the table of what its runs have reached."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
+import time
 from pathlib import Path
 from typing import Any
 
 from lockstep.jobs import registry
-from lockstep.jobs.backend import Mode
+from lockstep.jobs.backend import Backend, Mode
 from lockstep.jobs.job import Job
 from lockstep.jobs.spec.model import JobSpec
+from lockstep.jobs.status import WORST, Status, say, show, table, teller, warn
 from lockstep.training import extras
 from lockstep.training.config import settings
-from lockstep.training.contract import UserError
+from lockstep.training.contract import EXIT_TIMED_OUT, UserError
 
 MAX_RUNS = 1000
+METRICS = ("accuracy", "best_accuracy", "test_loss", "train_loss", "steps")
+"""Of summary.json; a column for each that a run has. Before them stand the numbers that a script has logged."""
+MOST_LOGGED = 8
+"""Of these, in the table."""
 
 
 def parse(texts: list[str]) -> dict[str, list[Any]]:
@@ -68,3 +75,94 @@ def submit(spec: JobSpec, specs: list[JobSpec], backend: str = "slurm", mode: Mo
     """Submits the runs of `expand(spec, …)`: as one where the backend can, else one by one. Raises `UserError`."""
     opened = registry.backend(backend).at(spec)
     return [Job(done.name, opened) for done in opened.sweep(spec.name, specs, mode)]
+
+
+def submit_and_tell(
+    spec: JobSpec, backend: str, texts: list[str], mode: Mode, wait: float | None, as_json: bool
+) -> int:
+    """Submits the runs, as one array where the backend can; with `wait`, to the end and a table. Returns the exit code."""
+    if mode == "new":
+        raise UserError("--new does not work with --sweep, whose runs are numbered already: choose another --name")
+    opened = registry.backend(backend).at(spec)
+    values = parse(texts)
+    specs = expand(spec, values)
+    done = opened.sweep(spec.name, specs, mode)
+    if wait is None:
+        if as_json:
+            show([item.plain() for item in done])
+        for item in [] if as_json else done:
+            say(item.text())
+        return 0
+    runs = {one.name: {name: one.overrides[name] for name in values} for one in specs}
+    return _to_the_end(opened, runs, wait, as_json)
+
+
+def wait_and_tell(backend: Backend, name: str, seconds: float, as_json: bool) -> int:
+    """Waits for the runs NAME-0, NAME-1, … of a sweep, and shows the table. Raises `UserError` where there are none."""
+    numbers = (re.fullmatch(rf"{re.escape(name)}-(0|[1-9]\d*)", row.name) for row in backend.list())
+    names = sorted((match[0] for match in numbers if match), key=lambda run: int(run.rpartition("-")[2]))
+    if not names:
+        raise UserError(f"there is no sweep {name}: no job is called {name}-0; see `lockstep list {backend.name}`")
+    overrides = {run: spec.overrides if (spec := backend.require(run).spec) is not None else {} for run in names}
+    settings = dict.fromkeys(setting for run in overrides.values() for setting in run)
+    changed = [one for one in settings if len({str(run.get(one)) for run in overrides.values()}) > 1]
+    runs = {run: {one: overrides[run].get(one) for one in changed or settings} for run in names}
+    return _to_the_end(backend, runs, seconds, as_json)
+
+
+def _to_the_end(backend: Backend, runs: dict[str, dict[str, Any]], seconds: float, as_json: bool) -> int:
+    """`runs`: a run's name → its changed settings. Returns the exit code of the worst."""
+    deadline = time.monotonic() + seconds
+    found = {name: backend.wait(name, max(0.0, deadline - time.monotonic()), teller(name)) for name in runs}
+    reached = {name: _summary(backend, name, status) for name, status in found.items()}
+    logged = {name: _logged(summary) for name, summary in reached.items()}
+    if as_json:
+        show(
+            [
+                {
+                    "name": name, **settings, "state": found[name].state, "exit_code": found[name].exit_code,
+                    **{metric: reached[name].get(metric) for metric in METRICS}, "logged": logged[name],
+                }
+                for name, settings in runs.items()
+            ]
+        )  # fmt: skip
+    else:
+        metrics = [metric for metric in METRICS if any(values.get(metric) is not None for values in reached.values())]
+        own = list(dict.fromkeys(itertools.chain.from_iterable(logged.values())))[:MOST_LOGGED]
+        settings = list(next(iter(runs.values())))
+        rows = [
+            (
+                name, *changed.values(), found[name].state, found[name].exit_code, *map(logged[name].get, own),
+                *map(reached[name].get, metrics),
+            )
+            for name, changed in runs.items()
+        ]  # fmt: skip
+        head = ("name", *settings, "state", "exit", *own, *metrics)
+        table(tuple(text.upper() for text in head), [tuple(map(_cell, row)) for row in rows])
+    return min((EXIT_TIMED_OUT if status.unfinished else status.code for status in found.values()), key=WORST.index)
+
+
+def _summary(backend: Backend, name: str, status: Status) -> dict[str, Any]:
+    """What a run has reached; nothing where it has left no summary, or where that cannot be read."""
+    if not status.final:
+        return {}
+    try:
+        return backend.summary(name)
+    except UserError as error:
+        if status.state == "succeeded":  # a shared folder may show it later
+            warn(str(error))
+        return {}
+
+
+def _logged(summary: dict[str, Any]) -> dict[str, float]:
+    """The last of each number that the script has logged, and the best of the one that `checkpoint.keep_best` names."""
+    logged = summary.get("logged")
+    known = {name: value for name, value in logged.items() if name not in METRICS} if isinstance(logged, dict) else {}
+    best = {name: summary.get(name) for name in (f"best_{one}" for one in known)}
+    return {name: value for name, value in {**best, **known}.items() if isinstance(value, (int, float))}
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}" if abs(value) >= 0.01 else f"{value:.4g}"
+    return "" if value is None else str(value)

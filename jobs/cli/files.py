@@ -147,9 +147,9 @@ def submit(
     if dry_run and (sweep or wait is not None):
         raise UserError("--dry-run is of one job, and waits for none: leave out --sweep and --wait")
     if sweep:
-        from lockstep.jobs.cli import sweeps
+        from lockstep.jobs import sweep as sweeps
 
-        raise typer.Exit(sweeps.submit(spec, backend, sweep, mode, wait, as_json))
+        raise typer.Exit(sweeps.submit_and_tell(spec, backend, sweep, mode, wait, as_json))
     from lockstep.jobs.registry import backend as named
 
     found = named(backend).at(spec)

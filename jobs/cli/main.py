@@ -129,7 +129,7 @@ def init(
     name: Annotated[str | None, typer.Option(help="Name of its job; by default the folder's.")] = None,
 ) -> None:
     """Begin a project: a training, its test, and a job for every backend."""
-    from lockstep.jobs.project.create import create
+    from lockstep.jobs.project import create
     from lockstep.jobs.status import say
 
     created = create(folder, "recipe" if recipe else "loop", name)

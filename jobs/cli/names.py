@@ -109,9 +109,9 @@ def wait(
 ) -> None:
     """Wait until a job has ended. The exit code says how it ended. Changes of its state are printed to stderr."""
     if sweep:
-        from lockstep.jobs.cli import sweeps
+        from lockstep.jobs import sweep as sweeps
 
-        raise typer.Exit(sweeps.wait(place.open(backend), name, timeout, as_json))
+        raise typer.Exit(sweeps.wait_and_tell(place.open(backend), name, timeout, as_json))
     report(
         name,
         place.open(backend).wait(name, timeout, teller(name)),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.jobs.code import listing
-from lockstep.jobs.code.tree import Changed, Found, Tree, Unfit, seen
+from lockstep.jobs.code.tree import Changed, Entry, Tree, Unfit, seen
 from lockstep.training.contract import UserError
 from lockstep.wire import archive
 from lockstep.wire.archive import MAX_BYTES, MAX_PACKED, File
@@ -121,14 +121,14 @@ def _check_path(path: str) -> None:
         raise UserError(f"code: {error}") from None
 
 
-def _found(tree: Tree, path: str) -> Found:
+def _found(tree: Tree, path: str) -> Entry:
     try:
         return tree.find(path)
     except Unfit as error:
         raise UserError(f"code: {path} {error}: name it in {listing.IGNORE_FILE}") from None
 
 
-def _check_links(found: dict[str, Found]) -> None:
+def _check_links(found: dict[str, Entry]) -> None:
     """A link must not bring along what does not travel by itself: what git ignores, `.git/config`, the folder of jobs."""
     for path, (target, _) in found.items():
         if target not in found:
@@ -137,7 +137,7 @@ def _check_links(found: dict[str, Found]) -> None:
             )
 
 
-def _read(tree: Tree, path: str, found: Found) -> File:
+def _read(tree: Tree, path: str, found: Entry) -> File:
     try:
         return File(path, bool(found.status.st_mode & 0o100), tree.read(found))
     except Changed:
@@ -146,7 +146,7 @@ def _read(tree: Tree, path: str, found: Found) -> File:
         raise UserError(f"code: {path} cannot be read: {error.strerror}") from None
 
 
-def _same(tree: Tree, path: str, before: Found) -> bool:
+def _same(tree: Tree, path: str, before: Entry) -> bool:
     with contextlib.suppress(Unfit):
         now = tree.find(path)
         return now.path == before.path and seen(now.status) == seen(before.status)

@@ -31,7 +31,7 @@ class Changed(Exception):
     """It is another one than before."""
 
 
-class Found(NamedTuple):
+class Entry(NamedTuple):
     """Where a file is, behind all links."""
 
     path: str
@@ -80,7 +80,7 @@ class Tree:
         self._enter([])
         os.close(self._root)
 
-    def find(self, path: str) -> Found:
+    def find(self, path: str) -> Entry:
         """A regular file, or the one that a link leads to. Raises `Unfit` for anything else."""
         try:
             *at, name = path.split("/")
@@ -103,9 +103,9 @@ class Tree:
             raise Unfit("is a link to a folder")
         if not stat.S_ISREG(status.st_mode):
             raise Unfit("is not a regular file (a device, a pipe or a socket)")
-        return Found("/".join([*at, name]), status)
+        return Entry("/".join([*at, name]), status)
 
-    def read(self, found: Found) -> bytes:
+    def read(self, found: Entry) -> bytes:
         """The content of a file that was found, and is still the same.
 
         Raises:

@@ -22,9 +22,8 @@ from lockstep.jobs import command as commands
 from lockstep.jobs import records
 from lockstep.jobs.backend import Backend, Checks, Found, Lines, Prepared, check_name
 from lockstep.jobs.code import store
-from lockstep.jobs.local import processes
-from lockstep.jobs.local.processes import Looks, alive, living, start_ticks
-from lockstep.jobs.local.supervise import ENDED, RUNNING, here, note_end
+from lockstep.jobs.local import supervise
+from lockstep.jobs.local.supervise import ENDED, RUNNING, Looks, alive, here, living, note_end, start_ticks
 from lockstep.jobs.logs import PREFIX, Pieces, begin, of_rank
 from lockstep.jobs.process import Streams, run
 from lockstep.jobs.spec.model import JobSpec
@@ -124,7 +123,7 @@ class LocalBackend(Backend):
         env = {name: value for name, value in os.environ.items() if name not in contract.OF_A_JOB}
         with (folder / "log.txt").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "lockstep.jobs.local.supervise", str(folder)], env=env,
+                [sys.executable, "-m", supervise.MODULE, str(folder)], env=env,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         files.replace_json(folder / SUPERVISOR, {"pid": process.pid, "ticks": start_ticks(process.pid)})
@@ -276,7 +275,7 @@ class LocalBackend(Backend):
             (folder / "cancelled").touch()
         deadline = time.monotonic() + record["grace"]
         if self._process(folder / SUPERVISOR) is not None:
-            deadline += processes.KILL_SECONDS  # it kills, after the grace
+            deadline += supervise.KILL_SECONDS  # it kills, after the grace
         signalled = False
         while not self.status(found.name).final and time.monotonic() < deadline:
             launcher = records.process(folder / RUNNING)
@@ -284,17 +283,17 @@ class LocalBackend(Backend):
                 signalled = True
                 told = [known for file in (SUPERVISOR, RUNNING) if (known := self._process(folder / file)) is not None]
                 # Where both are gone, ranks of it live.
-                processes.send(told[:1] or living(record["job"]), signal.SIGTERM)
+                supervise.send(told[:1] or living(record["job"]), signal.SIGTERM)
             time.sleep(POLL_SECONDS)
         known = self._process(folder / SUPERVISOR)
         supervisor = [known] if known is not None else []
         if not self.status(found.name).final:
-            processes.kill(record["job"], *supervisor)
-        status = self.wait(found.name, processes.KILL_SECONDS)
+            supervise.kill(record["job"], *supervisor)
+        status = self.wait(found.name, supervise.KILL_SECONDS)
         if not status.final:
             left = living(record["job"], *supervisor) or supervisor
             raise UserError(
-                f"{found.name} has not ended: {processes.described(left)} is still running (state D: the kernel holds it, often "
+                f"{found.name} has not ended: {supervise.described(left)} is still running (state D: the kernel holds it, often "
                 f"for a disk or a GPU; T: it is stopped). Once it is gone, `lockstep status local {found.name}` says so"
             )
         return status

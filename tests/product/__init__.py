@@ -31,7 +31,7 @@ AS_THEY_ARE = {
     "command_line": "jobs.cli.main:main",  # what the program `lockstep` runs; ends with SystemExit
     "copy_of_code": "jobs.code.store:unpacked",  # identity → the folder that local jobs run it in
     "kept_code": "jobs.code.store:folder",  # identity → the copy that a cluster's nodes run
-    "living": "jobs.local.processes:living",  # the processes of a submission of a local job
+    "living": "jobs.local.supervise:living",  # the processes of a submission of a local job
     "slurm_script": "jobs.slurm.render:script",
     "slurm_task": "jobs.slurm.render:training_task",  # what submitit hands to the tasks of a training
     "sweep": "jobs.sweep:expand",

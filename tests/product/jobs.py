@@ -140,7 +140,7 @@ def kept(*specs: JobSpec) -> list[JobSpec]:
 def lower_limits_of_code(patch: pytest.MonkeyPatch) -> None:
     """30 files, 5 repositories, a second for patterns and for git: what is above them need not be made in full."""
     for name, value in (
-        ("listing.MAX_FILES", 30), ("listing._MAX_REPOSITORIES", 5), ("listing._PATTERN_SECONDS", 1), ("repository._SECONDS", 1),
+        ("listing.MAX_FILES", 30), ("listing._MAX_REPOSITORIES", 5), ("listing._PATTERN_SECONDS", 1), ("listing._COMMAND_SECONDS", 1),
     ):  # fmt: skip
         patch.setattr(f"lockstep.jobs.code.{name}", value)
 
@@ -168,7 +168,7 @@ def words_of_rank(spec: JobSpec, *more: str) -> list[str]:
 def short_grace(patch: pytest.MonkeyPatch) -> None:
     """A local job that does not end after its grace is killed soon, and soon said to live still."""
     patch.setattr("lockstep.jobs.command.GRACE_MARGIN", -3)
-    patch.setattr("lockstep.jobs.local.processes.KILL_SECONDS", 2)
+    patch.setattr("lockstep.jobs.local.supervise.KILL_SECONDS", 2)
 
 
 def elsewhere(patch: pytest.MonkeyPatch) -> None:
