@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from lockstep.jobs.cli.options import Backend, Job, Json, Sweep, cluster, flat
+from lockstep.jobs.cli.names import Backend, Job, Json, Sweep, cluster, flat
 from lockstep.jobs.status import note, say, show, table, teller, warn
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UserError
 
@@ -150,9 +150,9 @@ def submit(
         from lockstep.jobs import sweep as sweeps
 
         raise typer.Exit(sweeps.submit_and_tell(spec, backend, sweep, mode, wait, as_json))
-    from lockstep.jobs.registry import backend as named
+    from lockstep.jobs.registry import backend as backend_of
 
-    found = named(backend).at(spec)
+    found = backend_of(backend).at(spec)
     if dry_run:
         _outlook(spec.name, found.dry_run(spec, mode), as_json)
     done = found.submit(spec, mode)
@@ -189,9 +189,9 @@ def diff(
 ) -> None:
     """Compare a job file with the job that was submitted. Exit code 1 if they differ."""
     spec = job.spec(backend)
-    from lockstep.jobs.registry import backend as named
+    from lockstep.jobs.registry import backend as backend_of
 
-    changed = named(backend).at(spec).drift(spec)
+    changed = backend_of(backend).at(spec).drift(spec)
     if as_json:
         show({"name": spec.name, "same": not changed, "differences": changed})
     else:

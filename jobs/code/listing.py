@@ -71,7 +71,7 @@ def files_of(folder: Path) -> list[str]:
     if not folder.is_dir():
         raise UserError(f"code: {folder} is not a folder")
     top = _top_of(folder)
-    found = set(_walked(folder) if top is None else _git(folder, top))
+    found = set(_walked(folder) if top is None else _git(folder.absolute(), top))
     found = {path for path in found if not set(path.split("/")) & set(NEVER)}
     found = _without_jobs(folder.absolute(), found)
     found = _without_products(found)

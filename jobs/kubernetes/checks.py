@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from lockstep.jobs.kubernetes.answers import METADATA, ApiError, Listing, Shape
+from lockstep.jobs.kubernetes.render import k8s, kind_of
 from lockstep.jobs.kubernetes.rules import unpublished
-from lockstep.jobs.kubernetes.section import KINDS, KUEUE, k8s, kind_of
+from lockstep.jobs.kubernetes.section import KINDS, KUEUE
 from lockstep.jobs.lint import Finding
 from lockstep.jobs.manifest import Manifest, get, mappings
 from lockstep.jobs.spec.model import JobSpec

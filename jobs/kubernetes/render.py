@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.jobs import command as commands
 from lockstep.jobs.command import GRACE_MARGIN
-from lockstep.jobs.kubernetes.section import CONTAINERS, KINDS, KUEUE_QUEUE, k8s, kind_of
+from lockstep.jobs.kubernetes.section import CONTAINERS, KINDS, KUEUE_QUEUE, Kubernetes
 from lockstep.jobs.manifest import HASH, JOB, MANAGED, SPEC, Manifest, holds, merge, without_none
 from lockstep.jobs.spec.model import CODE_PARTS, JobSpec
 from lockstep.jobs.spec.types import seconds
@@ -30,6 +30,16 @@ RENDERED = "rendered"
 LINGER_SECONDS = 30
 """The operator ends a job of workers with the first that it sees completed, and takes the logs of the others away: by then
 it has seen rank 0's pod."""
+
+
+def k8s(spec: JobSpec) -> Kubernetes:
+    """The section of a spec."""
+    return spec.section(Kubernetes)
+
+
+def kind_of(spec: JobSpec) -> str:
+    """Which custom resource the job is; `auto` is settled before a job is submitted (`KubernetesBackend.adapted`)."""
+    return "PyTorchJob" if k8s(spec).kind == "auto" else k8s(spec).kind
 
 
 def manifests(spec: JobSpec, submission: str = RENDERED) -> list[Manifest]:

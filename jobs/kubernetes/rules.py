@@ -9,7 +9,8 @@ from typing import Any
 
 from lockstep.jobs import lint
 from lockstep.jobs.kubernetes import render
-from lockstep.jobs.kubernetes.section import CONTAINERS, k8s, kind_of
+from lockstep.jobs.kubernetes.render import k8s, kind_of
+from lockstep.jobs.kubernetes.section import CONTAINERS
 from lockstep.jobs.lint import tag_of, volume_of
 from lockstep.jobs.manifest import Manifest, changes, get, mappings
 from lockstep.jobs.spec.model import JobSpec

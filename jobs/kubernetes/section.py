@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from lockstep.jobs.spec.types import (
     Device,
@@ -19,10 +19,6 @@ from lockstep.jobs.spec.types import (
     Text,
     Values,
 )
-
-if TYPE_CHECKING:
-    from lockstep.jobs.spec.model import JobSpec
-
 
 KINDS = {
     "PyTorchJob": ("kubeflow.org/v1", "pytorchjobs"),
@@ -57,6 +53,15 @@ class Toleration(Section):
         return self
 
 
+def _free(key: str) -> str:
+    if key.startswith(RESERVED):
+        raise ValueError(f"{key} is Lockstep's own, or opens what a patch may not open either: leave it out")
+    return key
+
+
+Mark = Annotated[LabelKey, AfterValidator(_free)]
+
+
 class Kubernetes(Section):
     kind: Literal["PyTorchJob", "TrainJob", "auto"] = "PyTorchJob"
     """Which custom resource to submit: training-operator v1 or Kubeflow Trainer v2. `auto`: the one that the cluster has,
@@ -78,9 +83,9 @@ class Kubernetes(Section):
     cluster's default."""
     scheduler_name: Subdomain | None = None
     """Scheduler of a PyTorchJob's pods, e.g. `volcano`. Null: the cluster's default."""
-    pod_labels: dict[LabelKey, LabelValue] = Field(default_factory=dict, max_length=50)
+    pod_labels: dict[Mark, LabelValue] = Field(default_factory=dict, max_length=50)
     """Further labels of the pods."""
-    pod_annotations: dict[LabelKey, Text] = Field(default_factory=dict, max_length=50)
+    pod_annotations: dict[Mark, Text] = Field(default_factory=dict, max_length=50)
     """Further annotations of the pods. Unless these say otherwise, the pods of a job that is not `elastic` ask autoscalers to
     leave them where they are (`karpenter.sh/do-not-disrupt`, `cluster-autoscaler.kubernetes.io/safe-to-evict`): all ranks
     would start again with one of them."""
@@ -99,7 +104,7 @@ class Kubernetes(Section):
     """One pod per host: always, if possible, or not required. With `none`, two nodes of a job may share a machine."""
     gpu_resource: Resource = "nvidia.com/gpu"
     """Resource that a GPU is requested as: the name that the cluster's device plugin gives it."""
-    rdma: dict[Resource, int] = Field(default_factory=dict)
+    rdma: dict[Resource, Annotated[int, Field(ge=1, le=64)]] = Field(default_factory=dict)
     """RDMA devices per node, e.g. `{rdma/hca_shared: 1}` or `{vpc.amazonaws.com/efa: 4}`."""
     hugepages: Size | None = None
     """hugepages-2Mi per node; EFA needs 5120Mi."""
@@ -121,29 +126,5 @@ class Kubernetes(Section):
     """JSON merge patch on the rendered job, for fields that have no setting here. It adds: what it changes of the rendered ones is
     refused."""
 
-    @field_validator("pod_labels", "pod_annotations")
-    @classmethod
-    def _free(cls, marks: dict[str, str]) -> dict[str, str]:
-        if taken := [key for key in marks if key.startswith(RESERVED)]:
-            raise ValueError(f"{taken[0]} is Lockstep's own, or opens what a patch may not open either: leave it out")
-        return marks
-
-    @field_validator("rdma")
-    @classmethod
-    def _counts(cls, rdma: dict[str, int]) -> dict[str, int]:
-        if any(not 1 <= count <= 64 for count in rdma.values()):
-            raise ValueError(f"counts of devices a node must be 1 … 64, got {rdma}")
-        return rdma
-
 
 SECTION = Kubernetes
-
-
-def k8s(spec: JobSpec) -> Kubernetes:
-    """The section of a spec."""
-    return spec.section(Kubernetes)
-
-
-def kind_of(spec: JobSpec) -> str:
-    """Which custom resource the job is; `auto` is settled before a job is submitted (`KubernetesBackend.adapted`)."""
-    return "PyTorchJob" if k8s(spec).kind == "auto" else k8s(spec).kind

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo
 
 from lockstep.jobs.spec.types import (
     AbsolutePath,
@@ -30,11 +30,13 @@ VARIABLE = "LOCKSTEP_SLURM_HOST"
 """The login node where no flag, job file or profile names one."""
 
 
+def _with_python(host: str, about: ValidationInfo) -> str:
+    """The host with its Python: who asks it has no other setting at hand."""
+    python = about.data.get("python")
+    return host if python is None or ":" in host or about.data.get("container") else f"{host}:{python}"
+
+
 class Slurm(Section):
-    host: SshHost | None = None
-    """Login node that is reached over ssh, as ~/.ssh/config knows it, e.g. `login.example`; paths are then of that side. Its
-    Python needs Lockstep of the same version: `slurm.python`, or `HOST:/PATH` where the job runs in a container. Null: this
-    machine is one of the cluster. A job stays the same job with another host."""
     partition: Word | None = None
     """Partition to run in (`sbatch --partition`); null: the cluster's default partition."""
     account: Word | None = None
@@ -77,16 +79,10 @@ class Slurm(Section):
     """More folders in the container: `/path` or `/path:/inside`. The folders of the run are mounted already."""
     patch: Values = Field(default_factory=dict)
     """More submitit parameters, or options of sbatch."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _python_of_host(cls, values: Any) -> Any:
-        """The host with its Python: who asks it has no other setting at hand."""
-        found = values if isinstance(values, dict) else {}
-        host, python = found.get("host"), found.get("python")
-        if not isinstance(host, str) or not isinstance(python, str) or ":" in host or found.get("container"):
-            return values
-        return {**found, "host": f"{host}:{python}"}
+    host: Annotated[SshHost, AfterValidator(_with_python)] | None = None
+    """Login node that is reached over ssh, as ~/.ssh/config knows it, e.g. `login.example`; paths are then of that side. Its
+    Python needs Lockstep of the same version: `slurm.python`, or `HOST:/PATH` where the job runs in a container. Null: this
+    machine is one of the cluster. A job stays the same job with another host."""
 
 
 SECTION = Slurm

@@ -104,6 +104,16 @@ def test_of_a_repository_what_git_would_keep_travels(
     assert "sub/.git is not a git repository" in refused(folder / "sub")
 
 
+def test_a_folder_of_a_repository_may_be_named_from_where_one_is(
+    folder: Path, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `--set code=own` names it. git, which is asked elsewhere, did not find it."""
+    write("train.py")
+    git(folder, *COMMITTED)
+    monkeypatch.chdir(folder.parent)
+    assert set(travels(Path(folder.name))) == {"train.py"}
+
+
 def test_a_submodule_travels_where_it_was_fetched(folder: Path, write: Write, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
