@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests import product
-from tests.jobs.helpers import lockstep
+from tests.jobs.helpers import top
 from tests.product import UserError
 
 pytestmark = pytest.mark.promise("hostile-files")
@@ -207,7 +207,7 @@ def _served(run: Path, redirects: bool, host: str = "127.0.0.1") -> Iterator[tup
 
 
 def _top(run: Path) -> Any:
-    done = lockstep(run, "top", str(run), "--json")
+    done = top(run, str(run), "--json")
     assert "Traceback" not in done.stderr and '"live"' not in done.stdout, done
 
 

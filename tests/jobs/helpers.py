@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import product
+from tests.processes import PYTHON, clean_env
 
 
 def lockstep(folder: Path, *words: str, encoding: str = "utf-8", **env: str) -> subprocess.CompletedProcess[str]:
@@ -28,6 +29,12 @@ def lockstep(folder: Path, *words: str, encoding: str = "utf-8", **env: str) -> 
             stream.flush()
     out, err = (stream.detach().getvalue().decode(encoding) for stream in streams)  # type: ignore[attr-defined]
     return subprocess.CompletedProcess(words, int(ended.value.code or 0), out, err)
+
+
+def top(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`lockstep top WORDS`, which takes the place of the process it is typed in."""
+    command = [PYTHON, "-m", "lockstep.training", "top", *words]
+    return subprocess.run(command, cwd=folder, env=clean_env(), capture_output=True, text=True, check=False)
 
 
 def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs.helpers import lockstep
+from tests.jobs import helpers
 
 TEXT = """# HELP training_step Steps.
 # TYPE training_step gauge
@@ -59,7 +59,7 @@ def endpoint(folder: Path, rank: int, host: object, port: object) -> None:
 
 
 def top(folder: Path) -> list[dict[str, Any]]:
-    done = lockstep(folder, "top", str(folder), "--json", "--every", "0.2")
+    done = helpers.top(folder, str(folder), "--json", "--every", "0.2")
     assert (done.returncode, done.stderr) == (0, ""), done
     found: list[dict[str, Any]] = json.loads(done.stdout)
     return found
@@ -127,7 +127,7 @@ def test_textfiles_do_where_no_rank_answers(tmp_path: Path) -> None:
     told = [(rank["rank"], rank["source"], rank["straggler"]) for rank in ranks]
     assert told == [(0, "textfile", None), (1, "textfile", "compute")]
     assert (ranks[0]["step"], ranks[0]["sync_wait"], ranks[0]["images_per_second"]) == (40, 0.875, 160)
-    table = lockstep(tmp_path, "top", str(tmp_path), "--once", "--every", "0.2").stdout
+    table = helpers.top(tmp_path, str(tmp_path), "--once", "--every", "0.2").stdout
     assert "STRAGGLER (compute)" in table and "ssss" in table
 
 
@@ -145,7 +145,7 @@ def test_numbers_that_are_none_are_left_out(tmp_path: Path, old: str, new: str) 
     assert old in file.read_text()
     file.write_text(file.read_text().replace(old, new))
     assert [rank["step"] for rank in top(tmp_path)][1:] == [40]
-    done = lockstep(tmp_path, "top", str(tmp_path), "--once", "--every", "0.2")
+    done = helpers.top(tmp_path, str(tmp_path), "--once", "--every", "0.2")
     assert done.returncode == 0 and "40" in done.stdout, done
 
 
@@ -182,7 +182,7 @@ def test_an_endpoint_that_is_none_or_anothers_leaves_the_textfile(tmp_path: Path
 
 def test_what_is_no_run(tmp_path: Path) -> None:
     def told() -> subprocess.CompletedProcess[str]:
-        done = lockstep(tmp_path, "top", str(tmp_path))
+        done = helpers.top(tmp_path, str(tmp_path))
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done
         return done
 

@@ -12,7 +12,7 @@ import torch
 
 from tests import product
 from tests.events import events
-from tests.jobs.helpers import lockstep
+from tests.jobs.helpers import top
 from tests.own.job import script
 from tests.own.test_session import SCRIPT
 from tests.ranks import training
@@ -132,7 +132,7 @@ def test_any_number_that_is_logged_can_be_the_score_and_the_lowest_the_best(tmp_
     assert python("-c", SCRIPT + EPOCHS + lines, str(run_dir)).code == 0
     assert {step: round(score, 6) for step, score in product.scores(run_dir).items()} == {5: 0.1}
     assert _exported(run_dir, tmp_path / "best.pth", "--best")[0].endswith("of step 5")
-    (rank,) = json.loads(lockstep(tmp_path, "top", str(run_dir), "--once", "--json").stdout)
+    (rank,) = json.loads(top(tmp_path, str(run_dir), "--once", "--json").stdout)
     assert rank["logged"] == {"accuracy": 0.5, "wer": 0.5, "test_loss": 0.0}
     from safetensors import safe_open
 

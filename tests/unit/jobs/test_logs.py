@@ -30,17 +30,21 @@ def test_where_the_last_lines_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 assert own == (wanted[-count:] if count else []) and found == len(own)
 
 
-def test_pieces_of_a_line_begin_as_the_line_does() -> None:
+def test_pieces_of_a_line_begin_as_the_line_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an engine's log, in which each line has its time; however the chunks fall."""
     whole = b"2026-01-01T00:00:00Z [rank 3] " + b"y" * 5000 + b"\nshort line\n\nunended"
     for size in (1, 7, 64, 10_000):
         chunks = [whole[at : at + size] for at in range(0, len(whole), size)]
-        pieces, plain = Pieces(b"\n", STAMPED, longest=100), Pieces(b"\n", longest=None)
-        *long, short, empty = [piece for chunk in chunks for piece in pieces.of(chunk)]
+        plain = Pieces(b"\n")
+        assert [line for chunk in chunks for line in plain.of(chunk)] == whole.split(b"\n")[:-1]
+        with monkeypatch.context() as patch:
+            patch.setattr(logs, "LONGEST", 100)
+            pieces = Pieces(b"\n", STAMPED)
+            found = [piece for chunk in chunks for piece in pieces.of(chunk)]
+        *long, short, empty = found
         assert (short, empty, pieces.rest()) == (b"short line", b"", b"unended")
         assert all(piece.startswith(b"2026-01-01T00:00:00Z [rank 3] ") for piece in long)
         assert sum(piece.count(b"y") for piece in long) == 5000
-        assert [line for chunk in chunks for line in plain.of(chunk)] == whole.split(b"\n")[:-1]
 
 
 def test_logs_are_merged_by_their_times_and_shares_are_even() -> None:
