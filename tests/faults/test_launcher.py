@@ -116,6 +116,14 @@ def test_a_killed_launcher_leaves_no_orphan_and_loses_nothing(job: Job, undistur
     assert_same(job.run_dir, undisturbed(2))
 
 
+@pytest.mark.promise("named-rank")
+def test_a_killed_rank_0_is_a_sentence_and_no_stack(job: Job) -> None:
+    """It serves the store, and torch has a warning with a stack for each question to one that is gone."""
+    done = job.launch(LOCKSTEP_TEST_FATE="0:7:KILL")
+    assert done.code == 1 and "launch: rank 0 was ended by SIGKILL" in done.output, done.output
+    assert done.output.count("lost rank 0, which holds the store") == 1 and "frame #" not in done.output, done.output
+
+
 @pytest.mark.promise("restarts")
 @pytest.mark.parametrize("kind", ["a recipe", "a program"])
 def test_a_killed_launcher_leaves_no_rank_that_cannot_end(job: Job, kind: str) -> None:

@@ -202,6 +202,21 @@ with Session(sys.argv[1]) as run:
     assert "rank 0" in outputs[2][0] and "0.1 → 0.025" in outputs[2][0], outputs
 
 
+LATER = """
+import sys, torch
+from lockstep import Session
+for name in ("first", "second", "third"):
+    try:
+        with Session(f"{sys.argv[1]}-{name}") as run:
+            if name != "first":
+                raise ValueError("in the " + name)
+        print("a done", flush=True)
+    except ValueError:
+        if name == "third":
+            raise
+"""
+
+
 def test_an_error_that_all_ranks_raise_is_printed_once(tmp_path: Path) -> None:
     """And each rank's own where they differ."""
     code = """
@@ -216,6 +231,9 @@ with Session(sys.argv[1]) as run:
     done = script(3, code, tmp_path / "same", "same")
     assert done.code == 1 and done.output.count("Traceback") == 1, done.output
     assert [done.output.count(f"rank {rank}: RuntimeError: ") for rank in range(3)] == [0, 1, 1], done.output
+    done = script(3, LATER, tmp_path / "later")
+    assert done.code == 1 and done.output.count("Traceback") == 1 and done.output.count("a done") == 3, done.output
+    assert done.output.count("ValueError: in the third (the same as on rank 0)") == 2, done.output
     done = script(3, code, tmp_path / "different", "different")
     assert done.code == 1 and done.output.count("Traceback") == 2, done.output
     assert done.output.count("rank 2: ValueError: another (the same as on rank 0)") == 1, done.output

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import gc
 import importlib
+import itertools
 import multiprocessing
 import os
 import re
@@ -341,16 +342,27 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
                 os.environ[name] = value
 
 
+_GROUPS = itertools.count()
+"""Of this process: all ranks join as many."""
+_STORES: dict[tuple[str, int, bool], dist.TCPStore] = {}
+"""Of this process, by address and whether it serves it. A later group has the same one: a rank that comes to it early would else reach
+the server of the group before, which is about to end."""
+
+
 def _store(world: World, timeout: float) -> dist.Store:
     if world.master is None:
         return dist.HashStore()
     # Under torchrun its agent serves the store, unless a variable leaves that to rank 0.
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = world.leader and not of_agent
-    store = stores.tcp_store(*world.master, serves=serves, seconds=timeout, size=world.size)
-    # The agent's store outlives a restart of the ranks, and with it the addresses of those that are gone.
+    place = (*world.master, serves)
+    if place not in _STORES:
+        _STORES[place] = stores.tcp_store(*world.master, serves=serves, seconds=timeout, size=world.size)
+    store = _STORES[place]
+    store.set_timeout(timedelta(seconds=timeout))
+    # It outlives the ranks' group, the agent's also their restart, and with it addresses, and what they have said of their run.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if of_agent else "0"
-    return dist.PrefixStore(f"default_pg/{attempt}", store)
+    return dist.PrefixStore(f"default_pg/{attempt}/{next(_GROUPS)}", store)
 
 
 @contextlib.contextmanager
