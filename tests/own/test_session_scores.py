@@ -134,6 +134,7 @@ def test_any_number_that_is_logged_can_be_the_score_and_the_lowest_the_best(tmp_
     assert _exported(run_dir, tmp_path / "best.pth", "--best")[0].endswith("of step 5")
     (rank,) = json.loads(top(tmp_path, str(run_dir), "--once", "--json").stdout)
     assert rank["logged"] == {"accuracy": 0.5, "wer": 0.5, "test_loss": 0.0}
+    assert ", accuracy 0.5, wer 0.5, test_loss 0\n" in top(tmp_path, str(run_dir), "--once").stdout
     from safetensors import safe_open
 
     _told = training("export", str(run_dir), str(tmp_path / "best.safetensors"))

@@ -56,6 +56,7 @@ def show(run: Path, every: float, once: bool, as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(rank) for rank in ranks], indent=1))
         return
+    print(title(run, ranks))
     rows = [_HEAD, *map(row, ranks)]
     widths = [max(map(len, column)) for column in zip(*rows)]
     for cells in rows:
@@ -87,16 +88,20 @@ def fitting(ranks: list[Rank], rows: int) -> list[Rank]:
     return sorted(found[:rows], key=lambda rank: rank.rank)
 
 
+def title(run: Path, ranks: list[Rank]) -> str:
+    """How far the run is, how fast, and what it has logged itself."""
+    images = sum(rank.images_per_second or 0 for rank in ranks)
+    first = ranks[0]
+    planned = f" of {first.steps_planned}" if first.steps_planned else ""
+    logged = "".join(f", {printable(name)} {value:.4g}" for name, value in list(first.logged.items())[:MOST_LOGGED])
+    return f"{printable(str(run))}: step {first.step}{planned}, {images:.0f} images/s{logged}"
+
+
 def picture(run: Path, ranks: list[Rank], width: int | None = None, height: int | None = None) -> Table:
     """The live table; `width` of the terminal in columns and `height` in lines, null: as it is."""
     from rich.table import Table
     from rich.text import Text
 
-    images = sum(rank.images_per_second or 0 for rank in ranks)
-    first = ranks[0]
-    planned = f" of {first.steps_planned}" if first.steps_planned else ""
-    logged = "".join(f", {printable(name)} {value:.4g}" for name, value in list(first.logged.items())[:MOST_LOGGED])
-    title = f"{printable(str(run))}: step {first.step}{planned}, {images:.0f} images/s{logged}"
     # As text: a [/x] in a path is no markup.
     shown_ranks = fitting(ranks, max((height or shutil.get_terminal_size().lines) - AROUND, 1))
     left = len(ranks) - len(shown_ranks)
@@ -104,7 +109,12 @@ def picture(run: Path, ranks: list[Rank], width: int | None = None, height: int 
     hidden = f"{more} of which hold the others up: see --once" if more else "none of which holds the others up"
     caption = f"{LEGEND}\n… and {left} more ranks, {hidden}" if left else LEGEND
     table = Table(
-        title=Text(title), caption=caption, box=None, pad_edge=False, title_justify="left", caption_justify="left"
+        title=Text(title(run, ranks)),
+        caption=caption,
+        box=None,
+        pad_edge=False,
+        title_justify="left",
+        caption_justify="left",
     )
     wide = (width or shutil.get_terminal_size().columns) >= WIDE
     shown = [number for number, name in enumerate(_HEAD) if wide or name not in _NUMBERS]
