@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import re
+import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -31,7 +32,7 @@ GIVEN = ("digits", "synthetic", "cifar10", "fashion_mnist", "classification")
 SOURCES = (*GIVEN, "images", "arrays")
 FUNCTION = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 """A function of one's own, as `package.module:function`."""
-SIGNALS = ("TERM", "USR1", "USR2", "INT", "HUP")
+Signal = Literal["TERM", "USR1", "USR2", "INT", "HUP"]
 
 
 FREE = "may change"
@@ -154,12 +155,6 @@ def _channels(values: list[T]) -> list[T]:
     return values
 
 
-def _signal(name: str) -> str:
-    if name not in SIGNALS:
-        raise ValueError(f"must be {' | '.join(SIGNALS)}, got {name!r}")
-    return name
-
-
 def _source(name: str) -> str:
     if name not in SOURCES and not re.fullmatch(FUNCTION, name):
         raise ValueError(f"must be {' | '.join(SOURCES)} | package.module:function, got {name!r}")
@@ -172,7 +167,6 @@ Source = Annotated[
     Field(json_schema_extra={"anyOf": [{"enum": [*SOURCES]}, {"pattern": f"^{FUNCTION}$"}]}),
     AfterValidator(_source),
 ]
-Signal = Annotated[str, Field(json_schema_extra={"enum": [*SIGNALS]}), AfterValidator(_signal)]
 
 
 class Augment(Section):
@@ -340,7 +334,7 @@ class Checkpoint(Section):
 
 
 class Preempt(Section):
-    signals: Free[Items[Signal]] = Field(default_factory=lambda: list(SIGNALS))
+    signals: Free[Items[Signal]] = Field(default_factory=lambda: list(typing.get_args(Signal)))
     """Signals after which the run saves a checkpoint and ends with exit code 75."""
     grace_seconds: Free[Number] = Field(default=60.0, ge=1)
     """Seconds between such a signal and the end. No rank waits longer for the checkpoint."""

@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lockstep.training.config.sections import SIGNALS
 from lockstep.training.contract import UserError
 from lockstep.training.data import order
 from lockstep.training.data.augment import Keys, draw_keys
 from lockstep.training.data.shards import Manifest, Samples
 from lockstep.training.parallel.world import World
+from lockstep.wire.signals import FORWARDED
 
 _SALT = 11  # apart from the keys of the order and of the augmentation
 
@@ -137,20 +137,6 @@ class Division:
                 {"rank": rank, "samples": high - low, "batch_size": size, "batches": batches, "left_out": left_out}
             )
         return described
-
-    def describe_unequal_work(self) -> str | None:
-        """A sentence where one rank has at least half as much again to compute as another: all wait for it in every step."""
-        sizes = [self._part_size(rank) for rank in range(self.world.size)]
-        if 2 * max(sizes) < 3 * min(sizes):
-            return None
-        share = self.multiple * self.world.size
-        below = self.batch // share * share
-        equal = " or ".join(f"global_batch_size={size}" for size in (below, below + share) if size)
-        blocks = f", in blocks of {self.multiple} (ghost batch norm)" if self.multiple > 1 else ""
-        return (
-            f"Of each {self.batch} samples a rank computes {min(sizes)} to {max(sizes)}{blocks}, and waits for the rank that "
-            f"has most: {equal} gives equal parts"
-        )
 
 
 class OrderSampler(Sampler[int]):
@@ -418,9 +404,8 @@ class _Deaf:
         self._then = then
 
     def __call__(self, worker: int) -> None:
-        for name in SIGNALS:
-            if name != "TERM":
-                signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)
+        for number in {*FORWARDED} - {signal.SIGTERM}:
+            signal.signal(number, signal.SIG_IGN)
         if hasattr(signal, "sigwaitinfo"):  # macOS has none; there a TERM ends the process, as torch has it
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             threading.Thread(target=_end_with_the_rank, args=(os.getppid(),), daemon=True).start()

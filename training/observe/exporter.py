@@ -32,8 +32,8 @@ from prometheus_client.exposition import choose_encoder
 from lockstep.training import config as configuration
 from lockstep.training import contract, files
 from lockstep.training.contract import UserError, say
-from lockstep.training.observe.background import SECONDS
 from lockstep.training.observe.metrics import Metrics
+from lockstep.training.observe.rundir import SECONDS
 from lockstep.training.parallel.world import World
 
 ANY_ADDRESS = "any"

@@ -27,8 +27,7 @@ from lockstep.training import config as configuration
 from lockstep.training import contract, files
 from lockstep.training.config import RunSettings
 from lockstep.training.contract import UserError, say
-from lockstep.training.observe.background import Background
-from lockstep.training.observe.rundir import RunDirectory
+from lockstep.training.observe.rundir import Background, RunDirectory
 
 TENSORBOARD = "tensorboard"
 """Folder of its event files in the run directory."""

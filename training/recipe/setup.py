@@ -186,6 +186,4 @@ def describe(run: Session, config: Config, prepared: Prepared) -> None:
             f"model={config.model} global_batch_size={prepared.global_batch} optim={config.optim.name} lr={config.optim.lr:g} "
             f"sync={config.sync.name} uneven={config.uneven}, {division.steps} steps an epoch"
         )
-    if (unequal := division.describe_unequal_work()) is not None:
-        run.print(unequal)
     run.summary.update(global_batch_size=prepared.global_batch, data=run.facts["data"])

@@ -22,10 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.training.config.sections import SIGNALS
 from lockstep.training.contract import EXIT_PREEMPTED, say
 from lockstep.training.parallel.world import World
-from lockstep.wire.signals import taken
+from lockstep.wire.signals import FORWARDED, taken
 
 ONE_SIGNAL_SECONDS = 2.0
 """Signals within this time count as one: launchers and clusters send the same one to a process twice."""
@@ -61,7 +60,7 @@ class Signals:
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._thread.start()
         # Whoever started us may have held signals back, so that none is lost while torch is being imported.
-        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.Signals[f"SIG{name}"] for name in SIGNALS])
+        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         for one in came:
             signal.raise_signal(one)
 
