@@ -291,10 +291,9 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
     if same_size:
         generators.restore(rank_state["rng"], state.world.device)
         state.losses.copy_(rank_state["losses"])
-        state.sync.load_state_dict(rank_state["sync"])
     else:
         state.losses.copy_(rank_state["losses"] if state.world.leader else torch.zeros(2))
-        state.sync.load_merged_state(rank_state["sync"])
+    state.sync.load_state_dict(rank_state["sync"])
     state.kept.load(shared["kept"], rank_state["kept"] if same_size else None)
     _copy(rank_state["buffers"], dict(state.model.named_buffers()))
     if state.ema:

@@ -123,9 +123,6 @@ class RunDirectory:
         )
         self.attempt: int = before.get("attempt", 0) + 1
         self.step_before: int = before.get("step", 0)
-        reason = status.get("reason") if isinstance(status, dict) and status.get("code") == contract.EXIT_DONE else None
-        self.done_before: str | None = reason if isinstance(reason, str) else None
-        """Why the last attempt ended, if it ended well."""
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
         """Get every event from now on, each as the mapping that was written. What they raise ends the run."""
         self.at_close: list[Callable[[], None]] = []

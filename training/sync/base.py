@@ -172,13 +172,9 @@ class GradientSync(ABC):
     def merged_state(self, states: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: ARG002 - most strategies have none
         """Merges the saved states of all ranks into the one that every rank loads at another world size. Called on one rank only.
 
-        What all ranks together still have to send must stay the same. A strategy that averages (`powersgd`) takes the mean of
-        its memories; one that sums takes their sum, and `load_merged_state` divides it by the new world size.
+        What all ranks together still have to send must stay the same: one that averages (`powersgd`) takes the mean of its memories.
         """
         return {}
-
-    def load_merged_state(self, state: dict[str, Any]) -> None:  # noqa: B027 - most strategies have none
-        """Loads the state from `merged_state`. Collective."""
 
     # What follows is for strategies that shard the parameters or the optimizer's state.
 

@@ -163,24 +163,18 @@ class Zero1(Flat):
                 for parameter, piece in zip(params, flat.split([p.numel() for p in params])):
                     parameter.copy_(piece.view(parameter.shape))
 
-    def _numbered(self) -> list[list[int]]:
-        """The numbers that the plain optimizer's `state_dict` gives to the parameters of each group."""
-        counter = itertools.count()
-        return [[next(counter) for _ in group] for group in self._param_groups]
-
     def parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:  # noqa: ARG002
         return self._param_groups
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer, everywhere: bool = False) -> dict[str, Any] | None:
-        number = {
-            p: n for params, numbers in zip(self._param_groups, self._numbered()) for p, n in zip(params, numbers)
-        }
+        # As the plain optimizer's `state_dict` numbers them.
+        number = {parameter: n for n, parameter in enumerate(itertools.chain.from_iterable(self._param_groups))}
         own_state = {number[p]: state for p, state in optimizer.state.items()}
         parts = all_gather_trees(own_state, self.world) if everywhere else gather_trees(own_state, self.world)
         if parts is None:
             return None
-        groups = optimizer.state_dict()["param_groups"]
-        full = [{**group, "params": numbers} for group, numbers in zip(groups, self._numbered())]
+        groups = zip(optimizer.state_dict()["param_groups"], self._param_groups)
+        full = [{**group, "params": [number[p] for p in params]} for group, params in groups]
         state = {n: entry for part in parts for n, entry in part.items()}
         return {"state": dict(sorted(state.items())), "param_groups": full}
 

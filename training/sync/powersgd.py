@@ -133,6 +133,3 @@ class PowerSgd(Ddp):
             for index, error in states[0]["errors"].items()
         }
         return {**states[0], "errors": errors}
-
-    def load_merged_state(self, state: dict[str, Any]) -> None:
-        self.load_state_dict(state)
