@@ -59,7 +59,7 @@ def _source(path: Path, of: str, **options: Any) -> Any:
 
 
 def _read_weights(path: Path, into: Any = None) -> Any:
-    return _weights.read(path) if into is None else _weights.load_into(into, path)
+    return _weights.read(path) if into is None else _weights.assign(into, _weights.read(path), path)
 
 
 _READERS: dict[str, Callable[..., Any]] = {

@@ -85,11 +85,6 @@ def _names(file: BinaryIO, pickles: int) -> Iterator[str]:
                 yield str(argument)
 
 
-def load_into(model: nn.Module, path: Path) -> None:
-    """Copies a weight file into a model. Raises `UserError` that names the first weight that does not match."""
-    assign(model, read(path), path)
-
-
 def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> None:
     """Copies weights into a model; a leading `module.` (of DDP) is dropped where the names fit only so.
 

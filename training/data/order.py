@@ -93,12 +93,6 @@ def bounds(count: int, rank: int, world: int, multiple: int = 1) -> tuple[int, i
     return min(rank * blocks // world * multiple, count), min((rank + 1) * blocks // world * multiple, count)
 
 
-def part(ids: torch.Tensor, rank: int, world: int, multiple: int = 1) -> torch.Tensor:
-    """A rank's contiguous part of a global batch; all but the batch's last samples come in whole `multiple`s."""
-    low, high = bounds(len(ids), rank, world, multiple)
-    return ids[low:high]
-
-
 def check_division(batch: int, world: int, multiple: int, uneven: str) -> None:
     """Raises `UserError` where the ranks cannot share a global batch as `uneven` says."""
     if uneven != "weight" and batch % (world * multiple):

@@ -50,14 +50,14 @@ class Score:
 class Evaluator:
     """Scores weights on the test split. A rank opens only the files of its contiguous part, and keeps them."""
 
-    def __init__(self, config: Config, world: World, manifest: Manifest, verified: bool = False) -> None:
-        """`verified`: the ranks of the node have verified the files of the test split already."""
+    def __init__(self, config: Config, world: World, manifest: Manifest) -> None:
+        """The ranks of the node have verified the files of the test split already."""
         self.config, self.world, self.classes = config, world, manifest.classes
         count = manifest.count("test")
         low, high = bounds(count, world.rank, world.size)
         self.rounds = math.ceil(math.ceil(count / world.size) / config.evaluate.batch_size)
         """Batches of the longest part. Every rank makes this many rounds, so that collectives match."""
-        self.samples = Samples.open(manifest, "test", low, high, config.data.verify and not verified)
+        self.samples = Samples.open(manifest, "test", low, high, verify=False)
         self.images, self.labels = torch.empty(0), torch.empty(0)
         if high > low:
             self.images, self.labels = self.samples.all()
@@ -187,5 +187,5 @@ def score_target(target: Path, config: Config, checksum: str | None, world: Worl
         if config.data.verify:
             verify(manifest, ("test",), world.local_rank, world.local_size)
     with failing_together(world):
-        evaluator = Evaluator(config, world, manifest, verified=True)
+        evaluator = Evaluator(config, world, manifest)
     return evaluator.score(model.eval())

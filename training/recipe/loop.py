@@ -68,7 +68,7 @@ class Recipe:
         run.keep(**({"scaler": self.scaler} if self.scaler.is_enabled() else {}))
         setup.describe(run, config, data)
         with failing_together(run.world):
-            self.evaluator = Evaluator(config, run.world, data.manifest, verified=True)
+            self.evaluator = Evaluator(config, run.world, data.manifest)
         self._dtype = real_type(config.precision)
 
     def step(self, batch: Batch) -> None:

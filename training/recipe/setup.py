@@ -150,7 +150,8 @@ def _initial_weights(config: Config, prepared: Prepared) -> None:
     """Whitening and the like happen once, on rank 0; `init_from` is read there too. All ranks then get its weights."""
     model = prepared.model
     if config.init_from is not None:
-        weights.load_into(model, Path(config.init_from))
+        path = Path(config.init_from)
+        weights.assign(model, weights.read(path), path)
     elif callable(whiten := getattr(model, "prepare", None)):
         images = _first_images(prepared, 10_000).to(next(model.parameters()).device)
         whiten(normalise(images, config.data, real_type(config.precision), False))

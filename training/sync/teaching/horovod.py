@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
-from lockstep.training.data.order import bounds, global_ids, part
+from lockstep.training.data.order import bounds, global_ids
 from lockstep.training.parallel import world as worlds
 from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree
 from lockstep.training.parallel.world import World
@@ -228,7 +228,7 @@ class PartitionedLoader:
         for step in range(len(self)):
             ids = global_ids(self.count, 0, number, step, self.batch_size, "weight")
             _unequal_parts |= len(ids) % self.world.size != 0
-            rank_ids = part(ids, self.world.rank, self.world.size)
+            rank_ids = ids[slice(*bounds(len(ids), self.world.rank, self.world.size))]
             inputs, targets = default_collate([self.dataset[i] for i in rank_ids.tolist()])
             device = self.device or self.world.device
             yield inputs.to(device=device, dtype=self.dtype), targets.to(device)

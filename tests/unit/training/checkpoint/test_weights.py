@@ -15,12 +15,12 @@ def test_weight_files(tmp_path: Path) -> None:
     path = tmp_path / "w.pth"
     torch.save({f"module.{name}": tensor for name, tensor in model.state_dict().items()}, path)
     other = torch.nn.Linear(2, 2)
-    weights.load_into(other, path)
+    weights.assign(other, weights.read(path), path)
     assert torch.equal(model.weight, other.weight)
     with pytest.raises(UserError, match="weight has shape"):
-        weights.load_into(torch.nn.Linear(3, 2), path)
+        weights.assign(torch.nn.Linear(3, 2), weights.read(path), path)
     with pytest.raises(UserError, match="bias is not in the model"):
-        weights.load_into(torch.nn.Linear(2, 2, bias=False), path)
+        weights.assign(torch.nn.Linear(2, 2, bias=False), weights.read(path), path)
     with pytest.raises(UserError, match="exists already"):
         weights.write({}, path)
     for content in (b"", b"nonsense", b"\x80\x04cposix\nsystem\n"):
@@ -49,5 +49,5 @@ def test_a_name_in_a_file_moves_no_cursor(tmp_path: Path) -> None:
     network = torch.nn.Linear(1, 1, bias=False)
     del network.weight  # nothing is missing, so the name in the file is what is told
     with pytest.raises(UserError) as refused:
-        weights.load_into(network, tmp_path / "weights.pth")
+        weights.assign(network, weights.read(tmp_path / "weights.pth"), tmp_path / "weights.pth")
     assert "\\x1b]0;owned\\x07\\x1b[2J" in str(refused.value)
