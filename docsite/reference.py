@@ -185,7 +185,7 @@ def rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, A
     """(dotted name, type, default, meaning, whether a run may go on with another value) of each setting below a model."""
     from lockstep.training.config import settings as typed
 
-    for name, field in model.model_fields.items():
+    for name, field in typed.described(model).model_fields.items():
         meaning = " ".join((field.description or "").split())
         if typed.is_section(field.annotation):
             yield from rows(typing.cast(type[BaseModel], field.annotation), f"{prefix}{name}.")
