@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from lockstep.jobs.cli import files, names
+from lockstep.jobs.cli import commands
 from lockstep.jobs.status import EXIT_UNREACHABLE, Unreachable
 from lockstep.training import extras
 from lockstep.training.cli import COMMANDS, INSIDE, answering
@@ -137,19 +137,19 @@ def init(
     say(f"Now: cd {shlex.quote(str(folder))} && make train && make test")
 
 
-app.command(epilog="Example: lockstep render k8s job.yaml --nodes 4 --set k8s.queue=gpu")(files.render)
-app.command(epilog="Example: lockstep lint job.yaml")(files.lint)
-app.command(epilog="Example: lockstep submit k8s job.yaml --gpus 4")(files.submit)
-app.command(epilog="Example: lockstep diff k8s job.yaml")(files.diff)
-app.command(epilog="Example: lockstep prepare k8s job.yaml")(files.prepare)
-app.command(epilog="Example: lockstep schema > job.schema.json")(files.schema)
-app.command(epilog="Example: lockstep status k8s smoke --json")(names.status)
-app.command(epilog="Example: lockstep logs k8s smoke --rank 5 --tail 100 --follow")(names.logs)
-app.command("exec", epilog="Example: lockstep exec k8s smoke --rank 5 -- nvidia-smi")(names.execute)
-app.command(epilog="Example: lockstep wait k8s smoke --timeout 3600")(names.wait)
-app.command(epilog="Example: lockstep cancel k8s smoke")(names.cancel)
-app.command("list", epilog="Example: lockstep list k8s")(names.list_jobs)
-app.command(epilog="Examples: lockstep doctor k8s job.yaml · lockstep doctor gpu")(names.doctor)
+app.command(epilog="Example: lockstep render k8s job.yaml --nodes 4 --set k8s.queue=gpu")(commands.render)
+app.command(epilog="Example: lockstep lint job.yaml")(commands.lint)
+app.command(epilog="Example: lockstep submit k8s job.yaml --gpus 4")(commands.submit)
+app.command(epilog="Example: lockstep diff k8s job.yaml")(commands.diff)
+app.command(epilog="Example: lockstep prepare k8s job.yaml")(commands.prepare)
+app.command(epilog="Example: lockstep schema > job.schema.json")(commands.schema)
+app.command(epilog="Example: lockstep status k8s smoke --json")(commands.status)
+app.command(epilog="Example: lockstep logs k8s smoke --rank 5 --tail 100 --follow")(commands.logs)
+app.command("exec", epilog="Example: lockstep exec k8s smoke --rank 5 -- nvidia-smi")(commands.execute)
+app.command(epilog="Example: lockstep wait k8s smoke --timeout 3600")(commands.wait)
+app.command(epilog="Example: lockstep cancel k8s smoke")(commands.cancel)
+app.command("list", epilog="Example: lockstep list k8s")(commands.list_jobs)
+app.command(epilog="Examples: lockstep doctor k8s job.yaml · lockstep doctor gpu")(commands.doctor)
 
 
 @app.command(hidden=True)
@@ -165,7 +165,7 @@ def _inside(command: str, summary: str) -> None:
     """A command of `python -m lockstep.training`, which takes this process's place. Its words and its help are its own."""
 
     def start(context: typer.Context) -> None:
-        names.become([command, *context.args])
+        commands.become([command, *context.args])
 
     taken = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
     help_ = f"{summary[0].upper()}{summary[1:]}."

@@ -261,9 +261,9 @@ def described(model: type[M]) -> type[M]:
             (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
             assert isinstance(tree, ast.ClassDef)
             for line, text in zip(tree.body, tree.body[1:]):
-                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(text, ast.Expr):
-                    if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
-                        texts[line.target.id] = inspect.cleandoc(text.value.value)
+                match line, text:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                        texts[name] = inspect.cleandoc(words)
     for name, field in model.model_fields.items():
         field.description = texts.get(name, field.description)
         for inner in _models(field.annotation):
