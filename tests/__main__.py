@@ -57,7 +57,7 @@ SUITES = {
     ),
     "slurm": Suite(
         "a real SLURM of two nodes",
-        "tests/slurm",
+        "-n 2 --dist loadfile tests/slurm",
         "root, Debian: slurm-wlm slurmdbd mariadb-server munge openssh-server tcsh fish",
     ),
     "containers": Suite(

@@ -1,11 +1,7 @@
-"""Jobs of the Compose backend on a real engine, with names of their own, and what their volumes hold."""
+"""Jobs of the Compose backend on a real engine, with names of their own, on one volume that is a folder of this machine."""
 
 from __future__ import annotations
 
-import io
-import json
-import subprocess
-import tarfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,19 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import product
-from tests.engine import Built, docker, remove_jobs
+from tests.engine import Built, remove_jobs
+from tests.events import events
+from tests.jobs.test_jobs_contract import Bench, composed
 from tests.product import JobSpec
 
 BOUND = 240
 
 
 class Jobs:
-    """Jobs with names of their own, and what their volumes hold."""
-
-    def __init__(self, image: str, folder: Path) -> None:
-        self.backend: Any = product.backend("compose")(interval=0.3)  # type: ignore[call-arg]
-        self.image, self.folder = image, folder
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.backend, self.image = bench, bench.backend, bench.image
         self.suffix, self.names = uuid.uuid4().hex[:6], set[str]()
 
     def spec(self, name: str, **more: Any) -> JobSpec:
@@ -35,7 +29,7 @@ class Jobs:
         self.names.add(name)
         values = {
             "name": name, "image": self.image, "nodes": 2, "ranks_per_node": 2, "max_restarts": 2, "memory": "2Gi",
-            "shm": "128Mi", "grace_seconds": 20,
+            "shm": "128Mi", "grace_seconds": 20, "volumes": [{"claim": self.bench.claim, "path": "/runs"}],
         }  # fmt: skip
         return JobSpec.of({**values, **more})
 
@@ -49,25 +43,11 @@ class Jobs:
     def container(self, spec: JobSpec, node: int) -> str:
         return f"lockstep-{spec.name}-node-{node}-1"
 
-    def read(self, spec: JobSpec, name: str) -> str:
-        """A file of the run directory; empty where it is not there yet."""
-        command = ["docker", "cp", f"{self.container(spec, 0)}:{spec.run_directory}/{name}", "-"]
-        done = subprocess.run(command, capture_output=True, timeout=60)
-        if done.returncode:
-            return ""
-        with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-            file = archive.extractfile(archive.next() or tarfile.TarInfo())
-            return file.read().decode() if file else ""
+    def run(self, spec: JobSpec) -> Path:
+        return self.bench.folder / Path(spec.run_directory).relative_to("/runs")
 
     def events(self, spec: JobSpec, kind: str) -> list[dict[str, Any]]:
-        lines = self.read(spec, "events.jsonl").splitlines()
-        rows = [json.loads(line) for line in lines if line.endswith("}")]
-        return [row for row in rows if row["event"] == kind]
-
-    def run_directory(self, spec: JobSpec) -> Path:
-        target = self.folder / spec.name
-        docker("cp", f"{self.container(spec, 0)}:{spec.run_directory}", str(target))
-        return target
+        return events(self.run(spec), kind)
 
     def succeeded(self, spec: JobSpec) -> None:
         found = self.backend.wait(spec.name, BOUND)
@@ -87,6 +67,7 @@ def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor])
 
 @pytest.fixture(scope="module")
 def jobs(cpu_image: Built, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
-    made = Jobs(cpu_image.name, tmp_path_factory.mktemp("runs"))
-    yield made
-    remove_jobs(*made.names)
+    with composed(cpu_image.name, tmp_path_factory.mktemp("jobs") / "volume") as bench:
+        made = Jobs(bench)
+        yield made
+        remove_jobs(*made.names)

@@ -46,40 +46,9 @@ def test_one_copy_of_cuda_and_it_is_torchs(cuda_image: Built) -> None:
     assert all(line.startswith("/opt/venv/") for line in output.split()), output
 
 
-def test_rdma_in_user_space_is_there_and_a_compiler_is_not(cuda_image: Built) -> None:
-    program = (
-        "import ctypes, shutil; ctypes.CDLL('libibverbs.so.1'); ctypes.CDLL('librdmacm.so.1'); "
-        "print(shutil.which('gcc'), shutil.which('g++'))"
-    )
-    assert python(cuda_image.name, program) == "None None"
-
-
 def test_it_trains_on_the_cpu_where_there_is_no_gpu(cuda_image: Built) -> None:
     words = ("--ranks", "2", "run", "smoke", "--run-dir", "/runs/x", "--set", "epochs=1", "threads=1")
     code, output = run(cuda_image.name, *words)
     assert code == 0 and "Final validation accuracy" in output, output
     code, output = run(cuda_image.name, *words, "device=cuda")
     assert code == 2 and "no GPU is visible" in output, output
-
-
-def test_the_dev_target_compiles(cpu_image: Built) -> None:
-    built = build("image-cpu", BUILD_FLAGS="--target dev", IMAGE="lockstep-test-dev")
-    assert built.seconds
-    try:
-        words = [
-            "--ranks",
-            "1",
-            "run",
-            "smoke",
-            "--run-dir",
-            "/runs/x",
-            "--set",
-            "epochs=1",
-            "compile=true",
-            "threads=2",
-        ]
-        closed = ("--read-only", "--tmpfs", "/tmp:mode=1777,exec", "--cap-drop", "ALL", "--volume", "/runs")
-        code, output = run("lockstep-test-dev:cpu", *words, options=closed, timeout=500)
-        assert code == 0 and "Final validation accuracy" in output, output
-    finally:
-        docker("image", "rm", "--force", *docker("images", "--quiet", "--no-trunc", "lockstep-test-dev").split()[:1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import yaml
 
 from tests import product
+from tests.jobs.conftest import launched
 from tests.jobs.helpers import lockstep
 from tests.processes import PYTHON, ROOT, Result, clean_env, poll, run
 from tests.product import EXIT_USAGE, JobSpec, UserError, pinned
@@ -40,14 +40,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (found / ".lockstepignore").write_text("job.yaml\n")
     monkeypatch.chdir(found)
     return found
-
-
-@pytest.fixture
-def backend(tmp_path: Path) -> Iterator[Any]:
-    found = product.local(tmp_path / "home/local", bare=False)
-    yield found
-    for row in found.list():
-        found.cancel(row.name)
 
 
 def spec(folder: Path, **more: Any) -> JobSpec:
@@ -81,22 +73,6 @@ def test_one_byte_changes_the_specs_hash_and_its_place_does_not(
     (folder / "helper.py").write_text("WORD = 'submittee'\n")
     assert pinned(spec(folder)).hash() != one.hash()
     assert JobSpec.recorded("own", json.loads(json.dumps(one.record()))) == one
-    repacked = one.model_copy(update={"code": one.code and one.code.model_copy(update={"packed": 1})})
-    assert repacked.hash() == one.hash(), "another zlib makes no other code"
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"code": {"path": ".", "requirements": "requirements.txt"}}, "Dockerfile"), ({"requirements": ["einops"]}, "pip install"),
-        ({"code": {"pth": "."}}, "did you mean 'path'?"), ({"code": 3}, "code is a group of settings"),
-        ({"code": {"hash": "../../etc"}}, "code.hash"), ({"code": {"path": ""}}, "code.path"),
-    ],
-)  # fmt: skip
-def test_what_code_does_not_take_is_refused(change: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError) as caught:
-        JobSpec.of({**JOB, **change})
-    assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_recipe_that_does_not_travel_is_refused(folder: Path) -> None:
@@ -108,41 +84,20 @@ def test_a_recipe_that_does_not_travel_is_refused(folder: Path) -> None:
         pinned(job)
 
 
-def test_data_stay_where_they_would_be_without_code(folder: Path) -> None:
-    job = pinned(spec(folder, command=None, recipe="smoke"))
-    assert "data.root=/tmp/data" in product.words_of_rank(job)
-    assert "data.root=/here/data" in product.words_of_rank(job, "/here")
-    for update in ({"overrides": {"data.root": "/data"}}, {"code": None}):
-        assert "data.root=/tmp/data" not in product.words_of_rank(job.model_copy(update=update))
-
-
 def test_the_archive_comes_to_nodes_of_compose_and_containers_of_slurm_read_only(folder: Path) -> None:
     job = pinned(spec(folder, image="lockstep:1-cpu", nodes=2))
-    assert [item for item in product.lint_of_compose(job) if item.level == "error"] == []
     file, identity = product.composed(job), code(job)
     assert file["volumes"]["code_archive"] == {"name": f"lockstep-own-code-{identity[:12]}", "external": True}
     mount = {"type": "volume", "source": "code_archive", "target": "/lockstep/code", "read_only": True}
     for node in file["services"].values():
-        assert mount in node["volumes"] and f"--code {identity} --code-parts /lockstep/code" in " ".join(
-            node["command"]
-        )
-    volumes = [{"claim": "data", "path": "/data"}]
-    trains = spec(folder, image="lockstep:1-cpu", command=None, recipe="smoke", shards="/data/shards", volumes=volumes)
-    assert "code" not in str(product.composed(trains, prepare=True)), "shards need none of it"
-    told = lockstep(
-        folder, "render", "slurm", "job.yaml", "--image", "lockstep:cpu", "--set", "slurm.container=apptainer"
-    )
+        words = " ".join(node["command"])
+        assert mount in node["volumes"] and f"--code {identity} --code-parts /lockstep/code" in words
+    words = ("render", "slurm", "job.yaml", "--image", "lockstep:cpu", "--set", "slurm.container=apptainer")
+    told = lockstep(folder, *words)
     assert told.returncode == 0 and f"/code/{product.code_of(folder)[0]}:ro" in told.stdout, told
 
 
 # The copy.
-
-
-def test_the_runs_of_a_sweep_run_the_same_code(folder: Path) -> None:
-    first, *others = product.kept(*(spec(folder, name=f"own-{number}") for number in range(3)))
-    assert {code(run) for run in others} == {code(first)}
-    (folder / "helper.py").write_text("WORD = 'edited'\n")
-    assert code(product.kept(spec(folder))[0]) != code(first)
 
 
 def test_the_copy_is_made_once_and_one_that_was_changed_is_put_aside(
@@ -195,6 +150,7 @@ def test_copies_that_no_job_names_go_after_a_week(folder: Path, tmp_path: Path) 
 # Jobs.
 
 
+@launched
 @pytest.mark.promise("code-travels")
 def test_the_job_runs_what_was_submitted_whatever_is_edited_meanwhile(
     folder: Path, tmp_path: Path, backend: Any
@@ -216,7 +172,8 @@ def test_the_job_runs_what_was_submitted_whatever_is_edited_meanwhile(
     assert backend.drift(job) == []
 
 
-def test_a_recipe_trains_a_model_that_travels(folder: Path, backend: Any) -> None:
+@launched
+def test_a_recipe_trains_a_model_that_travels(folder: Path, tmp_path: Path, backend: Any) -> None:
     (folder / "mine.py").write_text(
         "from torch import nn\nclass Net(nn.Sequential):\n    def __init__(self, num_classes):\n"
         "        super().__init__(nn.Flatten(), nn.Linear(192, num_classes))\n"
@@ -225,22 +182,17 @@ def test_a_recipe_trains_a_model_that_travels(folder: Path, backend: Any) -> Non
                  "data.options": {"n": 64, "n_test": 16, "size": 8}, "augment.crop": 1}  # fmt: skip
     backend.submit(spec(folder, command=None, recipe="smoke", overrides=overrides, ranks_per_node=1))
     assert backend.wait("own", BOUND).state == "succeeded", "\n".join(backend.logs("own"))
-    found = yaml.safe_load((folder / "runs/jobs/own/run.yaml").read_text())
+    found = yaml.safe_load((tmp_path / "runs/jobs/own/run.yaml").read_text())
     assert found["environment"]["LOCKSTEP_CODE"] == backend.require("own").plain["code"]["hash"]
-    assert (folder / "data").is_dir(), "where it would be without code"
+    assert (tmp_path / "data").is_dir(), "data are where they would be without code"
 
 
+@pytest.mark.promise("code-travels")
 def test_the_command_line_tells_what_travels(folder: Path, tmp_path: Path) -> None:
     told = lockstep(folder, "render", "slurm", "job.yaml")
     identity = product.code_of(folder)[0]
     assert f"code {identity}: 3 files" in told.stderr and "helper.py" in told.stderr and "train.py" in told.stderr
     assert identity in told.stdout and not (tmp_path / "home/code").exists(), "render keeps nothing"
-    (folder / ".env").write_text("PASSWORD=hunter2\n")
-    for words in (("submit", "local"), ("render", "slurm"), ("lint", "--backend", "slurm")):
-        told = lockstep(folder, *words, "job.yaml")
-        assert (told.returncode, told.stdout) == (EXIT_USAGE, "") and "code: .env looks like" in told.stderr
-        assert "hunter2" not in told.stderr
-    assert not (tmp_path / "home/local/own").exists()
 
 
 # The launcher.
@@ -267,18 +219,4 @@ def test_the_launcher_unpacks_pieces_below_its_temporary_folder(folder: Path, tm
     (copy / "helper.py").chmod(0o600)
     (copy / "helper.py").write_text("WORD = 'changed'\n")
     told = launch(*words, cwd=tmp_path, **env)
-    assert told.code == EXIT_USAGE and "holds something else" in told.output, told
-    copy.chmod(0o700)
-    shutil.rmtree(copy)
-    next(iter(parts.iterdir())).write_bytes(b"damaged")
-    told = launch(*words, cwd=tmp_path, **env)
-    assert told.code == EXIT_USAGE and "the code's archive" in told.output and "Traceback" not in told.output, told
-    assert not list(tmp.glob("lockstep-code-*"))
-
-
-@pytest.mark.parametrize(
-    ("identity", "told"), [("abc", "is not the identity of code"), ("0" * 64, "the code is not in")]
-)
-def test_words_that_name_no_code_are_refused(tmp_path: Path, identity: str, told: str) -> None:
-    done = launch("--code", identity, "--code-folder", "gone", "--", PYTHON, "-c", "", cwd=tmp_path)
-    assert done.code == EXIT_USAGE and told in done.output and "Traceback" not in done.output, done
+    assert told.code == EXIT_USAGE and "holds something else" in told.output and "Traceback" not in told.output, told

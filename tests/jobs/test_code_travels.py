@@ -7,7 +7,6 @@ import ctypes
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,17 +14,11 @@ import pytest
 
 from tests import product
 from tests.jobs.helpers import lockstep
-from tests.processes import EXCHANGE, PYTHON, clean_env, poll, processes, require, started
+from tests.processes import EXCHANGE, PYTHON, processes, require, started
 from tests.product import UserError, code_of, travels
 
 pytestmark = pytest.mark.promise("code-travels")
 Write = Callable[..., Path]
-JOB = "name: own\ncommand: [python, train.py]\ncode: .\nmax_restarts: 0\n"
-COMMANDS = (
-    ["lint", "job.yaml", "--backend", "slurm"],
-    ["render", "slurm", "job.yaml"],
-    ["submit", "local", "job.yaml"],
-)
 
 
 @pytest.fixture
@@ -79,9 +72,8 @@ def test_without_git_all_files_travel_but_products(folder: Path, write: Write, m
     write(".lockstepignore", content="# not needed\n/a/*\n!/a/keep.md\n*.csv\n.lockstepignore\n")
     write("a/keep.md")
     assert sorted(travels(folder)) == [".env.example", ".hidden", "a/keep.md", *kept[4:]]
-    for content, told in ((b"*\n", "empty"), (b"\xff\xfe", ".lockstepignore")):
-        write(".lockstepignore", content=content)
-        assert told in refused(folder)
+    write(".lockstepignore", content="*\n")
+    assert "empty" in refused(folder)
     assert "is not a folder" in refused(folder / "train.py")
 
 
@@ -124,10 +116,6 @@ def test_a_submodule_travels_where_it_was_fetched(folder: Path, write: Write, tm
     assert sorted(travels(folder)) == [".gitmodules", "a.py", "third/other/lib.py"]
     git(folder, "commit -q -m x", "submodule deinit -q -f third/other")
     assert "third/other was not fetched" in refused(folder)
-    (folder / "back").symlink_to(".")
-    write(".git/info/exclude", content="back\n")
-    git(folder, "rm -q --cached third/other", f"update-index --add --cacheinfo 160000,{'1' * 40},back")
-    assert "back was not fetched" in refused(folder), "an index may name anything, also what leads back here"
 
 
 def test_settings_that_say_what_is_kept_count(folder: Path, write: Write, tmp_path: Path) -> None:
@@ -140,10 +128,7 @@ def test_settings_that_say_what_is_kept_count(folder: Path, write: Write, tmp_pa
     (tmp_path / "user/kept-out").write_text("a.*\n")
     assert sorted(travels(folder)) == ["a.py", "b.csv", "sub/e.py"], "what is tracked is kept"
     (tmp_path / "user/.gitconfig").unlink()
-    git(folder, "update-index --split-index")
-    write("f.py")
-    git(folder, "add f.py", f"worktree add -q {tmp_path / 'beside'}")
-    assert sorted(travels(folder)) == ["a.py", "f.py", "sub/e.py"], "an index in two parts"
+    git(folder, f"worktree add -q {tmp_path / 'beside'}")
     for name in ("g.log", "h.py"):
         (tmp_path / "beside" / name).write_text("x")
     assert sorted(travels(tmp_path / "beside")) == ["a.py", "h.py", "sub/e.py"], "another working tree of it"
@@ -154,121 +139,69 @@ def test_no_setting_of_a_repository_starts_a_program(folder: Path, write: Write,
     went_off, program = tmp_path / "went-off", tmp_path / "program"
     program.write_text(f'#!/bin/sh\necho "$0 $@" >> {went_off}\nexit 1\n')
     program.chmod(0o755)
-    write("deep/er/lib.py")
-    write("src/train.py", content="print('hi')\n")
-    write("job.yaml", content=JOB.replace("train.py", "src/train.py"))
+    write("deep/er/lib.py", "src/train.py")
+    write("job.yaml", content="name: own\ncommand: [python, train.py]\ncode: .\n")
     write(".gitattributes", content="* filter=evil diff=evil merge=evil\n")
     git(folder, *COMMITTED)
     tree = subprocess.run(["git", "rev-parse", "HEAD:deep"], cwd=folder, check=True, capture_output=True, text=True)
     git(folder, "sparse-checkout init --cone --sparse-index", "sparse-checkout set src")
     write("nested/a.py")
     git(folder / "nested", "init -q")
-    hooks = folder / ".git/hooks"
-    hooks.mkdir(exist_ok=True)
-    for name in ("post-index-change", "post-checkout", "pre-auto-gc", "reference-transaction", "fsmonitor-watchman"):
-        (hooks / name).unlink(missing_ok=True)
-        (hooks / name).symlink_to(program)
     starts = [
-        "core.gitProxy", "core.sshCommand", "core.fsmonitor", "core.pager", "core.editor", "core.askPass",
-        "core.alternateRefsCommand", "gpg.program", "diff.external", "diff.evil.textconv", "filter.evil.clean",
-        "filter.evil.smudge", "filter.evil.process", "uploadpack.packObjectsHook", "remote.origin.uploadpack",
+        "core.gitProxy", "core.sshCommand", "core.fsmonitor", "core.pager", "core.askPass", "core.alternateRefsCommand",
+        "diff.external", "filter.evil.clean", "filter.evil.smudge", "filter.evil.process", "remote.origin.uploadpack",
     ]  # fmt: skip
     settings = {
         **dict.fromkeys(starts, str(program)), "core.repositoryFormatVersion": "1", "extensions.partialClone": "origin",
-        "remote.origin.promisor": "true", "remote.origin.url": "ssh://host.example/x", "core.fsmonitorHookVersion": "1",
-        "core.hooksPath": str(hooks), "core.untrackedCache": "true", "pager.ls-files": "true", "protocol.allow": "always",
-        "credential.helper": f"!{program}", "filter.evil.required": "true", "alias.ls-files": f"!{program}",
-        "alias.config": f"!{program}", "protocol.ext.allow": "always", "include.path": str(folder / "more"),
+        "remote.origin.promisor": "true", "remote.origin.url": "ssh://host.example/x", "pager.ls-files": "true",
+        "protocol.allow": "always", "filter.evil.required": "true", "alias.ls-files": f"!{program}",
     }  # fmt: skip
-    write("more", content=f"[core]\n\tfsmonitor = {program}\n")
     for place in (folder, folder / "nested"):
-        with (place / ".git/config").open("a") as file:
-            for name, value in settings.items():
-                section, *inner, key = name.split(".")
-                about = f' "{inner[0]}"' if inner else ""
-                file.write(f'[{section}{about}]\n\t{key} = "{value}"\n')
+        for name, value in settings.items():
+            subprocess.run(["git", "config", "--file", place / ".git/config", name, value], check=True)
     lost = tree.stdout.strip()
     (folder / f".git/objects/{lost[:2]}/{lost[2:]}").unlink()
     command = ["git", "-c", "core.fsmonitor=false", "ls-files", "--stage"]
     subprocess.run(command, cwd=folder, capture_output=True, check=False)
     assert str(program) in went_off.read_text(), "git itself starts it"
     went_off.unlink()
-    for words in COMMANDS:
-        done = lockstep(folder, *words)
-        assert not went_off.exists(), (words, went_off.read_text())
-        for path in (".gitattributes", "job.yaml", "more", "nested/a.py", "src/train.py"):
-            assert words[0] != "render" or f"  {path}\n" in done.stderr, done.stderr
-    assert done.returncode == 0, done.stderr
-    assert lockstep(folder, "wait", "local", "own", "--timeout", "60").returncode == 0
-    assert not went_off.exists()
+    done = lockstep(folder, "render", "slurm", "job.yaml")
+    for path in (".gitattributes", "job.yaml", "nested/a.py", "src/train.py"):
+        assert f"  {path}\n" in done.stderr, done.stderr
+    assert done.returncode == 0 and not went_off.exists(), done
 
 
-@pytest.mark.parametrize("name", ["commondir", "HEAD", "config"])
-def test_no_error_quotes_what_a_link_of_the_repository_leads_to(folder: Path, write: Write, name: str) -> None:
-    write("train.py")
-    git(folder, "init -q")
-    secret = folder.parent / "secret"
-    secret.write_text("the-value" * 200 + "\n")
-    (folder / ".git" / name).unlink(missing_ok=True)
-    (folder / ".git" / name).symlink_to(secret)
-    try:
-        assert not any(b"the-value" in data for data in travels(folder).values())
-    except UserError as error:
-        assert "the-value" not in str(error)
-
-
-def test_a_pipe_or_a_link_where_git_looks_for_what_is_ignored_is_an_error_at_once(
+def test_a_pipe_where_git_looks_for_what_is_ignored_is_an_error_at_once(
     folder: Path, write: Write, tmp_path: Path
 ) -> None:
-    """A pipe that is opened would be waited for without end; what a link leads to is not the folder's."""
+    """A pipe that is opened would be waited for without end."""
     pipe = tmp_path / "user/pipe"
     os.mkfifo(pipe)
     write("a.py")
     git(folder, "init -q")
-    began = time.monotonic()
-    (tmp_path / "user/.gitconfig").write_text(f"[core]\n\texcludesFile = {pipe}\n")
-    assert f"{pipe}: it is not a regular file" in refused(folder), "this user's own"
-    (tmp_path / "user/.gitconfig").unlink()
     for path in (".git/info/exclude", ".lockstepignore"):
         (folder / path).unlink(missing_ok=True)
         os.mkfifo(folder / path)
         assert f"{path} is not a regular file" in refused(folder)
         (folder / path).unlink()
-        (folder / path).symlink_to(tmp_path / "user/.gitconfig")
-        assert f"{path} is a link that leads out of the folder" in refused(folder)
-        (folder / path).unlink()
-    for named in (pipe, "--help", tmp_path / "user/of-the-owner"):
-        git(folder, f"config core.excludesFile {named}")
-        assert "core.excludesfile" in refused(folder), "the folder's"
-    (folder / ".git/config").unlink()
-    os.mkfifo(folder / ".git/config")
-    assert "/.git/config: it is not a regular file" in refused(folder)
-    assert time.monotonic() - began < 8
+    git(folder, f"config core.excludesFile {pipe}")
+    assert "core.excludesfile" in refused(folder)
 
 
-def test_git_that_waits_for_a_pipe_is_ended(
-    folder: Path, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_git_that_waits_for_a_pipe_is_ended(folder: Path, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """git itself opens each .gitignore."""
     write("a.py")
-    write("job.yaml", content=JOB)
     git(folder, "init -q")
     os.mkfifo(folder / ".gitignore")
 
-    def words(pid: int) -> bytes:
-        with contextlib.suppress(OSError):
-            return Path(f"/proc/{pid}/cmdline").read_bytes()
-        return b""
-
     def waiting() -> list[int]:
-        return [pid for pid, *_ in processes() if str(folder).encode() in words(pid) and b"ls-files" in words(pid)]
+        found = []
+        for pid, *_ in processes():
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes()
+                found += [pid] if str(folder).encode() in words and b"ls-files" in words else []
+        return found
 
-    env = clean_env(LOCKSTEP_HOME=str(tmp_path))
-    with started([PYTHON, "-c", product.PROGRAM, "render", "slurm", "job.yaml"], env, cwd=folder) as killed:
-        poll(waiting, 30, "git, at the pipe")
-        killed.kill()
-        killed.wait()
-    poll(lambda: not waiting(), 10, "the end of git")
     product.lower_limits_of_code(monkeypatch)
     assert "git did not answer within 1 s" in refused(folder)
     assert not waiting()
@@ -292,9 +225,8 @@ def test_names_of_secrets_are_refused(folder: Path, write: Write) -> None:
 @pytest.mark.parametrize(
     ("paths", "told"),
     [
-        (["lockstep/__init__.py"], "would hide the package lockstep"), (["queue.py"], "the standard module queue"),
-        (["json/__init__.py"], "the standard module json"), (["sitecustomize.py"], "the standard module sitecustomize"),
-        (["math.cpython-311-x86_64-linux-gnu.so"], "the standard module math"),
+        (["lockstep/__init__.py"], "would hide the package lockstep"), (["json/__init__.py"], "the standard module json"),
+        (["sitecustomize.py"], "the standard module sitecustomize"), (["math.cpython-311-x86_64-linux-gnu.so"], "the standard module math"),
         (["A.py", "a.py"], "differ only in case"), (["Lib/a.py", "lib/b.py"], "differ only in case"),
         (["caf\u00e9", "cafe\u0301"], "differ only in case or spelling"),
     ],
@@ -321,38 +253,26 @@ def test_what_is_no_file_of_ones_own_is_refused(folder: Path, write: Write, tmp_
     assert "code: c is a pointer of git-lfs" in refused(folder)
 
 
-def test_links_are_followed_within_the_folder_by_each_way(folder: Path, write: Write, tmp_path: Path) -> None:
-    write("a.py", content="one")
-    write("sub/deep/b.py")
+def test_a_link_to_a_file_of_the_folder_is_followed(folder: Path, write: Write) -> None:
+    write("sub/deep/b.py", content="one")
     (folder / "ways").symlink_to("sub/deep")
     write(".lockstepignore", content="/ways\n")
-    (tmp_path / "other").symlink_to(folder)
-    links = {
-        "1": "../own/a.py", "2": str(folder / "a.py"), "3": "ways/../../a.py", "sub/deep/4": "../../3", "5": "./sub//deep/../../1",
-        "6": "../../" + "/".join(folder.parts[-2:]) + "/sub/../a.py", "7": str(tmp_path / "other/a.py"),
-    }  # fmt: skip
+    links = {"1": "sub/deep/b.py", "2": str(folder / "sub/deep/b.py"), "3": "ways/../deep/b.py"}
     for name, target in links.items():
         (folder / name).symlink_to(target)
-    found = travels(tmp_path / "other")
-    assert [found.pop(path) for path in links] == [b"one"] * 7 and sorted(found) == [
-        ".lockstepignore",
-        "a.py",
-        "sub/deep/b.py",
-    ]
-    (folder / "0").symlink_to("ways/../a.py")
+    found = travels(folder)
+    assert [found[path] for path in links] == [b"one"] * 3
+    (folder / "0").symlink_to("ways/../b.py")
     assert "code: 0 is a link to nothing" in refused(folder), "above `ways` lies sub"
 
 
-@pytest.mark.parametrize("target", ["local.yaml", ".git/config", ".lockstep/local/job.json", "notes/big.txt"])
-def test_a_link_brings_nothing_along_that_does_not_travel_by_itself(
-    folder: Path, write: Write, monkeypatch: pytest.MonkeyPatch, target: str
-) -> None:
+@pytest.mark.parametrize("target", ["local.yaml", ".git/config", "notes/big.txt"])
+def test_a_link_brings_nothing_along_that_does_not_travel_by_itself(folder: Path, write: Write, target: str) -> None:
     """A repository of somebody else's may hold a link to what git ignores, where its users keep what is theirs."""
-    monkeypatch.setenv("LOCKSTEP_HOME", str(folder / ".lockstep"))
     write(".gitignore", content="local.yaml\n")
     write(".lockstepignore", content="notes\n")
     git(folder, "init -q")
-    write("local.yaml", ".lockstep/local/job.json", "notes/big.txt", "a/b.py")
+    write("local.yaml", "notes/big.txt", "a/b.py")
     (folder / "a/harmless.txt").symlink_to(f"../{target}")
     assert f"code: a/harmless.txt is a link to {target}" in refused(folder)
 
@@ -362,19 +282,13 @@ def test_a_folder_that_became_a_link_brings_nothing_along(folder: Path, write: W
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside/shadow").write_text("the owner's")
     write("train.py", "d/shadow", "sub/shadow")
-    write("job.yaml", content=JOB)
     git(folder, "init -q", "add -A")
     write(".gitignore", content="/d\n")
     shutil.rmtree(folder / "d")
     for target in (tmp_path / "outside", "sub"):
         (folder / "d").symlink_to(target)
-        for words in COMMANDS:
-            done = lockstep(folder, *words)
-            assert (done.returncode, done.stdout) == (2, "") and "code: d/shadow lies behind a link" in done.stderr, (
-                done
-            )
+        assert "code: d/shadow lies behind a link" in refused(folder)
         (folder / "d").unlink()
-    assert not (tmp_path / "home/code").exists()
 
 
 def test_a_folder_and_a_link_that_are_exchanged_all_the_time_bring_nothing_along(
@@ -401,26 +315,19 @@ def test_what_is_too_large_is_refused_with_the_largest_files(folder: Path, write
     assert "in an archive, at most 8 MiB" in (told := refused(folder)) and "big.bin (" in told
 
 
-@pytest.mark.parametrize("when", ["while it is read", "after it was read", "gone"])
 def test_files_that_change_while_they_are_read_are_an_error(
-    folder: Path, write: Write, monkeypatch: pytest.MonkeyPatch, when: str
+    folder: Path, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two files of different moments are nobody's code."""
-    first, second, real = write("a.py", content="one"), write("b.py", content="two"), os.open
+    first, _, real = write("a.py", content="one"), write("b.py", content="two"), os.open
 
     def opened(path: object, *words: object, **more: object) -> int:
-        if str(path).endswith("b.py") and when == "after it was read":
+        if str(path).endswith("b.py"):
             first.write_text("three")
-        if str(path).endswith("a.py") and when == "gone":
-            second.unlink()
-        descriptor = real(path, *words, **more)  # type: ignore[arg-type]
-        if str(path).endswith("a.py") and when == "while it is read":
-            first.write_text("longer than it was")
-        return descriptor
+        return real(path, *words, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "open", opened)
-    told = refused(folder)
-    assert "b.py" in told if when == "gone" else "code: a.py was changed while it was read" in told
+    assert "code: a.py was changed while it was read" in refused(folder)
 
 
 def test_the_identity_is_that_of_paths_executable_bits_and_bytes(folder: Path, write: Write, tmp_path: Path) -> None:

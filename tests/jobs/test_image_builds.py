@@ -134,14 +134,7 @@ def test_a_push_to_docker_hub_and_what_an_engine_tells_of_it(tmp_path: Path) -> 
     assert json.loads((here / "build/images.json").read_text()) == {"abc": {"cpu": one}}
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("PIP_INDEX_URL", "https://me:hunter2@mirror.example/simple"), ("PIP_FIND_LINKS", "/wheels https://me:hunter2@mirror.example/"),
-        ("PIP_EXTRA_INDEX_URL", "https://mirror.example/a https://token@mirror.example/b"),
-    ],
-)  # fmt: skip
-def test_a_password_in_an_argument_is_refused(tmp_path: Path, name: str, value: str) -> None:
+def test_a_password_in_an_argument_is_refused(tmp_path: Path) -> None:
     """PATH has no program at all: the script ends where it would install."""
 
     def install(name: str, value: str) -> tuple[int, str]:
@@ -150,8 +143,12 @@ def test_a_password_in_an_argument_is_refused(tmp_path: Path, name: str, value: 
         done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=30)
         return done.returncode, done.stderr
 
-    code, told = install(name, value)
-    assert code == 2 and name in told and "hunter2" not in told and "token" not in told, told
+    for name, value in (
+        ("PIP_INDEX_URL", "https://me:secret@mirror.example/simple"),
+        ("PIP_EXTRA_INDEX_URL", "https://mirror.example/a https://secret@mirror.example/b"),
+    ):
+        code, told = install(name, value)
+        assert code == 2 and name in told and "secret" not in told, told
     code, told = install("PIP_INDEX_URL", "https://mirror.example/~me@team/simple")
     assert code == 127 and "password" not in told, "an @ in the path is none"
 

@@ -6,7 +6,6 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,13 @@ import pytest
 
 from tests import product
 from tests.events import events
+from tests.jobs.conftest import launched
 from tests.jobs.helpers import lockstep
-from tests.processes import PYTHON, ROOT, clean_env, poll, run
+from tests.processes import PYTHON, clean_env, poll, run
 from tests.product import JobSpec, UserError
 
-pytestmark = pytest.mark.promise("local-jobs")
+pytestmark = [pytest.mark.promise("local-jobs"), launched]
 BOUND = 90
-
-
-@pytest.fixture
-def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    found = product.local(tmp_path / "home/local", bare=False)
-    yield found
-    for row in found.list():
-        found.cancel(row.name)
 
 
 def _overrides(tmp_path: Path) -> dict[str, Any]:
@@ -52,7 +41,7 @@ def _submitted(backend: Any, tmp_path: Path, ranks: int) -> JobSpec:
     return spec
 
 
-@pytest.mark.parametrize(("killed", "ranks"), [(["running"], 2), (["supervisor"], 1), (["supervisor", "running"], 1)])
+@pytest.mark.parametrize(("killed", "ranks"), [(["running"], 2), (["supervisor"], 1)])
 def test_a_job_whose_launcher_is_killed_ends_once_and_when_no_rank_lives(
     backend: Any, tmp_path: Path, killed: list[str], ranks: int
 ) -> None:
@@ -120,16 +109,8 @@ def test_a_submitted_job_has_a_directory_of_its_own(backend: Any, tmp_path: Path
         # A forked process would have the umask of its server.
         done = run([PYTHON, "-m", "lockstep.training", "run", "smoke", "--set", *words], clean_env(), cwd=tmp_path)
         assert done.code == 0, done
-        submit = [
-            "submit",
-            "local",
-            "--recipe",
-            "smoke",
-            "--wait",
-            "100",
-            "--set",
-            *(f"overrides.{text}" for text in words),
-        ]
+        overrides = [f"overrides.{text}" for text in words]
+        submit = ["submit", "local", "--recipe", "smoke", "--wait", "100", "--set", *overrides]
         told = lockstep(tmp_path, *submit)
         assert told.returncode == 0 and len(events(tmp_path / "runs/jobs/smoke", "epoch")) == 1, told
         told = lockstep(tmp_path, *submit, "--fresh", "--run-dir", "runs/smoke")
@@ -138,22 +119,3 @@ def test_a_submitted_job_has_a_directory_of_its_own(backend: Any, tmp_path: Path
         os.umask(before)
     written = [path for path in (tmp_path / "runs").rglob("*") if not path.is_symlink()]
     assert len(written) > 20 and [path for path in written if path.stat().st_mode & 0o002] == []
-
-
-def test_restarts_of_the_ranks_are_told_while_it_runs_and_afterwards(tmp_path: Path, backend: Any) -> None:
-    """The launcher counts them into status.json, which this program writes in its place."""
-    run_dir = tmp_path / "runs/again"
-    said = {"code": None, "step": 7, "attempt": 3, "reason": "running", "restart": 2}
-    program = (
-        f"import json, os, pathlib, time\nrun = pathlib.Path({str(run_dir)!r})\nrun.mkdir(parents=True, exist_ok=True)\n"
-        f"(run / 'status.json').write_text(json.dumps({said!r} | {{'job': os.environ['LOCKSTEP_JOB']}}))\n"
-        "while not (run / 'go').exists(): time.sleep(0.02)\n"
-    )
-    bare = product.local(backend.folder)
-    bare.submit(
-        JobSpec(name="again", command=["python", "-c", program], max_restarts=0, ranks_per_node=1, run_dir=str(run_dir))
-    )
-    poll(lambda: bare.status("again").reason == "step 7, restart 2", BOUND, "the step, and that it was restarted")
-    (run_dir / "go").touch()
-    found = bare.wait("again", BOUND)
-    assert found.state == "succeeded" and [part.restarts for part in found.ranks] == [2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pty
 import signal
 import subprocess
 import termios
@@ -17,7 +16,6 @@ from k8s_exec import Container
 from k8s_server import ApiServer
 
 from tests import product
-from tests.jobs.helpers import lockstep
 from tests.processes import PYTHON, ROOT, clean_env, poll
 from tests.product import JobSpec
 from tests.terminal import at_a_terminal, resize, until_shown
@@ -105,20 +103,6 @@ def test_ctrl_c_goes_to_the_command_and_its_exit_code_is_the_exit_code(place: Pl
     assert (process.returncode, out, err) == (5, b"got\n", b"")
 
 
-def test_input_ends_where_it_ends(place: Place) -> None:
-    """While the command runs, and with one that reads no more."""
-    with place.started("cat") as process:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(b"one\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == b"one\n", "before the end of the input"
-        out, err = process.communicate(b"\0\xff two", timeout=BOUND)
-    assert (process.returncode, out, err) == (0, b"\0\xff two", b"")
-    with place.started("sh", "-c", "exec <&-; echo done; exit 3") as process:  # and nobody ends its input
-        assert process.stdout is not None and process.stdout.read() == b"done\n"
-        assert process.wait(BOUND) == 3
-
-
 def test_a_terminal_has_its_size_its_keys_and_comes_back(place: Place) -> None:
     words = (
         "test -t 0 && test -t 1 && test -t 2 && echo all; stty size; echo here; "
@@ -134,34 +118,3 @@ def test_a_terminal_has_its_size_its_keys_and_comes_back(place: Place) -> None:
         until_shown(ours, b"got", BOUND)
         assert process.wait(BOUND) == 5
         assert termios.tcgetattr(theirs) == before, "the terminal is as it was"
-
-
-def test_output_that_goes_elsewhere_leaves_the_terminal_out_and_the_command_is_none_of_the_job(
-    place: Place, tmp_path: Path
-) -> None:
-    """Standard input is a terminal and standard output a file: bytes as they are, and what is typed arrives."""
-    ours, theirs = pty.openpty()
-    try:
-        with place.started("sh", "-c", "test -t 0 || echo none; head -n 1; pwd; env", stdin=theirs) as process:
-            os.write(ours, b"typed\n")
-            assert process.stdout is not None
-            none, typed, folder, *lines = process.stdout.read().decode().splitlines()
-            assert (none, typed, folder, process.wait(BOUND)) == ("none", "typed", str(tmp_path), 0)
-    finally:
-        os.close(ours)
-        os.close(theirs)
-    names = {line.partition("=")[0] for line in lines}
-    assert {"RANK", "LOCKSTEP_RUN_DIR"} <= names, names
-    assert not {"LOCKSTEP_JOB", "LOCKSTEP_LAUNCHER", "LOCKSTEP_SESSION"} & names, (
-        "a run that it starts is not the job's"
-    )
-
-
-def test_words_that_are_none_of_ours_need_two_dashes(tmp_path: Path) -> None:
-    for more, said in (
-        (["ls", "-l"], "No such option"),
-        ([], "Missing argument"),
-        (["--rank", "first", "--", "ls"], "--rank"),
-    ):
-        done = lockstep(tmp_path, "exec", "local", "long", *more)
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1) and said in done.stderr, done

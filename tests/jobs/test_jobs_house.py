@@ -81,11 +81,7 @@ def test_a_backend_of_another_package_is_found_by_its_entry_point(tmp_path: Path
     }.items():  # fmt: skip
         told = lockstep(words)
         assert told.returncode == 2 and said in told.stderr, told
-    (tmp_path / "cave/section.py").write_text("import no_such_module\n")
-    told = lockstep("render k8s --recipe smoke")
-    assert told.returncode == 0 and "the settings of the backend cave (cave) cannot be read" in told.stderr, told
     (tmp_path / "cave/backend.py").write_text("1 / 0\n")
     told = lockstep("list cave")
-    assert (
-        told.returncode == 2 and "cave" in told.stderr and "division" in told.stderr and "Traceback" not in told.stderr
-    ), told
+    assert told.returncode == 2 and "cave" in told.stderr and "division" in told.stderr, told
+    assert "Traceback" not in told.stderr

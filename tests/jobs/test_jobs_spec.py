@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.jobs.helpers import lockstep
-from tests.product import JobSpec, UserError, composed, words_of_rank
+from tests.product import JobSpec, UserError, words_of_rank
 
 BASE: dict[str, Any] = {"name": "a", "recipe": "smoke"}
 
@@ -48,9 +46,6 @@ def test_null_in_a_file_is_a_value_and_an_empty_heading_an_empty_group(tmp_path:
     assert (spec.slurm.account, spec.slurm.qos, spec.slurm.partition, spec.env) == (None, "q", "p", {"B": "b"})
     assert (spec.k8s.run_as_user, spec.k8s.patch) == (None, {"spec": {"runPolicy": {"activeDeadlineSeconds": None}}})
     assert (spec.overrides, list(spec.volumes)) == ({}, [])
-    path.write_text("name: a\nrecipe: smoke\nslurm:\n  # partition: gpu\nenv:\n")
-    spec = JobSpec.load(path, below={"slurm": {"partition": "p"}, "env": {"A": "a"}})
-    assert (spec.slurm.partition, spec.env) == ("p", {"A": "a"})
     path.write_text("name: a\nrecipe: smoke\ncommand: null\ncode: null\nelastic:\n")
     spec = JobSpec.load(path)
     assert (spec.command, spec.code, spec.elastic) == (None, None, None), "code: null sent the whole folder"
@@ -108,19 +103,6 @@ def test_what_would_do_harm_is_refused(change: dict[str, Any]) -> None:
     assert "\n" not in str(error.value) and "\x1b" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("3Mi", 3 << 20), ("5Gi", 5 << 30), ("9999999Ki", 9999999 << 10), ("2Ti", 2 << 40), ("90s", 90), ("30m", 1800),
-        ("1d12h", 129600), ("1h1m1s", 3661),
-    ],
-)  # fmt: skip
-def test_sizes_and_durations(text: str, expected: int) -> None:
-    change = {"memory" if text.endswith("i") else "time_limit": text}
-    (node,) = composed(JobSpec.of({**BASE, **change}))["services"].values()
-    assert node["mem_limit"] == expected or str(expected) in node["command"], node
-
-
 def test_yaml_flags_and_python_make_the_same_job(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("name: a\nrecipe: smoke\nk8s: {queue: q}\noverrides: {optim.lr: 0.1}\nenv: {B: '2', A: '1'}\n")
@@ -134,33 +116,6 @@ def test_yaml_flags_and_python_make_the_same_job(tmp_path: Path) -> None:
     assert JobSpec.of({**BASE, **written_out}).hash() == JobSpec.of(BASE).hash(), "a default is the same job"
 
 
-@settings(max_examples=100)
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*JobSpec.model_fields, "x"]), inner, max_size=4),
-        max_leaves=8,
-    ).filter(lambda value: isinstance(value, dict))
-)  # fmt: skip
-def test_anything_is_a_spec_or_one_line(values: Any) -> None:
-    try:
-        JobSpec.of({**BASE, **values})
-    except UserError as error:
-        assert "\n" not in str(error)
-
-
-def test_a_recipe_that_is_in_the_image_alone() -> None:
-    mine = {"name": "mine", "recipe": "/app/mine.yaml"}
-    spec = JobSpec.of({**mine, "image": "mine:1", "overrides": {"epochs": 2}})
-    assert spec.config is None and "/app/mine.yaml" in words_of_rank(spec)
-    for more, told in (
-        ({"image": "mine:1", "shards": "/data/shards"}, "its data source is not known"),
-        ({}, "cannot read"),
-    ):
-        with pytest.raises(UserError, match=told):
-            JobSpec.of({**mine, **more})
-
-
 def test_a_stored_spec_is_read_by_the_version_that_stored_it() -> None:
     sparse: dict[str, Any] = {"name": "old", "recipe": "smoke", "gpus": 4, "k8s": {"queue": "gpu"}}
     new = JobSpec.of(sparse)
@@ -171,46 +126,6 @@ def test_a_stored_spec_is_read_by_the_version_that_stored_it() -> None:
     for version in (1, 3, "2", None, [1]):
         with pytest.raises(UserError, match="is of version"):
             JobSpec.recorded("old", {**sparse, "version": version})
-
-
-@pytest.mark.parametrize(
-    ("given", "cpus", "memory"),
-    [
-        ({}, 2, "4Gi"),
-        ({"gpus": 1}, 4, "16Gi"),
-        ({"gpus": 8, "cpus": 3}, 3, "128Gi"),
-        ({"gpus": 4, "memory": "4Gi"}, 16, "4Gi"),
-    ],
-)
-def test_amounts_that_are_not_given_follow_the_gpus(given: dict[str, Any], cpus: float, memory: str) -> None:
-    spec = JobSpec.of({**BASE, **given})
-    assert (spec.cpus, spec.memory) == (cpus, memory)
-    assert JobSpec.of(spec.plain()) == spec, "also where one that was set is the default of a job without GPUs"
-    assert (spec.on_cpu().gpus, spec.on_cpu().cpus) == (0, given.get("cpus", 2)), "no GPUs' share for what needs none"
-
-
-def test_nodes_wait_for_each_other_as_long_as_the_job_may_take() -> None:
-    assert JobSpec(**BASE, time_limit="2h", grace_seconds=60).join_seconds == 7140
-    assert JobSpec(**BASE, time_limit="1m").join_seconds == 60
-    for nodes in (1, 2):
-        node = composed(JobSpec.of({**BASE, "join_timeout": "10m", "nodes": nodes}))["services"].popitem()[1]
-        assert ("--join-timeout 600" in " ".join(node["command"])) == (nodes == 2)
-
-
-def test_ready_shards_of_ones_own_data_are_not_those_of_another_set() -> None:
-    """A folder a source does for data sets that there is one of."""
-
-    def folder(source: str, **overrides: Any) -> str | None:
-        chosen = {"data.source": source, **overrides}
-        return JobSpec.of({**BASE, "image": "a:1", "shards": "/shards", "overrides": chosen}).shard_folder
-
-    assert folder("digits") == "/shards/digits" == folder("digits", **{"data.root": "/elsewhere"})
-    ones = [
-        folder("images"), folder("images", **{"data.root": "/cats"}), folder("images", **{"data.options": {"size": 64}}),
-        folder("own.data:samples"), folder("own.data:samples", **{"data.options": {"n": 3}}),
-    ]  # fmt: skip
-    assert len(set(ones)) == 5
-    assert all(str(one).startswith(("/shards/images-", "/shards/own.data-samples-")) for one in ones)
 
 
 @pytest.mark.promise("gpu-standin")

@@ -1,12 +1,13 @@
-"""`lockstep top`: who is called a straggler, what is read, and what is shown."""
+"""`lockstep top`: who is called a straggler, what is read and believed, and what is shown."""
 
 from __future__ import annotations
 
 import contextlib
 import http.server
 import json
-import socket
+import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,10 @@ from typing import Any
 
 import pytest
 
+from tests import product
 from tests.jobs import helpers
+from tests.processes import PYTHON, require
+from tests.terminal import SIZE, at_a_terminal, until_shown
 
 TEXT = """# HELP training_step Steps.
 # TYPE training_step gauge
@@ -131,64 +135,71 @@ def test_textfiles_do_where_no_rank_answers(tmp_path: Path) -> None:
     assert "STRAGGLER (compute)" in table and "ssss" in table
 
 
+def test_at_a_terminal_it_fits_and_a_hostile_name_moves_no_cursor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = run_of(Path("x\x1b[2J[/x]"), *[SLOW[0]] * 90, SLOW[1])
+    with at_a_terminal([PYTHON, "-c", product.PROGRAM, "top", str(run), "--every", "0.2"]) as (process, ours, _):
+        shown = until_shown(ours, b"more ranks", 60)
+        process.kill()
+    assert b"x\x1b[2J" not in shown and b"[/x]" in shown and b"STRAGGLER" in shown, shown
+    assert shown.count(b"\r\n") < SIZE[0]
+
+
+SERVER = """
+import http.server, os, sys
+import encodings.idna, socketserver  # what a bind imports, while they can be read
+os.setuid(int(sys.argv[3]))
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Lockstep-Rank", sys.argv[1])
+        self.end_headers()
+        self.wfile.write(sys.argv[2].encode())
+    def log_message(self, *words):
+        pass
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_address[1], flush=True)
+server.serve_forever()
+"""
+NOBODY = 65534
+
+
+@pytest.mark.promise("other-users")
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ('step{rank="0",run="x"} 40', 'step{rank="0",run="x"} NaN'), ('planned{rank="0",run="x"} 100', 'planned{rank="0",run="x"} +Inf'),
-        ('seconds_sum{rank="0",run="x"} 4.0', 'seconds_sum{rank="0",run="x"} 1e-308'),
-        ('count{rank="0",run="x"} 40', 'count{rank="0",run="x"} -Inf'), ('sum{rank="0",run="x"} 3.5', 'sum{rank="0",run="x"} 1e308'),
-        ("finished", 'exit_code{rank="0",run="x"} +Inf\ntraining_finished{rank="0",run="x"} 1\ntraining_other'),
-    ],
-)  # fmt: skip
-def test_numbers_that_are_none_are_left_out(tmp_path: Path, old: str, new: str) -> None:
-    file = run_of(tmp_path, *SLOW) / "metrics/rank-00000.prom"
-    assert old in file.read_text()
-    file.write_text(file.read_text().replace(old, new))
-    assert [rank["step"] for rank in top(tmp_path)][1:] == [40]
-    done = helpers.top(tmp_path, str(tmp_path), "--once", "--every", "0.2")
-    assert done.returncode == 0 and "40" in done.stdout, done
-
-
-def _answers(what: bytes) -> tuple[socket.socket, int]:
-    """A server that says the same thing to everybody, and its port."""
-    server = socket.create_server(("127.0.0.1", 0))
-
-    def serve() -> None:
-        with contextlib.suppress(OSError):  # until it is closed
-            while True:
-                client, _ = server.accept()
-                with client:
-                    client.sendall(what)
-
-    threading.Thread(target=serve, daemon=True).start()
-    return server, server.getsockname()[1]
+    ("rank_id", "user", "source"),
+    [("ours", None, "live"), ("that of another run of the name", None, "textfile"), ("ours", NOBODY, "textfile")],
+)
+def test_only_the_rank_itself_is_believed(tmp_path: Path, rank_id: str, user: int | None, source: str) -> None:
+    """The endpoint file of a rank that was killed stays, and somebody else may have its port, 737 steps further."""
+    require(user is None or os.geteuid() == 0, "needs root, to act as another user")
+    run_of(tmp_path, SLOW[0])
+    user = os.geteuid() if user is None else user
+    words = [sys.executable, "-c", SERVER, rank_id, text(0, (777, SLOW[0])), str(user)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            where = {"host": "127.0.0.1", "port": int(process.stdout.readline()), "pid": 1, "id": "ours"}
+            (tmp_path / "endpoints/rank-00000.json").write_text(json.dumps(where))
+            (rank,) = top(tmp_path)
+        finally:
+            process.kill()
+    assert (rank["source"], rank["step"]) == (source, 777 if source == "live" else 40), rank
 
 
 def test_an_endpoint_that_is_none_or_anothers_leaves_the_textfile(tmp_path: Path) -> None:
     """Another run, or another rank, may serve on the port of one that was killed."""
-    ssh, port = _answers(b"SSH-2.0-OpenSSH\r\n")
-    ill, busy = _answers(b"HTTP/1.0 503 Unavailable\r\n\r\n")
-    with ssh, ill, serving(text(2, (777, SLOW[0]), run="y")) as run, serving(text(9, (777, SLOW[0]))) as rank:
+    with serving("SSH-2.0") as no_metrics, serving(text(2, (777, SLOW[0]), run="y")) as run:
         places: list[tuple[object, object]] = [
-            ("127.0.0.1", port), ("127.0.0.1", busy), ("127.0.0.1", run), ("127.0.0.1", rank), ("a b", 80), ("x\n", 80), ("", 80),
-            ("." * 80, 80), ("127.0.0.1", 0), ("127.0.0.1", 99999), ("127.0.0.1", -1), ([], 80), ("127.0.0.1", 1e300),
+            ("127.0.0.1", no_metrics), ("127.0.0.1", run), ("x\n", 80), ("." * 80, 80), ("127.0.0.1", 0), ("127.0.0.1", 99999),
+            ([], 80), ("127.0.0.1", 1e300),
         ]  # fmt: skip
         run_of(tmp_path, *[SLOW[0]] * len(places))
         for number, place in enumerate(places):
             endpoint(tmp_path, number, *place)
         found = top(tmp_path)
     assert [(rank["source"], rank["step"]) for rank in found] == [("textfile", 40)] * len(places)
-
-
-def test_what_is_no_run(tmp_path: Path) -> None:
-    def told() -> subprocess.CompletedProcess[str]:
-        done = helpers.top(tmp_path, str(tmp_path))
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done
-        return done
-
-    assert "does not hold a run" in told().stderr
-    (tmp_path / "run.yaml").write_text("")
-    assert "has no metrics yet" in told().stderr
 
 
 @pytest.mark.promise("growth")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
 import tracemalloc
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +13,11 @@ from tests.product import JobSpec
 pytestmark = pytest.mark.promise("logs")
 
 
-@pytest.fixture
-def backend(tmp_path: Path) -> Any:
-    """With a job `big`, which has ended."""
-    found = product.local(tmp_path / "home")
-    found.submit(JobSpec(name="big", command=["python", "-c", "pass"], max_restarts=0, ranks_per_node=2))
-    assert found.wait("big", 60).final
-    return found
+@pytest.fixture(autouse=True)
+def _big(backend: Any) -> None:
+    """A job `big`, which has ended."""
+    backend.submit(JobSpec(name="big", command=["python", "-c", "pass"], max_restarts=0, ranks_per_node=2))
+    assert backend.wait("big", 60).final
 
 
 def test_the_tail_of_ten_gigabytes_is_there_at_once(backend: Any) -> None:
@@ -40,23 +35,7 @@ def test_the_tail_of_ten_gigabytes_is_there_at_once(backend: Any) -> None:
         tracemalloc.stop()
 
 
-def _read(found: Iterator[str]) -> tuple[list[str], int]:
-    """The first and last lines, and how many letters the others have; within a bound of time and memory."""
-    began = time.process_time()
-    tracemalloc.start()
-    try:
-        first, letters, last = next(found), 0, ""
-        for line in found:
-            letters += len(last.removeprefix("[rank 1] "))
-            last = line
-        assert tracemalloc.get_traced_memory()[1] < 32 << 20
-    finally:
-        tracemalloc.stop()
-    assert time.process_time() - began < 30, "each byte is looked at once"
-    return [first, last], letters
-
-
-def test_a_line_of_100_megabytes_is_read_once_and_in_pieces(backend: Any) -> None:
+def test_a_line_of_100_megabytes_comes_in_pieces_of_bounded_memory(backend: Any) -> None:
     """Of this machine, and of a SLURM job."""
     log = backend.folder / "big/log.txt"
     with log.open("wb") as file:
@@ -64,9 +43,15 @@ def test_a_line_of_100_megabytes_is_read_once_and_in_pieces(backend: Any) -> Non
         for _ in range(100):
             file.write(b"x" * 1_000_000)
         file.write(b"\n[rank 0] last\n")
-    wanted = (["[rank 0] first", "[rank 0] last"], 100_000_000)
     (backend.folder / "1_0_log.out").hardlink_to(log)
-    for found in (backend.logs("big"), backend.logs("big", last=3), product.slurm_log(backend.folder, "1")):
-        assert _read(found) == wanted
-    assert sum(map(len, backend.logs("big", rank=1))) == 100_000_000, "every piece is that rank's"
-    assert [*backend.logs("big", rank=0)] == ["first", "last"]
+    for lines in (backend.logs("big"), backend.logs("big", last=3), product.slurm_log(backend.folder, "1")):
+        tracemalloc.start()
+        try:
+            first, letters, last = next(lines), 0, ""
+            for line in lines:
+                letters += len(last.removeprefix("[rank 1] "))
+                last = line
+            assert (first, letters, last) == ("[rank 0] first", 100_000_000, "[rank 0] last")
+            assert tracemalloc.get_traced_memory()[1] < 32 << 20
+        finally:
+            tracemalloc.stop()

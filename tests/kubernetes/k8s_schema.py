@@ -7,10 +7,10 @@ import json
 import re
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jsonschema
-from crds import strip
 
 Object = dict[str, Any]
 CUSTOM = ("pytorchjobs", "trainjobs")
@@ -21,7 +21,7 @@ LABEL = r"(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?"
 
 @cache
 def crd(kind: str) -> Object:
-    return json.loads((strip.HERE / f"{kind.lower()}.json").read_text())
+    return json.loads((Path(__file__).parent / "crds" / f"{kind.lower()}.json").read_text())
 
 
 def _strict(node: Any) -> None:

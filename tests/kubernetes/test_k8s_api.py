@@ -16,7 +16,6 @@ from k8s_cluster import Cluster, Fault
 from k8s_operator import Operator, finish, until
 from k8s_server import ApiServer
 
-from tests import product
 from tests.jobs.helpers import lockstep
 from tests.processes import free_port
 from tests.product import JobSpec, Unreachable, UserError
@@ -28,15 +27,6 @@ pytestmark = pytest.mark.promise("k8s-states")
 Connect = Callable[..., Any]
 
 
-def test_submit_is_strict(backend: Any, cluster: Cluster) -> None:
-    with pytest.raises(UserError, match="LJ005"):
-        backend.submit(SPEC.model_copy(update={"image": None}))
-    assert not cluster.requests, "what lint refuses reaches no server"
-    assert backend.submit(SPEC).created and not backend.submit(SPEC).created
-    posts = [query for method, path, query, _ in cluster.requests if method == "POST" and path.endswith("pytorchjobs")]
-    assert posts == [{"fieldValidation": "Strict"}]
-
-
 @pytest.mark.promise("one-protocol")
 def test_a_lost_answer_to_create_is_no_conflict(backend: Any, cluster: Cluster) -> None:
     """The object was made, the connection broke before the answer: the retry meets a conflict with itself."""
@@ -46,7 +36,7 @@ def test_a_lost_answer_to_create_is_no_conflict(backend: Any, cluster: Cluster) 
     assert len(made) == 2, "the create was sent again"
 
 
-@pytest.mark.parametrize("fault", [{"status": 429}, {"status": 503}, {"drop": True}], ids=str)
+@pytest.mark.parametrize("fault", [{"status": 503}, {"drop": True}], ids=str)
 def test_what_passes_is_tried_again_and_what_lasts_is_not_wrong_usage(
     backend: Any, cluster: Cluster, fault: dict[str, Any]
 ) -> None:
@@ -106,42 +96,18 @@ def test_a_credential_plugin_is_asked_once_and_its_words_are_told(server: ApiSer
     plugin.chmod(0o755)
     assert lockstep(tmp_path, "list", "k8s").returncode == 0 and asked.read_text() == "\n"
     plugin.write_text("#!/bin/sh\necho the SSO session has expired >&2\nexit 7\n")
-    for words in (("list", "k8s"), ("status", "k8s", "smoke")):
-        done = lockstep(tmp_path, *words)
-        assert (
-            done.returncode == 69 and "the SSO session has expired" in done.stderr and done.stderr.count("\n") == 1
-        ), done
+    done = lockstep(tmp_path, "status", "k8s", "smoke")
+    assert done.returncode == 69 and done.stderr.count("\n") == 1, done
+    assert "the SSO session has expired" in done.stderr
     done = lockstep(tmp_path, "doctor", "k8s")
     assert done.returncode == 1 and "the SSO session has expired" in done.stdout, done
-    config["users"][0]["user"] = {}
-    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(config))
-    assert lockstep(tmp_path, "list", "k8s").returncode == 69
-    done = lockstep(tmp_path, "doctor", "k8s")
-    assert done.returncode == 1 and "log in again" in done.stdout and "cannot tell" not in done.stdout, done
-
-
-def test_a_wait_goes_on_when_somebody_has_logged_in_again(connect: Connect, server: ApiServer, tmp_path: Path) -> None:
-    """A plugin that fails meanwhile says nothing of the job."""
-    backend = connect(lost_after=0.3)
-    backend.submit(SPEC)
-    server.cluster.tokens = {"fresh"}
-    with pytest.raises(Unreachable, match="log in again"):  # for longer than a job may be silent: it is not lost
-        backend.wait("smoke", 30, lambda status: None)
 
 
 @pytest.mark.promise("bad-input")
 def test_no_kubeconfig_is_one_line(server: ApiServer, tmp_path: Path) -> None:
     found = yaml.safe_load(server.kubeconfig(tmp_path / "good").read_text())
     found["clusters"][0]["cluster"] = {"server": "https://127.0.0.1:1", "certificate-authority-data": "abcde"}
-    wrong = (
-        b"",
-        b"a: [",
-        b"\xff\xfe\x00",
-        b"[1, 2]",
-        b"clusters: 7\ncurrent-context: x\n",
-        yaml.safe_dump(found).encode(),
-    )
-    for content in (None, *wrong):
+    for content in (None, b"a: [", b"\xff\xfe\x00", b"[1, 2]", b"clusters: 7\n", yaml.safe_dump(found).encode()):
         if content is not None:
             (tmp_path / "config").write_bytes(content)
         done = lockstep(tmp_path, "list", "k8s", KUBECONFIG=str(tmp_path / "config"))
@@ -155,9 +121,7 @@ def test_refusals_say_what_to_do(backend: Any, cluster: Cluster) -> None:
     cluster.unknown.clear()
     for name, status, why, told in (
         ("smoke", 403, 'User "me" cannot create it', "rbac.yaml"),
-        ("is-being-terminated", 403, 'User "me" cannot create it', "rbac.yaml"),
         ("smoke", 403, "exceeded quota: small, requested: count/pytorchjobs=1", "quota"),
-        ("smoke", 403, "unable to create new content in namespace team because it is being terminated", "another one"),
         ("smoke", 422, "spec.nprocPerNode: Invalid value", "422.*spec.nprocPerNode"),
     ):
         cluster.faults.append(Fault("POST", "pytorchjobs", status=status, message=f'"{name}" is forbidden: {why}'))
@@ -186,24 +150,6 @@ def test_the_rights_of_one_kind_are_enough_for_it(backend: Any, cluster: Cluster
     for question in (lambda: backend.status("smoke"), backend.list):
         with pytest.raises(UserError, match="not allowed"):
             question()
-
-
-def test_pages_that_expire_begin_again_without_doubles(backend: Any, cluster: Cluster, operator: Operator) -> None:
-    backend.submit(SPEC.model_copy(update={"nodes": 1100}))
-    operator.held.add("smoke-worker-1099")
-    operator.round()
-
-    def arrived(method: str, path: str) -> bool:
-        if "continue=" in path:
-            cluster.arrived = None
-            operator.held.clear()
-            operator.round()
-            cluster.forget_history()
-        return False
-
-    cluster.arrived = arrived
-    names = [part.name for part in backend.status("smoke").ranks]
-    assert sorted(names) == sorted(f"smoke-worker-{number}" for number in range(1100))
 
 
 @contextlib.contextmanager
@@ -259,19 +205,6 @@ def test_a_wait_keeps_its_bound_against_a_server_that_stalls(
     assert time.monotonic() - began < 1 + 2
 
 
-def test_a_wait_that_may_not_look_says_so_at_once(connect: Connect, cluster: Cluster) -> None:
-    """It called the job lost after five minutes."""
-    backend = connect(lost_after=300)
-    backend.submit(SPEC)
-    cluster.denied.add("pods")
-    with pytest.raises(UserError, match="not allowed"):
-        backend.wait("smoke", 60)
-    cluster.denied.clear()
-    cluster.tokens.clear()
-    with pytest.raises(Unreachable, match="log in again"):
-        backend.wait("smoke", 60)
-
-
 @pytest.mark.promise("logs")
 def test_a_server_that_is_away_for_a_while_ends_neither_a_wait_nor_the_following_of_logs(
     connect: Connect, cluster: Cluster, operator: Operator
@@ -302,12 +235,3 @@ def test_a_server_that_is_away_for_a_while_ends_neither_a_wait_nor_the_following
     for thread in threads:
         thread.join(20)
     assert states == ["succeeded"] and seen == ["before", "after"]
-
-
-@pytest.mark.usefixtures("server")
-def test_what_somebody_has_set_beats_what_the_pod_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "namespace").write_text("the-pods-own")
-    product.inside_a_pod(tmp_path / "namespace", monkeypatch)
-    assert product.namespace() == "team"
-    monkeypatch.delenv("KUBECONFIG")
-    assert product.namespace() == "the-pods-own"

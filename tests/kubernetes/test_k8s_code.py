@@ -198,47 +198,11 @@ def test_two_at_once_leave_one_job_and_its_code(
         until(lambda: none_left(cluster), 10, "the garbage collection")
 
 
-def test_maps_that_somebody_has_deleted_are_made_anew(backend: Any, cluster: Cluster, folder: Path) -> None:
-    backend.submit(spec(folder))
-    cluster.remove("configmaps", next(iter(held(cluster))))
-    backend.submit(spec(folder))
-    assert complete(backend, cluster) and len(held(cluster)) == 2
-
-
-@pytest.mark.parametrize(
-    ("status", "message"),
-    [
-        (413, "Request entity too large: limit is 3145728"),
-        (403, "forbidden: exceeded quota: team, limited: count/configmaps=1"),
-    ],
-    ids=["413", "quota"],
-)
-def test_limits_of_the_cluster_are_named_and_nothing_is_left(
-    backend: Any, cluster: Cluster, folder: Path, status: int, message: str
-) -> None:
-    seen: list[str] = []
-
-    def arrived(method: str, path: str) -> bool:
-        if method == "POST" and "configmaps" in path:
-            seen.append(path)
-            if len(seen) == 1 + (status == 403):  # the quota has room for one
-                cluster.faults.append(Fault("POST", "configmaps", status=status, message=message))
-        return False
-
-    cluster.arrived = arrived
-    with pytest.raises(UserError, match=message.rpartition(": ")[2]):
+def test_limits_of_the_cluster_are_named_and_nothing_is_left(backend: Any, cluster: Cluster, folder: Path) -> None:
+    cluster.put("resourcequotas", {"metadata": {"name": "team"}, "spec": {"hard": {"count/configmaps": "1"}}})
+    with pytest.raises(UserError, match="exceeded quota: team"):
         backend.submit(spec(folder))
     until(lambda: none_left(cluster) and job(cluster) is None, 10, "the garbage collection")
-
-
-def test_who_has_no_rights_on_maps_submits_without_code(backend: Any, cluster: Cluster, folder: Path) -> None:
-    """A Role of an earlier version's deploy/k8s."""
-    cluster.role = {(verb, resource) for verb, resource in cluster.role or () if resource != "configmaps"}
-    backend.submit(spec(folder, code=None))
-    backend.cancel("own")
-    with pytest.raises(UserError, match=r"configmaps .*rbac\.yaml"):
-        backend.submit(spec(folder))
-    until(lambda: job(cluster) is None, 10, "the garbage collection")
 
 
 def test_render_with_code_writes_what_a_cluster_needs(folder: Path, tmp_path: Path) -> None:
@@ -251,8 +215,3 @@ def test_render_with_code_writes_what_a_cluster_needs(folder: Path, tmp_path: Pa
     packed = whole({item["metadata"]["name"]: item for item in objects[:2]}, objects[3])
     identity = yaml.safe_load(objects[3]["metadata"]["annotations"]["lockstep/spec"])["code"]["hash"]
     assert identity in told.stderr and "train.py" in product.files_of_code(packed, identity)
-    plain = lockstep(folder, "render", "k8s", "job.yaml")
-    assert [item["kind"] for item in yaml.safe_load_all(plain.stdout)] == ["NetworkPolicy", "PyTorchJob"]
-    for refused in ((*words, "-o", str(out)), words, ("render", "slurm", "job.yaml", "--with-code", "-o", "x")):
-        told = lockstep(folder, *refused)
-        assert told.returncode == 2 and told.stderr.count("error: ") == 1, told

@@ -25,17 +25,6 @@ def documents(text: str) -> list[dict[str, Any]]:
     return [item for item in yaml.safe_load_all(text) if item]
 
 
-def test_every_file_is_part_of_a_kustomization() -> None:
-    """A check that needs no kustomize: what a kustomization names is there, and what is there is named."""
-    for path in DEPLOY.rglob("kustomization.yaml"):
-        (value,) = documents(path.read_text())
-        generated = [name for item in value.get("configMapGenerator", []) for name in item["files"]]
-        named = [*value.get("resources", []), *value.get("components", []), *generated]
-        assert all((path.parent / name).exists() for name in named), path
-        here = {item.name for item in path.parent.iterdir() if item.is_file()} - {"kustomization.yaml"}
-        assert here == {name for name in named if "/" not in name}, path
-
-
 def test_all_components_build_on_the_base(tmp_path: Path) -> None:
     """Also together, with kubectl's own kustomize."""
     kubectl = shutil.which("kubectl")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 from k8s_cluster import Cluster
-from k8s_nodes import Nodes
 
 from tests.jobs.helpers import lockstep
 from tests.processes import ROOT
@@ -82,24 +81,6 @@ def test_a_ready_cluster_is_ok_and_what_is_missing_is_named(doctor: Doctor, clus
     assert doctor(image="lockstep:cuda")["image"][0] == "missing"
 
 
-def test_a_kueue_of_either_version_is_asked_and_a_cohort_may_lend(doctor: Doctor, cluster: Cluster) -> None:
-    cluster.unknown.add("kueue.x-k8s.io/v1beta2")
-    assert doctor()["queue"][0] == doctor()["quota"][0] == "ok"
-    cluster.unknown = {"kueue.x-k8s.io/v1beta1"}
-    assert doctor()["queue"][0] == "ok"
-    cluster.put("clusterqueues", {"metadata": {"name": "all"}, "spec": {"cohortName": "everybody"}}, "")
-    result, detail = doctor()["quota"]
-    assert result == "warning" and "the rest would be borrowed from the cohort everybody" in detail
-
-
-def test_a_job_with_code_needs_more_rights(doctor: Doctor, cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own/train.py").touch()
-    cluster.denied.add("list configmaps")
-    found = doctor(code="own", recipe=None, command=["python", "train.py"])["rights"]
-    assert found[0] == "missing" and "list configmaps" in found[1], found
-
-
 def test_a_403_is_no_verdict_and_no_cluster_ends_the_checks(doctor: Doctor, cluster: Cluster) -> None:
     cluster.denied |= {"nodes", "deployments", "secrets", "clusterqueues", "podmonitors"}
     found = doctor()
@@ -124,15 +105,3 @@ def test_a_trainjobs_controller_and_runtime_are_looked_for(doctor: Doctor, clust
     cluster.put("clustertrainingruntimes", {**runtime, "spec": {"template": {"spec": plain}}}, "")
     state, detail = doctor(**own)["runtime"]
     assert state == "warning" and all(word in detail for word in ("exit code 2", "a token", "finished jobs stay"))
-
-
-def test_a_node_that_does_not_answer_is_no_place_for_a_job(doctor: Doctor, cluster: Cluster) -> None:
-    """It keeps what it could give away."""
-    nodes = Nodes(cluster, "n0", "n1")
-    nodes.die("n0")
-    nodes.clock.sleep(nodes.grace)
-    result, detail = doctor(k8s={"spread": "required"})["nodes"]
-    assert result == "missing" and detail.startswith("1 of 1 nodes") and "not ready: 1" in detail
-    nodes.come_back("n0")
-    nodes.clock.sleep(5)
-    assert doctor(k8s={"spread": "required"})["nodes"][0] == "ok"

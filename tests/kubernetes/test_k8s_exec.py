@@ -51,15 +51,6 @@ def beside(backend: Any, folder: Path, *command: str, rank: int = 0, stdin: byte
     return code, names[1].read_bytes(), names[2].read_bytes()
 
 
-def test_bytes_and_exit_codes_pass(backend: Any, pods: Cluster, tmp_path: Path) -> None:
-    data = os.urandom(5 << 20)
-    code, out, err = beside(backend, tmp_path, "sh", "-c", "cat; echo over >&2; exit 9", stdin=data)
-    assert (code, out == data, err) == (9, True, b"over\n")
-    assert beside(backend, tmp_path, "cat") == (0, b"", b""), "no input at all ends, too"
-    told = beside(backend, tmp_path, "sh", "-c", "exec <&-; echo done; exit 3", stdin=data)
-    assert told == (3, b"done\n", b""), "what nobody reads keeps no exit code back"
-
-
 def test_a_server_that_cannot_say_where_input_ends_is_refused(backend: Any, pods: Cluster, tmp_path: Path) -> None:
     pods.containers.protocols = (V4,)
     with pytest.raises(UserError, match=r"exec needs Kubernetes 1\.30"):
@@ -80,14 +71,6 @@ def test_a_connection_that_breaks_is_no_exit_code(backend: Any, pods: Cluster, t
     with pytest.raises(Unreachable, match="long-worker-1 was lost"):
         beside(backend, tmp_path, "yes")
     assert (tmp_path / "stream-out").read_bytes().startswith(b"y\ny\n"), "what came before is there"
-
-
-def test_a_quiet_connection_is_kept_alive(
-    backend: Any, pods: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    product.ping_every(0.2, monkeypatch)
-    assert beside(backend, tmp_path, "sleep", "1")[0] == 0
-    assert pods.containers.pings >= 1
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[UserError], str]] = {

@@ -101,14 +101,6 @@ def test_golden(name: str) -> None:
         assert (kind, violations(replica["template"]["spec"])) == ("Worker", [])
 
 
-def test_the_schemas_see_a_field_that_is_unknown_and_one_of_another_type() -> None:
-    for change in ({"nodse": 2}, {"runPolicy": 2}):
-        objects = copy.deepcopy(product.manifests("k8s", JobSpec.of(SPECS["cpu"]))[0])
-        objects[1]["spec"].update(change)
-        with pytest.raises(AssertionError, match=next(iter(change))):
-            validate(objects)
-
-
 def test_prepare_renders_a_valid_job() -> None:
     _, (job,) = product.backend("k8s").preparation(JobSpec.of(GPU))
     kubernetes_validate.validate(job, "1.32", strict=True)
@@ -159,18 +151,6 @@ def test_what_the_kubelet_would_expand_is_escaped() -> None:
     assert {"name": "A", "value": "$$(B)"} in pod["containers"][0]["env"]
 
 
-def test_yaml_texts_stay_texts_in_every_yaml() -> None:
-    tricky = [
-        "1e3", "0o7", "y", "No", "null", "~", "1_000", "0x1F", "12:30", "=", "<<", ".inf", "-", "é", "", "a: b", "# c",
-    ]  # fmt: skip
-    env = {f"V{number}": word for number, word in enumerate(tricky)}
-    _, text = product.manifests("k8s", JobSpec.of({**GPU, "env": env}))
-    job = list(yaml.safe_load_all(text))[1]
-    (container,) = replicas(job)["Worker"]["template"]["spec"]["containers"]
-    assert env.items() <= {item["name"]: item.get("value") for item in container["env"]}.items()
-    assert all(f'value: "{word}"' in text for word in ("1e3", "0o7", "y", "1_000", ".inf"))
-
-
 @pytest.mark.promise("growth")
 def test_a_thousand_nodes_cost_what_two_cost() -> None:
     """Counted in function calls, which no busy machine can falsify."""
@@ -184,19 +164,6 @@ def test_a_thousand_nodes_cost_what_two_cost() -> None:
     assert calls(1000) < 1.05 * calls(2)
 
 
-def test_on_openshift_the_namespace_gives_the_user_ids() -> None:
-    """Its security context constraints refuse a fixed one; root stays refused by runAsNonRoot."""
-    spec = JobSpec.of({**GPU, "k8s": {"run_as_user": None, "fs_group": None}})
-    objects, _ = product.manifests("k8s", spec)
-    context = replicas(objects[1])["Worker"]["template"]["spec"]["securityContext"]
-    assert context == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
-    validate(objects)
-    assert "LS028" not in product.findings("k8s", spec)
-    assert JobSpec.of(spec.plain()).hash() == spec.hash() != JobSpec.of({**spec.plain(), "k8s": {}}).hash()
-    root = {"spec": {"pytorchReplicaSpecs": {"Worker": {"template": {"spec": {"securityContext": {"runAsUser": 0}}}}}}}
-    assert "LS028" in product.findings("k8s", JobSpec.of({**spec.plain(), "k8s": {"run_as_user": None, "patch": root}}))
-
-
 @pytest.mark.promise("other-users")
 def test_the_nodes_secret_comes_from_a_secret_of_the_users_own() -> None:
     """By it the launchers know each other. It stands in no manifest."""
@@ -205,28 +172,9 @@ def test_the_nodes_secret_comes_from_a_secret_of_the_users_own() -> None:
     assert item == {"name": "LOCKSTEP_SECRET", "valueFrom": {"secretKeyRef": {"name": "team", "key": "nodes"}}}
 
 
-word = st.text("abcdefghijklmnopqrstuvwxyz0123456789-", min_size=1, max_size=70)
 sizes = st.tuples(st.integers(1, 5000), st.sampled_from(["Mi", "Gi"])).map(lambda pair: f"{pair[0]}{pair[1]}")
+word = st.text("abcdefghijklmnopqrstuvwxyz0123456789-", min_size=1, max_size=70)
 words = st.text("abcXYZ $()'\"\\ä=#:-", max_size=8) | st.text(max_size=3)
-anything = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2), max_leaves=4,
-)  # fmt: skip
-
-
-def places(value: Any) -> list[list[str]]:
-    """Every field of an object, as the way to it."""
-    found = [([key], inner) for key, inner in value.items()] if isinstance(value, dict) else []
-    return [way for key, inner in found for way in (key, *([*key, *rest] for rest in places(inner)))]
-
-
-def patch(way: list[str], value: Any) -> dict[str, Any]:
-    return {way[0]: patch(way[1:], value) if way[1:] else value}
-
-
-# Any part of the manifest replaced by anything: findings or a refusal, never a traceback.
-PLACES = places(product.manifests("k8s", JobSpec.of(GPU))[0][1])
-patches = st.just({"spec": {"runPolicy": {"suspend": True}}}) | st.builds(patch, st.sampled_from(PLACES), anything)
 names = st.sampled_from(["a", "job-1", "job-2"]) | st.sampled_from(["b", "c"]) | word
 programs = st.sampled_from([{"recipe": "smoke"}, {"recipe": "resnet18"}, {"recipe": "bag_of_tricks"}, {}]) | (
     st.lists(words, min_size=1, max_size=3).map(lambda words: {"command": words})
@@ -257,7 +205,7 @@ spec_values = st.fixed_dictionaries(
                 "spread": st.sampled_from(["required", "preferred", "none"]),
                 "rdma": st.dictionaries(st.sampled_from(["rdma/a", "vpc.amazonaws.com/efa"]), st.integers(0, 4), max_size=2),
                 "hugepages": sizes, "node_selector": st.dictionaries(st.just("pool"), word, max_size=1),
-                "tolerations": st.lists(st.fixed_dictionaries({"key": st.just("gpu")}), max_size=2), "patch": patches,
+                "tolerations": st.lists(st.fixed_dictionaries({"key": st.just("gpu")}), max_size=2),
             },
         ),
     },
@@ -265,7 +213,7 @@ spec_values = st.fixed_dictionaries(
 
 
 def test_any_spec_renders_a_valid_manifest_or_is_refused_in_one_line() -> None:
-    seen = {"refused": 0, "lint": 0, "patched": 0, "valid": 0}  # patched: whatever the patch did, no traceback
+    seen = {"refused": 0, "lint": 0, "valid": 0}
 
     @settings(max_examples=250, deadline=None)
     @given(spec_values)
@@ -273,7 +221,7 @@ def test_any_spec_renders_a_valid_manifest_or_is_refused_in_one_line() -> None:
         seen[_outcome({**{key: value for key, value in values.items() if key != "what"}, **values["what"]})] += 1
 
     check()
-    assert min(seen["refused"], seen["lint"], seen["valid"]) >= 10, f"the specs are too much alike: {seen}"
+    assert min(seen.values()) >= 10, f"the specs are too much alike: {seen}"
 
 
 def _outcome(values: dict[str, Any]) -> str:
@@ -291,7 +239,5 @@ def _outcome(values: dict[str, Any]) -> str:
     assert all("\n" not in item.message for item in found)
     if any(item.level == "error" for item in found):
         return "lint"
-    if spec.k8s.patch:
-        return "patched"
     validate(objects)
     return "valid"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from tests.product import JobSpec, Unreachable, UserError
 SPEC = JobSpec.of(
     {"name": "smoke", "recipe": "smoke", "image": "localhost:5000/lockstep:1", "nodes": 2, "ranks_per_node": 2}
 )
-OTHER = SPEC.model_copy(update={"nodes": 3})
 QUEUE = "kueue.x-k8s.io/queue-name"
 pytestmark = [pytest.mark.usefixtures("rights"), pytest.mark.promise("k8s-truth")]
 """Everything here is done with the rights of deploy/k8s/base alone."""
@@ -74,47 +72,6 @@ def test_what_lockstep_did_not_make_is_left_as_it_is(backend: Any, cluster: Clus
         with pytest.raises(UserError, match="did not make"):
             refused()
     assert cluster.get("pytorchjobs", "theirs") == theirs and {method for method, *_ in cluster.requests} == {"GET"}
-
-
-def test_a_prepare_job_of_somebody_else_is_not_taken_for_ours(backend: Any, cluster: Cluster) -> None:
-    spec = JobSpec.of({**SPEC.plain(), "shards": "/data/x", "volumes": [{"claim": "d", "path": "/data"}]})
-    assert backend.prepare(spec).created and not backend.prepare(spec).created
-    (job,) = cluster.all("jobs")
-    cluster.remove("jobs", job["metadata"]["name"])
-    cluster.put("jobs", {"metadata": {"name": job["metadata"]["name"]}})
-    with pytest.raises(UserError, match="did not make it"):
-        backend.prepare(spec)
-
-
-@pytest.mark.promise("one-protocol")
-@pytest.mark.parametrize("other", [OTHER, SPEC], ids=["another spec", "the same spec"])
-def test_of_two_submissions_at_once_the_winners_job_has_the_winners_policy(
-    connect: Callable[..., Any], cluster: Cluster, other: JobSpec
-) -> None:
-    backends = connect(), connect()  # two persons at two machines
-    cluster.faults.append(Fault("POST", r"networkpolicies\?", delay=0.05, times=99))
-    for _ in range(4):
-        said: list[Any] = []
-
-        def go(backend: Any, spec: JobSpec, said: list[Any] = said) -> None:
-            try:
-                said.append(backend.submit(spec))
-            except UserError as error:
-                said.append(str(error))
-
-        threads = [threading.Thread(target=go, args=pair) for pair in zip(backends, (SPEC, other))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        labels = cluster.get("pytorchjobs", "smoke")["metadata"]["labels"]
-        assert kept(cluster, SPEC if labels["lockstep/spec-hash"] == SPEC.hash() else other), "none is of the loser"
-        assert sum(done.created for done in said if not isinstance(done, str)) == 1
-        refused = [text for text in said if isinstance(text, str)]
-        assert len(said) == 2 and len(refused) == (other is not SPEC), said
-        assert all("another spec" in text for text in refused)
-        backends[0].cancel("smoke")
-        until(lambda: not policies(cluster), 10, "the garbage collection")
 
 
 def test_an_old_policys_end_does_not_take_the_new_one_away(backend: Any, cluster: Cluster) -> None:
@@ -182,12 +139,9 @@ def test_a_quota_that_is_used_up_by_the_job_itself_keeps_nobody_from_finishing_i
     assert not backend.submit(SPEC).created, "another one was faster with the same"
 
 
-@pytest.mark.parametrize("own", [{"queue": "gpu"}, {"patch": {"metadata": {"labels": {QUEUE: "gpu"}}}}], ids=str)
-def test_with_a_queue_kueue_lets_the_job_run(
-    backend: Any, cluster: Cluster, operator: Operator, own: dict[str, Any]
-) -> None:
+def test_with_a_queue_kueue_lets_the_job_run(backend: Any, cluster: Cluster, operator: Operator) -> None:
     """The label comes when all is there; before it Kueue would admit the job."""
-    queued = JobSpec.of({**SPEC.plain(), "k8s": own})
+    queued = JobSpec.of({**SPEC.plain(), "k8s": {"queue": "gpu"}})
     labels: list[Any] = []
     before(
         cluster,
@@ -202,14 +156,6 @@ def test_with_a_queue_kueue_lets_the_job_run(
     found = backend.status("smoke")
     assert waits(live) and found.state == "queued" and "queue gpu has not seen it yet: is Kueue there?" in found.reason
     assert backend.drift(queued) == []
-
-
-def test_rights_of_an_older_base_are_named_and_nothing_is_left(backend: Any, cluster: Cluster) -> None:
-    assert cluster.role is not None
-    cluster.role -= {("patch", "pytorchjobs")}
-    with pytest.raises(UserError, match=r"not allowed: .*pytorchjobs.*rbac\.yaml of this version"):
-        backend.submit(SPEC)
-    until(lambda: not cluster.all("pytorchjobs") and not policies(cluster), 10, "the garbage collection")
 
 
 def test_a_name_that_is_being_deleted_is_waited_for(
@@ -228,35 +174,6 @@ def test_a_name_that_is_being_deleted_is_waited_for(
     assert backend.submit(SPEC).created and uid(cluster) != old
     assert "smoke is being deleted" in capsys.readouterr().err
     timer.join()
-
-
-def test_a_job_that_goes_just_now_is_not_taken_for_ours(backend: Any, cluster: Cluster) -> None:
-    """The same spec, submitted and cancelled by somebody else in between; the job stays as long as its pods end."""
-
-    def somebody_else() -> None:
-        (_, job), _ = product.manifests("k8s", SPEC)
-        job["metadata"]["finalizers"] = ["example.org/hold"]
-        cluster.create("pytorchjobs", job)
-        cluster.delete("pytorchjobs", "smoke", foreground=True)
-
-    before(cluster, "POST", "/pytorchjobs", somebody_else)
-    with pytest.raises(UserError, match="smoke is being deleted"):
-        backend.submit(SPEC)
-
-
-def test_a_submission_lets_no_other_job_run(backend: Any, connect: Callable[..., Any], cluster: Cluster) -> None:
-    """Another one has taken the name since, and is not complete yet."""
-
-    def somebody_else() -> None:
-        cluster.remove("pytorchjobs", "smoke")
-        (_, job), _ = product.manifests("k8s", SPEC)
-        job["spec"]["runPolicy"]["suspend"] = True
-        cluster.create("pytorchjobs", job)
-
-    before(cluster, "PATCH", "/pytorchjobs/", somebody_else)
-    with pytest.raises(UserError, match="409"):
-        backend.submit(SPEC)
-    assert waits(cluster.get("pytorchjobs", "smoke")), "it is left as it is"
 
 
 def test_cancel_waits_for_the_end_of_the_pods(backend: Any, cluster: Cluster) -> None:
@@ -294,17 +211,3 @@ def test_settings_of_another_backend_make_no_other_job_and_no_policy_that_select
         assert policies(cluster) == [f"old-{old.hash()}"], (
             "it had none; one by another hash would select none of its pods"
         )
-
-
-def test_a_job_of_another_version_is_shown_and_not_taken_for_the_same(backend: Any, cluster: Cluster) -> None:
-    old = JobSpec.of(PLAIN)
-    (_, job), _ = product.manifests("k8s", old)
-    job["metadata"]["annotations"]["lockstep/spec"] = json.dumps({**old.record(), "version": 99})
-    cluster.put("pytorchjobs", job)
-    status = {"phase": "Running", "containerStatuses": [{"name": "pytorch", "state": {"running": {}}}]}
-    for name in ("old-worker-0", "old-worker-1"):
-        cluster.pod("old", name, status)
-    assert [part.name for part in backend.status("old").ranks] == ["old-worker-0", "old-worker-1"]
-    assert [row.name for row in backend.list()] == ["old"]
-    with pytest.raises(UserError, match="version: 99 → 2"):
-        backend.submit(JobSpec.of({**PLAIN, "nodes": 3}))

@@ -33,7 +33,6 @@ AS_THEY_ARE = {
     "kept_code": "jobs.code.store:folder",  # identity → the copy that a cluster's nodes run
     "living": "jobs.local.supervise:living",  # the processes of a submission of a local job
     "slurm_script": "jobs.slurm.render:script",
-    "slurm_task": "jobs.slurm.render:training_task",  # what submitit hands to the tasks of a training
     "sweep": "jobs.sweep:expand",
     "EXTRAS": "training.extras:EXTRAS",
     "UserError": "training.contract:UserError",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,6 @@ _k8s = Inside("jobs.kubernetes.api")
 _k8s_backend = Inside("jobs.kubernetes.backend")
 _manifest = Inside("jobs.manifest")
 _registry = Inside("jobs.registry")
-_slurm = Inside("jobs.slurm.render")
 _store = Inside("jobs.code.store")
 
 
@@ -47,16 +45,6 @@ def impatient_kubernetes() -> Any:
     load, namespace = _k8s.load_configuration(None)
     api = _k8s.Api(load, sleep=lambda seconds: time.sleep(min(seconds, 0.1)))
     return _k8s_backend.KubernetesBackend(api, namespace, interval=0.2, lost_after=2)
-
-
-def inside_a_pod(namespace_file: Path, patch: pytest.MonkeyPatch) -> None:
-    """As in a pod, which was given this file with its namespace."""
-    patch.setattr("lockstep.jobs.kubernetes.api.NAMESPACE_FILE", namespace_file)
-
-
-def namespace() -> str:
-    """The one that commands take without --context."""
-    return _k8s.load_configuration(None)[1]
 
 
 def on_clock(backend: Any, clock: Any, patch: pytest.MonkeyPatch) -> None:
@@ -92,11 +80,6 @@ def execute(job_backend: Any, name: str, command: list[str], rank: int, streams:
     """`lockstep exec` with these three files for its streams: the exit code."""
     passed = Inside("jobs.process").Streams(*(stream.fileno() for stream in streams))
     return job_backend.execute(name, command, rank, passed)
-
-
-def ping_every(seconds: float, patch: pytest.MonkeyPatch) -> None:
-    """How often a quiet connection to a pod is kept alive."""
-    patch.setattr("lockstep.jobs.kubernetes.exec.PING_SECONDS", seconds)
 
 
 PROGRAM = "import sys; sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main import main; main()"
@@ -184,25 +167,9 @@ def slurm_log(folder: Path, job_id: str) -> Iterator[str]:
     return iter(Inside("jobs.slurm.submission").lines(record, [0], False, lambda: True, 0.1))
 
 
-def slurm_python(spec: JobSpec, folder: Path) -> list[str]:
-    """The words by which srun starts Python on a node."""
-    return shlex.split(_slurm.python(spec, folder, _slurm.Place.of_this_machine()))
-
-
 def break_off_after_code(patch: pytest.MonkeyPatch) -> None:
     """Submissions to Compose are killed when their code is there, and before the first container is."""
     patch.setattr(_registry.backend("compose"), "_up", lambda self, job: self._bring_code(job.spec))
-
-
-def look_late(backend: Any, busy: Callable[[Path, Callable[[Path], bool]], None]) -> None:
-    """`busy(folder, lives)` is called before the local backend looks whether processes of a job live."""
-    lives = type(backend)._supervised
-
-    def late(folder: Path) -> bool:
-        busy(folder, lives)
-        return bool(lives(folder))
-
-    backend._supervised = late
 
 
 def slurm(over_ssh: str | None = None, lost_after: float = 300.0) -> Any:

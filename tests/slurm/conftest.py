@@ -28,18 +28,13 @@ from tests.product import JobSpec, Status
 from tests.slurm.stand_ins import site  # noqa: F401 - a fixture
 
 HERE = Path(__file__).parent / "cluster"
-NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "unshare", "nsenter", "ip")
-NEEDED_FOR_ACCOUNTING = ("slurmdbd", "sacctmgr", "mariadbd", "mariadb-install-db")
+NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "unshare", "nsenter", "ip", "slurmdbd", "sacctmgr", "mariadbd")
 
-both = pytest.mark.parametrize("cluster", ["accounting", "bare"], indirect=True)
-"""For a test whose answer may come from sacct: where the controller is away or has forgotten the job, where a node is gone
-that should have told how the job ended, and where `doctor` looks for the accounting itself.
-
-All others run once: `slurm_query.look` asks sacct for nothing that the controller knows. They run on the cluster without
-accounting, where nothing but the controller and the job's own files can give an answer.
-"""
 accounted = pytest.mark.parametrize("cluster", ["accounting"], indirect=True)
-"""For a test of what only the accounting knows, or of submitit alone, which asks nobody else."""
+"""For a test of what the accounting knows, or of submitit alone, which asks nobody else.
+
+All others run on a cluster without accounting, where nothing but the controller and the job's own files can give an answer.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,6 @@ class Cluster:
     """A running cluster. `node` crashes or restarts one of its nodes, or the controller (`ctl`)."""
 
     folder: Path
-    accounting: bool
 
     def node(self, action: str, name: str) -> None:
         subprocess.run([HERE / "node.sh", action, name, self.folder], check=True, capture_output=True, timeout=60)
@@ -100,11 +94,10 @@ def every(seconds: float, condition: Callable[[], object], bound: float, what: s
         time.sleep(seconds)
 
 
-def _missing(accounting: bool) -> str | None:
+def missing() -> str | None:
     if os.geteuid() != 0:
         return "a cluster of namespaces needs root"
-    needed = (*NEEDED, *NEEDED_FOR_ACCOUNTING) if accounting else NEEDED
-    gone = [name for name in needed if shutil.which(name) is None]
+    gone = [name for name in NEEDED if shutil.which(name) is None]
     if gone:
         return f"{', '.join(gone)} not installed: apt-get install slurm-wlm slurmdbd mariadb-server munge iproute2"
     probe = subprocess.run(["unshare", "--mount", "--pid", "--fork", "true"], capture_output=True, timeout=30)
@@ -129,8 +122,7 @@ def _free_ports(stack: contextlib.ExitStack) -> int:
 
 
 def _started(kind: str) -> Iterator[Cluster]:
-    reason = _missing(kind == "accounting")
-    require(reason is None, str(reason))
+    require((reason := missing()) is None, str(reason))
     folder = Path(f"/tmp/lockstep-slurm-{secrets.token_hex(4)}")  # sockets need a short path
     with contextlib.ExitStack() as stack:
         env = {
@@ -152,7 +144,7 @@ def _started(kind: str) -> Iterator[Cluster]:
                 if line == "up\n":
                     break
             assert said[-1:] == ["up\n"], "".join(said)
-            yield Cluster(folder, kind == "accounting")
+            yield Cluster(folder)
         finally:
             keeper.stdin.close()
             assert keeper.wait(60) == 0 and not folder.exists(), f"the cluster in {folder} is not gone"
@@ -170,7 +162,7 @@ def bare() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(request: pytest.FixtureRequest) -> Cluster:
-    """Each is started when a test first asks for it, and both stay up for the session: tests may come in any order."""
+    """Each is started when a test first asks for it, and stays up for the session."""
     found: Cluster = request.getfixturevalue(getattr(request, "param", "bare"))
     return found
 

@@ -68,13 +68,15 @@ class Login:
             path.mkdir(parents=True)
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
-        self.shell("/bin/bash")
         self._configure()
 
     def _configure(self) -> None:
         host, key = _key(self.seen / "host_key"), _key(self.laptop / "key")
         shutil.copy(f"{key}.pub", self.seen / "authorized_keys")
         conf = os.environ.get("SLURM_CONF", "")
+        others = [line for line in Path("/etc/passwd").read_text().splitlines() if not line.startswith("root:")]
+        root = f"root:x:0:0:root:{self.there}/home:/bin/bash"
+        (self.seen / "passwd").write_text("\n".join([root, *others, ""]))
         (self.seen / "sshd_config").write_text(
             f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {self.there}/host_key\nUsePAM no\nPidFile none\n"
             f"StrictModes no\nPermitRootLogin yes\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
@@ -101,15 +103,6 @@ class Login:
     def knows(self, key: str) -> None:
         """The laptop takes this for the host's key."""
         (self.laptop / "known_hosts").write_text(f"[127.0.0.1]:{self.port} {key}")
-
-    def shell(self, shell: str) -> None:
-        """The user's login shell."""
-        lines = [line for line in Path("/etc/passwd").read_text().splitlines() if not line.startswith("root:")]
-        path = self.seen / "passwd"
-        path.touch()
-        with path.open("r+") as file:  # the same file: it is mounted
-            file.truncate()
-            file.write("\n".join([f"root:x:0:0:root:{self.there}/home:{shell}", *lines, ""]))
 
     def start(self) -> None:
         command = ["/usr/bin/unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]

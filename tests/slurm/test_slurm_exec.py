@@ -1,25 +1,20 @@
-"""`lockstep exec` on a real SLURM: the rank's node, a part of an array, signals, a terminal, a container."""
+"""`lockstep exec` on a real SLURM: the rank's node, a part of an array, a container. Over ssh: test_slurm_laptop.py."""
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.processes import PYTHON, poll
 from tests.slurm.conftest import LATER, Bench, lockstep
-from tests.terminal import at_a_terminal, until_shown
 
 pytestmark = pytest.mark.promise("exec")
 
 WAITS = (
     "import os, time\nprint('begun', flush=True)\nwhile not os.path.exists('GO'): time.sleep(0.05)\nprint('went on')"
 )
-LOCKSTEP = [PYTHON, "-c", "import sys; sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main import main; main()"]
-TRAPS = "trap 'echo got; exit 5' INT; echo ready; while :; do sleep 0.05; done"
 BOUND = 60
 
 
@@ -47,37 +42,6 @@ def test_a_command_is_on_the_ranks_node_of_that_part_of_the_array(bench: Bench) 
     bench.backend.submit(bench.command("later", WAITS, slurm=LATER))
     done = lockstep("exec", "slurm", "later", "--", "true")
     assert done.returncode == 2 and "later has not started" in done.stderr, done
-
-
-def test_signals_and_a_terminal_reach_the_command_and_the_jobs_end_ends_it(bench: Bench) -> None:
-    go = bench.folder / "go"
-    bench.backend.submit(bench.command("long", WAITS.replace("GO", str(go))))
-    begun(bench, "long")
-    words = [*LOCKSTEP, "exec", "slurm", "long", "--rank", "1", "--"]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen([*words, "sh", "-c", TRAPS], stdin=subprocess.DEVNULL, stdout=pipe)
-    try:
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=BOUND)[0] == b"got\n" and process.returncode == 5
-    finally:
-        process.kill()
-        process.wait()
-    with at_a_terminal([*words, "sh", "-c", f"stty size; echo rank $RANK; {TRAPS}"]) as (process, ours, _):
-        shown = until_shown(ours, b"ready", BOUND)
-        assert b"33 77" in shown and b"rank 1" in shown, shown
-        os.write(ours, b"\x03")
-        assert process.wait(BOUND) == 5
-    command = [*words, "sh", "-c", "echo ready; exec sleep 600"]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
-    try:
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        go.touch()  # it keeps no node: it is a step of the job
-        assert process.wait(BOUND) != 0
-        assert bench.wait("long").state == "succeeded"
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_in_apptainer_the_command_is_in_a_container_of_the_jobs_image(

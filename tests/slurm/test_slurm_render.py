@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -11,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests import product
 from tests.jobs.helpers import lockstep
 from tests.processes import ROOT
-from tests.product import JobSpec, UserError
+from tests.product import JobSpec
 
 pytestmark = pytest.mark.promise("slurm-truth")
 
@@ -73,12 +70,9 @@ def test_the_example_does_not_drift() -> None:
 def test_every_profile_of_a_cluster_renders(tmp_path: Path) -> None:
     values = {"name": "a", "recipe": "smoke", "nodes": 2, "run_dir": "/shared/a", "slurm": {"qos": "high"}}
     (tmp_path / "job.yaml").write_text(json.dumps(values))
-    paths = sorted((ROOT / "jobs/spec/cluster_profiles").glob("*.yaml"))
-    assert len(paths) >= 4
-    for path in paths:
-        done = lockstep(
-            tmp_path, "render", "slurm", "job.yaml", "--profile", path.stem, LOCKSTEP_HOME="/shared/lockstep"
-        )
+    for path in (ROOT / "jobs/spec/cluster_profiles").glob("*.yaml"):
+        words = ("render", "slurm", "job.yaml", "--profile", path.stem)
+        done = lockstep(tmp_path, *words, LOCKSTEP_HOME="/shared/lockstep")
         assert done.returncode == 0 and "#SBATCH --partition=" in done.stdout, done
         assert "#SBATCH --qos=high\n" in done.stdout, "the profile lies below the job"
 
@@ -114,13 +108,12 @@ def test_what_slurm_must_be_told() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"patch": {"signal": "B:KILL@1"}}, {"patch": {"requeue": False}}, {"patch": {"output": "/tmp/x"}},
+        {"patch": {"signal": "B:KILL@1"}}, {"patch": {"output": "/tmp/x"}}, {"patch": {"cpus_per_task": 5}},
         {"patch": {"mail_user": "a\n#SBATCH --uid=0"}}, {"patch": {"mail_user": "$(id)"}}, {"patch": {"mail_user": "a`id`"}},
-        {"patch": {"mail_user": ["a"]}}, {"patch": {"Mail User": "a"}}, {"patch": {"setup": "rm"}}, {"partition": "gpu --uid=0"},
-        {"partition": "gpu\n#SBATCH"}, {"constraint": "a;id"}, {"licenses": "matlab:0"}, {"licenses": "matlab:2;id"},
-        {"exclude": "n[1-2] x"}, {"image": "a b"}, {"mounts": ["/a:/b,/c"]}, {"setup": ["a\nb"]}, {"python": "python"},
-        {"patch": {"cpus_per_task": 5}}, {"patch": {"mem": 5}}, {"patch": {"timeout_min": 5}}, {"host": "-oProxyCommand=touch x"},
-        {"host": "me@-x"}, {"host": "a;b"},
+        {"patch": {"mail_user": ["a"]}}, {"patch": {"Mail User": "a"}}, {"partition": "gpu --uid=0"}, {"partition": "gpu\n#SBATCH"},
+        {"qos": "a\r#SBATCH"}, {"qos": 'a"b'},
+        {"constraint": "a;id"}, {"licenses": "matlab:0"}, {"exclude": "n[1-2] x"}, {"image": "a b"}, {"mounts": ["/a:/b,/c"]},
+        {"setup": ["a\nb"]}, {"python": "python"}, {"host": "-oProxyCommand=touch x"}, {"host": "a;b"},
     ],
 )  # fmt: skip
 def test_hostile_settings_are_refused_in_one_line(change: dict[str, Any], tmp_path: Path) -> None:
@@ -130,35 +123,3 @@ def test_hostile_settings_are_refused_in_one_line(change: dict[str, Any], tmp_pa
     ((name, value),) = change.items()
     inner = next(iter(value)) if isinstance(value, dict) else name
     assert done.returncode == 2 and inner.lower() in done.stderr.lower() and done.stderr.count("\n") == 1, done
-
-
-@pytest.mark.parametrize("folder", ["/home/a b/x", "/home/%j/x", "/home/a'b", "/home/a\n/x", "/home/$x"])
-def test_folders_that_a_script_cannot_name(folder: str) -> None:
-    with pytest.raises(UserError, match="LOCKSTEP_HOME"):
-        product.slurm_script(JobSpec.of(BIG), Path(folder))
-
-
-WORDS = st.text("abz09_./:,;@%+=[]()*~!&| -", max_size=30)
-"""What a value may hold, most of it: text of any letters is nearly always refused, and says nothing about a script."""
-
-
-@given(
-    text=st.one_of(st.text(max_size=30), WORDS, st.text("ab1-\n\r#\"'`$\\ ", max_size=30)),
-    where=st.sampled_from(["partition", "account", "qos", "reservation", "licenses", "wckey", "gpu_type", "patch"]),
-)
-@settings(max_examples=150, deadline=None)
-def test_no_text_leaves_its_line(text: str, where: str) -> None:
-    """Whatever stands in a setting, the script has the lines of the script without it, and #SBATCH ones only."""
-    slurm: dict[str, Any] = {"patch": {"mail_user": text}} if where == "patch" else {where: text}
-    try:
-        script = product.slurm_script(JobSpec.of({**BIG, "slurm": slurm}), FOLDER)
-    except UserError as error:
-        assert "\n" not in str(error)
-        return
-    own = [line for line in script.splitlines() if line not in _plain_lines()]
-    assert 1 <= len(own) <= 3 and all(line.startswith("#SBATCH --") for line in own), own
-
-
-@functools.cache
-def _plain_lines() -> frozenset[str]:
-    return frozenset(product.slurm_script(JobSpec.of({**BIG, "slurm": {}}), FOLDER).splitlines())

@@ -1,16 +1,15 @@
-"""Jobs on a real SLURM that belong together or are driven by a program: sweeps, preparation, the example driver."""
+"""Jobs on a real SLURM that belong together: sweeps, preparation."""
 
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
 from tests import product
 from tests.events import events
-from tests.processes import PYTHON, ROOT, poll, run, started
-from tests.slurm.conftest import LATER, Bench, lockstep
+from tests.processes import poll
+from tests.slurm.conftest import Bench, lockstep
 from tests.slurm.trainings import Hold, training
 
 
@@ -71,45 +70,3 @@ def test_shards_are_prepared_once_and_waited_for(bench: Bench) -> None:
         bench.cluster.ask("scontrol", "update", "PartitionName=main", "State=UP")
     found = bench.wait("hungry")
     assert found.state == "failed" and "depends on has failed" in found.reason, found
-
-
-@pytest.mark.promise("slurm-truth")
-def test_the_lost_answer_for_an_array_is_found_again(bench: Bench) -> None:
-    """By its name and comment, and it is not submitted twice."""
-    specs = [training(bench, f"lost-{n}", nodes=1, env={"N": str(n)}, slurm=LATER) for n in (0, 1)]
-    before = {item.name: bench.backend.job_id(item.name) for item in bench.backend.sweep("lost", specs)}
-
-    def forget(name: str, **more: object) -> None:
-        path = bench.note(name, "job.json")
-        path.write_text(json.dumps({**json.loads(path.read_text()), "job_id": None, **more}))
-
-    for name in before:
-        forget(name)
-    assert {name: bench.backend.job_id(name) for name in before} == before
-    forget("lost-0", comment="of nobody")
-    assert bench.backend.status("lost-0").state == "pending", "somebody may be at it at this moment"
-    forget("lost-0", since=0.0)
-    assert bench.backend.status("lost-0").state == "lost"
-
-
-def test_the_driver_submits_again_after_a_preemption_and_shows_a_traceback(bench: Bench) -> None:
-    driver = [PYTHON, str(ROOT / "examples/driver.py")]
-    hold, path = Hold(bench.folder / "again.hold"), bench.folder / "again"
-    spec = training(bench, "again", nodes=1, max_restarts=0, env=hold.env)
-    with started([*driver, str(bench.file(spec)), "--poll", "0.5"], dict(os.environ)) as process:
-        hold.reached()
-        log = bench.log("again")
-        bench.signal("again")
-        poll(lambda: events(path, "preempted"), 60, "the signal and the checkpoint")
-        # SLURM starts it again. A signal before it gets any further ends it for good, as max_restarts is 0.
-        poll(lambda: log.read_text().count("Loading pickle") == 2, 60, "the next start")
-        bench.signal("again")
-        hold.let_go()
-        said, _ = process.communicate(timeout=240)
-    accuracy = bench.backend.summary("again")["accuracy"]
-    assert process.returncode == 0 and "again: preempted" in said and f"again  succeeded  {accuracy:.4f}\n" in said, (
-        said
-    )
-    assert len(events(path, "resumed")) == 1
-    done = run([*driver, str(bench.file(bench.command("wrong", "1 / 0"))), "--poll", "0.5"], dict(os.environ))
-    assert done.code == 1 and "Traceback (most" in done.output and "ZeroDivisionError" in done.output, done.output

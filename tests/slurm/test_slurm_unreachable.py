@@ -9,11 +9,11 @@ import json
 import os
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from tests.processes import PYTHON, poll
+from tests.product import PROGRAM
 from tests.slurm.stand_ins import COMMENT, NO_ACCOUNTING, NO_DATABASE, RUNNING, UNKNOWN, Site
 
 pytestmark = pytest.mark.promise("slurm-truth")
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.promise("slurm-truth")
 EXIT_UNREACHABLE, EXIT_LOST = 69, 4
 
 STATUS, LOGS, CANCEL, DIFF = (("status", "mine"), ("logs", "mine"), ("cancel", "mine"), ("diff", "FILE"))
-SUBMIT, REPLACE, NEW = ("submit", "FILE"), ("submit", "FILE", "--replace"), ("submit", "FILE", "--new")
+SUBMIT, REPLACE = ("submit", "FILE"), ("submit", "FILE", "--replace")
 WAIT, EXEC, LIST = ("wait", "mine", "--timeout", "0"), ("exec", "mine", "--", "true"), ("list",)
 
 
@@ -37,7 +37,7 @@ def test_whether_an_interrupted_submission_is_there_is_not_known(site: Site) -> 
     """sbatch's answer was lost, and so is the job's number: it may wait in the queue, which nobody can see at this moment."""
     site.record(job_id=None)
     site.down("squeue")
-    for words in (STATUS, LOGS, CANCEL, DIFF, SUBMIT, REPLACE, NEW, WAIT, EXEC, LIST):
+    for words in (STATUS, LOGS, CANCEL, DIFF, SUBMIT, REPLACE, WAIT, LIST):
         unanswered(site, words)
     site.up("squeue")
     site.does("squeue", f"echo '7|{COMMENT}'")
@@ -46,14 +46,12 @@ def test_whether_an_interrupted_submission_is_there_is_not_known(site: Site) -> 
     assert done.returncode == 0 and "mine: running" in done.stdout, done
 
 
-@pytest.mark.parametrize(
-    "says", ["error: Unable to contact slurm controller\n", ""], ids=["in words", "without a word"]
-)
-def test_the_controller_does_not_answer(site: Site, says: str) -> None:
+def test_the_controller_does_not_answer(site: Site) -> None:
+    """And says nothing."""
     site.record()
     for program in ("scontrol", "squeue"):
-        site.down(program, says)
-    for words in (STATUS, CANCEL, DIFF, SUBMIT, REPLACE, EXEC, LIST):
+        site.down(program, "")
+    for words in (STATUS, CANCEL, SUBMIT, EXEC, LIST):
         unanswered(site, words)
 
 
@@ -61,7 +59,7 @@ def test_the_accounting_does_not_answer_for_a_job_that_the_controller_has_forgot
     site.record()
     site.down("scontrol", UNKNOWN)
     site.down("sacct", NO_DATABASE)
-    for words in (STATUS, CANCEL, SUBMIT, REPLACE, LIST):
+    for words in (STATUS, CANCEL, SUBMIT, LIST):
         unanswered(site, words)
     # What the ranks have left of it needs no accounting, and where there is none nobody else can tell.
     site.down("sacct", NO_ACCOUNTING)
@@ -102,60 +100,9 @@ def test_sbatch_hears_no_answer(site: Site) -> None:
     assert len(site.called("sbatch")) == 1
 
 
-def broken_off(site: Site, *words: str) -> None:
-    """A submission that was killed when it came to sbatch."""
-    site.does("sbatch", "kill -9 $PPID")
-    with started(site, *(words or ("submit", "slurm", site.file, "--replace"))) as process:
-        assert process.wait(60) == -signal.SIGKILL
-    assert site.called("sbatch")
-
-
 def started(site: Site, *words: str) -> subprocess.Popen[bytes]:
-    program = "import sys; sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main import main; main()"
-    command = [PYTHON, "-c", program, *words]
+    command = [PYTHON, "-c", PROGRAM, *words]
     return subprocess.Popen(command, env={**os.environ, **site.env}, stderr=subprocess.DEVNULL)
-
-
-def test_an_older_job_of_the_same_spec_is_not_the_submission_that_broke_off(site: Site) -> None:
-    site.does("squeue", 'echo "8|$(cat comment)"')
-    site.does("scontrol", "echo JobId=8 JobName=mine JobState=COMPLETED EndTime=1000")
-    site.does(
-        "sbatch", 'for word; do case $word in --comment=*) echo "${word#--comment=}" > comment;; esac; done; echo job 8'
-    )
-    assert site.run("submit", "slurm", site.file).returncode == 0
-    site.noted(0, 0, job_id="8")
-    assert "mine: succeeded" in site.run("status", "slurm", "mine").stdout
-    broken_off(site)
-    done = site.run("status", "slurm", "mine")
-    assert "mine: pending – is being submitted" in done.stdout, done
-    done = site.run("submit", "slurm", site.file)
-    assert done.returncode == 2 and "interrupted before sbatch answered" in done.stderr, done
-
-
-def test_cancelling_a_submission_that_broke_off_asks_nothing_of_slurm(site: Site) -> None:
-    broken_off(site)
-    done = site.run("cancel", "slurm", "mine")
-    assert done.returncode == 0 and "mine: lost – the submission was interrupted" in done.stdout, done
-    assert not site.called("scancel") and not list(site.kept.rglob("None*"))
-    assert site.run("diff", "slurm", site.file).stdout == "no difference\n"
-    assert "None" not in (site.folder / "bin/called").read_text()
-    site.does("sbatch", "echo Submitted batch job 8")
-    assert "mine: submitted (SLURM job 8" in site.run("submit", "slurm", site.file, "--replace").stdout
-
-
-def test_a_preparation_that_broke_off_is_not_waited_for(site: Site) -> None:
-    values = {
-        "name": "mine",
-        "recipe": "smoke",
-        "run_dir": str(site.folder / "run"),
-        "shards": str(site.folder / "shards"),
-    }
-    Path(site.file).write_text(json.dumps(values))
-    broken_off(site, "prepare", "slurm", site.file)
-    site.does("sbatch", "echo Submitted batch job 8")
-    done = site.run("submit", "slurm", site.file)
-    assert done.returncode == 0, done
-    assert "afterok" not in (site.kept / "submitit/8_submission.sh").read_text()
 
 
 def test_a_submission_goes_on_after_its_command_was_killed(site: Site) -> None:
@@ -182,22 +129,6 @@ def test_a_submission_goes_on_after_its_command_was_killed(site: Site) -> None:
     assert len(site.called("sbatch")) == 1 and not site.called("scancel")
 
 
-def test_what_sbatch_refuses_takes_nothing_away(site: Site) -> None:
-    """Of a whole array, too; and nothing of an outer job reaches sbatch."""
-    assert site.run("submit", "slurm", site.file).returncode == 0
-    site.noted(0, 0, job_id="8")
-    site.does("scontrol", "echo JobId=8 JobName=mine JobState=COMPLETED EndTime=1000")
-    assert "mine: succeeded" in site.run("status", "slurm", "mine").stdout
-    before = {path: path.read_bytes() for path in site.kept.rglob("*") if path.is_file()}
-    site.env["SBATCH_PARTITION"] = "of an outer job"
-    site.does("sbatch", "env > environment; echo 'sbatch: error: no such thing' >&2; exit 1")
-    done = site.run("submit", "slurm", site.file, "--replace")
-    assert done.returncode == 2 and done.stderr.endswith("\nerror: SLURM refuses mine: no such thing\n"), done
-    assert {path: path.read_bytes() for path in site.kept.rglob("*") if path.is_file()} == before
-    assert sorted(path.name for path in site.kept.parent.iterdir() if path.is_dir()) == ["mine"]
-    assert "SBATCH_PARTITION" not in (site.folder / "bin/environment").read_text()
-
-
 def test_listing_many_jobs_asks_once(site: Site) -> None:
     """One question to the controller, and one to the accounting for those that it has forgotten."""
     site.record()
@@ -215,3 +146,33 @@ def test_listing_many_jobs_asks_once(site: Site) -> None:
     states = [row["state"] for row in listed]
     assert (len(listed), states.count("running"), states.count("failed")) == (65, 63, 2), states
     assert [len(site.called(name)) for name in ("squeue", "sacct", "scontrol")] == [1, 1, 0]
+
+
+DOCTOR = {
+    "sinfo": 'case "$*" in *version*) echo "slurm 22.05";; *%G*) echo "main*|gpu:2|n1";; '
+    '*%N*) echo "main*|up|infinite|idle|n1";; *) echo "main*";; esac',
+    "scontrol": 'case "$*" in ping) echo "Slurmctld(primary) at host is UP";; *) echo "PreemptMode = OFF";; esac',
+    "sacctmgr": 'echo "root|normal"', "sacct": "true", "srun": "exit 1",
+}  # fmt: skip
+FAILS = 'echo "error: Unable to contact slurm controller (connect failure)" >&2; exit 1'
+
+
+@pytest.mark.parametrize(
+    ("command", "checks"),
+    [
+        ("", []), ("sinfo", ["partition", "gpus"]), ("scontrol", ["preemption"]), ("sacct", ["accounting"]),
+        ("sacctmgr", ["account"]),
+    ],
+)  # fmt: skip
+def test_what_doctor_could_not_ask_it_cannot_tell(site: Site, command: str, checks: list[str]) -> None:
+    """Of `scontrol` and `sinfo` the first question is answered."""
+    for name, answer in DOCTOR.items():
+        first = {"scontrol": "ping", "sinfo": "--version"}.get(name)
+        if name == command:
+            answer = f'case "$*" in {first}) {answer};; *) {FAILS};; esac' if first else FAILS
+        (site.folder / "bin" / name).write_text(f"#!/bin/sh\n{answer}\n")
+        (site.folder / "bin" / name).chmod(0o755)
+    found = {check["name"]: check for check in json.loads(site.run("doctor", "slurm", "--json").stdout)}
+    for check in ("partition", "gpus", "account", "accounting", "preemption"):
+        assert found[check]["result"] == ("cannot tell" if check in checks else "ok"), found
+        assert check not in checks or "Unable to contact" in found[check]["detail"], found

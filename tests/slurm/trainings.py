@@ -104,9 +104,9 @@ class Training:
         """Waits until that checkpoint lies on the disk: it gets its name when it is whole."""
         poll((self.run / f"checkpoints/step-{step:08d}").exists, 60, f"the checkpoint of step {step}")
 
-    def saves(self) -> None:
-        """Waits for the checkpoint that a signal brings about."""
-        poll(self.saved_at, 60, "the signal and the checkpoint")
+    def saves(self, times: int) -> None:
+        """Waits for the checkpoint that the n-th signal brings about."""
+        poll(lambda: len(self.saved_at()) == times, 60, "the signal and the checkpoint")
 
     def attempts(self) -> int:
         return max((event["attempt"] for event in events(self.run)), default=0)

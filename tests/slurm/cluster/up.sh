@@ -119,9 +119,9 @@ AccountingStoragePass=$DIR/munge/socket
 AccountingStoreFlags=job_comment
 AccountingStorageTRES=gres/gpu"
 fi
-# submitit keeps what it has heard of a job by its number alone, for as long as the process lives: the numbers of the
-# cluster with accounting and of the one without, which one test run may use, are far apart.
-FIRST_JOB=$((1000 + $(date +%s) % 30000000 + ACCOUNTING * 30000000))
+# submitit keeps what it has heard of a job by its number alone, for as long as the process lives, and a job's port follows
+# from its number: those of clusters that are up at the same time are far apart.
+FIRST_JOB=$((1000 + RANDOM % 30000 * 1000 + ACCOUNTING * 30000000))
 DB_PASS=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
 CTL_PORT=$BASE_PORT DBD_PORT=$((BASE_PORT + 1)) DB_PORT=$((BASE_PORT + 2))
 for t in "$HERE"/templates/*.in; do

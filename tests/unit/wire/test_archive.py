@@ -8,14 +8,13 @@ import os
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from lockstep.wire import archive
 from lockstep.wire.archive import File
-from tests.processes import EXCHANGE, PYTHON, Result, clean_env, require, run, started
+from tests.processes import EXCHANGE, PYTHON, clean_env, require, run, started
 from tests.product import UserError
 
 pytestmark = pytest.mark.promise("code-archives")
@@ -82,65 +81,34 @@ def test_unpacked_is_what_was_packed_read_only_and_whole(tmp_path: Path) -> None
     assert not target.exists()
 
 
-NODE = """
-import os, sys, tempfile
+LOOK = """
+import os, sys
 from pathlib import Path
-from lockstep.wire import archive, payload
-identity, parts, mine = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-target = Path(tempfile.gettempdir(), f"lockstep-code-{identity[:16]}")
-os.symlink(mine, target.with_name(f".{target.name}.{os.getpid()}"))  # by somebody else, as is what lies at the target
+from lockstep.wire import archive
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
-if sys.argv[4:]:
-    print([archive.holds(target, identity) for _ in range(20000)].count(True))
-else:
-    print(payload.unpacked(identity, parts))
+print([archive.holds(Path(sys.argv[1]), sys.argv[2]) for _ in range(20000)].count(True))
 """
 
 
-@pytest.fixture
-def shared() -> Iterator[Path]:
-    """Everybody may enter it, unlike pytest's own."""
-    with tempfile.TemporaryDirectory() as made:
-        Path(made).chmod(0o755)
-        yield Path(made)
-
-
-@pytest.fixture
-def node(shared: Path) -> Callable[..., Result]:
-    """Unpacks as user 65534, below a folder where everybody writes. What is in `mine` is this user's."""
+def test_a_link_to_a_copy_is_not_a_copy_however_fast_it_changes() -> None:
+    """What is there when it was looked at is not what the ranks are started in. As user 65534, below a folder where everybody
+    writes; the link leads to a copy of that user's own."""
     require(os.geteuid() == 0, "needs root, to become another user")
-    for name, mode in (("parts", 0o755), ("tmp", 0o1777), ("mine", 0o755)):
-        (shared / name).mkdir()
-        (shared / name).chmod(mode)
-    (shared / "parts/part-000").write_bytes(archive.pack(OWN))
-    archive.unpack(OWN, shared / "mine/copy")
-    for path in (shared / "mine", *(shared / "mine").rglob("*")):
-        os.chown(path, 65534, 65534)
-
-    def go(mine: str, *words: str) -> Result:
-        command = [PYTHON, "-c", NODE, archive.identity(OWN), str(shared / "parts"), str(shared / mine), *words]
-        return run(command, clean_env(TMPDIR=str(shared / "tmp")), cwd=shared)
-
-    return go
-
-
-def test_a_link_of_somebody_elses_where_code_is_unpacked_takes_nothing_away(
-    node: Callable[..., Result], shared: Path
-) -> None:
-    done = node("mine")
-    assert (shared / "mine/copy" / OWN[0].path).exists(), "the folder that the link leads to"
-    assert done.code == 0 and done.output.startswith(str(shared / "tmp/lockstep-code-")), done
-
-
-def test_a_link_to_a_copy_is_not_a_copy_however_fast_it_changes(node: Callable[..., Result], shared: Path) -> None:
-    """What is there when it was looked at is not what the ranks are started in."""
     require(hasattr(ctypes.CDLL(None), "renameat2"), "needs renameat2, of Linux")
-    target, link = shared / f"tmp/lockstep-code-{archive.identity(OWN)[:16]}", shared / "tmp/link"
-    target.mkdir()
-    link.symlink_to(shared / "mine/copy")
-    with started([PYTHON, "-c", EXCHANGE, str(target), str(link)]) as other:
-        assert other.stdout is not None and other.stdout.readline() == "ready\n"
-        done = node("mine", "only look")
+    with tempfile.TemporaryDirectory() as made:  # everybody may enter it, unlike pytest's own
+        shared = Path(made)
+        shared.chmod(0o755)
+        copy = archive.unpack(OWN, shared / "copy")
+        for path in (copy, *copy.rglob("*")):
+            os.chown(path, 65534, 65534)
+        (shared / "tmp").mkdir()
+        (shared / "tmp").chmod(0o1777)
+        target, link = shared / "tmp/code", shared / "tmp/link"
+        target.mkdir()
+        link.symlink_to(copy)
+        with started([PYTHON, "-c", EXCHANGE, str(target), str(link)]) as other:
+            assert other.stdout is not None and other.stdout.readline() == "ready\n"
+            done = run([PYTHON, "-c", LOOK, str(target), archive.identity(OWN)], clean_env(), cwd=shared)
     assert (done.code, done.output) == (0, "0\n"), done

@@ -1,0 +1,37 @@
+"""Fixtures: the local backend, and an emulated API server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from k8s_server import ApiServer
+
+from tests import product
+from tests.processes import ROOT
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The local one, in `tmp_path`. A job's command is the rank itself, or with the parameter `launched` a launcher's."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home/local").mkdir(mode=0o700, parents=True)
+    found = product.local(tmp_path / "home/local", bare=getattr(request, "param", "itself") == "itself")
+    yield found
+    for row in found.list():
+        found.cancel(row.name)
+
+
+launched = pytest.mark.parametrize("backend", ["launched"], indirect=True)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
+    with ApiServer() as running:
+        monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig(tmp_path / "kubeconfig")))
+        yield running
