@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -34,16 +35,28 @@ class Failed(Exception):
 
 
 class Smoke:
-    """A compose project of its own; `down` removes all of it."""
+    """A job as `lockstep render compose` prints it, and Prometheus beside it, in a project of their own; `down` removes all of it."""
 
-    def __init__(self, args: argparse.Namespace, config: Path) -> None:
-        self.args = args
-        self.project = f"lockstep-smoke-{os.getpid()}"
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args, self.file = args, folder / "job.yaml"
+        self.name = f"smoke-{os.getpid()}"
+        self.project = f"lockstep-{self.name}"
         self.env = {
-            **os.environ, "COMPOSE_PROJECT_NAME": self.project, "IMAGE": args.image, "NODES": str(args.nodes),
-            "RANKS": str(args.ranks), "RECIPE": RECIPE, "PROMETHEUS_CONFIG": str(config), "PROMETHEUS_PORT": "0",
-            "SET": args.set, "PROMETHEUS_IMAGE": args.prometheus_image,
+            **os.environ, "PROMETHEUS_CONFIG": str(folder / "prometheus.yml"), "PROMETHEUS_PORT": "0",
+            "PROMETHEUS_IMAGE": args.prometheus_image, "LOCKSTEP_SECRET": secrets.token_hex(32),
         }  # fmt: skip
+
+    def up(self) -> None:
+        """The image renders the job: here there need not be any package."""
+        args = self.args
+        settings = [f"ranks_per_node={args.ranks}", f"run_dir=/runs/{RECIPE}", "grace_seconds=20"]
+        settings += [f"overrides.{one}" for one in ("threads=1", *args.set.split())]
+        words = ["--name", self.name, "--recipe", RECIPE, "--image", args.image, "--nodes", str(args.nodes)]
+        python = ("run", "--rm", "--network", "none", "--entrypoint", "python", args.image)
+        rendered = self.docker(*python, "-m", "lockstep.jobs", "render", "compose", *words, "--set", *settings)
+        self.docker("volume", "create", f"{self.project}-runs")  # as `lockstep submit` does
+        self.file.write_bytes(rendered)
+        self.compose("up", "--detach", "--no-build")
 
     def docker(self, *words: str, timeout: float = 120) -> bytes:
         try:
@@ -58,10 +71,11 @@ class Smoke:
         return done.stdout
 
     def compose(self, *words: str, timeout: float = 300) -> bytes:
-        return self.docker("compose", "-f", str(HERE / "compose.yaml"), "--progress", "quiet", *words, timeout=timeout)
+        files = ("--project-directory", str(HERE), "-f", str(self.file), "-f", str(HERE / "monitoring.yaml"))
+        return self.docker("compose", *files, "--progress", "quiet", *words, timeout=timeout)
 
     def nodes(self) -> list[dict[str, Any]]:
-        ids = self.compose("ps", "--all", "--quiet", "node").decode().split()
+        ids = self.docker("ps", "--all", "--quiet", "--filter", f"label=lockstep/job={self.name}").decode().split()
         return json.loads(self.docker("inspect", *ids)) if ids else []
 
     def wait(self) -> list[dict[str, Any]]:
@@ -87,7 +101,9 @@ class Smoke:
             raise Failed(f"Prometheus does not answer at {address}: {error}") from None
 
     def down(self) -> None:
-        self.compose("down", "--volumes", "--remove-orphans", "--timeout", "5")
+        if self.file.exists():
+            self.compose("down", "--volumes", "--remove-orphans", "--timeout", "5")
+        self.docker("volume", "rm", "--force", f"{self.project}-runs")
         own = f"label=com.docker.compose.project={self.project}"
         for kind, words in {
             "container": ("ps", "--all"),
@@ -115,7 +131,7 @@ def check(smoke: Smoke) -> list[tuple[str, str, bool]]:
     args = smoke.args
     world = args.nodes * args.ranks
     began = time.monotonic()
-    smoke.compose("up", "--detach", "--no-build")
+    smoke.up()
     nodes = smoke.wait()
     took = time.monotonic() - began
     codes = [node["State"]["ExitCode"] for node in nodes]
@@ -174,7 +190,7 @@ def main() -> int:
         config.write_text(configuration(args.ranks))
         Path(folder).chmod(0o755)
         config.chmod(0o644)
-        smoke = Smoke(args, config)
+        smoke = Smoke(args, Path(folder))
         rows: list[tuple[str, str, bool]] = []
         error = ""
         try:
