@@ -51,6 +51,8 @@ def test_the_whole_life_of_a_job_with_code_of_ones_own(here: Laptop, tmp_path: P
     (folder / "it's a folder/a 'word'").write_text("submitted")
     spec = here.spec("hello", "", command=[PYTHON, "train.py"], code=str(folder))
     file.write_text(json.dumps(spec.plain()))
+    dry = lockstep("submit", "slurm", str(file), "--dry-run", "--json")
+    assert dry.returncode == 0 and json.loads(dry.stdout)["would"] == "start" and not list(home.rglob("hello*")), dry
     done = lockstep("submit", "slurm", str(file))
     assert done.returncode == 0 and "hello: submitted (SLURM job" in done.stdout, done
     assert "is there already" in lockstep("submit", "slurm", str(file)).stdout
@@ -68,6 +70,8 @@ def test_the_whole_life_of_a_job_with_code_of_ones_own(here: Laptop, tmp_path: P
     assert [(row["name"], row["state"]) for row in listed] == [("hello", "succeeded")]
     assert not list((tmp_path / "runs").glob("*")), "nothing of the run is here"
     other = here.spec("hello", "print('other')", slurm={"partition": "nowhere"})
+    (row,) = here.backend.dry_run(other, "replace")
+    assert row.result == "missing" and "nowhere" in row.detail
     with pytest.raises(UserError, match="nowhere"):
         here.backend.submit(other, "replace")
     assert here.backend.status("hello").state == "succeeded" and len(list(here.backend.logs("hello"))) == 2, (
