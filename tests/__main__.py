@@ -79,10 +79,9 @@ NIGHTLY = [
     Suite("the runs of the suite gpu, on the CPU", "-n WORKERS tests/gpu"),
     Suite("benchmarks' programs", "-n WORKERS tests/benchmarks"),
     Suite(
-        "random scenarios, starts with --fresh, damaged files",
-        SCOPES + "tests/faults/test_scenarios.py tests/faults/test_open_doors.py tests/faults/test_hostile_files.py"
-        " tests/own/test_session_resume.py",
-        env={"LOCKSTEP_SCENARIOS": "50", "LOCKSTEP_FRESH": "300", "LOCKSTEP_HOSTILE": "3000"},
+        "random scenarios, damaged files",
+        SCOPES + "tests/faults/test_scenarios.py tests/faults/test_hostile_files.py",
+        env={"LOCKSTEP_SCENARIOS": "50", "LOCKSTEP_HOSTILE": "3000"},
     ),
 ]
 

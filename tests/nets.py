@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import signal
 import subprocess
@@ -123,6 +124,8 @@ def watch_writes() -> None:
                 time.sleep(
                     3600
                 )  # a server that does not answer the writer of checkpoints, as long as this process lives
+            elif what == "REFUSE" and threading.current_thread().name.startswith("checkpoint"):
+                raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")  # what a network disk says
             elif what == "HANGALL":  # every fsync of the process from that touch on, whoever asks for it
                 if function.__name__ == "fsync" and touched[0] >= int(number):
                     time.sleep(3600)

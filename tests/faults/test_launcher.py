@@ -18,27 +18,15 @@ from tests.runs import Job, assert_same
 from tests.warm.gang import python
 
 
-@pytest.mark.promise("restarts", "kill-resume")
-def test_a_killed_rank_restarts_the_gang_and_the_weights_are_the_same(job: Job, undisturbed: Undisturbed) -> None:
-    done = job.launch(
-        "--max-restarts", "2", LOCKSTEP_TEST_FATE="1:7:KILL",
-        LOCKSTEP_TEST_ONCE=str(job.run_dir.parent / "once"),
-    )  # fmt: skip
-    assert done.code == 0, done.output
-    assert "launch: rank 1 was ended by SIGKILL" in done.output and "waitForInput" not in done.output
-    assert [event["attempt"] for event in events(job.run_dir, "start")] == [1, 2]
-    assert_same(job.run_dir, undisturbed(2))
-
-
-@pytest.mark.promise("fresh")
-def test_fresh_is_meant_once_and_not_at_every_restart(job: Job, undisturbed: Undisturbed) -> None:
+@pytest.mark.promise("restarts", "kill-resume", "fresh")
+def test_a_killed_rank_restarts_the_gang_which_does_not_begin_anew(job: Job, undisturbed: Undisturbed) -> None:
+    """`--fresh` is meant once, and not at every restart; the weights are those of a calm run."""
     assert job.go(LOCKSTEP_TEST_FATE="1:3:TERM").code == 75
     job.words.append("--fresh")
     once = str(job.run_dir.parent / "once")
-    done = job.launch(
-        "--max-restarts", "2", LOCKSTEP_TEST_FATE="1:7:KILL", LOCKSTEP_TEST_ONCE=once
-    )  # fmt: skip
+    done = job.launch("--max-restarts", "2", LOCKSTEP_TEST_FATE="1:7:KILL", LOCKSTEP_TEST_ONCE=once)
     assert done.code == 0, done.output
+    assert "launch: rank 1 was ended by SIGKILL" in done.output and "waitForInput" not in done.output
     assert [event["attempt"] for event in events(job.run_dir, "start")] == [1, 2]
     assert sorted(path.name for path in job.run_dir.parent.glob("run*")) == ["run", "run.old-1"]
     assert_same(job.run_dir, undisturbed(2))
@@ -64,8 +52,8 @@ os.kill(os.getpid(), 9) if mine == "KILL" else sys.exit(int(mine))
 @pytest.mark.parametrize(
     ("mine", "other", "launch", "code", "starts"),
     [
-        ("KILL", 1, ("--max-restarts", "1"), 1, 2), ("2", 75, ("--max-restarts", "3"), 2, 1), ("75", 1, ("--max-restarts", "3"), 75, 1),
-        ("1", 75, (), 1, 1), ("75", 75, ("--exit-codes", "kubernetes", "--max-restarts", "3"), 143, 1),
+        ("2", 75, ("--max-restarts", "3"), 2, 1), ("75", 1, ("--max-restarts", "3"), 75, 1),
+        ("1", 75, ("--max-restarts", "1"), 1, 2), ("75", 75, ("--exit-codes", "kubernetes", "--max-restarts", "3"), 143, 1),
         ("KILL", 1, ("--exit-codes", "kubernetes", "--max-restarts", "1"), 1, 2),
     ],
 )  # fmt: skip
@@ -176,28 +164,17 @@ def test_a_signal_before_the_launcher_is_ready_is_not_lost(job: Job) -> None:
     assert process.returncode == 75 and "launch: SIGTERM" in output, output
 
 
-LOCKSTEP = [PYTHON, "-c", "from lockstep.jobs.cli.main import main; main()"]
+RUN = "from lockstep.jobs.cli.main import main; main()"
 
 
-def test_a_signal_before_lockstep_run_is_a_launcher_is_not_lost(job: Job) -> None:
-    """While it reads the recipe: the launcher takes its place, and the signal."""
-    with started([*LOCKSTEP, "run", "smoke", "--ranks", "1", *job.words[2:]], job.env()) as process:
-        line = Path(f"/proc/{process.pid}/cmdline")
-        poll(lambda: b"jobs.cli.main" in line.read_bytes() and _blocks_term(process.pid), what="signals held back")
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75 and "launch: SIGINT" in output, output
-
-
-@pytest.mark.parametrize("command", [[*LOCKSTEP, "run"], [PYTHON, "-m", "lockstep.training", "launch", "--no-prefix"]])
-def test_what_a_launcher_starts_blocks_no_signal(command: list[str]) -> None:
+def test_what_a_launcher_starts_blocks_no_signal() -> None:
     """Nor does the launcher itself, when its ranks run."""
     program = (
         "import os, pathlib\n"
         "for pid in (os.getpid(), os.getppid()):\n"
         "    print(*(line for line in pathlib.Path(f'/proc/{pid}/status').read_text().splitlines() if 'SigBlk' in line))\n"
     )
-    done = run([*command, "--ranks", "1", "--", PYTHON, "-c", program])
+    done = run([PYTHON, "-c", RUN, "run", "--ranks", "1", "--", PYTHON, "-c", program])
     assert done.code == 0 and done.output == f"SigBlk:\t{0:016x}\n" * 2, done
 
 
@@ -213,29 +190,6 @@ def test_a_launcher_under_nohup_outlives_its_terminal(job: Job, undisturbed: Und
     assert launcher.returncode == 0, output
     assert len(events(job.run_dir, "start")) == 1
     assert_same(job.run_dir, undisturbed(2))
-
-
-USR1 = """
-import os, pathlib, signal, sys, time
-folder = pathlib.Path({folder!r})
-signal.signal(signal.SIGUSR1, lambda *_: (folder / "heard").touch())
-if (folder / "heard").exists():
-    sys.exit(0)
-(folder / "ready").touch()
-while not (folder / "heard").exists():
-    time.sleep(0.02)
-sys.exit(9)
-"""
-
-
-def test_a_program_may_use_usr1_for_itself_and_is_restarted_all_the_same(tmp_path: Path) -> None:
-    program = USR1.format(folder=str(tmp_path))
-    command = [*LAUNCH, "--ranks", "1", "--max-restarts", "1", "--", PYTHON, "-c", program]
-    with started(command) as launcher:
-        poll((tmp_path / "ready").exists, what="a handler")
-        launcher.send_signal(signal.SIGUSR1)
-        output, _ = launcher.communicate(timeout=60)
-    assert launcher.returncode == 0, output
 
 
 PIECES = """
@@ -283,34 +237,25 @@ time.sleep(60)  # other imports
 """
 
 
-@pytest.mark.parametrize("launcher", ["launch", "torch.distributed.run"])
-def test_a_launcher_that_is_killed_takes_ranks_that_still_import_with_it(launcher: str, tmp_path: Path) -> None:
-    """From the first line of ours on, under torchrun, too, which tells its ranks nothing about itself."""
+def test_a_torchrun_that_is_killed_takes_ranks_that_still_import_with_it(tmp_path: Path) -> None:
+    """From the first line of ours on, though it tells its ranks nothing about itself."""
     (tmp_path / "train.py").write_text(IMPORTING)
     mark = Job(tmp_path, tmp_path)
-    if launcher == "launch":
-        command = [PYTHON, "-m", "lockstep.training", "launch", "--ranks", "2", "--", PYTHON, "train.py"]
-    else:
-        command = [PYTHON, "-m", launcher, "--nproc-per-node", "2", "--master-port", str(free_port()), "train.py"]
+    command = [
+        PYTHON,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+        "train.py",
+    ]
     with started(command, clean_env(LOCKSTEP_TEST_MARK=mark.mark), tmp_path) as process:
         poll(lambda: all((tmp_path / rank).exists() for rank in "01"), what="two ranks that import")
         process.kill()
         process.wait(10)
         poll(lambda: not mark.pids(), 5, "the end of the ranks")
-
-
-def test_a_recipe_whose_torchrun_is_killed_ends_when_it_has_imported(job: Job) -> None:
-    """It holds signals back until then, and does not begin to wait for its peers after that."""
-    command = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    with started([*command, "-m", "lockstep.training", *job.words], job.env()) as process:
-        poll(
-            lambda: all(_blocks_term(pid) for rank in (0, 1) if (pid := job.rank_pid(rank) or os.getpid())),
-            what="ranks",
-        )
-        process.kill()
-        output, _ = process.communicate(timeout=60)  # the ranks write there until they end
-        poll(lambda: not job.pids(), 10, "the end of the ranks")
-    assert output.count("SIGTERM before the ranks were connected") == 2, output
 
 
 def test_a_rank_whose_torchrun_died_before_its_first_line_ends(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Random scenarios: any rank, killed at any step, several times over, ends in the undisturbed weights.
 
-5 seeds by default, `LOCKSTEP_SCENARIOS=50` (make test-nightly) for the long form.
+3 seeds by default, `LOCKSTEP_SCENARIOS=50` (make test-nightly) for the long form.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.conftest import Undisturbed
 from tests.runs import FINAL, Job, assert_same
 
 pytestmark = pytest.mark.promise("kill-resume")
-SEEDS = range(int(os.environ.get("LOCKSTEP_SCENARIOS", "5")))
+SEEDS = range(int(os.environ.get("LOCKSTEP_SCENARIOS", "3")))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.conftest import Undisturbed
-from tests.own.job import OwnJob
 from tests.processes import poll, started
 from tests.runs import FINAL, Job, assert_same
 
@@ -34,8 +33,7 @@ def _preempted(job: Job) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fate", "where"),
     [
-        ("0:5:USR1", "rank 0 only"), ("1:8:USR2", "the last step of an epoch"), ("1:-2:TERM", "evaluation"),
-        ("1:24:TERM", "the last step of all"), ("0:1:INT", "the first step"), ("1:6:HUP", "a terminal that is closed"),
+        ("1:-2:USR2", "evaluation"), ("1:24:TERM", "the last step of all"), ("0:1:INT", "the first step"),
         ("9:TERM", "while a checkpoint is written"),
     ],
 )  # fmt: skip
@@ -55,7 +53,6 @@ NEVER = {"checkpoint.every_steps": 0}
 """None before the end of the first epoch, after 8 steps."""
 OFF = {"checkpoint.on_signal": "false"}
 TABLE: dict[str, tuple[str, dict[str, Any], int, str]] = {
-    "TERM": ("1:5:TERM", {}, 75, ""),
     "TERM before the first checkpoint": ("1:3:TERM", NEVER, 75, ""),
     "STOP": ("", {}, 75, "STOP file"),
     "none on signal": ("1:6:TERM", OFF, 75, "saved at step"),
@@ -65,16 +62,13 @@ TABLE: dict[str, tuple[str, dict[str, Any], int, str]] = {
 """Fate of a rank, settings, exit code, and what the last line says."""
 
 
-@pytest.mark.parametrize("kind", ["recipe", "Session"])
 @pytest.mark.parametrize("name", TABLE)
 def test_75_is_given_where_a_checkpoint_is_on_the_disk(
-    tmp_path: Path, data_root: Path, undisturbed: Undisturbed, kind: str, name: str
+    tmp_path: Path, data_root: Path, undisturbed: Undisturbed, name: str
 ) -> None:
     fate, settings, code, why = TABLE[name]
     run_dir = tmp_path / "run"
-    words = [f"{setting}={value}" for setting, value in settings.items()]
-    recipe = Job(run_dir, data_root, 2, **settings)
-    job = recipe if kind == "recipe" else OwnJob(run_dir, 2, "batches", *words)
+    job = Job(run_dir, data_root, 2, **settings)
     if "STOP" in name:
         run_dir.mkdir()
         (run_dir / "STOP").touch()
@@ -82,22 +76,20 @@ def test_75_is_given_where_a_checkpoint_is_on_the_disk(
     assert done.code == code and why in done.output and "Traceback" not in done.output, done.output
     status = json.loads((run_dir / "status.json").read_text())
     assert status["code"] == code and why in status["reason"]
-    saved = recipe.steps()
+    saved = job.steps()
     assert (code == 75) == bool(saved) and (code == 1 or not (run_dir / "STOP").exists()), "obeyed once"
     (run_dir / "STOP").unlink(missing_ok=True)
     again = job.go()
     assert again.code == 0 and (not saved or f"Resuming at step {saved[0]} " in again.output), again.output
-    if kind == "recipe":
-        assert_same(run_dir, undisturbed(2))
+    assert_same(run_dir, undisturbed(2))
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_a_signal_to_the_launcher_reaches_the_ranks(job: Job, undisturbed: Undisturbed, name: str) -> None:
+def test_a_signal_to_the_launcher_reaches_the_ranks(job: Job, undisturbed: Undisturbed) -> None:
     held = job.run_dir.parent / "held"
     fate = {"LOCKSTEP_TEST_FATE": "1:5:HOLD", "LOCKSTEP_TEST_HELD": str(held)}
     with started(job.command("--max-restarts", "3"), job.env(**fate)) as launcher:
         poll(held.exists, what="rank 1 in its fifth pass")
-        launcher.send_signal(signal.Signals[name])
+        launcher.send_signal(signal.SIGTERM)
         output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 75, output
     job.assert_gone()
@@ -137,21 +129,12 @@ def test_a_signal_in_the_last_moments_changes_nothing(job: Job) -> None:
     assert launcher.returncode == 0 and job.steps()[0] == FINAL, output
 
 
-def test_a_signal_after_the_one_that_ended_the_run_leaves_its_exit_code(job: Job) -> None:
-    """To a rank that has saved and is about to leave: launchers and clusters send the same one again."""
-    job.ranks = 1
-    done = job.go(LOCKSTEP_TEST_FATE="0:5:TWICE")
-    assert done.code == 75, done
-    _preempted(job)
-
-
 @pytest.mark.promise("full-disk")
-@pytest.mark.parametrize("hangs", ["0:HANG", "7:HANGALL"], ids=["the writer's", "everybody's"])
-def test_a_disk_that_hangs_keeps_no_rank_longer_than_its_grace(job: Job, undisturbed: Undisturbed, hangs: str) -> None:
-    """The second save waits for the first, which never ends, or every fsync hangs from there on, also that of status.json."""
+def test_a_disk_that_hangs_keeps_no_rank_longer_than_its_grace(job: Job, undisturbed: Undisturbed) -> None:
+    """The second save waits for the first, which never ends. Where every fsync hangs: tests/own/test_session_launchers.py."""
     job.words += ["checkpoint.every_steps=4", "preempt.grace_seconds=3"]
     held = job.run_dir.parent / "held"
-    fate = {"LOCKSTEP_TEST_WRITE": hangs, "LOCKSTEP_TEST_FATE": "1:8:HOLD", "LOCKSTEP_TEST_HELD": str(held)}
+    fate = {"LOCKSTEP_TEST_WRITE": "0:HANG", "LOCKSTEP_TEST_FATE": "1:8:HOLD", "LOCKSTEP_TEST_HELD": str(held)}
     with started(job.command(), job.env(**fate)) as launcher:
         poll(held.exists, what="rank 1 in its eighth pass, behind the first save")
         began = time.monotonic()

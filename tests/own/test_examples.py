@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from pathlib import Path
@@ -54,29 +53,10 @@ def start(name: str, folder: Path, ranks: int, *settings: str, fate: str = "", *
         return started.wait(60)
 
 
-@pytest.mark.parametrize(
-    ("plain", "session", "most"),
-    [("plain", "own_loop", 15), *((f"{name}_plain", name, 30) for name in ("gpt", "folders", "gan"))],
-)
-def test_few_lines_differ_from_the_script_for_one_process(plain: str, session: str, most: int) -> None:
-    before, after = ((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines() for name in (plain, session))
-    changed = [line for line in difflib.ndiff(before, after) if line.startswith("+ ")]
-    assert 10 < len(changed) <= most, "\n".join(changed)
-
-
-def test_the_smallest_one_learns_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
-    reached = {}
-    for ranks in (1, 2):
-        done = start("own_loop", tmp_path / str(ranks), ranks, "checkpoint.every_steps=0")
-        assert done.code == 0, done.output
-        reached[ranks] = json.loads((tmp_path / str(ranks) / "run/summary.json").read_text())["logged"]
-    assert reached[1]["test_loss"] == pytest.approx(reached[2]["test_loss"], rel=1e-3) and reached[1]["accuracy"] > 0.85
-
-
 @pytest.mark.promise("kill-resume", "session-same")
 @pytest.mark.parametrize(
     ("name", "sync", "fate"),
-    [("gpt", "flat", "1:7"), ("folders", "flat", "0:9"), ("gan", "flat", "1:9"), ("gan", "ddp", "1:5")],
+    [("gpt", "flat", "1:7"), ("folders", "flat", "0:9"), ("gan", "ddp", "1:9")],
 )
 def test_killed_in_the_middle_and_started_again_it_ends_in_the_same_bits(
     tmp_path: Path, name: str, sync: str, fate: str

@@ -33,7 +33,6 @@ def test_a_new_project_trains_passes_its_own_test_and_is_a_job_for_every_backend
     assert "@name@" not in "".join(path.read_text() for path in folder.iterdir() if path.is_file())
     assert "Ran 2 tests" in _lockstep(folder, "make", "train", "test", "lint").output
     assert list(folder.glob("runs/*/summary.json"))
-    _lockstep(folder, "submit", "local", "job.yaml", "--wait", "120")
     for backend in ("k8s", "compose", "slurm"):
         rendered = _lockstep(folder, "render", backend, "job.yaml").output
         assert "my-project-2" in rendered and "error" not in rendered, rendered

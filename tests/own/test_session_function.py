@@ -1,4 +1,5 @@
-"""A step that is given as a function may be called again: in parts, at half the scale, for a diagnosis; and a run has an end of its own."""
+"""A step that is given as a function may be called again: in parts, at half the scale, for a diagnosis. One that is given as a loss
+is left out where it overflows. And a run has an end of its own."""
 
 from __future__ import annotations
 
@@ -12,145 +13,171 @@ from tests.own.job import assert_weights, script, shared
 from tests.processes import Result
 
 CODE = """
-import sys, torch, torch.nn.functional as F
+import json, sys, torch, torch.nn.functional as F
 from lockstep import Session
-run_dir, kind, *words = sys.argv[1:]
+run_dir, options, *words = sys.argv[1:]
+how = {"loss": False, "scaled": False, "norm": False, "dropout": 0.0, "steps": 20, "fate": "-1:0:", **json.loads(options)}
 DATA = torch.utils.data.TensorDataset(torch.randn(240, 6, generator=torch.Generator().manual_seed(1)), torch.arange(240) % 3)
-drawn, calls, epochs = [], [], int(kind.removeprefix("steps:")) if kind.startswith("steps") else 0
+drawn, calls, infinite = [], [], []
+struck, at, what = how["fate"].split(":")
+class Shift(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.by = torch.nn.Parameter(torch.zeros(8))
+    def forward(self, x):
+        by = self.by * 1
+        if infinite:  # of one number's gradient: under zero1 and fsdp that is one rank's part
+            by.register_hook(lambda grad: torch.cat([grad[:-1], grad[-1:] * float("inf")]))
+        return x + by
 class Drawn(torch.nn.Dropout):
     def forward(self, x):
         y = super().forward(x)
         if self.training:
-            drawn.append(float((y == 0).float() @ torch.arange(y.shape[-1]).float() @ torch.ones(()) if y.ndim == 1 else
-                         ((y == 0).float() * torch.arange(y.numel()).view(y.shape)).sum()))
+            drawn.append(float(((y == 0).float() * torch.arange(y.numel()).view(y.shape)).sum()))
         return y
 with Session(run_dir, "checkpoint.every_steps=2", "checkpoint.keep=50", *words, config={"name": "function"}) as run:
     torch.manual_seed(3)
-    layers = [torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8) if kind == "nan" else torch.nn.Identity()]
-    net = torch.nn.Sequential(*layers, Drawn(0.5 if kind == "drops" else 0.0), torch.nn.Linear(8, 3))
-    model = run.replicate(net)
+    norm = torch.nn.BatchNorm1d(8) if how["norm"] else torch.nn.Identity()
+    model = run.replicate(torch.nn.Sequential(torch.nn.Linear(6, 8), norm, Shift(), Drawn(how["dropout"]), torch.nn.Linear(8, 3)))
     optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
-    scaler = torch.amp.GradScaler("cpu", growth_interval=5, enabled=kind == "half")
+    scaler = torch.amp.GradScaler("cpu", growth_interval=5, enabled=how["scaled"])
     run.keep(scaler=scaler)
     def loss(x, y):
         calls.append(run.steps)
-        if kind == "nan" and run.steps == 4 and run.rank == 1:
+        here = run.rank == int(struck)
+        infinite[:] = [1] * (here and (what == "INF" and run.steps == int(at) and calls.count(run.steps) < 3
+                                       or what == "EVER" and run.steps >= int(at)))
+        if here and what == "NAN" and run.steps == int(at):
             x = x * float("nan")
-        logits = model(x)
-        if kind == "half" and run.rank == 1 and run.steps in (3, 7) and calls.count(run.steps) < 3:
-            logits = logits * torch.tensor(1.0, requires_grad=True)
-            logits.register_hook(lambda grad: grad * float("inf"))
-        return F.cross_entropy(logits, y)
-    for epoch in run.epochs(steps=epochs) if epochs else run.epochs(2):
+        return F.cross_entropy(model(x), y)
+    for epoch in run.epochs(steps=how["steps"]):
         for x, y in run.batches(DATA, 24):
-            run.step(loss, x, y, scaler=scaler, clip=1.0)
-            if kind == "stop" and run.steps == 13 and run.rank == 1:
+            if what == "LEAVE" and run.steps == int(at):
+                sys.exit(0)
+            if how["loss"]:
+                run.step(loss(x, y), scaler=scaler, clip=1.0)
+            else:
+                run.step(loss, x, y, scaler=scaler, clip=1.0)
+            if what == "STOP" and run.steps == int(at) and run.rank == int(struck):
                 run.stop("enough")
         run.log(calls=len(calls))
-    totals = run.gather(drawn)
-    if run.leader and kind == "drops":
-        print("DRAWN", totals[0] != totals[1], [len(t) for t in totals])
-        print("FIRST", *(t[0] for t in totals))
+    drawn = run.gather(drawn)
+    run.print(f"DRAWN {drawn[0][:1] != drawn[-1][:1]} {[len(each) for each in drawn]}")
     print(f"SCALE {scaler.get_scale()} CALLS {len(calls)}\\n", end="")
 """
 
 
-def train(ranks: int, run_dir: Path, kind: str, *words: str, **variables: str) -> Result:
-    return script(ranks, CODE, run_dir, kind, *words, **variables)
+def train(run_dir: Path, *words: str, ranks: int = 2, code: str = CODE, **options: object) -> Result:
+    return script(ranks, code, run_dir, json.dumps(options), *words)
+
+
+def assert_same(one: Path, other: Path) -> None:
+    mine, theirs = shared(one)["model"], shared(other)["model"]
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.promise("half-precision", "session-same")
+@pytest.mark.parametrize("sync", ["ddp", "zero1"])
+def test_a_step_that_overflows_is_taken_again_and_none_is_lost(tmp_path: Path, sync: str) -> None:
+    """Scales are powers of two: the weights are those without a scale, of all twenty steps."""
+    plain = train(tmp_path / "plain", f"sync.name={sync}")
+    half = train(tmp_path / "half", f"sync.name={sync}", scaled=True, fate="1:3:INF")
+    assert plain.code == half.code == 0, half.output
+    assert "CALLS 20" in plain.output and half.output.count("CALLS 22") == 2, half.output
+    assert_same(tmp_path / "plain", tmp_path / "half")
+
+
+@pytest.mark.promise("half-precision", "session-same")
+@pytest.mark.parametrize("sync", ["flat", "fsdp"])
+def test_an_overflow_on_one_rank_leaves_out_the_step_of_a_loss_on_all(tmp_path: Path, sync: str) -> None:
+    """The weights are those without a scaler, which leaves out the same step."""
+    plain = train(tmp_path / "plain", f"sync.name={sync}", "nonfinite=skip", loss=True, fate="1:7:INF")
+    assert plain.code == 0, plain.output
+    done = train(tmp_path / "scaled", f"sync.name={sync}", loss=True, scaled=True, fate="1:7:INF")
+    assert done.code == 0, done.output
+    assert done.output.count("SCALE 262144.0") == 2, done.output  # 2^16: doubled once, halved, doubled twice
+    assert_same(tmp_path / "plain", tmp_path / "scaled")
 
 
 @pytest.mark.promise("half-precision")
-@pytest.mark.parametrize("sync", ["flat", "ddp", "zero1", "fsdp"])
-def test_a_step_that_overflows_is_taken_again_and_none_is_lost(tmp_path: Path, sync: str) -> None:
-    """Scales are powers of two: the weights are those without a scale, of all twenty steps."""
-    plain = train(2, tmp_path / "plain", "plain", f"sync.name={sync}")
-    half = train(2, tmp_path / "half", "half", f"sync.name={sync}")
-    assert plain.code == half.code == 0, half.output
-    assert "CALLS 20" in plain.output and half.output.count("CALLS 24") == 2, half.output
-    one, other = (shared(tmp_path / name)["model"] for name in ("plain", "half"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+def test_the_scale_goes_on_where_it_was(tmp_path: Path) -> None:
+    assert train(tmp_path / "calm", scaled=True).code == 0
+    left = train(tmp_path / "run", scaled=True, fate="1:13:LEAVE")
+    assert left.code == 0 and "SCALE" not in left.output, left.output
+    done = train(tmp_path / "run", scaled=True)
+    assert done.code == 0 and "Resuming at step 13" in done.output, done.output
+    assert_same(tmp_path / "calm", tmp_path / "run")
+    assert "SCALE 1048576.0" in done.output, done.output
 
 
-@pytest.mark.promise("session-same")
-def test_micro_batches_are_a_setting(tmp_path: Path) -> None:
-    whole, parts = train(2, tmp_path / "whole", "plain"), train(2, tmp_path / "parts", "plain", "micro_batch_size=5")
-    assert whole.code == parts.code == 0, parts.output
-    assert "CALLS 20" in whole.output and "CALLS 60" in parts.output, "each part of twelve in three"
-    assert_weights(tmp_path / "parts", shared(tmp_path / "whole")["model"], atol=1e-6)
-    tensor = CODE.replace("run.step(loss, x, y, scaler=scaler, clip=1.0)", "run.step(loss(x, y))")
-    refused = script(1, tensor, tmp_path / "tensor", "plain", "micro_batch_size=5")
-    assert refused.code == 1 and "TypeError: micro_batch_size" in refused.output, refused.output
+@pytest.mark.promise("half-precision")
+def test_an_overflow_that_no_scale_mends_ends_the_run(tmp_path: Path) -> None:
+    """It was skipped to the end, and the run called complete."""
+    done = train(tmp_path / "run", loss=True, scaled=True, fate="1:3:EVER", steps=40)
+    assert done.code == 1 and "a gradient is not finite, though every loss is" in done.output, done.output
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert status["code"] == 1 and 20 < status["step"] < 40, status
 
 
 @pytest.mark.promise("not-finite")
-@pytest.mark.parametrize("sync", ["flat", "ddp", "fsdp"])
-def test_the_rank_and_the_parameter_of_a_nan_are_named(tmp_path: Path, sync: str) -> None:
-    done = train(2, tmp_path / "run", "nan", f"sync.name={sync}", "nonfinite=stop")
+@pytest.mark.parametrize(("sync", "scaled"), [("ddp", True), ("fsdp", False)])
+def test_the_rank_and_the_parameter_of_a_nan_are_named(tmp_path: Path, sync: str, scaled: bool) -> None:
+    """It is not taken for an overflow of a scaled loss either. A step that is left out moves no weight, and no statistics."""
+    how = {"norm": True, "scaled": scaled, "fate": "1:4:NAN"}
+    done = train(tmp_path / "run", f"sync.name={sync}", "nonfinite=stop", **how)
     assert done.code == 1 and "diverged at step 5: rank 1: loss is not finite, gradient of 0.weight" in done.output, (
         done.output
     )
     assert "rank 0: " not in done.output.split("diverged at")[1].splitlines()[0]
-    skipped = train(2, tmp_path / "skip", "nan", f"sync.name={sync}", "nonfinite=skip")
-    assert skipped.code == 0, skipped.output
-    buffers = [tensor for name, tensor in shared(tmp_path / "skip")["model"].items()]
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in buffers)
+    skipped = train(tmp_path / "skip", f"sync.name={sync}", "nonfinite=skip", **how)
+    assert skipped.code == 0 and "left out step 5: rank 1: loss" in skipped.output, skipped.output
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in shared(tmp_path / "skip")["model"].values())
+
+
+@pytest.mark.promise("session-same")
+def test_micro_batches_are_a_setting(tmp_path: Path) -> None:
+    whole, parts = train(tmp_path / "whole"), train(tmp_path / "parts", "micro_batch_size=5")
+    assert whole.code == parts.code == 0, parts.output
+    assert "CALLS 20" in whole.output and "CALLS 60" in parts.output, "each part of twelve in three"
+    assert_weights(tmp_path / "parts", shared(tmp_path / "whole")["model"], atol=1e-6)
 
 
 @pytest.mark.promise("session-resume")
-def test_dropout_differs_between_the_ranks_and_is_the_same_after_a_resume(tmp_path: Path) -> None:
-    calm = train(2, tmp_path / "calm", "drops")
-    assert calm.code == 0 and "DRAWN True [20, 20]" in calm.output, calm.output
-    first = calm.output.split("FIRST ")[1].split()[:2]
-    assert first[0] != first[1]
-    halves = [train(2, tmp_path / "run", "drops", "checkpoint.every_steps=2") for _ in range(1)]
-    assert halves[0].code == 0
-    one, other = shared(tmp_path / "calm")["model"], shared(tmp_path / "run")["model"]
-    assert all(torch.equal(one[name], other[name]) for name in one)
+def test_dropout_differs_between_the_ranks(tmp_path: Path) -> None:
+    done = train(tmp_path / "run", dropout=0.5)
+    assert done.code == 0 and "DRAWN True [20, 20]" in done.output, done.output
 
 
 @pytest.mark.promise("session-resume")
 def test_a_run_of_so_many_steps_goes_on_with_more(tmp_path: Path) -> None:
     """Twelve steps end in the middle of an epoch of ten; a start with sixteen goes on there."""
-    for steps in (12, 16, 16):
-        done = train(2, tmp_path / "run", f"steps:{steps}")
+    for steps in (12, 16):
+        done = train(tmp_path / "run", steps=steps)
         assert done.code == 0, done.output
         status = json.loads((tmp_path / "run/status.json").read_text())
         assert status["step"] == steps and status["reason"] == "complete"
-    assert train(2, tmp_path / "whole", "steps:16").code == 0
-    one, other = (shared(tmp_path / name)["model"] for name in ("run", "whole"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert train(tmp_path / "whole", steps=16).code == 0
+    assert_same(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.promise("session-resume")
 def test_one_rank_ends_the_run_for_good(tmp_path: Path) -> None:
     for attempt in (1, 2):
-        done = train(2, tmp_path / "run", "stop")
+        done = train(tmp_path / "run", fate="1:13:STOP")
         status = json.loads((tmp_path / "run/status.json").read_text())
         assert done.code == 0 and status["reason"] == "stopped: enough", done.output
         assert 13 <= status["step"] <= 14 and ("It was stopped: enough" in done.output) == (attempt == 2), done.output
-    left = script(2, CODE.replace('run.stop("enough")', "pass").replace("        run.log(calls", "        break\n        run.log(calls"),
-                  tmp_path / "left", "stop")  # fmt: skip
-    assert left.code == 0 and left.output.count("run.stop(reason) in place of `break`") == 1, left.output
-    assert "left after" in json.loads((tmp_path / "left/status.json").read_text())["reason"]
 
 
 @pytest.mark.promise("session-resume")
-def test_a_schedule_that_no_checkpoint_has_is_warned_of(tmp_path: Path) -> None:
-    """A start that resumes would train with other rates, without a word."""
-    made = "    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)\n    run.keep("
-    for kept, warned in (("schedule=schedule, ", 0), ("", 1)):
-        code = CODE.replace("    run.keep(", made + kept)
-        done = script(2, code, tmp_path / f"kept-{warned}", "plain")
-        assert done.code == 0 and done.output.count("run.keep(schedule=") == warned, done.output
-
-
-@pytest.mark.promise("session-resume")
-def test_a_schedule_may_come_between_two_starts(tmp_path: Path) -> None:
-    """It keeps numbers of its own in the optimizer's groups, which those of the checkpoint do not have."""
+def test_a_schedule_that_no_checkpoint_has_is_warned_of_and_may_come_between_two_starts(tmp_path: Path) -> None:
+    """A start that resumes would train with other rates, without a word. A schedule keeps numbers of its own in the optimizer's
+    groups, which those of an older checkpoint do not have."""
     made = "    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)\n    run.keep("
-    steps = "scaler=scaler, clip=1.0)\n"
-    later = CODE.replace("    run.keep(", made).replace(steps, f"{steps}            schedule.step()\n")
-    for code, kind in ((CODE, "steps:4"), (later, "steps:6")):
-        done = script(1, code, tmp_path / "run", kind)
-        assert done.code == 0, done.output
-    assert "Resuming at step 4" in done.output
+    later = CODE.replace("clip=1.0)\n", "clip=1.0); schedule.step()\n").replace("    run.keep(", made)
+    assert train(tmp_path / "run", steps=4).code == 0
+    done = train(tmp_path / "run", steps=6, code=later)
+    assert done.code == 0 and "Resuming at step 4" in done.output, done.output
+    assert done.output.count("run.keep(schedule=") == 1, done.output
+    done = train(tmp_path / "kept", steps=4, code=later.replace("run.keep(", "run.keep(schedule=schedule, "))
+    assert done.code == 0 and "run.keep(schedule=" not in done.output, done.output

@@ -39,7 +39,6 @@ AS_THEY_ARE = {
     "EXIT_FAILED": "training.contract:EXIT_FAILED",
     "EXIT_PREEMPTED": "training.contract:EXIT_PREEMPTED",
     "EXIT_USAGE": "training.contract:EXIT_USAGE",
-    "GradientSync": "training.sync.base:GradientSync",
     "clean": "training.checkpoint.store:clean",  # of a folder of checkpoints: what killed saves have left
     "data": "training.config:Data",  # the settings of that group, checked
     "doctor_gpu": "training.doctor:main",  # its words, and the command that starts a rank

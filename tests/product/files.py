@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 from tests.product.inside import Inside
@@ -19,7 +20,6 @@ _files = Inside("training.files")
 _making = Inside("training.data.making")
 _record = Inside("training.observe.report.record")
 _rundir = Inside("training.observe.rundir")
-_settings = Inside("training.config.settings")
 _shards = Inside("training.data.shards")
 _sources = Inside("training.data.sources")
 _store = Inside("training.checkpoint.store")
@@ -64,7 +64,6 @@ def _read_weights(path: Path, into: Any = None) -> Any:
 
 _READERS: dict[str, Callable[..., Any]] = {
     "recipe": _recipe,
-    "yaml": lambda path: _settings.read_yaml(path),
     "run": lambda path: (_rundir.read_run(path), _record.read(path))[1],
     "report": lambda path: _record.read(path),
     "metrics": lambda path: Inside("training.observe.ranks").Reader(path).read(),
@@ -73,14 +72,7 @@ _READERS: dict[str, Callable[..., Any]] = {
     "shards": _samples,
     "source": _source,
     "idx": lambda path, dimensions=1: Inside("training.data.sources.builtin").read_idx(path.parent, path.name, dimensions),
-    "code": lambda path: Inside("wire.archive").read(path.read_bytes(), "0" * 64),
-    "listing": lambda path: Inside("jobs.code.listing").files_of(path),
 }  # fmt: skip
-
-
-def setting_names() -> list[str]:
-    """The names that `--set` of a run takes."""
-    return [name for name, _ in _settings.leaves(_config.Config)]
 
 
 def save(directory: Path, step: int, state: Any, touched: Callable[[int], None] | None = None) -> Path:
@@ -88,12 +80,12 @@ def save(directory: Path, step: int, state: Any, touched: Callable[[int], None] 
     count = itertools.count(1)
 
     def watched(function: Any) -> Any:
-        return lambda *words: (touched and touched(next(count)), function(*words))[1]
+        return lambda *words, **named: (touched and touched(next(count)), function(*words, **named))[1]
 
     with contextlib.ExitStack() as stack:
-        for name in ("write_all", "fsync", "rename"):
-            stack.callback(setattr, _files, name, getattr(_files, name))
-            setattr(_files, name, watched(getattr(_files, name)))
+        for owner, name in ((_files, "write_all"), (_files, "fsync"), (_files, "rename"), (os, "unlink")):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, watched(getattr(owner, name)))
         writer = _store.Writer(directory, keep=2, keep_best=False)
         path = writer.save(step, state).result().path
         writer.wait()
@@ -120,20 +112,3 @@ def make_shards(folder: Path, samples: int = 12, shards: int = 2) -> Path:
 def train(*words: str) -> int:
     """The exit code of `python -m lockstep.training WORDS`, in this process: for hundreds of calls."""
     return Inside("training.__main__").main(list(words), {})
-
-
-def fresh_run(path: Path, patience: float = 0.3) -> Path:
-    """Opens a run directory as a start of `smoke` with `--fresh` does; it stays this process's own. Raises `UserError`."""
-    _rundir.LOCK_SECONDS = patience
-    _OPEN.append(_rundir.RunDirectory.open(path, _config.load("smoke"), True))
-    return path
-
-
-_OPEN: list[Any] = []
-
-
-def private_folder(folder: Path) -> None:
-    """Makes a folder for jobs and looks at it again. Raises `UserError` where somebody else could write there."""
-    records = Inside("jobs.records")
-    records.make(folder)
-    records.check(folder)

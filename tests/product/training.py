@@ -99,17 +99,6 @@ def before_each_batch(do: Callable[[], None]) -> None:
     stored.batch = lambda self, ids, epoch: (do(), batch(self, ids, epoch))[1]
 
 
-def augmented(shards: Path, settings: list[str]) -> tuple[Any, Any]:
-    """(the labels of all training images, a function of epoch and ids that gives these images as a run augments them)."""
-    import torch
-
-    recipe, manifest = _config.load("smoke", settings), _shards.Manifest.read(shards)
-    images, labels = _shards.Samples.open(manifest, "train", 0, manifest.count("train")).all()
-    return labels, lambda epoch, ids: _augment.augment(
-        images, ids, ids, recipe.data, _augment.draw_keys(recipe.seed, epoch), torch.float64
-    )
-
-
 def mlp_exercise() -> tuple[Any, Any, Any]:
     """Features and labels of the recipe `mlp`, and the network that it begins with, of seed 0."""
     import torch

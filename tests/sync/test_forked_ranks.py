@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-import pytest
-
 from tests.conftest import Undisturbed
 from tests.processes import PYTHON, free_port, started
 from tests.runs import Job, assert_same
 
 
-@pytest.mark.parametrize("strategy", ["flat", "fsdp"])
 def test_forked_ranks_train_what_ranks_from_a_shell_do(
-    undisturbed: Undisturbed, data_root: Path, strategy: str, tmp_path: Path
+    undisturbed: Undisturbed, data_root: Path, tmp_path: Path
 ) -> None:
-    job = Job(tmp_path / "run", data_root, 2, **{"sync.name": strategy})
+    job = Job(tmp_path / "run", data_root, 2)
     port = str(free_port())
     with contextlib.ExitStack() as stack:
         ranks = []
@@ -26,4 +23,4 @@ def test_forked_ranks_train_what_ranks_from_a_shell_do(
             ranks.append(stack.enter_context(started([PYTHON, "-m", "lockstep.training", *job.words], env)))
         outputs = [process.communicate(timeout=180)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], outputs
-    assert_same(job.run_dir, undisturbed(2, strategy))
+    assert_same(job.run_dir, undisturbed(2))

@@ -16,9 +16,9 @@ from lockstep.training.parallel.world import World
 from lockstep.training.resilience.closeness import check_parameter_closeness
 from lockstep.training.sync.teaching import horovod
 from lockstep.training.sync.teaching.strategies import HookedDataParallel
-from tests.idx import write_fashion
 from tests.processes import PYTHON, ROOT, clean_env, run
-from tests.ranks import launched, on_ranks, training
+from tests.ranks import on_ranks, training
+from tests.warm.gang import python
 
 pytestmark = pytest.mark.promise("modules")
 
@@ -42,7 +42,7 @@ def _as_the_module_writes_it(world: World, batch: int, tell: bool) -> list[str]:
     return [str(one.message) for one in caught if "set_samples" in str(one.message)]
 
 
-@pytest.mark.parametrize(("batch", "tell", "warned"), [(8, False, 0), (9, False, 1), (9, True, 0)])
+@pytest.mark.parametrize(("batch", "tell", "warned"), [(9, False, 1), (9, True, 0)])
 def test_the_horovod_script_in_its_own_words(batch: int, tell: bool, warned: int) -> None:
     """Unequal parts that nobody told of are warned of, once."""
     assert [len(said) for said in on_ranks(_as_the_module_writes_it, 2, batch, tell)] == [warned, warned]
@@ -78,19 +78,9 @@ def test_the_tutorials_checkpoint_and_torchvisions_names(tmp_path: Path) -> None
 def test_an_example_without_data_is_one_line(tmp_path: Path) -> None:
     """Where nothing can be downloaded; one rank of the node tries, the others wait for it."""
     offline = clean_env(http_proxy="http://127.0.0.1:9", https_proxy="http://127.0.0.1:9", PYTHONPATH=str(ROOT))
-    done = run(
-        [PYTHON, str(ROOT / "examples/modules/horovod_resnet9.py"), "--data", "cifar10", "--root", str(tmp_path)],
-        offline,
-        cwd=tmp_path,
-    )
+    words = [str(ROOT / "examples/modules/horovod_resnet9.py"), "--data", "cifar10", "--root", str(tmp_path)]
+    done = python(*words, env=offline, cwd=tmp_path)
     assert done.code == 2 and "error: no CIFAR-10" in done.output and "Traceback" not in done.output, done.output
-
-
-def test_fashion_cnn_under_ddp_warns_of_no_strides(tmp_path: Path) -> None:
-    write_fashion(tmp_path, 64, 8, packed=False)
-    words = ["run", "fashion_cnn", "--run-dir", str(tmp_path / "run"), "--set", f"data.root={tmp_path}"]
-    done = launched(2, *words, "global_batch_size=16", "epochs=1", "sync.name=ddp", "download=false")
-    assert done.code == 0 and "strides" not in done.output, done
 
 
 def _by_hand(world: World, kind: Any, synchronizes: bool) -> list[torch.Tensor]:
@@ -149,6 +139,7 @@ for _ in range(100000):
 """
 
 
+@pytest.mark.promise("own-script")
 def test_a_script_that_leaves_its_group_open_ends_when_gloo_is_done() -> None:
     """A gloo thread that drops a tensor while Python ends aborts the process: "terminate called without an active exception"."""
     done = run([PYTHON, "-c", OPEN], clean_env(OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore"))

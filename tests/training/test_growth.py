@@ -23,10 +23,9 @@ FREE = [
 ]  # fmt: skip
 
 
-def _counted(world: World, folder: str, nodes: int) -> dict[str, Any]:
+def _counted(world: World, folder: str) -> dict[str, Any]:
     """Of this rank: messages and bytes of each exchange; names that its exporter lists; shards read to be verified."""
-    root, here = Path(folder), world.size // nodes
-    world.local_rank, world.local_size, world.node, world.nodes = world.rank % here, here, world.rank // here, nodes
+    root = Path(folder)
     counts = Counts(int(os.environ["MASTER_PORT"]), [root])
     with verified_files() as verified, RunBegun(world, root / "run", f"data.root={root / 'data'}", *FREE) as run:
         found: dict[str, Any] = {"verified": verified}
@@ -34,7 +33,7 @@ def _counted(world: World, folder: str, nodes: int) -> dict[str, Any]:
         before = counts.now()
         run.write_metrics()
         found["listed"] = counts.now().since(before).entries
-        for name, (call, _) in calls(world, run.state).items() if nodes == 1 else ():
+        for name, (call, _) in calls(world, run.state).items():
             call()
             before = counts.now()
             call()
@@ -42,17 +41,13 @@ def _counted(world: World, folder: str, nodes: int) -> dict[str, Any]:
     return found
 
 
-def _assert_verified_once(ranks: list[dict[str, Any]]) -> None:
-    every = [name for rank in ranks for name in rank["verified"]]
-    assert len(every) == len(set(every)) == 6, every  # five to train and one to test
-    assert max(len(rank["verified"]) for rank in ranks) <= -(-6 // len(ranks))
-
-
 @pytest.mark.promise("growth", "data-memory")
 def test_messages_bytes_and_listings_of_all_ranks_grow_no_faster_than_ranks(tmp_path: Path) -> None:
-    counted = {size: on_ranks(_counted, size, str(tmp_path / str(size)), 1) for size in SIZES}
+    counted = {size: on_ranks(_counted, size, str(tmp_path / str(size))) for size in SIZES}
     for size in SIZES:
-        _assert_verified_once(counted[size])
+        verified = [name for rank in counted[size] for name in rank["verified"]]
+        assert len(verified) == len(set(verified)) == 6, verified  # five to train and one to test
+        assert max(len(rank["verified"]) for rank in counted[size]) <= -(-6 // size)
         assert [rank["listed"] for rank in counted[size]] == [0] * size, "a rank lists no files of the others"
     exchanges = counted[2][0].keys() - {"verified", "listed"}
     assert len(exchanges) == 9
@@ -61,10 +56,3 @@ def test_messages_bytes_and_listings_of_all_ranks_grow_no_faster_than_ranks(tmp_
             few, many = (sum(getattr(rank[exchange], what) for rank in counted[size]) for size in SIZES)
             # A quarter more for acknowledgements that travel by themselves; n log n would be 1.7 times as much.
             assert few > 0 and many / few < 1.25 * LINEAR, f"{exchange}: {few} {what} of 2 ranks, {many} of 8"
-
-
-def test_each_of_two_nodes_verifies_each_shard_once(tmp_path: Path) -> None:
-    """Nodes may have disks of their own."""
-    ranks = on_ranks(_counted, 4, str(tmp_path), 2)
-    for node in (ranks[:2], ranks[2:]):
-        _assert_verified_once(node)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from lockstep.training.parallel.world import cores
-from tests import product
 from tests.events import events
 from tests.processes import PYTHON, ROOT, clean_env, require, run
 from tests.ranks import gang, training
@@ -118,30 +117,6 @@ def test_a_loss_is_the_mean_of_all_ranks_in_the_events_of_steps_and_of_epochs(da
     assert losses[3] == pytest.approx(losses[1], rel=1e-9)
 
 
-@pytest.mark.promise("best-checkpoint")
-def test_checkpoints_by_time_come_once_each_and_the_best_one_stays(tiny: list[str], tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    words = [*tiny, "model=tests.nets:Paced", "every_seconds=0.12", "checkpoint.every_steps=1000", "checkpoint.keep=1"]
-    env = clean_env(LOCKSTEP_TEST_PACE="0.05")
-    done = gang(2, "run", "smoke", "--run-dir", str(run_dir), "--set", *words, env=env)
-    assert done.code == 0, done.output
-    scored = {event["step"]: event["accuracy"] for event in events(run_dir, "epoch")}
-    saves = [event for event in events(run_dir, "checkpoint") if event["step"] not in scored]
-    by_time = [event["step"] for event in saves]
-    assert len(by_time) >= 2 and sorted(set(by_time)) == by_time, by_time
-    # One at each interval, also on a busy machine whose steps take longer: counted over all of them, since a save's
-    # event comes when it is on the disk.
-    assert (len(saves) - 2) * 0.12 <= saves[-1]["time"] - saves[0]["time"], saves
-    best = max(scored.values())
-    kept = [step for step, score in product.scores(run_dir).items() if score == best]
-    assert kept and scored[kept[0]] == best
-
-
-def test_all_ranks_speak_where_they_are_asked(tiny: list[str], tmp_path: Path) -> None:
-    loud = gang(2, "run", "smoke", "--run-dir", str(tmp_path / "run"), "--verbose", "--set", *tiny)
-    assert loud.code == 0 and "[rank 1] 2 ranks on cpu" in loud.output, loud.output
-
-
 def test_shard_then_train_from_the_shards_then_evaluate_and_export(tiny: list[str], tmp_path: Path) -> None:
     out, run_dir, weights = tmp_path / "shards", tmp_path / "run", tmp_path / "weights.pth"
     done = training("shard", "smoke", "--out", str(out), "--set", *tiny)
@@ -154,32 +129,15 @@ def test_shard_then_train_from_the_shards_then_evaluate_and_export(tiny: list[st
     done = training("evaluate", str(run_dir), "--trust-model")
     assert done.code == 0 and f"accuracy {reached:.4f} (" in done.output, done.output
     moved = out.rename(tmp_path / "elsewhere")
-    words_of_a_run = ("evaluate", str(run_dir), "--trust-model", "--set")
-    assert training(*words_of_a_run, "data.root=/no-such-folder").code == 2
-    done = training(*words_of_a_run, f"data.shards={moved}")
+    done = training("evaluate", str(run_dir), "--trust-model", "--set", f"data.shards={moved}")
     assert done.code == 0 and f"accuracy {reached:.4f} (" in done.output, done.output
-    done = training(*words_of_a_run, "lr=1")
+    done = training("evaluate", str(run_dir), "--trust-model", "--set", "lr=1")
     assert done.code == 2 and "optim.lr: 0.05 → 1" in done.output, done.output
     moved.rename(out)
     assert training("export", str(run_dir), str(weights)).code == 0
     done = training("evaluate", str(weights), "--recipe", "smoke", "--set", *tiny, *words)
     assert f"accuracy {reached:.4f} (" in done.output, done.output
     assert training("export", str(run_dir), str(weights)).code == 2, "nothing is overwritten"
-    words = ["--set", *tiny, f"init_from={weights}", "lr=1e-9"]
-    done = gang(2, "run", "smoke", "--run-dir", str(tmp_path / "next"), *words)
-    assert done.code == 0 and abs(_summary(tmp_path / "next")["accuracy"] - reached) < 0.05, done.output
-
-
-@pytest.mark.promise("hostile-files")
-def test_a_shard_with_a_wrong_checksum_is_exit_2(tiny: list[str], tmp_path: Path) -> None:
-    out = tmp_path / "shards"
-    assert training("shard", "smoke", "--out", str(out), "--set", *tiny).code == 0
-    path = out / "train-00001.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 1
-    path.write_bytes(data)
-    done = gang(2, "run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, f"data.shards={out}")
-    assert done.code == 2 and "train-00001.safetensors has sha256" in done.output, done.output
 
 
 def test_three_ranks_on_an_empty_folder_prepare_it_once(tmp_path: Path) -> None:
@@ -208,22 +166,17 @@ SET = ["run", "smoke", "--set"]
 BAD = {
     "unknown recipe": (["run", "smoky"], {}, "did you mean 'smoke'"),
     "unknown command": (["rum"], {}, "invalid choice"),
-    "unknown setting": ([*SET, "lrr=1"], {}, "unknown setting 'lrr'"),
     "ill-typed setting": ([*SET, "lr=fast"], {}, "optim.lr must be a number"),
     "missing data": (["run", "bag_of_tricks", "--set", "data.root=/no-such-folder/x", "download=false"], {}, "/no-such-folder"),
     "RANK alone": (["run", "smoke"], {"RANK": "0"}, "WORLD_SIZE is not set beside RANK=0"),
-    "the container forgot the launcher": (["run", "smoke"], {"PET_NPROC_PER_NODE": "2"}, "training launch"),
-    "an impossible rank": (["run", "smoke"], {"RANK": "5", "WORLD_SIZE": "4"}, "RANK=5 but WORLD_SIZE=4"),
     "fresh over something else": (["run", "smoke", "--fresh", "--run-dir", "tests"], {}, "does not hold a run of Lockstep"),
     "no GPU": ([*SET, "device=cuda"], {"CUDA_VISIBLE_DEVICES": ""}, "no GPU is visible"),
     "batch too large": ([*SET, "global_batch_size=4096", "uneven=drop"], {}, "is larger than the 1438"),
     "batch and ghost norm": ([*SET, "global_batch_size=40", "uneven=drop"], {}, "blocks of 32"),
-    "unknown model": ([*SET, "model=nothing:Net"], {}, "cannot import model"),
     "a model of other classes": ([*SET, "model=torch.nn:LazyLinear", "model_options={out_features: 7}"], {}, "expected [n, 10]"),
     "no weights": ([*SET, "init_from=/no-such-folder.pth"], {}, "cannot read /no-such-folder.pth"),
     "run dir is a file": (["run", "smoke", "--run-dir", "Makefile"], {}, "Makefile: File exists"),
     "nothing to launch": (["launch", "--ranks", "2"], {}, "nothing to launch"),
-    "launch of nonsense": (["launch", "--ranks", "two", "run", "smoke"], {}, "--ranks must be a number"),
     "nodes without a meeting point": (["launch", "--nodes", "2", "run", "smoke"], {}, "needs --rendezvous"),
     "evaluate nothing": (["evaluate", "/no-such-folder"], {}, "/no-such-folder"),
 }  # fmt: skip

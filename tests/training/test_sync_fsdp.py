@@ -105,22 +105,6 @@ def test_a_rank_holds_one_block_while_a_layer_runs_and_one_tensor_in_a_save(tmp_
         assert found["save"] == (list(range(1, tensors + 1)) if rank == 0 else [1] * tensors), found["save"]
 
 
-def _blocks_or_not(world: World) -> list[dict[str, torch.Tensor]]:
-    found = []
-    for options in ({}, {"blocks": []}, {"blocks": ["layers.[12]", "head"]}):
-        loop = Loop(world, _net(), options)
-        for passes in (1, 2, 1):
-            loop.step(passes)
-        found.append(loop.weights())
-    return found
-
-
-def test_what_the_blocks_are_changes_no_bit_on_two_ranks() -> None:
-    for found in on_ranks(_blocks_or_not, 2):
-        for other in found[1:]:
-            assert all(torch.equal(other[name], weights) for name, weights in found[0].items())
-
-
 def _apart(world: World) -> list[str]:
     """Each rank leaves out another block of the same size; then the model is called past its network."""
     said = []

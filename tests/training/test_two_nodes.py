@@ -77,10 +77,6 @@ class TestOneNodeStillPreparesItsData:
             (tmp_path / "slow/go").touch()
             self.assert_told(gang.wait(90), 0, "")
 
-    def test_the_wait_is_bounded_by_its_own_setting(self, tmp_path: Path) -> None:
-        with running(*self.started(tmp_path, "data.prepare_timeout=6"), grace=1) as gang:
-            self.assert_told(gang.wait(90), 2, "data.prepare_timeout")
-
     def test_a_node_that_says_nothing_is_not_waited_for(self, tmp_path: Path) -> None:
         with running(*self.started(tmp_path), grace=1) as gang:
             self.begun(gang, tmp_path).processes[1].send_signal(signal.SIGSTOP)

@@ -3,7 +3,7 @@
 Forks a Python process for each request that comes from those who connect to the socket FD. Importing torch and the package
 costs 2.3 seconds of CPU time, a fork some milliseconds. What is forked is a process as one from a shell: in a session of its
 own, with the signals, standard streams, variables, folder, arguments and `__main__` that were asked for; it ends by itself
-with its own exit code, output and exit functions (tests/training/test_warm.py compares). Two things differ: what it prints is not
+with its own exit code, output and exit functions. Two things differ: what it prints is not
 buffered, and the interpreter is not torn down.
 
 Nothing may run beside the main thread when it forks: another thread's locks would stay locked in the child. So OpenMP and

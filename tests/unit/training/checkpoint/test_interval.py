@@ -37,13 +37,6 @@ def test_the_interval_is_bounded() -> None:
     assert Interval(-3).failures == 0  # a run directory may have been copied, or its history be another's
 
 
-def test_the_median_counts_and_one_slow_save_does_not() -> None:
-    found = _measured(0.1)
-    for cost in (0.1, 0.1, 50.0, 0.1):
-        found.stalled(cost)
-    assert found.cost == 0.1
-
-
 def test_it_is_told_once_in_the_log(tmp_path: Path, tiny: list[str]) -> None:
     words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "every_seconds=auto", "every_steps=2"]
     done = training(*words)

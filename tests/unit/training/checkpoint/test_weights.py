@@ -41,13 +41,3 @@ def test_weight_files(tmp_path: Path) -> None:
         weights.read(path)
     with pytest.raises(UserError, match="cannot read"):
         weights.read(tmp_path / "none.pth")
-
-
-def test_a_name_in_a_file_moves_no_cursor(tmp_path: Path) -> None:
-    """Weights whose name is a command to the terminal, as `init_from` and `evaluate` print it."""
-    torch.save({"\x1b]0;owned\x07\x1b[2J": torch.ones(1)}, tmp_path / "weights.pth")
-    network = torch.nn.Linear(1, 1, bias=False)
-    del network.weight  # nothing is missing, so the name in the file is what is told
-    with pytest.raises(UserError) as refused:
-        weights.assign(network, weights.read(tmp_path / "weights.pth"), tmp_path / "weights.pth")
-    assert "\\x1b]0;owned\\x07\\x1b[2J" in str(refused.value)

@@ -56,12 +56,6 @@ def test_draws_are_uniform() -> None:
     assert (torch.corrcoef(joint) - torch.eye(3, dtype=torch.float64)).abs().max() < 0.02
 
 
-def test_alternating_flip_turns_every_image_every_epoch() -> None:
-    first, second, third = (draws(draw_keys(9, epoch), IDS, 0, "alternating")[2] for epoch in range(3))
-    assert torch.equal(first, ~second) and torch.equal(first, third)
-    assert 0 < int(first.sum()) < N
-
-
 @pytest.mark.parametrize(
     ("recipe", "words", "shape", "named"),
     [

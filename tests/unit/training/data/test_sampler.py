@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DistributedSampler
 
 from lockstep.training.data.batches import OrderSampler
 from tests.product import UserError
@@ -24,18 +24,6 @@ def test_three_ranks_and_ten_samples_as_the_tutorial_lists_them(uneven: str) -> 
     assert found == K3_N10[uneven]
     for rank in range(3) if uneven != "weight" else ():  # torch has no such policy
         assert found[rank] == list(DistributedSampler(range(10), 3, rank, shuffle=False, drop_last=uneven == "drop"))
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_sequential_order_is_the_exercises_rule(world: int) -> None:
-    """`(i % world_size) == rank` over the batches of 64 of the data set in its order."""
-    n, per_rank = 64 * 12, 64
-    batches = torch.arange(n).split(per_rank)
-    for rank in range(world):
-        mine = [batch.tolist() for i, batch in enumerate(batches) if (i % world) == rank]
-        sampler = OrderSampler(n, per_rank, rank=rank, world_size=world, shuffle=False)
-        loader = DataLoader(TensorDataset(torch.arange(n)), batch_size=per_rank, sampler=sampler)
-        assert [batch.tolist() for (batch,) in loader] == mine
 
 
 @pytest.mark.parametrize("uneven", ["drop", "pad", "weight"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -56,21 +55,6 @@ def test_data_that_is_replaced_makes_other_shards(tmp_path: Path) -> None:
     assert second != first
     shutil.rmtree(folder)
     assert product.prepared(settings).checksum == second
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("format", 2), ("shape", [0, 4, 3]), ("classes", []), ("splits", {}),
-        ("splits", {"train": [{"file": "../x.safetensors", "count": 1, "sha256": "0" * 64}], "test": []}),
-        ("splits", {"train": [{"file": "x.safetensors", "count": -1, "sha256": "0" * 64}], "test": []}),
-    ],
-)  # fmt: skip
-def test_a_malformed_manifest_is_refused(made: Manifest, key: str, value: object) -> None:
-    path = made.directory / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
-    with pytest.raises(UserError, match=r"manifest\.json"):
-        Manifest.read(made.directory)
 
 
 def _resident(folder: Path) -> int:

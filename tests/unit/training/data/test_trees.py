@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import UserDict, namedtuple
+from collections import UserDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,24 +26,11 @@ class Encoding(UserDict):  # type: ignore[type-arg]
         return self
 
 
-class Graph:
-    """A `to` that takes nothing but a device, and gives nothing back."""
-
-    def __init__(self, nodes: torch.Tensor) -> None:
-        self.nodes = nodes
-
-    def to(self, device: torch.device) -> None:
-        self.nodes = self.nodes.to(device)
-
-
 @dataclass(frozen=True)
 class Sample:
     x: torch.Tensor
     name: str
     count: int = field(init=False, default=3)
-
-
-Pair = namedtuple("Pair", "x y")
 
 
 def x() -> torch.Tensor:
@@ -56,9 +43,7 @@ ITEMS: dict[str, tuple[Any, Any]] = {
         lambda p: [p.data] if p.batch_sizes.device.type == "cpu" else [],  # torch wants these on the CPU
     ),
     "an encoding": (lambda: Encoding({"x": x()}, "kept"), lambda e: [e["x"]] if e.encodings == "kept" else []),
-    "a graph": (lambda: Graph(x()), lambda g: [g.nodes]),
     "a dictionary": (lambda: {"x": x(), "text": ["a"]}, lambda d: [d["x"]] if d["text"] == ["a"] else []),
-    "a named tuple": (lambda: Pair(x(), [x()]), lambda p: [p.x, p.y[0]]),
     "a shape": (lambda: (x(), torch.Size([1, 2])), lambda p: [p[0]] if type(p[1]) is torch.Size else []),
     "a dataclass": (lambda: Sample(x(), "a"), lambda s: [s.x] if (s.name, s.count) == ("a", 3) else []),
 }

@@ -8,7 +8,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lockstep.training.launch.ending import Attempts, exit_code
-from tests.product import EXIT_FAILED, EXIT_PREEMPTED
+from tests.product import EXIT_PREEMPTED
 
 
 def test_wrong_usage_beats_preempted_beats_failed() -> None:
@@ -37,11 +37,3 @@ def test_a_preemption_neither_costs_a_restart_nor_forgets_the_ones_before(tmp_pa
             assert saved is not None and saved.used == killed + 1
             saved.end(EXIT_PREEMPTED)
     assert _start(tmp_path) is None
-
-
-def test_a_failure_and_a_preemption_in_turn(tmp_path: Path) -> None:
-    for used, code in ((0, EXIT_FAILED), (1, EXIT_PREEMPTED), (1, EXIT_FAILED), (2, EXIT_PREEMPTED), (2, EXIT_FAILED)):
-        attempts = _start(tmp_path)
-        assert attempts is not None and attempts.used == used
-        attempts.end(code)
-    assert not list(tmp_path.glob("*.json")), "given up: the next job begins with a fresh count"

@@ -5,7 +5,6 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from lockstep.training.observe.metrics import PREFIX, TABLE, Metrics
-from tests.processes import ROOT
 
 pytestmark = pytest.mark.promise("metrics")
 CPU = torch.device("cpu")
@@ -65,10 +64,3 @@ def test_what_has_no_value_yet_is_absent_and_counters_begin_at_zero() -> None:
     later = tuple(name for name, row in TABLE.items() if row.since == "later")
     assert later and not [name for name in values if name.removeprefix(PREFIX).startswith(later)]
     assert values["training_nonfinite_steps_total"] == 0 and values["training_checkpoint_failures_total[timeout]"] == 0
-
-
-def test_the_documentation_has_every_metric_with_its_help() -> None:
-    text = (ROOT / "docs/metrics.md").read_text()
-    for name, row in TABLE.items():
-        line = next(line for line in text.splitlines() if line.startswith(f"| `{name}`"))
-        assert f"| {row.kind} | {row.help} |" in line and all(label in line for label in row.labels)

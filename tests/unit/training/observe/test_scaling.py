@@ -21,26 +21,15 @@ def test_the_sentence_is_arithmetic_on_what_was_measured() -> None:
     assert "give --ranks at least two" in why([first])
 
 
-def test_it_prints_a_row_for_each_way_to_train(tiny: list[str]) -> None:
-    words = ["--ranks", "2,1", "--steps", "4", "--rounds", "1", "--batch", "12", "--threads", "1"]
-    settings = [word for word in tiny if not word.startswith("data.")]
-    done = training("bench", "scaling", *words, "--strategies", "ddp,data_parallel", "--set", *settings, timeout=400)
-    assert done.code == 0 and "Why is it not 2×?" in done.output, done.output
-    row = r"^(\w+(?: \w+)?) +(\d) +(\d+) +([\d.]+) +[\d.]+× +([\d.]+) \|((?: +[\d.]+){4}) \| +[\d.]+ +[\d.]+$"
-    rows = re.findall(row, done.output, re.M)
-    named = [("batch fixed", "1", "12"), ("batch fixed", "2", "12"), ("batch grows", "2", "24"), ("ddp", "2", "12")]
-    assert [values[:3] for values in rows] == [*named, ("data_parallel", "1", "12")], done.output
-    for _, _, batch, rate, step, phases in rows:
-        assert float(rate) == pytest.approx(1000 * int(batch) / float(step), rel=0.05)
-        assert sum(map(float, phases.split())) == pytest.approx(float(step), abs=0.3)
+ROW = r"^(\w+(?: \w+)?) +(\d) +(\d+) +([\d.]+) +[\d.]+× +([\d.]+) \|((?: +[\d.]+){4}) \| +[\d.]+ +[\d.]+$"
 
 
-def test_a_run_that_fails_leaves_the_others_their_rows(tiny: list[str]) -> None:
+def test_it_prints_a_row_for_each_way_to_train_also_where_one_fails(tiny: list[str]) -> None:
     words = [
         "--ranks",
         "2",
         "--steps",
-        "1",
+        "2",
         "--rounds",
         "1",
         "--batch",
@@ -51,20 +40,8 @@ def test_a_run_that_fails_leaves_the_others_their_rows(tiny: list[str]) -> None:
     settings = [word for word in tiny if not word.startswith(("data.", "model="))]
     done = training("bench", "scaling", *words, "--set", *settings, "model=tests.nets:Sociable", timeout=400)
     assert done.code == 0 and re.search(r"^data_parallel .*nobody is here", done.output, re.M), done.output
-    assert re.search(r"^allreduce +2 +12 ", done.output, re.M), done.output
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["scaling", "--ranks", "1,zero"], "must be a whole number from 1, got 'zero'"),
-        (["scaling", "--strategies", "nothing"], "nothing"),
-        (["scaling", "--recipe", "smoky"], "did you mean 'smoke'"),
-        (["speed"], "invalid choice: 'speed'"),
-    ],
-)
-def test_wrong_words_are_one_line(words: list[str], message: str) -> None:
-    done = training("bench", *words)
-    assert (
-        done.code == 2 and message in done.output and done.output.startswith("error: ") and done.output.count("\n") == 1
-    ), done.output
+    rows = re.findall(ROW, done.output, re.M)
+    assert [values[:3] for values in rows] == [("batch fixed", "2", "12"), ("allreduce", "2", "12")], done.output
+    for _, _, batch, rate, step, phases in rows:
+        assert float(rate) == pytest.approx(1000 * int(batch) / float(step), rel=0.05)
+        assert sum(map(float, phases.split())) == pytest.approx(float(step), abs=0.3)

@@ -32,30 +32,6 @@ def test_nesterov_follows_its_formula_through_a_change_of_rate() -> None:
         assert torch.equal(w.grad, grad)
 
 
-PLAIN = {"reference_batch_size": 0, "weight_decay": 0, "bias_lr_factor": 1, "schedule": "[]"}
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("sgd", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}), ("adam", {"lr": 1e-3, "weight_decay": 0.1})],
-)
-def test_a_parameter_whose_first_gradient_comes_late_is_as_in_torchs_plain_form(
-    name: str, options: dict[str, Any]
-) -> None:
-    torch.manual_seed(0)
-    ours, plain = ([torch.nn.Parameter(torch.ones(4, 3) * number) for number in (1, 2)] for _ in range(2))
-    fused = optim.build(ours, _settings(name=name, **{**PLAIN, **options}), 8)
-    loop = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[name](plain, **options, foreach=False)
-    for step in range(4):
-        gradients = [torch.randn(4, 3), torch.randn(4, 3) if step > 1 else None]
-        for parameters, optimizer in ((ours, fused), (plain, loop)):
-            for parameter, gradient in zip(parameters, gradients):
-                parameter.grad = None if gradient is None else gradient.clone()
-            optimizer.step()
-    for mine, theirs in zip(ours, plain):
-        torch.testing.assert_close(mine, theirs)
-
-
 @pytest.mark.parametrize(
     ("recipe", "groups", "named"),
     [
@@ -72,12 +48,8 @@ def test_a_group_that_would_be_empty_is_refused(recipe: str, groups: str, named:
 
 def test_groups_biases_and_decay_that_follows_the_batch() -> None:
     words = {
-        "lr": 1.0,
-        "weight_decay": 0.256,
-        "bias_lr_factor": 64,
-        "reference_batch_size": 512,
-        "schedule": "[[0,0],[2,1]]",
-    }
+        "lr": 1.0, "weight_decay": 0.256, "bias_lr_factor": 64, "reference_batch_size": 512, "schedule": "[[0,0],[2,1]]",
+    }  # fmt: skip
     settings = _settings(name="nesterov", **words)
     optimizer = optim.build(torch.nn.Linear(3, 2).parameters(), settings, 256)
     weights, biases = optimizer.param_groups

@@ -8,7 +8,7 @@ from lockstep.training.run import lifecycle
 from tests import product
 
 
-def test_a_gpu_computes_float32_in_float32_unless_it_is_told_otherwise() -> None:
+def test_settings_of_torchs_arithmetic_are_those_of_the_run() -> None:
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     fast, exact = "tf32", "ieee"
     flags: list[tuple[Any, str]] = [
@@ -20,15 +20,10 @@ def test_a_gpu_computes_float32_in_float32_unless_it_is_told_otherwise() -> None
         for words, expected in ((changed, [fast, fast, True]), ([], [exact, exact, False])):
             lifecycle._arithmetic(product.recipe("smoke", *words))
             assert [getattr(owner, name) for owner, name in flags] == expected
-    finally:
-        for (owner, name), value in zip(flags, before):
-            setattr(owner, name, value)
-
-
-def test_deterministic_switches_torchs_deterministic_algorithms_on_and_off() -> None:
-    try:
         for wanted in (True, False):
             lifecycle._arithmetic(product.recipe("smoke", f"deterministic={wanted}"))
             assert torch.are_deterministic_algorithms_enabled() is wanted
     finally:
         torch.use_deterministic_algorithms(False)
+        for (owner, name), value in zip(flags, before):
+            setattr(owner, name, value)

@@ -26,16 +26,12 @@ def test_idx_files_packed_or_not(tmp_path: Path, folder: str, packed: bool) -> N
 TRAIN = "train-images-idx3-ubyte"
 DAMAGED: dict[str, tuple[str, bool, Callable[[bytes], bytes]]] = {
     "cut off": (TRAIN, False, lambda b: b[:-5]),
-    "longer": (TRAIN, False, lambda b: b + b"0"),
-    "no header": (TRAIN, False, lambda b: b[:7]),
     "of floats": (TRAIN, False, lambda b: b"\0\0\x0d\x03" + b[4:]),
     "huge": (TRAIN, False, lambda b: b[:4] + b"\x7f\xff\xff\xff" * 3 + b[16:]),
-    "negative": (TRAIN, False, lambda b: b[:4] + b"\xff\xff\xff\xff" + b[8:]),
     "two labels": ("train-labels-idx1-ubyte", False, lambda b: b[:4] + b"\0\0\0\x02" + b[8:10]),
     "label 10": ("t10k-labels-idx1-ubyte", False, lambda b: b[:-1] + b"\x0a"),
     "packed, cut off": (TRAIN, True, lambda b: b[:-20]),
     "packed, without end": (TRAIN, True, lambda b: gzip.compress(gzip.decompress(b) + bytes(1 << 20))),
-    "packed nonsense": (TRAIN, True, lambda b: b"\x1f\x8b nonsense"),
 }
 
 
