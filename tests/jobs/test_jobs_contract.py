@@ -243,9 +243,10 @@ def test_a_command_beside_a_rank(bench: Bench) -> None:
     backend.submit(spec)
     until(lambda: len([*backend.logs("long")]) == 2, BOUND, "both ranks")
     told = "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCKSTEP_RUN_DIR ${LOCKSTEP_JOB-none}; echo oh >&2; exit 7"
-    code, out, err = beside(bench, "long", "sh", "-c", told, rank=1)
-    assert (code, out.decode()) == (7, f"1 1 2 {spec.run_dir} none\n"), (out, err)
-    assert "oh" in err.decode().splitlines(), "the two are kept apart (srun has a word of its own)"
+    for rank in (0, 1):
+        code, out, err = beside(bench, "long", "sh", "-c", told, rank=rank)
+        assert (code, out.decode()) == (7, f"{rank} {rank} 2 {spec.run_dir} none\n"), (out, err)
+        assert "oh" in err.decode().splitlines(), "the two are kept apart (srun has a word of its own)"
     data = os.urandom(5 << 20)
     code, out, err = beside(bench, "long", "cat", stdin=data)
     assert (code, out == data, err) == (0, True, b""), "to the end of its input, byte for byte"

@@ -416,8 +416,10 @@ def _run(
 def _guard(grace: int) -> Iterator[Callable[[Iterable[int]], None]]:
     """Inside the block, the ranks that it was given last end when this process is killed (`guard.py`)."""
     command = [sys.executable, "-I", "-S", guard.__file__, str(grace)]
+    env = {name: value for name, value in os.environ.items() if name != ENV_LAUNCHER}  # it is no rank
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+        env=env,
     )  # fmt: skip
 
     def tell(ranks: Iterable[int]) -> None:
