@@ -40,7 +40,7 @@ values = [
     f"{'0' * 64} {state}".encode(), b"\xff\x00\x1b[2J", b"", b"9" * 5000, b"x" * (4 << 20),
 ]
 known = ["torch.rendezvous.lockstep", "lockstep/nodes/lockstep", *(
-    f"{group}{name}/{number}" for group in ("", "default_pg/0/", "lockstep/nodes/lockstep/0/", "torch.rendezvous.lockstep.0/")
+    f"{group}{name}/{number}" for group in ("", "default_pg/0/0/", "lockstep/nodes/lockstep/0/", "torch.rendezvous.lockstep.0/")
     for name in ("done", "failed", "last", "ended", "lockstep/done", "lockstep/failed", "lockstep/ended", "lockstep/step",
                  "torchelastic/role_info", "torchelastic/assigned_ranks") for number in range(2))]
 
@@ -201,7 +201,7 @@ def test_what_another_user_writes_into_the_ports_of_a_run_runs_no_code_and_chang
 def test_an_address_that_somebody_else_wrote_into_the_store_is_one_line(job: Job) -> None:
     """gloo takes a length from it, and memory that it cannot get is no error of torch's own."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    store.set("default_pg/0/0//cpu//0/1", b"9" * 5000)
+    store.set("default_pg/0/0/0//cpu//0/1", b"9" * 5000)
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     env = job.env(**ranks, MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
     done = subprocess.run(
