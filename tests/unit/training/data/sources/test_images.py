@@ -105,7 +105,9 @@ def _jpeg(path: Path) -> None:
 
 
 HOSTILE: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    # One that Pillow itself refuses, and one that only our bound does.
     "bomb": ("bomb.png", lambda p: p.write_bytes(_png(60_000, 60_000)), "pixels"),
+    "small bomb": ("bomb.png", lambda p: p.write_bytes(_png(11_000, 10_000)), "it has 11000 × 10000 pixels"),
     "truncated": ("cut.jpg", lambda p: (_jpeg(p), p.write_bytes(p.read_bytes()[:-200])), "truncated"),
     "empty": ("empty.png", lambda p: p.write_bytes(b""), "it is not a JPEG, PNG or WebP image"),
     "suffix": ("other.png", _jpeg, "its name ends in PNG, but its content is JPEG"),
