@@ -214,7 +214,7 @@ def settings(model: type[BaseModel], title: str, lead: str, free: bool = True) -
         groups.setdefault(group, []).append(row)
     parts = [f"# {title}\n", lead + "\n"]
     if free:
-        parts.append("*Free* settings may change when a run goes on; a change of any other is refused.\n")
+        parts.append("*Free* settings may change when a run resumes; a change of any other is refused.\n")
     for group, found in groups.items():
         parts.append(f"## {f'`{group}`' if group else 'General'}\n")
         parts.append(

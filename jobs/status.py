@@ -37,7 +37,7 @@ State = Literal[
 ]  # fmt: skip
 FINAL = ("succeeded", "failed", "preempted", "cancelled", "timed_out", "lost")
 GOES_ON = ("preempted", "cancelled", "timed_out")
-"""Endings after which the state is saved, so that the same job submitted again goes on."""
+"""Endings after which the state is saved, so that the same job submitted again resumes."""
 _CODES = {
     "succeeded": EXIT_DONE, "failed": EXIT_FAILED, "unschedulable": EXIT_UNSCHEDULABLE, "lost": EXIT_LOST,
     "preempted": EXIT_PREEMPTED, "cancelled": EXIT_PREEMPTED, "timed_out": EXIT_TIMED_OUT,

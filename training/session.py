@@ -309,7 +309,7 @@ class Session:
 
     def stop(self, reason: str) -> None:
         """Ends the run for good, with exit code 0: the loops of all ranks end before their next batch, and a later start says that
-        the run is complete. One rank may call it alone. Where a script leaves its loops by `break`, the next start goes on.
+        the run is complete. One rank may call it alone. Where a script leaves its loops by `break`, the next start resumes.
 
         Args:
             reason: for status.json, such as "no better for 5 epochs".
@@ -336,7 +336,7 @@ class Session:
 
         Args:
             steps: in place of `count`: as many epochs as these optimizer steps need. After the last step the loop over the batches
-                ends; a start with more steps goes on from there.
+                ends; a start with more steps resumes there.
 
         Raises:
             RuntimeError: an epoch ends with gradients that no `update` has used.

@@ -107,7 +107,7 @@ class LocalBackend(Backend):
             shutil.rmtree(folder)
         elif folder.exists():
             self._clear(folder)
-        # The same job goes on where it was, from whatever folder it is submitted.
+        # The same job resumes where it was, from whatever folder it is submitted.
         run_dir = old.record["run_dir"] if old is not None and old.hash == spec.hash() else spec.run_directory_here
         folder.mkdir(mode=0o700)
         files.replace_json(

@@ -300,7 +300,7 @@ class _JobSpec(Section):
     def hash(self) -> str:
         """16 hex digits that tell two specs apart. A new setting with a default does not change old hashes.
 
-        `fresh` is not part of it: a job that was started over goes on when it is submitted again without.
+        `fresh` is not part of it: a job that was started over resumes when it is submitted again without.
         """
         return self._hash
 

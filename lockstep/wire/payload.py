@@ -31,7 +31,7 @@ class SessionOptions:
     settings: tuple[str, ...] = ()
     """NAME=VALUE, stronger than the script's own."""
     fresh: str = ""
-    """The word of a start over (`RunDirectory.open`); "": the run goes on."""
+    """The word of a start over (`RunDirectory.open`); "": the run resumes."""
     expected: bool = False
     """Whether somebody asked for settings or a start over: a program without a Session would not see them."""
 

@@ -144,7 +144,7 @@ class OrderSampler(Sampler[int]):
 
         sampler = OrderSampler(len(dataset), batch_size=64)       # rank and world size from torch.distributed
         loader = DataLoader(dataset, batch_size=64, sampler=sampler)
-        sampler.set_epoch(epoch, step)                            # each epoch; `step` where a resumed run goes on within one
+        sampler.set_epoch(epoch, step)                            # each epoch; `step` where a run resumes within one
 
     The samples of every global batch are those that `training run` trains with the same seed, at every world size, and a seek costs
     nothing. Where torch's `DistributedSampler` deals samples out one by one, a rank here takes its contiguous part of each global batch.

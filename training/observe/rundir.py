@@ -136,7 +136,7 @@ class RunDirectory:
 
         Args:
             fresh: True moves an earlier run aside first. A word does so only where the run was not begun with the same
-                word: a job gives its own, so that its restarts go on with what its first start has begun.
+                word: a job gives its own, so that its restarts resume what its first start has begun.
 
         Raises:
             UserError: the directory is in use, holds a run of another config, or cannot be written.

@@ -169,7 +169,7 @@ def _wandb(config: RunSettings, run: RunDirectory) -> tuple[Log, Close]:
     identity = saved.get("id") if isinstance(saved, dict) else None
     if not isinstance(identity, str):
         identity = uuid.uuid4().hex[:12]
-        files.replace_json(run.path / WANDB_ID, {"id": identity})  # a restart goes on in the same run
+        files.replace_json(run.path / WANDB_ID, {"id": identity})  # a restart resumes the same run
     theirs = wandb.init(
         project=config.log.wandb, name=run.path.name, id=identity, resume="allow", dir=str(run.path),
         config=configuration.to_dict(config), settings=wandb.Settings(silent=True),

@@ -48,7 +48,7 @@ class Loop:
         """What `epochs` was asked for; both None: it was not called."""
         self._schedules_checked = False
         self._left_at_last_step = False
-        """The last step was made in the middle of an epoch, which a start with more steps goes on with."""
+        """The last step was made in the middle of an epoch, which a start with more steps resumes in."""
         self._epoch_is_through = False
         """The loop over the batches of the epoch under way has ended, in this attempt."""
         self._under_way: Iterator[Any] | None = None
@@ -341,7 +341,7 @@ class Loop:
         if (self.epochs_planned, self.steps_planned) != (None, None) and not self.complete:
             epochs = f"{run.state.cursor.epoch} of {self.epochs_planned} epochs"
             so_far = epochs if self.steps_planned is None else f"{run.steps_done} of {self.steps_planned} steps"
-            reason = f"left after {so_far}: another start goes on"
+            reason = f"left after {so_far}: another start resumes"
             if run.world.leader:
                 run.console.warn(f"{reason}, unless the script ends its run with run.stop(reason) in place of `break`")
             raise Ended(EXIT_DONE, reason)

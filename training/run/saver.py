@@ -160,7 +160,7 @@ class Saver:
         return not on_any(self._last_failed, self.context.world)
 
     def resumable(self) -> bool:
-        """Whether any rank's disk has a checkpoint to go on from, of this start or of an earlier one. Collective."""
+        """Whether any rank's disk has a checkpoint to resume from, of this start or of an earlier one. Collective."""
         return on_any(self._on_disk, self.context.world)
 
     def _result(self, future: Future[SaveResult]) -> SaveResult:

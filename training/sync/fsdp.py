@@ -3,7 +3,7 @@
 Between steps a rank holds its share of everything. A block's parameters are gathered when it runs, forward or backward, and
 sharded again when it is done; what belongs to no block is gathered for the whole pass. Every backward pass sums each gradient
 where its part is kept. A save gathers one tensor after another on the ranks that write; evaluation sees full parameters. So
-a run may go on at any world size; the average is sharded as the model is.
+a run may resume at any world size; the average is sharded as the model is.
 
 After S. Rajbhandari et al., "ZeRO" (2020), and Y. Zhao et al., "PyTorch FSDP" (2023).
 """

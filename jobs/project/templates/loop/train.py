@@ -1,6 +1,6 @@
 """Trains a small network on handwritten digits.
 
-    make train                                                  two processes on this machine; again: it goes on
+    make train                                                  two processes on this machine; again: it resumes
     make train SET="config.lr=0.01" RUN_DIR=runs/second         another run with another learning rate
     python train.py                                             one process, without Lockstep's launcher
 
