@@ -6,6 +6,8 @@ import ast
 import re
 from graphlib import TopologicalSorter
 
+import pytest
+
 from tests import product
 from tests.imports import SHARED, graph, imported, modules
 from tests.processes import ROOT
@@ -21,15 +23,14 @@ def test_no_import_goes_round_in_a_circle() -> None:
     assert list(TopologicalSorter(found).static_order())  # raises CycleError, which names the circle
 
 
-def test_no_folder_of_training_imports_in_a_circle() -> None:
+@pytest.mark.parametrize("package", ["lockstep.training.", "lockstep.jobs."])
+def test_no_folder_imports_in_a_circle(package: str) -> None:
     """A part of the house can be read without those that stand on it."""
     found: dict[str, set[str]] = {}
     for name, imports in graph().items():
-        if name.startswith("lockstep.training."):
-            folder, *_ = name.removeprefix("lockstep.training.").split(".")
-            others = {
-                one.removeprefix("lockstep.training.").split(".")[0] for one in imports if "lockstep.training." in one
-            }
+        if name.startswith(package):
+            folder, *_ = name.removeprefix(package).split(".")
+            others = {one.removeprefix(package).split(".")[0] for one in imports if one.startswith(package)}
             found.setdefault(folder, set()).update(others - {folder})
     assert len(found) > 10 and list(
         TopologicalSorter(found).static_order()
