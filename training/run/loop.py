@@ -337,6 +337,8 @@ class Loop:
             raise Ended(EXIT_FAILED, "training finished, but the last checkpoint could not be saved (see the warnings)")
         remark = run.kept.summary.get("remark")
         if self.stopped is not None:
+            if run.progressed:  # a start of a run that was stopped has said so
+                run.console.line(f"Stopped for good: {self.stopped}")
             raise Ended(EXIT_DONE, f"stopped: {self.stopped}")
         if (self.epochs_planned, self.steps_planned) != (None, None) and not self.complete:
             epochs = f"{run.state.cursor.epoch} of {self.epochs_planned} epochs"
