@@ -35,7 +35,7 @@ class Failed(Exception):
 
 
 class Smoke:
-    """A job as `lockstep render compose` prints it, and Prometheus beside it, in a project of their own; `down` removes all of it."""
+    """A job as `lockstep render compose` prints it, and a Prometheus, in one Compose project; `down` removes all of it."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args, self.file = args, folder / "job.yaml"

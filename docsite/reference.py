@@ -107,7 +107,7 @@ def pages() -> dict[str, str]:
 
 def command_names() -> list[str]:
     """Every command of `lockstep`, as it lists them."""
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    commands = typer.main.get_group(app).commands
     return sorted(name for name, command in commands.items() if not command.hidden)
 
 

@@ -23,9 +23,8 @@ from typing import NoReturn
 
 from lockstep.wire.signals import FORWARDED, command_of, end_with_launcher
 
-os.environ.setdefault(
-    "TORCH_CPP_LOG_LEVEL", "ERROR"
-)  # else a lost store is a warning with a stack, around the sentence that names the rank
+# Else a lost store is a warning with a stack, around the sentence that names the rank.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 if __name__ == "__main__" and command_of(sys.argv[1:])[:1] in (["run"], ["launch"]):
     # First of all: what is imported now takes its time. Until `Signals`, or the launcher, catches them. A PID 1 without
     # handlers would not get them at all.

@@ -160,7 +160,7 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
         one = parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[name])
         each = [one.replace(name=field, annotation=kind, default=None) for field, kind in fields.get(name, {}).items()]
         parameters += each or [one]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads the options from it
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     del run.__wrapped__
     return run

@@ -109,7 +109,7 @@ class KubernetesBackend(Cluster):
             return checks.without_cluster(str(error), cls.lint(spec) if spec is not None else None)
         if spec is not None:
             with contextlib.suppress(UserError):  # what cannot be told shows in the rows
-                spec = connected._settled(spec)
+                spec = connected._with_kind(spec)
         return checks.check(connected, spec, cls.lint(spec) if spec is not None else None)
 
     def path(self, kind: str, name: str = "") -> str:
@@ -125,12 +125,12 @@ class KubernetesBackend(Cluster):
         return render.manifests(spec, uuid.uuid4().hex[:8])
 
     def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Prepared:
-        return super().prepared(self._settled(spec), runs)
+        return super().prepared(self._with_kind(spec), runs)
 
     def drift(self, spec: JobSpec) -> Lines:
-        return super().drift(self._settled(spec))
+        return super().drift(self._with_kind(spec))
 
-    def _settled(self, spec: JobSpec) -> JobSpec:
+    def _with_kind(self, spec: JobSpec) -> JobSpec:
         """`k8s.kind: auto` is the kind of the job that has the name, else the first that the cluster has. Raises `UserError`."""
         if k8s(spec).kind != "auto":
             return spec

@@ -159,10 +159,8 @@ class Config(RunSettings, Recipe):
 
     @model_validator(mode="after")
     def _compiles(self) -> Self:
-        if self.compile and self.sync.name in (
-            "fsdp",
-            "data_parallel",
-        ):  # not tested; replicates the module in every step
+        # `fsdp` was not tested with it, and `data_parallel` replicates the module in every step.
+        if self.compile and self.sync.name in ("fsdp", "data_parallel"):
             raise ValueError(
                 f"sync.name={self.sync.name} does not take compile=true: set compile=false, or use sync.name=flat"
             )
