@@ -91,3 +91,24 @@ torch.cuda.synchronize()
 print(a[0].item())
 """
     assert _go(tmp_path, text, STANDIN_LATE=late).output.splitlines()[-1] == str(found)
+
+
+def test_a_communicator_keeps_the_order_of_its_calls_across_streams(tmp_path: Path) -> None:
+    """As NCCL's do. Each rank first waits for another of the two sums, and no rank may begin with the second one."""
+    text = """
+import torch.distributed as dist
+dist.init_process_group("nccl")
+b.fill_(10)
+torch.cuda.synchronize()
+for tensor, its in ((a, side), (b, stream)):
+    with torch.cuda.stream(its):
+        dist.all_reduce(tensor)
+(side, stream)[dist.get_rank()].synchronize()
+torch.cuda.synchronize()
+print(a[0].item(), b[0].item())
+dist.destroy_process_group()
+"""
+    each = [{"RANK": str(rank), "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)]
+    with rehearsing(tmp_path, [], each=each, program=["-c", HEAD + text], STANDIN_LATE="newest") as gang:
+        assert gang.wait(60) == [0, 0], gang.output
+    assert [rank.output.splitlines()[-1] for rank in gang.ranks] == ["2.0 20.0"] * 2, gang.output

@@ -169,7 +169,7 @@ API cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t handle)
     if (!own) own = new CUstream_st(*node.stream);
     std::set<uint64_t> after = {start};
     for (size_t earlier : node.after) after.insert(numbers[earlier]);
-    numbers.push_back(enqueue(own, node.name.c_str(), node.body, after, node.apart));
+    numbers.push_back(enqueue(own, node.name.c_str(), node.body, after, node.comm));
     if (node.launched) node.launched(numbers.back());
   }
   enqueue(stream, "graph ends", [] {}, {numbers.begin(), numbers.end()});

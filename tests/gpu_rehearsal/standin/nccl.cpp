@@ -192,7 +192,7 @@ static ncclResult_t start_transfers() {
       if (!moved) usleep(50);
     }
   };
-  return submit(all->front().stream, "send and receive", body, true) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
+  return submit(all->front().stream, "send and receive", body, all->front().comm) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
 }
 
 API ncclResult_t ncclGroupStart() {
@@ -240,7 +240,7 @@ static ncclResult_t post(
       if (block.device != comm->device) log_line("VIOLATION %s of a buffer of another device", name);
     }
     if (stream_of(stream)->device != comm->device) log_line("VIOLATION %s on a stream of another device", name);
-    return submit(stream, name, body, true) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
+    return submit(stream, name, body, comm) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
   };
   if (!depth) return call();
   grouped.push_back(call);

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <deque>
 #include <thread>
+#include <utility>
 
 #include "standin.h"
 
@@ -31,6 +32,7 @@ static std::map<CUstream_st*, std::deque<Work>, ById>& queues = *new std::map<CU
 static std::map<uint64_t, CUstream_st*>& unfinished = *new std::map<uint64_t, CUstream_st*>;
 static std::set<CUstream_st*>& busy = *new std::set<CUstream_st*>;
 static std::deque<uint64_t>& beside = *new std::deque<uint64_t>;
+static std::map<ncclComm_t, uint64_t>& latest = *new std::map<ncclComm_t, uint64_t>;  // work of each communicator
 static uint64_t issued = 0;
 using Lock = std::unique_lock<std::mutex>;
 
@@ -137,14 +139,18 @@ static void run_beside() {
   }
 }
 
-uint64_t enqueue(cudaStream_t stream, const char*, Body body, std::set<uint64_t> after, bool apart) {
+uint64_t enqueue(cudaStream_t stream, const char*, Body body, std::set<uint64_t> after, ncclComm_t comm) {
   Lock lock(guard);
+  bool apart = comm != nullptr;
   static bool started = false;
   if (!started && (apart || works_late())) {
     started = true;
     std::thread(run_beside).detach();
   }
   uint64_t number = ++issued;
+  // NCCL runs the operations of a communicator in the order of the calls, on whatever streams: its launches wait for
+  // each other on a stream of its own (`deviceStream` in its enqueue.cc), in a graph, too.
+  if (comm) after.insert(std::exchange(latest[comm], number));
   unfinished[number] = stream;
   queues[stream].push_back({number, std::move(body), std::move(after), now_ms()});
   if (works_late()) return number;

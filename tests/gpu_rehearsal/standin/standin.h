@@ -61,8 +61,10 @@ Block block_of(const void* pointer);  // kind `none` for ordinary host memory
 using Body = std::function<void()>;
 constexpr double LATE_MS = 300;
 bool works_late();
-// Appends to a stream; `after` is other work to wait for. `apart` work may wait for other processes: never in the caller.
-uint64_t enqueue(cudaStream_t stream, const char* name, Body body, std::set<uint64_t> after = {}, bool apart = false);
+// Appends to a stream; `after` is other work to wait for. Work of a communicator may wait for other processes, so a launch
+// does not run it in the caller; it also waits for what the communicator was given before, in whichever stream.
+uint64_t enqueue(
+    cudaStream_t stream, const char* name, Body body, std::set<uint64_t> after = {}, ncclComm_t comm = nullptr);
 bool is_done(uint64_t work);
 bool is_idle(cudaStream_t stream);
 void reach(uint64_t work);         // runs what this work needs, and waits for it
@@ -98,14 +100,14 @@ struct CUevent_st {
 };
 CUstream_st* stream_of(cudaStream_t stream);  // the legacy stream of the current device for a null pointer
 // Work of any kind: into the stream, or into the graph while the stream is captured.
-cudaError_t submit(cudaStream_t stream, const char* name, Body body, bool apart = false);
+cudaError_t submit(cudaStream_t stream, const char* name, Body body, ncclComm_t comm = nullptr);
 void noticed(const char* what);  // tells Python of a host synchronisation, so that it is counted by its line
 
 // ---- capture.cpp
 struct Node {
   std::string name;
   Body body;
-  bool apart;
+  ncclComm_t comm;
   std::function<void(uint64_t)> launched;  // told the number that the work has got at a launch
   CUstream_st* stream = nullptr;
   std::set<size_t> after = {};  // nodes

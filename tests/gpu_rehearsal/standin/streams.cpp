@@ -24,20 +24,20 @@ CUstream_st* stream_of(cudaStream_t stream) {
   return found;
 }
 
-cudaError_t submit(cudaStream_t handle, const char* name, Body body, bool apart) {
+cudaError_t submit(cudaStream_t handle, const char* name, Body body, ncclComm_t comm) {
   CUstream_st* stream = stream_of(handle);
   {
     Locked lock(state);
     open_context(stream->device, name);
     if (Capture* capture = stream->capture) {
       if (capture->broken) return failed(cudaErrorStreamCaptureInvalidated);
-      add_node(stream, {name, std::move(body), apart, nullptr});
+      add_node(stream, {name, std::move(body), comm, nullptr});
       return cudaSuccess;
     }
     if (stream->legacy && legacy_stream_forbidden(name)) return failed(cudaErrorStreamCaptureImplicit);
     log_line("WORK %s stream=%d", name, stream->id);
   }
-  enqueue(stream, name, std::move(body), {}, apart);
+  enqueue(stream, name, std::move(body), {}, comm);
   return cudaSuccess;
 }
 
@@ -116,7 +116,7 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t handle,
     if (stream->capture && (flags & cudaEventRecordExternal)) {
       // A node of the graph: every launch records the event anew, for the world outside.
       auto launched = [event](uint64_t work) { event->work = work, event->recorded = true, event->capture_id = 0; };
-      add_node(stream, {"event", pass, false, launched});
+      add_node(stream, {"event", pass, nullptr, launched});
       return cudaSuccess;
     }
     event->recorded = true;
