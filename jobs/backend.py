@@ -63,7 +63,7 @@ SUMMARY_LINES = 1000
 
 
 @dataclass(frozen=True)
-class Found:
+class KnownJob:
     """A job that a backend knows."""
 
     name: str
@@ -150,7 +150,7 @@ class Backend(abc.ABC):
         return cls()
 
     @abc.abstractmethod
-    def find(self, name: str, submitting: bool = False) -> Found | None:
+    def find(self, name: str, submitting: bool = False) -> KnownJob | None:
         """The job of that name; None where there is none. Raises `UserError` where its record is damaged.
 
         Args:
@@ -158,22 +158,22 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def create(self, job: Prepared, old: Found | None) -> Submitted:
+    def create(self, job: Prepared, old: KnownJob | None) -> Submitted:
         """Starts the job. `old`: the finished one of this name whose place it takes."""
 
-    def attach(self, job: Prepared, found: Found) -> Submitted:
+    def attach(self, job: Prepared, known: KnownJob) -> Submitted:
         """The same job is under way: brings what is missing of it."""
-        return Submitted(job.spec.name, False, found.where)
+        return Submitted(job.spec.name, False, known.where)
 
     @abc.abstractmethod
-    def observe(self, found: Found) -> Status:
+    def observe(self, known: KnownJob) -> Status:
         """Where it stands now. Raises `Unreachable`, `UserError`."""
 
     @abc.abstractmethod
-    def stream(self, found: Found, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
+    def stream(self, known: KnownJob, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
         """Its lines: of one rank, or of all with `[rank 5] ` before each. `last`: from so many before the end on."""
 
-    def exec(self, found: Found, rank: int, command: Lines, streams: Streams) -> int:  # noqa: ARG002
+    def exec(self, known: KnownJob, rank: int, command: Lines, streams: Streams) -> int:  # noqa: ARG002
         """Runs a command beside a rank, in its folder and with its environment. Returns the command's exit code.
 
         Raises:
@@ -183,7 +183,7 @@ class Backend(abc.ABC):
         raise UserError(f"the {self.name} backend cannot run a command beside a rank")
 
     @abc.abstractmethod
-    def stop(self, found: Found) -> Status:
+    def stop(self, known: KnownJob) -> Status:
         """Ends it with its grace, so that it can save."""
 
     @abc.abstractmethod
@@ -280,30 +280,30 @@ class Backend(abc.ABC):
         if missing and self.secrets_from is not None:
             raise UserError(f"the job needs the secret {missing[0]}: {self.secrets_from}")
 
-    def _decide(self, job: Prepared, mode: Mode) -> tuple[Prepared, Found | None] | Submitted:
+    def _decide(self, job: Prepared, mode: Mode) -> tuple[Prepared, KnownJob | None] | Submitted:
         """What is to be created, and in whose place; or the same job, where it is there already."""
         spec = job.spec
-        found, status = self._known(spec, mode)
-        if found is not None and mode == "new":
+        known, status = self._known(spec, mode)
+        if known is not None and mode == "new":
             name = next_name(spec.name, self._taken)
             return self.prepared(spec.model_copy(update={"name": name, "run_dir": None})), None
-        if found is None or status is None or status.final:
-            return job, found
-        return self.attach(job, found)
+        if known is None or status is None or status.final:
+            return job, known
+        return self.attach(job, known)
 
-    def _known(self, spec: JobSpec, mode: Mode) -> tuple[Found | None, Status | None]:
+    def _known(self, spec: JobSpec, mode: Mode) -> tuple[KnownJob | None, Status | None]:
         """The job of that name, and where it stands, where that counts. Raises `UserError` where it is in the way."""
-        found = self.find(spec.name, submitting=True)
-        if found is None or mode == "new":
-            return found, None
-        if found.hash is None:
+        known = self.find(spec.name, submitting=True)
+        if known is None or mode == "new":
+            return known, None
+        if known.hash is None:
             raise UserError(f"{spec.name} exists, and lockstep did not make it: choose another name")
-        status = self.observe(found)
+        status = self.observe(known)
         if mode == "replace" and status.final:
-            return found, status
-        started_over = spec.fresh is not None and not status.final and found.plain.get("fresh") != spec.fresh
-        if not found.same(spec, self.name) or started_over:
-            changed = "; ".join(found.differences(spec)[:8]) or "an earlier version of the same settings"
+            return known, status
+        started_over = spec.fresh is not None and not status.final and known.plain.get("fresh") != spec.fresh
+        if not known.same(spec, self.name) or started_over:
+            changed = "; ".join(known.differences(spec)[:8]) or "an earlier version of the same settings"
             raise UserError(
                 f"{spec.name} exists with another spec ({changed}): choose another name, --new for a numbered one, "
                 "or cancel it and submit with --replace"
@@ -314,7 +314,7 @@ class Backend(abc.ABC):
                 f"{spec.name} has already finished: {status.state}{why}: "
                 "--replace submits it again under this name (its run directory stays), --new under a numbered one"
             )
-        return found, status
+        return known, status
 
     def dry_run(self, spec: JobSpec, mode: Mode = "attach") -> Checks:
         """Whether it would start, when, and why not. Nothing is sent. Raises `Unreachable`."""
@@ -322,10 +322,10 @@ class Backend(abc.ABC):
             job = self.prepared(store.pinned(spec)[0])
             refuse([job], self.name)
             self.check_secrets(job.spec)
-            found, status = self._known(job.spec, mode)
+            known, status = self._known(job.spec, mode)
             if status is not None and not status.final:
                 return [Check("job", "note", f"is there already, with the same spec: {status.state}")]
-            place = "new" if found is None or mode == "new" else "takes the place of an earlier one"
+            place = "new" if known is None or mode == "new" else "takes the place of an earlier one"
             return [Check("job", "ok", place), *self.outlook(job)]
         except Unreachable:
             raise
@@ -341,12 +341,12 @@ class Backend(abc.ABC):
         except UserError:
             return True
 
-    def require(self, name: str) -> Found:
+    def require(self, name: str) -> KnownJob:
         """The job of that name. Raises `UserError` where there is none."""
-        found = self.find(name)
-        if found is None:
+        known = self.find(name)
+        if known is None:
             raise UserError(f"there is no {self.name} job {name}{self.scope}: see `lockstep list {self.name}`")
-        return found
+        return known
 
     def status(self, name: str) -> Status:
         return self.observe(self.require(name))
@@ -357,9 +357,9 @@ class Backend(abc.ABC):
         Args:
             last: begin this many lines before the end: of that rank's, or of all ranks' together.
         """
-        found = self.require(name)
-        _check_rank(found, rank)
-        return self.stream(found, rank, follow, last)
+        known = self.require(name)
+        _check_rank(known, rank)
+        return self.stream(known, rank, follow, last)
 
     def execute(self, name: str, command: Lines, rank: int = 0, streams: Streams | None = None) -> int:
         """Runs a command beside a rank of a job that runs, and returns its exit code.
@@ -368,12 +368,12 @@ class Backend(abc.ABC):
             UserError: no such job or rank, one that is not ours, has not started or has ended.
             Unreachable: the connection was lost.
         """
-        found = self._ours(name)
-        _check_rank(found, rank)
-        absent = self.observe(found).absent(rank)
+        known = self._ours(name)
+        _check_rank(known, rank)
+        absent = self.observe(known).absent(rank)
         if absent:
             raise UserError(f"{name} {absent}")
-        return self.exec(found, rank, command, streams or Streams())
+        return self.exec(known, rank, command, streams or Streams())
 
     def wait(self, name: str, timeout: float, seen: Observer | None = None) -> Status:
         """The final status, or the one at the timeout (seconds). `seen` gets every status on the way, and the last.
@@ -428,15 +428,15 @@ class Backend(abc.ABC):
 
     def cancel(self, name: str) -> Status:
         """Ends a job with its grace, so that it can save. A finished one is left as it is."""
-        found = self._ours(name)
-        status = self.observe(found)
-        return status if status.final else self.stop(found)
+        known = self._ours(name)
+        status = self.observe(known)
+        return status if status.final else self.stop(known)
 
-    def _ours(self, name: str) -> Found:
-        found = self.require(name)
-        if found.hash is None:
+    def _ours(self, name: str) -> KnownJob:
+        known = self.require(name)
+        if known.hash is None:
             raise UserError(f"lockstep did not make {name}, and leaves it alone")
-        return found
+        return known
 
     def drift(self, spec: JobSpec) -> Lines:
         """`setting: submitted → now` of the job of that name."""
@@ -448,16 +448,16 @@ class Backend(abc.ABC):
         Raises:
             UserError: there is none yet.
         """
-        found = self.require(name)
-        value = files.read_json(Path(found.run_dir) / contract.SUMMARY_FILE) if found.run_dir else self._printed(found)
+        known = self.require(name)
+        value = files.read_json(Path(known.run_dir) / contract.SUMMARY_FILE) if known.run_dir else self._printed(known)
         if not isinstance(value, dict):
-            place = f"in {found.run_dir}" if found.run_dir else "that its logs still have"
-            raise UserError(f"{name} has not written a summary {place}: it is {self.observe(found).state}")
+            place = f"in {known.run_dir}" if known.run_dir else "that its logs still have"
+            raise UserError(f"{name} has not written a summary {place}: it is {self.observe(known).state}")
         return value
 
-    def _printed(self, found: Found) -> dict[str, Any] | None:
+    def _printed(self, known: KnownJob) -> dict[str, Any] | None:
         last = None
-        for line in self.stream(found, 0, False, SUMMARY_LINES):  # of a long run's log, which may have a gigabyte
+        for line in self.stream(known, 0, False, SUMMARY_LINES):  # of a long run's log, which may have a gigabyte
             if '"done"' in line:
                 with contextlib.suppress(ValueError):
                     event = json.loads(line)
@@ -515,7 +515,7 @@ class Cluster(Backend):
         """`manifests` as this submission sends them."""
         return self.manifests(spec)
 
-    def changes(self, found: Found, spec: JobSpec) -> Lines:  # noqa: ARG002 - where nothing but the record exists
+    def changes(self, known: KnownJob, spec: JobSpec) -> Lines:  # noqa: ARG002 - where nothing but the record exists
         """What somebody has changed in the submitted job since: `place: submitted → live`."""
         return []
 
@@ -525,8 +525,8 @@ class Cluster(Backend):
 
     def drift(self, spec: JobSpec) -> Lines:
         """`setting: submitted → now` of the job of that name; where none differs, its `changes`."""
-        found, spec = self.require(spec.name), store.pinned(spec)[0]
-        return found.differences(spec) or self.changes(found, spec)
+        known, spec = self.require(spec.name), store.pinned(spec)[0]
+        return known.differences(spec) or self.changes(known, spec)
 
 
 def refuse(jobs: Sequence[Prepared], backend: str) -> None:
@@ -549,11 +549,11 @@ def check_name(name: str) -> None:
         raise UserError(f"{name!r} is not a job name (lower-case letters, digits and -)")
 
 
-def _check_rank(found: Found, rank: int | None) -> None:
+def _check_rank(known: KnownJob, rank: int | None) -> None:
     """Raises `UserError` for a rank that the job does not have, and where its spec is of another version."""
-    total = found.world_size
+    total = known.world_size
     if rank is not None and not 0 <= rank < total:
-        raise UserError(f"{found.name} has the ranks 0 … {total - 1}, got {rank}")
+        raise UserError(f"{known.name} has the ranks 0 … {total - 1}, got {rank}")
 
 
 def next_name(name: str, taken: Callable[[str], bool]) -> str:

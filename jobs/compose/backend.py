@@ -18,7 +18,7 @@ from queue import Queue
 
 from lockstep.jobs import command as commands
 from lockstep.jobs import records
-from lockstep.jobs.backend import Checks, Cluster, Found, Lines, Manifests, Prepared, check_name
+from lockstep.jobs.backend import Checks, Cluster, KnownJob, Lines, Manifests, Prepared, check_name
 from lockstep.jobs.code import store
 from lockstep.jobs.command import GRACE_MARGIN
 from lockstep.jobs.compose import checks, engine, rules
@@ -73,26 +73,26 @@ class ComposeBackend(Cluster):
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:  # noqa: ARG003 - the engine is this machine's
         return checks.check(spec)
 
-    def find(self, name: str, submitting: bool = False) -> Found | None:  # noqa: ARG002 - nobody else takes a job away
+    def find(self, name: str, submitting: bool = False) -> KnownJob | None:  # noqa: ARG002 - nobody else takes a job away
         check_name(name)
         nodes = _sorted(engine.containers(*OURS, f"{JOB}={name}"))
         if not nodes:
             return None
         labels = get(nodes[0], "Config", "Labels")
-        return Found(name, get(labels, HASH), spec_in(labels), nodes, _where(name), len(nodes))
+        return KnownJob(name, get(labels, HASH), spec_in(labels), nodes, _where(name), len(nodes))
 
-    def attach(self, job: Prepared, found: Found) -> Submitted:
+    def attach(self, job: Prepared, known: KnownJob) -> Submitted:
         """A node that was lost comes back."""
         self.check_secrets(job.spec)
         engine.check_built(job.spec.image)
-        gone = [node for node in found.record if get(node, "State", "Status") in ("exited", "dead")]
-        self._up(job, found.record)
-        return Submitted(found.name, False, found.where, tuple(str(get(node, "Config", "Hostname")) for node in gone))
+        gone = [node for node in known.record if get(node, "State", "Status") in ("exited", "dead")]
+        self._up(job, known.record)
+        return Submitted(known.name, False, known.where, tuple(str(get(node, "Config", "Hostname")) for node in gone))
 
     def outlook(self, job: Prepared) -> Checks:
         return [*checks.check(job.spec), Check("start", "ok", "at once")]
 
-    def create(self, job: Prepared, old: Found | None) -> Submitted:
+    def create(self, job: Prepared, old: KnownJob | None) -> Submitted:
         name = job.spec.name
         engine.check_built(job.spec.image)
         if old is not None:
@@ -153,9 +153,9 @@ class ComposeBackend(Cluster):
             engine.docker("compose", "-p", str(file["name"]), "down", "--timeout", "5")
         return Submitted(str(file["name"]), True, where)
 
-    def observe(self, found: Found) -> Status:
-        nodes, spec = found.record, found.spec
-        cancelled = bool(engine.volumes(f"{CANCELLED}={found.name}"))
+    def observe(self, known: KnownJob) -> Status:
+        nodes, spec = known.record, known.spec
+        cancelled = bool(engine.volumes(f"{CANCELLED}={known.name}"))
         return explain(nodes, spec, self._said(nodes, spec), cancelled)
 
     def _said(self, nodes: Nodes, spec: JobSpec | None) -> records.Said | None:
@@ -169,11 +169,11 @@ class ComposeBackend(Cluster):
             return records.parse(files.parsed(found[0]), records.Said)
         return None
 
-    def stream(self, found: Found, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
-        ids = self._ids(found, rank)
+    def stream(self, known: KnownJob, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
+        ids = self._ids(known, rank)
         seen = dict.fromkeys(ids, "")
         if last is None:
-            yield from self._lines(found.name, seen, rank, follow)
+            yield from self._lines(known.name, seen, rank, follow)
             return
 
         def own(id: str) -> Iterator[tuple[str, str]]:
@@ -185,12 +185,12 @@ class ComposeBackend(Cluster):
 
         yield from (line for _, line in newest(map(own, ids), last))
         if follow:
-            yield from self._lines(found.name, seen, rank, follow)
+            yield from self._lines(known.name, seen, rank, follow)
 
     @staticmethod
-    def _ids(found: Found, rank: int | None) -> Lines:
+    def _ids(known: KnownJob, rank: int | None) -> Lines:
         """The containers that a rank may be in, or all."""
-        nodes, spec = found.record, found.spec
+        nodes, spec = known.record, known.spec
         if rank is not None and spec is not None and spec.elastic is None:
             nodes = [nodes[rank // spec.ranks]]  # elsewhere the rank may be on any of them: its prefix tells
         return [str(node["Id"]) for node in nodes]
@@ -232,9 +232,9 @@ class ComposeBackend(Cluster):
         except Exception as error:  # noqa: BLE001 - in a thread: without it the reader would wait for ever
             lines.put(error)
 
-    def exec(self, found: Found, rank: int, command: Lines, streams: Streams) -> int:
-        run_dir = found.spec.run_directory if found.spec is not None else ""
-        ids = self._ids(found, rank)
+    def exec(self, known: KnownJob, rank: int, command: Lines, streams: Streams) -> int:
+        run_dir = known.spec.run_directory if known.spec is not None else ""
+        ids = self._ids(known, rank)
         looks = commands.execute("python", rank, [], "", "--find")
         place = ids[0] if len(ids) == 1 else next((id for id in ids if engine.succeeds("exec", id, *looks)), ids[0])
         token = uuid.uuid4().hex
@@ -247,8 +247,8 @@ class ComposeBackend(Cluster):
             engine.docker("version")  # raises `EngineDown`: then the code is the connection's and not the command's
         return code
 
-    def stop(self, found: Found) -> Status:
-        name, nodes, spec = found.name, found.record, found.spec
+    def stop(self, known: KnownJob) -> Status:
+        name, nodes, spec = known.name, known.record, known.spec
         grace = (spec.grace_seconds if spec else 60) + GRACE_MARGIN
         marker = f"{rendering.project(name)}-cancelled"
         engine.docker("volume", "create", "--label", f"{CANCELLED}={name}", "--label", OURS[0], marker)
@@ -270,15 +270,15 @@ class ComposeBackend(Cluster):
         rows = []
         for name, nodes in sorted(jobs.items()):
             created = min(str(node["Created"]) for node in nodes).partition(".")[0] + "+00:00"
-            found = Found(name, None, spec_in(get(nodes[0], "Config", "Labels")), _sorted(nodes), _where(name))
-            rows.append(Listed(name, self.observe(found).state, len(nodes), created))
+            known = KnownJob(name, None, spec_in(get(nodes[0], "Config", "Labels")), _sorted(nodes), _where(name))
+            rows.append(Listed(name, self.observe(known).state, len(nodes), created))
         return rows
 
-    def changes(self, found: Found, spec: JobSpec) -> Lines:
+    def changes(self, known: KnownJob, spec: JobSpec) -> Lines:
         """Limits changed by `docker update`, and images whose name now means other bytes."""
         wanted = rendering.render(spec)["services"]
         lines: Lines = []
-        for node, service in zip(found.record, wanted.values()):
+        for node, service in zip(known.record, wanted.values()):
             limits = {"Memory": service.get("mem_limit"), "NanoCpus": round(float(service.get("cpus", 0)) * 1e9)}
             live = {key: get(node, "HostConfig", key) for key in limits}
             lines += missing_from(limits, live, str(get(node, "Config", "Hostname")))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from lockstep.jobs.backend import Checks, Cluster, Found, Lines, Manifests, Prepared, check_name
+from lockstep.jobs.backend import Checks, Cluster, KnownJob, Lines, Manifests, Prepared, check_name
 from lockstep.jobs.code import store
 from lockstep.jobs.command import identity
 from lockstep.jobs.kubernetes import render, rules
@@ -144,18 +144,18 @@ class KubernetesBackend(Cluster):
             raise UserError(f"the cluster has neither {' nor '.join(KINDS)}: see `lockstep doctor k8s`")
         return spec.model_copy(update={"k8s": k8s(spec).model_copy(update={"kind": kind})})
 
-    def find(self, name: str, submitting: bool = False) -> Found | None:
+    def find(self, name: str, submitting: bool = False) -> KnownJob | None:
         check_name(name)
         with explained(self.api.host):
             job = self._find(name)
             if job is None:
                 return None
             plain, labels = spec_in(get(job, "metadata", "annotations")), get(job, "metadata", "labels")
-            found = Found(name, get(labels, HASH), plain, job, self._where(job), len(hosts(job)))
+            known = KnownJob(name, get(labels, HASH), plain, job, self._where(job), len(hosts(job)))
             if not submitting or not get(job, "metadata", "deletionTimestamp"):
-                return found
+                return known
             warn(f"{name} is being deleted: waiting until it is gone")
-            self._await_end(job, self._deletion_seconds(found.spec))
+            self._await_end(job, self._deletion_seconds(known.spec))
         return self.find(name, submitting)
 
     def outlook(self, job: Prepared) -> Checks:
@@ -172,7 +172,7 @@ class KubernetesBackend(Cluster):
                         raise
             return checks.outlook(self, job.spec)
 
-    def create(self, job: Prepared, old: Found | None) -> Submitted:
+    def create(self, job: Prepared, old: KnownJob | None) -> Submitted:
         """Another command may have sent the same spec at the same time: then that one has made the job."""
         spec, (policy, rendered) = job.spec, job.manifests
         submission = render.submission_in(policy, spec)
@@ -203,13 +203,13 @@ class KubernetesBackend(Cluster):
                 raise
         return Submitted(spec.name, made, self._where(live))
 
-    def attach(self, job: Prepared, found: Found) -> Submitted:
+    def attach(self, job: Prepared, known: KnownJob) -> Submitted:
         # By its own hash: its pods have that label. The same job may have another one, by settings of other backends.
-        own = next((one for one in (job.spec, found.spec) if one is not None and one.hash() == found.hash), None)
+        own = next((one for one in (job.spec, known.spec) if one is not None and one.hash() == known.hash), None)
         if own is not None:
             with explained(self.api.host):
-                self._complete(own, found.record)
-        return super().attach(job, found)
+                self._complete(own, known.record)
+        return super().attach(job, known)
 
     def _complete(self, spec: JobSpec, live: Manifest, rendered: Manifests | None = None) -> None:
         """Brings what belongs to a job and is not there, and lets a job run that was waiting for it.
@@ -298,23 +298,23 @@ class KubernetesBackend(Cluster):
                     raise UserError(f"the Job {name} {whose} choose another name") from None
         return Submitted(name, made, f"{self.namespace}/{name}")
 
-    def observe(self, found: Found) -> Status:
+    def observe(self, known: KnownJob) -> Status:
         with explained(self.api.host):
-            return self._observe(found.record, found.spec)
+            return self._observe(known.record, known.spec)
 
     def _observe(self, job: Manifest, spec: JobSpec | None) -> Status:
         pods, names, elastic = self._pods(job), hosts(job), spec is not None and spec.elastic is not None
         ranks, now = spec.ranks if spec else 1, self.api.now()
         events = self._events(get(job, "metadata", "uid"), "uid") if brief(job) != "succeeded" else []
-        found = explain(job, pods, events, None, names, ranks, elastic, now)
-        if found.final or found.state == "running":
-            return found
+        status = explain(job, pods, events, None, names, ranks, elastic, now)
+        if status.final or status.state == "running":
+            return status
         workload = self._workload(job) if get(job, "metadata", "labels", KUEUE_QUEUE) else None
         maker = self._maker(job) if len(pods) < len(names) else None
         if maker is not None:
             events += self._events(get(maker, "metadata", "uid"), "uid")
         pending = [get(pod, "metadata", "name") for pod in pods if get(pod, "status", "phase") == "Pending"]
-        again = [part.name for part in found.ranks if part.restarts]
+        again = [part.name for part in status.ranks if part.restarts]
         missing = [name for name in names if len(pods) < len(names) <= MOST_ASKED and name not in again]
         for name in [*pending, *again, *missing][:MOST_ASKED]:  # of a pod that is gone, too
             events += self._events(name, "name")
@@ -331,12 +331,12 @@ class KubernetesBackend(Cluster):
             return None
         name = get(job, "metadata", "name")
         try:
-            found: Manifest = self.api.get(f"/apis/batch/v1/namespaces/{self.namespace}/jobs/{name}-node-0")
+            maker: Manifest = self.api.get(f"/apis/batch/v1/namespaces/{self.namespace}/jobs/{name}-node-0")
         except ApiError as error:
             if error.status not in (403, 404):
                 raise
             return None
-        return found if get(found, "spec", "template", "metadata", "labels", JOB) == name else None
+        return maker if get(maker, "spec", "template", "metadata", "labels", JOB) == name else None
 
     def _workload(self, job: Manifest) -> Manifest | None:
         """Where the job stands in Kueue's queue; None where Kueue is not there."""
@@ -350,47 +350,47 @@ class KubernetesBackend(Cluster):
                     raise
         return None
 
-    def stream(self, found: Found, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
+    def stream(self, known: KnownJob, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
         with explained(self.api.host):
-            reader, names = self._reader(found), self._of_rank(found, rank)
+            reader, names = self._reader(known), self._of_rank(known, rank)
             yield from reader.lines(names, rank, follow) if last is None else reader.tail(names, rank, follow, last)
 
     @staticmethod
-    def _of_rank(found: Found, rank: int | None) -> Lines:
+    def _of_rank(known: KnownJob, rank: int | None) -> Lines:
         """The hosts that a rank may be on: in an elastic job it may be on any of them, and its prefix tells."""
-        names, spec = hosts(found.record), found.spec
+        names, spec = hosts(known.record), known.spec
         return [names[rank // spec.ranks]] if rank is not None and spec is not None and not spec.elastic else names
 
-    def _reader(self, found: Found) -> Reader:
+    def _reader(self, known: KnownJob) -> Reader:
         from lockstep.jobs.kubernetes.logs import Reader
 
         gone_since: list[float] = []
 
         def over() -> bool:
-            job = self._find(found.name)
+            job = self._find(known.name)
             # Else another one has the name.
-            if job is not None and get(job, "metadata", "uid") == get(found.record, "metadata", "uid"):
+            if job is not None and get(job, "metadata", "uid") == get(known.record, "metadata", "uid"):
                 gone_since.clear()
                 return brief(job) in FINAL
             gone_since.append(time.monotonic())
             return gone_since[-1] - gone_since[0] > min(self.lost_after, 30)
 
         return Reader(
-            self.api, self.namespace, partial(self._pods, found.record), partial(self._pod, found.record), over,
-            self.interval, CONTAINERS[found.record["kind"]], self.lost_after,
+            self.api, self.namespace, partial(self._pods, known.record), partial(self._pod, known.record), over,
+            self.interval, CONTAINERS[known.record["kind"]], self.lost_after,
         )  # fmt: skip
 
-    def exec(self, found: Found, rank: int, command: Lines, streams: Streams) -> int:
+    def exec(self, known: KnownJob, rank: int, command: Lines, streams: Streams) -> int:
         from lockstep.jobs.kubernetes.exec import Rank
 
-        place, run_dir = self._of_rank(found, rank), found.spec.run_directory if found.spec is not None else ""
+        place, run_dir = self._of_rank(known, rank), known.spec.run_directory if known.spec is not None else ""
         with explained(self.api.host):
-            pod, container = partial(self._pod, found.record), CONTAINERS[found.record["kind"]]
+            pod, container = partial(self._pod, known.record), CONTAINERS[known.record["kind"]]
             return Rank(self.api, self.namespace, pod, container, place, rank).run(command, run_dir, streams)
 
-    def stop(self, found: Found) -> Status:
+    def stop(self, known: KnownJob) -> Status:
         with explained(self.api.host):
-            self._delete(found.record, self._deletion_seconds(found.spec))
+            self._delete(known.record, self._deletion_seconds(known.spec))
         return Status("cancelled", "cancelled; its pods had the grace period to save")
 
     @staticmethod
@@ -423,16 +423,16 @@ class KubernetesBackend(Cluster):
             # From the server's watch cache, which answers all at once: pages are read from etcd, a quorum each.
             query = {"labelSelector": MANAGED_SELECTOR, "resourceVersion": "0", "limit": None}
             jobs = self._of_each_kind(lambda kind: [*self.api.pages(self.path(kind), **query)])
-            return sorted((_row(job) for found in jobs for job in found), key=lambda row: row.name)
+            return sorted((_row(job) for of_kind in jobs for job in of_kind), key=lambda row: row.name)
 
-    def changes(self, found: Found, spec: JobSpec) -> Lines:
-        _, wanted = render.manifests(spec, submission_of(found.record) or RENDERED)
+    def changes(self, known: KnownJob, spec: JobSpec) -> Lines:
+        _, wanted = render.manifests(spec, submission_of(known.record) or RENDERED)
         wanted = {key: wanted[key] for key in ("apiVersion", "spec")}
-        return missing_from(wanted, found.record)
+        return missing_from(wanted, known.record)
 
     def _find(self, name: str) -> Manifest | None:
-        found = self._of_each_kind(lambda kind: {**self.api.get(self.path(kind, name)), "kind": kind})
-        return next(iter(found), None)
+        live = self._of_each_kind(lambda kind: {**self.api.get(self.path(kind, name)), "kind": kind})
+        return next(iter(live), None)
 
     def _of_each_kind(self, ask: Callable[[str], Answer]) -> Iterator[Answer]:
         """The answers for the kinds that are installed, and that who asks may use. Raises `ApiError` where there is no answer."""
@@ -481,8 +481,8 @@ def submission_of(job: Manifest) -> str:
 def _suspended(job: Manifest, value: bool | None) -> Manifest:
     """Where a job says whether it waits; None: as it was rendered."""
     place = job["spec"] if job["kind"] == "TrainJob" else job["spec"]["runPolicy"]
-    found = {"suspend": bool(place.get("suspend")) if value is None else value}
-    return found if job["kind"] == "TrainJob" else {"runPolicy": found}
+    patch = {"suspend": bool(place.get("suspend")) if value is None else value}
+    return patch if job["kind"] == "TrainJob" else {"runPolicy": patch}
 
 
 def _deletion(item: Manifest) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from lockstep.jobs import command as commands
 from lockstep.jobs import records
-from lockstep.jobs.backend import Backend, Checks, Found, Lines, Prepared, check_name
+from lockstep.jobs.backend import Backend, Checks, KnownJob, Lines, Prepared, check_name
 from lockstep.jobs.code import store
 from lockstep.jobs.local import supervise
 from lockstep.jobs.local.supervise import ENDED, RUNNING, Looks, alive, here, living, note_end, start_ticks
@@ -49,7 +49,7 @@ class LocalBackend(Backend):
         self.folder = folder or records.home() / "local"
         self.lock = (self.folder, 30)
 
-    def find(self, name: str, submitting: bool = False) -> Found | None:  # noqa: ARG002 - no job is taken away by others
+    def find(self, name: str, submitting: bool = False) -> KnownJob | None:  # noqa: ARG002 - no job is taken away by others
         check_name(name)
         return self._found(name) if self._is_there() else None
 
@@ -64,7 +64,7 @@ class LocalBackend(Backend):
             raise UserError(f"cannot look for jobs in {self.folder}: {error.strerror}; set LOCKSTEP_HOME") from None
         return True
 
-    def _found(self, name: str) -> Found | None:
+    def _found(self, name: str) -> KnownJob | None:
         """`find`, in the folder that was checked."""
         check_name(name)
         file = self.folder / name / JOB
@@ -76,7 +76,7 @@ class LocalBackend(Backend):
         record = records.parse(plain, records.LocalJob)
         if record is None:
             raise UserError(f"{file} is damaged, or of another version: remove its folder")
-        return Found(
+        return KnownJob(
             name, record["hash"], record["spec"], record, str(self.folder / name), run_dir=record["run_dir"]
         )  # fmt: skip
 
@@ -98,7 +98,7 @@ class LocalBackend(Backend):
             found.append(Check("gpus", "ok" if needed <= gpus else "missing", f"{needed} of {gpus}"))
         return [*found, Check("start", "ok", "at once")]
 
-    def create(self, job: Prepared, old: Found | None) -> Submitted:
+    def create(self, job: Prepared, old: KnownJob | None) -> Submitted:
         extras.require("torch")  # the launcher needs it, also for a `command:`
         spec, folder = job.spec, self.folder / job.spec.name
         if spec.code is not None:
@@ -148,18 +148,18 @@ class LocalBackend(Backend):
         command = commands.launch(spec, run_dir, sys.executable, code=code, here=str(Path.cwd()))
         return [*command[:4], "--ranks", str(spec.nodes * spec.ranks), "--nodes", "1", *command[4:]]
 
-    def observe(self, found: Found) -> Status:
-        return self._answer(found, *self._before(found), Looks())
+    def observe(self, known: KnownJob) -> Status:
+        return self._answer(known, *self._before(known), Looks())
 
-    def _before(self, found: Found) -> tuple[bool, bool]:
+    def _before(self, known: KnownJob) -> tuple[bool, bool]:
         """Whether it is being submitted, and whether its supervisor or its launcher lives."""
-        folder = self.folder / found.name
+        folder = self.folder / known.name
         return self._being_submitted(folder), self._supervised(folder)
 
-    def _answer(self, found: Found, being_submitted: bool, supervised: bool, looks: Looks) -> Status:
+    def _answer(self, known: KnownJob, being_submitted: bool, supervised: bool, looks: Looks) -> Status:
         """Its status. `looks` begin behind `_before`, so that what has begun or ended meanwhile shows in them."""
-        record, folder = found.record, self.folder / found.name
-        total = found.world_size
+        record, folder = known.record, self.folder / known.name
+        total = known.world_size
         # In the order of a job's life: what has begun or ended between two of these questions shows in the second one.
         supervised = supervised or (not (folder / ENDED).exists() and bool(living(record["job"], looks=looks)))
         ended = records.read(folder / ENDED, records.Ended)
@@ -190,8 +190,8 @@ class LocalBackend(Backend):
                 "lost", "the processes are gone and left no exit code: the machine restarted, or they were killed"
             )
         if code < 0:
-            known = -code in signal.valid_signals()
-            number = signal.Signals(-code).name if known else f"signal {-code}"
+            named = -code in signal.valid_signals()
+            number = signal.Signals(-code).name if named else f"signal {-code}"
             code, reason = 128 - code, f"killed by {number}"
         if ended["timed_out"]:
             return answer("timed_out", f"the time limit of {record['time_limit']} s is over", code)
@@ -237,9 +237,9 @@ class LocalBackend(Backend):
         found = [line for line in lines if "error" in line.lower()]
         return found[-1][:300] if found else ""
 
-    def stream(self, found: Found, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
+    def stream(self, known: KnownJob, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
         """The log, from a byte on at which a line begins."""
-        path, start = self.folder / found.name / "log.txt", 0
+        path, start = self.folder / known.name / "log.txt", 0
         with files.reading(path):
             if last is not None:
                 mark = f"[rank {rank}] ".encode() if rank is not None else b""
@@ -249,7 +249,7 @@ class LocalBackend(Backend):
             file.seek(start)
             pieces = Pieces("\n", PREFIX)
             while True:
-                over = not follow or self.status(found.name).final  # asked before reading, so that nothing is missed
+                over = not follow or self.status(known.name).final  # asked before reading, so that nothing is missed
                 while chunk := file.read(1 << 16):
                     yield from (kept for line in pieces.of(chunk) if (kept := of_rank(line, rank)) is not None)
                 if over:
@@ -258,43 +258,43 @@ class LocalBackend(Backend):
             if (rest := pieces.rest()) and (kept := of_rank(rest, rank)) is not None:
                 yield kept
 
-    def exec(self, found: Found, rank: int, command: Lines, streams: Streams) -> int:
-        record = found.record
+    def exec(self, known: KnownJob, rank: int, command: Lines, streams: Streams) -> int:
+        record = known.record
         if record["host"] != here():
-            raise UserError(f"{found.name} runs on {record['host'].partition(' ')[0]}: run the command there")
-        launcher = self._process(self.folder / found.name / RUNNING)
+            raise UserError(f"{known.name} runs on {record['host'].partition(' ')[0]}: run the command there")
+        launcher = self._process(self.folder / known.name / RUNNING)
         marks = {contract.ENV_JOB: record["job"], contract.ENV_LAUNCHER: str(launcher)}
         words = commands.execute(sys.executable, rank, command, record["run_dir"])
         return run(words, streams, {**os.environ, **marks})
 
-    def stop(self, found: Found) -> Status:
-        record, folder = found.record, self.folder / found.name
+    def stop(self, known: KnownJob) -> Status:
+        record, folder = known.record, self.folder / known.name
         if record["host"] != here():
-            raise UserError(f"{found.name} runs on {record['host'].partition(' ')[0]}: cancel it there")
+            raise UserError(f"{known.name} runs on {record['host'].partition(' ')[0]}: cancel it there")
         with contextlib.suppress(OSError):  # it says why it ended, no more: a full disk may not keep a job alive
             (folder / "cancelled").touch()
         deadline = time.monotonic() + record["grace"]
         if self._process(folder / SUPERVISOR) is not None:
             deadline += supervise.KILL_SECONDS  # it kills, after the grace
         signalled = False
-        while not self.status(found.name).final and time.monotonic() < deadline:
+        while not self.status(known.name).final and time.monotonic() < deadline:
             launcher = records.process(folder / RUNNING)
             if launcher is not None and not signalled:
                 signalled = True
-                told = [known for file in (SUPERVISOR, RUNNING) if (known := self._process(folder / file)) is not None]
+                told = [pid for file in (SUPERVISOR, RUNNING) if (pid := self._process(folder / file)) is not None]
                 # Where both are gone, ranks of it live.
                 supervise.send(told[:1] or living(record["job"]), signal.SIGTERM)
             time.sleep(POLL_SECONDS)
-        known = self._process(folder / SUPERVISOR)
-        supervisor = [known] if known is not None else []
-        if not self.status(found.name).final:
+        pid = self._process(folder / SUPERVISOR)
+        supervisor = [pid] if pid is not None else []
+        if not self.status(known.name).final:
             supervise.kill(record["job"], *supervisor)
-        status = self.wait(found.name, supervise.KILL_SECONDS)
+        status = self.wait(known.name, supervise.KILL_SECONDS)
         if not status.final:
             left = living(record["job"], *supervisor) or supervisor
             raise UserError(
-                f"{found.name} has not ended: {supervise.described(left)} is still running (state D: the kernel holds it, often "
-                f"for a disk or a GPU; T: it is stopped). Once it is gone, `lockstep status local {found.name}` says so"
+                f"{known.name} has not ended: {supervise.described(left)} is still running (state D: the kernel holds it, often "
+                f"for a disk or a GPU; T: it is stopped). Once it is gone, `lockstep status local {known.name}` says so"
             )
         return status
 
@@ -303,15 +303,15 @@ class LocalBackend(Backend):
         names = sorted(os.listdir(self.folder)) if self._is_there() else []
         for name in (name for name in names if os.path.lexists(self.folder / name / JOB)):
             try:
-                if (found := self._found(name)) is not None:
-                    jobs.append((found, self._before(found)))
+                if (known := self._found(name)) is not None:
+                    jobs.append((known, self._before(known)))
             except UserError as error:
                 warn(str(error))
         rows, looks = [], Looks()  # one look at the processes for all of them
-        for found, before in jobs:
+        for known, before in jobs:
             try:
-                state = self._answer(found, *before, looks).state
-                rows.append(Listed(found.name, state, found.plain.get("nodes", 1), found.record["created"]))
+                state = self._answer(known, *before, looks).state
+                rows.append(Listed(known.name, state, known.plain.get("nodes", 1), known.record["created"]))
             except UserError as error:
                 warn(str(error))
         return rows

@@ -22,7 +22,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from lockstep.jobs import command as commands
 from lockstep.jobs import process, records
-from lockstep.jobs.backend import Checks, Cluster, Found, Lines, Manifests, Mode, Prepared, Sent, Specs, check_name
+from lockstep.jobs.backend import Checks, Cluster, KnownJob, Lines, Manifests, Mode, Prepared, Sent, Specs, check_name
 from lockstep.jobs.code import store
 from lockstep.jobs.lint import Rules
 from lockstep.jobs.process import Streams
@@ -132,7 +132,7 @@ class SlurmBackend(Cluster):
     def outlook(self, job: Prepared) -> Checks:
         return [submission.outlook(job.spec.name, job.manifests[0]["script"], self.cluster.here)]
 
-    def create(self, job: Prepared, old: Found | None) -> Submitted:
+    def create(self, job: Prepared, old: KnownJob | None) -> Submitted:
         """One sbatch, for a job or an array. The folder of `old` goes when SLURM has the new one."""
         whole, runs, (sent,) = job.spec, job.runs or [job.spec], job.manifests
         if old is not None and old.same(whole, self.name) and old.run_dir != sent["run_dir"]:
@@ -178,10 +178,10 @@ class SlurmBackend(Cluster):
         own = render.preparation(spec, self.cluster)
         if observe.ended(self.folder / own.name) is not None:
             return None
-        found = self.find(own.name, submitting=True)
-        return None if found is None or self.observe(found).final else str(found.record["job_id"])
+        known = self.find(own.name, submitting=True)
+        return None if known is None or self.observe(known).final else str(known.record["job_id"])
 
-    def find(self, name: str, submitting: bool = False) -> Found | None:
+    def find(self, name: str, submitting: bool = False) -> KnownJob | None:
         check_name(name)
         folder = self.folder / name
         record = observe.submitted(folder)
@@ -211,32 +211,32 @@ class SlurmBackend(Cluster):
         """SLURM's id of the job. Raises `UserError`."""
         return str(self.require(name).record["job_id"])
 
-    def observe(self, found: Found) -> Status:
-        return self._observed(found, observe.look)
+    def observe(self, known: KnownJob) -> Status:
+        return self._observed(known, observe.look)
 
-    def _observed(self, found: Found, look: Look) -> Status:
-        record, folder = found.record, self.folder / found.name
-        spec = JobSpec.recorded(found.name, found.plain)
+    def _observed(self, known: KnownJob, look: Look) -> Status:
+        record, folder = known.record, self.folder / known.name
+        spec = JobSpec.recorded(known.name, known.plain)
         if record["job_id"] is None:
             new = observe.is_new(record) or submission.under_way(self.folder / record["array_name"])
             return observe.BEING_SUBMITTED if new else observe.BROKEN_OFF
         forgotten: Unreachable | None = None
         try:
-            known = look(str(record["job_id"]))
+            seen = look(str(record["job_id"]))
         except observe.Forgotten as error:  # what it has left may say how it ended
-            known, forgotten = None, error
+            seen, forgotten = None, error
         notes, before = observe.Notes(record), observe.ended(folder)
         parts = [Part(**part) for part in before["ranks"]] if before is not None else []
         noted = max((part.restarts for part in parts), default=0)
-        if known is None:
+        if seen is None:
             stands = True
         else:  # by then every note of it is visible, also on a file system that is slow to show them
-            settled = time.time() - (known.ended or record["since"]) >= observe.SETTLE_SECONDS
-            stands = settled and observe.final(known.state) and known.restarts <= noted
+            settled = time.time() - (seen.ended or record["since"]) >= observe.SETTLE_SECONDS
+            stands = settled and observe.final(seen.state) and seen.restarts <= noted
         if before is not None and stands:
             return Status(before["state"], before["reason"], parts, before["exit_code"])
         now, since = time.time(), record["since"]
-        told = observe.explain(spec, known, notes.ends, notes.said, notes.cancelled, since, now, notes.saved)
+        told = observe.explain(spec, seen, notes.ends, notes.said, notes.cancelled, since, now, notes.saved)
         if forgotten is not None and told.state == "lost":
             raise forgotten
         plain = {key: value for key, value in told.plain().items() if key != "final"}
@@ -248,15 +248,15 @@ class SlurmBackend(Cluster):
                 observe.write_end(folder, plain)
         return told
 
-    def stop(self, found: Found) -> Status:
-        name = found.name
-        if found.record["job_id"] is None:
+    def stop(self, known: KnownJob) -> Status:
+        name = known.name
+        if known.record["job_id"] is None:
             with self.exclusive():  # a submission that is under way has its number then
-                found = self.find(name, submitting=True) or self.require(name)
-                status = self.observe(found)
+                known = self.find(name, submitting=True) or self.require(name)
+                status = self.observe(known)
             if status.final:
                 return status
-        record = found.record
+        record = known.record
         job_id = str(record["job_id"])
         try:
             observe.cancelled(record).touch()  # from here on no rank asks for a requeue
@@ -264,7 +264,7 @@ class SlurmBackend(Cluster):
             warn(
                 f"cannot note that {name} is cancelled ({error.strerror}): a rank that saves may still ask for a requeue"
             )
-        grace = JobSpec.recorded(name, found.plain).grace_seconds + render.MARGIN_SECONDS
+        grace = JobSpec.recorded(name, known.plain).grace_seconds + render.MARGIN_SECONDS
         deadline = time.monotonic() + grace
         signalled = False
         while not (status := self.status(name)).final and time.monotonic() < deadline:
@@ -282,18 +282,18 @@ class SlurmBackend(Cluster):
             observe.order("scancel", job_id)
         return self.wait(name, 120)
 
-    def stream(self, found: Found, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
-        ranks = [rank] if rank is not None else list(range(found.world_size))
+    def stream(self, known: KnownJob, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
+        ranks = [rank] if rank is not None else list(range(known.world_size))
         return submission.lines(
-            found.record, ranks, rank is None, lambda: not follow or self.status(found.name).final, min(self.interval, 1.0), last
+            known.record, ranks, rank is None, lambda: not follow or self.status(known.name).final, min(self.interval, 1.0), last
         )  # fmt: skip
 
-    def exec(self, found: Found, rank: int, command: Lines, streams: Streams) -> int:
+    def exec(self, known: KnownJob, rank: int, command: Lines, streams: Streams) -> int:
         """A step of the same job, on the rank's node, with no resources of its own.
 
         In a container it has one of its own, from the job's image and with its folders: SLURM lets nobody into another's.
         """
-        spec, record = JobSpec.recorded(found.name, found.plain), found.record
+        spec, record = JobSpec.recorded(known.name, known.plain), known.record
         job_id, hosts = observe.nodes(str(record["job_id"]))
         python = render.interpreter(spec, self.cluster)
         if rank // spec.ranks >= len(hosts):
@@ -344,22 +344,22 @@ class SlurmBackend(Cluster):
             rows.append(Listed(entry.name, state, record["spec"].get("nodes", 1), record["created"]))
         return rows
 
-    def _listed(self, found: Found, end: dict[str, Any] | None, look: Look) -> State:
-        if found.record["job_id"] is None:
-            return self.status(found.name).state
-        known = look(str(found.record["job_id"])) if end is not None else None
-        if end is not None and (known is None or observe.final(known.state)):
+    def _listed(self, known: KnownJob, end: dict[str, Any] | None, look: Look) -> State:
+        if known.record["job_id"] is None:
+            return self.status(known.name).state
+        seen = look(str(known.record["job_id"])) if end is not None else None
+        if end is not None and (seen is None or observe.final(seen.state)):
             return end["state"]
-        return self._observed(found, look).state
+        return self._observed(known, look).state
 
-    def changes(self, found: Found, spec: JobSpec) -> Lines:
+    def changes(self, known: KnownJob, spec: JobSpec) -> Lines:
         """What `scontrol update` has changed in the waiting or running job."""
-        job_id = found.record["job_id"]
+        job_id = known.record["job_id"]
         if job_id is None:
             return []
         shown = observe.answer("scontrol", "show", "job", "-o", job_id)
         wanted = {
-            "JobName": found.record["array_name"],
+            "JobName": known.record["array_name"],
             "Partition": slurm(spec).partition,
             "Account": slurm(spec).account,
         }
@@ -395,8 +395,8 @@ class SlurmBackend(Cluster):
         name, mode = str(request.get("name")), request.get("mode", "attach")
         match request["do"]:
             case "look":
-                found = self.find(name)
-                return found and {"record": found.record, "status": asdict(self.observe(found))}
+                known = self.find(name)
+                return known and {"record": known.record, "status": asdict(self.observe(known))}
             case "submit":
                 return [asdict(self.submit(specs[0], mode))]
             case "sweep":
@@ -448,7 +448,7 @@ class FromLaptop(SlurmBackend):
         super().__init__(render.ELSEWHERE, interval, lost_after)
         self.login = login
 
-    def find(self, name: str, submitting: bool = False) -> Found | None:  # noqa: ARG002 - nothing is submitted from here
+    def find(self, name: str, submitting: bool = False) -> KnownJob | None:  # noqa: ARG002 - nothing is submitted from here
         """With its status, for `observe`."""
         check_name(name)
         told = self.login.ask("look", _Look | None, name=name)
@@ -457,8 +457,8 @@ class FromLaptop(SlurmBackend):
         found = _found(name, {**told["record"], "status": told["status"]})
         return replace(found, run_dir=None)
 
-    def observe(self, found: Found) -> Status:
-        status: Status = found.record["status"]
+    def observe(self, known: KnownJob) -> Status:
+        status: Status = known.record["status"]
         return status
 
     def submit(self, spec: JobSpec, mode: Mode = "attach") -> Submitted:
@@ -497,17 +497,17 @@ class FromLaptop(SlurmBackend):
         lines: Lines = self.login.ask("diff", Lines, specs=[store.pinned(spec)[0]])
         return lines
 
-    def stop(self, found: Found) -> Status:
-        status: Status = self.login.ask("cancel", Status, 7200, name=found.name)
+    def stop(self, known: KnownJob) -> Status:
+        status: Status = self.login.ask("cancel", Status, 7200, name=known.name)
         return status
 
-    def stream(self, found: Found, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
-        words = ["logs", "slurm", found.name, *(["--follow"] if follow else [])]
+    def stream(self, known: KnownJob, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
+        words = ["logs", "slurm", known.name, *(["--follow"] if follow else [])]
         words += ["--rank", str(rank)] if rank is not None else []
         return self.login.follow([*words, *(["--tail", str(last)] if last is not None else [])])
 
-    def exec(self, found: Found, rank: int, command: Lines, streams: Streams) -> int:
-        return self.login.attach(["exec", "slurm", found.name, "--rank", str(rank), "--", *command], streams)
+    def exec(self, known: KnownJob, rank: int, command: Lines, streams: Streams) -> int:
+        return self.login.attach(["exec", "slurm", known.name, "--rank", str(rank), "--", *command], streams)
 
     def list(self) -> list[Listed]:
         rows: Rows = self.login.ask("list", Rows, 300)
@@ -519,8 +519,8 @@ def chosen(host: str | None) -> str | None:
     return host or os.environ.get(VARIABLE) or None
 
 
-def _found(name: str, record: dict[str, Any]) -> Found:
-    return Found(name, record["hash"], record["spec"], record, _where(record), run_dir=record["run_dir"])
+def _found(name: str, record: dict[str, Any]) -> KnownJob:
+    return KnownJob(name, record["hash"], record["spec"], record, _where(record), run_dir=record["run_dir"])
 
 
 def _submitit(spec: JobSpec, place: Place) -> PurePath:

@@ -24,7 +24,7 @@ SECTION = Cave
 """
 BACKEND = """
 from lockstep.jobs import logs
-from lockstep.jobs.backend import Backend, Found
+from lockstep.jobs.backend import Backend, KnownJob
 from lockstep.jobs.status import Listed, Status, Submitted
 from cave.section import Cave
 
@@ -32,7 +32,7 @@ class CaveBackend(Backend):
     name = "cave"
     def find(self, name, submitting=False):
         plain = {"version": 2, "name": name, "recipe": "smoke"}
-        return Found(name, "0", plain, None, "below") if name == "bear" else None
+        return KnownJob(name, "0", plain, None, "below") if name == "bear" else None
     def create(self, job, old):
         return Submitted(job.spec.name, True, f"{job.spec.section(Cave).depth} m below")
     def observe(self, found):
