@@ -25,10 +25,11 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import safetensors
@@ -250,7 +251,7 @@ class Writer:
                 text = _readable(json.dumps(plain).encode(), MAX_STATE_BYTES, STATE)
                 entries = {
                     STATE: _write_file(staging / STATE, [text]),
-                    TENSORS: _write_file(staging / TENSORS, _safetensors(tensors)),
+                    TENSORS: _write_file(staging / TENSORS, tensor_file(tensors)),
                 }
                 if score is None and final.exists():
                     score = _score(final, self._rule)  # the same step, saved again: its score still holds
@@ -347,12 +348,19 @@ def _readable(text: bytes, limit: int, name: str) -> bytes:
     return text
 
 
-def _safetensors(tensors: dict[str, torch.Tensor]) -> list[Any]:
+def tensor_file(tensors: dict[str, torch.Tensor], metadata: Mapping[str, str] = MappingProxyType({})) -> list[Any]:
     """The byte pieces of a safetensors file (header, then the data of each tensor), without another copy.
 
-    The largest elements come first, so that each tensor lies at a multiple of the size of its elements.
+    The largest elements come first, so that each tensor lies at a multiple of the size of its elements. Otherwise all is in the
+    order that it was given in: what the library writes has its metadata in another one each time.
+
+    Args:
+        tensors: contiguous, on the CPU, of the types that a tree may hold.
+
+    Raises:
+        OSError: the header is larger than what is read again.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {**metadata, "format": "pt"}}
     at, pieces = 0, []
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
         size = tensor.numel() * tensor.element_size()

@@ -147,8 +147,10 @@ def _chosen(paths: list[Path], wanted: int | Rule, run_dir: Path) -> Path | None
 
 def write(weights: dict[str, torch.Tensor], path: Path, values: Mapping[str, Any] | None = None) -> None:
     """Writes a plain state dict, completely or not at all: as safetensors if the name ends in `.safetensors`, else in torch's format.
+    The same weights and values give the same bytes.
 
     Args:
+        weights: on the CPU.
         values: travel in the metadata of a safetensors file, as JSON, those that JSON can hold: a vocabulary, names of classes.
 
     Raises:
@@ -158,12 +160,11 @@ def write(weights: dict[str, torch.Tensor], path: Path, values: Mapping[str, Any
         raise UserError(f"{path} exists already: choose another file, or remove it")
     try:
         with files.replacing(path) as temporary, temporary.open("xb") as file:
-            plain = {name: tensor.clone() for name, tensor in weights.items()}
             if path.suffix == SAFETENSORS:
-                tensors = {name: tensor.contiguous() for name, tensor in plain.items()}
-                file.write(safetensors.torch.save(tensors, {**_metadata(values or {}), "format": "pt"}))
+                tensors = {name: weights[name].contiguous() for name in sorted(weights)}
+                file.writelines(store.tensor_file(tensors, _metadata(values or {})))
             else:
-                torch.save(plain, file)
+                torch.save({name: tensor.clone() for name, tensor in weights.items()}, file)
             file.flush()
             files.fsync(file.fileno())
     except (OSError, RuntimeError) as error:
@@ -173,7 +174,7 @@ def write(weights: dict[str, torch.Tensor], path: Path, values: Mapping[str, Any
 
 def _metadata(values: Mapping[str, Any]) -> dict[str, str]:
     texts = {}
-    for name, value in values.items():
+    for name, value in sorted(values.items(), key=lambda item: str(item[0])):
         with contextlib.suppress(TypeError, ValueError):  # a tensor, a set, half a character, a number as name
             text = json.dumps(value, ensure_ascii=False)
             (name + text).encode()

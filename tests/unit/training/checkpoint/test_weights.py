@@ -36,6 +36,10 @@ def test_weight_files(tmp_path: Path) -> None:
     weights.write(plain, tmp_path / "v.safetensors", {"width": 64, "half": "\ud800", "\ud800": 1, 2: 3, "format": "x"})  # type: ignore[dict-item]
     with safetensors.safe_open(tmp_path / "v.safetensors", "pt") as file:
         assert file.metadata() == {"width": "64", "format": "pt"}
+    values = {f"v{number}": number for number in range(8)}
+    weights.write(plain, tmp_path / "one.safetensors", values)
+    weights.write(dict(reversed(plain.items())), tmp_path / "other.safetensors", dict(reversed(values.items())))
+    assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "other.safetensors").read_bytes()
     torch.save([1], path)
     with pytest.raises(UserError, match="does not hold a state dict"):
         weights.read(path)
