@@ -75,7 +75,7 @@ class Exporter:
             self._textfiles.append(Path(settings.textfiles) / f"{name}-{self._textfiles[0].name}")
         file_sd = settings.file_sd or env.get(contract.ENV_FILE_SD)
         self._target = Path(file_sd) / f"{name}-{self._endpoint.name}" if file_sd else None
-        port = base_port(settings, env)
+        port, asked = base_port(settings, env)
         if self.enabled:
             if world.leader if sweeps is None else sweeps:
                 for own_file in (self._endpoint, *self._textfiles, *filter(None, [self._target])):
@@ -85,7 +85,8 @@ class Exporter:
             narrow = world.nodes == 1 and world.launcher != "slurm"
             default = "127.0.0.1" if narrow else ANY_ADDRESS
             address = settings.address or env.get(contract.ENV_METRICS_ADDRESS) or default
-            self._serve(None if address == ANY_ADDRESS else address, port + world.local_rank if port else 0)
+            own_port = port + world.local_rank if port else 0
+            self._serve(None if address == ANY_ADDRESS else address, own_port, tells=asked or address != default)
 
     def begin(self) -> None:
         """The training begins: textfiles are written from here on. (Of a run that is complete already, the last ones stay.)"""
@@ -95,7 +96,11 @@ class Exporter:
             if self._settings.textfile_seconds:
                 threading.Thread(target=self._write_often, name="textfile", daemon=True).start()
 
-    def _serve(self, address: str | None, port: int) -> None:
+    def _serve(self, address: str | None, port: int, tells: bool) -> None:
+        """
+        Args:
+            tells: another port in its place is warned of: somebody may look for this one.
+        """
         for attempt in (port, 0):
             try:
                 self._server = _Server(address, attempt, self.metrics, self._settings.stale_seconds)
@@ -106,7 +111,7 @@ class Exporter:
         if self._server is None:
             self._warn("serve", f"cannot serve metrics ({reason})")
             return
-        if port not in (0, self._server.port):
+        if tells and port not in (0, self._server.port):
             self._warn("serve", f"port {port} is not free ({reason}): metrics are on port {self._server.port}")
         self._thread = threading.Thread(target=self._server.run, name="metrics", daemon=True)
         self._thread.start()
@@ -174,14 +179,14 @@ class Exporter:
             self._endpoint.parent.rmdir()  # succeeds for the last rank
 
 
-def base_port(settings: configuration.Metrics, env: Mapping[str, str]) -> int:
-    """The port of local rank 0, from the config or the environment; 0 for any free one. Raises `UserError`."""
+def base_port(settings: configuration.Metrics, env: Mapping[str, str]) -> tuple[int, bool]:
+    """(the port of local rank 0, whether the settings or the environment name it); 0 for any free one. Raises `UserError`."""
     text = env.get(contract.ENV_METRICS_PORT, "")
     if settings.port is not None or not text:
-        return contract.METRICS_PORT if settings.port is None else settings.port
+        return (contract.METRICS_PORT, False) if settings.port is None else (settings.port, True)
     if not re.fullmatch(r"\d{1,5}", text) or int(text) > 65535:
         raise UserError(f"{contract.ENV_METRICS_PORT}={text!r} is not a port (0 … 65535)")
-    return int(text)
+    return int(text), True
 
 
 def _sweep(size: int, own_file: Path) -> None:

@@ -14,7 +14,7 @@ from lockstep.training.contract import UserError, printable
 from lockstep.training.observe.ranks import Rank, Reader, Snapshot, judge
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
 STUCK_SECONDS = 60
 MOST_LOGGED = 4
@@ -23,7 +23,7 @@ BAR = 20
 AROUND = 5
 """Lines of the terminal around the ranks: title, head, legend, how many are left out, and where the cursor stands."""
 _LETTERS = (("data_wait", "d", "yellow"), ("compute", "c", "green"), ("sync_wait", "s", "blue"), ("rest", "·", "dim"))
-LEGEND = "d waiting for data, c forward and backward, s waiting for other ranks, · the rest"
+LEGEND = "d waits for data, c computes, s waits for other ranks, · the rest"
 WIDE = 110
 """Columns of a terminal that has room for the numbers beside the bar."""
 _HEAD = (
@@ -88,35 +88,31 @@ def fitting(ranks: list[Rank], rows: int) -> list[Rank]:
     return sorted(found[:rows], key=lambda rank: rank.rank)
 
 
-def title(run: Path, ranks: list[Rank]) -> str:
-    """How far the run is, how fast, and what it has logged itself."""
+def title(run: Path, ranks: list[Rank], width: int = 10_000) -> str:
+    """How far the run is, how fast, and what it has logged itself. A path that does not fit loses its beginning."""
     images = sum(rank.images_per_second or 0 for rank in ranks)
     first = ranks[0]
     planned = f" of {first.steps_planned}" if first.steps_planned else ""
     logged = "".join(f", {printable(name)} {value:.4g}" for name, value in list(first.logged.items())[:MOST_LOGGED])
-    return f"{printable(str(run))}: step {first.step}{planned}, {images:.0f} images/s{logged}"
+    told = f": step {first.step}{planned}, {images:.0f} images/s{logged}"
+    path, room = printable(str(run)), max(width - len(told), 2)
+    return (path if len(path) <= room else f"…{path[1 - room :]}") + told
 
 
-def picture(run: Path, ranks: list[Rank], width: int | None = None, height: int | None = None) -> Table:
-    """The live table; `width` of the terminal in columns and `height` in lines, null: as it is."""
+def picture(run: Path, ranks: list[Rank]) -> Group:
+    """The live table, as large as the terminal is now."""
+    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    # As text: a [/x] in a path is no markup.
-    shown_ranks = fitting(ranks, max((height or shutil.get_terminal_size().lines) - AROUND, 1))
+    terminal = shutil.get_terminal_size()
+    shown_ranks = fitting(ranks, max(terminal.lines - AROUND, 1))
     left = len(ranks) - len(shown_ranks)
     more = sum(rank.straggler is not None for rank in ranks) - sum(rank.straggler is not None for rank in shown_ranks)
     hidden = f"{more} of which hold the others up: see --once" if more else "none of which holds the others up"
     caption = f"{LEGEND}\n… and {left} more ranks, {hidden}" if left else LEGEND
-    table = Table(
-        title=Text(title(run, ranks)),
-        caption=caption,
-        box=None,
-        pad_edge=False,
-        title_justify="left",
-        caption_justify="left",
-    )
-    wide = (width or shutil.get_terminal_size().columns) >= WIDE
+    table = Table(box=None, pad_edge=False)
+    wide = terminal.columns >= WIDE
     shown = [number for number, name in enumerate(_HEAD) if wide or name not in _NUMBERS]
     for name in (_HEAD[number] for number in shown):
         table.add_column(name, justify="left" if name in ("WHERE A STEP GOES", "NOTE") else "right", no_wrap=True)
@@ -128,7 +124,9 @@ def picture(run: Path, ranks: list[Rank], width: int | None = None, height: int 
         cells[4] = bar
         style = "bold red" if rank.straggler else None
         table.add_row(*(cells[number] for number in shown), style=style)
-    return table
+    # Beside the table, which may be narrower. As text: a [/x] in a path is no markup.
+    head = Text(title(run, ranks, terminal.columns), style="bold", no_wrap=True, overflow="ellipsis")
+    return Group(head, table, Text(caption, style="dim"))
 
 
 def row(rank: Rank) -> tuple[str, ...]:

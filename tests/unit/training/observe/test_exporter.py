@@ -115,6 +115,18 @@ def test_what_is_in_the_way_is_said_once(tmp_path: Path, capsys: pytest.CaptureF
     assert not (tmp_path / "run").exists()
 
 
+def test_a_second_run_on_a_machine_takes_another_port_without_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:
+        with contextlib.suppress(OSError):  # another run has it
+            taken.bind(("127.0.0.1", 9470))
+            taken.listen()
+        with _serving(tmp_path, port=None):
+            assert _endpoint(tmp_path)["port"] != 9470
+    assert capsys.readouterr().err == ""
+
+
 def test_ranks_of_a_larger_world_are_forgotten(tmp_path: Path) -> None:
     """In the run directory, and in folders that runs share; files half written are removed."""
     folder, run = tmp_path / "shared", tmp_path / "run"
