@@ -98,6 +98,38 @@ while not heard:
     assert launcher.returncode == 0 and output.count("start again") == 1, output
 
 
+@pytest.mark.parametrize(
+    ("number", "how", "code", "said"),
+    [(signal.SIGTERM, "handler", 0, "heard\n"), (signal.SIGUSR1, "child", -10, "the child lives\n")],
+)
+def test_what_came_before_a_session_that_is_never_opened_is_the_programs(
+    number: int, how: str, code: int, said: str
+) -> None:
+    """Its own handler takes it, else it ends it. A child that was forked meanwhile lives: it was for its parent."""
+    program = """
+import os, signal, sys, time
+os.environ["LOCKSTEP_LAUNCHER"] = str(os.getppid())
+import lockstep
+from tests import product
+product.hold_signals_for(1)
+number, how = int(sys.argv[1]), sys.argv[2]
+os.kill(os.getpid(), number)
+if how == "handler":
+    heard = []
+    signal.signal(number, lambda *_: heard.append(1))
+    while not heard:
+        time.sleep(0.01)
+    sys.exit(print("heard"))
+if not os.fork():
+    time.sleep(2)
+    sys.exit(print("the child lives"))
+os.wait()
+time.sleep(60)
+"""
+    done = run([PYTHON, "-uc", program, str(int(number)), how], clean_env(), 30)
+    assert (done.code, done.output) == (code, said)
+
+
 def test_a_session_takes_over_what_came_before_it(tmp_path: Path) -> None:
     program = """
 import os, signal, sys

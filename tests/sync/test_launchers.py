@@ -60,6 +60,18 @@ def test_the_run_is_the_same_under(name: str, undisturbed: Undisturbed, tmp_path
     assert_same(job.run_dir, undisturbed(2))
 
 
+@pytest.mark.promise("launchers")
+def test_a_rank_that_fails_under_mpiexec_ends_all_and_costs_nothing(
+    undisturbed: Undisturbed, tmp_path: Path, data_root: Path
+) -> None:
+    job = Job(tmp_path / "run", data_root, 2)
+    done = run([*LAUNCHERS["mpiexec"](), *job.words], job.env(LOCKSTEP_TEST_FATE="1:7:KILL"), cwd=tmp_path)
+    job.assert_gone()
+    assert done.code not in (0, 2, 75), done.output
+    assert job.go().code == 0
+    assert_same(job.run_dir, undisturbed(2))
+
+
 @pytest.mark.promise("horovod", "modules", "own-script")
 def test_the_resnet9_script_under_mpiexec() -> None:
     """A script of Horovod's prints what its module prints."""

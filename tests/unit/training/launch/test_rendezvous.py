@@ -14,6 +14,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
+from lockstep.training.launch.agent import node_address
 from lockstep.training.launch.rendezvous import MOST_BYTES, Secret, Several, SignedStore, encode
 from lockstep.training.parallel import stores
 
@@ -101,3 +102,12 @@ def test_only_the_node_that_serves_begins_the_state(served: dist.TCPStore) -> No
     with pytest.raises(RendezvousStateError, match="LOCKSTEP_SECRET"):
         stranger._state_holder.sync()
     assert server.shutdown()
+
+
+@pytest.mark.promise("k8s-runs")
+@pytest.mark.parametrize(
+    ("master", "expected"), [("", "n-1"), ("job-master-0", "n-1"), ("job-node-0-0.job", "n-1.job"), ("10.0.0.5", "n-1")]
+)
+def test_a_node_is_found_in_the_masters_domain(master: str, expected: str) -> None:
+    """The emulated kubelet gives each node an address; on a cluster it is this one."""
+    assert node_address({"PET_MASTER_ADDR": master} if master else {}, "n-1") == expected
