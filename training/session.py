@@ -309,7 +309,8 @@ class Session:
 
     def stop(self, reason: str) -> None:
         """Ends the run for good, with exit code 0: the loops of all ranks end before their next batch, and a later start says that
-        the run is complete. One rank may call it alone. Where a script leaves its loops by `break`, the next start resumes.
+        the run is complete, unless it asks `epochs` for more. One rank may call it alone. Where a script leaves its loops by `break`,
+        the next start resumes.
 
         Args:
             reason: for status.json, such as "no better for 5 epochs".

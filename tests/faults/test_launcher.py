@@ -105,11 +105,16 @@ def test_a_killed_launcher_leaves_no_orphan_and_loses_nothing(job: Job, undistur
 
 
 @pytest.mark.promise("named-rank")
-def test_a_killed_rank_0_is_a_sentence_and_no_stack(job: Job) -> None:
-    """It serves the store, and torch has a warning with a stack for each question to one that is gone."""
-    done = job.launch(LOCKSTEP_TEST_FATE="0:7:KILL")
-    assert done.code == 1 and "launch: rank 0 was ended by SIGKILL" in done.output, done.output
-    assert done.output.count("lost rank 0, which holds the store") == 1 and "frame #" not in done.output, done.output
+@pytest.mark.parametrize(
+    ("rank", "told"), [(0, "lost rank 0, which holds the store"), (1, "rank 1 did not arrive: ended by")]
+)
+def test_a_killed_rank_is_a_sentence_a_node_and_no_stack(job: Job, rank: int, told: str) -> None:
+    """Rank 0 serves the store, and torch has a warning with a stack for each question to one that is gone."""
+    job.ranks = 3
+    done = job.launch(LOCKSTEP_TEST_FATE=f"{rank}:7:KILL")
+    assert done.code == 1 and f"launch: rank {rank} was ended by SIGKILL" in done.output, done.output
+    assert done.output.count(told) == done.output.count("step 6: ") == 1 and "frame #" not in done.output, done.output
+    assert f"launch: step {job.steps()[0]} is saved: the same command resumes there" in done.output, done.output
 
 
 @pytest.mark.promise("restarts")

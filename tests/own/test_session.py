@@ -105,14 +105,14 @@ with Session(sys.argv[1], sync="flat") as run:
 
 
 @pytest.mark.promise("named-rank")
-@pytest.mark.parametrize("sync", ["flat", "ddp", "fsdp"])
+@pytest.mark.parametrize("sync", ["flat", "ddp", "fsdp", "hooks", "powersgd"])
 def test_what_the_script_does_after_a_step_is_time_of_its_training(tmp_path: Path, sync: str) -> None:
     """A rank that is slow there was taken for the fast one: its step seemed to end before."""
     code = """
 import sys, time, torch
 from lockstep import Session
 with Session(sys.argv[1], sync=sys.argv[2]) as run:
-    model = run.replicate(torch.nn.Linear(4, 2))
+    model = run.replicate(torch.nn.Linear(4, 2), example=torch.ones(2, 4))
     run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     for epoch in run.epochs(1):
         for batch in run.batches(torch.utils.data.TensorDataset(torch.randn(240, 4)), 12):
@@ -174,7 +174,7 @@ WRONG = {
     "two optimizers over one parameter": (
         "m, o = make(run); run.optimizer(lambda p: torch.optim.SGD(p, lr=0.1), 'second')\n    for _ in run.epochs(1):\n"
         "        for b in run.batches(DATA, 16): step(run, m, b)", "ValueError", '"optimizer" and "second", would move 0.weight'),
-    "an error of the user's": (LOOP + "for b in run.batches(DATA, 64): pass", "error", "uneven=weight"),
+    "an error of the user's": (LOOP + "for b in run.batches(DATA, 64): pass", "error", 'uneven="weight"'),
     "several models under a strategy that takes one": (
         "run.settings.sync.name = 'zero1'; run.replicate(torch.nn.Linear(1, 1), name='a'); run.replicate(torch.nn.Linear(1, 1), name='b')",
         "error", "sync.name=zero1"),
@@ -256,6 +256,18 @@ with Session(sys.argv[1]) as run:
     done = script(2, SCRIPT + lines, tmp_path / "run")
     assert done.code == 1, done.output
     assert "3 on rank 0, 4 on rank 1" in done.output, done.output
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_said_once_in_the_words_of_a_script(tmp_path: Path) -> None:
+    lines = """
+with Session(sys.argv[1]) as run:
+    m, o = make(run)
+    for _ in run.epochs(1):
+        for b in run.batches(DATA, 16): step(run, m, b)
+"""
+    done = script(3, SCRIPT + lines, tmp_path / "run")
+    said = 'error: a global batch of 16 cannot be divided among 3 ranks: make it 15 or 18, or choose uneven="weight"'
+    assert done.code == 2 and done.output.count("16") == 1 and said in done.output, done.output
 
 
 def test_an_evaluation_that_looks_for_signals_keeps_the_saves_that_are_due(tmp_path: Path) -> None:
@@ -345,6 +357,17 @@ def test_another_script_or_other_settings_are_refused(tmp_path: Path) -> None:
     scored = python("-m", "lockstep.training", "evaluate", str(run_dir))
     assert scored.code == 2 and "not of a recipe" in scored.output, scored.output
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+    about = run_dir / "run.yaml"
+    named = about.read_text()
+    about.write_text(re.sub("script: .*", "script: before", named))
+    renamed = _train(run_dir)
+    assert (
+        renamed.code == 2
+        and "script: before → " in renamed.output
+        and "write the new name into run.yaml" in renamed.output
+    )
+    about.write_text(named)
+    assert _train(run_dir).code == 0
     words = _train(tmp_path / "words", "checkpoint.every_step=3")
     assert words.code == 2 and "did you mean 'checkpoint.every_steps'" in words.output, words.output
 

@@ -168,6 +168,10 @@ def test_one_rank_ends_the_run_for_good(tmp_path: Path) -> None:
         assert done.code == 0 and status["reason"] == "stopped: enough", done.output
         assert 13 <= status["step"] <= 14 and ("It was stopped: enough" in done.output) == (attempt == 2), done.output
         assert ("Stopped for good: enough" in done.output) == (attempt == 1), done.output
+    assert "Raise the number of steps to continue" in done.output, done.output
+    done = train(tmp_path / "run", steps=24)
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert done.code == 0 and (status["step"], status["reason"]) == (24, "complete"), done.output
 
 
 @pytest.mark.promise("session-resume")

@@ -97,3 +97,33 @@ def test_replicas_that_differ_after_the_first_steps_are_named_before_anything_is
     assert done.code == 1 and "the replicas are not the same after step" in done.output, done.output
     assert "2.weight on rank 1 differs from rank 0's" in done.output and "Traceback" not in done.output, done.output
     assert steps_saved(run_dir) == []
+
+
+PLATEAU = """
+import sys, torch
+from lockstep import Session
+run_dir, every, sync = sys.argv[1:]
+with Session(run_dir, f"checkpoint.every_steps={every}", f"sync.name={sync}", "log.report=false") as run:
+    model = run.replicate(torch.nn.Linear(6, 3))
+    optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.5))
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+    run.keep(plateau=plateau)
+    for epoch in run.epochs(4):
+        for (x,) in run.batches(torch.utils.data.TensorDataset(torch.ones(64, 6)), 8):
+            run.step(lambda x: model(x).square().mean(), x)
+        plateau.step(1.0 if run.rank else 1.0 / (epoch + 1))  # what this rank alone has measured
+"""
+
+
+@pytest.mark.parametrize(("sync", "every", "step"), [("flat", 0, 24), ("fsdp", 1000, 25)])
+def test_learning_rates_that_differ_are_named_before_they_are_saved(
+    tmp_path: Path, sync: str, every: int, step: int
+) -> None:
+    """At the end of the epoch where one is saved there, else a step later: rank 1 gets no better after the first one."""
+    done = script(2, PLATEAU, tmp_path / "run", str(every), sync)
+    assert done.code == 1 and done.output.count("learning rates") == 1, done.output
+    assert f"after step {step}: optimizer.param_groups[0] has 0.5 on rank 0, 0.05 on rank 1. " in done.output, (
+        done.output
+    )
+    assert "run.sum()" in done.output and "Traceback" not in done.output, done.output
+    assert steps_saved(tmp_path / "run") == ([8, 16] if every == 0 else [])

@@ -112,6 +112,7 @@ class _History(_Part):
     __pydantic_extra__: dict[str, float | None] = Field(init=False)
     class_accuracy: dict[str, float | None] | None = None
     stopped: str | float | None = None
+    stopped_of: _Count = 0
     preemptions: _Count = 0
     attempts: _Count = 0
 

@@ -65,7 +65,7 @@ def steps_per_epoch(n: int, batch: int, uneven: str) -> int:
     steps = n // batch if uneven == "drop" else -(-n // batch)
     if steps == 0:
         raise UserError(
-            f"a global batch of {batch} is larger than the {n} samples: make it smaller, or set uneven=weight"
+            f'a global batch of {batch} is larger than the {n} samples: make it smaller, or choose uneven="weight"'
         )
     return steps
 
@@ -100,7 +100,7 @@ def check_division(batch: int, world: int, multiple: int, uneven: str) -> None:
         below = batch // (world * multiple) * world * multiple
         nearest = " or ".join(str(size) for size in (below, below + world * multiple) if size)
         raise UserError(
-            f"a global batch of {batch} cannot be divided among {share}: use global_batch_size={nearest}, or uneven=weight"
+            f'a global batch of {batch} cannot be divided among {share}: make it {nearest}, or choose uneven="weight"'
         )
     if batch < world:
         raise UserError(f"a global batch of {batch} leaves some of {world} ranks without a sample: make it larger")

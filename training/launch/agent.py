@@ -33,7 +33,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 
 from lockstep.training.cli import PROGRAM, Parser, count
 from lockstep.training.contract import (
+    CHECKPOINTS,
     ENV_LAUNCHER,
+    ENV_NOTE,
     ENV_RESTARTS,
     ENV_SECRET,
     EXIT_DONE,
@@ -337,7 +339,10 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
             lines.whole_lines() as finish_lines,
             _guard(args.grace) as guarded,
         ):
+            os.environ[ENV_NOTE] = str(Path(logs) / "run")
             code, barrier = _run(args, command, ranks, parameters, logs, attempts, finish_lines, caught, guarded)
+            if code == EXIT_FAILED and args.exit_codes == "plain":
+                _tell_where_it_resumes(Path(os.environ[ENV_NOTE]))
     except NotMet as error:
         to_stderr(f"launch: {error}: giving up")
         attempts.end(EXIT_FAILED, final=True)
@@ -410,6 +415,15 @@ def _run(
         to_stderr(f"launch: the nodes did not meet at {parameters.endpoint}: {reason}")
         return EXIT_FAILED, None
     return code, agent.barrier
+
+
+def _tell_where_it_resumes(note: Path) -> None:
+    """Says what is saved of the run that rank 0 has noted there, if it was on this node and came so far."""
+    from lockstep.training.checkpoint import store
+
+    with contextlib.suppress(OSError):
+        for newest in store.candidates(Path(os.fsdecode(note.read_bytes()), CHECKPOINTS))[:1]:
+            to_stderr(f"launch: step {store.step_of(newest)} is saved: the same command resumes there")
 
 
 @contextlib.contextmanager

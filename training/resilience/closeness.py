@@ -11,13 +11,14 @@ is where a gradient was not summed, a seed differed, or memory went bad – long
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.training.parallel.exchange import group_size
+from lockstep.training.parallel.exchange import all_gather_trees, group_size, named
+from lockstep.training.parallel.world import World
 
 BATCH_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers of batch norm, ours and torch's: without SyncBatchNorm a rank's own."""
@@ -88,6 +89,29 @@ def fingerprint(*modules: nn.Module) -> int:
             sums.append(values.contiguous().view(_OF_SIZE[values.element_size()]).sum(dtype=torch.int64))
     found = torch.stack(sums).tolist() if sums else []
     return int.from_bytes(hashlib.sha256(repr(found).encode()).digest()[:7], "big")
+
+
+def learning_rates(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, float]:
+    """Of each group of parameters, by its name. A rate in a tensor is left out: to read it may wait for the device."""
+    return {
+        f"{name}.param_groups[{number}]": float(group["lr"])
+        for name, optimizer in optimizers.items()
+        for number, group in enumerate(optimizer.param_groups)
+        if isinstance(group.get("lr"), (int, float))
+    }
+
+
+def check_learning_rates(optimizers: Mapping[str, torch.optim.Optimizer], world: World) -> None:
+    """Raises `ReplicasDiffer` on all ranks where a rate is not the same on all, with each value. Collective."""
+    of_ranks = all_gather_trees(learning_rates(optimizers), world)
+    for name in of_ranks[0]:
+        values = [rates.get(name) for rates in of_ranks]
+        if len(set(values)) > 1:
+            said = ", ".join(
+                f"{value} on rank {named([rank for rank, other in enumerate(values) if other == value])}"
+                for value in dict.fromkeys(values)
+            )
+            raise ReplicasDiffer(f"{name} has {said}")
 
 
 _OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -19,12 +19,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lockstep.training.contract import EXIT_FAILED, UserError, to_stderr
+from lockstep.training.contract import ENV_NOTE, ENV_RESTARTS, EXIT_FAILED, UserError, to_stderr
 from lockstep.training.parallel import stores
 from lockstep.training.parallel.world import World
 
@@ -150,6 +151,22 @@ def _watch(
             since, asked = time.monotonic(), asked + 1
 
 
+def first_of_node(world: World) -> bool:
+    """Whether this rank is the first one of its node that asks: it says for all why they end. Of another launcher's ranks each does
+    where rank 0 is lost, which holds the store."""
+    if note := os.environ.get(ENV_NOTE):
+        try:
+            Path(f"{note}.failed-{os.environ.get(ENV_RESTARTS)}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:
+            pass
+        return True
+    with contextlib.suppress(RuntimeError):
+        return bool(_get_default_store().add(f"lockstep/failed/node/{world.node}", 1) == 1)
+    return True
+
+
 def _missing(world: World, step: int, report_name: str) -> list[str]:
     """The ranks that did not report the same (`failed`: a collective) within a few seconds."""
     store = _get_default_store()
@@ -173,8 +190,10 @@ def _missing(world: World, step: int, report_name: str) -> list[str]:
 
 
 def print_once(world: World, error: BaseException) -> None:
-    """Where rank 0 has raised the same error in the same place, its traceback is printed, and a line on every other rank."""
-    if world.size == 1 or isinstance(error, (UserError, SystemExit, KeyboardInterrupt)):
+    """Where rank 0 has raised the same error in the same place, its traceback is printed, and a line on every other rank; of a
+    `UserError` its line alone."""
+    told = isinstance(error, UserError) and error.shared
+    if world.size == 1 or told or isinstance(error, (SystemExit, KeyboardInterrupt)):
         return
     digest = hashlib.sha256("".join(traceback.format_exception(error)).encode(errors="replace")).hexdigest()
     key, deadline, same = "lockstep/raised", time.monotonic() + RAISED_SECONDS, False
@@ -186,6 +205,9 @@ def print_once(world: World, error: BaseException) -> None:
             time.sleep(0.05)
         same = store.check([key]) and stores.said(store, key, "[0-9a-f]{64}") == digest
         _stay_until_all_know(store, f"{key}/know", world, world.size)
+    if isinstance(error, UserError):
+        error.shared = same
+        return
     before = sys.excepthook
 
     def hook(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:

@@ -1,6 +1,6 @@
 """What surrounds the steps of any run: the boundary at which all ranks leave or save together, checkpoints, metrics, the end.
 
-    attempt = Attempt(context, signals, began)
+    attempt = Attempt(context, signals, began, optimizers)
     with attempt:
         attempt.boundary()                          # before each step; raises `Ended` where the ranks agreed to leave
         …                                           # a step
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import time
+import zlib
+from collections.abc import Mapping
 from types import TracebackType
 from typing import NoReturn
 
@@ -27,9 +29,21 @@ from lockstep.training.observe.clock import Times
 from lockstep.training.observe.reading import Reading, mean_loss
 from lockstep.training.parallel.exchange import all_gather_trees, same_on_all
 from lockstep.training.resilience import divergence
-from lockstep.training.resilience.closeness import ReplicasDiffer, check_parameter_closeness, fingerprint
+from lockstep.training.resilience.closeness import (
+    ReplicasDiffer,
+    check_learning_rates,
+    check_parameter_closeness,
+    fingerprint,
+    learning_rates,
+)
 from lockstep.training.resilience.desync import Meetings
-from lockstep.training.resilience.hang import Heartbeat, describe_failed_collective, is_collective, naming_the_missing
+from lockstep.training.resilience.hang import (
+    Heartbeat,
+    describe_failed_collective,
+    first_of_node,
+    is_collective,
+    naming_the_missing,
+)
 from lockstep.training.resilience.preempt import Consensus, Decision, Signals
 from lockstep.training.run.context import RunContext, note_corrupt_shard
 from lockstep.training.run.saver import Saver
@@ -39,6 +53,10 @@ FIRST_STEPS = 3
 EACH_ALONE = (
     "Each rank trains a model of its own where it changes weights by itself: in a loop of your own call the network that "
     "replicate() returned, and change weights alike on all ranks"
+)
+SAME_NUMBER = (
+    "A schedule that is given a number, such as ReduceLROnPlateau, needs the same one on all ranks: run.sum() adds up what "
+    "each has measured"
 )
 REPORT_SECONDS = 60.0
 """For the report, at the end of a run."""
@@ -61,10 +79,14 @@ class Attempt:
     Args:
         signals: what the process receives; None where the calling script handles signals itself.
         began: `time.perf_counter()` at the start of the process.
+        optimizers: by name.
     """
 
-    def __init__(self, context: RunContext, signals: Signals | None, began: float) -> None:
-        self.context, self.began = context, began
+    def __init__(
+        self, context: RunContext, signals: Signals | None, began: float,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+    ) -> None:  # fmt: skip
+        self.context, self.began, self._optimizers = context, began, optimizers
         self.times: Times = {}
         self.nonfinite_steps = 0
         """Steps in a row whose gradient was not finite."""
@@ -108,17 +130,19 @@ class Attempt:
 
     def _lost(self, reason: str) -> None:
         """A collective of NCCL has failed (`failed` handles all other errors). Runs in its own thread; then the process ends."""
-        self._desynced(reason)
-        if not self.context.world.leader:
-            self.context.console.warn(reason)
+        self._desynced(reason, first_of_node(self.context.world))
 
-    def _desynced(self, reason: str) -> None:
-        """The ranks know that they have parted. Then the process ends."""
+    def _desynced(self, reason: str, says: bool | None = None) -> None:
+        """The ranks know that they have parted. Then the process ends.
+
+        Args:
+            says: this rank prints the reason; None: rank 0 does.
+        """
         context = self.context
         context.console.close()
         if context.run is not None:
             context.run.status(EXIT_FAILED, reason, context.steps_done)
-        if context.world.leader:
+        if context.world.leader if says is None else says:
             context.console.warn(reason)
         self.saver.close()
 
@@ -158,6 +182,8 @@ class Attempt:
         self._polls += 1
         if self._steps >= FIRST_STEPS and not self._compared:
             self._compared, self.consensus.fingerprint = True, self._fingerprint()
+        elif self.context.world.size > 1:
+            self.consensus.fingerprint = self._rates()
         told, decision = self.consensus.some_without_score, self.consensus.poll(save_due, score)
         if self.consensus.replicas_differ:
             self._replicas_differ()
@@ -227,9 +253,27 @@ class Attempt:
         state = self.context.state
         return fingerprint(state.model, *([state.ema.average] if state.ema is not None else []))
 
+    def _rates(self) -> int:
+        """A whole number from 1 of the learning rates."""
+        return 1 + zlib.crc32(repr(learning_rates(self._optimizers)).encode())
+
+    def _same_replicas(self) -> bool:
+        """Collective."""
+        if self.context.world.size == 1:
+            return True
+        return same_on_all([self._rates(), self._fingerprint() if self._compares else 0], self.context.world)
+
     def _replicas_differ(self) -> NoReturn:
-        """Their fingerprints do, on all ranks. Raises `Ended`. Collective."""
-        self._check_closeness(self.context.steps_done)
+        """Their fingerprints do, on all ranks, by learning rates or weights. Raises `Ended`. Collective."""
+        done = self.context.steps_done
+        try:
+            check_learning_rates(self._optimizers, self.context.world)
+        except ReplicasDiffer as error:
+            raise Ended(
+                EXIT_FAILED,
+                f"the learning rates are not the same after step {done}: {error}. It is not saved. {SAME_NUMBER}",
+            ) from error
+        self._check_closeness(done)
         raise Ended(EXIT_FAILED, f"the replicas were not the same. {EACH_ALONE}")
 
     def tell_readings(self, wait: bool = False) -> None:
@@ -258,7 +302,7 @@ class Attempt:
         Raises `Ended` instead if a weight is not finite, or if the replicas differ, so that the newest checkpoint stays usable.
         """
         context, step = self.context, self.context.steps_done
-        if self.consensus.look() or (self._compares and not same_on_all(self._fingerprint(), context.world)):
+        if self.consensus.look() or not self._same_replicas():
             self._replicas_differ()
         if context.config.nonfinite != "ignore" and not divergence.finite_everywhere(
             context.state.model, context.world
@@ -332,7 +376,8 @@ def failed(context: RunContext, error: BaseException) -> int | None:
         reason = describe_failed_collective(world, context.steps_done, error)
         if run is not None:
             run.status(EXIT_FAILED, reason, context.steps_done)
-        context.console.warn(reason)
+        if first_of_node(world):
+            context.console.warn(reason)
         return EXIT_FAILED
     if run is not None and isinstance(error, UserError):
         run.status(EXIT_USAGE, str(error), context.steps_done)

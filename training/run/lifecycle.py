@@ -20,6 +20,7 @@ from lockstep.training.checkpoint import generators, store
 from lockstep.training.checkpoint.state import Cursor, TrainState, checked, scatter
 from lockstep.training.config import Config, RunSettings
 from lockstep.training.contract import (
+    ENV_NOTE,
     ENV_RESTARTS,
     EXIT_DONE,
     EXIT_FAILED,
@@ -131,6 +132,9 @@ class Lifecycle:
             with failing_together(world):
                 if world.leader or (settings.checkpoint.write == "node" and world.local_rank == 0):
                     self.directory = RunDirectory.open(self.run_dir, settings, fresh)
+                    if world.leader and (note := os.environ.get(ENV_NOTE)):
+                        with contextlib.suppress(OSError):  # a copy of the variables of a job that is over
+                            Path(note).write_bytes(os.fsencode(self.directory.path))
             # Only now: a directory that is refused stays untouched. First where it is cleared of what earlier attempts left.
             for sweeps in (True, False):
                 with failing_together(world):
@@ -174,7 +178,7 @@ class Lifecycle:
         self._opening.close()  # from here on the end of the attempt closes what it opened
         if self._tells_run_dir:
             run.console.line(f"This run is kept in {self.run_dir}")
-        attempt = Attempt(run, self._signals, self.began)
+        attempt = Attempt(run, self._signals, self.began, replica.optimizers)
         step = Step(run, attempt, replica)
         self.loop = Loop(run, attempt, step, self._saved_generators)
         if self._signals is not None:

@@ -81,13 +81,15 @@ class Loop:
         if (count is None) == (steps is None):
             raise TypeError("epochs() takes a number of epochs, or steps=…")
         run, self.epochs_planned, self.steps_planned = self.run, count, steps
+        if self.stopped and (count or steps or 0) > run.state.history.get("stopped_of", 0):
+            run.state.history["stopped"] = None  # more is asked for than the script had planned when it ended the run
         if self.complete:
             accuracy = run.state.history.get("accuracy")
             reached = f", validation accuracy {accuracy:.4f}" if accuracy is not None else ""
-            epochs, more = run.state.cursor.epoch, "Raise the number of epochs to continue, or start over with --fresh"
+            stopped = f"It was stopped: {self.stopped}. " if self.stopped else ""
             run.console.line(
-                f"The run is complete: {epochs} epochs, {run.steps_done} steps{reached}. "
-                + (f"It was stopped: {self.stopped}" if self.stopped else more)
+                f"The run is complete: {run.state.cursor.epoch} epochs, {run.steps_done} steps{reached}. {stopped}"
+                f"Raise the number of {'epochs' if steps is None else 'steps'} to continue, or start over with --fresh"
             )
         while not self.complete:
             self._tell_resumed()
@@ -149,7 +151,7 @@ class Loop:
         unscored = bool(kept.logged_in_epoch) and not run.progressed  # the start before left during this evaluation
         reasons = all_gather_trees(self.attempt.consensus.final, run.world)
         if (reason := next(filter(None, reasons), None)) is not None:
-            state.history["stopped"] = reason
+            state.history |= {"stopped": reason, "stopped_of": self.epochs_planned or self.steps_planned or 0}
         state.cursor.epoch, state.cursor.step, run.progressed = state.cursor.epoch + 1, 0, True
         kept.data, kept.epoch_generators, kept.cursor_generators = {}, None, None
         self._epoch_is_through = False

@@ -54,7 +54,7 @@ def test_parts_make_up_the_same_global_batches_at_every_world_size(
 
 @pytest.mark.parametrize(
     ("batch", "world", "multiple", "advice"),
-    [(100, 3, 1, "global_batch_size=99 or 102"), (512, 3, 32, "global_batch_size=480 or 576"), (16, 2, 32, "global_batch_size=64")],
+    [(100, 3, 1, "make it 99 or 102"), (512, 3, 32, "make it 480 or 576"), (16, 2, 32, "make it 64")],
 )  # fmt: skip
 def test_a_batch_that_the_ranks_cannot_share(batch: int, world: int, multiple: int, advice: str) -> None:
     with pytest.raises(UserError, match=advice):
@@ -64,6 +64,6 @@ def test_a_batch_that_the_ranks_cannot_share(batch: int, world: int, multiple: i
 
 
 def test_a_batch_larger_than_the_data() -> None:
-    with pytest.raises(UserError, match="uneven=weight"):
+    with pytest.raises(UserError, match='uneven="weight"'):
         order.steps_per_epoch(10, 11, "drop")
     assert order.steps_per_epoch(10, 11, "weight") == 1  # what was advised is taken
