@@ -1,8 +1,9 @@
-"""Dispatching a job from Python:
+"""Jobs from Python:
 
 from lockstep import JobSpec, submit
+
 job = submit(JobSpec.load("job.yaml"), backend="local")
-job.wait(timeout=3600); print(job.summary())
+print(job.wait(timeout=3600).state, job.summary())
 """
 
 from __future__ import annotations

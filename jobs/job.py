@@ -15,36 +15,91 @@ from lockstep.training import extras
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job of a backend."""
+    """A submitted job. `submit` returns one; a job that was submitted elsewhere is `Job(name, backend)`.
+
+    Its methods raise `UserError` where the backend has no job of that name.
+    """
 
     name: str
     backend: Backend
 
     def status(self) -> Status:
+        """Where the job stands, and why.
+
+        Examples:
+            >>> job.status().state
+            'succeeded'
+        """
         return self.backend.status(self.name)
 
     def logs(self, rank: int | None = None, follow: bool = False, last: int | None = None) -> Iterator[str]:
+        """The lines of one rank, or of all ranks with `[rank 5] ` before each.
+
+        Args:
+            follow: until the job ends.
+            last: begin this many lines before the end.
+
+        Examples:
+            >>> lines = list(job.logs(rank=0, last=20))
+        """
         return self.backend.logs(self.name, rank, follow, last)
 
     def execute(self, command: list[str], rank: int = 0) -> int:
-        """Runs a command beside a rank, with this process's streams. Returns the command's exit code."""
+        """Runs a command beside a rank of a running job, with this process's streams. Returns the command's exit code.
+
+        Examples:
+            >>> job.execute(["sh", "-c", "test $RANK = 1"], rank=1)
+            0
+        """
         return self.backend.execute(self.name, command, rank)
 
     def wait(self, timeout: float = 86400, seen: Observer | None = None) -> Status:
-        """Waits for the end. Returns the final status, or the current one after `timeout` seconds. `seen` is called with every status."""
+        """Waits for the end. Returns the final status, or the current one after `timeout` seconds.
+
+        Args:
+            seen: is called with every status on the way.
+
+        Examples:
+            >>> seen = []
+            >>> job.wait(timeout=3600, seen=seen.append).state
+            'succeeded'
+        """
         return self.backend.wait(self.name, timeout, seen)
 
     def cancel(self) -> Status:
+        """Ends the job, with its grace period to save. A job that has ended is left as it is.
+
+        Examples:
+            >>> job.cancel().state
+            'cancelled'
+        """
         return self.backend.cancel(self.name)
 
     def summary(self) -> dict[str, Any]:
-        """`summary.json` of the finished run. Raises `UserError` where there is none yet."""
+        """`summary.json` of the finished run. Raises `UserError` where there is none yet.
+
+        Examples:
+            >>> accuracy = job.summary()["accuracy"]
+        """
         return self.backend.summary(self.name)
 
 
 @extras.explained()
 def submit(spec: JobSpec, backend: str | Backend = "local", mode: Mode = "attach") -> Job:
-    """Submits the job, or attaches to the same one. Raises `UserError`: lint errors, a name in use, no answer from the cluster."""
+    """Submits a job, or attaches to the same one.
+
+    Args:
+        backend: `"local"`, `"compose"`, `"k8s"`, `"slurm"`, one of another package, or a backend as an object.
+        mode: where a job of that name has ended: `"attach"` refuses, `"replace"` submits it again, `"new"` takes another name.
+
+    Raises:
+        UserError: lint errors, a name in use, no answer from the cluster.
+
+    Examples:
+        >>> job = submit(JobSpec.load("job.yaml"), backend="local")
+        >>> job.wait(timeout=3600).state
+        'succeeded'
+    """
     spec.check_training(spec.name)
     opened = registry.backend(backend).at(spec) if isinstance(backend, str) else backend
     return Job(opened.submit(spec, mode).name, opened)

@@ -26,7 +26,12 @@ MOST_LOGGED = 8
 
 
 def parse(texts: list[str]) -> dict[str, list[Any]]:
-    """`["lr=0.1,0.2"]` → `{"lr": [0.1, 0.2]}`. Raises `UserError`."""
+    """What `--sweep` takes, as values. Raises `UserError`.
+
+    Examples:
+        >>> sweep.parse(["lr=0.1,0.2", "batch_size=64"])
+        {'lr': [0.1, 0.2], 'batch_size': [64]}
+    """
     found: dict[str, list[Any]] = {}
     for text in texts:
         name, equals, values = text.partition("=")
@@ -42,7 +47,13 @@ def parse(texts: list[str]) -> dict[str, list[Any]]:
 
 
 def expand(spec: JobSpec, values: dict[str, list[Any]]) -> list[JobSpec]:
-    """One spec a combination: NAME-0, NAME-1, … with run directories of their own. Raises `UserError`."""
+    """One spec a combination: NAME-0, NAME-1, … with run directories of their own. Raises `UserError`.
+
+    Examples:
+        >>> runs = sweep.expand(spec, {"lr": [0.001, 0.002]})
+        >>> runs[1].name
+        'smoke-1'
+    """
     runs = math.prod(len(choices) for choices in values.values())
     if runs > MAX_RUNS:
         raise UserError(f"the sweep has {runs} runs, more than {MAX_RUNS}: give fewer values")
@@ -72,7 +83,13 @@ def _among(value: Any, others: list[Any]) -> bool:
 
 @extras.explained()
 def submit(spec: JobSpec, specs: list[JobSpec], backend: str = "slurm", mode: Mode = "attach") -> list[Job]:
-    """Submits the runs of `expand(spec, …)`: as one where the backend can, else one by one. Raises `UserError`."""
+    """Submits the runs of `expand(spec, …)`: as one where the backend can, else one by one. Raises `UserError`.
+
+    Examples:
+        >>> jobs = sweep.submit(spec, runs, backend="local")
+        >>> [job.wait(timeout=3600).state for job in jobs]
+        ['succeeded', 'succeeded']
+    """
     opened = registry.backend(backend).at(spec)
     return [Job(done.name, opened) for done in opened.sweep(spec.name, specs, mode)]
 

@@ -311,7 +311,7 @@ class _JobSpec(Section):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Without what was found out of settings that are other ones now."""
+        """Without what was computed from the settings that `update` changes."""
         copied = super().model_copy(update=update, deep=deep)
         copied.__dict__.pop("_hash", None)
         if {"recipe", "overrides", "image"} & set(update or ()):
@@ -328,12 +328,19 @@ class _JobSpec(Section):
     def load(
         cls, path: str | Path, assignments: dict[str, Any] | None = None, below: dict[str, Any] | None = None
     ) -> Self:  # fmt: skip
-        """The spec in a YAML file, with top-level or dotted settings replaced by `assignments`.
+        """The spec in a YAML file.
 
-        What stands in `below` counts where the file is silent.
+        Args:
+            assignments: settings that replace those of the file, by their dotted names.
+            below: settings that count where the file has none, such as those of a profile.
 
         Raises:
             UserError: with the line of the mistake and the nearest name that exists.
+
+        Examples:
+            >>> spec = JobSpec.load("job.yaml", {"nodes": 2, "overrides.epochs": 4})
+            >>> spec.nodes
+            2
         """
         text = settings.read_text(Path(path))
         values = settings.mapping(text, str(path))
@@ -354,7 +361,11 @@ class _JobSpec(Section):
 
     @classmethod
     def of(cls, values: dict[str, Any], where: str = "job") -> Self:
-        """The spec of plain values. Raises `UserError` naming `where`."""
+        """The spec of plain values. Raises `UserError` naming `where`.
+
+        Examples:
+            >>> spec = JobSpec.of({"name": "sleep", "command": ["sleep", "300"], "ranks_per_node": 2})
+        """
         spec = settings.build(cls, values, where)
         spec.check_training(where)
         return spec

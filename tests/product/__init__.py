@@ -16,6 +16,7 @@ from tests.product.jobs import *
 from tests.product.training import *
 
 PUBLIC = {
+    "lockstep.jobs.sweep",
     "lockstep.training.sync.teaching.horovod",
     "lockstep.training.sync.teaching.strategies",
     "lockstep.training.parallel.world",
