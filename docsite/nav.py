@@ -54,6 +54,7 @@ FIRST = {
         "run-directory.md",
         "environment.md",
         "lint-rules.md",
+        "metrics.md",
         "session.md",
         "api.md",
     ),

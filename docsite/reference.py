@@ -1,4 +1,4 @@
-"""The pages of the reference that are made from the code: commands, settings, recipes, lint rules, environment, API."""
+"""The pages of the reference that are made from the code: commands, settings, recipes, lint rules, metrics, environment, API."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from lockstep.training.cli import COMMANDS, INSIDE
 from lockstep.training.config import Config, OwnSettings, recipes
 from lockstep.training.config.sections import FREE
 from lockstep.training.contract import ENV_PROGRAM
+from lockstep.training.observe.metrics import BUCKETS, PREFIX, TABLE
 
 API = {
     "lockstep": {
@@ -98,6 +99,7 @@ def pages() -> dict[str, str]:
         ),
         "recipes": recipe_page(),
         "lint-rules": lint_rules(),
+        "metrics": metrics(),
         "environment": environment(),
         "session": session(),
         "api": api(),
@@ -267,6 +269,21 @@ def lint_rules() -> str:
         ]
         parts.append("")
     return "\n".join(parts)
+
+
+def metrics() -> str:
+    """What every rank serves, each metric with its own labels and their values."""
+    buckets = ", ".join(f"{bound:g}" for bound in BUCKETS)
+    parts = [
+        "# Metrics\n",
+        "What [every rank serves](../metrics.md). Each has the labels `run` (the run directory's name, or `metrics.run`) and `rank`. "
+        f"Histograms have the buckets {buckets} s. Loss and gradient norm are read every `log.every` steps.\n",
+        f"| `{PREFIX}…` | kind | labels | meaning |\n|---|---|---|---|",
+    ]
+    for name, row in TABLE.items():
+        labels = ", ".join(f"{label}={'|'.join(values)}" if values else label for label, values in row.labels.items())
+        parts.append(f"| `{name}` | {row.kind} | {code(labels)} | {cell(row.help)} |")
+    return "\n".join(parts) + "\n"
 
 
 def constants(file: str, prefix: str) -> Iterator[tuple[str, Any, str]]:

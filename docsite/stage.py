@@ -86,6 +86,8 @@ def pages() -> dict[str, str]:
 
         def change(link: str, page: str = page, file: str = file) -> str:
             target = links.resolve(file, link)
+            if (ROOT / target / "index.md").is_file():  # a section: in the repository its folder, which lists the pages
+                target += "/index.md"
             if target.startswith("docs/reference/") and place(target) in made:
                 return links.relative(page, place(target))
             if not (ROOT / target).is_file():

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from docsite import nav, reference, stage
+from docsite import links, nav, published, reference, stage
 from tests import product
 from tests.checkout import sources
 from tests.processes import ROOT
@@ -53,6 +53,11 @@ def test_every_rule_metric_code_recipe_variable_and_name_is_on_a_page(pages: dic
     assert len(reference.rules()) > 40
     for rule in reference.rules():
         assert f"| `{rule.id}` | {rule.level} | {reference.cell(rule.title)} |" in pages["reference/lint-rules.md"]
+    table = (ROOT / "training/observe/metrics.py").read_text(encoding="utf-8")
+    metrics = re.findall(r'^    "(\w+)": Row\(\s*"(\w+)"', table, re.MULTILINE)
+    assert len(metrics) > 30
+    for name, kind in metrics:
+        assert f"| `{name}` | {kind} |" in pages["reference/metrics.md"], name
     for name, value in product.contract_names().items():
         if name.startswith("EXIT_"):
             assert f"| {value} | `{name}` |" in pages["reference/exit-codes.md"], name
@@ -97,3 +102,13 @@ def test_what_is_named_anywhere_exists() -> None:
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert [name for name in reference.command_names() if not re.search(rf"`(lockstep )?{name}\b", changes)] == []
     assert found > 20
+
+
+def test_a_package_index_shows_a_readme_without_relative_links() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = published.absolute(text, "https://host.example/team/lockstep", "v1.2.3")
+    assert links.found_in(shown) == [] and len(links.found_in(text)) > 20
+    addresses = re.findall(r"https://host.example/team/lockstep/(raw|blob)/v1.2.3/([^\s)\"#]+)", shown)
+    assert len(addresses) == len(links.found_in(text))
+    for kind, file in addresses:
+        assert (ROOT / file).exists() and (kind == "raw") == file.endswith((".svg", ".png")), file

@@ -76,7 +76,7 @@ TABLE: dict[str, Row] = {
     "gpu_memory_reserved_bytes": Row("gauge", "GPU memory that the process has reserved for tensors.", since="scrape"),
     "gpu_memory_peak_bytes": Row("gauge", "Most GPU memory in tensors at one time so far.", since="scrape"),
 }  # fmt: skip
-"""Every metric, without its prefix. docs/metrics.md is checked against it."""
+"""Every metric, without its prefix. docsite/reference.py makes the page of the metrics from it."""
 
 _KINDS: dict[str, Any] = {
     "gauge": prometheus_client.Gauge, "counter": prometheus_client.Counter, "histogram": prometheus_client.Histogram,
