@@ -325,8 +325,8 @@ class Checkpoint(Section):
     keep: Free[Positive] = 3
     """Newest checkpoints to keep."""
     keep_best: Free[KeepBest] = True
-    """Also save and keep the weights with the best score so far: true: the highest accuracy; `{val_loss: min}`: the lowest
-    `val_loss`, or any other number that is logged, `max` or `min`; false: none."""
+    """Also keep the weights with the best score so far. true: the highest accuracy. `{val_loss: min}`: the lowest `val_loss`, or
+    `max` or `min` of another number that is logged. false: none."""
     write: Free[Literal["rank0", "node"]] = "rank0"
     """Which rank writes: rank 0, or one rank per node (for run directories on disks of the nodes)."""
     on_signal: Free[bool] = True
@@ -365,8 +365,8 @@ class Metrics(Section):
     port: Free[Annotated[int, Field(ge=0, le=65535)] | None] = None
     """Port of local rank 0, the others follow; null: LOCKSTEP_METRICS_PORT, else 9470. 0: any free port. A taken port is replaced."""
     address: Free[str | None] = None
-    """Address to serve on, `any` for all addresses, IPv4 and IPv6; null: LOCKSTEP_METRICS_ADDRESS (the images say `any`), else any on
-    several nodes and under SLURM, and 127.0.0.1 on one machine."""
+    """Address to serve on. `any`: all addresses. null: LOCKSTEP_METRICS_ADDRESS, else `any` on several nodes and under SLURM, and
+    127.0.0.1 on one machine."""
     stale_seconds: Free[Number] = Field(default=600.0, ge=1)
     """`/healthz` fails if the last step or evaluation batch is older than this."""
     textfile_seconds: Free[Number] = Field(default=10.0, ge=0)
