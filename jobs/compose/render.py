@@ -40,7 +40,8 @@ def node_name(spec: JobSpec, index: int) -> str:
 
 def render(spec: JobSpec) -> Manifest:
     """The Compose file, with `compose.patch` in it."""
-    return merge(file(spec), compose(spec).patch)
+    rendered: Manifest = merge(file(spec), compose(spec).patch)
+    return rendered
 
 
 def file(spec: JobSpec) -> Manifest:

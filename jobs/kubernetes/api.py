@@ -165,7 +165,9 @@ class Api:
         request = self._client.param_serialize(
             method, path, query_params=parameters, header_params=headers, body=body, auth_settings=["BearerToken"]
         )
-        response = self._client.call_api(*request, _request_timeout=(min(timeout, 10.0), timeout)).response
+        response: urllib3.BaseHTTPResponse = self._client.call_api(
+            *request, _request_timeout=(min(timeout, 10.0), timeout)
+        ).response
         with contextlib.suppress(TypeError, ValueError):  # a proxy may leave the time out
             said = email.utils.parsedate_to_datetime(response.headers["Date"])
             self._ahead = said.timestamp() - time.time()

@@ -113,7 +113,7 @@ def _connect(
     """Starts a command in a container. Raises `ApiError`, `UserError`, `Unreachable`."""
     call = kube.CoreV1Api(client).connect_get_namespaced_pod_exec
     try:
-        found = stream(
+        found: WSClient = stream(
             call, pod, namespace, command=command, container=container, stdin=True, stdout=True, stderr=not terminal,
             tty=terminal, binary=True, _preload_content=False,
         )  # fmt: skip

@@ -71,9 +71,10 @@ def _metadata(spec: JobSpec, submission: str) -> Manifest:
         marks[KUEUE_QUEUE] = queue
     text = json.dumps(spec.record(), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     annotations = {SPEC: text, **({SUBMISSION: submission} if spec.code is not None else {})}
-    return without_none(
+    metadata: Manifest = without_none(
         {"name": spec.name, "namespace": k8s(spec).namespace, "labels": marks, "annotations": annotations}
     )
+    return metadata
 
 
 def _pytorchjob(spec: JobSpec, submission: str) -> Manifest:
@@ -166,7 +167,7 @@ def pod_annotations(spec: JobSpec) -> dict[str, str]:
 
 def pod_spec(spec: JobSpec, submission: str = RENDERED) -> Manifest:
     settings = k8s(spec)
-    return without_none(
+    pod: Manifest = without_none(
         {
             "serviceAccountName": settings.service_account,
             "automountServiceAccountToken": False,
@@ -190,6 +191,7 @@ def pod_spec(spec: JobSpec, submission: str = RENDERED) -> Manifest:
             "volumes": _volumes(spec, submission),
         }
     )
+    return pod
 
 
 def container(spec: JobSpec) -> Manifest:

@@ -349,7 +349,8 @@ class SlurmBackend(Cluster):
             return self.status(known.name).state
         seen = look(str(known.record["job_id"])) if end is not None else None
         if end is not None and (seen is None or observe.final(seen.state)):
-            return end["state"]
+            ended: State = end["state"]
+            return ended
         return self._observed(known, look).state
 
     def changes(self, known: KnownJob, spec: JobSpec) -> Lines:

@@ -388,7 +388,7 @@ def explain(
 
 
 def _ended(
-    answer: Any, code: int, said: Said | None, ends: Ends, spec: JobSpec, cancelled: bool, used_up: bool
+    answer: Callable[..., Status], code: int, said: Said | None, ends: Ends, spec: JobSpec, cancelled: bool, used_up: bool
 ) -> Status:  # fmt: skip
     if code == EXIT_DONE:
         return answer("succeeded", "complete", code)

@@ -7,6 +7,7 @@ import re
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 from lockstep.training.config import settings
 
@@ -94,8 +95,9 @@ def _json_only(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _schema(pattern: str, **more: object) -> Field:  # type: ignore[valid-type]
-    return Field(json_schema_extra={"pattern": pattern, **more})  # type: ignore[dict-item]
+def _schema(pattern: str, **more: Any) -> FieldInfo:
+    field: FieldInfo = Field(json_schema_extra={"pattern": pattern, **more})
+    return field
 
 
 Size = Annotated[str, AfterValidator(_size), _schema(SIZE, examples=["32Gi"])]

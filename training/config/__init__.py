@@ -272,7 +272,8 @@ def of_run(values: dict[str, Any], where: str) -> RunSettings:
 
 def to_dict(config: RunSettings) -> dict[str, Any]:
     """Nested plain values, ready for YAML."""
-    return json.loads(json.dumps(config, default=dict))
+    values: dict[str, Any] = json.loads(json.dumps(config, default=dict))
+    return values
 
 
 def differences(old: RunSettings, new: RunSettings) -> list[str]:

@@ -120,7 +120,7 @@ class Agent(LocalElasticAgent):
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED if self.ours else ())
         try:
             with _ignored_stays_ignored():
-                ids = super()._start_workers(worker_group)
+                ids: dict[int, Any] = super()._start_workers(worker_group)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.catch()  # torch has just installed handlers of its own, which would end the agent
@@ -206,7 +206,7 @@ class Agent(LocalElasticAgent):
         self.held.release(self._pcontext.pids().values())
         tell_ranks(worker_group, failed_ranks(worker_group, self._pcontext))
         failed = failed_ranks(worker_group, self._pcontext)  # more may have ended meanwhile
-        result = super()._monitor_workers(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
         if not self.held.delivered:
             forget_ended(result, failed)
         ended = {failure.exitcode for failure in result.failures.values()}

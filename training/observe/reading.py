@@ -36,7 +36,7 @@ class _Copy:
 
     def is_here(self) -> bool:
         if self.arrived is not None:
-            return self.arrived.query()
+            return bool(self.arrived.query())
         return self.summed is None or self.summed.is_completed()
 
     def wait(self) -> None:

@@ -268,7 +268,7 @@ def same_on_all(tree: Any, world: World) -> bool:
     """Whether all ranks hold the same tree (`exchange`), by its sha256. Collective. Raises `TypeError` as `exchange.pack`."""
     digest = int.from_bytes(hashlib.sha256(pack(tree).numpy().tobytes()).digest()[:7], "big")
     most, least = reduced(torch.tensor([digest, -digest]), world, torch.maximum).tolist()
-    return most == -least
+    return bool(most == -least)
 
 
 @contextlib.contextmanager

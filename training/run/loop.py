@@ -271,7 +271,8 @@ class Loop:
         low, high = order.bounds(count, world.rank, world.size)
         stand_in = (0, 1) if low == high else (low, high)
         self.step.set_part(Part(high - low, count, float(high > low)))
-        return batch[slice(*stand_in)]  # type: ignore[index]
+        own: T = batch[slice(*stand_in)]  # type: ignore[index]
+        return own
 
     def boundary(self) -> None:
         """Leaves where the ranks agreed to, but not within a step: no checkpoint could hold its gradients. Raises `Ended`."""

@@ -61,7 +61,8 @@ def stream(data: Data) -> Stream:
     """
     name, root, options = data.source, Path(data.root), data.options
     if name in OWN:
-        return OWN[name].open_stream(root, _options(name, options), data.workers)
+        opened: Stream = OWN[name].open_stream(root, _options(name, options), data.workers)
+        return opened
     if name not in SOURCES:
         return function.open_stream(name, root, options)
     source, given = SOURCES[name], {"root": root, "download": data.download} if name in FILES else {}

@@ -107,17 +107,25 @@ def local_size() -> int:
     return _me().local_size
 
 
+_Map = Callable[[torch.Tensor], torch.Tensor]
+
+
 class _Collective(torch.autograd.Function):
     """A collective, and what its gradient goes through on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, there: Callable[..., Any], back: Callable[..., Any]) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, there: _Map, back: _Map) -> torch.Tensor:
         ctx.back = back
         return there(tensor.detach())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return ctx.back(grads[0]), None, None
+
+
+def _differentiable(tensor: torch.Tensor, there: _Map, back: _Map) -> torch.Tensor:
+    result: torch.Tensor = _Collective.apply(tensor, there, back)
+    return result
 
 
 def allreduce(
@@ -134,7 +142,7 @@ def allreduce(
         dist.all_reduce(total)
         return total / ranks if total.is_floating_point() else total // ranks
 
-    return _Collective.apply(tensor, reduce, lambda grad: allreduce(grad, op=op))
+    return _differentiable(tensor, reduce, lambda grad: allreduce(grad, op=op))
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:  # noqa: ARG001
@@ -147,7 +155,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:  #
         start = sum(map(len, gathered[:own]))
         return torch.cat(gathered)
 
-    return _Collective.apply(rows, gather, lambda grad: allreduce(grad, op=Sum)[start : start + len(rows)])
+    return _differentiable(rows, gather, lambda grad: allreduce(grad, op=Sum)[start : start + len(rows)])
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:  # noqa: ARG001
@@ -159,7 +167,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
         dist.broadcast(value, root_rank)
         return value
 
-    return _Collective.apply(tensor, send, lambda grad: allreduce(grad, op=Sum) * is_root)
+    return _differentiable(tensor, send, lambda grad: allreduce(grad, op=Sum) * is_root)
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
@@ -283,7 +291,8 @@ def DistributedOptimizer(
     twin._reducer = Reducer(reduced, mean=op == Average, passes=backward_passes_per_step)
     # A script that continues with the original optimizer must fail (on its second gradient), not train each rank alone.
     optimizer._reducer = twin._reducer  # type: ignore[attr-defined]
-    return twin
+    distributed: torch.optim.Optimizer = twin
+    return distributed
 
 
 class _Distributed:
