@@ -74,7 +74,7 @@ class KnownJob:
     record: Any
     """What the backend itself knows it by."""
     where: str
-    """Where it is to be found, for people."""
+    """Where it is, for people."""
     nodes: int | None = None
     """How many it has; None: as many as the spec says."""
     run_dir: str | None = None
@@ -132,15 +132,15 @@ class Backend(abc.ABC):
     arrays: ClassVar[bool] = False
     """Whether `create` takes all runs of a sweep as one."""
     lock: tuple[Path, float] | None = None
-    """A folder that is locked while a job is submitted, and the seconds that another command is waited for."""
+    """A folder that is locked while a job is submitted, and the seconds to wait for another command that holds it."""
     scope: str = ""
-    """What of the cluster its jobs are in, as the end of "there is no job NAME"."""
+    """The part of the cluster that its jobs are in, as the end of "there is no job NAME"."""
     interval: float = 1.0
     """Seconds between two looks."""
     lost_after: float = 0.0
     """Seconds without an answer after which a job that is waited for counts as lost; 0: the first one is an error."""
     survived: ClassVar[tuple[type[UserError], ...]] = (Unreachable,)
-    """Errors that a wait goes on from until then."""
+    """Errors that a wait survives until then."""
 
     # What a backend supplies.
 
@@ -154,7 +154,7 @@ class Backend(abc.ABC):
         """The job of that name; None where there is none. Raises `UserError` where its record is damaged.
 
         Args:
-            submitting: for who holds the lock, so that nobody else is submitting. One that somebody is taking away is waited for.
+            submitting: the caller holds the lock, so nobody else submits. A job that is being removed is waited for.
         """
 
     @abc.abstractmethod
@@ -171,7 +171,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def stream(self, known: KnownJob, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
-        """Its lines: of one rank, or of all with `[rank 5] ` before each. `last`: from so many before the end on."""
+        """Its lines: of one rank, or of all with `[rank 5] ` before each. `last`: begin this many lines before the end."""
 
     def exec(self, known: KnownJob, rank: int, command: Lines, streams: Streams) -> int:  # noqa: ARG002
         """Runs a command beside a rank, in its folder and with its environment. Returns the command's exit code.
@@ -184,7 +184,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def stop(self, known: KnownJob) -> Status:
-        """Ends it with its grace, so that it can save."""
+        """Ends it, with its grace period to save."""
 
     @abc.abstractmethod
     def list(self) -> list[Listed]: ...
@@ -211,6 +211,7 @@ class Backend(abc.ABC):
 
     @classmethod
     def at(cls, spec: JobSpec | None, **flags: str | None) -> Self:
+        """The backend where the flags say, or else the spec."""
         return cls.connect(**cls.place(spec, **flags))
 
     def submit(self, spec: JobSpec, mode: Mode = "attach") -> Submitted:
@@ -275,13 +276,13 @@ class Backend(abc.ABC):
             return self.create(*placed)
 
     def check_secrets(self, spec: JobSpec) -> None:
-        """Raises `UserError` where the value of a secret cannot be had."""
+        """Raises `UserError` where the value of a secret is missing."""
         missing = [name for name in spec.secrets if name not in os.environ]
         if missing and self.secrets_from is not None:
             raise UserError(f"the job needs the secret {missing[0]}: {self.secrets_from}")
 
     def _decide(self, job: Prepared, mode: Mode) -> tuple[Prepared, KnownJob | None] | Submitted:
-        """What is to be created, and in whose place; or the same job, where it is there already."""
+        """The job to create, and the one that it replaces; or the same job, if it exists already."""
         spec = job.spec
         known, status = self._known(spec, mode)
         if known is not None and mode == "new":
@@ -292,7 +293,7 @@ class Backend(abc.ABC):
         return self.attach(job, known)
 
     def _known(self, spec: JobSpec, mode: Mode) -> tuple[KnownJob | None, Status | None]:
-        """The job of that name, and where it stands, where that counts. Raises `UserError` where it is in the way."""
+        """The job of that name, and its status if that matters. Raises `UserError` where it is in the way."""
         known = self.find(spec.name, submitting=True)
         if known is None or mode == "new":
             return known, None
@@ -378,7 +379,7 @@ class Backend(abc.ABC):
     def wait(self, name: str, timeout: float, seen: Observer | None = None) -> Status:
         """The final status, or the one at the timeout (seconds). `seen` gets every status on the way, and the last.
 
-        What does not answer, is gone or is not to be believed for `lost_after` seconds is lost.
+        A job that is gone, or does not answer, for `lost_after` seconds is lost.
         """
         deadline = time.monotonic() + timeout
         known = False
@@ -427,7 +428,7 @@ class Backend(abc.ABC):
             time.sleep(min(self.interval, left))
 
     def cancel(self, name: str) -> Status:
-        """Ends a job with its grace, so that it can save. A finished one is left as it is."""
+        """Ends a job, with its grace period to save. A finished one is left as it is."""
         known = self._ours(name)
         status = self.observe(known)
         return status if status.final else self.stop(known)

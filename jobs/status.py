@@ -98,12 +98,12 @@ class Status:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a wait that gave this ended before the job; that one cannot start is an answer of its own."""
+        """Whether a wait returned this before the job ended. One that cannot be scheduled does not count."""
         return not self.final and self.state != "unschedulable"
 
     @property
     def silent(self) -> str:
-        """Why it may be otherwise by now: a node that does not answer; "" where all do."""
+        """Why this may be out of date: a node that does not answer; "" where all do."""
         return next((part.reason for part in self.ranks if part.state == "unknown"), "")
 
     def line(self, name: str) -> str:
@@ -160,7 +160,7 @@ class Submitted:
 
 
 Observer = Callable[[Status], None]
-"""Is given each status that a wait comes by."""
+"""Is called with each status on the way of a wait."""
 
 
 class Unreachable(UserError):
@@ -168,11 +168,11 @@ class Unreachable(UserError):
 
 
 class LoggedOut(Unreachable):
-    """It no longer knows who asks. Another login may come, for one who waits already."""
+    """The login has expired. A wait under way continues: somebody may log in again."""
 
 
 class Disconnected(Unreachable):
-    """The way to who knows is broken, which says nothing of the job: however long that lasts, it is not lost."""
+    """The connection to the cluster is broken. However long that lasts, the job does not count as lost."""
 
 
 _ANSWER_BY: ContextVar[float] = ContextVar("answer_by", default=math.inf)
