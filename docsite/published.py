@@ -1,7 +1,6 @@
-"""README.md as a package index shows it, with addresses for its links: `python -m docsite.published REPOSITORY TAG`.
+"""What a package index shows, with the repository's address: `python -m docsite.published REPOSITORY TAG`, before a wheel is built.
 
-Before a wheel is built. In the checkout the links are relative, so that they hold in a fork and on a branch; an index has
-the page alone.
+In the checkout the links of README.md are relative, so that they hold in a fork and on a branch. An index has the page alone.
 """
 
 from __future__ import annotations
@@ -25,8 +24,11 @@ def absolute(text: str, repository: str, tag: str) -> str:
 
 
 def main() -> None:
-    page = ROOT / "README.md"
-    page.write_text(absolute(page.read_text(encoding="utf-8"), *sys.argv[1:]), encoding="utf-8")
+    repository, tag = sys.argv[1:]
+    page, project = ROOT / "README.md", ROOT / "pyproject.toml"
+    page.write_text(absolute(page.read_text(encoding="utf-8"), repository, tag), encoding="utf-8")
+    with project.open("a", encoding="utf-8") as file:
+        file.write(f'\n[project.urls]\nRepository = "{repository}"\n')
 
 
 if __name__ == "__main__":

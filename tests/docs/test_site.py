@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import re
+from pathlib import Path
 
 import pytest
 
-from docsite import links, nav, published, reference, stage
+from docsite import links, nav, reference, stage
 from tests import product
-from tests.checkout import sources
-from tests.processes import ROOT
+from tests.checkout import copy_to, sources
+from tests.environments import tomllib
+from tests.processes import PYTHON, ROOT, clean_env, run
 
 
 @pytest.fixture(scope="module")
@@ -104,11 +106,14 @@ def test_what_is_named_anywhere_exists() -> None:
     assert found > 20
 
 
-def test_a_package_index_shows_a_readme_without_relative_links() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = published.absolute(text, "https://host.example/team/lockstep", "v1.2.3")
-    assert links.found_in(shown) == [] and len(links.found_in(text)) > 20
-    addresses = re.findall(r"https://host.example/team/lockstep/(raw|blob)/v1.2.3/([^\s)\"#]+)", shown)
-    assert len(addresses) == len(links.found_in(text))
-    for kind, file in addresses:
+def test_a_package_index_has_the_address_and_no_relative_link(tmp_path: Path) -> None:
+    copy, address = copy_to(tmp_path / "lockstep"), "https://host.example/team/lockstep"
+    done = run([PYTHON, "-m", "docsite.published", address, "v1.2.3"], clean_env(PYTHONPATH=""), cwd=copy)
+    assert done.code == 0, done.output
+    assert tomllib.loads((copy / "pyproject.toml").read_text())["project"]["urls"] == {"Repository": address}
+    before, after = ((folder / "README.md").read_text(encoding="utf-8") for folder in (ROOT, copy))
+    assert links.found_in(after) == [] and len(links.found_in(before)) > 20
+    found = re.findall(rf"{address}/(raw|blob)/v1.2.3/([^\s)\"#]+)", after)
+    assert len(found) == len(links.found_in(before))
+    for kind, file in found:
         assert (ROOT / file).exists() and (kind == "raw") == file.endswith((".svg", ".png")), file
