@@ -33,6 +33,8 @@ _PICTURE = re.compile(
 
 LIST = "<!-- pages -->"
 """Where a section's first page lists the others."""
+_ASKED = re.compile(r"(?<=reference/)index\.md#([\w-]+)(?=\))")
+"""A link to the place that says how to ask the code: on the site to the page that is made from it."""
 
 
 def written() -> dict[str, str]:
@@ -97,6 +99,7 @@ def pages() -> dict[str, str]:
                 waiting.append((there, target))
             return links.relative(page, there)
 
+        text = _ASKED.sub(r"\1.md", text)
         found[page] = text if file.endswith(".py") else links.rewrite(text, change)
     return {page: text.replace(LIST, listed(page, found)) if LIST in text else text for page, text in found.items()}
 

@@ -35,6 +35,23 @@ def test_every_page_has_its_place(pages: dict[str, str]) -> None:
                 assert f"]({page.partition('/')[2]})" in pages[f"{name}/index.md"]
 
 
+def test_no_link_of_the_checkout_is_dead() -> None:
+    """Nor its place on a page: GitHub makes an anchor of a heading's words."""
+    pages = [name for name in sources() if name.endswith(".md") and "/templates/" not in name]
+    anchors = {}
+    for name in pages:
+        headings = re.findall(r"^#+ (.+)$", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
+        anchors[name] = {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    count = 0
+    for name in pages:
+        for path, anchor in re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", (ROOT / name).read_text(encoding="utf-8")):
+            target = links.resolve(name, path) if path else name
+            assert (ROOT / target).exists(), f"{name} links to {path}"
+            assert not anchor or anchor in anchors.get(target, ()), f"{name} links to {path}#{anchor}"
+            count += 1
+    assert count > 150
+
+
 @pytest.mark.parametrize("page", product.settings_pages())
 def test_every_setting_is_on_the_page(pages: dict[str, str], page: str) -> None:
     lines = {line.split("`")[1]: line for line in pages[f"reference/{page}.md"].splitlines() if line.startswith("| `")}
