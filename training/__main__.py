@@ -253,6 +253,8 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
         keep_out_others()
         with extras.explained():
             command, *arguments = command_of(argv) or [""]
+            if command == "launch":
+                _import_torch_silently()
             if command in _APART:
                 return int(importlib.import_module(f"lockstep.training.{_APART[command]}").main(arguments))
             args = _parser().parse_args(argv)
@@ -262,6 +264,14 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
         if not error.shared or rank_of(env) == "0":
             print_error(error)
         return error.code
+
+
+def _import_torch_silently() -> None:
+    """A launcher that tells ranks of one that has failed may find that all have: no error, with a stack, around what they said."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    level, os.environ[name] = os.environ[name], "FATAL"
+    importlib.import_module("torch")  # which reads it once
+    os.environ[name] = level  # for the ranks
 
 
 def leave(code: int) -> NoReturn:

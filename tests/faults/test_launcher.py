@@ -114,6 +114,7 @@ def test_a_killed_rank_is_a_sentence_a_node_and_no_stack(job: Job, rank: int, to
     done = job.launch(LOCKSTEP_TEST_FATE=f"{rank}:7:KILL")
     assert done.code == 1 and f"launch: rank {rank} was ended by SIGKILL" in done.output, done.output
     assert done.output.count(told) == done.output.count("step 6: ") == 1 and "frame #" not in done.output, done.output
+    assert "[c10d]" not in done.output, done.output
     assert f"launch: step {job.steps()[0]} is saved: the same command resumes there" in done.output, done.output
 
 

@@ -27,6 +27,7 @@ from lockstep.training import files
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
 from lockstep.training.launch.rendezvous import NotMet, Several, SignedStore
 from lockstep.training.parallel import stores
+from lockstep.training.parallel.exchange import named
 
 FINAL = (EXIT_USAGE, EXIT_PREEMPTED)
 """Codes of a rank after which the gang is not started again."""
@@ -92,8 +93,8 @@ def too_early(result: RunResult, signalled: int | None) -> str:
 
 
 def deaths(result: RunResult, signalled: int | None, failed: Container[int] = (), ours: bool = True) -> list[str]:
-    """A sentence for each rank that failed by itself: not by the signal that was handed on to it, nor by the agent's, which
-    ends the others. Nor for a rank with a `FINAL` code: it has said why.
+    """A sentence for each way in which ranks failed by themselves, signals first: not by the one that was handed on to them, nor by
+    the agent's, which ends the others. Nor for a rank with a `FINAL` code: it has said why.
 
     Args:
         failed: ranks that had failed when the agent was about to end the others. Empty where the first one failed after
@@ -102,13 +103,13 @@ def deaths(result: RunResult, signalled: int | None, failed: Container[int] = ()
     """
     by_itself = any(-failure.exitcode not in _AGENTS for failure in result.failures.values())
     agents = _AGENTS if failed else (signal.SIGTERM,) if by_itself else ()
-    sentences = []
+    found: dict[str, list[int]] = {}
     for rank, failure in sorted(result.failures.items()):
         code = failure.exitcode
         by_agent = -code in agents and rank not in failed
         if -code != signalled and not by_agent and (code < 0 or not ours) and code not in FINAL:
-            sentences.append(f"rank {rank} {'was ' if code < 0 else ''}{how(code)}")
-    return sentences
+            found.setdefault(f"{'was ' if code < 0 else ''}{how(code)}", []).append(rank)
+    return [f"rank {named(ranks)} {what}" for what, ranks in sorted(found.items(), reverse=True)]
 
 
 def how(code: int) -> str:

@@ -6,9 +6,11 @@ than 0, which have no events, print theirs, too.
 
 from __future__ import annotations
 
+import math
+import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -22,6 +24,8 @@ PROGRESS_SECONDS = 60.0
 """Between two lines of progress, where there is no terminal with a bar."""
 MOST_COLUMNS = 6
 """Of what is logged, in the table of epochs."""
+OTHER_COLUMNS = 50
+"""Width of the others: epoch, step, seconds, loss and speed."""
 
 
 class Console:
@@ -108,21 +112,36 @@ class Console:
         """A line of the table of epochs: what was logged, between the time and the loss."""
         values = {**event["logged"], "validation accuracy": event["accuracy"]}
         if self._columns is None:
-            self._columns = list(event["logged"])[:MOST_COLUMNS]
+            self._columns = self._fitting(event["logged"])
         if not self._header:
             self._header = True
-            columns = "".join(f"   {name:>9}" for name in self._columns)
+            columns = "".join(f"{name:>{_width(name)}}" for name in self._columns)
             say(f"epoch     step    seconds{columns}   train loss   samples/s")
-        numbers = "".join(_number(values.get(name), 3 + max(len(name), 9)) for name in self._columns)
+        numbers = "".join(_number(values.get(name), _width(name)) for name in self._columns)
         say(
             f"{event['epoch']:5d} {event['step']:8d} {event['trained_seconds']:10.2f}{numbers}"
             f"{_number(event['train_loss'], 13)}{event['images_per_second']:12.0f}"
         )
 
+    def _fitting(self, names: Iterable[str]) -> list[str]:
+        """Those of what is logged that a line of the terminal has room for."""
+        room = shutil.get_terminal_size().columns - OTHER_COLUMNS if self._bar is not None else math.inf
+        found: list[str] = []
+        for name in names:
+            if _width(name) <= room and len(found) < MOST_COLUMNS:
+                found.append(name)
+                room -= _width(name)
+        return found
+
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def _width(name: str) -> int:
+    """Of a column."""
+    return 3 + max(len(name), 9)
 
 
 def _number(value: float | None, width: int) -> str:
