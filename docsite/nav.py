@@ -42,7 +42,7 @@ FIRST = {
         "rehearse-in-compose.md",
         "slurm-from-a-laptop.md",
     ),
-    "explanation": ("index.md", "data-order.md", "consensus.md", "checkpoints.md", "two-workers.md"),
+    "explanation": ("index.md", "data-order.md", "same-bits.md", "consensus.md", "checkpoints.md", "two-workers.md"),
     "reference": (
         "index.md",
         "commands.md",

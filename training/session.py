@@ -373,7 +373,7 @@ class Session:
         if not isinstance(dataset, Batches):
             dataset = of_dataset(
                 dataset, self.world, self.seed, global_batch_size, shuffle=shuffle, uneven=uneven, workers=workers,
-                collate=collate,
+                collate=collate, parts=self._replicated().sync.batch_parts,
             )  # fmt: skip
         return self._started().batches(dataset)
 

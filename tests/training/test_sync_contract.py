@@ -57,6 +57,11 @@ def _low_rank(shapes: Shapes, size: int, step: int) -> int:
     return compressed
 
 
+def _exact(shapes: Shapes, size: int, step: int) -> int:
+    """One node of the tree to its owners, the sums back, with a number a parameter, filled up to a multiple of the world size."""
+    return 2 * 4 * -(-(_elements(shapes) + len(shapes)) // size) * size
+
+
 def _elements(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes)
 
@@ -96,6 +101,7 @@ ROWS: dict[str, Row] = {
     "zero1": Row(sent_early=True, step_bytes=_gradients_and_parameters),
     "powersgd": Row(error=0.35, unused="refused", step_bytes=_low_rank, options=_POWERSGD),
     "bf16_compress": Row(error=0.01, sum_error=2**-8, sent_early=True, step_bytes=2),
+    "exact": Row(unused="left out", step_bytes=_exact),
     "fsdp": Row(step_bytes=_by_blocks),
     "data_parallel": Row(ranks=False),
     "ddp, find_unused": Row(unused="left out", variants_only=True, options={"find_unused": True}, bucket_mb=25),

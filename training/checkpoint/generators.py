@@ -63,22 +63,40 @@ def _is_of_a_gpu(state: Any) -> bool:
 
 
 class Drawing:
-    """Around the function of a step: torch's generators are those of a seed inside, and the script's own again after it."""
+    """Around the function of a step: torch's generators are those of a seed inside, and the script's own again after it.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        every: Python's and numpy's, too.
+    """
+
+    def __init__(self, device: torch.device, every: bool = False) -> None:
+        self._every = every
+        self._last: list[torch.Tensor] = []
+        self.drawn_between = False
+        """Whether the script has drawn from torch's generators since the last step."""
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
 
     def __enter__(self) -> Drawing:
         self._before = [generator.get_state() for generator in self._generators]
+        self.drawn_between = any(map(lambda *two: not torch.equal(*two), self._last, self._before))
+        if self._every:
+            self._others = random.getstate(), np.random.get_state()
         return self
 
     def begin(self, number: int) -> None:
         """What is drawn from here on is what is drawn whenever it begins with this number."""
         for generator in self._generators:
             generator.manual_seed(number)
+        if self._every:
+            random.seed(number)
+            np.random.seed(number)
 
     def __exit__(self, *_: object) -> None:
+        if self._every:
+            random.setstate(self._others[0])
+            np.random.set_state(self._others[1])
         for generator, state in zip(self._generators, self._before, strict=True):
             generator.set_state(state)
+        self._last = self._before

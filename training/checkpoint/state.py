@@ -50,6 +50,8 @@ class TrainState:
     """Plain values that the run carries along: best and last accuracy, restarts, preemptions."""
     kept: Kept = field(default_factory=Kept)
     """What the script keeps."""
+    canary: dict[str, Any] = field(default_factory=dict)
+    """What shows whether another machine computes the same bits (`run/canary.py`); empty: nothing asks for that."""
 
 
 def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None:
@@ -80,6 +82,7 @@ def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None
         "trained_seconds": state.clock.trained,
         "history": state.history,
         "kept": state.kept.shared_state(),
+        "canary": state.canary,
     }
     return {"shared": shared, "ranks": ranks}
 
@@ -139,6 +142,12 @@ class _KeptByScript(_Part):
     summary: dict[Any, Any]
 
 
+class _Canary(_Part):
+    calls: dict[str, Any]
+    digest: str
+    surroundings: dict[str, Any]
+
+
 class _Shared(_Part):
     model: Annotated[_Tensors, Field(min_length=1)]
     average: _Tensors
@@ -148,6 +157,7 @@ class _Shared(_Part):
     trained_seconds: float = Field(ge=0, lt=1e12)
     history: _History
     kept: _KeptByScript
+    canary: _Canary | Annotated[dict[str, Any], Field(max_length=0)]
 
 
 class _KeptByRank(_Part):
@@ -257,7 +267,8 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
     """Gives every rank its part of the gathered state, which rank `source` has read from a checkpoint. Collective.
 
     At another world size than it was saved at, every rank gets the mean of the saved batch statistics; generators keep
-    their fresh values, and a strategy makes of the saved ranks' states what it can (`merged_state`).
+    their fresh values, or under `exact` get those of rank 0; and a strategy makes of the saved ranks' states what it can
+    (`merged_state`).
 
     Raises:
         UserError: the world size differs from the saved one, and the run is not `resizable`.
@@ -289,13 +300,18 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
     state.history.update(shared["history"])
     if state.ema:
         _copy(shared["average"], dict(state.ema.average.named_parameters()), state.sync.copy_into_shard)
-    if same_size:
+    alike = state.sync.batch_parts is not None
+    if same_size or alike:
         generators.restore(rank_state["rng"], state.world.device)
+    if same_size:
         state.losses.copy_(rank_state["losses"])
     else:
         state.losses.copy_(rank_state["losses"] if state.world.leader else torch.zeros(2))
     state.sync.load_state_dict(rank_state["sync"])
     state.kept.load(shared["kept"], rank_state["kept"] if same_size else None)
+    if alike:
+        state.kept.epoch_generators = rank_state["kept"]["epoch_generators"]
+    state.canary = shared["canary"]
     _copy(rank_state["buffers"], dict(state.model.named_buffers()))
     if state.ema:
         _copy(rank_state["average_buffers"], dict(state.ema.average.named_buffers()))
@@ -311,6 +327,7 @@ def _merged(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
             "losses": sum(rank["losses"] for rank in ranks), "buffers": mean_of([rank["buffers"] for rank in ranks]),
             "average_buffers": mean_of([rank["average_buffers"] for rank in ranks]),
             "sync": sync.merged_state([rank["sync"] for rank in ranks]), "misfit": None,
+            "rng": ranks[0]["rng"], "kept": ranks[0]["kept"],
         }  # fmt: skip
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         return {"misfit": f"{type(error).__name__}: {error}"}
@@ -335,7 +352,7 @@ def mean_of(buffers: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """
     means = {}
     for name, first in buffers[0].items():
-        if first.is_floating_point():
+        if first.is_floating_point() and not all(torch.equal(rank[name], first) for rank in buffers):
             means[name] = torch.stack([rank[name].double() for rank in buffers]).mean(0).to(first.dtype)
         else:
             means[name] = first

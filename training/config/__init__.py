@@ -142,7 +142,14 @@ class RunSettings(Section):
     def _deterministic_arithmetic(self) -> Self:
         if self.deterministic and (self.tf32 or self.cudnn_benchmark):
             raise ValueError("deterministic: true needs tf32: false and cudnn_benchmark: false")
+        if self.sync.name == "exact" and (self.tf32 or self.cudnn_benchmark or self.capture != "never"):
+            raise ValueError("sync.name=exact needs tf32: false, cudnn_benchmark: false and capture: never")
         return self
+
+    @property
+    def only_deterministic(self) -> bool:
+        """Whether only deterministic kernels may run."""
+        return self.deterministic or self.sync.name == "exact"
 
     def hash(self) -> str:
         """sha256 of all settings that make the run what it is."""
@@ -160,9 +167,23 @@ class Config(RunSettings, Recipe):
     @model_validator(mode="after")
     def _compiles(self) -> Self:
         # `fsdp` was not tested with it, and `data_parallel` replicates the module in every step.
-        if self.compile and self.sync.name in ("fsdp", "data_parallel"):
+        if self.compile and self.sync.name in ("exact", "fsdp", "data_parallel"):
             raise ValueError(
                 f"sync.name={self.sync.name} does not take compile=true: set compile=false, or use sync.name=flat"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _of_any_ranks(self) -> Self:
+        bound = {
+            "batch_size": self.batch_size,
+            "uneven=mean": self.uneven == "mean",
+            "data.shuffle=shard": self.data.shuffle == "shard",
+        }
+        if self.sync.name == "exact" and (of_ranks := [name for name, value in bound.items() if value]):
+            raise ValueError(
+                f"sync.name=exact does not take {of_ranks[0]}, which is another thing at another number of ranks: set global_batch_size, "
+                "uneven=drop, pad or weight, and data.shuffle=global or none"
             )
         return self
 

@@ -286,8 +286,9 @@ class Ema(Section):
 
 
 Strategy = Literal[
-    "ddp", "allreduce", "flat", "hooks", "horovod", "zero1", "powersgd", "bf16_compress", "fsdp", "data_parallel"
-]
+    "ddp", "allreduce", "flat", "hooks", "horovod", "zero1", "powersgd", "bf16_compress", "exact", "fsdp",
+    "data_parallel",
+]  # fmt: skip
 
 
 class Sync(Section):
@@ -347,6 +348,8 @@ class Log(Section):
     """Steps between two readings of the loss and the gradient's norm (events `step`)."""
     score_every: Free[Count] = 0
     """Steps between two lines `step N | train_loss | test_loss | step time`, instead of one line per epoch; 0: one line per epoch."""
+    weights_every: Free[Count] = 0
+    """Steps between two events `weights` with the sha256 of the model's weights and buffers, which two runs can be compared by; 0: none."""
     verbose: Free[bool] = False
     """Print the messages of all ranks, not only of rank 0."""
     report: Free[bool] = True

@@ -46,6 +46,25 @@ class Part:
     """Of each sample; not 1 where the gradient is the mean of the ranks' means (`uneven=mean`)."""
     multiple: int = 1
     """Micro-batches are cut in blocks of so many samples."""
+    parts: tuple[tuple[int, int], ...] = ()
+    """Under `sync.name=exact`: first and last + 1 of this rank's samples in each of its parts."""
+    first: int = 0
+    """The number of the first of them among the parts of the global batch."""
+    of: int = 0
+    """Parts of the global batch; 0: it is cut by ranks alone."""
+
+
+def share(total: int, world: World, parts: order.Parts | None, multiple: int = 1) -> tuple[int, int, Part]:
+    """First and last + 1 position of this rank's samples in a global batch of `total`, and how they count."""
+    if parts is None:
+        low, high = order.bounds(total, world.rank, world.size, multiple)
+        return low, high, Part(high - low, total, float(high > low), multiple)
+    cuts = parts.bounds(total, multiple)
+    first, end = order.bounds(len(cuts), world.rank, world.size)
+    mine = cuts[first:end]
+    low, high = (mine[0][0], mine[-1][1]) if mine else (0, 0)
+    inside = tuple((begin - low, stop - low) for begin, stop in mine)
+    return low, high, Part(high - low, total, float(high > low), multiple, inside, first, len(cuts))
 
 
 class Division:
@@ -59,6 +78,7 @@ class Division:
             rank takes a whole part in turn, and their means are averaged.
         multiple: a rank's part comes in blocks of this many (32 for ghost batch norm).
         slices: the range of ids that is each rank's own; None: all ranks share all samples.
+        parts: cut each global batch into these, whole ones to each rank, so that any number of ranks can share it.
 
     Raises:
         UserError: there are too few samples for a step, or the ranks cannot share a batch as `uneven` says.
@@ -66,11 +86,12 @@ class Division:
 
     def __init__(
         self, count: int, batch: int, world: World, seed: int, *, uneven: str, shuffle: bool = True, multiple: int = 1,
-        slices: list[tuple[int, int]] | None = None,
+        slices: list[tuple[int, int]] | None = None, parts: order.Parts | None = None,
     ) -> None:  # fmt: skip
-        order.check_division(batch, world.size, multiple, uneven)
+        if parts is None:
+            order.check_division(batch, world.size, multiple, uneven)
         self.count, self.batch, self.world, self.seed = count, batch, world, seed
-        self.uneven, self.shuffle, self.multiple, self.slices = uneven, shuffle, multiple, slices
+        self.uneven, self.shuffle, self.multiple, self.slices, self.parts = uneven, shuffle, multiple, slices, parts
         self.steps = self._steps()
 
     def _steps(self) -> int:
@@ -88,6 +109,10 @@ class Division:
 
     def part(self, epoch: int, step: int) -> tuple[torch.Tensor, Part]:
         """(the ids [≥ 1] of this rank's samples, how they count). An empty part has one sample, which counts nothing."""
+        if self.parts is not None:
+            ids = order.global_ids(self.count, self.seed, epoch, step, self.batch, self.uneven, self.shuffle)
+            low, high, part = share(len(ids), self.world, self.parts, self.multiple)
+            return ids[low:high] if part.samples else ids[:1], part
         ids, sizes = self._shared(epoch, step) if self.slices is None else self._of_slices(self.slices, epoch, step)
         total = sum(sizes)
         if not sizes[self.world.rank]:
@@ -355,7 +380,7 @@ class Batches:
 
 def of_dataset(
     dataset: Any, world: World, seed: int, batch: int, *, shuffle: bool, uneven: str, workers: int,
-    collate: Callable[[list[Any]], Any] | None,
+    collate: Callable[[list[Any]], Any] | None, parts: order.Parts | None = None,
 ) -> Batches:  # fmt: skip
     """The batches of any map-style dataset. Raises `TypeError` for another one, `UserError` for a division that cannot be."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -367,7 +392,7 @@ def of_dataset(
         raise UserError(f"uneven is drop | pad | weight, got {uneven!r}")
     if type(batch) is not int or batch < 1:
         raise UserError(f"global_batch_size is a number of samples from 1, got {batch!r}")
-    division = Division(len(dataset), batch, world, seed, uneven=uneven, shuffle=shuffle)
+    division = Division(len(dataset), batch, world, seed, uneven=uneven, shuffle=shuffle, parts=parts)
     return Batches(dataset, division, workers=workers, collate=collate)
 
 

@@ -9,6 +9,7 @@ ranks share it: a rank takes its contiguous part of every global batch.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -91,6 +92,25 @@ def bounds(count: int, rank: int, world: int, multiple: int = 1) -> tuple[int, i
     """First and last + 1 position of a rank's part of `count` samples; parts differ by at most one `multiple`."""
     blocks = -(-count // multiple)
     return min(rank * blocks // world * multiple, count), min((rank + 1) * blocks // world * multiple, count)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How each global batch is cut into parts where what is computed does not depend on the number of ranks (`sync.name=exact`)."""
+
+    most: int
+    """Parts of a whole batch; a short one has fewer."""
+    least: int
+    """Samples of a part, unless the batch has fewer."""
+
+    def bounds(self, total: int, multiple: int = 1) -> list[tuple[int, int]]:
+        """First and last + 1 position of each part of a batch of `total` samples: a function of these numbers alone.
+
+        Args:
+            multiple: parts are cut in blocks of so many samples; the last part has the rest.
+        """
+        number = max(1, min(self.most, total // max(self.least, multiple)))
+        return [bounds(total, part, number, multiple) for part in range(number)]
 
 
 def check_division(batch: int, world: int, multiple: int, uneven: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -65,8 +65,24 @@ def _dataclass(item: Any, device: torch.device) -> Any:
     return clone
 
 
-def cut(item: Any, low: int, high: int, count: int) -> Any:
+def mapped(item: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """The same tree of lists, tuples and mappings with `function` of each tensor in its place."""
+    if isinstance(item, torch.Tensor):
+        return function(item)
+    if isinstance(item, Mapping):
+        return {key: mapped(value, function) for key, value in item.items()}
+    if isinstance(item, (list, tuple)):
+        return [mapped(value, function) for value in item]
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):  # as some networks return their outputs
+        return [mapped(getattr(item, field.name), function) for field in dataclasses.fields(item)]
+    return item
+
+
+def cut(item: Any, low: int, high: int, count: int, copies: bool = False) -> Any:
     """Samples `low` to `high` of a batch of `count`: of its tensors, arrays and lists of samples, and of what has a `cut`.
+
+    Args:
+        copies: tensors in memory of their own: some kernels choose another algorithm by where a tensor begins.
 
     Raises:
         TypeError: a part of the batch is not one entry a sample.
@@ -74,17 +90,18 @@ def cut(item: Any, low: int, high: int, count: int) -> Any:
     if hasattr(item, "cut"):
         return item.cut(low, high)
     if isinstance(item, Mapping):
-        return _mapping(item, {key: cut(value, low, high, count) for key, value in item.items()})
+        return _mapping(item, {key: cut(value, low, high, count, copies) for key, value in item.items()})
     if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return item._make(cut(value, low, high, count) for value in item)  # type: ignore[attr-defined]
+        return item._make(cut(value, low, high, count, copies) for value in item)  # type: ignore[attr-defined]
     if isinstance(item, tuple) or (isinstance(item, list) and item and isinstance(item[0], torch.Tensor)):
-        return type(item)(cut(value, low, high, count) for value in item)
+        return type(item)(cut(value, low, high, count, copies) for value in item)
     if not hasattr(item, "__getitem__") or len(item) != count:
         raise TypeError(
-            f"micro_batch_size cuts a batch of {count} samples, and a part of it is a {type(item).__name__} that is not one "
+            f"the step cuts a batch of {count} samples, and a part of it is a {type(item).__name__} that is not one "
             "entry a sample: give step(function, *batch) tensors whose first dimension is the batch"
         )
-    return item[low:high]
+    piece = item[low:high]
+    return piece.clone() if copies and isinstance(piece, torch.Tensor) else piece
 
 
 def recorded(item: Any) -> Any:

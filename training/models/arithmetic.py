@@ -47,6 +47,19 @@ def compiled(network: nn.Module, device: torch.device) -> nn.Module:
     return cast(nn.Module, torch.compile(network))
 
 
+def kept_buffers(model: nn.Module) -> list[torch.Tensor]:
+    """Copies of the buffers, the batch statistics among them: what a forward pass changes."""
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+@torch.no_grad()
+def put_back(model: nn.Module, before: list[torch.Tensor]) -> None:
+    """Puts back what `kept_buffers` gave; nothing for an empty list."""
+    if before:
+        for buffer, kept in zip(model.buffers(), before, strict=True):
+            buffer.copy_(kept)
+
+
 @contextlib.contextmanager
 def without_batch_statistics(model: nn.Module) -> Iterator[None]:
     """The modules that train are in evaluation mode inside. A rank without samples still runs the network, so that it joins the

@@ -240,10 +240,14 @@ def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     return max(1, min(allowed, int(limit))) if limit > 0 else allowed  # -1: no quota
 
 
-def set_threads(world: World, wanted: int, env: Mapping[str, str]) -> str:
-    """Gives the rank its share of the node's cores and returns the sentence that says so.
+def set_threads(world: World, wanted: int, env: Mapping[str, str], exact: bool = False) -> str:
+    """Gives the rank its share of the node's cores, or with `exact` one thread, and returns the sentence that says so.
 
     `wanted` > 0 wins, then LOCKSTEP_THREADS, then OMP_NUM_THREADS – except the 1 that torchrun writes by itself.
+
+    Args:
+        exact: the bits must not depend on the number of ranks, and they change with the number of threads. OMP_NUM_THREADS, which
+            clusters set by the cores of a task, does not count then.
     """
     omp = env.get("OMP_NUM_THREADS", "")
     by_torchrun = world.launcher == "torchrun" and omp == "1" and world.local_size > 1
@@ -251,6 +255,8 @@ def set_threads(world: World, wanted: int, env: Mapping[str, str]) -> str:
         threads, source = wanted, "threads"
     elif env.get(ENV_THREADS, "").isdigit() and int(env[ENV_THREADS]):
         threads, source = int(env[ENV_THREADS]), ENV_THREADS
+    elif exact:
+        threads, source = 1, "sync.name=exact; threads=N for more, at every number of ranks the same"
     elif omp.isdigit() and int(omp) and not by_torchrun:
         threads, source = int(omp), "OMP_NUM_THREADS"
     else:

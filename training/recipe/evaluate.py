@@ -13,20 +13,20 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.training import config as configuration
-from lockstep.training import models
+from lockstep.training import models, sync
 from lockstep.training.checkpoint import weights
 from lockstep.training.config import Config, settings
 from lockstep.training.contract import UserError, to_stderr
-from lockstep.training.data import sources
+from lockstep.training.data import order, sources
 from lockstep.training.data.augment import check_settings, normalise
-from lockstep.training.data.batches import fits
+from lockstep.training.data.batches import fits, share
 from lockstep.training.data.making import prepare
-from lockstep.training.data.order import bounds
 from lockstep.training.data.shards import Manifest, Samples, verify
 from lockstep.training.models.arithmetic import autocast, real_type
 from lockstep.training.observe.rundir import recipe_of
 from lockstep.training.parallel.exchange import failing_together, reduced, waiting_for_all
 from lockstep.training.parallel.world import World
+from lockstep.training.sync.exact import TreeSum
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,16 @@ class Evaluator:
     def __init__(self, config: Config, world: World, manifest: Manifest) -> None:
         """The ranks of the node have verified the files of the test split already."""
         self.config, self.world, self.classes = config, world, manifest.classes
-        count = manifest.count("test")
-        low, high = bounds(count, world.rank, world.size)
-        self.rounds = math.ceil(math.ceil(count / world.size) / config.evaluate.batch_size)
+        count, most = manifest.count("test"), config.evaluate.batch_size
+        cut = sync.build(config.sync).batch_parts
+        parts = None if cut is None else order.Parts(max(cut.most, math.ceil(count / most)), 1)
+        low, high, part = share(count, world, parts)
+        self.batches = part.parts or tuple((at, min(at + most, high - low)) for at in range(0, high - low, most))
+        """First and last + 1 of this rank's samples in each batch."""
+        self.rounds = math.ceil(part.of / world.size) or math.ceil(math.ceil(count / world.size) / most)
         """Batches of the longest part. Every rank makes this many rounds, so that collectives match."""
+        self.first, self.loss = part.first, None if cut is None else TreeSum(1, torch.float64, world)
+        self.parts = part.of
         self.samples = Samples.open(manifest, "test", low, high, verify=False)
         self.images, self.labels = torch.empty(0), torch.empty(0)
         if high > low:
@@ -72,20 +78,27 @@ class Evaluator:
             model: in evaluation mode.
             boundary: called before each batch, on every rank the same number of times.
         """
-        size, device = self.config.evaluate.batch_size, self.world.device
+        device = self.world.device
         loss = torch.zeros(1, dtype=torch.float64, device=device)
         correct, count = (torch.zeros(len(self.classes), dtype=torch.float64, device=device) for _ in range(2))
+        if self.loss is not None:
+            self.loss.begin(self.parts)
         for number in range(self.rounds):
             boundary()
-            images = self.images[number * size : (number + 1) * size].to(device)
-            labels = self.labels[number * size : (number + 1) * size].to(device)
-            if not len(labels):
+            if number >= len(self.batches):
                 continue
+            images, labels = (tensor[slice(*self.batches[number])].to(device) for tensor in (self.images, self.labels))
             logits = self._logits(model, images)
             hits = (logits.argmax(1) == labels).double()
             correct.index_add_(0, labels, hits)
             count.index_add_(0, labels, torch.ones_like(hits))
             loss += F.cross_entropy(logits, labels, reduction="sum")
+            if self.loss is not None:
+                self.loss.add(self.first + number, self.loss.leaf().fill_(loss.item()))
+                loss.zero_()
+        if self.loss is not None:
+            total = self.loss.finish()[:1]
+            loss += total if self.world.leader else 0  # all ranks know it, and are summed next
         totals = reduced(torch.cat([loss, correct, count]).cpu(), self.world)
         rights, counts = totals[1:].view(2, -1).long()
         classes = list(zip(rights.tolist(), counts.tolist()))

@@ -18,6 +18,7 @@ from lockstep.training.contract import UserError
 from lockstep.training.data.augment import augment, check_settings, draw_keys, normalise
 from lockstep.training.data.batches import Batches, Division, Stored, slices_of
 from lockstep.training.data.making import prepare as prepare_shards
+from lockstep.training.data.order import Parts
 from lockstep.training.data.shards import Manifest, Samples
 from lockstep.training.data.shards import verify as verify_shards
 from lockstep.training.models.arithmetic import real_type
@@ -69,9 +70,9 @@ def prepare(run: Session, config: Config) -> Prepared:
     size = run.facts.get("global_batch_size") or config.global_batch_size or (config.batch_size or 0) * world.size
     run.facts.update(global_batch_size=size, data={"name": manifest.source, "checksum": manifest.checksum})
     with failing_together(world):
-        sync.build(config.sync)
+        parts = sync.build(config.sync).batch_parts
         model = _build(config, world, manifest)
-        batches = _batches(config, world, manifest, size, models.batch_multiple(model))
+        batches = _batches(config, world, manifest, size, models.batch_multiple(model), parts)
     prepared = Prepared(manifest, size, model, batches)
     with failing_together(world):
         if not run.resumed and run.leader:
@@ -101,12 +102,14 @@ def _different_data(checksums: list[str]) -> str:
     return f"the ranks see different data: {', '.join(groups[:MOST_NAMED])}{more}"
 
 
-def _batches(config: Config, world: World, manifest: Manifest, global_batch: int, multiple: int) -> Batches:
+def _batches(
+    config: Config, world: World, manifest: Manifest, global_batch: int, multiple: int, parts: Parts | None = None
+) -> Batches:
     settings, count = config.data, manifest.count("train")
     slices = slices_of(manifest, world.size) if settings.shuffle == "shard" else None
     division = Division(
         count, global_batch, world, config.seed, uneven=config.uneven, shuffle=settings.shuffle != "none",
-        multiple=multiple, slices=slices,
+        multiple=multiple, slices=slices, parts=parts,
     )  # fmt: skip
     low, high = slices[world.rank] if slices else (0, count)
     samples = Samples.open(manifest, "train", low, high, settings.verify and slices is not None)

@@ -114,6 +114,16 @@ def check_learning_rates(optimizers: Mapping[str, torch.optim.Optimizer], world:
             raise ReplicasDiffer(f"{name} has {said}")
 
 
+@torch.no_grad()
+def sha256(model: nn.Module) -> str:
+    """Of names, shapes and bytes of the parameters and buffers that this rank holds. No collective."""
+    found = hashlib.sha256()
+    for name, tensor in _tensors(model, batch_statistics=True):
+        found.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
 _OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element → whole numbers of so many."""
 

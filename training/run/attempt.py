@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import NoReturn
 
@@ -35,6 +35,7 @@ from lockstep.training.resilience.closeness import (
     check_parameter_closeness,
     fingerprint,
     learning_rates,
+    sha256,
 )
 from lockstep.training.resilience.desync import Meetings
 from lockstep.training.resilience.hang import (
@@ -108,6 +109,8 @@ class Attempt:
         self.heartbeat = Heartbeat(context.world)
         self.saver = Saver(context, lambda: signals.since if signals is not None else None)
         self.reading = Reading(context.state.losses, context.world)
+        self.before_save: Callable[[], None] = lambda: None
+        """Called on every rank."""
 
     def __enter__(self) -> Attempt:
         context = self.context
@@ -234,6 +237,9 @@ class Attempt:
         if done % context.config.log.every == 0:
             self.reading.take(state.losses, grad_norm, step=done, lr=lr)
         self.tell_readings()
+        interval = context.config.log.weights_every
+        if interval and done % interval == 0 and context.world.leader:
+            context.event("weights", step=done, sha256=sha256(state.model))
         interval = context.config.check_closeness
         if interval and done % interval == 0:
             self._check_closeness(done)
@@ -311,6 +317,7 @@ class Attempt:
                 EXIT_FAILED, f"a weight is NaN or infinite after step {step}: not saved; the last checkpoint is good"
             )
         context.scores.saved(step)
+        self.before_save()
         self.saver.save(context.scores.of(step))
 
     def leave(self) -> None:

@@ -122,7 +122,7 @@ class Lifecycle:
         world, settings = self._world, self.settings
         restarted = any(os.environ.get(name, "0") != "0" for name in (ENV_RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
         fresh = self._fresh if isinstance(self._fresh, str) else self._fresh and not restarted
-        self.threads = set_threads(world, settings.threads, os.environ)
+        self.threads = set_threads(world, settings.threads, os.environ, exact=settings.sync.name == "exact")
         _arithmetic(settings)
         if world.device.type == "cpu":
             process.keep_freed()
@@ -304,10 +304,11 @@ def _not_together(error: BaseException) -> UserError:
 
 
 def _arithmetic(settings: RunSettings) -> None:
-    if settings.deterministic:
+    deterministic = settings.only_deterministic
+    if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if torch.are_deterministic_algorithms_enabled() != settings.deterministic:  # the call imports torch's compiler
-        torch.use_deterministic_algorithms(settings.deterministic)
+    if torch.are_deterministic_algorithms_enabled() != deterministic:  # the call imports torch's compiler
+        torch.use_deterministic_algorithms(deterministic)
     float32_on_gpus(settings.tf32)
     torch.backends.cudnn.benchmark = settings.cudnn_benchmark
 

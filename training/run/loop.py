@@ -16,11 +16,11 @@ from lockstep.training import contract, files
 from lockstep.training.checkpoint import generators
 from lockstep.training.config.sections import LOGGED
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError
-from lockstep.training.data import order
-from lockstep.training.data.batches import Batches, Part, leave_signals_to_the_rank
+from lockstep.training.data.batches import Batches, Part, leave_signals_to_the_rank, share
 from lockstep.training.data.trees import to_device
 from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree
 from lockstep.training.parallel.world import World
+from lockstep.training.resilience.closeness import sha256
 from lockstep.training.resilience.desync import Place
 from lockstep.training.run.attempt import Attempt, Ended
 from lockstep.training.run.context import RunContext
@@ -267,12 +267,11 @@ class Loop:
 
     def part(self, batch: T) -> T:
         """This rank's contiguous part of a global batch. `step` then knows how many samples it has."""
-        world, count = self.run.world, len(batch)  # type: ignore[arg-type]
-        low, high = order.bounds(count, world.rank, world.size)
-        stand_in = (0, 1) if low == high else (low, high)
-        self.step.set_part(Part(high - low, count, float(high > low)))
-        own: T = batch[slice(*stand_in)]  # type: ignore[index]
-        return own
+        count = len(batch)  # type: ignore[arg-type]
+        low, high, part = share(count, self.run.world, self.step.replica.sync.batch_parts)
+        self.step.set_part(part)
+        mine: T = batch[slice(*((low, high) if high > low else (0, 1)))]  # type: ignore[index]
+        return mine
 
     def boundary(self) -> None:
         """Leaves where the ranks agreed to, but not within a step: no checkpoint could hold its gradients. Raises `Ended`."""
@@ -330,7 +329,8 @@ class Loop:
             "examples_seen": run.kept.samples, "trained_seconds": trained,
             "wall_seconds": time.perf_counter() - self.attempt.began, "restarts": run.attempt - 1,
             "preemptions": history.get("preemptions", 0), "checkpoint_failures": saver.failures,
-            "config_hash": run.config.hash(), "logged": run.kept.logged, **run.kept.summary,
+            "config_hash": run.config.hash(), "weights_sha256": sha256(run.state.model) if run.state.sync.replicas else None,
+            "logged": run.kept.logged, **run.kept.summary,
         }  # fmt: skip
         if run.progressed or not self._stands():
             if run.run is not None and run.world.leader:

@@ -20,6 +20,7 @@ import torch
 
 from lockstep.training.config import RunSettings
 from lockstep.training.data import trees
+from lockstep.training.models.arithmetic import kept_buffers
 from lockstep.training.observe.clock import RecordedPoints
 from lockstep.training.optim.base import RatedOptimizer
 from lockstep.training.parallel.exchange import all_gather_trees
@@ -178,7 +179,7 @@ class Recorder:
         sync, checks = self._sync, step.looks or scaler is not None
         inputs = replace(work, batch=tuple(trees.recorded(item) for item in work.batch))
         recorded = _Recorded(inputs, _identity(work, clip, scaler), [scaler, *_closure(work)])
-        self.before = step.statistics() if checks else []
+        self.before = kept_buffers(step.replica.model) if checks else []
         norm: torch.Tensor | None = None
 
         def gradients() -> None:
@@ -245,5 +246,14 @@ def _closure(work: Work) -> list[Any]:
 
 def _identity(work: Work, clip: float, scaler: Any) -> tuple[Any, ...]:
     """What a recording has of the step but its tensors: where it differs, a replay would compute something else."""
-    settings = (work.samples, work.total, work.divisor, work.weight, work.parts, clip, id(scaler))
+    settings = (
+        work.samples,
+        work.total,
+        work.divisor,
+        work.weight,
+        work.most,
+        work.part and work.part.multiple,
+        clip,
+        id(scaler),
+    )
     return (*map(id, _closure(work)), *settings)

@@ -19,7 +19,7 @@ from lockstep.training.optim.ema import Ema
 from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import BuildOptimizer, GradientSync
 
-ALLOWED = ("flat", "ddp", "allreduce", "bf16_compress")
+ALLOWED = ("flat", "ddp", "allreduce", "bf16_compress", "exact")
 """Strategies that keep whole replicas and nothing from step to step."""
 
 
@@ -30,10 +30,11 @@ class Several(GradientSync):
     """
 
     def __init__(self, settings: Sync, world: World, parts: dict[str, GradientSync]) -> None:
-        super().__init__(settings)
         self.parts = list(parts.values())
+        self.settings, self.options = settings, self.parts[0].options
         self.model = nn.ModuleDict({name: part.model for name, part in parts.items()})
         self.learning, self.averages, self.world = self.parts, self.parts[0].averages, world
+        self.batch_parts = self.parts[0].batch_parts
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
@@ -77,6 +78,14 @@ class Several(GradientSync):
             for part in self.learning:
                 stack.enter_context(part.accumulate())
             yield
+
+    def begin_parts(self, count: int) -> None:
+        for part in self.learning:
+            part.begin_parts(count)
+
+    def take(self, part: int) -> None:
+        for model in self.learning:
+            model.take(part)
 
     def synchronize(self) -> None:
         for part in self.learning:
@@ -146,6 +155,10 @@ class Replica:
     def networks(self) -> list[nn.Module]:
         return list(self._networks.values())
 
+    @property
+    def named_networks(self) -> dict[str, nn.Module]:
+        return self._networks
+
     def add_optimizer(self, build: BuildOptimizer, name: str, network: nn.Module | None) -> torch.optim.Optimizer:
         """Over the parameters of `network`, or of all models."""
         if isinstance(build, torch.optim.Optimizer) or not callable(build):
@@ -208,7 +221,9 @@ class Replica:
                 raise ValueError("for_evaluation(model) takes one of the networks that replicate() returned")
             source = source[name]  # type: ignore[index]
         model = self.sync.full_module(source)
-        buffers = averaged_buffers(model, self._world)
+        # Under `exact` they are the same on all ranks, and a mean could round.
+        alike = self.sync.batch_parts is not None
+        buffers = dict(model.named_buffers()) if alike else averaged_buffers(model, self._world)
         model = copy.deepcopy(model) if model is source else model
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])

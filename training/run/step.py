@@ -21,14 +21,16 @@ import torch.distributed as dist
 from lockstep.training.checkpoint import generators
 from lockstep.training.data import order, trees
 from lockstep.training.data.batches import Part
-from lockstep.training.models.arithmetic import without_batch_statistics
+from lockstep.training.models.arithmetic import kept_buffers, put_back, without_batch_statistics
 from lockstep.training.observe.reading import mean_loss
 from lockstep.training.parallel.exchange import all_gather_trees, raise_together
 from lockstep.training.resilience import divergence
 from lockstep.training.run.attempt import Attempt
+from lockstep.training.run.canary import Canary
 from lockstep.training.run.context import RunContext
+from lockstep.training.run.parts import InParts
 from lockstep.training.run.replica import Replica, Several
-from lockstep.training.run.work import Compute, Total, Work, micro_batches
+from lockstep.training.run.work import Compute, Total, Work, checked_loss
 from lockstep.training.sync.base import NotSummed
 from lockstep.training.sync.buckets import SentAlready
 
@@ -48,7 +50,12 @@ class Step:
         """Whether each gradient is looked at before it moves a weight."""
         self.finite = torch.tensor(True)
         """Whether the last gradient that was looked at is finite, on the device."""
-        self._drawing = generators.Drawing(run.world.device)
+        cut = replica.sync.batch_parts is not None
+        self._drawing = generators.Drawing(run.world.device, every=cut)
+        self.in_parts = InParts(run, replica, self._drawing) if cut else None
+        self._canary = Canary(run, replica) if cut else None
+        if self._canary is not None:
+            attempt.before_save = self._canary.renew
         self.recorder: Any = None
         """Replays steps that it has recorded (`recording.Recorder`)."""
         self.pending = False
@@ -97,7 +104,7 @@ class Step:
     def begin_batch(self, part: Part | None) -> None:
         """A batch is there."""
         if self.looks and not self._as_function:
-            self._before = self.statistics()
+            self._before = kept_buffers(self.replica.model)
         self._given += 1
         self._seen.clear()
         self._counted, self.attempt.stage = False, 0
@@ -108,7 +115,7 @@ class Step:
         self.part = part
         if not self._given:  # a loop without batches of ours: each part is a batch
             self._seen.clear()
-        if part is not None and part.samples == 0 and not self._stand_in:
+        if part is not None and part.samples == 0 and not part.of and not self._stand_in:
             self._stand_in = contextlib.ExitStack()
             self._stand_in.enter_context(without_batch_statistics(self.replica.model))
 
@@ -165,6 +172,8 @@ class Step:
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         of = self._stepping(optimizers)
         total = Total(work.samples, work.total)
+        if self._canary is not None:
+            self._canary.before_step()
         self._as_function, self.attempt.stage = True, 2
         with self.replica.training(optimizers), self._drawing:
             self._redraw()
@@ -173,7 +182,8 @@ class Step:
             if self._replays:
                 self._before = self.recorder.before
             else:
-                self._before = self.statistics() if self.looks or scaler is not None else []
+                keeps = self.looks or scaler is not None or self.in_parts is not None
+                self._before = kept_buffers(self.replica.model) if keeps else []
             scale: float | None = None
             while True:
                 norm = self.gradients(work, total, of, scaler)
@@ -191,6 +201,8 @@ class Step:
             self.replica.sync.zero_grad()
         if self.recorder is not None:
             self.recorder.finish()
+        if self._canary is not None:
+            self._canary.after_step()
         self._end(optimizers, total.value, norm)
 
     def _work(self, compute: Compute, batch: tuple[Any, ...], samples: int | None, divisor: float | None) -> Work:
@@ -205,15 +217,20 @@ class Step:
                 f"the loss was said to be of {samples} samples, but this rank's part of the batch has {part.samples}"
             )
         self._check_same_samples(part, samples or 0)
-        count = part.samples if part is not None else int(samples or 0)
-        multiple, weight = (part.multiple, part.weight) if part is not None else (1, 1.0)
-        parts = micro_batches(count, most, multiple)
-        if parts and not batch:
+        if self.in_parts is not None and (part is None or not part.of):
+            raise self.replica.sync.refuse(
+                "needs to know which samples of the global batch a rank has",
+                "go over run.batches(dataset, global_batch_size), or give every rank the whole batch and take run.part(batch)",
+            )
+        if not batch and (most or self.in_parts is not None):
+            setting = "micro_batch_size" if most else "sync.name=exact"
             raise TypeError(
-                "micro_batch_size cuts what the function is called with: run.step(lambda x, y: loss, x, y) in place of "
+                f"{setting} cuts what the function is called with: run.step(lambda x, y: loss, x, y) in place of "
                 "run.step(lambda: loss)"
             )
-        return Work(compute, batch, count, part.total if part is not None else None, divisor, weight, parts)
+        count = part.samples if part is not None else int(samples or 0)
+        weight = part.weight if part is not None else 1.0
+        return Work(compute, batch, count, part.total if part is not None else None, divisor, weight, most, part)
 
     def gradients(self, work: Work, total: Total, of: set[torch.Tensor] | None, scaler: Any) -> torch.Tensor | None:
         """Forward, backward, and the sum over the ranks. Returns the gradient's norm, unscaled, a scalar on the device; None where
@@ -223,30 +240,54 @@ class Step:
         self.forward_backward(work, scaler)
         with self.run.state.clock.synchronizing(self.replica.sync.watch):
             self._synchronize()
+            if self.in_parts is not None:
+                loss = self.in_parts.finish()
+                self.loss_sum.copy_(loss if self.run.world.leader else loss * 0)  # it is summed over the ranks later
         if work.total is None and work.divisor is None:
             self._divide_by(total.value)
         return self.measure(of, scaler)
 
-    def forward_backward(self, work: Work, scaler: Any = None, scale: float | None = None) -> None:
-        """In micro-batches; the last one sends the gradients.
+    def forward_backward(self, work: Work, scaler: Any = None, scale: float | None = None, sums: bool = True) -> None:
+        """In micro-batches; the last one sends the gradients. Under `sync.name=exact` part by part.
 
         Args:
             scale: multiplies the loss in place of `scaler`.
+            sums: False where the gradients stay this rank's.
         """
         self._forget()
-        sync, count = self.replica.sync, work.samples
-        for low, high in work.parts or ((0, count),):
-            sends = contextlib.nullcontext() if not work.parts or high == count else sync.accumulate()
-            batch = trees.cut(work.batch, low, high, count) if work.parts else work.batch
+        part, parts = work.part, self.in_parts
+        if part is None or parts is None:
+            self._forward_backward(work, 0, work.samples, scaler, scale)
+            return
+        if sums:
+            parts.begin(part)
+        for number, (low, high) in enumerate(part.parts, part.first):
+            parts.begin_part(number)
+            self.loss_sum.zero_()
+            self._forward_backward(work, low, high, scaler, scale)
+            if sums:
+                parts.take(number, (high - low) / part.total, self.loss_sum)
+
+    def _forward_backward(self, work: Work, low: int, high: int, scaler: Any, scale: float | None) -> None:
+        """Of these samples of the rank's."""
+        sync, whole = self.replica.sync, (0, work.samples)
+        for first, end in work.micro_batches(low, high):
+            sends = contextlib.nullcontext() if end == high else sync.accumulate()
+            uncut = (first, end) == whole and self.in_parts is None
+            batch = (
+                work.batch
+                if uncut
+                else trees.cut(work.batch, first, end, work.samples, copies=self.in_parts is not None)
+            )
             with sends:
                 try:
-                    loss = _checked(work.compute(*batch))
+                    loss = checked_loss(work.compute(*batch))
                 except Exception:  # the script may catch it, and call the step again
                     self.attempt.stage = 0
                     sync.zero_grad()
-                    self.restore(self._before)
+                    put_back(self.replica.model, self._before)
                     raise
-                self._backpropagate(loss, high - low, work.weight, work.total, work.divisor, scaler, scale)
+                self._backpropagate(loss, end - first, work.weight, work.total, work.divisor, scaler, scale)
 
     def _backpropagate(
         self, loss: torch.Tensor, samples: int, weight: float, total: int | None, divisor: float | None, scaler: Any,
@@ -361,12 +402,12 @@ class Step:
         scale = None if scaler is None else LOWEST_SCALE  # what overflows at another is not the cause
 
         def again() -> list[torch.Tensor]:
-            self.forward_backward(work, scale=scale)
+            self.forward_backward(work, scale=scale, sums=False)
             return self._losses
 
         self._redraw()
         cause = divergence.diagnose(self.replica.sync, self.replica.network, again)
-        self.restore(self._before)
+        put_back(self.replica.model, self._before)
         return cause
 
     def _redraw(self) -> None:
@@ -396,17 +437,17 @@ class Step:
     def backward(self, loss: torch.Tensor, samples: int | None, divisor: float | None, scaler: Any) -> None:
         """Raises `TypeError`, `ValueError` for arguments that cannot be meant; `UserError` where the strategy has sent the
         gradient of this step; `RuntimeError` for a call out of its order."""
-        _checked(loss)
+        checked_loss(loss)
         part = self.part
         if isinstance(self.replica.sync, Several):
             raise TypeError(
                 "several models need a step that can be called, so that one learns and the others do not: "
                 "run.step(lambda x: loss, x, optimizer=…) in place of run.step(loss)"
             )
-        if self.run.config.micro_batch_size or self.run.config.capture != "never":
+        if self.run.config.micro_batch_size or self.run.config.capture != "never" or self.in_parts is not None:
             raise TypeError(
-                "micro_batch_size and capture need a step that can be called: run.step(lambda x, y: loss, x, y) in place of "
-                "run.step(loss)"
+                "micro_batch_size, capture and sync.name=exact need a step that can be called: run.step(lambda x, y: loss, x, y) in "
+                "place of run.step(loss)"
             )
         if samples is None:
             if part is None or self._accumulating:
@@ -473,7 +514,7 @@ class Step:
         """Takes back the gradient and what the forward passes have changed. Raises `UserError` where a gradient was not summed, on
         all ranks. Collective."""
         self.replica.sync.abandon()
-        self.restore(self._before)
+        put_back(self.replica.model, self._before)
         raise_together(self._not_summed, self.run.world)
 
     def _known(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> tuple[torch.optim.Optimizer, ...]:
@@ -545,17 +586,6 @@ class Step:
         dist.all_reduce(losses)
         return mean_loss(*losses.tolist())
 
-    def statistics(self) -> list[torch.Tensor]:
-        """Copies of the batch statistics: what a forward pass changes."""
-        return [buffer.clone() for buffer in self.replica.model.buffers()]
-
-    @torch.no_grad()
-    def restore(self, before: list[torch.Tensor]) -> None:
-        """Puts back what `statistics` gave."""
-        if before:
-            for buffer, kept in zip(self.replica.model.buffers(), before, strict=True):
-                buffer.copy_(kept)
-
     def _check_same_samples(self, part: Part | None, samples: int) -> None:
         """Warns where all ranks use all of the same batch."""
         if part is None and self.same_samples and samples >= self.same_samples:  # fewer: it has taken its share
@@ -566,11 +596,3 @@ class Step:
                     "would: give each its own samples, with torch's DistributedSampler or run.batches(), or let it take its "
                     "part with run.part()"
                 )
-
-
-def _checked(loss: Any) -> torch.Tensor:
-    """Raises `TypeError` for anything but one number."""
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise TypeError(f"the loss is the mean over this rank's samples, one number; got {what}")
-    return loss

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.training.data import order
+from lockstep.training.data.batches import Part
 
 Compute = Callable[..., torch.Tensor]
 
@@ -26,8 +27,19 @@ class Work:
     divisor: float | None
     """`compute` gives a sum of losses, to be divided by this; None: their mean."""
     weight: float
-    parts: tuple[tuple[int, int], ...]
-    """Of the micro-batches: first and last + 1 sample; empty: the whole part at once."""
+    most: int
+    """Samples of a micro-batch, about; 0: all at once."""
+    part: Part | None
+    """Of the global batch; None: it is not known."""
+
+    def micro_batches(self, low: int, high: int) -> tuple[tuple[int, int], ...]:
+        """First and last + 1 sample of each micro-batch of these, of about the same size."""
+        samples, multiple = high - low, self.part.multiple if self.part is not None else 1
+        if not self.most or samples <= self.most:
+            return ((low, high),)
+        number = -(-samples // max(self.most // multiple * multiple, multiple))
+        ranges = (order.bounds(samples, at, number, multiple) for at in range(number))
+        return tuple((low + first, low + end) for first, end in ranges if end > first)
 
 
 class Total:
@@ -49,15 +61,9 @@ class Total:
         return int(self._sum)
 
 
-def micro_batches(samples: int, most: int, multiple: int) -> tuple[tuple[int, int], ...]:
-    """First and last + 1 sample of each, of about the same size; empty where all go at once.
-
-    Args:
-        most: samples of one, about; 0: all.
-        multiple: they are cut in blocks of so many.
-    """
-    if not most or samples <= most:
-        return ()
-    number = -(-samples // max(most // multiple * multiple, multiple))
-    ranges = (order.bounds(samples, at, number, multiple) for at in range(number))
-    return tuple((low, high) for low, high in ranges if high > low)
+def checked_loss(loss: Any) -> torch.Tensor:
+    """Raises `TypeError` for anything but one number."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TypeError(f"the loss is the mean over this rank's samples, one number; got {what}")
+    return loss

@@ -19,6 +19,7 @@ STRATEGIES = {
     "zero1": "lockstep.training.sync.flat:Zero1",
     "powersgd": "lockstep.training.sync.powersgd:PowerSgd",
     "bf16_compress": "lockstep.training.sync.flat:Bf16Compress",
+    "exact": "lockstep.training.sync.exact:Exact",
     "fsdp": "lockstep.training.sync.fsdp:Fsdp",
     "data_parallel": "lockstep.training.sync.teaching.strategies:DataParallel",
 }

@@ -20,6 +20,7 @@ from torch import nn
 from lockstep.training.config import Sync
 from lockstep.training.config import settings as typed
 from lockstep.training.contract import UserError
+from lockstep.training.data import order
 from lockstep.training.parallel.world import World
 from lockstep.training.sync.watch import GradientWatch
 
@@ -56,6 +57,9 @@ class GradientSync(ABC):
     """Whether each rank has the sum of a part of the gradients only."""
     remembers: bool = False
     """Whether it stores something of the gradients from step to step (`gradients_rescaled`, `forget_nonfinite`)."""
+    batch_parts: order.Parts | None = None
+    """How a global batch is cut into parts that a rank computes one by one (`begin_parts`, `take`); None: a rank computes its
+    samples at once."""
     watch: GradientWatch | None = None
     """When the rank's own gradients were complete, where a strategy waits for other ranks before `synchronize`."""
 
@@ -102,6 +106,14 @@ class GradientSync(ABC):
     @abstractmethod
     def accumulate(self) -> contextlib.AbstractContextManager[Any]:
         """Backward passes inside add to the gradients and send nothing; the next one outside sends the sum."""
+
+    def begin_parts(self, count: int) -> None:
+        """A step over so many parts begins (`batch_parts`)."""
+        raise NotImplementedError
+
+    def take(self, part: int) -> None:
+        """The gradients are those of this part of the batch alone: the strategy takes them away (`batch_parts`)."""
+        raise NotImplementedError
 
     @abstractmethod
     def synchronize(self) -> None:

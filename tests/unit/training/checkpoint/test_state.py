@@ -19,7 +19,7 @@ def test_a_loss_that_is_no_number_is_no_damage() -> None:
     shared = {
         "model": {"w": torch.ones(2)}, "average": {}, "aliases": {}, "cursor": [0, 1], "trained_seconds": 1.0,
         "optimizer": {"state": {}, "own": {}, "param_groups": []},
-        "kept": Kept().shared_state(), "history": {"train_loss": float("nan"), "test_loss": float("inf"), "accuracy": None},
+        "kept": Kept().shared_state(), "canary": {}, "history": {"train_loss": float("nan"), "test_loss": float("inf"), "accuracy": None},
     }  # fmt: skip
     assert checked({"shared": shared, "ranks": [rank]})["ranks"] == [rank]
     for history in ({"train_loss": "x"}, {"class_accuracy": torch.zeros(2)}, {"class_accuracy": ["cat"]}):

@@ -1,0 +1,279 @@
+"""sync.name=exact: weights after every step are a function of recipe, data and seed, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.events import events
+from tests.own.job import script
+from tests.processes import PYTHON, ROOT, Result, clean_env, run
+from tests.warm.gang import running
+
+pytestmark = pytest.mark.promise("same-bits")
+
+JOB = str(ROOT / "tests/sync/exact_job.py")
+RECIPE = [
+    "sync.name=exact", "log.weights_every=1", "checkpoint.every_steps=3", "epochs=2", "data.source=synthetic", "data.num_shards=3",
+    "data.options={n: 150, n_test: 23, size: 8, noise: 1.5}", "augment.crop=1", "augment.flip=random", "uneven=weight", "schedule=[]",
+    "log.report=false", "evaluate.batch_size=9",
+]  # fmt: skip
+RECIPES = {
+    "smoke": [*RECIPE, "global_batch_size=96", "ema.every=2"],
+    "resnet18": [*RECIPE, "global_batch_size=44", "batch_size=null", "ema.decay=0.9", "ema.every=2", "lr=0.01"],
+    "mlp": [*RECIPE, "global_batch_size=37", "batch_size=null", "data.source=classification", "augment.crop=0", "augment.flip=none",
+            "data.options={n: 150, features: 64, informative: 32, redundant: 32, classes: 4}", "lr=0.01", "optim.clip=1"],
+}  # fmt: skip
+
+
+def line(kind: str, run_dir: Path, data: Path, *words: str) -> list[str]:
+    """What starts a recipe, or one of the scripts of `exact_job.py`."""
+    if kind not in RECIPES:
+        return [JOB, str(run_dir), kind, *words]
+    sets = [*RECIPES[kind], f"data.root={data}", *words]
+    return ["-m", "lockstep.training", "run", kind, "--run-dir", str(run_dir), "--set", *sets]
+
+
+def train(kind: str, ranks: int, run_dir: Path, data: Path, *words: str, **variables: str) -> Result:
+    """One start."""
+    with running([line(kind, run_dir, data, *words)] * ranks, clean_env(**variables)) as gang:
+        return gang.wait(240)
+
+
+def hashes(run_dir: Path) -> dict[int, str]:
+    """Of the weights, step by step. A step that was taken twice has ended in the same ones."""
+    found: dict[int, str] = {}
+    for event in events(run_dir, "weights"):
+        assert found.setdefault(event["step"], event["sha256"]) == event["sha256"], f"step {event['step']} of {run_dir}"
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Any:
+    """kind → (the hashes of its run on one rank, its numbers)."""
+    known: dict[str, Any] = {}
+
+    def of(kind: str) -> Any:
+        if kind not in known:
+            run_dir = tmp_path_factory.mktemp(kind) / "run"
+            done = train(kind, 1, run_dir, data_root)
+            assert done.code == 0 and "warning" not in done.output, done.output
+            known[kind] = hashes(run_dir), numbers(run_dir)
+        return known[kind]
+
+    return of
+
+
+def numbers(run_dir: Path) -> Any:
+    """What the run tells of losses and scores: they steer schedules, early stops and the choice of the best."""
+    names = ("train_loss", "test_loss", "accuracy", "examples_seen")
+    return [[event[name] for name in names] for event in events(run_dir, "epoch")]
+
+
+KINDS = [
+    "smoke", "transformer", "gan", "float16", pytest.param("resnet18", marks=pytest.mark.nightly),
+    pytest.param("mlp", marks=pytest.mark.nightly),
+]  # fmt: skip
+RANKS = [2, 3, *(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in (4, 5, 8))]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_step_ends_in_the_same_bits(
+    tmp_path: Path, data_root: Path, of_one_rank: Any, kind: str, ranks: int
+) -> None:
+    """Batch norm, dropout, augmentation, average, clipping, two models, a loss scale, a schedule that looks at the loss; batches that
+    no number of ranks divides."""
+    expected, told = of_one_rank(kind)
+    done = train(kind, ranks, tmp_path / "run", data_root)
+    assert done.code == 0 and "warning" not in done.output, done.output
+    assert hashes(tmp_path / "run") == expected and len(expected) >= 4, f"{kind} on {ranks} ranks"
+    assert numbers(tmp_path / "run") == told
+
+
+SEEDS = [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 40))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_number_of_ranks_may_change_at_any_step(
+    tmp_path: Path, data_root: Path, of_one_rank: Any, seed: int
+) -> None:
+    """A rank ends the run early, or is killed; another number of ranks resumes it."""
+    draw = random.Random(seed)
+    kind, name = draw.choice(["transformer", "gan", "float16"]), draw.choice(["TERM", "KILL"])
+    expected, told = of_one_rank(kind)
+    before, after = draw.sample([1, 2, 3, 4], 2)
+    step = draw.choice(sorted(expected)[3:-1])
+    step -= kind == "gan" and step % 2  # it looks after both of its steps
+    end = f"{step}:{name}:{draw.randrange(before)}"
+    done = train(kind, before, tmp_path / "run", data_root, EXACT_END=end)
+    assert done.code == (75 if name == "TERM" else 1 if before > 1 else -signal.SIGKILL), f"{end}: {done.output}"
+    done = train(kind, after, tmp_path / "run", data_root)
+    assert done.code == 0 and "Resuming" in done.output, done.output
+    assert hashes(tmp_path / "run") == expected, f"{kind} on {before}, then {after} ranks, {end}"
+    assert numbers(tmp_path / "run") == told
+
+
+REFERENCE = """
+import sys, torch, torch.nn.functional as F
+from torch import nn
+from lockstep import Session
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(96, 5))
+generator = torch.Generator().manual_seed(1)
+images, labels = torch.randn(50, 3, 6, 6, generator=generator), torch.randint(0, 5, (50,), generator=generator)
+run_dir, = sys.argv[1:]
+with Session(run_dir, sync={"name": "exact", "options": {"parts": 6}}, config={}) as run:
+    model = run.replicate(net())
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    for epoch in run.epochs(1):
+        for x, y in run.batches(torch.utils.data.TensorDataset(images, labels), 20, shuffle=False, uneven="weight"):
+            run.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
+    ours = {name: value.clone() for name, value in model.state_dict().items()}
+
+def tree(values):  # the largest power of two that leaves something, and the rest
+    if len(values) == 1:
+        return values[0]
+    left = 1 << (len(values) - 1).bit_length() - 1
+    return tree(values[:left]) + tree(values[left:])
+plain = net()
+optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+for x, y in zip(images.split(20), labels.split(20)):
+    count = max(1, min(6, len(x) // 2))
+    cuts = [part * len(x) // count for part in range(count + 1)]
+    before = {name: value.clone() for name, value in plain.state_dict().items() if "running" in name}
+    gradients, statistics = [], []
+    for low, high in zip(cuts, cuts[1:]):
+        plain.load_state_dict(before, strict=False)
+        plain.zero_grad()
+        (F.cross_entropy(plain(x[low:high].clone()), y[low:high].clone()) * ((high - low) / len(x))).backward()
+        gradients.append([p.grad for p in plain.parameters()])
+        statistics.append([plain.state_dict()[name].double() * ((high - low) / len(x)) for name in before])
+    for parameter, of_parts in zip(plain.parameters(), zip(*gradients)):
+        parameter.grad = tree(of_parts)
+    optimizer.step()
+    plain.load_state_dict({name: tree(of_parts).float() for name, of_parts in zip(before, zip(*statistics))}, strict=False)
+for name, value in plain.state_dict().items():
+    if "tracked" in name:
+        assert ours[name] == 3
+    else:
+        assert torch.equal(value, ours[name]), (name, (value - ours[name]).abs().max())
+print("EQUAL")
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_bits_are_those_of_a_plain_loop_over_the_parts(tmp_path: Path, ranks: int) -> None:
+    done = script(ranks, REFERENCE, tmp_path / "run")
+    assert done.code == 0 and done.output.count("EQUAL") == ranks, done.output
+
+
+OTHER_MACHINES = [
+    ("transformer", {"LOCKSTEP_THREADS": "2"}, "threads: 1 → 2"),
+    ("transformer", {"ATEN_CPU_CAPABILITY": "default"}, "instruction set: "),
+    pytest.param(
+        "smoke", {"ONEDNN_MAX_CPU_ISA": "SSE41"}, "ONEDNN_MAX_CPU_ISA: not set → SSE41", marks=pytest.mark.nightly
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "variables", "different"), OTHER_MACHINES)
+def test_a_machine_that_computes_other_bits_does_not_resume(
+    tmp_path: Path, data_root: Path, kind: str, variables: dict[str, str], different: str
+) -> None:
+    run_dir = tmp_path / "run"
+    longer = ["epochs=3"] if kind in RECIPES else []
+    assert train(kind, 2, run_dir, data_root, EXACT_END="5:TERM:0").code == (0 if longer else 75)
+    before = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    # A process of its own: torch reads the variables while it is imported.
+    done = run([PYTHON, *line(kind, run_dir, data_root, *longer)], clean_env(**variables))
+    assert done.code == 2 and different in done.output and "Traceback" not in done.output, done.output
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == before
+    assert train(kind, 1, run_dir, data_root, *longer).code == 0
+
+
+NETS = {
+    "spectral norm": ("nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))", "_u"),
+    "SyncBatchNorm": ("nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3))", "SyncBatchNorm"),
+    "compiled": ("torch.compile(nn.Linear(4, 3))", "compiled"),
+}
+SCRIPT = """
+import sys, torch
+from torch import nn
+from lockstep import Session
+run_dir, how, *words = sys.argv[1:]
+with Session(run_dir, sync="exact", config={{}}) as run:
+    model = run.replicate({net})
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    data = torch.randn(24, 4)
+    for epoch in run.epochs(1):
+        given = run.iterate(data.split(8)) if how == "loader" else run.batches(data, 12)
+        for x in given:
+            if how == "tensor":
+                run.step(model(x).sum())
+            elif how == "closure":
+                run.step(lambda: model(x).sum())
+            elif how == "noise":
+                noise = torch.randn(len(x), 1)
+                run.step(lambda x: (model(x) * torch.randn(len(x), 1)).mean(), x)
+            else:
+                run.step(lambda x: model(x).mean(), x, samples=None if how == "batches" else len(x))
+"""
+
+
+@pytest.mark.parametrize("what", NETS)
+def test_a_model_whose_buffers_belong_to_no_part_is_refused_by_name(tmp_path: Path, what: str) -> None:
+    net, named = NETS[what]
+    done = script(2, SCRIPT.format(net=net), tmp_path / "run", "batches")
+    assert done.code == 2 and named in done.output and "Traceback" not in done.output, done.output
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "named"),
+    [
+        ("tensor", 1, "exact need a step that can be called"), ("closure", 1, "cuts what the function is called with"),
+        ("loader", 2, "which samples of the global batch"), ("noise", 0, "draws random numbers between two steps"),
+    ],
+)  # fmt: skip
+def test_what_would_depend_on_the_ranks_is_refused_or_warned_of(
+    tmp_path: Path, how: str, code: int, named: str
+) -> None:
+    done = script(2, SCRIPT.format(net="nn.Linear(4, 3)"), tmp_path / "run", how)
+    assert done.code == code and named in done.output, done.output
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "batch_size=16",
+        "uneven=mean",
+        "data.shuffle=shard",
+        "compile=true",
+        "cudnn_benchmark=true",
+        "capture=auto",
+        "tf32=true",
+    ],
+)
+def test_settings_that_depend_on_the_ranks_or_the_start_are_refused(
+    tmp_path: Path, data_root: Path, setting: str
+) -> None:
+    done = train("smoke", 1, tmp_path / "run", data_root, "loss.reduction=mean", setting)
+    assert done.code == 2 and re.search(rf"exact.*{setting.partition('=')[0].removeprefix('data.')}", done.output), (
+        done.output
+    )
+
+
+def test_a_nan_is_named_and_a_skipped_step_leaves_no_trace(tmp_path: Path) -> None:
+    """The rank that has the part with the NaN is named, the others wait for nobody."""
+    code = SCRIPT.replace("torch.randn(24, 4)", "torch.randn(24, 4); data[13] = float('nan')").replace(
+        "run.batches(data, 12)", "run.batches(data, 12, shuffle=False)"
+    )
+    done = script(2, code.format(net="nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))"), tmp_path / "run", "batches")
+    assert done.code == 1 and "diverged at step 2: rank 0: loss is not finite" in done.output, done.output

@@ -1,0 +1,161 @@
+"""The parts of a step under `sync.name=exact`: each is computed as if it were alone, and what comes of all is put together in one tree.
+
+A part begins with the batch statistics that the step began with, and with generators that are seeded by (seed, step, part). Afterwards
+the statistics are the mean over the parts, each weighted by its samples, added up in float64 in the tree of `sync/tree.py`; so is the
+loss. So neither depends on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.training.checkpoint.generators import Drawing
+from lockstep.training.contract import UserError
+from lockstep.training.data import order
+from lockstep.training.data.batches import Part
+from lockstep.training.parallel.exchange import raise_together
+from lockstep.training.resilience.closeness import BATCH_STATISTICS
+from lockstep.training.run.context import RunContext
+from lockstep.training.run.replica import Replica
+from lockstep.training.sync.exact import TreeSum
+from lockstep.training.sync.tree import whole_nodes
+
+_SALT = 13  # of the generators' seeds, apart from those of steps that are not cut
+
+
+class InParts:
+    """What the steps of an attempt share. All ranks call the same methods in the same order."""
+
+    def __init__(self, run: RunContext, replica: Replica, drawing: Drawing) -> None:
+        self.run, self.replica, self._drawing = run, replica, drawing
+        self._names = {*BATCH_STATISTICS, *replica.sync.settings.options.get("mean", ())}
+        self._other: UserError | None = None
+        """This rank's part has changed a buffer that nothing says how to put together."""
+        self._sum: TreeSum | None = None
+        self._epoch = -1
+        """Of the last step."""
+        self._warned = False
+
+    def begin(self, part: Part) -> None:
+        """A step over the parts of a global batch, of which `part` has this rank's."""
+        if self._epoch < 0:
+            self._tell_cost(part)
+        self._warn_of_draws()
+        buffers = dict(self.replica.model.named_buffers())
+        statistics = {
+            name: buffer
+            for name, buffer in buffers.items()
+            if name.rsplit(".", 1)[-1] in self._names or name in self._names
+        }
+        self._means = {name: buffer for name, buffer in statistics.items() if buffer.is_floating_point()}
+        self._counts = {name: buffer for name, buffer in statistics.items() if name not in self._means}
+        self._before = {name: buffer.clone() for name, buffer in statistics.items()}
+        self._others = {
+            name: (id(buffer), buffer._version) for name, buffer in buffers.items() if name not in statistics
+        }
+        self._sizes = [buffer.numel() for buffer in self._means.values()]
+        counts = sum(buffer.numel() for buffer in self._counts.values())
+        self._sections = [sum(self._sizes), len(self._sizes), counts, counts, 1, 1]
+        if self._sum is None or self._sum.length != sum(self._sections):
+            self._sum = TreeSum(sum(self._sections), torch.float64, self.run.world)
+        self._sum.release()
+        self._sum.begin(part.of)
+        self.replica.sync.begin_parts(part.of)
+
+    def _tell_cost(self, part: Part) -> None:
+        world = self.run.world
+        shares = [order.bounds(part.of, rank, world.size) for rank in range(world.size)]
+        most = max(high - low for low, high in shares)
+        nodes = sum(len(whole_nodes(part.of, *share)) for share in shares) / world.size
+        sends = f", and sends {(nodes + 1) / 2:.3g} × the bytes of sync.name=flat" if world.size > 1 else ""
+        self.run.console.line(
+            f"sync.name=exact: batches of {part.total} in {part.of} part{'s' * (part.of > 1)}; a rank computes up to {most} of them, "
+            f"{most * world.size / part.of:.3g} × an even share{sends}"
+        )
+
+    def _warn_of_draws(self) -> None:
+        """Once: noise that is drawn for a rank's samples is another at another number of ranks."""
+        last, self._epoch = self._epoch, self.run.state.cursor.epoch
+        if self._drawing.drawn_between and last == self._epoch and not self._warned:
+            self._warned = True
+            self.run.console.warn(
+                "the script draws random numbers between two steps. Under sync.name=exact what is drawn for the samples of a batch belongs "
+                "into the function of run.step(function, …), where it is the same at every number of ranks"
+            )
+
+    def begin_part(self, number: int) -> None:
+        self.restore()
+        self._drawing.begin(order.key(self.run.config.seed, self.run.steps_done, number, _SALT))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """The statistics that the step began with."""
+        for name, buffer in self._buffers().items():
+            if name in self._before:
+                buffer.copy_(self._before[name])
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """As they are now: a forward pass may have put another tensor in the place of one."""
+        return dict(self.replica.model.named_buffers())
+
+    @torch.no_grad()
+    def take(self, number: int, share: float, loss: torch.Tensor) -> None:
+        """The part is through: its gradients and statistics go into the sums.
+
+        Args:
+            share: of the global batch's samples.
+            loss: the sum of its samples' losses, float64.
+        """
+        self.replica.sync.take(number)
+        buffers, before = self._buffers(), self._before
+        self._look_at_others(buffers)
+        device = self.run.world.device
+        means = [buffers[name].double().flatten() * share for name in self._means]
+        changed = [(buffers[name] != before[name]).any().double().view(1) for name in self._means]
+        counted = [(buffers[name] - before[name]).double().flatten() for name in self._counts]
+        squares = [count**2 for count in counted]
+        ends = [loss.view(1), torch.full((1,), float(self._other is not None), dtype=torch.float64, device=device)]
+        assert self._sum is not None
+        leaf = self._sum.leaf()
+        torch.cat([*means, *changed, *counted, *squares, *ends], out=leaf[: self._sum.length])
+        self._sum.add(number, leaf)
+
+    def _look_at_others(self, buffers: dict[str, torch.Tensor]) -> None:
+        for name, was in self._others.items():
+            buffer = buffers.get(name)
+            if self._other is None and (buffer is None or (id(buffer), buffer._version) != was):
+                self._other = self.replica.sync.refuse(
+                    f"does not know how to put together the buffer {name}, which a forward pass changes",
+                    "each part begins with the same buffers, and only batch norm's are averaged over the parts. If a mean is right "
+                    f"for it, set sync.options.mean=[{name}]; else use sync.name=flat",
+                )
+
+    @torch.no_grad()
+    def finish(self) -> torch.Tensor:
+        """Puts the statistics together. Returns the sum of all samples' losses, float64 []. Collective.
+
+        Raises:
+            UserError: on all ranks: a buffer cannot be put together.
+        """
+        assert self._sum is not None
+        parts = self._sum.parts
+        means, changed, counted, squares, loss, other = self._sum.finish()[: self._sum.length].split(self._sections)
+        buffers = self._buffers()
+        for name, mean, moved in zip(self._means, means.split(self._sizes), changed):
+            before = self._before[name]
+            buffers[name].copy_(torch.where(moved > 0, mean.view(before.shape).to(before.dtype), before))
+        unequal = bool((squares * parts != counted**2).any())
+        if unequal or bool(other):
+            error = self._other
+            if error is None and unequal:
+                error = self.replica.sync.refuse(
+                    f"needs counts that every part moves alike ({', '.join(self._counts)})",
+                    "a layer that some parts of a batch leave out keeps other statistics at other numbers of ranks: use sync.name=flat",
+                )
+            raise_together(error, self.run.world)
+        moves = counted.split([buffer.numel() for buffer in self._counts.values()])
+        for name, move in zip(self._counts, moves):
+            before = self._before[name]
+            buffers[name].copy_(before + (move / parts).view(before.shape).to(before.dtype))
+        total: torch.Tensor = loss[0]
+        return total

@@ -1,0 +1,206 @@
+"""The strategy `exact`: the gradient has the same bits at any number of ranks.
+
+Each global batch is cut into parts (`data/order.py`), whose number and sizes do not depend on the ranks. A rank computes the parts of its
+contiguous range one by one, each from the same weights, batch statistics and generators (`run/parts.py`), and takes each part's gradient
+out of `.grad`. The parts are added up in a fixed binary tree (`tree.py`), in float32, or float64 where the weights are: the whole nodes on
+the rank; of what is left each rank adds up one chunk of all parameters, for which the ranks exchange chunks all to all, and then
+gathers the sums. Where the ranks divide the parts evenly by a power of two, these are the bytes of a ring's all-reduce.
+
+The idea of logical workers is that of M. Li et al., "EasyScale: Elastic Training with Consistent Accuracy and Improved Utilization on
+GPUs" (SC 2023). The tree is what makes the sum independent of who holds which part in memory that grows with its depth alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch import nn
+
+from lockstep.training.config import Sync, settings
+from lockstep.training.config.sections import Positive
+from lockstep.training.data import order
+from lockstep.training.parallel.world import World
+from lockstep.training.sync.base import GradientSync, broadcast_module, is_compiled, nbytes, trainable
+from lockstep.training.sync.tree import Tree, whole_nodes
+
+
+class TreeSum:
+    """The sum of a vector over the parts of a batch: of those of all ranks, from those that each rank has.
+
+    Args:
+        length: elements of the vector.
+    """
+
+    def __init__(self, length: int, dtype: torch.dtype, world: World) -> None:
+        self.length, self.world = length, world
+        self._chunk = -(-length // world.size)
+        self._dtype = dtype
+        self._free: list[torch.Tensor] = []
+        self._tree: Tree[torch.Tensor] | None = None
+        self.parts = self.bytes_sent = 0
+
+    def begin(self, parts: int) -> None:
+        """A new sum, over so many parts."""
+        self._tree, self.parts = Tree(parts, self._add), parts
+
+    def release(self) -> None:
+        """What the last sum gave is no longer needed: its memory may be used again."""
+        if self._tree is not None:
+            self._free += [value for _, value in self._tree.nodes]
+            self._tree = None
+
+    def _add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        left.add_(right)
+        self._free.append(right)
+        return left
+
+    def leaf(self) -> torch.Tensor:
+        """Zeros [length, and what makes it divisible] for the vector of the next part."""
+        if self._free:
+            return self._free.pop().zero_()
+        return torch.zeros(self._chunk * self.world.size, dtype=self._dtype, device=self.world.device)
+
+    def add(self, part: int, leaf: torch.Tensor) -> None:
+        """The vector of a part. The parts of a rank come in order."""
+        assert self._tree is not None
+        self._tree.push((0, part), leaf)
+
+    def finish(self) -> torch.Tensor:
+        """The sum [length, and what makes it divisible], good until `release`. Collective."""
+        tree, world = self._tree, self.world
+        assert tree is not None
+        if world.size == 1:
+            return tree.root
+        ranges = (order.bounds(tree.leaves, rank, world.size) for rank in range(world.size))
+        nodes = [whole_nodes(tree.leaves, *bounds) for bounds in ranges]
+        mine = [value for _, value in tree.nodes]
+        if len(mine) == 1:
+            (sent,) = mine
+        else:  # chunk after chunk, the nodes of each
+            chunks = [value.view(world.size, -1) for value in mine]
+            sent = (
+                torch.stack(chunks, 1).flatten() if chunks else torch.empty(0, dtype=self._dtype, device=world.device)
+            )
+        received = torch.empty(sum(map(len, nodes)) * self._chunk, dtype=self._dtype, device=world.device)
+        counts = [len(of_rank) * self._chunk for of_rank in nodes]
+        dist.all_to_all_single(received, sent, counts, [len(mine) * self._chunk] * world.size)
+        chunk: Tree[torch.Tensor] = Tree(tree.leaves, torch.Tensor.add_)
+        for node, value in zip((node for of_rank in nodes for node in of_rank), received.split(self._chunk)):
+            chunk.push(node, value)
+        self._free += mine
+        total = self.leaf()
+        dist.all_gather_into_tensor(total, chunk.root)
+        self.bytes_sent += nbytes(sent) + nbytes(total)
+        self._tree = Tree(1, self._add)
+        self._tree.push((0, 0), total)
+        return total
+
+
+class Options(settings.Section):
+    parts: Positive = 8
+    """Parts that each global batch is cut into, whatever the number of ranks: best a multiple of the most ranks. Batch norm
+    normalises each part by itself."""
+    min_part: Positive = 2
+    """Least samples of a part: a short batch has fewer parts."""
+    mean: list[str] = Field(default_factory=list)
+    """Names of buffers, besides those of batch norm, that a forward pass changes: they become the mean over the parts."""
+
+
+_SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+class Exact(GradientSync):
+    """Parts, one by one, and their sum in a fixed tree. Of a parameter that no part used, no rank has a gradient."""
+
+    Options = Options
+
+    def __init__(self, settings: Sync) -> None:
+        super().__init__(settings)
+        self.batch_parts = order.Parts(self.options.parts, self.options.min_part)
+        self._in_parts = False
+        """Parts of this step were begun."""
+
+    def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
+        if is_compiled(model):
+            raise self.refuse("takes no compiled model", "a compiler may choose other kernels at another start")
+        if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+            raise self.refuse("takes no SyncBatchNorm", "each part normalises its own samples: use nn.BatchNorm")
+        self.model, self.world = model, world
+        broadcast_module(model)
+        self._groups = [_Group(params, dtype, world) for dtype, params in self._by_type(trainable(model)).items()]
+        return model
+
+    def _by_type(self, params: Iterable[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
+        found: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in params:
+            found.setdefault(_SUMMED_AS.get(parameter.dtype, parameter.dtype), []).append(parameter)
+        return found
+
+    @property
+    def bytes_sent(self) -> int:  # type: ignore[override]
+        return sum(group.sum.bytes_sent for group in self._groups)
+
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # nothing is sent before `synchronize`
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        for group in self._groups:
+            group.sum.release()
+
+    def begin_parts(self, count: int) -> None:
+        self._in_parts = True
+        for group in self._groups:
+            group.sum.begin(count)
+
+    def take(self, part: int) -> None:
+        for group in self._groups:
+            group.take(part)
+
+    def synchronize(self) -> None:
+        if not self._in_parts:  # a loop that cuts nothing: each rank has one part
+            self.begin_parts(self.world.size)
+            self.take(self.world.rank)
+        self._in_parts = False
+        for group in self._groups:
+            group.give(group.sum.finish())
+
+
+class _Group:
+    """Parameters whose gradients are added up in one type: their places in one vector, and for each how many parts have used it."""
+
+    def __init__(self, params: list[nn.Parameter], dtype: torch.dtype, world: World) -> None:
+        self.params, self._count = params, sum(p.numel() for p in params)
+        self.sum = TreeSum(self._count + len(params), dtype, world)
+
+    def _places(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Of each gradient in the vector, laid out as its parameter."""
+        pieces = vector[: self._count].split([p.numel() for p in self.params])
+        return [piece.as_strided(p.shape, p.stride(), piece.storage_offset()) for p, piece in zip(self.params, pieces)]
+
+    @torch.no_grad()
+    def take(self, part: int) -> None:
+        """Moves the gradients to the part's leaf. Zeros stand for one that is missing."""
+        leaf = self.sum.leaf()
+        # A sum over parts that name different rows is no longer sparse.
+        places = zip(self.params, self._places(leaf))
+        given = [
+            (place, p.grad.to_dense() if p.grad.is_sparse else p.grad) for p, place in places if p.grad is not None
+        ]
+        if given:
+            torch._foreach_copy_([place for place, _ in given], [gradient for _, gradient in given])
+        used = [float(p.grad is not None) for p in self.params]
+        leaf[self._count : self.sum.length].copy_(torch.tensor(used), non_blocking=True)
+        for parameter in self.params:
+            parameter.grad = None
+        self.sum.add(part, leaf)
+
+    @torch.no_grad()
+    def give(self, total: torch.Tensor) -> None:
+        used = total[self._count : self.sum.length].tolist()
+        for parameter, place, parts in zip(self.params, self._places(total), used):
+            parameter.grad = place.to(parameter.dtype) if parts else None
