@@ -112,9 +112,10 @@ def test_what_the_script_does_after_a_step_is_time_of_its_training(tmp_path: Pat
     code = """
 import sys, time, torch
 from lockstep import Session
-with Session(sys.argv[1], sync=sys.argv[2]) as run:
-    model = run.replicate(torch.nn.Linear(4, 2), example=torch.ones(2, 4))
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+with Session(sys.argv[1], "sync.bucket_mb=1", sync=sys.argv[2]) as run:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 500), torch.nn.Linear(500, 500), torch.nn.Linear(500, 500), torch.nn.Linear(500, 2))
+    model = run.replicate(net, example=torch.ones(2, 4))
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=1e-3))
     for epoch in run.epochs(1):
         for batch in run.batches(torch.utils.data.TensorDataset(torch.randn(240, 4)), 12):
             run.step(model(batch[0]).square().mean())
