@@ -80,8 +80,8 @@ class Drawing:
 
     def __enter__(self) -> Drawing:
         self._before = [generator.get_state() for generator in self._generators]
-        self.drawn_between = any(map(lambda *two: not torch.equal(*two), self._last, self._before))
         if self._every:
+            self.drawn_between = any(not torch.equal(*two) for two in zip(self._last, self._before))
             self._others = random.getstate(), np.random.get_state()
         return self
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -142,9 +142,17 @@ class _KeptByScript(_Part):
     summary: dict[Any, Any]
 
 
+class _Call(_Part):
+    args: list[Any]
+    kwargs: dict[str, Any]
+    autocast: Literal["bfloat16", "float16"] | None
+    modes: list[bool]
+
+
 class _Canary(_Part):
-    calls: dict[str, Any]
-    digest: str
+    calls: dict[str, _Call | None]
+    arithmetic: str
+    networks: str
     surroundings: dict[str, Any]
 
 

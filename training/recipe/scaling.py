@@ -68,7 +68,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--steps", type=positive, default=20, help="steps of a run that are timed (default: 20)")
     parser.add_argument("--rounds", type=positive, default=3, help="how often each is trained (default: 3)")
     parser.add_argument("--threads", type=positive, help="CPU threads a rank; default: cores / the most ranks")
-    parser.add_argument("--strategies", default="", metavar="ddp,flat", help="strategies to compare, or all")
+    parser.add_argument(
+        "--strategies",
+        default="",
+        metavar="ddp,flat",
+        help='strategies to compare, or all; with options: "exact parts=4"',
+    )
     add_set(parser, "change settings of the recipe")
     args = parser.parse_args(argv)
     ranks, most = sorted(set(args.ranks)), max(args.ranks)
@@ -78,9 +83,10 @@ def main(argv: list[str]) -> int:
     rows = [Row("batch fixed", size, batch, threads) for size in ranks]
     rows += [Row("batch grows", size, batch * size // ranks[0], threads) for size in ranks[1:]]
     for name in list(sync.STRATEGIES) if args.strategies == "all" else filter(None, args.strategies.split(",")):
-        sync.build(name)
-        size = 1 if name == "data_parallel" else most  # one process, on the threads of all
-        rows.append(Row(name, size, batch, threads * most // size, (f"sync.name={name}",)))
+        chosen = sync.from_words(name.split()).settings
+        size = 1 if chosen.name == "data_parallel" else most  # one process, on the threads of all
+        changes = (f"sync.name={chosen.name}", f"sync.options={json.dumps(chosen.options)}")
+        rows.append(Row(name, size, batch, threads * most // size, changes))
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
         for number in range(args.rounds):
             turn = number % len(rows)  # none is always first

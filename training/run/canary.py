@@ -2,17 +2,20 @@
 
 At the first step of a run under `sync.name=exact`, what each network is called with in the first part of the batch is kept, for good. With
 every checkpoint goes a digest of what comes of it under the weights of that checkpoint: outputs, and the gradients of a fixed
-linear function of them; and of a few operations on fixed numbers, as optimizers use them. At a start every rank computes the digest
-anew. Another digest means other bits from here on, and the start is refused.
+linear function of them; and of a few operations on fixed numbers, as optimizers use them. At a start every rank computes the digests
+anew. Other bits would follow from another one, and the start is refused.
 
 It is a proof by example, and shows what differs in the arithmetic of this network. It does not show what a script computes by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import platform
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +24,9 @@ from torch import nn
 from lockstep.training.checkpoint.generators import Drawing
 from lockstep.training.contract import UserError
 from lockstep.training.data import trees
+from lockstep.training.data.batches import Part
 from lockstep.training.models.arithmetic import kept_buffers, put_back
-from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree, named, split
+from lockstep.training.parallel.exchange import all_gather_trees, named, split
 from lockstep.training.run.context import RunContext
 from lockstep.training.run.replica import Replica
 
@@ -37,92 +41,127 @@ class Canary:
         self.run, self.replica = run, replica
         self._checked = False
         self._calls: dict[str, Any] = run.state.canary.get("calls", {})
-        self._hooks = [] if self._calls else [self._keep_calls(name, network) for name, network in self._networks()]
+        """Network → what it was called with, and in which modes its modules were; None: that cannot be kept."""
+        named = {} if self._calls else replica.named_networks
+        self._hooks = [self._keep_call(name, network) for name, network in named.items()]
 
-    def _networks(self) -> Iterator[tuple[str, nn.Module]]:
-        return iter(self.replica.named_networks.items())
-
-    def _keep_calls(self, name: str, network: nn.Module) -> Any:
+    def _keep_call(self, name: str, network: nn.Module) -> Any:
         """Keeps what the network is called with next."""
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if name in self._calls or not torch.is_grad_enabled():
                 return
             kind = self.run.world.device.type
-            dtype = (
+            half = (
                 str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if torch.is_autocast_enabled(kind) else None
             )
-            call = {"args": list(args), "kwargs": kwargs, "autocast": dtype}
+            modes = [module.training for module in network.modules()]
+            call = {"args": list(args), "kwargs": kwargs, "autocast": half, "modes": modes}
             try:
-                _, tensors = split(call)
+                size = sum(tensor.numel() * tensor.element_size() for tensor in split(call)[1].values())
+                problem = f"it has {size} bytes, more than {MOST_BYTES}" if size > MOST_BYTES else None
             except TypeError as error:
+                problem = str(error)
+            self._calls[name] = trees.mapped(call, lambda tensor: tensor.detach().clone()) if problem is None else None
+            if problem is not None:
                 self.run.console.warn(
-                    f"the network {name} is called with what no checkpoint can hold ({error}): a start on a machine that computes other "
-                    "bits is not refused"
+                    f"what the network {name} is called with cannot be kept ({problem}): a machine on which it computes other bits may "
+                    "not be noticed"
                 )
-                self._calls[name] = None
-                return
-            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-            self._calls[name] = (
-                None if size > MOST_BYTES else trees.mapped(call, lambda tensor: tensor.detach().clone())
-            )
 
         return network.register_forward_pre_hook(hook, with_kwargs=True)
 
     def before_step(self) -> None:
-        """Before the first step of an attempt that resumes, every rank computes what the checkpoint's digest is of. Raises `UserError`
-        on all ranks where one computes something else. Collective."""
+        """Before the first step of an attempt that resumes. Raises `UserError` on all ranks where one computes other bits than the
+        checkpoint says. Collective."""
         if self.run.state.canary and not self._checked:
             self._compare(self.run.state.canary)
 
-    def after_step(self) -> None:
-        """After the first step of a run, every rank computes what rank 0 does. Raises `UserError` on all ranks. Collective."""
-        if self._checked:
+    def after_step(self, part: Part) -> None:
+        """After the first step of a run. Raises `UserError` on all ranks where one computes other bits than the others. Collective."""
+        if not self._hooks:
             return
         for hook in self._hooks:
             hook.remove()
-        self._calls = broadcast_tree(self._calls if self.run.world.leader else None, self.run.world)
-        self._compare(None)
+        self._hooks = []
+        has_first = bool(part.parts) and part.first == 0
+        every = all_gather_trees(self._calls if has_first else {}, self.run.world)
+        self._calls = next(filter(None, every), {})
+        if self.run.world.size > 1:
+            self._compare(None)
 
     def _compare(self, saved: dict[str, Any] | None) -> None:
         self._checked = True
-        found = all_gather_trees([self.digest(), surroundings(self.run.world.device)], self.run.world)
-        expected, about = (saved["digest"], saved["surroundings"]) if saved is not None else found[0]
-        other = [rank for rank, (digest, _) in enumerate(found) if digest != expected]
+        mine = [*self._digests(), surroundings(self.run.world.device)]
+        every = all_gather_trees(mine, self.run.world)
+        of_arithmetic, of_networks, about = every[0] if saved is None else [saved[name] for name in _KEPT]
+        other = [rank for rank, found in enumerate(every) if found[:2] != [of_arithmetic, of_networks]]
         if not other:
             return
-        now = found[other[0]][1]
+        arithmetic, networks, now = every[other[0]]
         different = ", ".join(
             f"{name}: {about.get(name)} → {now[name]}" for name in now if about.get(name) != now[name]
         )
-        than = "before" if saved is not None else "rank 0"
+        if not different and arithmetic == of_arithmetic and all(found[1] == networks for found in every):
+            if self.run.world.leader:
+                self.run.console.warn(
+                    "the network computes other bits than when the checkpoint was saved, though nothing of the machine is known to "
+                    "differ: a forward pass that depends on what no checkpoint holds, such as an attribute that the script changes, is not "
+                    "the same after a resume unless the script sets it again"
+                )
+            return
+        than = "the run before" if saved is not None else "rank 0"
         error = UserError(
-            f"rank {named(other)} computes other bits than {than}, and under sync.name=exact a run would end in other weights "
+            f"rank {named(other)} computes other bits than {than}, so that the run would end in other weights "
             f"({different or 'nothing that is known differs'}): undo the difference, or start over in another run directory"
         )
         error.shared = True
         raise error
 
     def renew(self) -> None:
-        """Before a save: the digest under the weights that are saved."""
+        """Before a save: the digests under the weights that are saved."""
         if self.run.world.leader:
-            self.run.state.canary = {
-                "calls": self._calls, "digest": self.digest(), "surroundings": surroundings(self.run.world.device)
-            }  # fmt: skip
+            digests = (*self._digests(), surroundings(self.run.world.device))
+            self.run.state.canary = {"calls": self._calls, **dict(zip(_KEPT, digests, strict=True))}
 
-    def digest(self) -> str:
-        """sha256 of what this rank computes. Leaves no trace in buffers, generators and gradients."""
-        found, device = hashlib.sha256(arithmetic(self.run.world.device)), self.run.world.device
+    def _digests(self) -> tuple[str, str]:
+        """sha256 of the arithmetic and of what the networks compute on this rank. Leaves no trace in buffers, generators, gradients."""
+        found, device = hashlib.sha256(), self.run.world.device
         before = kept_buffers(self.replica.model)
         with Drawing(device, every=True) as drawing:
-            for name, network in self._networks():
-                call = self._calls.get(name)
-                if call is not None:
+            for name, network in self.replica.named_networks.items():
+                if (call := self._calls.get(name)) is not None:
                     drawing.begin(0)
-                    for tensor in _outputs_and_gradients(network, trees.to_device(call, device), device):
-                        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+                    with _in_modes(network, call["modes"]):
+                        for tensor in _outputs_and_gradients(network, trees.to_device(call, device), device):
+                            found.update(_bytes(tensor))
         put_back(self.replica.model, before)
-        return found.hexdigest()
+        return hashlib.sha256(arithmetic(device)).hexdigest(), found.hexdigest()
+
+
+_KEPT = ("arithmetic", "networks", "surroundings")
+
+
+@contextlib.contextmanager
+def _in_modes(network: nn.Module, modes: list[bool]) -> Iterator[None]:
+    """The modules train, or do not, as they did; every parameter gets a gradient. A script may have changed both since then."""
+    modules, parameters = list(network.modules()), list(network.parameters())
+    before = [module.training for module in modules], [parameter.requires_grad for parameter in parameters]
+    try:
+        for module, mode in zip(modules, modes):
+            module.training = mode
+        for parameter in parameters:
+            parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
+        yield
+    finally:
+        for module, mode in zip(modules, before[0]):
+            module.training = mode
+        for parameter, trained in zip(parameters, before[1]):
+            parameter.requires_grad_(trained)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _outputs_and_gradients(network: nn.Module, call: dict[str, Any], device: torch.device) -> list[torch.Tensor]:
@@ -158,14 +197,22 @@ def arithmetic(device: torch.device) -> bytes:
         x.sum(), torch.linalg.vector_norm(x), x.exp().mean(), torch.addcdiv(x, y, y.abs() + 0.1, value=-0.37),
         torch.addcmul(x, y, y, value=0.11), torch.lerp(x, y, 0.9), torch.softmax(square, 1), square @ square.T, small * small,
     ]  # fmt: skip
-    return b"".join(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() for tensor in found)
+    return b"".join(map(_bytes, found))
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:
     """What bits depend on, as far as it can be asked for: to name what differs."""
     return {
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "threads": torch.get_num_threads(),
         "instruction set": torch.backends.cpu.get_cpu_capability(),
         "ONEDNN_MAX_CPU_ISA": os.environ.get("ONEDNN_MAX_CPU_ISA", "not set"),

@@ -201,8 +201,8 @@ class Step:
             self.replica.sync.zero_grad()
         if self.recorder is not None:
             self.recorder.finish()
-        if self._canary is not None:
-            self._canary.after_step()
+        if self._canary is not None and work.part is not None:
+            self._canary.after_step(work.part)
         self._end(optimizers, total.value, norm)
 
     def _work(self, compute: Compute, batch: tuple[Any, ...], samples: int | None, divisor: float | None) -> Work:
@@ -242,7 +242,9 @@ class Step:
             self._synchronize()
             if self.in_parts is not None:
                 loss = self.in_parts.finish()
-                self.loss_sum.copy_(loss if self.run.world.leader else loss * 0)  # it is summed over the ranks later
+                self.loss_sum.copy_(
+                    loss if self.run.world.leader else torch.zeros_like(loss)
+                )  # the ranks are summed later
         if work.total is None and work.divisor is None:
             self._divide_by(total.value)
         return self.measure(of, scaler)
