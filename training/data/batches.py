@@ -31,6 +31,8 @@ from lockstep.training.data.shards import Manifest, Samples
 from lockstep.training.parallel.world import World
 from lockstep.wire.signals import FORWARDED
 
+DRAWN_AT_ONCE = 4096
+"""Sample ids, of the steps to come."""
 _SALT = 11  # apart from the keys of the order and of the augmentation
 
 
@@ -93,6 +95,7 @@ class Division:
         self.count, self.batch, self.world, self.seed = count, batch, world, seed
         self.uneven, self.shuffle, self.multiple, self.slices, self.parts = uneven, shuffle, multiple, slices, parts
         self.steps = self._steps()
+        self._drawn: tuple[tuple[int, ...], torch.Tensor] = (), torch.empty(0)
 
     def _steps(self) -> int:
         if self.slices is None:
@@ -110,7 +113,7 @@ class Division:
     def part(self, epoch: int, step: int) -> tuple[torch.Tensor, Part]:
         """(the ids [≥ 1] of this rank's samples, how they count). An empty part has one sample, which counts nothing."""
         if self.parts is not None:
-            ids = order.global_ids(self.count, self.seed, epoch, step, self.batch, self.uneven, self.shuffle)
+            ids = self._ids(self.count, self.seed, epoch, step, self.batch)
             low, high, part = share(len(ids), self.world, self.parts, self.multiple)
             return ids[low:high] if part.samples else ids[:1], part
         ids, sizes = self._shared(epoch, step) if self.slices is None else self._of_slices(self.slices, epoch, step)
@@ -123,7 +126,7 @@ class Division:
 
     def _shared(self, epoch: int, step: int) -> tuple[torch.Tensor, list[int]]:
         """(this rank's ids, the number of samples of each rank), of an order that all ranks share."""
-        ids = order.global_ids(self.count, self.seed, epoch, step, self.batch, self.uneven, self.shuffle)
+        ids = self._ids(self.count, self.seed, epoch, step, self.batch)
         # With `mean` the ranks take whole batches in turn, as a loop over `i % world_size == rank` does.
         divided = self.batch if self.uneven == "mean" else len(ids)
         ranges = [order.bounds(divided, rank, self.world.size, self.multiple) for rank in range(self.world.size)]
@@ -143,9 +146,18 @@ class Division:
         if not sizes[rank]:
             return torch.tensor([low]), sizes
         secret = order.key(self.seed, rank, 8)
-        return low + order.global_ids(
-            high - low, secret, epoch, step, self._part_size(rank), self.uneven
-        ), sizes  # fmt: skip
+        return low + self._ids(high - low, secret, epoch, step, self._part_size(rank)), sizes
+
+    def _ids(self, count: int, seed: int, epoch: int, step: int, batch: int) -> torch.Tensor:
+        """`order.global_ids`, drawn for many steps at once: that costs hardly more than for one."""
+        steps = -(-DRAWN_AT_ONCE // batch)
+        block, at = divmod(step, steps)
+        wanted = count, seed, epoch, block, batch * steps
+        drawn, ids = self._drawn
+        if drawn != wanted:
+            ids = order.global_ids(*wanted, self.uneven, self.shuffle)
+            self._drawn = wanted, ids
+        return ids[at * batch : (at + 1) * batch]
 
     def describe(self) -> dict[str, Any]:
         """What a start in the middle of an epoch must be the same in."""
@@ -213,7 +225,7 @@ class OrderSampler(Sampler[int]):
     def step_ids(self, step: int) -> torch.Tensor:
         """This rank's ids (int64) of one global batch of the epoch."""
         ids, part = self._division.part(self.epoch, step)
-        return ids[: part.samples]
+        return ids[: part.samples].clone()
 
     def __iter__(self) -> Iterator[int]:
         for step in range(self.first_step, self.steps):
@@ -308,8 +320,7 @@ class Stored:
             images, labels = samples.all()
             self._images, self._labels = images.to(world.device), labels.to(world.device)
 
-    def batch(self, ids: torch.Tensor, epoch: int) -> Batch:
-        keys = draw_keys(self.seed, epoch)
+    def batch(self, ids: torch.Tensor, keys: Keys) -> Batch:
         if self.resident:
             ids = ids.to(self._device, non_blocking=True)
             rows = ids - self.samples.low
@@ -352,9 +363,10 @@ class Batches:
         return read if self.source.resident else _ahead(read, self.source.ahead, self._pins)
 
     def _read(self, stored: Stored, epoch: int, steps: range) -> Iterator[tuple[Any, Part]]:
+        keys = draw_keys(stored.seed, epoch)
         for step in steps:
             ids, part = self.division.part(epoch, step)
-            yield stored.batch(ids, epoch), part
+            yield stored.batch(ids, keys), part
 
     def _loaded(self, dataset: Dataset[Any], epoch: int, steps: range) -> Iterator[tuple[Any, Part]]:
         parts: deque[Part] = deque()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
+from lockstep.training.data import order
 from lockstep.training.data.batches import OrderSampler
 from tests.product import UserError
 
@@ -40,6 +41,16 @@ def test_the_batches_of_all_ranks_are_those_of_one(uneven: str) -> None:
     assert list(samplers[0]) == first[8:] and len(samplers[0]) == len(first) - 8
     samplers[0].set_epoch(3)
     assert list(samplers[0]) != first
+
+
+@pytest.mark.parametrize("uneven", ["drop", "pad", "weight"])
+def test_the_steps_of_a_long_epoch_are_those_of_the_order_wherever_it_is_entered(uneven: str) -> None:
+    sampler = OrderSampler(9000, 11, rank=0, world_size=1, seed=5, uneven=uneven)
+    sampler.set_epoch(1)
+    for step in (*range(sampler.steps), 0, sampler.steps - 1, 400):
+        assert torch.equal(sampler.step_ids(step), order.global_ids(9000, 5, 1, step, 11, uneven)), step
+    sampler.set_epoch(2, step=400)
+    assert next(iter(sampler)) == order.global_ids(9000, 5, 2, 400, 11, uneven)[0]
 
 
 def test_what_cannot_be_is_refused() -> None:
