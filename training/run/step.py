@@ -305,11 +305,11 @@ class Step:
         scaled = loss * factor if scale is None else loss * factor * scale
         # The strategy's hooks send the gradients from in here (sync/watch.py, sync/buckets.py; DDP's are torch's).
         (scaled if scaler is None else scaler.scale(scaled)).backward()
-        with torch.no_grad():
-            self._losses.append(loss.detach())
-            self._samples += samples
-            if samples:
-                self.loss_sum += loss.detach().double() * share
+        loss = loss.detach()
+        self._losses.append(loss)
+        self._samples += samples
+        if samples:
+            self.loss_sum += loss.double() if share == 1.0 else loss.double() * share
 
     @property
     def _replays(self) -> bool:
@@ -355,10 +355,10 @@ class Step:
 
     def _moved(self, weight: float) -> None:
         self.attempt.nonfinite_steps = 0
-        losses = self.run.state.losses
         self._weighed = self._samples * weight
-        losses[0] += self.loss_sum
-        losses[1] += self._weighed
+        losses, samples = self.run.state.losses.unbind()  # `[0] +=` would also copy each onto itself
+        losses += self.loss_sum
+        samples += self._weighed
 
     def _scaled(self, scaler: Any, optimizers: Iterable[torch.optim.Optimizer], overflow: bool) -> None:
         """The scaler lowers its scale after an overflow, and counts a step without one."""
@@ -573,8 +573,9 @@ class Step:
         The others' gradients belong to no step: those of a second network, say, which this one's loss has gone through.
         """
         groups = itertools.chain.from_iterable(map(self.replica.sync.parameter_groups, optimizers))
-        of = set(itertools.chain.from_iterable(groups))
-        return None if all(p in of for p in self.replica.model.parameters() if p.requires_grad) else of
+        of = list(itertools.chain.from_iterable(groups))
+        ids = set(map(id, of))  # a tensor's own hash is a function in Python
+        return None if all(id(p) in ids for p in self.replica.model.parameters() if p.requires_grad) else set(of)
 
     def _divide_by(self, total: int) -> None:
         """The sum of the gradients, which were not divided by the size of the global batch before."""

@@ -49,16 +49,19 @@ class Total:
     """
 
     def __init__(self, samples: int, known: int | None) -> None:
-        self._sum = torch.tensor(samples if known is None else known)
-        self._summed = dist.all_reduce(self._sum, async_op=True) if known is None else None
+        self._known = known
+        if known is None:
+            self._sum = torch.tensor(samples)
+            self._summed = dist.all_reduce(self._sum, async_op=True)
 
     @property
     def value(self) -> int:
         """Waits for the sum."""
-        if self._summed is not None:
-            self._summed.wait()
-            self._summed = None
-        return int(self._sum)
+        if self._known is None:
+            if self._summed is not None:
+                self._summed.wait()
+            self._known = int(self._sum)
+        return self._known
 
 
 def checked_loss(loss: Any) -> torch.Tensor:
