@@ -242,9 +242,8 @@ class Step:
             self._synchronize()
             if self.in_parts is not None:
                 loss = self.in_parts.finish()
-                self.loss_sum.copy_(
-                    loss if self.run.world.leader else torch.zeros_like(loss)
-                )  # the ranks are summed later
+                # Every rank has the loss of all samples, and the ranks' losses are added up later.
+                self.loss_sum.copy_(loss if self.run.world.leader else torch.zeros_like(loss))
         if work.total is None and work.divisor is None:
             self._divide_by(total.value)
         return self.measure(of, scaler)
