@@ -58,7 +58,7 @@ def transformer(run: Session) -> None:
     run.keep(schedule=schedule)
     for _ in run.epochs(2):
         for (x,) in run.batches(data, 19, uneven="weight"):
-            run.step(lambda x: F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()), x, clip=0.5)
+            run.step(lambda x: F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()), x, clip=0.05)
             schedule.step(run.loss())
             end(run)
 
