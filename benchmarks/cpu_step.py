@@ -1,8 +1,8 @@
 """python benchmarks/cpu_step.py [--rounds 15] [--batch 64] [--no-compile] [--out FILE]
 
 Images a second of one whole training step (augmentation, forward, backward, optimizer, average) on this CPU:
-full-width bag_of_tricks and resnet18, eager and compiled; on 2 ranks `flat` against torch's DDP; and the share of
-this CPU's sgemm rate, measured in the same rounds.
+full-width bag_of_tricks and resnet18, eager and compiled; on 2 ranks `flat` against torch's DDP, and `exact` with a part a rank and
+with two; and the share of this CPU's sgemm rate, measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from lockstep.training.session import Session
 FLOP_PER_IMAGE = {"bag_of_tricks": 2.274e9, "resnet18": 3 * 1.11e9, "speedrun": 0.708e9}
 """Forward + backward: the multiply-adds of the convolutions and the linear layer, times two, times three."""
 RECIPES = ("bag_of_tricks", "resnet18")
+STRATEGIES = ("flat", "ddp", "exact parts=2", "exact parts=4")
 
 
 class _Measured(Exception):
@@ -63,6 +64,7 @@ def our_step(recipe: str, batch: int, world: World, *settings: str) -> Iterator[
         stream = torch.cuda.current_stream() if world.device.type == "cuda" else None
 
         def step() -> None:
+            torch.use_deterministic_algorithms(chosen.only_deterministic)
             with torch.cuda.stream(stream):  # its own, whatever was opened since
                 trained.step(next(batches))
 
@@ -97,10 +99,11 @@ def _rank(batch: int, rounds: int) -> dict[str, Any]:
     with joined(detect(os.environ), "cpu") as world:
         for recipe in RECIPES:
             with contextlib.ExitStack() as stack:
-                variants = {
-                    name: stack.enter_context(our_step(recipe, batch, world, f"sync.name={name}"))
-                    for name in ("flat", "ddp")
-                }
+                variants = {}
+                for strategy in STRATEGIES:
+                    name, *options = strategy.split()
+                    words = [f"sync.name={name}", *(f"sync.options.{option}" for option in options)]
+                    variants[strategy] = stack.enter_context(our_step(recipe, batch, world, *words))
                 found[recipe] = interleaved(variants, rounds, warm_up=3 if rounds > 1 else 0)
     return found
 
@@ -116,7 +119,8 @@ def summary(batch: int, one: dict[str, list[float]], two: dict[str, dict[str, li
     for recipe, times in two.items():
         for name, seconds in times.items():
             rows[f"2 ranks, {recipe}, {name}"] = figure([2 * batch / s for s in seconds], "images/s", "more")
-        rows[f"2 ranks, {recipe}, flat against ddp"] = ratios(times, "ddp", "flat", "more")
+        for name in set(times) - {"ddp"}:
+            rows[f"2 ranks, {recipe}, {name} against ddp"] = ratios(times, "ddp", name, "more")
     return rows
 
 

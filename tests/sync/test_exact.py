@@ -71,8 +71,11 @@ def of_one_rank(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> An
 
 def numbers(run_dir: Path) -> Any:
     """What the run tells of losses and scores: they steer schedules, early stops and the choice of the best."""
-    names = ("train_loss", "test_loss", "accuracy", "examples_seen")
-    return [[event[name] for name in names] for event in events(run_dir, "epoch")]
+    names, found = ("train_loss", "test_loss", "accuracy", "examples_seen"), {}
+    for event in events(run_dir, "epoch"):  # one that ends after a kill, too, is told twice
+        told = [event[name] for name in names]
+        assert found.setdefault(event["epoch"], told) == told, f"epoch {event['epoch']} of {run_dir}"
+    return found
 
 
 KINDS = [
