@@ -115,9 +115,12 @@ def test_the_number_of_ranks_may_change_at_any_step(
     step -= kind == "gan" and step % 2  # it looks after both of its steps
     end = f"{step}:{name}:{draw.randrange(before)}"
     done = train(kind, before, tmp_path / "run", data_root, EXACT_END=end)
-    assert done.code == (75 if name == "TERM" else 1 if before > 1 else -signal.SIGKILL), f"{end}: {done.output}"
+    through = name == "TERM" and done.code == 0  # a signal in the last moments changes nothing
+    assert through or done.code == (75 if name == "TERM" else 1 if before > 1 else -signal.SIGKILL), (
+        f"{end}: {done.output}"
+    )
     done = train(kind, after, tmp_path / "run", data_root)
-    assert done.code == 0 and "Resuming" in done.output, done.output
+    assert done.code == 0 and ("Resuming" in done.output or through), done.output
     assert hashes(tmp_path / "run") == expected, f"{kind} on {before}, then {after} ranks, {end}"
     assert numbers(tmp_path / "run") == told
 
