@@ -250,6 +250,7 @@ class Session:
     @property
     def batch(self) -> Part | None:
         """How many `samples` this rank's part of the batch under way has, and the global batch in `total`. None: that is not known.
+        In the function of a step: how many it is called with.
 
         Examples:
             >>> for x, y in run.batches(dataset, 512):
@@ -585,6 +586,7 @@ class Session:
     def _go_on(self) -> None:
         """Before a collective that the script may call after a loop which other ranks are still in."""
         if self._lifecycle.loop is not None:
+            self._lifecycle.loop.step.check_outside()
             self._lifecycle.loop.attempt.meetings.go_on()
 
     def _replicated(self) -> Replica:

@@ -317,3 +317,112 @@ def test_what_a_script_changes_by_itself_is_warned_of_and_not_taken_for_another_
         assert script(2, ATTRIBUTE, tmp_path / folder, "first").code == 0
         done = script(2, ATTRIBUTE, tmp_path / folder, how)
         assert done.code == 0 and ("an attribute that the script changes" in done.output) == warned, done.output
+
+
+HABITS = """
+import random, sys, numpy as np, torch
+from torch import nn
+from lockstep import Session
+run_dir, how = sys.argv[1:]
+generator = np.random.default_rng(0)
+draws = {"numpy": lambda: np.random.rand(), "python": random.random, "one batch": lambda: torch.randn(1)}
+with Session(run_dir, sync="exact", config={}) as run:
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    model = run.replicate(net)
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    def loss(x):
+        if how == "clamp":
+            with torch.no_grad():
+                net[0].weight.clamp_(-1, 1)
+        if how == "sum":
+            run.sum(1)
+        return model(x).square().mean() * (generator.random() if how == "own" else 1)
+    for epoch in run.epochs(3):
+        for x in run.batches(torch.linspace(-1, 1, 96).view(24, 4), 24 if how == "one batch" else 12):
+            draws.get(how, int)()
+            run.step(loss, x)
+            if how == "train":
+                model(x)
+        model(x)
+        torch.randn(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "named"),
+    [
+        ("numpy", 0, "draws random numbers between two steps"), ("python", 0, "draws random numbers between two steps"),
+        ("one batch", 0, "draws random numbers between two steps"), ("train", 0, "batch statistics were changed between two steps"),
+        ("own", 2, "the same loss for the same samples"), ("clamp", 2, "changes 0.weight"), ("sum", 1, "use them after run.step"),
+        ("", 0, ""),
+    ],
+)  # fmt: skip
+def test_habits_that_depend_on_the_ranks_are_refused_or_warned_of(
+    tmp_path: Path, how: str, code: int, named: str
+) -> None:
+    """What is done between two epochs is not warned of: there each rank may look at all samples."""
+    done = script(2, HABITS, tmp_path / "run", how)
+    assert done.code == code and named in done.output, done.output
+    assert named or "warning" not in done.output, done.output
+
+
+UNFROZEN = """
+import sys, torch
+import torch.nn.functional as F
+from torch import nn
+from lockstep import Session
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(9, 6, sparse=True), nn.Linear(6, 4)
+    def forward(self, x):
+        return self.head(self.words(x).mean(1))
+with Session(sys.argv[1], "log.weights_every=1", sync="exact", config={}) as run:
+    net = Net()
+    net.head.requires_grad_(False)
+    model = run.replicate(net)
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    for epoch in run.epochs(2):
+        net.head.requires_grad_(epoch == 1)
+        for x in run.batches(torch.arange(120).view(30, 4) * 7 % 9, 14, uneven="weight"):
+            run.step(lambda x: F.cross_entropy(model(x), x[:, 0] % 4, reduction="sum") / run.batch.samples, x)
+"""
+
+
+def test_layers_may_be_unfrozen_rows_be_sparse_and_the_function_knows_its_samples(tmp_path: Path) -> None:
+    found = []
+    for ranks in (1, 3):
+        done = script(ranks, UNFROZEN, tmp_path / str(ranks))
+        assert done.code == 0, done.output
+        found.append(hashes(tmp_path / str(ranks)))
+    assert found[0] == found[1] and len(found[0]) == 6
+
+
+SHUFFLED = """
+import os, signal, sys, torch
+import torch.nn.functional as F
+from torch import nn
+from lockstep import Session
+from tests.processes import poll
+x, y = torch.randn(50, 8, generator=torch.Generator().manual_seed(1)), torch.arange(50) % 4
+with Session(sys.argv[1], "log.weights_every=1", sync="exact", config={}) as run:
+    model = run.replicate(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 4)))
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    for epoch in run.epochs(3):
+        for ids in run.iterate(torch.randperm(50).split(13)):
+            ids = run.part(ids)
+            run.step(lambda x, y: F.cross_entropy(model(x), y), x[ids], y[ids])
+            if run.steps == 4 and sys.argv[2] == "end" and not run.resumed and run.leader:
+                os.kill(os.getpid(), signal.SIGTERM)
+                poll(lambda: run._lifecycle._signals.received, 10, "the signal")
+"""
+
+
+def test_what_an_epoch_draws_at_its_start_is_drawn_again_where_the_run_left_there(tmp_path: Path) -> None:
+    """At its first batch, after the order of the epoch was drawn."""
+    assert script(1, SHUFFLED, tmp_path / "whole", "").code == 0
+    assert script(3, SHUFFLED, tmp_path / "run", "end").code == 75
+    done = script(2, SHUFFLED, tmp_path / "run", "end")
+    assert done.code == 0 and "warning" not in done.output, done.output
+    assert "Resuming at step 4 (epoch 2, batch 0)" in done.output, done.output
+    assert hashes(tmp_path / "run") == hashes(tmp_path / "whole")

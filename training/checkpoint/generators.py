@@ -71,17 +71,27 @@ class Drawing:
 
     def __init__(self, device: torch.device, every: bool = False) -> None:
         self._every = every
-        self._last: list[torch.Tensor] = []
+        self._last: list[Any] | None = None
         self.drawn_between = False
-        """Whether the script has drawn from torch's generators since the last step."""
+        """Whether the script has drawn random numbers since the last step, or since `look`."""
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
 
+    def look(self) -> None:
+        """What is drawn from here on, until the next step, is drawn between two steps."""
+        self._last = self._states()
+
+    def _states(self) -> list[Any]:
+        """Of all generators, comparable."""
+        algorithm, keys, *rest = np.random.get_state()
+        torchs = [generator.get_state().numpy().tobytes() for generator in self._generators]
+        return [torchs, random.getstate(), (algorithm, np.asarray(keys).tobytes(), *rest)]
+
     def __enter__(self) -> Drawing:
         self._before = [generator.get_state() for generator in self._generators]
         if self._every:
-            self.drawn_between = any(not torch.equal(*two) for two in zip(self._last, self._before))
+            self.drawn_between = self._last is not None and self._last != self._states()
             self._others = random.getstate(), np.random.get_state()
         return self
 
@@ -99,4 +109,5 @@ class Drawing:
             np.random.set_state(self._others[1])
         for generator, state in zip(self._generators, self._before, strict=True):
             generator.set_state(state)
-        self._last = self._before
+        if self._every:
+            self.look()

@@ -128,7 +128,7 @@ class Loop:
     def _begin_epoch(self) -> None:
         """The script may draw here what it draws once an epoch, in the middle of an epoch too."""
         kept, cursor, device = self.run.kept, self.run.state.cursor, self.run.world.device
-        if cursor.step and kept.epoch_generators is not None:
+        if kept.epoch_generators is not None:  # the run resumes within this epoch, or before its first batch
             generators.restore(kept.epoch_generators, device)
             return
         if self.saved_generators is not None and not cursor.step:

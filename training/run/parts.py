@@ -33,14 +33,28 @@ class InParts:
         """This rank's part has changed a buffer that nothing says how to put together."""
         self._sum: TreeSum | None = None
         self._epoch = -1
-        """Of the last step."""
-        self._warned = False
+        """Of the last batch."""
+        self._told_cost = False
+        self._warned: set[str] = set()
+        self._after: torch.Tensor | None = None
+        """The statistics that the last step of the epoch ended with."""
+
+    def begin_batch(self) -> None:
+        """A batch is there. What was done between two epochs, such as an evaluation, is the script's business."""
+        if self._epoch != self.run.state.cursor.epoch:
+            self._epoch, self._after = self.run.state.cursor.epoch, None
+            self._drawing.look()
 
     def begin(self, part: Part) -> None:
         """A step over the parts of a global batch, of which `part` has this rank's."""
-        if self._epoch < 0:
+        if not self._told_cost:
+            self._told_cost = True
             self._tell_cost(part)
-        self._warn_of_draws()
+        if self._drawing.drawn_between:
+            self._warn(
+                "the script draws random numbers between two steps. Under sync.name=exact what is drawn for the samples of a batch belongs "
+                "into the function of run.step(function, …), where it is the same at every number of ranks"
+            )
         buffers = dict(self.replica.model.named_buffers())
         statistics = {
             name: buffer
@@ -50,9 +64,14 @@ class InParts:
         self._means = {name: buffer for name, buffer in statistics.items() if buffer.is_floating_point()}
         self._counts = {name: buffer for name, buffer in statistics.items() if name not in self._means}
         self._before = {name: buffer.clone() for name, buffer in statistics.items()}
-        self._others = {
-            name: (id(buffer), buffer._version) for name, buffer in buffers.items() if name not in statistics
-        }
+        others = {name: buffer for name, buffer in buffers.items() if name not in statistics}
+        others |= dict(self.replica.model.named_parameters())
+        self._others = {name: (id(tensor), tensor._version) for name, tensor in others.items()}
+        if self._after is not None and not torch.equal(self._after, self._values(statistics)):
+            self._warn(
+                "batch statistics were changed between two steps. A forward pass of the network in training mode sees the samples of its "
+                "rank alone there, so that they depend on the number of ranks: call it in model.eval(), or take run.for_evaluation()"
+            )
         self._sizes = [buffer.numel() for buffer in self._means.values()]
         counts = sum(buffer.numel() for buffer in self._counts.values())
         self._sections = [sum(self._sizes), len(self._sizes), counts, counts, 1, 1]
@@ -73,15 +92,11 @@ class InParts:
             f"{most * world.size / part.of:.3g} × an even share{sends}"
         )
 
-    def _warn_of_draws(self) -> None:
-        """Once: noise that is drawn for a rank's samples is another at another number of ranks."""
-        last, self._epoch = self._epoch, self.run.state.cursor.epoch
-        if self._drawing.drawn_between and last == self._epoch and not self._warned:
-            self._warned = True
-            self.run.console.warn(
-                "the script draws random numbers between two steps. Under sync.name=exact what is drawn for the samples of a batch belongs "
-                "into the function of run.step(function, …), where it is the same at every number of ranks"
-            )
+    def _warn(self, text: str) -> None:
+        """Once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self.run.console.warn(text)
 
     def begin_part(self, number: int) -> None:
         self.restore()
@@ -93,6 +108,16 @@ class InParts:
         for name, buffer in self._buffers().items():
             if name in self._before:
                 buffer.copy_(self._before[name])
+
+    @staticmethod
+    def _values(buffers: dict[str, torch.Tensor]) -> torch.Tensor:
+        """One vector of them, in whole numbers, so that NaN is NaN."""
+        values = [buffer.detach().double().flatten() for buffer in buffers.values()]
+        return torch.cat(values).view(torch.int64) if values else torch.zeros(0)
+
+    def end(self) -> None:
+        """The step is over, whether its gradient was used or not."""
+        self._after = self._values({name: buffer for name, buffer in self._buffers().items() if name in self._before})
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """As they are now: a forward pass may have put another tensor in the place of one."""
@@ -120,10 +145,31 @@ class InParts:
         torch.cat([*means, *changed, *counted, *squares, *ends], out=leaf[: self._sum.length])
         self._sum.add(number, leaf)
 
+    def check_again(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        """The function was called twice with the same samples. Where its losses differ, `finish` says so to all ranks."""
+        self._look_at_others(self._buffers())  # a better reason, where there is one
+        losses = [loss.detach().double().view(1) for loss in (first, second)]
+        if self._other is None and not torch.equal(*(loss.view(torch.int64) for loss in losses)):
+            self._other = self.replica.sync.refuse(
+                f"needs a function that gives the same loss for the same samples, and this one gave {float(losses[0]):.9g}, then "
+                f"{float(losses[1]):.9g}",
+                "draw random numbers from the generators of torch, numpy and Python (torch.randn, np.random, random), which are seeded "
+                "for each part, not from one of your own, and keep nothing from one call to the next",
+            )
+
     def _look_at_others(self, buffers: dict[str, torch.Tensor]) -> None:
+        parameters = dict(self.replica.model.named_parameters())
+        now = {**buffers, **parameters}
         for name, was in self._others.items():
-            buffer = buffers.get(name)
-            if self._other is None and (buffer is None or (id(buffer), buffer._version) != was):
+            tensor = now.get(name)
+            if self._other is not None or (tensor is not None and (id(tensor), tensor._version) == was):
+                continue
+            if name in parameters:
+                self._other = self.replica.sync.refuse(
+                    f"needs weights that a step alone changes, and a forward or backward pass changes {name}",
+                    "the next part would begin with other ones. Change them after run.step(…), on all ranks alike",
+                )
+            else:
                 self._other = self.replica.sync.refuse(
                     f"does not know how to put together the buffer {name}, which a forward pass changes",
                     "each part begins with the same buffers, and only batch norm's are averaged over the parts. If a mean is right "

@@ -11,6 +11,7 @@ statistics are put back, and torch draws what it drew: its generators are seeded
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.training.checkpoint import generators
-from lockstep.training.data import order, trees
+from lockstep.training.data import order
 from lockstep.training.data.batches import Part
 from lockstep.training.models.arithmetic import kept_buffers, put_back, without_batch_statistics
 from lockstep.training.observe.reading import mean_loss
@@ -79,6 +80,8 @@ class Step:
         """Open while the batch is not this rank's."""
         self._before: list[torch.Tensor] = []
         """The batch statistics before the step, should its gradient not be finite."""
+        self._inside = False
+        """The function of a step is called for a part."""
         self._as_function = False
         """The last step was given as a function, which keeps them itself."""
         self._not_summed: NotSummed | None = None
@@ -108,6 +111,8 @@ class Step:
         self._given += 1
         self._seen.clear()
         self._counted, self.attempt.stage = False, 0
+        if self.in_parts is not None:
+            self.in_parts.begin_batch()
         self.set_part(part)
 
     def set_part(self, part: Part | None) -> None:
@@ -167,7 +172,8 @@ class Step:
         """One step, `compute(*batch)` being the loss. Raises as `backward` and `update` do."""
         if self.pending:
             raise RuntimeError("step(function) came after a backward() without update(): call run.update() first")
-        work = self._work(compute, batch, samples, divisor)
+        work = Work.of(compute, batch, samples, divisor, self.part, self.run.config, self.replica.sync)
+        self._check_same_samples(work.part, work.samples)
         optimizers = self._known(optimizers)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         of = self._stepping(optimizers)
@@ -199,38 +205,13 @@ class Step:
                     break
                 self._redraw()
             self.replica.sync.zero_grad()
+        if self.in_parts is not None:
+            self.in_parts.end()
         if self.recorder is not None:
             self.recorder.finish()
         if self._canary is not None and work.part is not None:
             self._canary.after_step(work.part)
         self._end(optimizers, total.value, norm)
-
-    def _work(self, compute: Compute, batch: tuple[Any, ...], samples: int | None, divisor: float | None) -> Work:
-        part, most = self.part, self.run.config.micro_batch_size
-        if samples is None and part is None:
-            raise TypeError(
-                "say how many samples the loss is of, step(function, *batch, samples=…): it is known only of batches of "
-                "run.batches() and run.part()"
-            )
-        if part is not None and samples not in (None, part.samples):
-            raise RuntimeError(
-                f"the loss was said to be of {samples} samples, but this rank's part of the batch has {part.samples}"
-            )
-        self._check_same_samples(part, samples or 0)
-        if self.in_parts is not None and (part is None or not part.of):
-            raise self.replica.sync.refuse(
-                "needs to know which samples of the global batch a rank has",
-                "go over run.batches(dataset, global_batch_size), or give every rank the whole batch and take run.part(batch)",
-            )
-        if not batch and (most or self.in_parts is not None):
-            setting = "micro_batch_size" if most else "sync.name=exact"
-            raise TypeError(
-                f"{setting} cuts what the function is called with: run.step(lambda x, y: loss, x, y) in place of "
-                "run.step(lambda: loss)"
-            )
-        count = part.samples if part is not None else int(samples or 0)
-        weight = part.weight if part is not None else 1.0
-        return Work(compute, batch, count, part.total if part is not None else None, divisor, weight, most, part)
 
     def gradients(self, work: Work, total: Total, of: set[torch.Tensor] | None, scaler: Any) -> torch.Tensor | None:
         """Forward, backward, and the sum over the ranks. Returns the gradient's norm, unscaled, a scalar on the device; None where
@@ -263,32 +244,47 @@ class Step:
         if sums:
             parts.begin(part)
         for number, (low, high) in enumerate(part.parts, part.first):
+            again = None
+            if sums and number == 0 and not self.run.steps_done:  # for all ranks, and for all starts
+                parts.begin_part(number)
+                again = self._loss(work, *work.micro_batches(low, high)[0])
             parts.begin_part(number)
             self.loss_sum.zero_()
             self._forward_backward(work, low, high, scaler, scale)
+            if again is not None:
+                parts.check_again(again, self._losses[0])
             if sums:
                 parts.take(number, (high - low) / part.total, self.loss_sum)
 
     def _forward_backward(self, work: Work, low: int, high: int, scaler: Any, scale: float | None) -> None:
         """Of these samples of the rank's."""
-        sync, whole = self.replica.sync, (0, work.samples)
         for first, end in work.micro_batches(low, high):
-            sends = contextlib.nullcontext() if end == high else sync.accumulate()
-            uncut = (first, end) == whole and self.in_parts is None
-            batch = (
-                work.batch
-                if uncut
-                else trees.cut(work.batch, first, end, work.samples, copies=self.in_parts is not None)
-            )
-            with sends:
-                try:
-                    loss = checked_loss(work.compute(*batch))
-                except Exception:  # the script may catch it, and call the step again
-                    self.attempt.stage = 0
-                    sync.zero_grad()
-                    put_back(self.replica.model, self._before)
-                    raise
+            with contextlib.nullcontext() if end == high else self.replica.sync.accumulate():
+                loss = self._loss(work, first, end)
                 self._backpropagate(loss, end - first, work.weight, work.total, work.divisor, scaler, scale)
+
+    def _loss(self, work: Work, first: int, end: int) -> torch.Tensor:
+        """What the function gives for these samples of the rank's: `run.batch` has their number meanwhile."""
+        part, self._inside = self.part, self.in_parts is not None
+        if part is not None and part.samples:
+            self.part = dataclasses.replace(part, samples=end - first)
+        try:
+            return work.loss(first, end, copies=self._inside)
+        except Exception:  # the script may catch it, and call the step again
+            self.attempt.stage = 0
+            self.replica.sync.zero_grad()
+            put_back(self.replica.model, self._before)
+            raise
+        finally:
+            self.part, self._inside = part, False
+
+    def check_outside(self) -> None:
+        """Raises `RuntimeError` within a function that some ranks call more often than others: they would wait for one another."""
+        if self._inside:
+            raise RuntimeError(
+                "run.sum() and run.loss() need all ranks at once, and under sync.name=exact each rank calls the function of a step for "
+                "each of its own parts: use them after run.step(…)"
+            )
 
     def _backpropagate(
         self, loss: torch.Tensor, samples: int, weight: float, total: int | None, divisor: float | None, scaler: Any,

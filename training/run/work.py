@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.training.data import order
+from lockstep.training.config import RunSettings
+from lockstep.training.data import order, trees
 from lockstep.training.data.batches import Part
+from lockstep.training.sync.base import GradientSync
 
 Compute = Callable[..., torch.Tensor]
 
@@ -31,6 +33,47 @@ class Work:
     """Samples of a micro-batch, about; 0: all at once."""
     part: Part | None
     """Of the global batch; None: it is not known."""
+
+    @classmethod
+    def of(
+        cls, compute: Compute, batch: tuple[Any, ...], samples: int | None, divisor: float | None, part: Part | None,
+        settings: RunSettings, sync: GradientSync,
+    ) -> Work:  # fmt: skip
+        """Raises `TypeError`, `RuntimeError`, `UserError` where it is not known which samples these are, or they cannot be cut."""
+        most, in_parts = settings.micro_batch_size, sync.batch_parts is not None
+        if samples is None and part is None:
+            raise TypeError(
+                "say how many samples the loss is of, step(function, *batch, samples=…): it is known only of batches of "
+                "run.batches() and run.part()"
+            )
+        if part is not None and samples not in (None, part.samples):
+            raise RuntimeError(
+                f"the loss was said to be of {samples} samples, but this rank's part of the batch has {part.samples}"
+            )
+        if in_parts and (part is None or not part.of):
+            raise sync.refuse(
+                "needs to know which samples of the global batch a rank has",
+                "go over run.batches(dataset, global_batch_size), or give every rank the whole batch and take run.part(batch)",
+            )
+        if not batch and (most or in_parts):
+            setting = "micro_batch_size" if most else "sync.name=exact"
+            raise TypeError(
+                f"{setting} cuts what the function is called with: run.step(lambda x, y: loss, x, y) in place of "
+                "run.step(lambda: loss)"
+            )
+        count = part.samples if part is not None else int(samples or 0)
+        weight = part.weight if part is not None else 1.0
+        return cls(compute, batch, count, part.total if part is not None else None, divisor, weight, most, part)
+
+    def loss(self, first: int, end: int, copies: bool) -> torch.Tensor:
+        """What the function gives for these samples.
+
+        Args:
+            copies: it gets tensors in memory of their own, also where these are all samples.
+        """
+        uncut = (first, end) == (0, self.samples) and not copies
+        batch = self.batch if uncut else trees.cut(self.batch, first, end, self.samples, copies)
+        return checked_loss(self.compute(*batch))
 
     def micro_batches(self, low: int, high: int) -> tuple[tuple[int, int], ...]:
         """First and last + 1 sample of each micro-batch of these, of about the same size."""

@@ -123,6 +123,11 @@ class Exact(GradientSync):
         self.batch_parts = order.Parts(self.options.parts, self.options.min_part)
         self._in_parts = False
         """Parts of this step were begun."""
+        self._grouped: list[int] = []
+        """The `id` of each parameter in the groups, in order."""
+        self._groups: list[_Group] = []
+        self._sent = 0
+        """Bytes that groups before these have sent."""
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         if is_compiled(model):
@@ -131,8 +136,17 @@ class Exact(GradientSync):
             raise self.refuse("takes no SyncBatchNorm", "each part normalises its own samples: use nn.BatchNorm")
         self.model, self.world = model, world
         broadcast_module(model)
-        self._groups = [_Group(params, dtype, world) for dtype, params in self._by_type(trainable(model)).items()]
+        self._group()
         return model
+
+    def _group(self) -> None:
+        """Puts together what is trained now: a script may freeze parameters, and unfreeze them, between two steps."""
+        params = trainable(self.model)
+        if [*map(id, params)] == self._grouped:
+            return
+        self._grouped = [*map(id, params)]
+        self._sent = self.bytes_sent
+        self._groups = [_Group(params, dtype, self.world) for dtype, params in self._by_type(params).items()]
 
     def _by_type(self, params: Iterable[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
         found: dict[torch.dtype, list[nn.Parameter]] = {}
@@ -142,7 +156,7 @@ class Exact(GradientSync):
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
-        return sum(group.sum.bytes_sent for group in self._groups)
+        return self._sent + sum(group.sum.bytes_sent for group in self._groups)
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()  # nothing is sent before `synchronize`
@@ -154,6 +168,7 @@ class Exact(GradientSync):
 
     def begin_parts(self, count: int) -> None:
         self._in_parts = True
+        self._group()
         for group in self._groups:
             group.sum.begin(count)
 
