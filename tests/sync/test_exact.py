@@ -325,6 +325,9 @@ from torch import nn
 from lockstep import Session
 run_dir, how = sys.argv[1:]
 generator = np.random.default_rng(0)
+def collate(samples):
+    batch = torch.stack(samples)
+    return batch.sub(batch.mean(0)) if how == "collate: mean" else batch.add(torch.rand(1)) if how == "collate: draw" else batch
 draws = {"numpy": lambda: np.random.rand(), "python": random.random, "one batch": lambda: torch.randn(1)}
 with Session(run_dir, sync="exact", config={}) as run:
     net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
@@ -338,7 +341,8 @@ with Session(run_dir, sync="exact", config={}) as run:
             run.sum(1)
         return model(x).square().mean() * (generator.random() if how == "own" else 1)
     for epoch in run.epochs(3):
-        for x in run.batches(torch.linspace(-1, 1, 96).view(24, 4), 24 if how == "one batch" else 12):
+        data = torch.linspace(-1, 1, 96).view(24, 4)
+        for x in run.batches(data, 24 if how == "one batch" else 12, collate=collate, workers=how.startswith("collate")):
             draws.get(how, int)()
             run.step(loss, x)
             if how == "train":
@@ -353,6 +357,7 @@ with Session(run_dir, sync="exact", config={}) as run:
     [
         ("numpy", 0, "draws random numbers between two steps"), ("python", 0, "draws random numbers between two steps"),
         ("one batch", 0, "draws random numbers between two steps"), ("train", 0, "batch statistics were changed between two steps"),
+        ("collate: mean", 0, "the collate function makes another entry"), ("collate: draw", 0, "the collate function makes another entry"),
         ("own", 2, "the same loss for the same samples"), ("clamp", 2, "changes 0.weight"), ("sum", 1, "use them after run.step"),
         ("", 0, ""),
     ],

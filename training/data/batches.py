@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lockstep.training.contract import UserError
-from lockstep.training.data import order
+from lockstep.training.data import order, trees
 from lockstep.training.data.augment import Keys, draw_keys
 from lockstep.training.data.shards import Manifest, Samples
 from lockstep.training.parallel.world import World
@@ -352,6 +352,8 @@ class Batches:
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:  # fmt: skip
         self.source, self.division, self.workers, self.collate = source, division, workers, collate
+        self.warn: Callable[[str], None] | None = None
+        """What is told, once, where `collate` makes a sample's entries depend on the rank's other samples, but must not."""
         self._pins = division.world.device.type == "cuda"
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[Any, Part]]:
@@ -370,16 +372,25 @@ class Batches:
 
     def _loaded(self, dataset: Dataset[Any], epoch: int, steps: range) -> Iterator[tuple[Any, Part]]:
         parts: deque[Part] = deque()
+        looks = self.warn is not None and self.collate is not None and self.division.parts is not None
         loader = DataLoader(
             _Seeded(dataset, self.division.seed, epoch),
             batch_sampler=self._draw(epoch, steps, parts),
             num_workers=self.workers,
-            collate_fn=self.collate,
+            collate_fn=_Apart(self.collate) if looks and self.collate is not None else self.collate,
             pin_memory=self._pins,
             generator=torch.Generator(),  # else an iterator draws from the program's own
         )
         leave_signals_to_the_rank(loader)
-        for batch in loader:
+        for item in loader:
+            batch, depends = item if looks else (item, False)
+            if depends and self.warn is not None:
+                self.warn(
+                    "the collate function makes another entry of a sample alone than beside the other samples of its rank (padded to the "
+                    "longest, mixed, or drawn), so that it depends on the number of ranks: pad to one length, and mix inside the function "
+                    "of run.step(function, …)"
+                )
+                self.warn = None
             yield batch, parts.popleft()
 
     def _draw(self, epoch: int, steps: range, parts: deque[Part]) -> Iterator[list[int]]:
@@ -455,6 +466,30 @@ def _end_with_the_rank(rank: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
         pass
     os._exit(0)
+
+
+class _Apart:
+    """A `collate_fn` that gives (batch, whether the first sample has another entry there than in a batch of its own)."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> tuple[Any, bool]:
+        batch = self._collate(samples)
+        if len(samples) == 1:
+            return batch, False
+        try:
+            whole, alone = self._tensors(batch), self._tensors(self._collate(samples[:1]))
+        except Exception:  # noqa: BLE001 - it may take several samples only, or have used them up
+            return batch, False
+        pairs = [(one[:1], own) for one, own in zip(whole, alone) if one.ndim and len(one) == len(samples)]
+        return batch, any(one.shape != own.shape or bool(((one != own) & (own == own)).any()) for one, own in pairs)
+
+    @staticmethod
+    def _tensors(batch: Any) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        trees.mapped(batch, found.append)
+        return found
 
 
 class _Seeded(Dataset[Any]):

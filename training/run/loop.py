@@ -42,6 +42,7 @@ class Loop:
         self, run: RunContext, attempt: Attempt, step: Step, saved_generators: dict[str, Any] | None
     ) -> None:  # fmt: skip
         self.run, self.attempt, self.step = run, attempt, step
+        self._warned_of_collate = False
         self.saved_generators, self._resumed = saved_generators, saved_generators is not None
         self.epochs_planned: int | None = None
         self.steps_planned: int | None = None
@@ -176,8 +177,13 @@ class Loop:
     def batches(self, batches: Batches) -> Iterator[Any]:
         """What is left of the epoch. Raises `UserError` where it was begun with other batches."""
         self._expect_data(batches.division.describe())
+        batches.warn = None if self._warned_of_collate else self._warn_of_collate
         cursor, steps = self.run.state.cursor, batches.division.steps
         return self._between_boundaries(batches.epoch(cursor.epoch, cursor.step), steps, length=steps)
+
+    def _warn_of_collate(self, text: str) -> None:
+        self._warned_of_collate = True
+        self.run.console.warn(text)
 
     def iterate(self, loader: Iterable[Any], accumulate: int | None) -> Iterator[Any]:
         """What is left of the epoch: batches, or lists of up to `accumulate`. The cursor counts what is given. Collective.
