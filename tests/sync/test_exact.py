@@ -432,3 +432,38 @@ def test_what_an_epoch_draws_at_its_start_is_drawn_again_where_the_run_left_ther
     assert done.code == 0 and "warning" not in done.output, done.output
     assert "Resuming at step 4 (epoch 2, batch 0)" in done.output, done.output
     assert hashes(tmp_path / "run") == hashes(tmp_path / "whole")
+
+
+SLICED = """
+import sys, torch
+from torch import nn
+from lockstep import Session
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.after, self.columns, self.before = nn.Parameter(torch.randn(99)), nn.Parameter(torch.randn(10, 8)[:, ::2]), nn.Linear(4, 3)
+    def forward(self, x):
+        return self.before(x @ self.columns).square().mean() + self.after.square().sum()
+x = torch.linspace(-1, 1, 120).view(12, 10)
+run_dir, name = sys.argv[1:]
+with Session(run_dir, sync=name, config={}) as run:
+    model = run.replicate(Net())
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    for epoch in run.epochs(1):
+        for batch in run.batches(x, 12, shuffle=False):
+            run.step(model, batch)
+plain = Net()
+plain(x).backward()
+for mine, parameter in zip(model.parameters(), plain.parameters()):
+    assert torch.allclose(mine, parameter - 0.1 * parameter.grad, atol=1e-6)
+print("EQUAL")
+"""
+
+
+@pytest.mark.parametrize("name", ["exact", "flat"])
+def test_a_parameter_with_gaps_in_memory_gets_its_own_gradient(tmp_path: Path, name: str) -> None:
+    """A slice of the columns of another matrix, as a network of low rank begins with."""
+    done = script(1, SLICED, tmp_path / "run", name)
+    assert done.code == 0 and "EQUAL" in done.output, done.output

@@ -293,6 +293,13 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
 
 
+def placed(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A view of a piece of a vector with the parameter's shape and strides: channels_last weights get gradients of the same layout. A
+    parameter with gaps in memory, such as a slice of columns, gets one without."""
+    like = parameter if parameter.is_contiguous() else torch.empty_like(parameter, device="meta")
+    return piece.as_strided(parameter.shape, like.stride(), piece.storage_offset())
+
+
 def nbytes(tensor: torch.Tensor) -> int:
     """Bytes of the tensor's elements."""
     return tensor.numel() * tensor.element_size()

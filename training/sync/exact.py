@@ -24,7 +24,7 @@ from lockstep.training.config import Sync, settings
 from lockstep.training.config.sections import Positive
 from lockstep.training.data import order
 from lockstep.training.parallel.world import World
-from lockstep.training.sync.base import GradientSync, broadcast_module, is_compiled, nbytes, trainable
+from lockstep.training.sync.base import GradientSync, broadcast_module, is_compiled, nbytes, placed, trainable
 from lockstep.training.sync.tree import Tree, whole_nodes
 
 
@@ -195,7 +195,7 @@ class _Group:
     def _places(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Of each gradient in the vector, laid out as its parameter."""
         pieces = vector[: self._count].split([p.numel() for p in self.params])
-        return [piece.as_strided(p.shape, p.stride(), piece.storage_offset()) for p, piece in zip(self.params, pieces)]
+        return [placed(piece, p) for p, piece in zip(self.params, pieces)]
 
     @torch.no_grad()
     def take(self, part: int) -> None:

@@ -22,6 +22,7 @@ from lockstep.training.sync.base import (
     broadcast_module,
     load_optimizer,
     nbytes,
+    placed,
     trainable,
 )
 from lockstep.training.sync.buckets import Bucket, Bucketed, Reducer
@@ -76,8 +77,7 @@ def cut(flat: torch.Tensor, params: list[nn.Parameter], min_bytes: float, small_
     views: list[torch.Tensor] = []
     for number, parameter in enumerate(params):
         piece = flat[end : end + parameter.numel()]
-        # The strides of the parameter, so that channels_last weights get gradients of the same layout.
-        views.append(piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset()))
+        views.append(placed(piece, parameter))
         inside.append(parameter)
         end += parameter.numel()
         left = len(flat) - end
