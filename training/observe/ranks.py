@@ -228,6 +228,10 @@ def _rank(before: Snapshot | None, after: Snapshot) -> Rank:
         phases = [gained(f"{phase}_seconds_sum") / spent for phase in ("data_wait", "grad_ready", "sync_wait")]
         shares = [*phases, max(0.0, 1.0 - sum(phases))]
     last = new.get("last_step_timestamp_seconds")
+    if moved and last is not None and "last_step_timestamp_seconds" in old:
+        seconds = (
+            gained("last_step_timestamp_seconds") or seconds
+        )  # from step to step: readings come in the middle of steps
     ended = new.get("finished") == 1
     return Rank(
         rank=after.rank, step=int(new.get("step", 0)), steps_planned=_whole(new.get("steps_planned")),
