@@ -33,6 +33,7 @@ training_step_duration_seconds_count{{rank="{rank}",run="{run}"}} {steps}
 training_data_wait_seconds_sum{{rank="{rank}",run="{run}"}} {data}
 training_grad_ready_seconds_sum{{rank="{rank}",run="{run}"}} {compute}
 training_sync_wait_seconds_sum{{rank="{rank}",run="{run}"}} {sync}
+training_last_step_timestamp_seconds{{rank="{rank}",run="{run}"}} {spent}
 training_loss{{rank="{rank}",run="{run}"}} NaN
 training_finished{{rank="{rank}",run="{run}"}} 0
 """
@@ -120,6 +121,7 @@ def test_what_was_before_does_not_blur_the_picture(tmp_path: Path) -> None:
         ("live", 1040, "compute"),
     ]
     assert ranks[0]["sync_wait"] == pytest.approx(0.875) and ranks[0]["step_seconds"] == pytest.approx(0.1)
+    assert ranks[0]["images_per_second"] == pytest.approx(160)  # from step to step, whenever the two were read
 
 
 def test_textfiles_do_where_no_rank_answers(tmp_path: Path) -> None:
