@@ -99,11 +99,8 @@ def _rank(batch: int, rounds: int) -> dict[str, Any]:
     with joined(detect(os.environ), "cpu") as world:
         for recipe in RECIPES:
             with contextlib.ExitStack() as stack:
-                variants = {}
-                for strategy in STRATEGIES:
-                    name, *options = strategy.split()
-                    words = [f"sync.name={name}", *(f"sync.options.{option}" for option in options)]
-                    variants[strategy] = stack.enter_context(our_step(recipe, batch, world, *words))
+                words = {name: f"sync.name={name.replace(' ', ' sync.options.')}".split() for name in STRATEGIES}
+                variants = {name: stack.enter_context(our_step(recipe, batch, world, *words[name])) for name in words}
                 found[recipe] = interleaved(variants, rounds, warm_up=3 if rounds > 1 else 0)
     return found
 

@@ -93,8 +93,8 @@ class InParts:
         )
 
     def _warn(self, text: str) -> None:
-        """Once."""
-        if text not in self._warned:
+        """Once, by rank 0: what a script does it does on all ranks."""
+        if text not in self._warned and self.run.world.leader:
             self._warned.add(text)
             self.run.console.warn(text)
 
