@@ -226,9 +226,8 @@ class Session:
 
     @property
     def values(self) -> MutableMapping[str, Any]:
-        """Values of the script, saved in every checkpoint: numbers, texts, tensors, numpy arrays, lists, dictionaries.
-
-        They must be the same on every rank; those of rank 0 are saved.
+        """Values of the script, saved in every checkpoint: numbers, texts, tensors, numpy arrays, lists, dictionaries. They must be
+        the same on every rank; those of rank 0 are saved.
 
         Examples:
             >>> run.values.setdefault("best", 0.0)  # unless the checkpoint has one
@@ -309,9 +308,8 @@ class Session:
         return self._started().run.scores.best
 
     def stop(self, reason: str) -> None:
-        """Ends the run for good, with exit code 0: the loops of all ranks end before their next batch, and a later start says that
-        the run is complete, unless it asks `epochs` for more. One rank may call it alone. Where a script leaves its loops by `break`,
-        the next start resumes.
+        """Ends the run for good, with exit code 0: all loops end before their next batch. A later start says that the run is
+        complete, unless it asks `epochs` for more. One rank may call it alone. After a `break` in place of it, the next start resumes.
 
         Args:
             reason: for status.json, such as "no better for 5 epochs".

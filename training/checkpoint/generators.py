@@ -80,19 +80,28 @@ class Drawing:
 
     def look(self) -> None:
         """What is drawn from here on, until the next step, is drawn between two steps."""
-        self._last = self._states()
+        self._keep()
+        self._last = self._comparable()
 
-    def _states(self) -> list[Any]:
-        """Of all generators, comparable."""
-        algorithm, keys, *rest = np.random.get_state()
-        torchs = [generator.get_state().numpy().tobytes() for generator in self._generators]
-        return [torchs, random.getstate(), (algorithm, np.asarray(keys).tobytes(), *rest)]
-
-    def __enter__(self) -> Drawing:
+    def _keep(self) -> None:
         self._before = [generator.get_state() for generator in self._generators]
         if self._every:
-            self.drawn_between = self._last is not None and self._last != self._states()
             self._others = random.getstate(), np.random.get_state()
+
+    def _comparable(self) -> list[Any]:
+        """What `_keep` has kept, as values that `==` compares."""
+        python, (algorithm, keys, *rest) = self._others
+        return [
+            [state.numpy().tobytes() for state in self._before],
+            python,
+            (algorithm, np.asarray(keys).tobytes(), *rest),
+        ]
+
+    def __enter__(self) -> Drawing:
+        self._keep()
+        if self._every:
+            last, self._last = self._last, self._comparable()
+            self.drawn_between = last not in (None, self._last)
         return self
 
     def begin(self, number: int) -> None:
@@ -109,5 +118,3 @@ class Drawing:
             np.random.set_state(self._others[1])
         for generator, state in zip(self._generators, self._before, strict=True):
             generator.set_state(state)
-        if self._every:
-            self.look()

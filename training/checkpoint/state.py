@@ -317,8 +317,8 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
         state.losses.copy_(rank_state["losses"] if state.world.leader else torch.zeros(2))
     state.sync.load_state_dict(rank_state["sync"])
     state.kept.load(shared["kept"], rank_state["kept"] if same_size else None)
-    if alike:
-        state.kept.epoch_generators = rank_state["kept"]["epoch_generators"]
+    if alike and not same_size:
+        state.kept.epoch_generators = rank_state["epoch_generators"]
     state.canary = shared["canary"]
     _copy(rank_state["buffers"], dict(state.model.named_buffers()))
     if state.ema:
@@ -335,7 +335,7 @@ def _merged(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
             "losses": sum(rank["losses"] for rank in ranks), "buffers": mean_of([rank["buffers"] for rank in ranks]),
             "average_buffers": mean_of([rank["average_buffers"] for rank in ranks]),
             "sync": sync.merged_state([rank["sync"] for rank in ranks]), "misfit": None,
-            "rng": ranks[0]["rng"], "kept": ranks[0]["kept"],
+            "rng": ranks[0]["rng"], "epoch_generators": ranks[0]["kept"]["epoch_generators"],
         }  # fmt: skip
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         return {"misfit": f"{type(error).__name__}: {error}"}

@@ -142,14 +142,19 @@ class RunSettings(Section):
     def _deterministic_arithmetic(self) -> Self:
         if self.deterministic and (self.tf32 or self.cudnn_benchmark):
             raise ValueError("deterministic: true needs tf32: false and cudnn_benchmark: false")
-        if self.sync.name == "exact" and (self.tf32 or self.cudnn_benchmark or self.capture != "never"):
+        if self.exact and (self.tf32 or self.cudnn_benchmark or self.capture != "never"):
             raise ValueError("sync.name=exact needs tf32: false, cudnn_benchmark: false and capture: never")
         return self
 
     @property
+    def exact(self) -> bool:
+        """Whether the bits must not depend on the number of ranks."""
+        return self.sync.name == "exact"
+
+    @property
     def only_deterministic(self) -> bool:
         """Whether only deterministic kernels may run."""
-        return self.deterministic or self.sync.name == "exact"
+        return self.deterministic or self.exact
 
     def hash(self) -> str:
         """sha256 of all settings that make the run what it is."""
@@ -180,7 +185,7 @@ class Config(RunSettings, Recipe):
             "uneven=mean": self.uneven == "mean",
             "data.shuffle=shard": self.data.shuffle == "shard",
         }
-        if self.sync.name == "exact" and (of_ranks := [name for name, value in bound.items() if value]):
+        if self.exact and (of_ranks := [name for name, value in bound.items() if value]):
             raise ValueError(
                 f"sync.name=exact does not take {of_ranks[0]}, which is another thing at another number of ranks: set global_batch_size, "
                 "uneven=drop, pad or weight, and data.shuffle=global or none"

@@ -479,17 +479,11 @@ class _Apart:
         if len(samples) == 1:
             return batch, False
         try:
-            whole, alone = self._tensors(batch), self._tensors(self._collate(samples[:1]))
+            whole, alone = trees.leaves(batch), trees.leaves(self._collate(samples[:1]))
         except Exception:  # noqa: BLE001 - it may take several samples only, or have used them up
             return batch, False
         pairs = [(one[:1], own) for one, own in zip(whole, alone) if one.ndim and len(one) == len(samples)]
         return batch, any(one.shape != own.shape or bool(((one != own) & (own == own)).any()) for one, own in pairs)
-
-    @staticmethod
-    def _tensors(batch: Any) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
-        trees.mapped(batch, found.append)
-        return found
 
 
 class _Seeded(Dataset[Any]):

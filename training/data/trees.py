@@ -78,6 +78,13 @@ def mapped(item: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     return item
 
 
+def leaves(item: Any) -> list[torch.Tensor]:
+    """Its tensors, in order."""
+    found: list[torch.Tensor] = []
+    mapped(item, found.append)
+    return found
+
+
 def cut(item: Any, low: int, high: int, count: int, copies: bool = False) -> Any:
     """Samples `low` to `high` of a batch of `count`: of its tensors, arrays and lists of samples, and of what has a `cut`.
 

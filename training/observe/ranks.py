@@ -229,9 +229,8 @@ def _rank(before: Snapshot | None, after: Snapshot) -> Rank:
         shares = [*phases, max(0.0, 1.0 - sum(phases))]
     last = new.get("last_step_timestamp_seconds")
     if moved and last is not None and "last_step_timestamp_seconds" in old:
-        seconds = (
-            gained("last_step_timestamp_seconds") or seconds
-        )  # from step to step: readings come in the middle of steps
+        # From step to step: readings come in the middle of steps.
+        seconds = gained("last_step_timestamp_seconds") or seconds
     ended = new.get("finished") == 1
     return Rank(
         rank=after.rank, step=int(new.get("step", 0)), steps_planned=_whole(new.get("steps_planned")),

@@ -159,13 +159,15 @@ class RunDirectory:
             if saved is not None:
                 different = configuration.differences(saved["config"], config)
                 if different:
-                    renamed = [difference for difference in different if difference.startswith("script: ")]
-                    same = f". Of a script that was renamed, write the new name into {contract.RUN_FILE}" * bool(
-                        renamed
+                    renamed = any(difference.startswith("script: ") for difference in different)
+                    hint = (
+                        f". Of a script that was renamed, write the new name into {contract.RUN_FILE}"
+                        if renamed
+                        else ""
                     )
                     raise UserError(
                         f"{path} holds a run with another config ({'; '.join(different)}): "
-                        f"choose another --run-dir, undo the change, or start over with --fresh{same}"
+                        f"choose another --run-dir, undo the change, or start over with --fresh{hint}"
                     )
             elif (path / contract.CHECKPOINTS).exists():
                 raise UserError(f"{path} has checkpoints but no {contract.RUN_FILE}: restore it, or use --fresh")

@@ -61,8 +61,7 @@ class Evaluator:
         """First and last + 1 of this rank's samples in each batch."""
         self.rounds = math.ceil(part.of / world.size) or math.ceil(math.ceil(count / world.size) / most)
         """Batches of the longest part. Every rank makes this many rounds, so that collectives match."""
-        self.first, self.loss = part.first, None if cut is None else TreeSum(1, torch.float64, world)
-        self.parts = part.of
+        self.part, self.loss = part, None if cut is None else TreeSum(1, torch.float64, world)
         self.samples = Samples.open(manifest, "test", low, high, verify=False)
         self.images, self.labels = torch.empty(0), torch.empty(0)
         if high > low:
@@ -82,7 +81,7 @@ class Evaluator:
         loss = torch.zeros(1, dtype=torch.float64, device=device)
         correct, count = (torch.zeros(len(self.classes), dtype=torch.float64, device=device) for _ in range(2))
         if self.loss is not None:
-            self.loss.begin(self.parts)
+            self.loss.begin(self.part.of)
         for number in range(self.rounds):
             boundary()
             if number >= len(self.batches):
@@ -94,7 +93,7 @@ class Evaluator:
             count.index_add_(0, labels, torch.ones_like(hits))
             loss += F.cross_entropy(logits, labels, reduction="sum")
             if self.loss is not None:
-                self.loss.add(self.first + number, self.loss.leaf().fill_(loss.item()))
+                self.loss.add(self.part.first + number, self.loss.leaf().fill_(loss.item()))
                 loss.zero_()
         if self.loss is not None:
             total = self.loss.finish()[:1]

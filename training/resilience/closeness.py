@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.training.parallel.exchange import all_gather_trees, group_size, named
+from lockstep.training.parallel.exchange import all_gather_trees, group_size, named, tensor_bytes
 from lockstep.training.parallel.world import World
 
 BATCH_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -91,14 +92,17 @@ def fingerprint(*modules: nn.Module) -> int:
     return int.from_bytes(hashlib.sha256(repr(found).encode()).digest()[:7], "big")
 
 
+def named_groups(optimizers: Mapping[str, torch.optim.Optimizer]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each optimizer's groups of parameters, by the names that messages and checkpoints have for them."""
+    for name, optimizer in optimizers.items():
+        for number, group in enumerate(optimizer.param_groups):
+            yield f"{name}.param_groups[{number}]", group
+
+
 def learning_rates(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, float]:
     """Of each group of parameters, by its name. A rate in a tensor is left out: to read it may wait for the device."""
-    return {
-        f"{name}.param_groups[{number}]": float(group["lr"])
-        for name, optimizer in optimizers.items()
-        for number, group in enumerate(optimizer.param_groups)
-        if isinstance(group.get("lr"), (int, float))
-    }
+    groups = named_groups(optimizers)
+    return {name: float(group["lr"]) for name, group in groups if isinstance(group.get("lr"), (int, float))}
 
 
 def check_learning_rates(optimizers: Mapping[str, torch.optim.Optimizer], world: World) -> None:
@@ -120,7 +124,7 @@ def sha256(model: nn.Module) -> str:
     found = hashlib.sha256()
     for name, tensor in _tensors(model, batch_statistics=True):
         found.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        found.update(tensor_bytes(tensor).numpy().tobytes())
     return found.hexdigest()
 
 

@@ -26,7 +26,7 @@ from lockstep.training.contract import UserError
 from lockstep.training.data import trees
 from lockstep.training.data.batches import Part
 from lockstep.training.models.arithmetic import kept_buffers, put_back
-from lockstep.training.parallel.exchange import all_gather_trees, named, split
+from lockstep.training.parallel.exchange import all_gather_trees, named, split, tensor_bytes
 from lockstep.training.run.context import RunContext
 from lockstep.training.run.replica import Replica
 
@@ -42,7 +42,7 @@ class Canary:
         self._checked = False
         self._calls: dict[str, Any] = run.state.canary.get("calls", {})
         """Network → what it was called with, and in which modes its modules were; None: that cannot be kept."""
-        named = {} if self._calls else replica.named_networks
+        named = {} if self._calls else replica.networks
         self._hooks = [self._keep_call(name, network) for name, network in named.items()]
 
     def _keep_call(self, name: str, network: nn.Module) -> Any:
@@ -129,14 +129,15 @@ class Canary:
         found, device = hashlib.sha256(), self.run.world.device
         before = kept_buffers(self.replica.model)
         with Drawing(device, every=True) as drawing:
-            for name, network in self.replica.named_networks.items():
+            for name, network in self.replica.networks.items():
                 if (call := self._calls.get(name)) is not None:
                     drawing.begin(0)
                     with _in_modes(network, call["modes"]):
                         # In memory of its own: some kernels choose another algorithm by where a tensor begins.
                         call = trees.mapped(call, lambda tensor: tensor.to(device, copy=True))
                         for tensor in _outputs_and_gradients(network, call, device):
-                            found.update(_bytes(tensor))
+                            dense = tensor.to_dense() if tensor.is_sparse else tensor
+                            found.update(tensor_bytes(dense).numpy().tobytes())
         put_back(self.replica.model, before)
         return hashlib.sha256(arithmetic(device)).hexdigest(), found.hexdigest()
 
@@ -162,11 +163,6 @@ def _in_modes(network: nn.Module, modes: list[bool]) -> Iterator[None]:
             parameter.requires_grad_(trained)
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
 def _outputs_and_gradients(network: nn.Module, call: dict[str, Any], device: torch.device) -> list[torch.Tensor]:
     dtype = call["autocast"]
     with (
@@ -174,8 +170,7 @@ def _outputs_and_gradients(network: nn.Module, call: dict[str, Any], device: tor
         torch.enable_grad(),
     ):
         output = network(*call["args"], **call["kwargs"])
-    outputs: list[torch.Tensor] = []
-    trees.mapped(output, outputs.append)
+    outputs = trees.leaves(output)
     floating = [one for one in outputs if one.requires_grad]
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     if not floating:
@@ -200,7 +195,7 @@ def arithmetic(device: torch.device) -> bytes:
         x.sum(), torch.linalg.vector_norm(x), x.exp().mean(), torch.addcdiv(x, y, y.abs() + 0.1, value=-0.37),
         torch.addcmul(x, y, y, value=0.11), torch.lerp(x, y, 0.9), torch.softmax(square, 1), square @ square.T, small * small,
     ]  # fmt: skip
-    return b"".join(map(_bytes, found))
+    return b"".join(tensor_bytes(tensor).numpy().tobytes() for tensor in found)
 
 
 def _processor() -> str:

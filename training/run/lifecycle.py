@@ -42,6 +42,7 @@ from lockstep.training.parallel import process
 from lockstep.training.parallel.exchange import broadcast_tree, failing_together, reduced
 from lockstep.training.parallel.world import World, detect, joined, set_threads
 from lockstep.training.resilience import hang
+from lockstep.training.resilience.closeness import named_groups
 from lockstep.training.resilience.preempt import Signals
 from lockstep.training.run.attempt import Attempt, Ended, conclude, failed
 from lockstep.training.run.context import RunContext, note_corrupt_shard
@@ -122,7 +123,7 @@ class Lifecycle:
         world, settings = self._world, self.settings
         restarted = any(os.environ.get(name, "0") != "0" for name in (ENV_RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
         fresh = self._fresh if isinstance(self._fresh, str) else self._fresh and not restarted
-        self.threads = set_threads(world, settings.threads, os.environ, exact=settings.sync.name == "exact")
+        self.threads = set_threads(world, settings.threads, os.environ, exact=settings.exact)
         _arithmetic(settings)
         if world.device.type == "cpu":
             process.keep_freed()
@@ -172,7 +173,7 @@ class Lifecycle:
             raise RuntimeError(
                 "there is no optimizer: call run.optimizer(…) before keep() and before the loop; its state is kept, too"
             )
-        ours = {*map(id, replica.networks), id(replica.model), *map(id, replica.optimizers.values())}
+        ours = {*map(id, replica.networks.values()), id(replica.model), *map(id, replica.optimizers.values())}
         others = {name: thing for name, thing in things.items() if id(thing) not in ours}
         run = self._resume(replica, others, of_rank)
         self._opening.close()  # from here on the end of the attempt closes what it opened
@@ -373,11 +374,8 @@ def _check_parameters(model: nn.Module, optimizers: dict[str, torch.optim.Optimi
 
 def _rates(optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, float]:
     """The learning rate of each group as the script made it, before a schedule has moved it."""
-    return {
-        f"{name}.param_groups[{number}]": float(group.get("initial_lr", group.get("lr", 0.0)))
-        for name, optimizer in optimizers.items()
-        for number, group in enumerate(optimizer.param_groups)
-    }
+    groups = named_groups(optimizers)
+    return {name: float(group.get("initial_lr", group.get("lr", 0.0))) for name, group in groups}
 
 
 def _tell_overruled(run: RunContext, rates: dict[str, float]) -> None:

@@ -326,6 +326,7 @@ class Loop:
             self.attempt.save()
         trained, history = max(run.state.clock.trained, 1e-9), run.state.history
         saved = saver.durable()
+        weights = sha256(run.state.model) if run.world.leader and run.state.sync.replicas else None
         summary = {
             "recipe": run.config.title, "sync": run.config.sync.name, "world_size": run.world.size,
             "steps": run.steps_done, "epochs": run.state.cursor.epoch, "train_loss": history.get("train_loss"),
@@ -335,8 +336,7 @@ class Loop:
             "examples_seen": run.kept.samples, "trained_seconds": trained,
             "wall_seconds": time.perf_counter() - self.attempt.began, "restarts": run.attempt - 1,
             "preemptions": history.get("preemptions", 0), "checkpoint_failures": saver.failures,
-            "config_hash": run.config.hash(), "weights_sha256": sha256(run.state.model) if run.state.sync.replicas else None,
-            "logged": run.kept.logged, **run.kept.summary,
+            "config_hash": run.config.hash(), "weights_sha256": weights, "logged": run.kept.logged, **run.kept.summary,
         }  # fmt: skip
         if run.progressed or not self._stands():
             if run.run is not None and run.world.leader:

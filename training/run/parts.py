@@ -17,8 +17,7 @@ from lockstep.training.parallel.exchange import raise_together
 from lockstep.training.resilience.closeness import BATCH_STATISTICS
 from lockstep.training.run.context import RunContext
 from lockstep.training.run.replica import Replica
-from lockstep.training.sync.exact import TreeSum
-from lockstep.training.sync.tree import whole_nodes
+from lockstep.training.sync.exact import TreeSum, nodes_of_ranks
 
 _SALT = 13  # of the generators' seeds, apart from those of steps that are not cut
 
@@ -45,8 +44,12 @@ class InParts:
             self._epoch, self._after = self.run.state.cursor.epoch, None
             self._drawing.look()
 
-    def begin(self, part: Part) -> None:
-        """A step over the parts of a global batch, of which `part` has this rank's."""
+    def begin(self, part: Part, before: list[torch.Tensor]) -> None:
+        """A step over the parts of a global batch, of which `part` has this rank's.
+
+        Args:
+            before: copies of the model's buffers as they are now (`kept_buffers`).
+        """
         if not self._told_cost:
             self._told_cost = True
             self._tell_cost(part)
@@ -63,7 +66,7 @@ class InParts:
         }
         self._means = {name: buffer for name, buffer in statistics.items() if buffer.is_floating_point()}
         self._counts = {name: buffer for name, buffer in statistics.items() if name not in self._means}
-        self._before = {name: buffer.clone() for name, buffer in statistics.items()}
+        self._before = {name: kept for name, kept in zip(buffers, before, strict=True) if name in statistics}
         others = {name: buffer for name, buffer in buffers.items() if name not in statistics}
         others |= dict(self.replica.model.named_parameters())
         self._others = {name: (id(tensor), tensor._version) for name, tensor in others.items()}
@@ -85,7 +88,7 @@ class InParts:
         world = self.run.world
         shares = [order.bounds(part.of, rank, world.size) for rank in range(world.size)]
         most = max(high - low for low, high in shares)
-        nodes = sum(len(whole_nodes(part.of, *share)) for share in shares) / world.size
+        nodes = sum(map(len, nodes_of_ranks(part.of, world.size))) / world.size
         sends = f", and sends {(nodes + 1) / 2:.3g} × the bytes of sync.name=flat" if world.size > 1 else ""
         self.run.console.line(
             f"sync.name=exact: batches of {part.total} in {part.of} part{'s' * (part.of > 1)}; a rank computes up to {most} of them, "

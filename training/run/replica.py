@@ -152,11 +152,8 @@ class Replica:
         return next((name for name, part in self._parts.items() if network in (self._networks[name], part.model)), None)
 
     @property
-    def networks(self) -> list[nn.Module]:
-        return list(self._networks.values())
-
-    @property
-    def named_networks(self) -> dict[str, nn.Module]:
+    def networks(self) -> dict[str, nn.Module]:
+        """What a script calls, by the models' names."""
         return self._networks
 
     def add_optimizer(self, build: BuildOptimizer, name: str, network: nn.Module | None) -> torch.optim.Optimizer:

@@ -242,7 +242,7 @@ class Step:
             self._forward_backward(work, 0, work.samples, scaler, scale)
             return
         if sums:
-            parts.begin(part)
+            parts.begin(part, self._before)
         for number, (low, high) in enumerate(part.parts, part.first):
             again = None
             if sums and number == 0 and not self.run.steps_done:  # for all ranks, and for all starts
@@ -266,7 +266,7 @@ class Step:
     def _loss(self, work: Work, first: int, end: int) -> torch.Tensor:
         """What the function gives for these samples of the rank's: `run.batch` has their number meanwhile."""
         part, self._inside = self.part, self.in_parts is not None
-        if part is not None and part.samples:
+        if part is not None and part.samples not in (0, end - first):
             self.part = dataclasses.replace(part, samples=end - first)
         try:
             return work.loss(first, end, copies=self._inside)

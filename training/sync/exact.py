@@ -13,6 +13,7 @@ GPUs" (SC 2023). The tree is what makes the sum independent of who holds which p
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -25,7 +26,14 @@ from lockstep.training.config.sections import Positive
 from lockstep.training.data import order
 from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import GradientSync, broadcast_module, is_compiled, nbytes, placed, trainable
-from lockstep.training.sync.tree import Tree, whole_nodes
+from lockstep.training.sync.tree import Node, Tree, whole_nodes
+
+
+@functools.lru_cache(maxsize=64)  # of the few sizes of a run's batches; every sum of a step asks for it
+def nodes_of_ranks(parts: int, size: int) -> tuple[tuple[Node, ...], ...]:
+    """The nodes that each of `size` ranks hands on, where they share so many parts."""
+    ranges = (order.bounds(parts, rank, size) for rank in range(size))
+    return tuple(tuple(whole_nodes(parts, *bounds)) for bounds in ranges)
 
 
 class TreeSum:
@@ -75,8 +83,7 @@ class TreeSum:
         assert tree is not None
         if world.size == 1:
             return tree.root
-        ranges = (order.bounds(tree.leaves, rank, world.size) for rank in range(world.size))
-        nodes = [whole_nodes(tree.leaves, *bounds) for bounds in ranges]
+        nodes = nodes_of_ranks(tree.leaves, world.size)
         mine = [value for _, value in tree.nodes]
         if len(mine) == 1:
             (sent,) = mine
