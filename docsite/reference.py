@@ -346,7 +346,9 @@ def session() -> str:
         "[its settings](session-settings.md) have a page.\n\n"
         "In the examples `F` is `torch.nn.functional`; `Net`, `dataset`, `loader`, `evaluate` and `pretrained` are yours."
     )
-    return "# Session\n\n" + documented("lockstep.training.session.Session", lead, 2)
+    return (
+        "# Session\n\n" + documented("lockstep.training.session.Session", lead, 2) + "      inherited_members: true\n"
+    )
 
 
 def api() -> str:

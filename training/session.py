@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -24,12 +24,13 @@ from lockstep.training.parallel.exchange import all_gather_trees
 from lockstep.training.run.lifecycle import Lifecycle
 from lockstep.training.run.loop import Loop
 from lockstep.training.run.replica import Replica
+from lockstep.training.run.reporting import Reporting
 from lockstep.wire.payload import SessionOptions
 
 T = TypeVar("T")
 
 
-class Session:
+class Session(Reporting):
     """One start of a run with your own loop. It resumes from the newest checkpoint in the run directory.
 
     Leaving the `with` block ends the run. Exit codes: 0 after the last epoch; 75 if a signal to any rank ended it early
@@ -225,28 +226,6 @@ class Session:
         self._lifecycle.begin(self._replicated(), shared, things)
 
     @property
-    def values(self) -> MutableMapping[str, Any]:
-        """Values of the script, saved in every checkpoint: numbers, texts, tensors, numpy arrays, lists, dictionaries. They must be
-        the same on every rank; those of rank 0 are saved.
-
-        Examples:
-            >>> run.values.setdefault("best", 0.0)  # unless the checkpoint has one
-            0.0
-            >>> run.values["best"] = max(run.values["best"], 0.93)
-        """
-        return self._started().run.kept.values
-
-    @property
-    def summary(self) -> MutableMapping[str, Any]:
-        """What summary.json says of the run besides our numbers: values as in `values`, saved in every checkpoint, too. A `remark`
-        also ends the reason in status.json: "complete, but …".
-
-        Examples:
-            >>> run.summary["parameters"] = sum(p.numel() for p in model.parameters())
-        """
-        return self._started().run.kept.summary
-
-    @property
     def batch(self) -> Part | None:
         """How many `samples` this rank's part of the batch under way has, and the global batch in `total`. None: that is not known.
         In the function of a step: how many it is called with.
@@ -278,15 +257,6 @@ class Session:
         clock.settle()
         return clock.trained
 
-    @property
-    def history(self) -> Mapping[str, Any]:
-        """The last of what was measured: `train_loss` of the last whole epoch, `accuracy`, `test_loss`, and the best of them.
-
-        Examples:
-            >>> loss = run.history.get("train_loss")
-        """
-        return self._started().run.state.history
-
     def loss(self) -> float | None:
         """The mean loss of the last step over the samples of all ranks; None where it was left out. Collective.
 
@@ -297,15 +267,6 @@ class Session:
         """
         self._go_on()
         return self._started().step.last_loss()
-
-    @property
-    def best(self) -> float | None:
-        """The best of the numbers that `checkpoint.keep_best` names (`accuracy`, if it names none) so far; None: none was logged.
-
-        Examples:
-            >>> improved = run.best is None or 0.93 > run.best
-        """
-        return self._started().run.scores.best
 
     def stop(self, reason: str) -> None:
         """Ends the run for good, with exit code 0: all loops end before their next batch. A later start says that the run is
@@ -321,14 +282,6 @@ class Session:
             ...         run.stop("20 steps are enough")
         """
         self._started().stop(reason)
-
-    def event(self, kind: str, **values: Any) -> None:
-        """Appends a line to events.jsonl in the run directory (rank 0).
-
-        Examples:
-            >>> run.event("unfrozen", layer="head")
-        """
-        self._started().run.event(kind, **values)
 
     def epochs(self, count: int | None = None, *, steps: int | None = None) -> Iterator[int]:
         """The epochs that are left, up to `count`; numbers start at 0. The run is saved at the end of each epoch, unless
@@ -500,32 +453,6 @@ class Session:
         """
         self._started().boundary()
 
-    def log(self, **numbers: float) -> None:
-        """Logs numbers of the script (those of rank 0): as an event, and in metrics, TensorBoard, W&B and the report.
-
-        `accuracy` and `test_loss` are printed in the table of epochs. A best `accuracy` so far, or another number that
-        `checkpoint.keep_best` names, is that of the weights as they are now: at the next boundary they are saved, and kept.
-
-        Examples:
-            >>> run.log(accuracy=0.93, lr=schedule.get_last_lr()[0])
-        """
-        self._started().log(numbers)
-
-    def log_image(self, name: str, image: Any) -> None:
-        """Logs an image of rank 0, at most 512 pixels a side: for the report, TensorBoard and W&B, at the step it was logged at.
-
-        Args:
-            image: a tensor or an array, [H, W], [C, H, W] or [H, W, C] with 1, 3 or 4 channels, of floats from 0 to 1 or of bytes;
-                a PIL image; or the path of an image file. All ranks give one.
-
-        Raises:
-            TypeError, ValueError: it is something else.
-
-        Examples:
-            >>> run.log_image("inputs", x)
-        """
-        self._started().log_image(name, image)
-
     def sum(self, *numbers: float) -> tuple[float, ...]:
         """Each number's sum over all ranks, in float64.
 
@@ -538,26 +465,6 @@ class Session:
         total = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
         dist.all_reduce(total)
         return tuple(total.tolist())
-
-    def print(self, text: str) -> None:
-        """Prints the lines of a text, on rank 0 alone; nothing with `log.format=json`.
-
-        Examples:
-            >>> run.print(f"{sum(p.numel() for p in model.parameters())} parameters")
-        """
-        for line in text.splitlines():
-            self._started().run.console.line(line)
-
-    def path(self, name: str) -> Path:
-        """Where a file of the script's own belongs: in the run directory, below `files/`. The folder is there.
-
-        Examples:
-            >>> if run.leader:
-            ...     torch.save(predictions, run.path("predictions.pt"))
-        """
-        path = self.run_dir / "files" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, in the order of the ranks: tensors (of any length), arrays, numbers, texts, lists, dictionaries.

@@ -39,10 +39,10 @@ def show(name):
         assert "".join(f"{line}\\n" for line in printed) == example.want, (name, printed, example.want)
         ran.append((name, example.source))
 
-public = [name for name in vars(Session) if not name.startswith("_")]
+public = [name for of in (Session, *Session.__bases__) for name in vars(of) if not name.startswith("_")]
 before, after = public[:public.index("keep_of_rank")], public[public.index("epochs") + 1:]
 within = ("batch", "loss")  # a loop over the batches of an epoch
-between = [name for name in public[public.index("values"):public.index("epochs") + 1] if name not in (*within, "stop")]
+between = [name for name in public[public.index("batch"):public.index("epochs") + 1] if name not in (*within, "stop")]
 show("Session")
 with Session("runs/of-rank", *CHEAP, config={"lr": 0.1}) as scope["run"]:
     for name in ("replicate", "optimizer", "keep_of_rank"):
@@ -58,7 +58,7 @@ with Session("runs/examples", "config.lr=0.1", *CHEAP, config={"lr": 0.01}) as r
     assert run.steps > done + 10, "the examples of the loop have trained"
 for name in public:
     own = any(of == name for of, _ in ran)
-    assert own or isinstance(vars(Session)[name], property), f"{name} has no example"
+    assert own or isinstance(getattr(Session, name), property), f"{name} has no example"
     assert any(re.search(rf"\\brun\\.{name}\\b", source) for _, source in ran), f"no example uses {name}"
 print("examples:", len(ran))
 '''

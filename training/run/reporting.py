@@ -1,0 +1,114 @@
+"""What a script says of its run, and what was said: numbers, images, events, values that last. The part of `Session` that moves nothing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.training.run.loop import Loop
+
+
+class Reporting(ABC):
+    """`Session` is one."""
+
+    run_dir: Path
+
+    @abstractmethod
+    def _started(self) -> Loop:
+        """The loop of the run, which begins with the first call that needs it."""
+
+    @property
+    def values(self) -> MutableMapping[str, Any]:
+        """Values of the script, saved in every checkpoint: numbers, texts, tensors, numpy arrays, lists, dictionaries. They must be
+        the same on every rank; those of rank 0 are saved.
+
+        Examples:
+            >>> run.values.setdefault("best", 0.0)  # unless the checkpoint has one
+            0.0
+            >>> run.values["best"] = max(run.values["best"], 0.93)
+        """
+        return self._started().run.kept.values
+
+    @property
+    def summary(self) -> MutableMapping[str, Any]:
+        """What summary.json says of the run besides our numbers: values as in `values`, saved in every checkpoint, too. A `remark`
+        also ends the reason in status.json: "complete, but …".
+
+        Examples:
+            >>> run.summary["parameters"] = sum(p.numel() for p in model.parameters())
+        """
+        return self._started().run.kept.summary
+
+    @property
+    def history(self) -> Mapping[str, Any]:
+        """The last of what was measured: `train_loss` of the last whole epoch, `accuracy`, `test_loss`, and the best of them.
+
+        Examples:
+            >>> loss = run.history.get("train_loss")
+        """
+        return self._started().run.state.history
+
+    @property
+    def best(self) -> float | None:
+        """The best of the numbers that `checkpoint.keep_best` names (`accuracy`, if it names none) so far; None: none was logged.
+
+        Examples:
+            >>> improved = run.best is None or 0.93 > run.best
+        """
+        return self._started().run.scores.best
+
+    def event(self, kind: str, **values: Any) -> None:
+        """Appends a line to events.jsonl in the run directory (rank 0).
+
+        Examples:
+            >>> run.event("unfrozen", layer="head")
+        """
+        self._started().run.event(kind, **values)
+
+    def log(self, **numbers: float) -> None:
+        """Logs numbers of the script (those of rank 0): as an event, and in metrics, TensorBoard, W&B and the report.
+
+        `accuracy` and `test_loss` are printed in the table of epochs. A best `accuracy` so far, or another number that
+        `checkpoint.keep_best` names, is that of the weights as they are now: at the next boundary they are saved, and kept.
+
+        Examples:
+            >>> run.log(accuracy=0.93, lr=schedule.get_last_lr()[0])
+        """
+        self._started().log(numbers)
+
+    def log_image(self, name: str, image: Any) -> None:
+        """Logs an image of rank 0, at most 512 pixels a side: for the report, TensorBoard and W&B, at the step it was logged at.
+
+        Args:
+            image: a tensor or an array, [H, W], [C, H, W] or [H, W, C] with 1, 3 or 4 channels, of floats from 0 to 1 or of bytes;
+                a PIL image; or the path of an image file. All ranks give one.
+
+        Raises:
+            TypeError, ValueError: it is something else.
+
+        Examples:
+            >>> run.log_image("inputs", x)
+        """
+        self._started().log_image(name, image)
+
+    def print(self, text: str) -> None:
+        """Prints the lines of a text, on rank 0 alone; nothing with `log.format=json`.
+
+        Examples:
+            >>> run.print(f"{sum(p.numel() for p in model.parameters())} parameters")
+        """
+        for line in text.splitlines():
+            self._started().run.console.line(line)
+
+    def path(self, name: str) -> Path:
+        """Where a file of the script's own belongs: in the run directory, below `files/`. The folder is there.
+
+        Examples:
+            >>> if run.leader:
+            ...     torch.save(predictions, run.path("predictions.pt"))
+        """
+        path = self.run_dir / "files" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
