@@ -49,7 +49,7 @@ from lockstep.training.files import keep_out_others
 _BEGAN = time.perf_counter()
 
 
-_APART = {"launch": "launch.agent", "bench": "recipe.scaling", "doctor": "doctor"}
+_APART = {"launch": "launch.command", "bench": "recipe.scaling", "doctor": "doctor"}
 """Commands that parse their own arguments: the module that has their `main(argv)`."""
 _RECIPE = "a recipe's name, or the path of a YAML file"
 

@@ -15,10 +15,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from pathlib import Path
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
@@ -31,8 +31,8 @@ from lockstep.training.parallel.exchange import named
 
 FINAL = (EXIT_USAGE, EXIT_PREEMPTED)
 """Codes of a rank after which the gang is not started again."""
-_AGENTS = (signal.SIGTERM, signal.SIGKILL)
-"""With these torch's agent ends the other ranks."""
+_OURS = (signal.SIGTERM, signal.SIGKILL)
+"""With these the launcher ends the other ranks."""
 TELL_SECONDS = 2.0
 """Bound on telling the other ranks: rank 0, which serves the store, may be the one that is lost, or stand still."""
 COUNT_PREFIX = "lockstep-restarts-"
@@ -51,12 +51,9 @@ LAST_SECONDS = 60.0
 """How long rank 0's node may take from the end of its ranks to the end of its launcher."""
 
 
-def exit_code(result: RunResult) -> int:
-    """The gang's ending as one code: wrong usage beats preempted beats failed."""
-    if not result.is_failed():
-        return EXIT_DONE
-    ended = _ended(result)
-    return next((code for code in FINAL if code in ended), EXIT_FAILED)
+def exit_code(codes: Collection[int]) -> int:
+    """Those of ranks that failed as one code: wrong usage beats preempted beats failed."""
+    return next((code for code in FINAL if code in codes), EXIT_FAILED)
 
 
 def cluster_code(code: int, scheme: str, attempt: int, max_restarts: int) -> int:
@@ -72,42 +69,43 @@ def cluster_code(code: int, scheme: str, attempt: int, max_restarts: int) -> int
     return 138 if attempt < max_restarts else EXIT_FAILED
 
 
-def forget_ended(result: RunResult, failed: Mapping[int, int]) -> None:
-    """Drops the 75 of ranks that the agent has ended because another one had failed: nobody has asked them to save.
+def without_ended(codes: Mapping[int, int], failed: Mapping[int, int]) -> dict[int, int]:
+    """Drops the 75 of ranks that the launcher has ended because another one had failed: nobody has asked them to save.
 
     Args:
-        failed: rank → exit code, of those that had failed before.
+        codes: rank → exit code, of all that failed.
+        failed: the same of those that had failed before.
     """
-    if failed and set(FINAL).isdisjoint(failed.values()):
-        for rank, failure in list(result.failures.items()):
-            if rank not in failed and failure.exitcode == EXIT_PREEMPTED:
-                del result.failures[rank]
+    asked = not failed or not set(FINAL).isdisjoint(failed.values())
+    return {rank: code for rank, code in codes.items() if asked or rank in failed or code != EXIT_PREEMPTED}
 
 
-def too_early(result: RunResult, signalled: int | None) -> str:
+def too_early(codes: Mapping[int, int], signalled: int | None) -> str:
     """The signal that was handed on to a rank and ended it: it was importing still, so nothing is lost. Else "".
 
     A rank that has begun catches all of them.
     """
-    return signal.Signals(signalled).name if signalled is not None and -signalled in _ended(result) else ""
+    return signal.Signals(signalled).name if signalled is not None and -signalled in codes.values() else ""
 
 
-def deaths(result: RunResult, signalled: int | None, failed: Container[int] = (), ours: bool = True) -> list[str]:
+def deaths(
+    codes: Mapping[int, int], signalled: int | None, failed: Container[int] = (), ours: bool = True
+) -> list[str]:
     """A sentence for each way in which ranks failed by themselves, signals first: not by the one that was handed on to them, nor by
-    the agent's, which ends the others. Nor for a rank with a `FINAL` code: it has said why.
+    the launcher's, which ends the others. Nor for a rank with a `FINAL` code: it has said why.
 
     Args:
-        failed: ranks that had failed when the agent was about to end the others. Empty where the first one failed after
-            that: then SIGTERM is the agent's, if another rank ended otherwise.
+        codes: rank → exit code, of those that failed.
+        failed: ranks that had failed when the launcher was about to end the others. Empty where the first one failed after
+            that: then SIGTERM is the launcher's, if another rank ended otherwise.
         ours: the ranks are `python -m lockstep.training run`, which say themselves why they end with a code.
     """
-    by_itself = any(-failure.exitcode not in _AGENTS for failure in result.failures.values())
-    agents = _AGENTS if failed else (signal.SIGTERM,) if by_itself else ()
+    by_itself = any(-code not in _OURS for code in codes.values())
+    ends = _OURS if failed else (signal.SIGTERM,) if by_itself else ()
     found: dict[str, list[int]] = {}
-    for rank, failure in sorted(result.failures.items()):
-        code = failure.exitcode
-        by_agent = -code in agents and rank not in failed
-        if -code != signalled and not by_agent and (code < 0 or not ours) and code not in FINAL:
+    for rank, code in sorted(codes.items()):
+        by_launcher = -code in ends and rank not in failed
+        if -code != signalled and not by_launcher and (code < 0 or not ours) and code not in FINAL:
             found.setdefault(f"{'was ' if code < 0 else ''}{how(code)}", []).append(rank)
     return [f"rank {named(ranks)} {what}" for what, ranks in sorted(found.items(), reverse=True)]
 
@@ -125,10 +123,6 @@ def _name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _ended(result: RunResult) -> set[int]:
-    return {failure.exitcode for failure in result.failures.values()}
 
 
 def failed_ranks(group: WorkerGroup, processes: PContext | None) -> dict[int, int]:

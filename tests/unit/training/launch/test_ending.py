@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
 from lockstep.training.launch.ending import Attempts, deaths, exit_code
 from tests.product import EXIT_PREEMPTED
 
 
 def test_wrong_usage_beats_preempted_beats_failed() -> None:
     """Of ranks that have ended at the same moment; a real launcher seldom sees two."""
-
-    def found(*codes: int) -> int:
-        failures = {rank: ProcessFailure(rank, pid=0, exitcode=code, error_file="") for rank, code in enumerate(codes)}
-        return exit_code(RunResult(state=WorkerState.FAILED if codes else WorkerState.SUCCEEDED, failures=failures))
-
-    assert [found(), found(1), found(-9, 75), found(75, 2, 1), found(-11)] == [0, 1, 75, 2, 1]
+    assert [exit_code(codes) for codes in ([1], [-9, 75], [75, 2, 1], [-11])] == [1, 75, 2, 1]
 
 
 def test_ranks_that_ended_alike_are_one_sentence_and_who_was_killed_comes_first() -> None:
-    codes = {0: 1, 1: -11, 2: 1, 3: 75}
-    failures = {rank: ProcessFailure(rank, pid=0, exitcode=code, error_file="") for rank, code in codes.items()}
-    said = deaths(RunResult(state=WorkerState.FAILED, failures=failures), None, ours=False)
+    said = deaths({0: 1, 1: -11, 2: 1, 3: 75}, None, ours=False)
     assert said == ["rank 1 was ended by SIGSEGV", "rank 0, 2 ended with exit code 1"]
 
 

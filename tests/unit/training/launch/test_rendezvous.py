@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from lockstep.training.launch.agent import node_address
+from lockstep.training.launch.command import node_address
 from lockstep.training.launch.rendezvous import MOST_BYTES, Secret, Several, SignedStore, encode
 from lockstep.training.parallel import stores
 

@@ -1,0 +1,204 @@
+"""python -m lockstep.training launch [--ranks N] [--nodes N|MIN:MAX] … run RECIPE …   |   launch … -- COMMAND …
+
+PID 1 of a node: starts the ranks, and starts them again where one has failed. Signals reach the ranks, every line of output carries
+its rank, and the exit code says what the cluster should do next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from lockstep.training.cli import PROGRAM, Parser, count
+from lockstep.training.contract import (
+    CHECKPOINTS,
+    ENV_LAUNCHER,
+    ENV_NOTE,
+    ENV_SECRET,
+    EXIT_FAILED,
+    EXIT_TIMED_OUT,
+    MASTER_PORT,
+    UserError,
+    to_stderr,
+)  # fmt: skip
+from lockstep.training.launch import agent, guard, lines, rendezvous
+from lockstep.training.launch.ending import Attempts, cluster_code
+from lockstep.training.launch.gang import handle, leave_while_waiting, nothing
+from lockstep.training.launch.rendezvous import NotMet
+from lockstep.training.parallel.world import cores
+from lockstep.wire import payload
+from lockstep.wire.signals import FORWARDED
+
+
+def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
+    """Launches and returns the code for the cluster. Raises `UserError` for wrong arguments."""
+    env = os.environ if env is None else env
+    args, command = _parse(argv, env)
+    ranks = rank_count(args.ranks, command)
+    parameters = rendezvous.parameters(args, env.get(ENV_SECRET, ""))
+    os.environ.pop(ENV_SECRET, None)  # the ranks need it for nothing
+    payload.enter(args)
+    if shutil.which(command[0]) is None:
+        raise UserError(f"launch: {_why_not(command[0])}")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+    os.environ[ENV_LAUNCHER] = str(os.getpid())
+    # A replaced agent cannot join a later round while the agents share one store (training/launch tests).
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have said why
+    attempts = Attempts(args.restarts_dir, args.address, args.max_restarts)
+    if not attempts.begin():
+        to_stderr(f"launch: this node was restarted {args.max_restarts} times, as often as --max-restarts allows")
+        return EXIT_FAILED
+    caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as logs,
+            lines.whole_lines() as finish_lines,
+            _guard(args.grace) as guarded,
+        ):
+            os.environ[ENV_NOTE] = str(Path(logs) / "run")
+            code, barrier = agent.run(args, command, ranks, parameters, logs, attempts, finish_lines, caught, guarded)
+            if code == EXIT_FAILED and args.exit_codes == "plain":
+                _tell_where_it_resumes(Path(os.environ[ENV_NOTE]))
+    except NotMet as error:
+        to_stderr(f"launch: {error}: giving up")
+        attempts.end(EXIT_FAILED, final=True)
+        return EXIT_FAILED  # as it is: it was no failure, and no cluster shall start this node again
+    payload.leave(args, code)
+    final = barrier is not None and barrier.final  # another node has ended the job with this code
+    attempts.end(code, final)
+    if barrier is not None:
+        handle(caught, leave_while_waiting)
+        with contextlib.suppress(SignalException):
+            barrier.leave(args.linger)
+        handle(caught, nothing)
+    return code if final else cluster_code(code, args.exit_codes, attempts.used, args.max_restarts)
+
+
+def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = Parser(
+        prog=f"{PROGRAM} launch", description="Starts the ranks of this node and waits for their end.",
+        epilog="COMMAND is `run RECIPE …` (any `python -m lockstep.training` command), or `-- PROGRAM …` for your own program.",
+    )  # fmt: skip
+    parser.add_argument("--ranks", default=env.get("PET_NPROC_PER_NODE", "auto"),
+                        help="ranks on this node; auto: one per visible GPU, or 2 without a GPU")  # fmt: skip
+    parser.add_argument("--nodes", default=env.get("PET_NNODES", "1"),
+                        help="number of nodes, or MIN:MAX for an elastic job")  # fmt: skip
+    parser.add_argument("--rendezvous", default=_endpoint(env), metavar="HOST:PORT",
+                        help="address where the nodes meet; the node of that name serves it")  # fmt: skip
+    parser.add_argument("--serve", action=argparse.BooleanOptionalAction, default=_serves(env),
+                        help="this node serves the rendezvous (default: the one whose name matches)")  # fmt: skip
+    parser.add_argument("--job-id", default=env.get("PET_RDZV_ID", "lockstep"),
+                        help="the same on all nodes of a job")  # fmt: skip
+    parser.add_argument("--address", default=node_address(env, socket.gethostname()),
+                        help="this node's address as the others see it; default: its host name")  # fmt: skip
+    parser.add_argument("--max-restarts", type=count, default=env.get("PET_MAX_RESTARTS", "0"),
+                        help="restarts after a failure, of all ranks of the node (default 0)")  # fmt: skip
+    parser.add_argument("--join-timeout", type=count, default="600", metavar="SECONDS",
+                        help="how long to wait for the other nodes (default 600)")  # fmt: skip
+    parser.add_argument("--linger", type=count, default="0", metavar="SECONDS",
+                        help="seconds to stay after rank 0's node; for clusters that end a job with its first node")  # fmt: skip
+    parser.add_argument(
+        "--grace", type=int, default=60, help="seconds that the ranks have after a signal, before they are killed"
+    )
+    parser.add_argument("--time-limit", type=count, default="0", metavar="SECONDS",
+                        help=f"end the ranks after this time, with a checkpoint and exit code {EXIT_TIMED_OUT}; 0: never")  # fmt: skip
+    parser.add_argument("--exit-codes", choices=("plain", "kubernetes"), default="plain",
+                        help="kubernetes: end with codes from 128 on where the operator shall start the pod again")  # fmt: skip
+    parser.add_argument("--restarts-dir", type=Path, metavar="DIR",
+                        help="folder on shared storage that keeps this node's restart count, also for its replacement")  # fmt: skip
+    parser.add_argument("--prefix", action=argparse.BooleanOptionalAction, default=True,
+                        help="put the rank at the beginning of every line")  # fmt: skip
+    payload.add_arguments(parser)
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what each rank runs: see below")
+    args = parser.parse_args(argv)
+    if not args.command:
+        parser.error("nothing to launch: add `run RECIPE …`, or `-- PROGRAM …`")
+    if args.command[0] == "--":
+        command = args.command[1:] or parser.error("nothing after --")
+    else:
+        command = [sys.executable, "-u", "-m", "lockstep.training", *args.command]
+    return args, command
+
+
+def _endpoint(env: Mapping[str, str]) -> str:
+    if "PET_RDZV_ENDPOINT" in env:
+        return env["PET_RDZV_ENDPOINT"]
+    return f"{env['PET_MASTER_ADDR']}:{env.get('PET_MASTER_PORT', MASTER_PORT)}" if "PET_MASTER_ADDR" in env else ""
+
+
+def node_address(env: Mapping[str, str], host: str) -> str:
+    """The host name, in the master's domain where that has one: TrainJob's pods know each other as `host.job` only."""
+    master, _, domain = env.get("PET_MASTER_ADDR", "").partition(".")
+    return f"{host}.{domain}" if domain and not master.isdigit() and "." not in host else host
+
+
+def _serves(env: Mapping[str, str]) -> bool | None:
+    return env["PET_NODE_RANK"] == "0" if "PET_NODE_RANK" in env and "PET_RDZV_ENDPOINT" not in env else None
+
+
+def rank_count(text: str, command: list[str]) -> int:
+    """`--ranks`: a number, or `auto` for the visible GPUs, else 2. Raises `UserError`."""
+    gpus = 0 if "device=cpu" in command else torch.cuda.device_count()
+    if text == "auto":
+        return gpus or 2
+    if not re.fullmatch(r"[1-9]\d{0,3}", text):
+        raise UserError(f"--ranks must be a number from 1, or auto; got {text!r}")
+    if gpus and int(text) > gpus and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        raise UserError(f"--ranks {text}, but {gpus} GPUs are visible: start at most one rank a GPU")
+    return int(text)
+
+
+def _why_not(program: str) -> str:
+    """Why a program cannot be started, and what to do."""
+    if not os.path.isfile(program):
+        return f"there is no program {program!r}"
+    if os.access(program, os.X_OK):
+        return f"{program} is in this folder, and not on PATH: write ./{program}"
+    interpreter = "python" if program.endswith(".py") else "sh"
+    return f"{program} is not executable: put its interpreter before it, as in -- {interpreter} {program}"
+
+
+def _tell_where_it_resumes(note: Path) -> None:
+    """Says what is saved of the run that rank 0 has noted there, if it was on this node and came so far."""
+    from lockstep.training.checkpoint import store
+
+    with contextlib.suppress(OSError):
+        for newest in store.candidates(Path(os.fsdecode(note.read_bytes()), CHECKPOINTS))[:1]:
+            to_stderr(f"launch: step {store.step_of(newest)} is saved: the same command resumes there")
+
+
+@contextlib.contextmanager
+def _guard(grace: int) -> Iterator[Callable[[Iterable[int]], None]]:
+    """Inside the block, the ranks that it was given last end when this process is killed (`guard.py`)."""
+    command = [sys.executable, "-I", "-S", guard.__file__, str(grace)]
+    env = {name: value for name, value in os.environ.items() if name != ENV_LAUNCHER}  # it is no rank
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+        env=env,
+    )  # fmt: skip
+
+    def tell(ranks: Iterable[int]) -> None:
+        with contextlib.suppress(OSError):  # somebody has killed it
+            print(*ranks, file=process.stdin, flush=True)
+
+    try:
+        yield tell
+    finally:
+        tell(())
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            process.communicate(timeout=1)

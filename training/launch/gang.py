@@ -1,0 +1,168 @@
+"""The ranks of a launcher, whatever starts and watches them (`agent.py`, `live.py`): the signals that it hands on to them, its
+limits of time, and what it says and does when they have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any, NoReturn
+
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from lockstep.training.contract import (
+    ENV_RESTARTS,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_PREEMPTED,
+    EXIT_TIMED_OUT,
+    EXIT_USAGE,
+    to_stderr,
+)
+from lockstep.training.launch.ending import FINAL, Attempts, deaths, too_early
+from lockstep.wire.signals import FORWARDED, PendingSignals
+
+STOP_SECONDS = 30
+"""Time that ranks have to end before they are started again."""
+
+
+class Gang:
+    """Its ranks.
+
+    Args:
+        ours: the ranks are `python -m lockstep.training run`, which saves on a signal; else a program of which nothing is known.
+        caught: without signals that the launcher ignores (nohup): the ranks ignore them, too.
+        guarded: takes the ranks' processes, which end with this one however it ends.
+        time_limit: in seconds; 0: none.
+    """
+
+    def __init__(
+        self, attempts: Attempts, *, grace: int, ours: bool, caught: tuple[signal.Signals, ...],
+        guarded: Callable[[Iterable[int]], None], time_limit: int,
+    ) -> None:  # fmt: skip
+        self.attempts, self.grace, self.ours, self.caught = attempts, grace, ours, caught
+        self.guarded, self.time_limit = guarded, time_limit
+        self.signalled: int | None = None
+        self.timed_out = False
+        self.held = PendingSignals()
+        """Signals for ranks that are starting."""
+        self.starts = attempts.used
+        """How often the ranks were started before, by this launcher or one that it replaced."""
+
+    def _pids(self) -> list[int] | None:
+        """Of the ranks that run. None before the first start; none while the old ones are gone, or all have ended well."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _starting(self) -> Iterator[None]:
+        """Around a start of the ranks."""
+        os.environ[ENV_RESTARTS] = str(self.starts)
+        self.starts += 1  # a change of membership counts here, and not as a restart
+        earlier, self.held = self.held, PendingSignals(self.grace)  # from here on it takes what comes
+        self.held.inherit(earlier)
+        # Ours take signals from the moment they catch them, and inherit that they wait until then.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED if self.ours else ())
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def catch(self) -> None:
+        handle(self.caught, self._forward)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
+        ends = self.ours or number in (signal.SIGTERM, signal.SIGINT)  # what else a program does with a USR1 is its own
+        if ends:
+            if self.signalled is None:
+                signal.signal(signal.SIGALRM, self._kill)
+                signal.setitimer(signal.ITIMER_REAL, self.grace)
+            self.signalled = number
+        pids = self._pids()
+        if pids == [] and not ends:
+            return self.held.send((), number)  # for the ranks that start next
+        if not pids:
+            raise SignalException(f"signal {number}", signal.Signals(number))
+        self.held.send(pids, number)
+
+    def limit(self, began: float) -> None:
+        """Ends the ranks when the time limit, counted from then, is over, as TERM does."""
+        signal.signal(signal.SIGALRM, self._over)
+        left = max(0.001, self.time_limit - (time.monotonic() - began)) if self.time_limit else 0
+        signal.setitimer(signal.ITIMER_REAL, left)
+
+    def _over(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
+        self.timed_out = True
+        self._forward(signal.SIGTERM, frame)
+
+    def _kill(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
+        """The grace is over: who still runs is killed. Again and again: a rank may just be starting."""
+        signal.setitimer(signal.ITIMER_REAL, 1)
+        if pids := self._pids():
+            self.held.send(pids, signal.SIGKILL)
+
+    def _start_again(self, codes: Mapping[int, int], failed: Container[int], left: int) -> bool:
+        """Says how ranks have failed, and whether all start again: not where that was final, or a signal has ended them.
+
+        Args:
+            codes: rank → exit code, of all that failed.
+            failed: those that had failed when the launcher was about to end the others.
+            left: restarts that are left.
+        """
+        if self.signalled is None:
+            self.signalled = self.held.ending(codes.values())  # one that no rank has used for itself
+        for line in deaths(codes, self.signalled, failed, self.ours):
+            to_stderr(f"launch: {line}")
+        if not self.ours and (name := too_early(codes, self.signalled)):
+            to_stderr(f"launch: the ranks were ended by {name}, which they did not catch")
+        again = left > 0 and self.signalled is None and set(FINAL).isdisjoint(codes.values())
+        if again:
+            to_stderr(f"launch: all ranks start again; restarts left after that: {left - 1}")
+        return again
+
+    def settled(self, code: int, codes: Mapping[int, int]) -> int:
+        """The exit code, where the ranks ended like that: a signal changes nothing any more.
+
+        Args:
+            code: of the ranks together.
+            codes: rank → its own, of those that failed.
+        """
+        handle(self.caught, signal.SIG_IGN)
+        if self.ours and code == EXIT_FAILED and (name := too_early(codes, self.signalled)):
+            to_stderr(f"launch: {name} before any rank had started")
+            code = EXIT_PREEMPTED
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if self.timed_out and code not in (EXIT_DONE, EXIT_USAGE):
+            to_stderr(f"launch: the time limit of {self.time_limit} s is over")
+            code = EXIT_TIMED_OUT
+        return code
+
+
+def interrupted(signalled: signal.Signals, time_limit: int, over: bool, when: str) -> int:
+    """The exit code where a signal has ended the launcher, and no rank ran.
+
+    Args:
+        over: it is the time limit.
+        when: what had not come about.
+    """
+    to_stderr(f"launch: {f'the time limit of {time_limit} s is over' if over else signalled.name} before {when}")
+    return EXIT_TIMED_OUT if over else EXIT_PREEMPTED
+
+
+def handle(numbers: tuple[signal.Signals, ...], handler: Callable[..., Any] | signal.Handlers) -> None:
+    for number in numbers:
+        signal.signal(number, handler)
+
+
+def nothing(number: int, frame: FrameType | None) -> None:
+    """In place of SIG_IGN, which Python complains of where the signal has come already."""
+
+
+def leave_while_waiting(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
+    for other in (*FORWARDED, signal.SIGALRM):  # the second of two at once would end what the first has begun
+        if signal.getsignal(other) is leave_while_waiting:
+            signal.signal(other, nothing)
+    raise SignalException(f"signal {number}", signal.Signals(number))
