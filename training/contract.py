@@ -37,6 +37,8 @@ ENV_LAUNCHER = "LOCKSTEP_LAUNCHER"
 """Process id of the launcher, whose death ends its ranks."""
 ENV_RESTARTS = "LOCKSTEP_RESTARTS"
 """How often the launcher has started the ranks before, for whatever reason; set by `python -m lockstep.training launch`."""
+ENV_LIVE = "LOCKSTEP_LIVE"
+"""Set for the ranks of `launch --live`: those that remain go on where one is lost."""
 ENV_NOTE = "LOCKSTEP_NOTE"
 """File in a folder of the launcher's, into which rank 0 writes the path of its run directory."""
 ENV_PROGRAM = "LOCKSTEP_PROGRAM"
@@ -54,7 +56,7 @@ ENV_SECRET = "LOCKSTEP_SECRET"  # noqa: S105 - a variable's name
 The ranks do not get it."""
 ENV_EXEC = "LOCKSTEP_EXEC"
 """Marks the processes of a command that `lockstep exec` runs, so that a signal can be sent to them."""
-OF_A_JOB = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS, ENV_NOTE, ENV_CODE, ENV_SESSION, ENV_RUN_DIR, ENV_EXEC)
+OF_A_JOB = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS, ENV_LIVE, ENV_NOTE, ENV_CODE, ENV_SESSION, ENV_RUN_DIR, ENV_EXEC)
 """What marks the processes of a job; one that they submit does not inherit it."""
 ENV_DEBUG = "LOCKSTEP_DEBUG"
 """With any value, an error of one line has its traceback before it. `--debug` sets it."""

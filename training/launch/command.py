@@ -23,10 +23,11 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from lockstep.training.cli import PROGRAM, Parser, count
+from lockstep.training.cli import PROGRAM, Parser, count, positive
 from lockstep.training.contract import (
     CHECKPOINTS,
     ENV_LAUNCHER,
+    ENV_LIVE,
     ENV_NOTE,
     ENV_SECRET,
     EXIT_FAILED,
@@ -35,7 +36,7 @@ from lockstep.training.contract import (
     UserError,
     to_stderr,
 )  # fmt: skip
-from lockstep.training.launch import agent, guard, lines, rendezvous
+from lockstep.training.launch import agent, guard, lines, live, rendezvous
 from lockstep.training.launch.ending import Attempts, cluster_code
 from lockstep.training.launch.gang import handle, leave_while_waiting, nothing
 from lockstep.training.launch.rendezvous import NotMet
@@ -49,8 +50,11 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     env = os.environ if env is None else env
     args, command = _parse(argv, env)
     ranks = rank_count(args.ranks, command)
+    if args.live:
+        _check_live(args, ranks)
     parameters = rendezvous.parameters(args, env.get(ENV_SECRET, ""))
     os.environ.pop(ENV_SECRET, None)  # the ranks need it for nothing
+    os.environ.pop(ENV_LIVE, None)  # of a launcher that has started this one
     payload.enter(args)
     if shutil.which(command[0]) is None:
         raise UserError(f"launch: {_why_not(command[0])}")
@@ -71,7 +75,12 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
             _guard(args.grace) as guarded,
         ):
             os.environ[ENV_NOTE] = str(Path(logs) / "run")
-            code, barrier = agent.run(args, command, ranks, parameters, logs, attempts, finish_lines, caught, guarded)
+            if args.live:
+                code, barrier = live.run(args, command, ranks, attempts, caught, guarded), None
+            else:
+                code, barrier = agent.run(
+                    args, command, ranks, parameters, logs, attempts, finish_lines, caught, guarded
+                )
             if code == EXIT_FAILED and args.exit_codes == "plain":
                 _tell_where_it_resumes(Path(os.environ[ENV_NOTE]))
     except NotMet as error:
@@ -115,6 +124,12 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
     parser.add_argument(
         "--grace", type=int, default=60, help="seconds that the ranks have after a signal, before they are killed"
     )
+    parser.add_argument("--live", action="store_true",
+                        help="where a rank is killed or stands stopped, the others go on (sync.name=exact, one node)")  # fmt: skip
+    parser.add_argument("--min-ranks", type=positive, metavar="N",
+                        help="with --live: fewer ranks do not go on, and all start again (default 1)")  # fmt: skip
+    parser.add_argument("--stopped-seconds", type=positive, metavar="SECONDS",
+                        help="with --live: a rank that stands stopped is lost after this time (default 5)")  # fmt: skip
     parser.add_argument("--time-limit", type=count, default="0", metavar="SECONDS",
                         help=f"end the ranks after this time, with a checkpoint and exit code {EXIT_TIMED_OUT}; 0: never")  # fmt: skip
     parser.add_argument("--exit-codes", choices=("plain", "kubernetes"), default="plain",
@@ -128,11 +143,22 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
     args = parser.parse_args(argv)
     if not args.command:
         parser.error("nothing to launch: add `run RECIPE …`, or `-- PROGRAM …`")
+    if not args.live and (args.min_ranks or args.stopped_seconds):
+        parser.error("--min-ranks and --stopped-seconds need --live")
+    args.min_ranks, args.stopped_seconds = args.min_ranks or 1, args.stopped_seconds or 5
     if args.command[0] == "--":
         command = args.command[1:] or parser.error("nothing after --")
     else:
         command = [sys.executable, "-u", "-m", "lockstep.training", *args.command]
     return args, command
+
+
+def _check_live(args: argparse.Namespace, ranks: int) -> None:
+    """Raises `UserError`."""
+    if args.nodes not in ("1", "1:1"):
+        raise UserError(f"--live is for one node, and --nodes is {args.nodes}: leave --live out")
+    if args.min_ranks > ranks:
+        raise UserError(f"--min-ranks {args.min_ranks}, but there are {ranks} ranks")
 
 
 def _endpoint(env: Mapping[str, str]) -> str:

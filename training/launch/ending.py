@@ -33,6 +33,10 @@ FINAL = (EXIT_USAGE, EXIT_PREEMPTED)
 """Codes of a rank after which the gang is not started again."""
 _OURS = (signal.SIGTERM, signal.SIGKILL)
 """With these the launcher ends the other ranks."""
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: ", by hand or because the memory was used up",
+    signal.SIGSTOP: ", stopped for too long",  # it ends no process: so `live.py` names these
+}
 TELL_SECONDS = 2.0
 """Bound on telling the other ranks: rank 0, which serves the store, may be the one that is lost, or stand still."""
 COUNT_PREFIX = "lockstep-restarts-"
@@ -114,7 +118,7 @@ def how(code: int) -> str:
     """How a process has ended, by its exit code as Python gives it: negative for a signal."""
     if code >= 0:
         return f"ended with exit code {code}"
-    hint = ", by hand or because the memory was used up" if -code == signal.SIGKILL else ""
+    hint = _HINTS.get(-code, "")
     return f"ended by {_name(-code)}{hint}"
 
 

@@ -75,18 +75,21 @@ class Gang:
         handle(self.caught, self._forward)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
-        ends = self.ours or number in (signal.SIGTERM, signal.SIGINT)  # what else a program does with a USR1 is its own
-        if ends:
+        if self._ends(number):
             if self.signalled is None:
                 signal.signal(signal.SIGALRM, self._kill)
                 signal.setitimer(signal.ITIMER_REAL, self.grace)
             self.signalled = number
         pids = self._pids()
-        if pids == [] and not ends:
+        if pids == [] and not self._ends(number):
             return self.held.send((), number)  # for the ranks that start next
         if not pids:
             raise SignalException(f"signal {number}", signal.Signals(number))
         self.held.send(pids, number)
+
+    def _ends(self, number: int) -> bool:
+        """Whether ranks end at this signal: what a program does with a USR1 is its own."""
+        return self.ours or number in (signal.SIGTERM, signal.SIGINT)
 
     def limit(self, began: float) -> None:
         """Ends the ranks when the time limit, counted from then, is over, as TERM does."""

@@ -1,4 +1,4 @@
-"""The launcher's output: whole lines out of many writers.
+"""The launcher's output: whole lines out of many writers. `Copies` reads them from pipes.
 
 Into the launcher's output a thread a rank copies what its rank has written. torch's agent reads a rank's file while it is
 being written. It prints what it finds as a line of its own, with the rank's prefix, even if the line is not complete. A line
@@ -8,8 +8,12 @@ a pipe would get nothing before some kilobytes are together.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import io
+import os
 import re
+import selectors
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -69,3 +73,72 @@ def whole_lines() -> Iterator[Callable[[], None]]:
             yield finish
         finally:
             finish()
+
+
+LOOK_SECONDS = 0.1
+_AT_ONCE = 1 << 16
+
+
+class _Pipe:
+    """Of one rank, to its output or its errors."""
+
+    def __init__(self, rank: int, out: TextIO) -> None:
+        self.rank, self._out, self._begun = rank, out, ""
+        self._decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
+
+    def take(self, data: bytes) -> None:
+        """Prints the lines that are complete; with b"", which ends it, also the last one."""
+        *lines, self._begun = (self._begun + self._decoder.decode(data, final=not data)).split("\n")
+        if self._begun and (not data or len(self._begun) > LIMIT):
+            lines, self._begun = [*lines, self._begun], ""
+        for line in lines:
+            self._out.write(f"[rank {self.rank}] {line}\n")
+
+
+class Copies:
+    """Copies what ranks write into their pipes to this process's streams, each line with its rank, in a thread.
+
+    Nothing that a rank has written before its end is lost, and nobody who keeps its pipe open is waited for.
+    """
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._ended: set[int] = set()
+        self._thread = threading.Thread(target=self._copy, name="output", daemon=True)
+
+    def pipes(self, rank: int) -> tuple[int, int]:
+        """Descriptors for the output and the errors of a rank that is about to start: close them when it has."""
+        writes = []
+        for out in (sys.stdout, sys.stderr):
+            descriptor, other = os.pipe()
+            self._selector.register(descriptor, selectors.EVENT_READ, _Pipe(rank, out))
+            writes.append(other)
+        return writes[0], writes[1]
+
+    def begin(self) -> None:
+        """All ranks have started."""
+        self._thread.start()
+
+    def ended(self, rank: int) -> None:
+        """This rank writes no more."""
+        self._ended.add(rank)
+
+    def finish(self) -> None:
+        """All ranks have ended: returns when what they have written is printed."""
+        self._ended.update(key.data.rank for key in self._selector.get_map().values())
+        self._thread.join()
+        self._selector.close()
+
+    def _copy(self) -> None:
+        while keys := list(self._selector.get_map().values()):
+            ended = set(self._ended)  # before the look: what they have written is there
+            leaving = any(key.data.rank in ended for key in keys)
+            ready = {key.fd for key, _ in self._selector.select(0 if leaving else LOOK_SECONDS)}
+            for key in keys:
+                data = os.read(key.fd, _AT_ONCE) if key.fd in ready else b""
+                if data:
+                    key.data.take(data)
+                elif key.fd in ready or key.data.rank in ended:
+                    key.data.take(b"")
+                    self._selector.unregister(key.fd)
+                    os.close(key.fd)

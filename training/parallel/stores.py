@@ -95,6 +95,20 @@ def ended(rank: int) -> str:
     return f"lockstep/ended/{rank}"
 
 
+MIN_RANKS = "lockstep/live/min_ranks"
+"""Under `launch --live`, the key in the store without a prefix under which the launcher says how many ranks may go on at least."""
+
+
+def ready(rank: int) -> str:
+    """The key there at which a rank says that its loop has begun: from then on the others can go on without it."""
+    return f"lockstep/live/ready/{rank}"
+
+
+def generation(number: int) -> str:
+    """The key there at which the launcher says which ranks remain after the loss of others (JSON), counted from 1."""
+    return f"lockstep/live/generation/{number}"
+
+
 def said(store: dist.Store, key: str, shape: str) -> str:
     """What stands under a key that is there, if it is a text of that shape (a regular expression); "" for anything else."""
     text = store.get(key).decode(errors="replace")
