@@ -5,6 +5,7 @@ The same script runs in one process and under every launcher. All ranks must cal
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -463,7 +464,8 @@ class Session(Reporting):
         """
         self._go_on()
         total = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
-        dist.all_reduce(total)
+        with self._of_this_rank("run.sum()"):
+            dist.all_reduce(total)
         return tuple(total.tolist())
 
     def gather(self, value: Any) -> list[Any]:
@@ -473,7 +475,8 @@ class Session(Reporting):
             >>> predictions = torch.cat(run.gather(mine))
         """
         self._go_on()
-        return all_gather_trees(value, self.world)
+        with self._of_this_rank("run.gather()"):
+            return all_gather_trees(value, self.world)
 
     def for_evaluation(self, model: nn.Module | None = None) -> nn.Module:
         """A copy of the model in evaluation mode, with full weights (the average, if there is one) and the mean of the ranks'
@@ -491,8 +494,14 @@ class Session(Reporting):
     def _go_on(self) -> None:
         """Before a collective that the script may call after a loop which other ranks are still in."""
         if self._lifecycle.loop is not None:
-            self._lifecycle.loop.step.check_outside()
+            if (parts := self._lifecycle.loop.step.in_parts) is not None:
+                parts.check_outside()
             self._lifecycle.loop.attempt.meetings.go_on()
+
+    def _of_this_rank(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around a collective over values of the script's own: those of a lost rank are gone."""
+        live = self.world.live
+        return contextlib.nullcontext() if live is None else live.once(what)
 
     def _replicated(self) -> Replica:
         if self._replica is None:

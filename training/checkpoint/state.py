@@ -45,13 +45,25 @@ class TrainState:
     cursor: Cursor
     clock: StepClock
     losses: torch.Tensor
-    """float64 [2]: the sum of this rank's losses in the current epoch, and the number of samples in it."""
+    """float64 [2]: the sum of this rank's losses in the current epoch, and its number of samples; under `exact` those of all ranks."""
     history: dict[str, Any]
     """Plain values that the run carries along: best and last accuracy, restarts, preemptions."""
     kept: Kept = field(default_factory=Kept)
     """What the script keeps."""
     canary: dict[str, Any] = field(default_factory=dict)
     """What shows whether another machine computes the same bits (`run/canary.py`); empty: nothing asks for that."""
+
+    @property
+    def of_all(self) -> bool:
+        """Whether each rank has what all have measured of a step: their losses, and the mean of their batch statistics."""
+        return self.sync.batch_parts is not None
+
+    def over_ranks(self, losses: torch.Tensor) -> torch.Tensor:
+        """The sum of `losses` over the ranks, on the CPU. Collective, unless each has that of all."""
+        losses = losses.cpu().clone()
+        if not self.of_all:
+            dist.all_reduce(losses)
+        return losses
 
 
 def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None:
@@ -308,13 +320,11 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
     state.history.update(shared["history"])
     if state.ema:
         _copy(shared["average"], dict(state.ema.average.named_parameters()), state.sync.copy_into_shard)
-    alike = state.sync.batch_parts is not None
+    alike = state.of_all
     if same_size or alike:
         generators.restore(rank_state["rng"], state.world.device)
-    if same_size:
-        state.losses.copy_(rank_state["losses"])
-    else:
-        state.losses.copy_(rank_state["losses"] if state.world.leader else torch.zeros(2))
+    mine = same_size or alike or state.world.leader
+    state.losses.copy_(rank_state["losses"] if mine else torch.zeros(2))
     state.sync.load_state_dict(rank_state["sync"])
     state.kept.load(shared["kept"], rank_state["kept"] if same_size else None)
     if alike and not same_size:
@@ -331,8 +341,9 @@ def _merged(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
     Only the rank that read the checkpoint merges, so that the parts of all saved ranks need not be sent.
     """
     try:
+        losses = [rank["losses"] for rank in ranks]
         return {
-            "losses": sum(rank["losses"] for rank in ranks), "buffers": mean_of([rank["buffers"] for rank in ranks]),
+            "losses": losses[0] if sync.batch_parts is not None else sum(losses), "buffers": mean_of([rank["buffers"] for rank in ranks]),
             "average_buffers": mean_of([rank["average_buffers"] for rank in ranks]),
             "sync": sync.merged_state([rank["sync"] for rank in ranks]), "misfit": None,
             "rng": ranks[0]["rng"], "epoch_generators": ranks[0]["kept"]["epoch_generators"],

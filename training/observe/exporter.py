@@ -67,14 +67,10 @@ class Exporter:
         self._warned: set[str] = set()
         self._begun, self._closed, self._writing = False, threading.Event(), threading.Lock()
         self._server: _Server | None = None
-        self._endpoint = contract.endpoint_file(run_dir, world.rank)
-        self._textfiles = [contract.textfile(run_dir, world.rank)]
         # Other runs may write into the same folder: file names begin with the name of the run.
-        name = re.sub(r"[^A-Za-z0-9.-]", "_", settings.run or run_dir.name)
-        if settings.textfiles is not None:
-            self._textfiles.append(Path(settings.textfiles) / f"{name}-{self._textfiles[0].name}")
-        file_sd = settings.file_sd or env.get(contract.ENV_FILE_SD)
-        self._target = Path(file_sd) / f"{name}-{self._endpoint.name}" if file_sd else None
+        self._name = re.sub(r"[^A-Za-z0-9.-]", "_", settings.run or run_dir.name)
+        self._file_sd = settings.file_sd or env.get(contract.ENV_FILE_SD)
+        self._endpoint, self._textfiles, self._target = self._files(world.rank)
         port, asked = base_port(settings, env)
         if self.enabled:
             if world.leader if sweeps is None else sweeps:
@@ -87,6 +83,20 @@ class Exporter:
             address = settings.address or env.get(contract.ENV_METRICS_ADDRESS) or default
             own_port = port + world.local_rank if port else 0
             self._serve(None if address == ANY_ADDRESS else address, own_port, tells=asked or address != default)
+
+    def _files(self, rank: int) -> tuple[Path, list[Path], Path | None]:
+        """Of a rank: its endpoint, its textfiles, and its target for Prometheus, if there is one."""
+        endpoint, textfiles = contract.endpoint_file(self._run_dir, rank), [contract.textfile(self._run_dir, rank)]
+        if self._settings.textfiles is not None:
+            textfiles.append(Path(self._settings.textfiles) / f"{self._name}-{textfiles[0].name}")
+        return endpoint, textfiles, Path(self._file_sd) / f"{self._name}-{endpoint.name}" if self._file_sd else None
+
+    def forget(self, rank: int) -> None:
+        """Another rank is dead, and the run goes on without it: its files would name a server that is gone."""
+        endpoint, textfiles, target = self._files(rank)
+        for path in (endpoint, *textfiles, *filter(None, [target])) if self.enabled else ():
+            with contextlib.suppress(OSError), self._folder(path) as folder:
+                (folder / path.name).unlink(missing_ok=True)
 
     def begin(self) -> None:
         """The training begins: textfiles are written from here on. (Of a run that is complete already, the last ones stay.)"""

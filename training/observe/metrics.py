@@ -62,6 +62,8 @@ TABLE: dict[str, Row] = {
     "corrupt_files_total": Row(
         "counter", "Files that did not have their checksum and were not used.", {"kind": ("checkpoint", "shard")}
     ),
+    "ranks": Row("gauge", "Ranks that train, as this one knows it."),
+    "ranks_lost_total": Row("counter", "Ranks that were lost while the others went on (launch --live)."),
     "checkpoint_last_success_timestamp_seconds": Row("gauge", "Unix time at which the newest checkpoint was on the disk.", since="later"),
     "step_duration_seconds": Row("histogram", "Seconds of an optimizer step, waiting for data included."),
     "data_wait_seconds": Row("histogram", "Seconds a step waited for its batch."),

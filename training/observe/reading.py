@@ -27,7 +27,7 @@ class _Copy:
     """float64 [2]: the sum of losses and the number of samples of the epoch so far."""
     norm: torch.Tensor | None
     summed: dist.Work | None
-    """The sum over the ranks; None with one rank."""
+    """The sum over the ranks; None where it is that already."""
     arrived: torch.cuda.Event | None
     """The end of the copy; None on a CPU, where nothing is copied."""
     first_of_epoch: bool
@@ -53,13 +53,15 @@ class Reading:
     Args:
         losses: float64 [2], this rank's sum of losses and number of samples in the current epoch; read once here,
             because a resumed run begins in the middle of an epoch. Collective.
+        of_all: they are those of all ranks already.
     """
 
-    def __init__(self, losses: torch.Tensor, world: World) -> None:
-        self._world = world
+    def __init__(self, losses: torch.Tensor, world: World, of_all: bool = False) -> None:
+        self._world, self._sums = world, world.size > 1 and not of_all
         self._stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         before = losses.cpu().clone()
-        dist.all_reduce(before)
+        if self._sums:
+            dist.all_reduce(before)
         self._sum, self._count = before.tolist()
         self._first = False
         self._copies: deque[_Copy] = deque()
@@ -78,7 +80,7 @@ class Reading:
         """
         sums = losses.clone()
         norm = None if norm is None else norm.detach().clone()
-        summed = dist.all_reduce(sums, async_op=True) if self._world.size > 1 else None
+        summed = dist.all_reduce(sums, async_op=True) if self._sums else None
         arrived = None
         if self._stream is not None:  # a stream of its own waits for the other ranks; the one that trains does not
             self._stream.wait_stream(torch.cuda.current_stream(self._world.device))

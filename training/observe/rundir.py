@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import json
 import os
 import platform
 import subprocess
@@ -182,6 +183,30 @@ class RunDirectory:
             run.fresh_word = fresh
         return run
 
+    @classmethod
+    def take_over(cls, path: Path, attempt: int) -> RunDirectory:
+        """Of the rank that had it, which is dead: for the rest of the attempt. Raises `UserError`."""
+        try:
+            path = path.resolve()
+            run = cls(path, _locked(path, LOCK_SECONDS), read_run(path))
+        except filelock.Timeout:
+            raise UserError(f"{path} is in use by another run") from None
+        except OSError as error:
+            raise UserError(f"cannot use the run directory {path}: {error.strerror}") from None
+        run.attempt = attempt
+        return run
+
+    def last_events(self) -> list[dict[str, Any]]:
+        """The last ones of events.jsonl, as far as they can be read."""
+        found = []
+        with contextlib.suppress(OSError), open(self.path / contract.EVENTS_FILE, "rb", opener=_no_link) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
+            for line in file.read().splitlines():
+                with contextlib.suppress(ValueError):
+                    if isinstance(event := json.loads(line), dict):
+                        found.append(event)
+        return found
+
     @property
     def checkpoints(self) -> Path:
         return self.path / contract.CHECKPOINTS
@@ -339,6 +364,10 @@ def _locked(path: Path, seconds: float) -> filelock.FileLock:
 
 def _no_link(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+LAST_BYTES = 1 << 17
+"""Of events.jsonl, in which a rank looks for what the one before it has written."""
 
 
 def _refuse_links_of_others(path: Path) -> None:

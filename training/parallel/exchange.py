@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,6 +39,9 @@ _COLLECTIONS: dict[str, Callable[[Iterable[Any]], Any]] = {"$tuple": tuple, "$se
 
 _PLAIN = {int, float, str, bool, type(None)}
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_OF_GLOO = re.compile(r"\[[^]\n]*\bgloo/[^]\n]*\.(cc|h):\d+\] |Application timeout caused pair closure$")
+"""Where in its sources a message of gloo's arose. It is before every message of its own but the one that it has where another collective
+has timed out before."""
 MOST_NAMED = 8
 """Up to this many ranks a message names one by one; more are shown as ranges."""
 BEAT_SECONDS = 1.0
@@ -179,6 +183,8 @@ def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def broadcast_tree(tree: Any, world: World, source: int = 0) -> Any:
     """The tree of rank `source`, on every rank. Tensors arrive on the CPU. Collective. Raises `TypeError` as `pack`."""
+    if world.live is not None:  # another rank may be `source` when it is done: all of them have a tree
+        return all_gather_trees(tree, world)[source]
     if world.size == 1:
         return tree
     packed = pack(tree) if world.rank == source else torch.empty(0, dtype=torch.uint8)
@@ -192,11 +198,28 @@ def broadcast_tree(tree: Any, world: World, source: int = 0) -> Any:
 
 def all_gather_trees(tree: Any, world: World) -> list[Any]:
     """The trees of all ranks on every rank, by rank; sizes may differ. Collective. Raises `TypeError` as `pack`."""
-    return list(broadcast_tree(gather_trees(tree, world), world))
+    if world.live is None:
+        return list(broadcast_tree(gather_trees(tree, world), world))
+    packed = pack(tree)
+    return [unpack(blob) for blob in world.live.together(lambda: _gathered_everywhere(packed, world))]
+
+
+def _gathered_everywhere(packed: torch.Tensor, world: World) -> list[torch.Tensor]:
+    """No rank has it before all have come here."""
+    sizes = torch.zeros(world.size, dtype=torch.int64)
+    dist.all_gather_into_tensor(sizes, torch.tensor([packed.numel()]))
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    padded[: packed.numel()] = packed
+    gathered = torch.empty(world.size * len(padded), dtype=torch.uint8)
+    dist.all_gather_into_tensor(gathered, padded)
+    return [blob[:size].clone() for blob, size in zip(gathered.split(len(padded)), sizes.tolist())]
 
 
 def gather_trees(tree: Any, world: World) -> list[Any] | None:
     """The trees of all ranks on rank 0, None elsewhere. Rank 0's own tree is not copied. Collective. Raises `TypeError` as `pack`."""
+    if world.live is not None:
+        every = all_gather_trees(tree, world)
+        return every if world.leader else None
     if world.size == 1:
         return [tree]
     packed = pack(tree)
@@ -241,6 +264,13 @@ def reduced(tensor: torch.Tensor, world: World, combine: Combine = torch.add, ta
         combine: of two such tensors, the result; must be associative up to rounding.
         tag: of the messages: those of another tag, and of torch's collectives, are not taken for them.
     """
+    if world.live is None:
+        return _reduced(tensor, world, combine, tag)
+    (total,) = world.live.together(lambda: [_reduced(tensor, world, combine, tag)])
+    return total.clone()
+
+
+def _reduced(tensor: torch.Tensor, world: World, combine: Combine, tag: int) -> torch.Tensor:
     total = tensor.clone()
     if world.size == 1:
         return total
@@ -282,6 +312,15 @@ def failing_together(world: World) -> Iterator[None]:
     raise_together(error, world)
 
 
+def is_collective(error: BaseException) -> bool:
+    """Whether an error comes out of a collective or the store, not of this rank's own work: by who raised it.
+
+    Words prove nothing: a data loader's worker times out, too. torch has a type for its own errors and NCCL's. What gloo throws
+    is a plain `RuntimeError`, also out of a backward pass, in which no Python is between DDP's reducer and the script.
+    """
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and bool(_OF_GLOO.match(str(error))))
+
+
 def raise_together(error: Exception | None, world: World) -> None:
     """Every rank calls this after a step that may fail on some of them; all raise, or none does.
 
@@ -295,10 +334,11 @@ def raise_together(error: Exception | None, world: World) -> None:
         raise error
     if not on_any(error is not None, world):
         return
-    errors = gather_trees(
-        None if error is None else [isinstance(error, UserError), str(error) or type(error).__name__], world
+    by_user, message = _summary(
+        all_gather_trees(
+            None if error is None else [isinstance(error, UserError), str(error) or type(error).__name__], world
+        )
     )
-    by_user, message = broadcast_tree(errors and _summary(errors), world)
     if not by_user:
         raise RuntimeError(message) from error
     shared = UserError(message)

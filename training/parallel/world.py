@@ -21,12 +21,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from lockstep.training.contract import ENV_THREADS, MASTER_PORT, UserError, user_errors, variables_of
 from lockstep.training.parallel import process, stores  # noqa: F401 - process: what it registers for its end
+
+if TYPE_CHECKING:
+    from lockstep.training.parallel.live import Live
 
 
 @dataclass(kw_only=True, eq=False)
@@ -46,6 +50,10 @@ class World:
     """Where rank 0 serves the store."""
     launcher: str = "none"
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
+    live: Live | None = None
+    """What keeps the ranks together where some of them are lost; None: the loss of one ends all."""
+    generation: int = 0
+    """How often ranks were lost, and the others have gone on."""
 
     @property
     def leader(self) -> bool:
@@ -340,7 +348,8 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
         raise
     finally:
         gc.collect()  # networks that hold the group
-        leave()
+        if dist.is_initialized():  # else this rank has left it, and could not meet the others again
+            leave()
         for name, value in before.items():  # else the next `joined` would take these for a launcher's variables
             if value is None:
                 os.environ.pop(name, None)

@@ -34,8 +34,6 @@ RAISED_SECONDS = 1.0
 """Within which ranks that run into the same error of the script do so."""
 _PLACE = re.compile(r"^\[[^]]*\] ")
 """Where in its sources a library's message arose."""
-_OF_GLOO = re.compile(r"\[[^]\n]*\bgloo/[^]\n]*\.(cc|h):\d+\] |Application timeout caused pair closure$")
-"""The same of gloo, before every message of its own but the one that it has where another collective has timed out before."""
 
 
 class Heartbeat:
@@ -48,15 +46,6 @@ class Heartbeat:
         if self._world.size > 1 and self._now() - self._last >= 1.0:
             self._last = self._now()
             _get_default_store().set(f"lockstep/step/{self._world.rank}", str(step))
-
-
-def is_collective(error: BaseException) -> bool:
-    """Whether an error comes out of a collective or the store, not of this rank's own work: by who raised it.
-
-    Words prove nothing: a data loader's worker times out, too. torch has a type for its own errors and NCCL's. What gloo throws
-    is a plain `RuntimeError`, also out of a backward pass, in which no Python is between DDP's reducer and the script.
-    """
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and bool(_OF_GLOO.match(str(error))))
 
 
 def describe_failed_collective(world: World, step: int, error: BaseException) -> str:

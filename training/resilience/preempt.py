@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.training.contract import EXIT_PREEMPTED, say
+from lockstep.training.parallel.exchange import reduced
 from lockstep.training.parallel.world import World
 from lockstep.wire.signals import FORWARDED, taken
 
@@ -197,6 +198,8 @@ class Consensus:
         flags = stop * _STOP | save_due * _SAVE | best * _BEST | none * _NONE | (self.final is not None) * _FINAL
         # Two numbers: with more of them, gloo's messages grow with the square of the ranks.
         wishes = torch.tensor([flags | mine << _FLAGS, ~mine & _MASK if mine else 0])
+        if self.world.live is not None:
+            return self._agreed_now(wishes, score)
         before, self._pending = self._pending, None
         work = dist.all_reduce(wishes, dist.ReduceOp.BOR, async_op=True)
         assert work is not None
@@ -207,6 +210,15 @@ class Consensus:
             best = bool(wished & _BEST) and not wished & _NONE
             self.some_without_score |= bool(wished & _BEST) and bool(wished & _NONE)
         wished = 0 if before is None else self._read(before)
+        return Decision(bool(wished & _STOP), bool(wished & _SAVE), best, bool(wished & _FINAL))
+
+    def _agreed_now(self, wishes: torch.Tensor, score: bool | None) -> Decision:
+        """Where a rank may be lost, nothing stays under way from one boundary to the next."""
+        pair = reduced(wishes, self.world, torch.bitwise_or)
+        wished = int(pair[0])
+        self.replicas_differ |= bool(wished >> _FLAGS & int(pair[1]))
+        best = bool(wished & _BEST) and not wished & _NONE
+        self.some_without_score |= score is not None and bool(wished & _BEST) and bool(wished & _NONE)
         return Decision(bool(wished & _STOP), bool(wished & _SAVE), best, bool(wished & _FINAL))
 
     def _read(self, pending: tuple[torch.Tensor, dist.Work]) -> int:

@@ -14,20 +14,23 @@ All ranks call the same methods in the same order.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 
 from lockstep.training import contract
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
+from lockstep.training.observe import trackers
 from lockstep.training.observe.clock import Times
 from lockstep.training.observe.reading import Reading, mean_loss
-from lockstep.training.parallel.exchange import all_gather_trees, same_on_all
+from lockstep.training.parallel.exchange import all_gather_trees, is_collective, named, on_any, same_on_all
+from lockstep.training.parallel.live import CannotTakeAgain, Live
 from lockstep.training.resilience import divergence
 from lockstep.training.resilience.closeness import (
     ReplicasDiffer,
@@ -42,7 +45,6 @@ from lockstep.training.resilience.hang import (
     Heartbeat,
     describe_failed_collective,
     first_of_node,
-    is_collective,
     naming_the_missing,
 )
 from lockstep.training.resilience.preempt import Consensus, Decision, Signals
@@ -104,17 +106,22 @@ class Attempt:
         """The ranks have agreed to save, and the next boundary does: in an evaluation there is none."""
         self._told = time.monotonic()
         """When status.json last had the step."""
-        stop_file = None if context.run is None else context.run.path / contract.STOP_FILE
-        self.consensus = Consensus(context.world, signals, stop_file)
+        self.consensus = Consensus(context.world, signals, self._stop_file)
         self.heartbeat = Heartbeat(context.world)
         self.saver = Saver(context, lambda: signals.since if signals is not None else None)
-        self.reading = Reading(context.state.losses, context.world)
+        self.reading = Reading(context.state.losses, context.world, of_all=context.state.of_all)
         self.before_save: Callable[[], None] = lambda: None
         """Called on every rank."""
+
+    @property
+    def _stop_file(self) -> Path | None:
+        return None if self.context.run is None else self.context.run.path / contract.STOP_FILE
 
     def __enter__(self) -> Attempt:
         context = self.context
         context.exporter.begin()
+        if os.environ.get(contract.ENV_LIVE) and context.world.size > 1:
+            context.world.live = Live(context.world, context.config.collective_timeout, self._regrouped)
         context.event(
             "start", world_size=context.world.size, step=context.steps_done, config_hash=context.config.hash()
         )  # fmt: skip
@@ -130,6 +137,30 @@ class Attempt:
             context.world, lambda: 4 * (self._polls + context.steps_done) + self.stage, lambda: context.steps_done, self._desynced
         )  # fmt: skip
         return self
+
+    def _regrouped(self, lost: Mapping[int, str], seconds: Mapping[str, float]) -> None:
+        """Ranks were lost, and the others have met again."""
+        context, world = self.context, self.context.world
+        if world.leader and context.run is None:
+            context.take_over()
+            assert context.run is not None
+            context.run.listeners.append(context.console.on_event)
+            trackers.attach(context.config, context.run, context.steps_done, lambda: context.console.planned)
+            self.saver.take_over()
+            self.consensus.stop_file = self._stop_file
+        for rank, how in lost.items():
+            if world.leader:
+                context.exporter.forget(rank)
+            context.event("rank_lost", step=context.steps_done, rank=rank, how=how)
+        phases = {name: round(value, 4) for name, value in seconds.items()}
+        context.event(
+            "regrouped", step=context.steps_done, world_size=world.size, generation=world.generation, seconds=phases
+        )
+        context.metrics.count("ranks_lost_total", by=len(lost))
+        context.metrics.set("ranks", world.size)
+        who = f"Ranks {named(sorted(lost))} were" if len(lost) > 1 else f"Rank {named(sorted(lost))} was"
+        trains = "1 rank trains" if world.size == 1 else f"{world.size} ranks train"
+        context.console.line(f"{who} lost after step {context.steps_done}: {trains} on")
 
     def _lost(self, reason: str) -> None:
         """A collective of NCCL has failed (`failed` handles all other errors). Runs in its own thread; then the process ends."""
@@ -224,6 +255,10 @@ class Attempt:
         state.clock.end()
         self._steps += 1
         done = context.steps_done
+        if (
+            self._steps == 1 and context.world.live is not None
+        ):  # it has shown by now that it computes what the others do
+            context.world.live.ready()
         self.heartbeat.beat(done)
         if context.run is not None and time.monotonic() - self._told > STATUS_SECONDS:
             self._told = time.monotonic()
@@ -238,7 +273,7 @@ class Attempt:
             self.reading.take(state.losses, grad_norm, step=done, lr=lr)
         self.tell_readings()
         interval = context.config.log.weights_every
-        if interval and done % interval == 0 and context.world.leader:
+        if interval and done % interval == 0 and (context.world.leader or context.world.live is not None):
             context.event("weights", step=done, sha256=sha256(state.model))
         interval = context.config.check_closeness
         if interval and done % interval == 0:
@@ -296,11 +331,11 @@ class Attempt:
 
         None where every step was left out (`nonfinite: skip`).
         """
-        losses = self.context.state.losses.cpu().clone()
-        dist.all_reduce(losses)
-        self.context.state.losses.zero_()
+        state = self.context.state
+        loss = mean_loss(*state.over_ranks(state.losses).tolist())
+        state.losses.zero_()
         self.reading.new_epoch()
-        return mean_loss(*losses.tolist())
+        return loss
 
     def save(self) -> None:
         """Saves a checkpoint, with the score of these weights where they were measured.
@@ -343,8 +378,8 @@ class Attempt:
                 "checkpoint.on_signal is false",
             )
         context.metrics.count("preemptions_total")
-        if context.run is not None:
-            (context.run.path / contract.STOP_FILE).unlink(missing_ok=True)  # it must not stop the next start, too
+        # It must not stop the next start, too.
+        context.write(lambda run: (run.path / contract.STOP_FILE).unlink(missing_ok=True))
         where = f"at step {step}" + (f", saved at step {last}" if last != step else "")
         raise Ended(EXIT_PREEMPTED, f"ended early by {who} {where}: run the same command again to resume")
 
@@ -354,15 +389,16 @@ def conclude(context: RunContext, signals: Signals | None, ended: Ended) -> int:
     world, run = context.world, context.run
     if signals is not None:
         signals.ignore()
-    if run is not None:
+    if run is not None and not world.leader:
         run.status(ended.code, ended.reason, context.steps_done)
+    context.write(lambda run: run.status(ended.code, ended.reason, context.steps_done))
     context.exporter.close(ended.code)
     context.console.close()
     if ended.code != EXIT_DONE and world.leader:
         context.console.warn(ended.reason)
-    dist.barrier()  # every rank has written what goes into the report
+    on_any(False, world)  # every rank has written what goes into the report
     _write_report(context)
-    dist.barrier()  # when one rank has ended, a launcher may end the others
+    on_any(False, world)  # when one rank has ended, a launcher may end the others
     if world.device.type == "cuda":
         torch.cuda.synchronize()
     return ended.code
@@ -380,7 +416,10 @@ def failed(context: RunContext, error: BaseException) -> int | None:
     note_corrupt_shard(context.metrics, error)
     context.exporter.close(EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED)
     if world.size > 1 and is_collective(error):
-        reason = describe_failed_collective(world, context.steps_done, error)
+        why = str(error) if isinstance(error, CannotTakeAgain) else world.live.why() if world.live is not None else ""
+        reason = (
+            f"step {context.steps_done}: {why}" if why else describe_failed_collective(world, context.steps_done, error)
+        )
         if run is not None:
             run.status(EXIT_FAILED, reason, context.steps_done)
         if first_of_node(world):

@@ -120,7 +120,7 @@ class Canary:
 
     def renew(self) -> None:
         """Before a save: the digests under the weights that are saved."""
-        if self.run.world.leader:
+        if self.run.world.leader or self.run.world.live is not None:  # any rank may be the one that writes it
             digests = (*self._digests(), surroundings(self.run.world.device))
             self.run.state.canary = {"calls": self._calls, **dict(zip(_KEPT, digests, strict=True))}
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lockstep.training.checkpoint.kept import Kept
@@ -23,6 +26,8 @@ class RunContext:
 
     config: RunSettings
     world: World
+    path: Path
+    """Of the run directory, which rank 0 has open."""
     run: RunDirectory | None
     attempt: int
     state: TrainState
@@ -31,6 +36,8 @@ class RunContext:
     progressed: bool = False
     """A step was made, or an epoch ended, in this attempt."""
     scores: Scores = field(init=False)
+    _untold: deque[tuple[int, Any, Callable[[RunDirectory], None]]] = field(default_factory=deque)
+    """What rank 0 has written of late, or was about to, as this rank would write it."""
 
     def __post_init__(self) -> None:
         self.scores = Scores(self.state.history, self.config.checkpoint.keep_best)
@@ -49,8 +56,38 @@ class RunContext:
         return self.exporter.metrics
 
     def event(self, kind: str, **values: Any) -> None:
+        self.write(lambda run: run.event(kind, **values), _key({"event": kind, **values}))
+
+    def write(self, action: Callable[[RunDirectory], None], key: Any = None) -> None:
+        """Rank 0 does it, in the run directory. Where it is lost, the rank in its place does again what may not have been done.
+
+        Args:
+            key: of an event, by which one that is there already is known (`take_over`).
+        """
         if self.run is not None and self.world.leader:
-            self.run.event(kind, **values)
+            action(self.run)
+        elif self.world.live is not None:
+            done = self.world.live.done
+            while self._untold and self._untold[0][0] < done - 1:  # no rank is two calls behind
+                self._untold.popleft()
+            self._untold.append((done, key, action))
+
+    def take_over(self) -> None:
+        """Rank 0 was lost, and this one is in its place: it has the run directory from here on. Raises `UserError`."""
+        self.run = run = RunDirectory.take_over(self.path, self.attempt)
+        there = [_key(event) for event in run.last_events()]
+        for _, key, action in self._untold:
+            if key is None or key not in there:
+                action(run)
+        self._untold.clear()
+
+
+_KEYS = ("step", "epoch", "batch", "path", "name")
+"""What tells an event of a kind from the others of that kind."""
+
+
+def _key(event: dict[str, Any]) -> tuple[Any, ...]:
+    return (event.get("event"), *(event.get(name) for name in _KEYS), sorted(event.get("values") or ()))
 
 
 def note_corrupt_shard(metrics: Metrics, error: BaseException) -> None:

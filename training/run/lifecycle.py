@@ -20,6 +20,7 @@ from lockstep.training.checkpoint import generators, store
 from lockstep.training.checkpoint.state import Cursor, TrainState, checked, scatter
 from lockstep.training.config import Config, RunSettings
 from lockstep.training.contract import (
+    ENV_LIVE,
     ENV_NOTE,
     ENV_RESTARTS,
     EXIT_DONE,
@@ -39,7 +40,7 @@ from lockstep.training.observe.console import Console
 from lockstep.training.observe.exporter import Exporter
 from lockstep.training.observe.rundir import RunDirectory
 from lockstep.training.parallel import process
-from lockstep.training.parallel.exchange import broadcast_tree, failing_together, reduced
+from lockstep.training.parallel.exchange import broadcast_tree, failing_together, is_collective, reduced
 from lockstep.training.parallel.world import World, detect, joined, set_threads
 from lockstep.training.resilience import hang
 from lockstep.training.resilience.closeness import named_groups
@@ -108,7 +109,7 @@ class Lifecycle:
                 self._opening = stack.enter_context(contextlib.ExitStack())
                 self._opening.enter_context(self._opened())
             except Exception as error:
-                if not hang.is_collective(error):
+                if not is_collective(error):
                     raise
                 raise _not_together(error) from error
             self._stack = stack.pop_all()
@@ -198,6 +199,7 @@ class Lifecycle:
             optimizers = {name: _FurtherOptimizer(replica.sync, optimizer) for name, optimizer in further}
             state.kept.add({**things, **optimizers})
             state.kept.add(of_rank, of_rank=True)
+            _check_live(world, replica.sync, of_rank)
             _check_parameters(replica.model, replica.optimizers)
         attempt = broadcast_tree(directory.attempt if directory else None, world)
         rates = _rates(replica.optimizers)
@@ -214,12 +216,13 @@ class Lifecycle:
         self._saved_generators = generators.capture(world.device) if self.source is not None else None
         by_step = settings.log.score_every > 0
         run = RunContext(
-            config=settings, world=world, run=directory, attempt=attempt, state=state, exporter=self.exporter,
+            config=settings, world=world, path=self.run_dir, run=directory, attempt=attempt, state=state, exporter=self.exporter,
             console=Console(settings.log, world, by_step, ["validation accuracy"] if isinstance(settings, Config) else None),
         )  # fmt: skip
         _tell_overruled(run, rates)
         run.metrics.set("info", 1, settings.title, settings.sync.name, str(world.size), VERSION)
         run.metrics.set("attempt", attempt)
+        run.metrics.set("ranks", world.size)
         run.metrics.set("step", run.steps_done)
         run.metrics.count("preemptions_total", by=state.history.get("preemptions", 0))
         with failing_together(world):
@@ -260,7 +263,7 @@ class Lifecycle:
                 if error is not None:
                     hang.print_once(self._world, error)
                 self._stack.__exit__(kind, error, trace)
-                if self.loop is None and error is not None and hang.is_collective(error):
+                if self.loop is None and error is not None and is_collective(error):
                     raise _not_together(error) from error
                 if isinstance(error, UserError):
                     raise error
@@ -293,6 +296,8 @@ class Lifecycle:
                 raise
             return code
         finally:
+            if self._world.live is not None:
+                self._world.live.close()
             if run.run is not None:
                 run.run.close()
 
@@ -370,6 +375,23 @@ def _check_parameters(model: nn.Module, optimizers: dict[str, torch.optim.Optimi
     for name, optimizer in optimizers.items():
         if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError(f"{name} has a parameter that is not in the replicated model: put it into the model")
+
+
+def _check_live(world: World, sync: GradientSync, of_rank: Mapping[str, Any]) -> None:
+    """Raises `UserError` where the launcher is to go on without a rank that is lost, and the others could not."""
+    if not os.environ.get(ENV_LIVE):
+        return
+    if sync.batch_parts is None:
+        raise UserError(
+            f"launch --live needs sync.name=exact, under which any ranks compute the same, and this run has {sync.settings.name}: set it, "
+            "or leave out --live"
+        )
+    if world.device.type != "cpu":
+        raise UserError("launch --live goes on with gloo on CPUs alone: set device=cpu, or leave out --live")
+    if of_rank:
+        raise UserError(
+            f"launch --live cannot go on without what a rank alone keeps, and keep_of_rank() has {next(iter(of_rank))}: leave out --live"
+        )
 
 
 def _rates(optimizers: dict[str, torch.optim.Optimizer]) -> dict[str, float]:

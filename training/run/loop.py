@@ -16,7 +16,7 @@ from lockstep.training import contract, files
 from lockstep.training.checkpoint import generators
 from lockstep.training.config.sections import LOGGED
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError
-from lockstep.training.data.batches import Batches, Part, leave_signals_to_the_rank, share
+from lockstep.training.data.batches import Batches, Part, leave_signals_to_the_rank
 from lockstep.training.data.trees import to_device
 from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree
 from lockstep.training.parallel.world import World
@@ -24,6 +24,7 @@ from lockstep.training.resilience.closeness import sha256
 from lockstep.training.resilience.desync import Place
 from lockstep.training.run.attempt import Attempt, Ended
 from lockstep.training.run.context import RunContext
+from lockstep.training.run.dealt import Dealing
 from lockstep.training.run.step import Step
 
 T = TypeVar("T")
@@ -179,7 +180,8 @@ class Loop:
         self._expect_data(batches.division.describe())
         batches.warn = None if self._warned_of_collate else self._warn_of_collate
         cursor, steps = self.run.state.cursor, batches.division.steps
-        return self._between_boundaries(batches.epoch(cursor.epoch, cursor.step), steps, length=steps)
+        given = Dealing(batches, self.run.world, cursor.epoch, cursor.step)
+        return self._between_boundaries(given, steps, length=steps)
 
     def _warn_of_collate(self, text: str) -> None:
         self._warned_of_collate = True
@@ -252,8 +254,9 @@ class Loop:
                     step.same_samples = _same_samples(item, run.world)
                 clock.data_ready()
                 step.begin_batch(part)
-                before = run.steps_done
-                yield to_device(item, run.world.device)
+                before, item = run.steps_done, to_device(item, run.world.device)
+                step.dealt.begin(item, given)
+                yield item
                 clock.between()
                 step.end_batch()
                 if run.steps_done == before:
@@ -273,11 +276,9 @@ class Loop:
 
     def part(self, batch: T) -> T:
         """This rank's contiguous part of a global batch. `step` then knows how many samples it has."""
-        count = len(batch)  # type: ignore[arg-type]
-        low, high, part = share(count, self.run.world, self.step.replica.sync.batch_parts)
+        mine, part = self.step.dealt.part(batch)
         self.step.set_part(part)
-        mine: T = batch[slice(*((low, high) if high > low else (0, 1)))]  # type: ignore[index]
-        return mine
+        return mine  # type: ignore[no-any-return]
 
     def boundary(self) -> None:
         """Leaves where the ranks agreed to, but not within a step: no checkpoint could hold its gradients. Raises `Ended`."""
@@ -315,8 +316,8 @@ class Loop:
 
         _check_name(name)
         data = images.png(image)
-        if self.run.run is not None and self.run.world.leader:
-            self.run.run.image(name, self.run.steps_done, data)
+        step = self.run.steps_done
+        self.run.write(lambda run: run.image(name, step, data))
 
     def finish(self) -> NoReturn:
         """The script has ended: the last save, and the summary. Raises `Ended`."""
@@ -326,7 +327,8 @@ class Loop:
             self.attempt.save()
         trained, history = max(run.state.clock.trained, 1e-9), run.state.history
         saved = saver.durable()
-        weights = sha256(run.state.model) if run.world.leader and run.state.sync.replicas else None
+        of_weights = run.world.leader or run.world.live is not None  # any rank may be the one that tells it
+        weights = sha256(run.state.model) if of_weights and run.state.sync.replicas else None
         summary = {
             "recipe": run.config.title, "sync": run.config.sync.name, "world_size": run.world.size,
             "steps": run.steps_done, "epochs": run.state.cursor.epoch, "train_loss": history.get("train_loss"),
@@ -339,8 +341,7 @@ class Loop:
             "config_hash": run.config.hash(), "weights_sha256": weights, "logged": run.kept.logged, **run.kept.summary,
         }  # fmt: skip
         if run.progressed or not self._stands():
-            if run.run is not None and run.world.leader:
-                run.run.summary(summary)
+            run.write(lambda directory: directory.summary(summary))
             run.event("done", **summary)
         if not saved:
             raise Ended(EXIT_FAILED, "training finished, but the last checkpoint could not be saved (see the warnings)")

@@ -37,6 +37,16 @@ class InParts:
         self._warned: set[str] = set()
         self._after: torch.Tensor | None = None
         """The statistics that the last step of the epoch ended with."""
+        self.inside = False
+        """The function of a step is called for a part."""
+
+    def check_outside(self) -> None:
+        """Raises `RuntimeError` within a function that some ranks call more often than others: they would wait for one another."""
+        if self.inside:
+            raise RuntimeError(
+                "run.sum() and run.loss() need all ranks at once, and under sync.name=exact each rank calls the function of a step for "
+                "each of its own parts: use them after run.step(…)"
+            )
 
     def begin_batch(self) -> None:
         """A batch is there. What was done between two epochs, such as an evaluation, is the script's business."""
@@ -179,16 +189,24 @@ class InParts:
                     f"for it, set sync.options.mean=[{name}]; else use sync.name=flat",
                 )
 
+    def sum(self) -> torch.Tensor:
+        """What `finish` takes, of all parts. Collective."""
+        assert self._sum is not None
+        return self._sum.finish()
+
     @torch.no_grad()
-    def finish(self) -> torch.Tensor:
-        """Puts the statistics together. Returns the sum of all samples' losses, float64 []. Collective.
+    def finish(self, total: torch.Tensor) -> torch.Tensor:
+        """Puts the statistics together. Returns the sum of all samples' losses, float64 []. Collective where it raises.
+
+        Args:
+            total: what `sum` has given on any rank.
 
         Raises:
             UserError: on all ranks: a buffer cannot be put together.
         """
         assert self._sum is not None
         parts = self._sum.parts
-        means, changed, counted, squares, loss, other = self._sum.finish()[: self._sum.length].split(self._sections)
+        means, changed, counted, squares, loss, other = total[: self._sum.length].split(self._sections)
         buffers = self._buffers()
         for name, mean, moved in zip(self._means, means.split(self._sizes), changed):
             before = self._before[name]
@@ -206,5 +224,5 @@ class InParts:
         for name, move in zip(self._counts, moves):
             before = self._before[name]
             buffers[name].copy_(before + (move / parts).view(before.shape).to(before.dtype))
-        total: torch.Tensor = loss[0]
-        return total
+        first: torch.Tensor = loss[0].clone()
+        return first

@@ -91,6 +91,13 @@ class Several(GradientSync):
         for part in self.learning:
             part.synchronize()
 
+    def sums(self) -> list[torch.Tensor]:
+        return [total for part in self.learning for total in part.sums()]
+
+    def give(self, sums: Iterator[torch.Tensor]) -> None:
+        for part in self.learning:
+            part.give(sums)
+
     def abandon(self) -> None:
         for part in self.learning:
             part.abandon()

@@ -7,6 +7,7 @@ where the interval is √(2 · cost · MTBF), with MTBF the mean time between fa
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -98,9 +99,10 @@ class Saver:
         settings = context.config.checkpoint
         self.context, self.settings, self._grace = context, settings, context.config.preempt.grace_seconds
         self.failures = 0
-        self._writer = None
-        if context.run is not None:
-            self._writer = Writer(context.run.checkpoints, settings.keep, settings.keep_best)
+        self._writer: Writer | None = None
+        self._lost = False
+        """The last save was made by a rank that was lost, and is not on the disk."""
+        self._begin_writing()
         self._future: Future[SaveResult] | None = None
         self.last_step = context.steps_done
         """The newest state that was saved, or gone on from."""
@@ -109,9 +111,24 @@ class Saver:
             context.state.history
         )  # failures: starts other than the first, without those that followed a preemption
         self.interval = Interval(context.attempt - 1 - history.get("preemptions", 0))
-        self._last_failed = self._hangs = False
+        self._last_failed = self._hangs = self._saved = False
+        self._score: float | None = None
         self._on_disk = context.run is not None and bool(store.candidates(context.run.checkpoints))
         """Whether this rank's disk has a checkpoint. Those of earlier starts have been verified: else there is no attempt."""
+
+    def _begin_writing(self) -> None:
+        if (run := self.context.run) is not None:
+            self._writer = Writer(run.checkpoints, self.settings.keep, self.settings.keep_best)
+
+    def take_over(self) -> None:
+        """Rank 0 was lost, and this one writes from here on. A save that the lost rank has not ended is due again."""
+        self._begin_writing()
+        assert self.context.run is not None
+        with contextlib.suppress(OSError):
+            store.clean(self.context.run.checkpoints)
+        newest = store.candidates(self.context.run.checkpoints)[:1]
+        self._on_disk = bool(newest)
+        self._lost = self._saved and (not newest or store.step_of(newest[0]) < self.last_step)
 
     def due_by_step(self) -> bool:
         """Whether the step count asks for a save at this boundary: the same on every rank."""
@@ -126,6 +143,8 @@ class Saver:
     def due_by_time(self) -> bool:
         """Whether this rank's clock asks for a save. The ranks then agree on it."""
         interval = self.settings.every_seconds
+        if self._lost:
+            return True
         if interval == "auto":
             interval = self.interval.seconds(self.context.state.clock.trained)
         return bool(interval) and self.context.world.leader and self._now() - self._last_time >= interval
@@ -136,7 +155,8 @@ class Saver:
         began = time.perf_counter()
         self._reap()
         gathered = gather(self.context.state, everywhere=self.settings.write == "node")
-        self.last_step, self._last_time = self.context.steps_done, self._now()
+        self.last_step, self._last_time, self._score = self.context.steps_done, self._now(), score
+        self._saved, self._lost = True, False
         if (
             self._writer is not None and gathered is not None and not self._hangs
         ):  # else it would wait for the save that hangs
@@ -157,6 +177,9 @@ class Saver:
     def durable(self) -> bool:
         """Waits for the last save. Whether every rank that writes has it on its disk; true where none was made. Collective."""
         self._reap()
+        while self.context.world.live is not None and on_any(self._lost, self.context.world):
+            self.save(self._score)
+            self._reap()
         return not on_any(self._last_failed, self.context.world)
 
     def resumable(self) -> bool:

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from lockstep.training.checkpoint import generators
 from lockstep.training.data import order
@@ -29,9 +28,10 @@ from lockstep.training.resilience import divergence
 from lockstep.training.run.attempt import Attempt
 from lockstep.training.run.canary import Canary
 from lockstep.training.run.context import RunContext
+from lockstep.training.run.dealt import Dealt
 from lockstep.training.run.parts import InParts
 from lockstep.training.run.replica import Replica, Several
-from lockstep.training.run.work import Compute, Total, Work, checked_loss
+from lockstep.training.run.work import Compute, Total, Work, checked_loss, count_scaled_step, set_scale
 from lockstep.training.sync.base import NotSummed
 from lockstep.training.sync.buckets import SentAlready
 
@@ -54,6 +54,7 @@ class Step:
         cut = replica.sync.batch_parts is not None
         self._drawing = generators.Drawing(run.world.device, every=cut)
         self.in_parts = InParts(run, replica, self._drawing) if cut else None
+        self.dealt = Dealt(run.world, replica.sync.batch_parts)
         self._canary = Canary(run, replica) if cut else None
         if self._canary is not None:
             attempt.before_save = self._canary.renew
@@ -80,8 +81,6 @@ class Step:
         """Open while the batch is not this rank's."""
         self._before: list[torch.Tensor] = []
         """The batch statistics before the step, should its gradient not be finite."""
-        self._inside = False
-        """The function of a step is called for a part."""
         self._as_function = False
         """The last step was given as a function, which keeps them itself."""
         self._not_summed: NotSummed | None = None
@@ -173,6 +172,7 @@ class Step:
         if self.pending:
             raise RuntimeError("step(function) came after a backward() without update(): call run.update() first")
         work = Work.of(compute, batch, samples, divisor, self.part, self.run.config, self.replica.sync)
+        work = dataclasses.replace(work, generation=self.dealt.generation)
         self._check_same_samples(work.part, work.samples)
         optimizers = self._known(optimizers)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -195,13 +195,13 @@ class Step:
                 norm = self.gradients(work, total, of, scaler)
                 if norm is None or bool(self.finite) or self._accepts(scaler):
                     norm = self.move(optimizers, of, clip, norm)
-                    self._moved(work.weight)
-                    self._scaled(scaler, optimizers, overflow=False)
+                    self._moved(self._samples * work.weight if self.in_parts is None else work.total or 0)
+                    count_scaled_step(scaler, optimizers, False, self.replica.sync)
                     break
                 if scale is None and scaler is not None:
                     scale = scaler.get_scale()
                 if not self._scale_too_high(work, optimizers, scaler):
-                    self._set_scale(scaler, scale)
+                    set_scale(scaler, scale, self.replica.sync)
                     break
                 self._redraw()
             self.replica.sync.zero_grad()
@@ -218,16 +218,33 @@ class Step:
         nothing reads it."""
         if self._replays:
             return self.recorder.replay_gradients()
+        if self.in_parts is not None:
+            self._sum_parts(work, scaler, self.in_parts)
+            return self.measure(of, scaler)
         self.forward_backward(work, scaler)
         with self.run.state.clock.synchronizing(self.replica.sync.watch):
             self._synchronize()
-            if self.in_parts is not None:
-                loss = self.in_parts.finish()
-                # Every rank has the loss of all samples, and the ranks' losses are added up later.
-                self.loss_sum.copy_(loss if self.run.world.leader else torch.zeros_like(loss))
         if work.total is None and work.divisor is None:
             self._divide_by(total.value)
         return self.measure(of, scaler)
+
+    def _sum_parts(self, work: Work, scaler: Any, parts: InParts) -> None:
+        """The gradients, statistics and loss of all parts of the batch. Where a rank is lost, the others take all of them again."""
+        sync, live, tried = self.replica.sync, self.run.world.live, False
+
+        def compute() -> list[torch.Tensor]:
+            nonlocal tried
+            if tried:
+                sync.zero_grad()
+                put_back(self.replica.model, self._before)
+            tried = True
+            self.forward_backward(self.dealt.now(work), scaler)
+            with self.run.state.clock.synchronizing(sync.watch):
+                return [*sync.sums(), parts.sum()]
+
+        *sums, of_parts = compute() if live is None else live.together(compute, changes=True)
+        sync.give(iter(sums))
+        self.loss_sum.copy_(parts.finish(of_parts))  # of all ranks' samples
 
     def forward_backward(self, work: Work, scaler: Any = None, scale: float | None = None, sums: bool = True) -> None:
         """In micro-batches; the last one sends the gradients. Under `sync.name=exact` part by part.
@@ -243,7 +260,10 @@ class Step:
             return
         if sums:
             parts.begin(part, self._before)
+        live = self.run.world.live if sums else None
         for number, (low, high) in enumerate(part.parts, part.first):
+            if live is not None:
+                live.check()
             again = None
             if sums and number == 0 and not self.run.steps_done:  # for all ranks, and for all starts
                 parts.begin_part(number)
@@ -265,26 +285,22 @@ class Step:
 
     def _loss(self, work: Work, first: int, end: int) -> torch.Tensor:
         """What the function gives for these samples of the rank's: `run.batch` has their number meanwhile."""
-        part, self._inside = self.part, self.in_parts is not None
-        if part is not None and part.samples not in (0, end - first):
+        before, part, cut = self.part, work.part, self.in_parts is not None
+        if part is not None and part.samples:
             self.part = dataclasses.replace(part, samples=end - first)
+        if self.in_parts is not None:
+            self.in_parts.inside = True
         try:
-            return work.loss(first, end, copies=self._inside)
+            return work.loss(first, end, copies=cut)
         except Exception:  # the script may catch it, and call the step again
             self.attempt.stage = 0
             self.replica.sync.zero_grad()
             put_back(self.replica.model, self._before)
             raise
         finally:
-            self.part, self._inside = part, False
-
-    def check_outside(self) -> None:
-        """Raises `RuntimeError` within a function that some ranks call more often than others: they would wait for one another."""
-        if self._inside:
-            raise RuntimeError(
-                "run.sum() and run.loss() need all ranks at once, and under sync.name=exact each rank calls the function of a step for "
-                "each of its own parts: use them after run.step(…)"
-            )
+            self.part = before
+            if self.in_parts is not None:
+                self.in_parts.inside = False
 
     def _backpropagate(
         self, loss: torch.Tensor, samples: int, weight: float, total: int | None, divisor: float | None, scaler: Any,
@@ -348,31 +364,12 @@ class Step:
         """Whether a gradient that is not finite is used all the same."""
         return not self.looks and (scaler is None or scaler.get_scale() <= LOWEST_SCALE)
 
-    def _moved(self, weight: float) -> None:
+    def _moved(self, samples: float) -> None:
         self.attempt.nonfinite_steps = 0
-        self._weighed = self._samples * weight
-        losses, samples = self.run.state.losses.unbind()  # `[0] +=` would also copy each onto itself
+        self._weighed = samples
+        losses, weighed = self.run.state.losses.unbind()  # `[0] +=` would also copy each onto itself
         losses += self.loss_sum
-        samples += self._weighed
-
-    def _scaled(self, scaler: Any, optimizers: Iterable[torch.optim.Optimizer], overflow: bool) -> None:
-        """The scaler lowers its scale after an overflow, and counts a step without one."""
-        if scaler is None:
-            return
-        for optimizer in optimizers:
-            found = torch.full((), float(overflow), device=self.run.world.device)
-            scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found.device: found}
-        self._set_scale(scaler, None)
-
-    def _set_scale(self, scaler: Any, scale: float | None) -> None:
-        """None: what the scaler makes of the step."""
-        if scaler is None:
-            return
-        sync = self.replica.sync
-        before = scaler.get_scale() if sync.remembers else None  # waits for the device
-        scaler.update(scale)
-        if before is not None and (after := scaler.get_scale()) != before:
-            sync.gradients_rescaled(after / before)
+        weighed += self._weighed
 
     def _scale_too_high(self, work: Work | None, optimizers: Iterable[torch.optim.Optimizer], scaler: Any) -> bool:
         """The gradient is not finite. Whether the loss scale is the cause, which is lowered then.
@@ -385,7 +382,7 @@ class Step:
         self._discard()
         bad = self._ranks_with_bad_loss()
         if scaler is not None and not bad and scaler.get_scale() > LOWEST_SCALE:
-            self._scaled(scaler, optimizers, overflow=True)
+            count_scaled_step(scaler, optimizers, True, self.replica.sync)
             return True
         if self.looks:
             self.attempt.skip_step(f"step {self.run.steps_done + 1}: {self._cause(work, bad, scaler)}")
@@ -399,7 +396,7 @@ class Step:
         scale = None if scaler is None else LOWEST_SCALE  # what overflows at another is not the cause
 
         def again() -> list[torch.Tensor]:
-            self.forward_backward(work, scale=scale, sums=False)
+            self.forward_backward(self.dealt.now(work), scale=scale, sums=False)
             return self._losses
 
         self._redraw()
@@ -498,10 +495,10 @@ class Step:
         norm = self.measure(of, scaler)
         if norm is None or bool(self.finite) or self._accepts(scaler):
             norm = self.move(optimizers, of, clip, norm)
-            self._moved(part.weight if part is not None else 1.0)
-            self._scaled(scaler, optimizers, overflow=False)
+            self._moved(self._samples * (part.weight if part is not None else 1.0))
+            count_scaled_step(scaler, optimizers, False, self.replica.sync)
         elif not self._scale_too_high(None, optimizers, scaler) and scaler is not None:
-            self._set_scale(scaler, scaler.get_scale())
+            set_scale(scaler, scaler.get_scale(), self.replica.sync)
         sync.zero_grad()
         self._end(optimizers, total, norm)
 
@@ -581,8 +578,7 @@ class Step:
     def last_loss(self) -> float | None:
         """The mean loss of the last step, over all ranks; None where it moved no weight. Collective."""
         losses = torch.tensor([float(self.loss_sum), self._weighed], dtype=torch.float64)
-        dist.all_reduce(losses)
-        return mean_loss(*losses.tolist())
+        return mean_loss(*self.run.state.over_ranks(losses).tolist())
 
     def _check_same_samples(self, part: Part | None, samples: int) -> None:
         """Warns where all ranks use all of the same batch."""

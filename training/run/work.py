@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,8 @@ class Work:
     """Samples of a micro-batch, about; 0: all at once."""
     part: Part | None
     """Of the global batch; None: it is not known."""
+    generation: int = 0
+    """Of the ranks, among which the batch was dealt out."""
 
     @classmethod
     def of(
@@ -113,3 +115,25 @@ def checked_loss(loss: Any) -> torch.Tensor:
         what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TypeError(f"the loss is the mean over this rank's samples, one number; got {what}")
     return loss
+
+
+def count_scaled_step(
+    scaler: Any, optimizers: Iterable[torch.optim.Optimizer], overflow: bool, sync: GradientSync
+) -> None:
+    """The scaler, if there is one, lowers its scale after an overflow, and counts a step without one."""
+    if scaler is None:
+        return
+    for optimizer in optimizers:
+        found = torch.full((), float(overflow), device=sync.world.device)
+        scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found.device: found}
+    set_scale(scaler, None, sync)
+
+
+def set_scale(scaler: Any, scale: float | None, sync: GradientSync) -> None:
+    """Of the loss, by the scaler, if there is one. None: what it makes of the step."""
+    if scaler is None:
+        return
+    before = scaler.get_scale() if sync.remembers else None  # waits for the device
+    scaler.update(scale)
+    if before is not None and (after := scaler.get_scale()) != before:
+        sync.gradients_rescaled(after / before)

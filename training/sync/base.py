@@ -115,6 +115,14 @@ class GradientSync(ABC):
         """The gradients are those of this part of the batch alone: the strategy takes them away (`batch_parts`)."""
         raise NotImplementedError
 
+    def sums(self) -> list[torch.Tensor]:
+        """The first half of `synchronize` where it has two (`batch_parts`): the sums over the parts of all ranks. Collective."""
+        raise NotImplementedError
+
+    def give(self, sums: Iterator[torch.Tensor]) -> None:
+        """The second half: makes gradients of what `sums` has given on any rank, and takes as many of them. It may change the tensors."""
+        raise NotImplementedError
+
     @abstractmethod
     def synchronize(self) -> None:
         """Returns when every `.grad` that the optimizer reads is the gradient of the global batch.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,9 @@ class TreeSum:
 
     def __init__(self, length: int, dtype: torch.dtype, world: World) -> None:
         self.length, self.world = length, world
-        self._chunk = -(-length // world.size)
+        self._size = 0
+        """Ranks of the sum under way."""
+        self._chunk = 0
         self._dtype = dtype
         self._free: list[torch.Tensor] = []
         self._tree: Tree[torch.Tensor] | None = None
@@ -53,12 +55,15 @@ class TreeSum:
 
     def begin(self, parts: int) -> None:
         """A new sum, over so many parts."""
+        if self._size != self.world.size:
+            self._size, self._chunk, self._free = self.world.size, -(-self.length // self.world.size), []
         self._tree, self.parts = Tree(parts, self._add), parts
 
     def release(self) -> None:
         """What the last sum gave is no longer needed: its memory may be used again."""
         if self._tree is not None:
-            self._free += [value for _, value in self._tree.nodes]
+            if self._size == self.world.size:
+                self._free += [value for _, value in self._tree.nodes]
             self._tree = None
 
     def _add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -70,7 +75,7 @@ class TreeSum:
         """Zeros [length, and what makes it divisible] for the vector of the next part."""
         if self._free:
             return self._free.pop().zero_()
-        return torch.zeros(self._chunk * self.world.size, dtype=self._dtype, device=self.world.device)
+        return torch.zeros(self._chunk * self._size, dtype=self._dtype, device=self.world.device)
 
     def add(self, part: int, leaf: torch.Tensor) -> None:
         """The vector of a part. The parts of a rank come in order."""
@@ -187,9 +192,15 @@ class Exact(GradientSync):
         if not self._in_parts:  # a loop that cuts nothing: each rank has one part
             self.begin_parts(self.world.size)
             self.take(self.world.rank)
+        self.give(iter(self.sums()))
+
+    def sums(self) -> list[torch.Tensor]:
+        return [group.sum.finish() for group in self._groups]
+
+    def give(self, sums: Iterator[torch.Tensor]) -> None:
         self._in_parts = False
         for group in self._groups:
-            group.give(group.sum.finish())
+            group.give(next(sums))
 
 
 class _Group:

@@ -18,7 +18,7 @@ _BARS = 32
 MOST_LOGGED = 12
 """Most charts of values that users' own loops have logged."""
 _MOMENTS = (
-    "start", "resumed", "checkpoint_written", "checkpoint_failed", "preempted", "nonfinite", "corrupt_checkpoint", "done",
+    "start", "resumed", "checkpoint_written", "checkpoint_failed", "preempted", "nonfinite", "corrupt_checkpoint", "rank_lost", "done",
 )  # fmt: skip
 """Events that the timeline marks."""
 _PHASES = {
@@ -164,6 +164,7 @@ def _moments(run: RunRecord) -> Points:
         if label == "start" and (number_of(event.get("attempt")) or 0) > 1:
             label = "restart"
         if label or kind in ("step", "epoch"):
-            why = event.get("reason") or event.get("path") or event.get("message") or ""
+            lost = f"rank {event.get('rank')} {event.get('how')}" if kind == "rank_lost" else ""
+            why = lost or event.get("reason") or event.get("path") or event.get("message") or ""
             moments[label].append([event["time"] - run.began, step, label, str(why)])
     return sorted(moment for some in moments.values() for moment in thinned(some, _POINTS))

@@ -1,0 +1,97 @@
+"""python tests/own/survivors_job.py RUN_DIR KIND [NAME=VALUE …]: what a run has, under sync.name=exact, with an event `weights` a step.
+
+KIND: `net` (loader processes, transforms that draw, batch norm, dropout, an average, a schedule, an evaluation each epoch), `gan` (two
+models that step in turn), `part` (every rank draws the whole batch, and takes its part).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from lockstep import Session
+
+SETTINGS = [
+    "sync.name=exact",
+    "sync.options.parts=8",
+    "log.weights_every=1",
+    "log.report=false",
+    "checkpoint.every_steps=4",
+    "checkpoint.keep_best=true",
+]
+
+
+class Noisy(Dataset[Any]):
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x, self.y = torch.randn(250, 8, generator=generator), torch.randint(0, 3, (250,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index] + 0.1 * torch.randn(8), self.y[index]
+
+
+def net(run: Session) -> None:
+    train, test = Noisy(), TensorDataset(Noisy().x + 0.05, Noisy().y)
+    layers = nn.Linear(8, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 3)
+    model = run.replicate(nn.Sequential(*layers))
+    optimizer = run.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 20)
+    run.average(0.9)
+    run.keep(schedule=schedule)
+    for _ in run.epochs(4):
+        for x, y in run.batches(train, 16, uneven="weight", workers=1):
+            run.step(lambda x, y: F.cross_entropy(model(x), y), x, y, clip=0.5)
+            schedule.step()
+            run.values["loss"] = run.loss()
+        network = run.for_evaluation()
+
+        def scores(x: torch.Tensor, y: torch.Tensor, network: nn.Module = network) -> dict[str, torch.Tensor]:
+            logits = network(x)
+            loss = F.cross_entropy(logits, y, reduction="sum")
+            return {"test_loss": loss, "accuracy": (logits.argmax(1) == y).sum()}
+
+        run.log(**run.evaluate(scores, test, 16))
+
+
+def gan(run: Session) -> None:
+    data = TensorDataset(torch.randn(96, 6, generator=torch.Generator().manual_seed(1)) + 3)
+    g = run.replicate(nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 6)), name="g")
+    d = run.replicate(nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.LeakyReLU(), nn.Linear(16, 1)), name="d")
+    of_g = run.optimizer(lambda parameters: torch.optim.Adam(parameters, lr=2e-3), name="of_g", model=g)
+    of_d = run.optimizer(lambda parameters: torch.optim.Adam(parameters, lr=2e-3), name="of_d", model=d)
+
+    def judged(x: torch.Tensor) -> torch.Tensor:
+        fake = g(torch.randn(len(x), 4)).detach()
+        return F.softplus(-d(x)).mean() + F.softplus(d(fake)).mean()
+
+    for _ in run.epochs(16):
+        for (x,) in run.batches(data, 32):
+            run.step(judged, x, optimizer=of_d)
+            run.step(lambda x: F.softplus(-d(g(torch.randn(len(x), 4)))).mean(), x, optimizer=of_g)
+
+
+def part(run: Session) -> None:
+    model = run.replicate(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 1)))
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
+    for _ in run.epochs(2):
+        for step in run.iterate(range(40)):
+            whole = torch.randn(24, 8, generator=torch.Generator().manual_seed(step))
+            x, y = run.part(whole), run.part(whole.sum(1, keepdim=True))
+            run.step(lambda x, y: F.mse_loss(model(x), y), x, y)
+
+
+if __name__ == "__main__":
+    run_dir, kind, *words = sys.argv[1:]
+    with Session(run_dir, *SETTINGS, *words, config={"kind": kind}) as run:
+        {"net": net, "gan": gan, "part": part}[kind](run)

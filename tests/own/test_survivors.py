@@ -1,0 +1,183 @@
+"""`launch --live`: ranks are killed, and the others end in the very weights of a run that nobody disturbs. Real processes, real signals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import LAUNCH, PYTHON, ROOT, clean_env, processes, require, run, started
+
+CALLS = """
+import json, os, signal, sys
+import torch, torch.distributed as dist
+from lockstep.training.parallel.live import Live
+from lockstep.training.parallel.world import joined
+
+def called(rank, tries):
+    total = torch.tensor([10.0 ** rank])
+    dist.all_reduce(total)
+    tries.append(1)
+    if rank == 2 and len(tries) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and len(tries) == 1:
+        raise RuntimeError("[here/gloo/there.cc:1] the answer did not arrive")
+    return [total]
+
+with joined() as world:
+    told, tries = [], []
+    live = world.live = Live(world, 60, lambda lost, seconds: told.append((lost, world.rank, world.size)))
+    live.ready()
+    live.together(lambda: dist.barrier() or [])
+    (total,) = live.together(lambda: called(live.rank, tries), changes=True)
+    first = float(total)
+    total += 1000  # as clipping changes a gradient
+    (second,) = live.together(lambda: dist.all_reduce(ones := torch.ones(1)) or [ones])
+    print(json.dumps([live.rank, first, len(tries), float(second), told]), flush=True)
+    live.close()
+"""
+"""Three ranks sum 1, 10 and 100. One is through with it, one fails behind it, and one is lost then."""
+RANKS = 4
+JOB = ROOT / "tests/own/survivors_job.py"
+BOUND = 240.0
+STOPPED_SECONDS = 2
+_KILLED = "ended by SIGKILL"
+
+
+def command(run_dir: Path, kind: str, *words: str) -> list[str]:
+    options = ["--live", "--ranks", str(RANKS), "--stopped-seconds", str(STOPPED_SECONDS), "--max-restarts", "0"]
+    return [*LAUNCH, *options, "--", PYTHON, "-u", str(JOB), str(run_dir), kind, *words]
+
+
+def readable(run_dir: Path) -> list[dict[str, Any]]:
+    """Its events. A line that a kill has cut off is none."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in (run_dir / "events.jsonl").read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return found
+
+
+def hashes(run_dir: Path) -> list[tuple[int, str]]:
+    """(step, sha256 of the weights) as they were told, in order."""
+    return [(event["step"], event["sha256"]) for event in readable(run_dir) if event["event"] == "weights"]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[tuple[int, str]]]:
+    """kind → the hashes of a run of one process, which no launcher has started."""
+    known: dict[str, list[tuple[int, str]]] = {}
+
+    def of(kind: str) -> list[tuple[int, str]]:
+        if kind not in known:
+            run_dir = tmp_path_factory.mktemp("undisturbed") / kind
+            done = run([PYTHON, str(JOB), str(run_dir), kind], clean_env(), timeout=BOUND)
+            assert done.code == 0, done.output
+            known[kind] = hashes(run_dir)
+        return known[kind]
+
+    return of
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    """rank → process, of those that live."""
+    found = {}
+    for pid, state, parent, _ in processes():
+        if parent == launcher and state != "Z":
+            with contextlib.suppress(OSError):
+                env = Path(f"/proc/{pid}/environ").read_bytes()
+                if (match := re.search(rb"(?:^|\0)RANK=(\d+)\0", env)) is not None:
+                    found[int(match[1])] = pid
+    return found
+
+
+def disturb(launcher: subprocess.Popen[str], run_dir: Path, seed: int) -> list[str]:
+    """Loses up to three ranks, at moments that the seed draws. Returns what was done."""
+    draw, done = random.Random(seed), []
+    last = max(step for step, _ in [(40, "")])
+    moments = sorted(draw.randrange(1, last) for _ in range(draw.choice((1, 1, 2))))
+    for moment in moments:
+        kind = draw.choice(("weights", "weights", "checkpoint", "log"))
+        number, pause = draw.choice((1, 1, 1, 2)), draw.choice((0.0, 0.001, 0.01, 0.05))
+        which = signal.SIGSTOP if draw.random() < 0.2 else signal.SIGKILL
+        deadline = time.monotonic() + BOUND
+        while launcher.poll() is None and time.monotonic() < deadline:
+            told = readable(run_dir)
+            ready = any(event["event"] == "weights" and event["step"] > 2 for event in told)
+            if ready and any(event["event"] == kind and event.get("step", 0) >= moment for event in told[-200:]):
+                break
+            time.sleep(0.002)
+        time.sleep(draw.choice((0.0, 0.0, 0.003, 0.01, 0.03)))
+        for _ in range(number):
+            living = ranks_of(launcher.pid)
+            if len(living) < 2 or launcher.poll() is not None:
+                break
+            rank = draw.choice(sorted(living))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(living[rank], which)  # the process alone: its loader's live on
+                done.append(f"{which.name} of rank {rank} at {kind} of step {moment}")
+            time.sleep(pause)
+    return done
+
+
+def check(tmp_path: Path, seed: int, kind: str, undisturbed: Callable[[str], list[tuple[int, str]]]) -> None:
+    run_dir, wanted = tmp_path / "run", undisturbed(kind)
+    with started(command(run_dir, kind), clean_env()) as launcher:
+        with open(tmp_path / "out", "w") as out:
+            done = disturb(launcher, run_dir, seed)
+            output, _ = launcher.communicate(timeout=BOUND)
+            out.write(output)
+        said = f"{done}\n{output}"
+        # A rank that is lost while the first ones end already is a restart, and this launcher makes none.
+        status = json.loads((run_dir / "status.json").read_text())
+        assert launcher.returncode == 0 or "others have ended" in output, said
+        assert status["code"] == 0, said
+        assert not ranks_of(launcher.pid), said
+    assert hashes(run_dir) == wanted, said  # each step once, in order, with these weights
+    assert json.loads((run_dir / "summary.json").read_text())["weights_sha256"] == wanted[-1][1], said
+    lost = [event for event in readable(run_dir) if event["event"] == "rank_lost"]
+    assert len({event["rank"] for event in lost}) == len(lost), said
+    assert all(event["how"] for event in lost), said
+    left = [pid for pid, state, _, _ in processes() if state != "Z" and _mentions(pid, str(run_dir))]
+    assert not left, said
+
+
+def _mentions(pid: int, text: str) -> bool:
+    with contextlib.suppress(OSError):
+        return text.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+@pytest.mark.promise("survivors")
+def test_a_rank_that_has_missed_a_result_gets_it_from_one_that_has_it(tmp_path: Path) -> None:
+    require(hasattr(os, "pidfd_open"), "needs Linux")
+    words = [*LAUNCH, "--live", "--no-prefix", "--ranks", "3", "--max-restarts", "0", "--", PYTHON, "-c", CALLS]
+    done = run(words, clean_env(), timeout=BOUND)
+    assert done.code == 0, done.output
+    said = sorted(json.loads(line) for line in done.output.splitlines() if line.startswith("["))
+    how = {"2": f"{_KILLED}, by hand or because the memory was used up"}
+    assert said == [[0, 111.0, 1, 2.0, [[how, 0, 2]]], [1, 111.0, 1, 2.0, [[how, 1, 2]]]], done.output
+
+
+@pytest.mark.promise("survivors")
+@pytest.mark.parametrize("seed", range(10))
+def test_any_rank_may_be_lost_at_any_moment(seed: int, tmp_path: Path, undisturbed: Any) -> None:
+    require(hasattr(os, "pidfd_open"), "needs Linux")
+    check(tmp_path, seed, ("gan", "part")[seed % 2], undisturbed)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(10, 210))
+def test_two_hundred_seeds(seed: int, tmp_path: Path, undisturbed: Any) -> None:
+    check(tmp_path, seed, ("gan", "part")[seed % 2], undisturbed)

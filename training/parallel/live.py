@@ -1,0 +1,357 @@
+"""Ranks that go on without a lost one: the others meet again, and what was under way ends on all of them.
+
+A *call* is a collective, or several with what is computed for them (`Live.together`). No rank is through with a call before all have come
+to its last collective, so two ranks are at most one call apart. Where a rank is lost in between, the launcher kills what is left of it and
+announces the ranks that remain, a *generation*. Each of these shuts its connections to the others, so that whatever collective it is
+in fails at once, and meets the others in a new process group. Some may be through with the call that the others are in: its result,
+which each rank keeps until it is through with the next one, is sent to those. Else all take the call again, and what the lost rank
+had of it is dealt out anew.
+
+The state of the training moves between two calls alone, by the same numbers on every rank. So nothing of it is ever sent.
+
+gloo has no abort that frees a rank which waits for another one; a connection that is shut does (torch 2.15). Its listening sockets
+must stay: without them it ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.training.parallel import stores
+from lockstep.training.parallel.exchange import is_collective, pack, unpack
+from lockstep.training.parallel.world import World
+
+ANNOUNCED_SECONDS = 10.0
+"""How long a rank whose collective has failed waits for the launcher to say that a rank is lost. Without a loss it is another error."""
+MEET_SECONDS = 1.0
+"""For the new process group, once all ranks are there: they need milliseconds. Each further attempt has twice the time."""
+ATTEMPTS = 6
+LOOK_SECONDS = 0.002
+CLOSE_SECONDS = 5.0
+Address = tuple[str, int]
+Results = list[torch.Tensor]
+
+
+class CannotTakeAgain(dist.DistError):
+    """A rank is lost, and the others cannot go on without it: all ranks have to start again."""
+
+
+class _Superseded(Exception):
+    """One more rank was lost while the others were about to meet."""
+
+
+class Live:
+    """The ranks of one attempt at a run, on one machine. Every rank makes the same calls in the same order.
+
+    Args:
+        world: its place changes with each generation.
+        timeout: seconds that the ranks wait for one another, as in any collective.
+        regrouped: called where the ranks have met again, with what is known of the lost ones (rank → how it ended; the number that it was
+            started with) and the seconds of each phase. Makes no calls.
+    """
+
+    def __init__(
+        self, world: World, timeout: float, regrouped: Callable[[dict[int, str], dict[str, float]], None]
+    ) -> None:  # fmt: skip
+        assert world.master is not None
+        self.world, self._timeout, self._regrouped = world, timeout, regrouped
+        self.rank = world.rank
+        """The number that this rank was started with, and that the launcher knows."""
+        self.done = 0
+        """Calls that this rank is through with."""
+        self.lost: dict[int, str] = {}
+        """All ranks that were lost so far, and how."""
+        self._members = list(range(world.size))
+        self._result: Results = []
+        """Of the last call that this rank is through with."""
+        self._room: Results = []
+        self._inside = False
+        self._news = threading.Condition()
+        self._announced = (0, self._members)
+        self._store = stores.without_prefix(dist.distributed_c10d._get_default_store())
+        self._store.set(f"lockstep/live/sockets/0/{self.rank}", json.dumps([*_connections().values()]))
+        self._peers = self._connected_to_ranks("lockstep/live/sockets/0", self._members)
+        before = _connections()
+        self._listening = stores.tcp_store(*world.master, serves=False, seconds=timeout)
+        self._listens = {fd: ends for fd, ends in _connections().items() if before.get(fd) != ends}
+        self._over = False
+        self._thread = threading.Thread(target=self._listen, name="live", daemon=True)
+        self._thread.start()
+
+    def ready(self) -> None:
+        """From here on this rank may be lost without a restart of all."""
+        self._store.set(stores.ready(self.rank), "1")
+
+    def close(self) -> None:
+        """The attempt is over. A thread that were still in torch would, where it woke as Python ends, abort the process."""
+        self._over = True
+        _shut(self._listens)
+        self._thread.join(CLOSE_SECONDS)
+        self.world.live = None
+
+    def together(self, compute: Callable[[], Results], changes: bool = False) -> Results:
+        """What `compute` gives, the same on every rank. It is called again where a rank was lost on the way: it changes nothing.
+
+        Args:
+            changes: the caller changes the tensors that it gets.
+
+        Raises:
+            CannotTakeAgain: the ranks cannot go on without the lost one.
+        """
+        if self._inside:  # a part of a call
+            return compute()
+        while True:
+            self._inside = True
+            try:
+                self.check()
+                result = compute()
+            except Exception as error:
+                if not isinstance(error, _Superseded) and (
+                    isinstance(error, CannotTakeAgain) or not is_collective(error)
+                ):
+                    raise
+                failure = error.with_traceback(None)  # its frames hold the process group
+            else:
+                self._keep(result, changes)
+                return result
+            finally:
+                self._inside = False
+            if (found := self._meet_again(failure)) is not None:
+                return [tensor.clone() for tensor in found]
+
+    @contextlib.contextmanager
+    def once(self, what: str) -> Iterator[None]:
+        """Inside are collectives over values of the script's own, which those of a lost rank would be missing from.
+
+        Raises:
+            CannotTakeAgain: a rank was lost before.
+        """
+        if self.world.generation:
+            raise CannotTakeAgain(
+                f"{what} after {self._who()}: what that rank had measured is gone, so that all ranks start again. run.evaluate(function, "
+                "dataset) and run.loss() do not depend on which ranks there are"
+            )
+        inside, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = inside
+
+    def check(self) -> None:
+        """Ends a call early where a rank is known to be lost. Raises."""
+        if self._announced[0] > self.world.generation:
+            raise _Superseded
+
+    def why(self) -> str:
+        """A sentence for a collective outside a call that has failed because a rank was lost; "" where none was."""
+        with self._news:
+            self._news.wait_for(lambda: self._announced[0] > self.world.generation, ANNOUNCED_SECONDS)
+            generation, members = self._announced
+        if generation <= self.world.generation:
+            return ""
+        self._note_lost(members)
+        return f"{self._who()} in a collective of the script's own, which cannot be taken again: all ranks start again"
+
+    def _who(self) -> str:
+        return "; ".join(f"rank {rank} was lost" + (f" ({how})" if how else "") for rank, how in self.lost.items())
+
+    def _keep(self, result: Results, changes: bool) -> None:
+        """All ranks have come to this call, so all are through with the one before, and nobody needs its result any more."""
+        self.done += 1
+        if not changes:
+            self._result = result
+            return
+        if [(t.shape, t.dtype) for t in self._room] != [(t.shape, t.dtype) for t in result]:
+            self._room = [torch.empty_like(tensor) for tensor in result]
+        for room, tensor in zip(self._room, result):
+            room.copy_(tensor)
+        self._result = self._room
+
+    def _listen(self) -> None:
+        """Waits for the launcher's word, in a thread with a connection of its own."""
+        generation = 0
+        with contextlib.suppress(RuntimeError, ValueError):  # the launcher is gone, or this attempt is over
+            while True:
+                key = stores.generation(generation + 1)
+                self._listening.wait([key], timedelta(days=1))
+                if self._over:
+                    return
+                members = json.loads(stores.said(self._listening, key, r"\[[0-9, ]+\]"))
+                generation += 1
+                with self._news:
+                    self._announced = (generation, members)
+                    self._news.notify_all()
+                _shut(self._peers)
+
+    def _meet_again(self, failure: BaseException) -> Results | None:
+        """In a new process group, as often as it takes. Returns the result of the call under way where other ranks have it; None: it is to
+        be taken again."""
+        found: Results | None = None
+        lost: dict[int, str] = {}
+        while True:
+            began = time.monotonic()
+            with self._news:
+                self._news.wait_for(lambda: self._announced[0] > self.world.generation, ANNOUNCED_SECONDS)
+                generation, members = self._announced
+            if generation <= self.world.generation:
+                raise failure
+            told = time.monotonic()
+            self.world.generation = generation
+            lost |= self._note_lost(members)
+            try:
+                here = self._join_in_time(members)
+                met = time.monotonic()
+                received = self._catch_up()
+                found = received if received is not None else found
+            except _Superseded as error:
+                failure = error
+                continue
+            except (RuntimeError, ValueError) as error:
+                if isinstance(error, CannotTakeAgain):
+                    raise
+                failure = error.with_traceback(None)
+                continue
+            seconds = {
+                "announced": told - began,
+                "here": here - told,
+                "met": met - here,
+                "sent": time.monotonic() - met,
+            }
+            self._regrouped(lost, seconds)
+            return found
+
+    def _note_lost(self, members: list[int]) -> dict[int, str]:
+        lost = {}
+        for rank in [rank for rank in self._members if rank not in members]:
+            key = stores.ended(rank)
+            lost[rank] = stores.said(self._store, key, r"[ -~]+") if self._store.check([key]) else ""
+        self._members = members
+        self.lost |= lost
+        return lost
+
+    def _join_in_time(self, members: list[int]) -> float:
+        """Returns when all were there (`time.monotonic`). Raises `_Superseded`, `CannotTakeAgain`.
+
+        A rank that is lost while gloo connects the others holds them up until that has timed out, so it gets little time at first.
+        """
+        for attempt in range(ATTEMPTS):
+            try:
+                return self._join(
+                    f"lockstep/live/meeting/{self.world.generation}.{attempt}", members, MEET_SECONDS * 2**attempt
+                )
+            except (RuntimeError, ValueError) as error:
+                if isinstance(error, CannotTakeAgain):
+                    raise
+                reason = str(error).partition("\n")[0]
+            self.check()
+        raise CannotTakeAgain(
+            f"{self._who()}, and the others could not connect again ({reason}): all ranks start again"
+        )
+
+    def _join(self, place: str, members: list[int], seconds: float) -> float:
+        """Once. Raises `RuntimeError`, too.
+
+        Args:
+            place: in the store.
+            seconds: for the new process group.
+        """
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+            dist.destroy_process_group()
+        store = self._store
+        store.set(f"{place}/here/{self.rank}", "1")
+        self._until_said([f"{place}/here/{member}" for member in members], self._timeout)
+        here = time.monotonic()
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore(f"{place}/group", store), rank=members.index(self.rank), world_size=len(members),
+            timeout=timedelta(seconds=seconds),
+        )  # fmt: skip
+        sockets = f"{place}/sockets"
+        store.set(f"{sockets}/{self.rank}", json.dumps([*_connections().values()]))
+        if not self._until_said([f"{sockets}/{member}" for member in members], seconds, raises=False):
+            raise RuntimeError("a rank has not connected")
+        self._peers = self._connected_to_ranks(sockets, members)
+        self.check()  # what was announced meanwhile has shut the connections before
+        store.set_timeout(timedelta(seconds=self._timeout))
+        self.world.group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=self._timeout))
+        world = self.world
+        world.rank = world.local_rank = members.index(self.rank)
+        world.size = world.local_size = len(members)
+        return here
+
+    def _until_said(self, keys: list[str], seconds: float, raises: bool = True) -> bool:
+        """Whether all keys are there in time. Raises `_Superseded`."""
+        deadline = time.monotonic() + seconds
+        while not self._store.check(keys):
+            self.check()
+            if time.monotonic() > deadline:
+                if not raises:
+                    return False
+                missing = [key.rpartition("/")[2] for key in keys if not self._store.check([key])]
+                raise CannotTakeAgain(
+                    f"{self._who()}, and rank {', '.join(missing)} has not met the others within {seconds:g} s: all ranks start again"
+                )
+            time.sleep(LOOK_SECONDS)
+        return True
+
+    def _connected_to_ranks(self, place: str, members: list[int]) -> dict[int, tuple[Address, Address]]:
+        """This process's connections whose other end is a rank, by file descriptor."""
+        others: set[tuple[Address, Address]] = set()
+        for member in members:
+            if member != self.rank:
+                ends = json.loads(self._store.get(f"{place}/{member}"))
+                others |= {((near[0], near[1]), (far[0], far[1])) for near, far in ends}
+        return {fd: (near, far) for fd, (near, far) in _connections().items() if (far, near) in others}
+
+    def _catch_up(self) -> Results | None:
+        """The result of the call that this rank is in, from one that is through with it; None where no rank is. Collective."""
+        if self.world.size == 1:
+            return None
+        places = torch.zeros(self.world.size, dtype=torch.int64)
+        dist.all_gather_into_tensor(places, torch.tensor([self.done]))
+        newest, oldest = int(places.max()), int(places.min())
+        if newest == oldest:
+            return None
+        if newest - oldest > 1:
+            raise CannotTakeAgain(
+                f"{self._who()}, and the others are {newest - oldest} calls apart: all ranks start again"
+            )
+        source, behind = places.tolist().index(newest), self.done < newest
+        packed = pack(self._result) if self.world.rank == source else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([packed.numel()])
+        dist.broadcast(length, source)
+        packed = packed if self.world.rank == source else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(packed, source)
+        if behind:
+            self._result, self.done = unpack(packed), newest
+        return self._result if behind else None
+
+
+def _connections() -> dict[int, tuple[Address, Address]]:
+    """This process's TCP connections: file descriptor → (own address, the other end's)."""
+    found: dict[int, tuple[Address, Address]] = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as copy:
+                    if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                        found[int(name)] = copy.getsockname()[:2], copy.getpeername()[:2]
+    return found
+
+
+def _shut(connections: dict[int, tuple[Any, Any]]) -> None:
+    """Ends these connections, as far as they are still what they were: a file descriptor may have become another one's."""
+    for fd, ends in connections.items():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+            if (copy.getsockname()[:2], copy.getpeername()[:2]) == ends:
+                copy.shutdown(socket.SHUT_RDWR)

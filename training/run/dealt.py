@@ -1,0 +1,142 @@
+"""What the ranks are dealt of a global batch, and what each is dealt instead where one of them is lost in the middle of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from lockstep.training.data import order
+from lockstep.training.data.batches import Batches, Part, share
+from lockstep.training.data.trees import to_device
+from lockstep.training.parallel.live import CannotTakeAgain
+from lockstep.training.parallel.world import World
+from lockstep.training.run.work import Work
+
+
+class Dealing(Iterator[tuple[Any, "Part | None"]]):
+    """The batches of an epoch, for this rank among those that there are.
+
+    Args:
+        first_step: of the epoch.
+    """
+
+    def __init__(self, batches: Batches, world: World, epoch: int, first_step: int) -> None:
+        self._batches, self._world, self._epoch = batches, world, epoch
+        self._open(first_step)
+
+    def _open(self, step: int) -> None:
+        self._given, self._step, self._generation = self._batches.epoch(self._epoch, step), step, self._world.generation
+
+    def __next__(self) -> tuple[Any, Part | None]:
+        if self._generation != self._world.generation:
+            self.close()
+            self._open(self._step)
+        self._current = next(self._given)
+        self._step += 1
+        return self._current
+
+    def again(self) -> tuple[Any, Part | None]:
+        """The batch under way, as it is dealt now."""
+        if self._generation != self._world.generation:
+            self._step -= 1
+            next(self)
+        return self._current
+
+    def close(self) -> None:
+        getattr(self._given, "close", lambda: None)()
+
+
+class Dealt:
+    """What the script was given of the batch under way, and in which generation of the ranks."""
+
+    def __init__(self, world: World, cut: order.Parts | None) -> None:
+        self._world, self._cut = world, cut
+        self.generation = 0
+        self._item: Any = None
+        self._again: Callable[[], tuple[Any, Part | None]] | None = None
+        self._wholes: list[tuple[Any, Any]] = []
+        """What `run.part` has given, and of what."""
+
+    def begin(self, item: Any, given: Iterator[Any]) -> None:
+        """A batch is there: `item`, of these."""
+        self._item, self._again = item, given.again if isinstance(given, Dealing) else None
+        self.generation, self._wholes = self._world.generation, []
+
+    def part(self, whole: Any) -> tuple[Any, Part]:
+        """This rank's part of what every rank has, and how it counts."""
+        mine, part = self._part(whole)
+        if self._again is None and not self._wholes:
+            self.generation = self._world.generation
+        if self._world.live is not None:
+            self._wholes.append((mine, whole))
+        return mine, part
+
+    def _part(self, whole: Any) -> tuple[Any, Part]:
+        low, high, part = share(len(whole), self._world, self._cut)
+        return whole[slice(*((low, high) if high > low else (0, 1)))], part
+
+    def now(self, work: Work) -> Work:
+        """The same step over what this rank is dealt of the batch now.
+
+        Raises:
+            CannotTakeAgain: the script has not got a piece of what it was called with from here.
+        """
+        if work.generation == self._world.generation:
+            return work
+        item, part = (None, None) if self._again is None else self._again()
+        item = None if self._again is None else to_device(item, self._world.device)
+        found: list[Part] = [] if part is None else [part]
+
+        def deal(piece: Any) -> Any:
+            for mine, whole in self._wholes:
+                if piece is mine:
+                    again, of = self._part(whole)
+                    found.append(of)
+                    return again
+            if self._again is not None and (place := _place(piece, self._item)) is not None:
+                return _at(item, place)
+            if isinstance(piece, tuple):
+                return tuple(map(deal, piece))
+            if isinstance(piece, list) and piece and isinstance(piece[0], torch.Tensor):
+                return list(map(deal, piece))
+            if isinstance(piece, Mapping):
+                return {key: deal(value) for key, value in piece.items()}
+            raise CannotTakeAgain(
+                f"a rank was lost, and the step cannot be taken again: a {type(piece).__name__} that run.step(function, …) was called with "
+                "is nothing that run.batches() or run.part() has given. Put what is made of a batch into the function"
+            )
+
+        batch = tuple(map(deal, work.batch))
+        part = found[0]
+        return dataclasses.replace(
+            work, batch=batch, part=part, samples=part.samples, weight=part.weight, generation=self._world.generation
+        )
+
+
+def _children(item: Any) -> list[tuple[Any, Any]]:
+    if isinstance(item, Mapping):
+        return list(item.items())
+    if isinstance(item, (list, tuple)):
+        return list(enumerate(item))
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        return [(field.name, getattr(item, field.name)) for field in dataclasses.fields(item)]
+    return []
+
+
+def _place(piece: Any, item: Any) -> tuple[Any, ...] | None:
+    """Where in a batch this very object is; None: nowhere."""
+    if piece is item:
+        return ()
+    for key, child in _children(item):
+        if (place := _place(piece, child)) is not None:
+            return (key, *place)
+    return None
+
+
+def _at(item: Any, place: tuple[Any, ...]) -> Any:
+    for key in place:
+        item = dict(_children(item))[key]
+    return item
