@@ -1,11 +1,13 @@
 """python tests/own/survivors_job.py RUN_DIR KIND [NAME=VALUE …]: what a run has, under sync.name=exact, with an event `weights` a step.
 
 KIND: `net` (loader processes, transforms that draw, batch norm, dropout, an average, a schedule, an evaluation each epoch), `gan` (two
-models that step in turn), `part` (every rank draws the whole batch, and takes its part).
+models that step in turn), `part` (every rank draws the whole batch, and takes its part). `summed`, `changed`, `of_rank`: what cannot go on.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,7 +93,45 @@ def part(run: Session) -> None:
             run.step(lambda x, y: F.mse_loss(model(x), y), x, y)
 
 
+def lose_one(run: Session) -> None:
+    """Rank 2 of the first start is killed, once 9 steps are done."""
+    if run.steps == 9 and run.rank == 2 and not run.resumed:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def small(run: Session) -> nn.Module:
+    model = run.replicate(nn.Linear(8, 1))
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05))
+    return model
+
+
+def summed(run: Session) -> None:
+    """What each rank has measured of its own samples is summed at the end of the epoch."""
+    model, data = small(run), Noisy()
+    for _ in run.epochs(2):
+        seen = 0
+        for x, _ in run.batches(data, 16):
+            run.step(lambda x: model(x).square().mean(), x)
+            lose_one(run)
+            seen += len(x)
+        run.log(seen=run.sum(seen)[0])
+
+
+def changed(run: Session) -> None:
+    """The step is called with what the script has made of the batch."""
+    model, data = small(run), Noisy()
+    for _ in run.epochs(2):
+        for x, _ in run.batches(data, 16):
+            run.step(lambda x: lose_one(run) or model(x).square().mean(), x * 2)
+
+
+def of_rank(run: Session) -> None:
+    small(run)
+    run.keep_of_rank({"loader": torch.optim.SGD([torch.zeros(1)], lr=0.1)})
+
+
 if __name__ == "__main__":
     run_dir, kind, *words = sys.argv[1:]
+    kinds = {"net": net, "gan": gan, "part": part, "summed": summed, "changed": changed, "of_rank": of_rank}
     with Session(run_dir, *SETTINGS, *words, config={"kind": kind}) as run:
-        {"net": net, "gan": gan, "part": part}[kind](run)
+        kinds[kind](run)

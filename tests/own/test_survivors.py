@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import LAUNCH, PYTHON, ROOT, clean_env, processes, require, run, started
+from tests.processes import LAUNCH, PYTHON, ROOT, clean_env, poll, processes, require, run, started
 
 CALLS = """
 import json, os, signal, sys
@@ -54,8 +54,9 @@ STOPPED_SECONDS = 2
 _KILLED = "ended by SIGKILL"
 
 
-def command(run_dir: Path, kind: str, *words: str) -> list[str]:
-    options = ["--live", "--ranks", str(RANKS), "--stopped-seconds", str(STOPPED_SECONDS), "--max-restarts", "0"]
+def command(run_dir: Path, kind: str, *words: str, restarts: int = 0) -> list[str]:
+    options = ["--live", "--ranks", str(RANKS), "--stopped-seconds", str(STOPPED_SECONDS)]
+    options += ["--max-restarts", str(restarts)]
     return [*LAUNCH, *options, "--", PYTHON, "-u", str(JOB), str(run_dir), kind, *words]
 
 
@@ -168,6 +169,58 @@ def test_a_rank_that_has_missed_a_result_gets_it_from_one_that_has_it(tmp_path: 
     said = sorted(json.loads(line) for line in done.output.splitlines() if line.startswith("["))
     how = {"2": f"{_KILLED}, by hand or because the memory was used up"}
     assert said == [[0, 111.0, 1, 2.0, [[how, 0, 2]]], [1, 111.0, 1, 2.0, [[how, 1, 2]]]], done.output
+
+
+@pytest.mark.promise("survivors")
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("summed", "run.sum() after rank 2 was lost (ended by SIGKILL"),
+        ("changed", "a Tensor that run.step(function, …) was called with is nothing that run.batches() or run.part() has given"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_taken_again_is_a_restart_with_a_reason(kind: str, why: str, tmp_path: Path) -> None:
+    require(hasattr(os, "pidfd_open"), "needs Linux")
+    ends = []
+    for name, words in (("alone", [PYTHON, str(JOB)]), ("live", [])):
+        words = [*words, str(tmp_path / name), kind] if words else command(tmp_path / name, kind, restarts=1)
+        done = run(words, clean_env(), timeout=BOUND)
+        assert done.code == 0, done.output
+        ends.append(json.loads((tmp_path / name / "summary.json").read_text()))
+    assert why in done.output and "all ranks start again" in done.output, done.output
+    alone, live = ends
+    assert (live["weights_sha256"], live["restarts"]) == (alone["weights_sha256"], 1)
+
+
+@pytest.mark.promise("survivors", "bad-input")
+@pytest.mark.parametrize(
+    ("kind", "word", "why"),
+    [
+        ("part", "sync.name=flat", "launch --live needs sync.name=exact, under which any ranks compute the same, and this run has flat"),
+        ("of_rank", "seed=0", "launch --live cannot go on without what a rank alone keeps, and keep_of_rank() has loader"),
+    ],
+)  # fmt: skip
+def test_a_run_that_could_not_go_on_is_refused(kind: str, word: str, why: str, tmp_path: Path) -> None:
+    words = (word, "sync.options={}") if "flat" in word else (word,)
+    done = run(command(tmp_path / "run", kind, *words), clean_env(), timeout=BOUND)
+    assert done.code == 2 and done.output.count(why) == 1 and "Traceback" not in done.output, done.output
+
+
+@pytest.mark.promise("survivors")
+def test_a_signal_after_a_loss_saves_and_the_run_resumes(tmp_path: Path, undisturbed: Any) -> None:
+    require(hasattr(os, "pidfd_open"), "needs Linux")
+    run_dir, wanted = tmp_path / "run", undisturbed("part")
+    with started(command(run_dir, "part"), clean_env()) as launcher:
+        for moment in (5, 30):
+            poll(lambda moment=moment: len(hashes(run_dir)) >= moment or launcher.poll() is not None, BOUND, "the step")
+            if moment == 5:
+                os.kill(ranks_of(launcher.pid)[0], signal.SIGKILL)
+        launcher.send_signal(signal.SIGTERM)
+        output, _ = launcher.communicate(timeout=BOUND)
+    assert launcher.returncode == 75, output
+    done = run(command(run_dir, "part"), clean_env(), timeout=BOUND)
+    assert done.code == 0 and "Resuming at step" in done.output, done.output
+    assert hashes(run_dir) == wanted
 
 
 @pytest.mark.promise("survivors")
