@@ -207,6 +207,8 @@ class Live:
             if generation <= self.world.generation:
                 raise failure
             told = time.monotonic()
+            if self.rank not in members:
+                raise CannotTakeAgain(f"the launcher takes rank {self.rank} for lost: all ranks start again")
             self.world.generation = generation
             lost |= self._note_lost(members)
             try:

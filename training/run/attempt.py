@@ -142,9 +142,11 @@ class Attempt:
         """Ranks were lost, and the others have met again."""
         context, world = self.context, self.context.world
         if world.leader and context.run is None:
-            context.take_over()
+            try:
+                context.take_over()
+            except UserError as error:
+                raise CannotTakeAgain(f"rank 0 was lost, and {error}: all ranks start again") from None
             assert context.run is not None
-            context.run.listeners.append(context.console.on_event)
             trackers.attach(context.config, context.run, context.steps_done, lambda: context.console.planned)
             self.saver.take_over()
             self.consensus.stop_file = self._stop_file
@@ -281,10 +283,16 @@ class Attempt:
 
     def _check_closeness(self, done: int) -> None:
         self.context.state.clock.settle()
-        try:  # running statistics differ between ranks, see `averaged_buffers`
+        live = self.context.world.live
+
+        def compare() -> list[torch.Tensor]:  # running statistics differ between ranks, see `averaged_buffers`
             check_parameter_closeness(self.context.state.model, batch_statistics=False)
             if self.context.state.ema is not None:
                 check_parameter_closeness(self.context.state.ema.average, batch_statistics=False)
+            return []
+
+        try:
+            compare() if live is None else live.together(compare)
         except ReplicasDiffer as error:
             raise Ended(
                 EXIT_FAILED, f"the replicas are not the same after step {done}: {error}. It is not saved. {EACH_ALONE}"

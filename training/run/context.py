@@ -75,6 +75,7 @@ class RunContext:
     def take_over(self) -> None:
         """Rank 0 was lost, and this one is in its place: it has the run directory from here on. Raises `UserError`."""
         self.run = run = RunDirectory.take_over(self.path, self.attempt)
+        run.listeners.append(self.console.on_event)
         there = [_key(event) for event in run.last_events()]
         for _, key, action in self._untold:
             if key is None or key not in there:

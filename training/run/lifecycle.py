@@ -386,6 +386,8 @@ def _check_live(world: World, sync: GradientSync, of_rank: Mapping[str, Any]) ->
             f"launch --live needs sync.name=exact, under which any ranks compute the same, and this run has {sync.settings.name}: set it, "
             "or leave out --live"
         )
+    if not Path("/proc/self/fd").is_dir():
+        raise UserError("launch --live needs Linux, which shows a process its connections: leave out --live")
     if world.device.type != "cpu":
         raise UserError("launch --live goes on with gloo on CPUs alone: set device=cpu, or leave out --live")
     if of_rank:
