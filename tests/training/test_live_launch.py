@@ -1,0 +1,292 @@
+"""`launch --live`: which ranks are lost, what the others are told, when all start again, and what is left at the end: nothing.
+
+The ranks are small programs without torch, and the test asks the launcher's store in their place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from tests.processes import LAUNCH, PYTHON, ROOT, clean_env, poll, processes, started
+from tests.runs import Job
+from tests.warm.gang import Gang, python, running
+
+RANK = """
+import json, os, pathlib, signal, subprocess, sys, time
+folder, deaf = pathlib.Path(sys.argv[1]), "deaf" in sys.argv
+signal.signal(signal.SIGTERM, signal.SIG_IGN if deaf else lambda *_: os._exit(75))
+child = subprocess.Popen(["sleep", "600"])  # as a loader's worker, it has the pipes and the sockets
+mine = folder / f"{os.environ['LOCKSTEP_RESTARTS']}-{os.environ['RANK']}"
+(folder / f".{mine.name}").write_text(json.dumps([os.getpid(), child.pid, dict(os.environ)]))
+(folder / f".{mine.name}").rename(mine)
+print("begun", flush=True)
+while not (end := mine.with_name(f"{mine.name}-end")).exists():
+    time.sleep(0.01)
+os._exit(int(end.read_text()))
+"""
+
+
+class Live:
+    """A launcher of such ranks."""
+
+    def __init__(self, gang: Gang, folder: Path, ranks: int, job: Job) -> None:
+        self.gang, self._folder, self._ranks, self.job = gang, folder, ranks, job
+        self.launcher = gang.processes[0].pid
+        self.begun: list[tuple[int, int]] = []
+        """Of each rank of this start: its process and a child."""
+
+    def begin(self, start: int = 0, ready: bool = True) -> None:
+        """Returns when the ranks of this start have begun, and, if they are to be `ready`, said so."""
+        files = [self._folder / f"{start}-{rank}" for rank in range(self._ranks)]
+        poll(lambda: all(file.exists() for file in files), what=f"the ranks of start {start}")
+        found = [json.loads(file.read_text()) for file in files]
+        self.begun = [(pid, child) for pid, child, _ in found]
+        for rank, (_, _, env) in enumerate(found):
+            assert (env["RANK"], env["LOCAL_RANK"], env["LOCKSTEP_LIVE"]) == (str(rank), str(rank), "1")
+            assert {env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]} == {str(self._ranks)}
+        address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+        self.store = TCPStore(address, port, None, False, timedelta(seconds=60))
+        for rank in range(self._ranks) if ready else ():
+            self.store.set(f"lockstep/live/ready/{rank}", "1")
+        self._start = start
+
+    def kill(self, *ranks: int, number: int = signal.SIGKILL) -> None:
+        for rank in ranks:
+            os.kill(self.begun[rank][0], number)
+
+    def told(self, generation: int) -> list[int]:
+        """Who remains. Of the others no process is left by then, and the store says how they have ended."""
+        key = f"lockstep/live/generation/{generation}"
+        poll(lambda: self.store.check([key]), what=f"generation {generation}: {self.gang.text()}")
+        remain: list[int] = json.loads(self.store.get(key))
+        lost = set(range(self._ranks)) - set(remain)
+        assert {state for rank in lost for pid in self.begun[rank] for state in _state(pid)} <= {"Z"}
+        assert self.store.check([f"lockstep/ended/{rank}" for rank in lost])
+        return remain
+
+    def end(self, *ranks: int, code: int = 0) -> None:
+        """Has ranks end with this code."""
+        for rank in ranks:
+            hidden = self._folder / ".end"
+            hidden.write_text(str(code))
+            hidden.rename(self._folder / f"{self._start}-{rank}-end")
+
+    def wait(self) -> tuple[int, list[str]]:
+        """Its exit code and its own words. Nothing is left of it."""
+        done = self.gang.wait(60)
+        self.job.assert_gone()
+        assert not list((self._folder / "tmp").iterdir()) and "Traceback" not in done.output, done.output
+        return done.code, [line for line in done.output.splitlines() if line.startswith("launch: ")]
+
+
+@contextlib.contextmanager
+def live(folder: Path, ranks: int, *flags: str, deaf: bool = False, program: str = RANK) -> Iterator[Live]:
+    job = Job(folder, folder)
+    temporary = folder / "tmp"
+    temporary.mkdir(parents=True)
+    words = ["-m", "lockstep.training", "launch", "--live", "--ranks", str(ranks), "--grace", "5", *flags]
+    words += ["--", PYTHON, "-S", "-X", "utf8", "-c", program, str(folder), *(["deaf"] if deaf else [])]
+    with running([words], clean_env(PYTHONPATH=str(ROOT), LOCKSTEP_TEST_MARK=job.mark, TMPDIR=str(temporary))) as gang:
+        try:
+            yield Live(gang, folder, ranks, job)
+        finally:
+            gang.end()
+            for pid in job.pids():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _state(pid: int) -> str:
+    return next((state for one, state, _, _ in processes() if one == pid), "")
+
+
+KILLED = "ended by SIGKILL, by hand or because the memory was used up"
+
+
+def test_the_others_are_told_at_once_who_remains(tmp_path: Path) -> None:
+    """Of two at once, which the launcher sees at one look as it was stopped meanwhile, they are told together."""
+    with live(tmp_path, 6) as job:
+        job.begin()
+        took = []
+        for generation, rank in enumerate((2, 0, 4), 1):
+            since = time.monotonic()
+            job.kill(rank)
+            job.store.wait([f"lockstep/live/generation/{generation}"])
+            took.append(time.monotonic() - since)
+            assert rank not in job.told(generation)
+            assert job.store.get(f"lockstep/ended/{rank}").decode() == KILLED
+        assert min(took) < 0.05, took  # the machine may be busy at two of the three
+        os.kill(job.launcher, signal.SIGSTOP)
+        poll(lambda: _state(job.launcher) == "T", what="a launcher that stands")
+        job.kill(1, 5)
+        poll(lambda: {_state(job.begun[rank][0]) for rank in (1, 5)} == {"Z"}, what="the end of two ranks")
+        os.kill(job.launcher, signal.SIGCONT)
+        assert job.told(4) == [3] and job.store.get("lockstep/live/min_ranks") == b"1"
+        job.end(3)
+        code, said = job.wait()
+    assert code == 0 and said == [
+        *(f"launch: rank {rank} was {KILLED}: {left} of 6 ranks continue" for rank, left in ((2, 5), (0, 4), (4, 3))),
+        f"launch: rank 1, 5 was {KILLED}: 1 of 6 ranks continue",
+    ], said  # fmt: skip
+
+
+def test_a_stopped_rank_is_lost_unless_all_are_stopped(tmp_path: Path) -> None:
+    """Nor is the time counted in which the launcher itself is stopped."""
+
+    def stop_for(seconds: float, *pids: int) -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        until = time.monotonic() + seconds
+        poll(lambda: time.monotonic() > until)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+    with live(tmp_path, 3, "--stopped-seconds", "1") as job:
+        job.begin()
+        stop_for(1.5, *(pid for pid, _ in job.begun))
+        stop_for(1.5, job.launcher, job.begun[1][0])
+        stop_for(0.3, job.begun[0][0])
+        assert not job.store.check(["lockstep/live/generation/1"])
+        job.kill(1, number=signal.SIGSTOP)
+        assert job.told(1) == [0, 2]
+        job.end(0, 2)
+        assert job.wait() == (0, ["launch: rank 1 was ended by SIGSTOP, stopped for too long: 2 of 3 ranks continue"])
+
+
+WHY = {
+    "late": "no rank continues without rank 1: not all ranks had begun",
+    "few": "no rank continues without rank 1: 2 would remain, and --min-ranks is 3",
+    "over": "no rank continues without rank 1: others have ended",
+    "code": "rank 1 ended with exit code 9",
+}
+
+
+@pytest.mark.parametrize("why", WHY)
+def test_where_none_goes_on_all_start_again_as_often_as_they_may(why: str, tmp_path: Path) -> None:
+    with live(tmp_path, 3, "--max-restarts", "1", *(["--min-ranks", "3"] if why == "few" else [])) as job:
+        for start in range(2):
+            job.begin(start, ready=why != "late")
+            if why == "over":
+                job.end(0)
+                poll(lambda: not _state(job.begun[0][0]), what="the end of rank 0")
+            if why == "code":
+                job.end(1, code=9)
+            else:
+                job.kill(1)
+        code, said = job.wait()
+    each = [f"launch: {WHY[why]}", *([f"launch: rank 1 was {KILLED}"] if why != "code" else [])]
+    assert (code, said) == (1, [*each, "launch: all ranks start again; restarts left after that: 0", *each])
+    assert not list(tmp_path.glob("2-*"))
+
+
+def test_what_was_lost_comes_back_with_a_restart(tmp_path: Path) -> None:
+    with live(tmp_path, 3, "--max-restarts", "1") as job:
+        job.begin()
+        job.kill(0)
+        assert job.told(1) == [1, 2]
+        job.end(1, code=1)
+        job.begin(1)
+        assert not job.store.check(["lockstep/live/generation/1"])
+        job.kill(2)
+        assert job.told(1) == [0, 1]
+        job.end(0, 1)
+        assert job.wait()[0] == 0
+
+
+@pytest.mark.parametrize("code", [2, 75])
+def test_exit_codes_2_and_75_are_final(code: int, tmp_path: Path) -> None:
+    with live(tmp_path, 2, "--max-restarts", "3") as job:
+        job.begin()
+        job.end(1, code=code)
+        assert job.wait() == (code, [])
+
+
+@pytest.mark.parametrize("what", ["signal", "limit", "grace"])
+def test_a_signal_and_the_time_limit_reach_all_that_live(what: str, tmp_path: Path) -> None:
+    """Also when one was lost. Who does not end is killed when the grace is over."""
+    limit = ["--time-limit", "8"] if what == "limit" else []
+    with live(tmp_path, 3, "--max-restarts", "3", *limit, deaf=what == "grace") as job:
+        job.begin()
+        job.kill(0)
+        assert job.told(1) == [1, 2]
+        if what != "limit":
+            os.kill(job.launcher, signal.SIGTERM)
+        code, said = job.wait()
+    expected = {"signal": (75, []), "limit": (124, ["launch: the time limit of 8 s is over"])}
+    killed = [[f"launch: rank {ranks} was {KILLED}"] for ranks in ("1", "2", "1, 2")]  # as one look has seen them
+    assert (code, said[1:]) == expected[what] if what in expected else code == 1 and said[1:] in killed, said
+
+
+def test_a_signal_before_the_ranks_have_started_ends_the_launcher(tmp_path: Path) -> None:
+    """One that comes while it imports torch."""
+    with started([*LAUNCH, "--live", "--ranks", "2", "--", "touch", str(tmp_path / "started")]) as process:
+        status = Path(f"/proc/{process.pid}/status")
+        poll(
+            lambda: re.search(r"^SigBlk:\s*0*[1-9a-f]", status.read_text(), re.M), what="a launcher that imports torch"
+        )
+        process.terminate()
+        output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output) == (75, "launch: SIGTERM before the ranks had started\n")
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
+    """Nor one that does not hear a TERM."""
+    with live(tmp_path, 3, deaf=True) as job:
+        job.begin()
+        job.kill(0)
+        assert job.told(1) == [1, 2]
+        os.kill(job.launcher, signal.SIGKILL)
+        job.job.assert_gone()
+
+
+LINES = """
+import os, pathlib, subprocess, sys, time
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)  # nobody waits for it, though it has the pipes
+for number in range(20000):
+    print(number, "\u00e4" * 20)
+print("one ", end="", flush=True)
+time.sleep(0.3)
+print("line\\nno end", end="", flush=True)
+print("errors", file=sys.stderr, flush=True)
+pathlib.Path(sys.argv[1], os.environ["RANK"]).touch()
+while not all(pathlib.Path(sys.argv[1], rank).exists() for rank in "01"):  # the first one that ends ends the other
+    time.sleep(0.01)
+os.kill(os.getpid(), 9) if os.environ["RANK"] == "1" else os._exit(3)
+"""
+
+
+def test_no_line_is_lost_or_cut(tmp_path: Path) -> None:
+    with live(tmp_path, 2, program=LINES) as job:
+        done = job.gang.wait(30)
+        assert len(job.job.pids()) == 2, "the launcher had to end before these"
+    for rank in (0, 1):
+        lines = [line.partition("] ")[2] for line in done.output.splitlines() if line.startswith(f"[rank {rank}] ")]
+        expected = [*(f"{number} {'ä' * 20}" for number in range(20000)), "one line", "no end"]
+        assert "errors" in lines
+        lines.remove("errors")
+        assert len(lines) == len(expected) and all(map(str.__eq__, lines, expected)), lines[-3:]
+
+
+@pytest.mark.promise("bad-input")
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--live --nodes 2", "one node"), ("--min-ranks 2", "need --live"), ("--live --min-ranks 3", "there are 2 ranks"),
+        ("--live --stopped-seconds 0", "from 1"),
+    ],
+)  # fmt: skip
+def test_what_live_cannot_do_is_one_line(flags: str, told: str) -> None:
+    done = python("-m", "lockstep.training", "launch", "--ranks", "2", *flags.split(), "run", "smoke")
+    assert done.code == 2 and told in done.output and len(done.output.splitlines()) == 1, done.output
