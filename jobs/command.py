@@ -25,7 +25,7 @@ def launch(
         here: the folder that the job starts in.
     """
     command = [python, "-m", "lockstep.training", "launch", "--max-restarts", str(spec.max_restarts)]
-    command += ["--grace", str(spec.grace_seconds)]
+    command += ["--grace", str(spec.grace_seconds), *(["--live"] if spec.live else [])]
     if spec.nodes > 1 or spec.elastic is not None:
         command += ["--join-timeout", str(spec.join_seconds)]
         command += ["--linger", str(linger)] if linger else []

@@ -160,6 +160,9 @@ class _JobSpec(Section):
     """Longest time for the job, with all its restarts. SLURM: longest time for one start; a job that reaches it saves and is requeued."""
     max_restarts: int = Field(default=3, ge=0, le=1000)
     """Restarts after failures, per node. Preemptions do not count; on SLURM they count if nothing new was saved."""
+    live: bool = False
+    """Where a rank is killed, the others go on without it, and no restart is counted: on one node, on CPUs, with sync.name=exact.
+    Not on SLURM."""
     join_timeout: Duration | None = None
     """How long a node waits for the others, for example while a pod pulls its image. Waiting is not a failure. Null:
     time_limit less grace_seconds."""
@@ -202,6 +205,8 @@ class _JobSpec(Section):
             raise ValueError("shards belong to a recipe: a command takes the folder as an argument of its own")
         if self.gpus and self.ranks_per_node is not None and self.ranks_per_node > self.gpus:
             raise ValueError(f"ranks_per_node {self.ranks_per_node} is above gpus {self.gpus}: one rank a GPU at most")
+        if self.live and (self.nodes > 1 or self.elastic):
+            raise ValueError("live is for one node: remove live, or elastic, and set nodes to 1")
         if self.elastic and not self.elastic.min_nodes <= self.nodes <= self.elastic.max_nodes:
             raise ValueError(
                 f"nodes {self.nodes} must lie within elastic {self.elastic.min_nodes} … {self.elastic.max_nodes}"
@@ -286,8 +291,9 @@ class _JobSpec(Section):
     def record(self) -> dict[str, Any]:
         """Every setting as plain values, and the version: what is kept of a submitted job. `recorded` reads it."""
         values = self.model_dump(mode="json")
-        if self.code is None:
-            del values["code"]  # what has none can be read by earlier versions
+        for name in ("code", "live"):
+            if not values[name]:
+                del values[name]  # what has none can be read by earlier versions
         return {"version": VERSION, **values}
 
     def comparable(self) -> dict[str, Any]:

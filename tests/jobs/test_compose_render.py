@@ -145,6 +145,8 @@ PROVOKED: list[tuple[str, dict[str, Any]]] = [
     ("LJ007", {"run_dir": "runs/x"}), ("LJ007", {"volumes": [{"claim": "runs", "path": "/runs", "read_only": True}]}),
     ("LJ008", {"shards": "/data"}), ("LC011", {"volumes": [{"claim": "scratch", "path": "/scratch"}]}),
     ("LC012", {"image": "lockstep:latest"}), ("LC013", {"k8s": {"queue": "gpu"}}), ("LC015", {"ranks_per_node": 3}),
+    ("LJ009", {"live": True, "nodes": 1}),
+    ("LJ009", {"live": True, "nodes": 1, "gpus": 2, "overrides": {"sync.name": "exact"}}),
 ]  # fmt: skip
 
 

@@ -80,6 +80,14 @@ def test_set_reads_as_that_of_a_recipe(tmp_path: Path) -> None:
         assert (told.returncode, told.stderr.count("\n")) == (2, 1) and named in told.stderr, told
 
 
+def test_live_reaches_the_launcher(tmp_path: Path) -> None:
+    """And a job without it is recorded as it was before there was the setting."""
+    for words, live in ((), False), (("live=true", "overrides.sync.name=exact"), True):
+        told = _set(tmp_path, *words, "--json")
+        node = json.loads(told.stdout)[0]["services"]["node-0"]
+        assert ("--live" in node["command"]) == live == ("live" in json.loads(node["labels"]["lockstep/spec"])), told
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -91,6 +99,7 @@ def test_set_reads_as_that_of_a_recipe(tmp_path: Path) -> None:
         {"volumes": [{"claim": "a", "path": "a"}]}, {"command": ["a"]}, {"metrics_port": 80}, {"run_dir": "/dev/shm"},
         {"env": {"A": "1"}, "secrets": {"A": {"secret": "s", "key": "k"}}}, {"secrets": {"A": "literal"}},
         {"elastic": {"min_nodes": 3, "max_nodes": 2}}, {"elastic": {"min_nodes": 2, "max_nodes": 3}}, {"slurm": {"partition": "a b"}},
+        {"live": True, "nodes": 2}, {"live": True, "elastic": {"min_nodes": 1, "max_nodes": 2}},
         {"slurm": {"account": "a\n#SBATCH --wrap=x"}}, {"k8s": {"run_as_user": 0}}, {"k8s": {"patch": {1: 2}}},
         {"k8s": {"rdma": {"rdma/a": 0}}}, {"k8s": {"node_selector": {"a": "b c"}}}, {"overrides": {"epochs": "x"}},
         {"env": {"A": "x" * 200_000}}, {"volumes": [{"claim": "a", "path": "/tmp/"}]},

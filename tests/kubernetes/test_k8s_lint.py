@@ -46,6 +46,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS036", {"elastic": {"min_nodes": 1, "max_nodes": 2}, "k8s": {"kind": "TrainJob"}}),
     ("LS037", {"k8s": {}}),
     ("LJ008", {"shards": "/elsewhere"}),
+    ("LJ009", {"live": True, "nodes": 1}),
     *(("LJ001", {"image": f"{host}/a@sha256:{'a' * 64}"}) for host in ("registry.example", "a.invalid:5000", "example.com")),
     *(("LJ002", {"image": f"localhost:5000/a:{tag}"}) for tag in ("cpu", "0123-cpu", "cpu@sha256:" + "a" * 64)),
     ("LJ003", {"ranks_per_node": 2}),

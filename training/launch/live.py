@@ -2,7 +2,7 @@
 
 A rank is lost when a signal has ended it that the launcher did not send, or when it stands stopped while others run. The launcher
 kills its process group, whose data loaders hold its sockets, and says in the store, which it serves itself, who remains: a
-*generation*. What the ranks make of that is theirs (`run/live.py`). All else that happens to a rank is as without `--live`: all end,
+*generation*. What the ranks make of that is theirs (`parallel/live.py`). All else that happens to a rank is as without `--live`: all end,
 and start again from the last checkpoint.
 """
 
