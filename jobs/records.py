@@ -160,6 +160,8 @@ class Said(TypedDict):
     reason: str
     job: NotRequired[str]
     restart: NotRequired[int]
+    ranks: NotRequired[list[int]]
+    """How many there are and were, where some were lost and the others train on."""
 
 
 class Process(TypedDict):
@@ -291,7 +293,8 @@ def progress(said: Said | None) -> str:
     ended = (
         "" if said["code"] is None else ", ending" if said["code"] == contract.EXIT_DONE else ", the attempt has ended"
     )
-    return f"step {said['step']}" + (f", restart {again}" if (again := restarts(said)) else "") + ended
+    lost = ", {} of {} ranks".format(*ranks) if len(ranks := said.get("ranks", [])) == 2 else ""
+    return f"step {said['step']}{lost}" + (f", restart {again}" if (again := restarts(said)) else "") + ended
 
 
 def said(run_dir: Path, job: str) -> Said | None:

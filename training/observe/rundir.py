@@ -126,6 +126,8 @@ class RunDirectory:
         self.step_before: int = before.get("step", 0)
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
         """Get every event from now on, each as the mapping that was written. What they raise ends the run."""
+        self.ranks: list[int] | None = None
+        """How many ranks there are and were, where some were lost and the others train on."""
         self.at_close: list[Callable[[], None]] = []
         """Called by `close`, the last one first."""
         self.fresh_word: str | None = saved.get("fresh") if saved is not None else None
@@ -283,12 +285,14 @@ class RunDirectory:
 
     def status(self, code: int | None, reason: str, step: int) -> None:
         """Replaces status.json, which backends trust above exit codes. `code` None: running."""
-        status = {"code": code, "reason": reason, "step": step, "attempt": self.attempt}
+        status: dict[str, Any] = {"code": code, "reason": reason, "step": step, "attempt": self.attempt}
         if job := os.environ.get(contract.ENV_JOB):
             status["job"] = job
         restart = os.environ.get(contract.ENV_RESTARTS, "")
         if restart.isdigit():
             status["restart"] = int(restart)  # which start of the job this is, by the launcher's count
+        if self.ranks is not None:
+            status["ranks"] = self.ranks
         self._write(contract.STATUS_FILE, lambda path: files.replace_json(path, status), contract.STATUS_FILE)
 
     def summary(self, values: dict[str, Any]) -> None:

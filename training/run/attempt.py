@@ -158,6 +158,10 @@ class Attempt:
         context.event(
             "regrouped", step=context.steps_done, world_size=world.size, generation=world.generation, seconds=phases
         )
+        if context.run is not None:
+            assert world.live is not None
+            context.run.ranks = [world.size, world.size + len(world.live.lost)]
+            context.run.status(None, "running", context.steps_done)
         context.metrics.count("ranks_lost_total", by=len(lost))
         context.metrics.set("ranks", world.size)
         who = f"Ranks {named(sorted(lost))} were" if len(lost) > 1 else f"Rank {named(sorted(lost))} was"
