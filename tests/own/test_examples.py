@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.own.job import leaves, newest
-from tests.processes import ROOT, Result
+from tests.processes import LAUNCH, PYTHON, ROOT, Result, clean_env, run
 from tests.warm.gang import running
 
 EXAMPLES = ROOT / "examples"
@@ -42,13 +42,22 @@ SMALL = {
 """What makes them short."""
 
 
-def start(name: str, folder: Path, ranks: int, *settings: str, fate: str = "", **changed: float) -> Result:
-    """One start in `folder`, with short constants; `fate` is RANK:STEP before which that rank is killed."""
+def start(
+    name: str, folder: Path, ranks: int, *settings: str, fate: str = "", live: bool = False, **changed: float
+) -> Result:
+    """One start in `folder`, with short constants; `fate` is RANK:STEP before which that rank is killed.
+
+    Args:
+        live: under `launch --live`, with a restart for what cannot go on.
+    """
     folder.mkdir(exist_ok=True)
     constants = json.dumps({**SMALL.get(name.removesuffix("_plain"), {}), **changed})
     words = ["-c", CODE, str(EXAMPLES / f"{name}.py"), constants, fate]
     options = {"run_dir": str(folder / "run"), "settings": ["checkpoint.every_steps=2", *settings]}
     env = {"LOCKSTEP_THREADS": "1", "LOCKSTEP_SESSION": json.dumps(options), "PYTHONPATH": str(ROOT)}
+    if live:
+        options_of = ("--live", "--ranks", str(ranks), "--max-restarts", "1")
+        return run([*LAUNCH, *options_of, "--", PYTHON, *words], clean_env(**env), timeout=120, cwd=folder)
     with running([words] * ranks, env, cwd=folder) as started:
         return started.wait(60)
 
@@ -77,6 +86,20 @@ def test_killed_in_the_middle_and_started_again_it_ends_in_the_same_bits(
         reason = json.loads((tmp_path / "killed/run/status.json").read_text())["reason"]
         assert reason == "stopped: no better for 1 epochs"
         assert len(torch.load(tmp_path / "killed/run/files/predictions.pt")) == 27
+
+
+@pytest.mark.promise("survivors")
+@pytest.mark.parametrize(("name", "fate"), [("gpt", "1:7"), ("folders", "0:9"), ("gan", "2:9")])
+def test_a_rank_that_is_lost_changes_no_bit(tmp_path: Path, name: str, fate: str) -> None:
+    """`folders` gathers what each rank has predicted, after the last step: that is a restart, of a run that is complete."""
+    ends = []
+    for folder, ranks, killed in (("alone", 1, ""), ("live", 3, fate)):
+        done = start(name, tmp_path / folder, ranks, "sync.name=exact", live=folder == "live", fate=killed)
+        assert done.code == 0, done.output
+        ends.append(json.loads((tmp_path / folder / "run/summary.json").read_text())["weights_sha256"])
+    assert ends[0] == ends[1]
+    assert done.output.count("was lost after step") == 1, done.output
+    assert ("all ranks start again" in done.output) == (name == "folders"), done.output
 
 
 @pytest.mark.promise("session-same")
