@@ -92,6 +92,16 @@ def test_the_rank_that_failed_is_named_and_not_those_that_are_ended_for_it() -> 
 
 
 @pytest.mark.promise("restarts")
+@pytest.mark.parametrize("flags", [(), ("--live",)], ids=str)
+def test_who_starts_it_may_ignore_the_end_of_children(flags: tuple[str, ...]) -> None:
+    """A program inherits that, and hears no exit code any more."""
+    words = [*LAUNCH, *flags, "--ranks", "2", "--", PYTHON, "-S", "-c", "raise SystemExit(3)"]
+    started = f"import os, signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv({PYTHON!r}, {words!r})"
+    done = run([PYTHON, "-S", "-c", started])
+    assert done.code == 1 and "ended with exit code 3" in done.output, done
+
+
+@pytest.mark.promise("restarts")
 def test_a_killed_launcher_leaves_no_orphan_and_loses_nothing(job: Job, undisturbed: Undisturbed) -> None:
     held = job.run_dir.parent / "held"
     with started(job.command(), job.env(LOCKSTEP_TEST_FATE="1:9:HOLD", LOCKSTEP_TEST_HELD=str(held))) as launcher:

@@ -67,6 +67,9 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     if not attempts.begin():
         to_stderr(f"launch: this node was restarted {args.max_restarts} times, as often as --max-restarts allows")
         return EXIT_FAILED
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # ignored, as a parent may have left it, it hides how ranks have ended
     caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
     try:
         with (
