@@ -344,7 +344,7 @@ def session() -> str:
     lead = (
         "A training loop of your own. `from lockstep import Session`. [Own training](../own-training.md) explains it, and "
         "[its settings](session-settings.md) have a page.\n\n"
-        "In the examples `F` is `torch.nn.functional`; `Net`, `dataset`, `loader`, `evaluate` and `pretrained` are yours."
+        "In the examples `F` is `torch.nn.functional`; `Net`, `dataset`, `loader` and `pretrained` are yours."
     )
     return (
         "# Session\n\n" + documented("lockstep.training.session.Session", lead, 2) + "      inherited_members: true\n"

@@ -22,6 +22,7 @@ from lockstep.training.config import Config, own_settings
 from lockstep.training.contract import user_errors
 from lockstep.training.data.batches import Batches, Part, of_dataset
 from lockstep.training.parallel.exchange import all_gather_trees
+from lockstep.training.run import evaluation
 from lockstep.training.run.lifecycle import Lifecycle
 from lockstep.training.run.loop import Loop
 from lockstep.training.run.replica import Replica
@@ -54,11 +55,13 @@ class Session(Reporting):
         ...     optimizer = run.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
         ...     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
         ...     run.keep(schedule=schedule)  # resumes here, if there is a checkpoint
+        ...     right = lambda x, y: (network(x).argmax(1) == y).sum()
         ...     for epoch in run.epochs(10):
         ...         for x, y in run.batches(dataset, 512):  # between two batches all ranks save, or end, together
         ...             run.step(F.cross_entropy(model(x), y))  # backward, sum over the ranks, optimizer
         ...             schedule.step()
-        ...         run.log(accuracy=evaluate(run.for_evaluation()))
+        ...         network = run.for_evaluation()
+        ...         run.log(accuracy=run.evaluate(right, dataset))  # each rank looks at a part; the mean over all samples
     """
 
     def __init__(
@@ -86,6 +89,8 @@ class Session(Reporting):
     def _begin(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
         self._replica: Replica | None = None
+        self._evaluating = False
+        """The function of `evaluate` is being called."""
         self.settings, self.run_dir, self.seed = lifecycle.settings, lifecycle.run_dir, lifecycle.settings.seed
 
     def __enter__(self) -> Session:
@@ -444,7 +449,7 @@ class Session(Reporting):
         self._started().step.update(optimizers, clip, scaler)
 
     def boundary(self) -> None:
-        """Call it in long work outside the loops above, such as an evaluation: if a signal has come, all ranks save and end here.
+        """Call it in long work outside the loops above and `evaluate`: if a signal has come, all ranks save and end here.
 
         Examples:
             >>> network, right = run.for_evaluation(), 0
@@ -452,6 +457,7 @@ class Session(Reporting):
             ...     right += int((network(x).argmax(1) == y).sum())
             ...     run.boundary()
         """
+        self._check_outside()
         self._started().boundary()
 
     def sum(self, *numbers: float) -> tuple[float, ...]:
@@ -486,13 +492,63 @@ class Session(Reporting):
             model: of several, the one to be copied, as `replicate` returned it.
 
         Examples:
-            >>> run.log(accuracy=evaluate(run.for_evaluation()))
+            >>> network = run.for_evaluation()
+            >>> accuracy = run.evaluate(lambda x, y: (network(x).argmax(1) == y).sum(), dataset)
         """
         self._go_on()
         return self._replicated().for_evaluation(model)
 
+    def evaluate(
+        self, function: Callable[..., Any], dataset: Any, batch_size: int = 256, *, workers: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> Any:  # fmt: skip
+        """The mean over a dataset: every sample counts once, and the result has the same bits at any number of ranks. Collective.
+
+        The ranks share the batches of the dataset, each of which is computed by one of them. Random transforms of a sample depend
+        only on the seed and the sample, and random numbers of the function on the seed and the batch. Where a signal has come, all
+        ranks save and end between two batches, as in `boundary`.
+
+        Args:
+            function: called as `function(*batch)`, or `function(batch)` for a batch that is no list or tuple, on the rank's device,
+                under `torch.no_grad()`. It returns a sum over the samples it is called with: a number, a tensor of at most one
+                dimension (such as hits by class), or a dict of them. It calls no collective: networks are copies of `for_evaluation`.
+            dataset: map-style: it has a length and `dataset[id]`. The whole one, on every rank.
+            batch_size: samples that a rank computes at a time.
+            workers: processes that load samples; 0: this one.
+            collate: as `collate_fn` of torch's DataLoader.
+
+        Returns:
+            The sum over all samples, added up in float64 and divided by their number: a float, a float64 tensor on the CPU where the
+            function returns one dimension, or a dict of them.
+
+        Raises:
+            TypeError: the function returns something else; or the dataset is not map-style.
+            UserError: the dataset is empty.
+
+        Examples:
+            >>> network = run.for_evaluation()
+            >>> def scores(x, y):
+            ...     logits = network(x)
+            ...     loss = F.cross_entropy(logits, y, reduction="sum")
+            ...     return {"test_loss": loss, "accuracy": (logits.argmax(1) == y).sum()}
+            >>> run.log(**run.evaluate(scores, dataset, 512))
+        """
+        self._go_on()
+        loop = self._lifecycle.loop
+
+        def called(*batch: Any) -> Any:
+            self._evaluating = True
+            try:
+                return function(*batch)
+            finally:
+                self._evaluating = False
+
+        boundary = loop.boundary if loop is not None else lambda: None
+        return evaluation.of_dataset(called, dataset, batch_size, self.world, self.seed, boundary, workers, collate)
+
     def _go_on(self) -> None:
         """Before a collective that the script may call after a loop which other ranks are still in."""
+        self._check_outside()
         if self._lifecycle.loop is not None:
             if (parts := self._lifecycle.loop.step.in_parts) is not None:
                 parts.check_outside()
@@ -502,6 +558,13 @@ class Session(Reporting):
         """Around a collective over values of the script's own: those of a lost rank are gone."""
         live = self.world.live
         return contextlib.nullcontext() if live is None else live.once(what)
+
+    def _check_outside(self) -> None:
+        if self._evaluating:
+            raise RuntimeError(
+                "the function of run.evaluate() calls what needs all ranks at once, but each rank calls it for batches of its own: "
+                "do that before run.evaluate(), or after it"
+            )
 
     def _replicated(self) -> Replica:
         if self._replica is None:

@@ -15,13 +15,10 @@ class Loader(list):
     def state_dict(self): return {}
     def load_state_dict(self, state): pass
 
-def evaluate(network):
-    return float((network(dataset.tensors[0]).argmax(1) == dataset.tensors[1]).float().mean())
-
 dataset = torch.utils.data.TensorDataset(torch.randn(1100, 4), torch.randint(0, 3, (1100,)))
 scope = {
     "torch": torch, "F": F, "Session": Session, "Net": lambda: torch.nn.Linear(4, 3), "dataset": dataset,
-    "loader": Loader(zip(*(column.split(220) for column in dataset.tensors))), "evaluate": evaluate,
+    "loader": Loader(zip(*(column.split(220) for column in dataset.tensors))),
     "pretrained": lambda: torch.nn.Linear(4, 3), "predictions": torch.ones(3), "mine": torch.ones(3),
 }
 CHEAP = ("checkpoint.every_steps=1000", "log.report=false")

@@ -14,7 +14,7 @@ import random
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -373,16 +373,9 @@ class Batches:
     def _loaded(self, dataset: Dataset[Any], epoch: int, steps: range) -> Iterator[tuple[Any, Part]]:
         parts: deque[Part] = deque()
         looks = self.warn is not None and self.collate is not None and self.division.parts is not None
-        loader = DataLoader(
-            _Seeded(dataset, self.division.seed, epoch),
-            batch_sampler=self._draw(epoch, steps, parts),
-            num_workers=self.workers,
-            collate_fn=_Apart(self.collate) if looks and self.collate is not None else self.collate,
-            pin_memory=self._pins,
-            generator=torch.Generator(),  # else an iterator draws from the program's own
-        )
-        leave_signals_to_the_rank(loader)
-        for item in loader:
+        collate = _Apart(self.collate) if looks and self.collate is not None else self.collate
+        ids = self._draw(epoch, steps, parts)
+        for item in loader(dataset, self.division.seed, epoch, ids, self.workers, collate, self._pins):
             batch, depends = item if looks else (item, False)
             if depends and self.warn is not None:
                 self.warn(
@@ -399,6 +392,23 @@ class Batches:
             ids, part = self.division.part(epoch, step)
             parts.append(part)
             yield ids.tolist()
+
+
+def loader(
+    dataset: Any, seed: int, epoch: int, ids: Iterable[Sequence[int]], workers: int,
+    collate: Callable[[list[Any]], Any] | None, pins: bool,
+) -> DataLoader[Any]:  # fmt: skip
+    """The batches with these samples, whose transforms draw by seed, epoch and id."""
+    made: DataLoader[Any] = DataLoader(
+        _Seeded(dataset, seed, epoch),
+        batch_sampler=ids,  # type: ignore[arg-type]
+        num_workers=workers,
+        collate_fn=collate,
+        pin_memory=pins,
+        generator=torch.Generator(),  # else an iterator draws from the program's own
+    )
+    leave_signals_to_the_rank(made)
+    return made
 
 
 def of_dataset(

@@ -1,0 +1,212 @@
+"""`run.evaluate`: every sample counts once, the bits are the same at any number of ranks, and nobody waits for an error of one rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import product
+from tests.events import events
+from tests.own.job import script
+
+pytestmark = pytest.mark.promise("evaluation")
+
+CODE = """
+import json, os, random, signal, sys, numpy, torch, torch.nn.functional as F
+from torch.utils.data import Dataset, TensorDataset
+from lockstep import Session
+
+COUNT, SIZE = 101, 8  # 13 batches: neither 2 nor 3 ranks have the same number, and the last one is short
+draws = torch.Generator().manual_seed(1)
+X, Y = torch.randn(COUNT, 40, generator=draws), torch.randint(0, 5, (COUNT,), generator=draws)
+DATA = TensorDataset(X, Y, torch.arange(COUNT))
+
+def begin(run):
+    torch.manual_seed(0)
+    net = run.replicate(torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.Tanh(), torch.nn.Linear(64, 5)))
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    return net
+
+def train(run, net):
+    for x, y, _ in run.batches(DATA, 48):
+        run.step(lambda x, y: F.cross_entropy(net(x), y), x, y)
+
+def scorer(run):
+    network = run.for_evaluation()
+    def scores(x, y, ids):
+        logits = network(x)
+        right, classes = logits.argmax(1) == y, torch.zeros(5)
+        return {
+            "loss": F.cross_entropy(logits, y, reduction="sum"), "accuracy": right.sum(), "count": len(x),
+            "by_class": classes.index_add(0, y, right.float()), "seen": torch.zeros(COUNT).index_add(0, ids, torch.ones(len(ids))),
+            "right_of_last": right[-1], "precise": logits.double().exp().sum(),
+        }
+    return network, scores
+
+def bits(result):
+    return {name: value.tolist() if torch.is_tensor(value) else value for name, value in result.items()}
+"""
+SAME = """
+class Noisy(Dataset):  # from all generators
+    def __len__(self):
+        return COUNT
+    def __getitem__(self, index):
+        return {"x": X[index] + torch.randn(40) + random.random() + numpy.random.rand(), "y": Y[index]}
+
+def plain(scores, network):  # as anybody would write it
+    totals = {}
+    for at in range(0, COUNT, SIZE):
+        with torch.no_grad():
+            for name, value in scores(*DATA[at : at + SIZE]).items():
+                totals[name] = totals.get(name, 0.0) + (value.double() if torch.is_tensor(value) else value)
+    return {name: value / COUNT for name, value in totals.items()}
+
+def pair(samples):
+    return torch.stack([x for x, _, _ in samples]), torch.tensor([len(samples)])
+
+with Session(sys.argv[1], "log.report=false", sync=sys.argv[2]) as run:
+    net = begin(run)
+    for epoch in run.epochs(1):
+        train(run, net)
+        network, scores = scorer(run)
+        found = run.evaluate(scores, DATA, SIZE)
+        assert bits(found) == bits({name: torch.as_tensor(value) for name, value in plain(scores, network).items()})
+        assert bits(found) == bits(run.evaluate(scores, DATA, SIZE, workers=1))
+        torch.testing.assert_close(found["seen"] * COUNT, torch.ones(COUNT, dtype=torch.float64))
+        assert found["count"] == 1.0 and type(found["loss"]) is float and found["by_class"].dtype == torch.float64
+        torch.manual_seed(5); random.seed(5); numpy.random.seed(5)
+        def draws(batch):
+            return F.dropout(network(batch["x"])).sum() + random.random() + numpy.random.rand()
+        noisy = run.evaluate(draws, Noisy(), SIZE)
+        drawn = torch.rand(()).item(), random.random(), numpy.random.rand()
+        torch.manual_seed(5); random.seed(5); numpy.random.seed(5)
+        assert drawn == (torch.rand(()).item(), random.random(), numpy.random.rand()), "the script's own generators stay"
+        assert run.evaluate(draws, Noisy(), SIZE, workers=2) == noisy, "by the seed, the sample and the batch alone"
+        collated = run.evaluate(lambda x, count: count[0], DATA, 10, collate=pair)
+        assert collated == 1.0 and run.evaluate(lambda x: len(x), X, 1000) == 1.0
+        told = bits(found) | {"noisy": noisy}
+        assert run.gather(told) == [told] * run.size
+        run.log(accuracy=found["accuracy"])
+        run.event("told", told=told)
+"""
+
+
+def _told(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = events(run_dir, "told")[-1]["told"]
+    return found
+
+
+def test_every_sample_counts_once_and_the_bits_are_those_of_one_rank(tmp_path: Path) -> None:
+    """The weights are made equal by `exact`, at whose numbers of ranks nothing else may differ. Other strategies agree with a plain
+    loop over their own weights."""
+    told = []
+    for ranks, sync in ((1, "exact"), (2, "exact"), (3, "exact"), (3, "flat"), (2, "fsdp")):
+        run_dir = tmp_path / f"{sync}-{ranks}"
+        done = script(ranks, CODE + SAME, run_dir, sync)
+        assert done.code == 0, done.output
+        told.append(_told(run_dir))
+    assert told[0] == told[1] == told[2]
+    assert 0 < told[0]["accuracy"] < 1 and told[0]["noisy"] != 0
+
+
+SIGNAL = """
+with Session(sys.argv[1], "log.report=false", "checkpoint.every_steps=1000", sync="exact") as run:
+    net = begin(run)
+    for epoch in run.epochs(2):
+        train(run, net)
+        network, scores = scorer(run)
+        def counted(x, y, ids):
+            if run.rank == 1 and 60 in ids and len(sys.argv) > 2 and epoch == 1 and not run.resumed:
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert not (98 in ids and len(sys.argv) > 2 and epoch == 1 and not run.resumed), "it is to end before the last batch"
+            return scores(x, y, ids)
+        found = run.evaluate(counted, DATA, 2)
+        run.log(accuracy=found["accuracy"])
+        run.event("told", told=bits(found))
+"""
+
+
+def test_a_signal_to_one_rank_ends_an_evaluation_on_all_and_the_next_start_makes_it(tmp_path: Path) -> None:
+    calm, run_dir = tmp_path / "calm", tmp_path / "run"
+    assert script(1, CODE + SIGNAL, calm).code == 0
+    ended = script(2, CODE + SIGNAL, run_dir, "signal")
+    assert ended.code == 75 and "SIGTERM on rank 1" in ended.output, ended.output
+    assert len(events(run_dir, "told")) == 1
+    done = script(3, CODE + SIGNAL, run_dir, "signal")
+    assert done.code == 0, done.output
+    assert _told(run_dir) == _told(calm) and len(events(run_dir, "told")) == 2
+    assert product.checkpoint_steps(run_dir)[0] == 4
+
+
+ERRORS = """
+def failing(x, y, ids):
+    if 3 in ids:
+        raise ValueError("sample 3 is broken")
+    return len(x)
+
+def other_names(x, y, ids):
+    return {"loss" if int(ids[0]) else "los": 1.0, "hits": torch.ones(2)}
+
+def other_length(x, y, ids):
+    return torch.ones(len(ids))
+
+class Broken(TensorDataset):
+    def __getitem__(self, index):
+        if index == 100:
+            raise OSError("no such file")
+        return super().__getitem__(index)
+
+with Session(sys.argv[1], "log.report=false") as run:
+    net = begin(run)
+    told = {}
+    cases = {
+        "raises": (failing, DATA), "cannot be read": (len, Broken(X)), "names": (other_names, DATA), "lengths": (other_length, DATA),
+        "type": (lambda x, y, ids: None, DATA), "matrix": (lambda x, y, ids: {"x": x}, DATA), "text": (lambda *_: {"x": "1"}, DATA),
+        "number": (lambda *_: {1: 1}, DATA), "nothing": (lambda *_: {}, DATA), "empty": (len, []), "iterable": (len, iter(X)),
+        "shares": (len, X[run.rank :]), "collective": (lambda *_: run.sum(1)[0], DATA), "boundary": (lambda *_: run.boundary(), DATA),
+    }
+    for name, (function, data) in cases.items():
+        try:
+            run.evaluate(function, data, 8)
+        except Exception as error:
+            told[name] = f"{type(error).__name__}: {error}"
+        run.gather(None)  # all ranks are here
+    try:
+        run.evaluate(failing, DATA, 0)
+    except Exception as error:
+        told["size"] = f"{type(error).__name__}: {error}"
+    told["fine"] = run.evaluate(lambda x, y, ids: len(x), DATA)
+    for epoch in run.epochs(1):
+        train(run, net)
+    if run.leader:
+        run.path("told.json").write_text(json.dumps(run.gather(told)))
+    else:
+        run.gather(told)
+"""
+WANTED = {
+    "raises": "sample 3 is broken", "cannot be read": "no such file",
+    "names": "los and hits [2] for one batch, and loss and hits [2] for batch",
+    "lengths": "a value [8] for one batch, and a value [5] for batch 12", "type": "it gave a NoneType", "matrix": "a tensor [8, 40] as 'x'",
+    "text": "a str as 'x'", "number": "the name 1", "nothing": "an empty dict", "empty": "not empty; got 0 samples",
+    "iterable": "needs a dataset with a length", "shares": "got [101, 100] samples, by rank",
+    "collective": "calls what needs all ranks at once", "boundary": "calls what needs all ranks at once", "size": "from 1, got 0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_error_is_said_on_all_ranks_and_nobody_waits(tmp_path: Path, ranks: int) -> None:
+    done = script(ranks, CODE + ERRORS, tmp_path / "run")
+    assert done.code == 0, done.output
+    by_rank = json.loads((tmp_path / "run/files/told.json").read_text())
+    wanted = {name: text for name, text in WANTED.items() if ranks == 2 or name != "shares"}
+    assert len(by_rank) == ranks
+    for told in by_rank:
+        assert told.pop("fine") == 1.0
+        assert told.keys() - {"shares"} == wanted.keys() - {"shares"}
+        assert [name for name, text in wanted.items() if text not in told[name]] == [], told
+    if ranks == 2:
+        assert by_rank[1]["raises"].startswith("RuntimeError: rank 0: ")
+        assert by_rank[0]["cannot be read"].startswith("RuntimeError: rank 1: ")

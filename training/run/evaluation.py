@@ -1,0 +1,166 @@
+"""Evaluation: every sample counts once, and the result has the same bits at any number of ranks, under every strategy.
+
+The samples are cut into batches, from the first one on, whatever the number of ranks. One rank computes a batch, and what the batches
+gave is added up in their order, in float64. A rank has a contiguous share of them. After a few batches all ranks know what all have
+found, and look again what is missing in their shares: of the ranks that there are then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.training.checkpoint.generators import Drawing
+from lockstep.training.contract import UserError
+from lockstep.training.data import order
+from lockstep.training.data.batches import loader
+from lockstep.training.data.trees import to_device
+from lockstep.training.parallel.exchange import all_gather_trees, raise_together
+from lockstep.training.parallel.world import World
+
+Sums = dict[str, torch.Tensor]
+"""By name, float64, 0-d or 1-d."""
+Form = dict[str, list[int]]
+"""The names and shapes of sums."""
+Load = Callable[[list[int]], Iterator[Any]]
+"""The batches with these numbers, one after another."""
+TOGETHER = 4
+"""Batches of a rank after which the ranks tell each other what they have found: that takes about a millisecond."""
+ALONE = ""
+"""The name of what a function gives without one."""
+_WANTED = (
+    "the function of evaluate() gives sums over its samples, each a number, a tensor of at most one dimension, or a dict of "
+    "them by names; it gave "
+)
+_SALT = 13  # of the generators' seeds, apart from those of the data and of the steps
+
+
+def summed(
+    function: Callable[..., Any], count: int, load: Load, world: World, seed: int,
+    boundary: Callable[[], object] = lambda: None,
+) -> Sums:  # fmt: skip
+    """What the function gives for each of `count` ≥ 1 batches, added up: on the CPU, the same on every rank. Collective.
+
+    Args:
+        function: called with each batch under `no_grad`, gives a number, a tensor of at most one dimension, or a dict of them.
+        load: called for this rank's share, and again where that has changed.
+        seed: of the random numbers that the function draws, with the number of the batch.
+        boundary: called after each batch, on every rank the same number of times.
+
+    Raises:
+        TypeError: the function gives something else, or other names or lengths for some batches.
+    """
+    known: dict[int, Sums] = {}
+    form: Form | None = None
+    place, missing, longest, batches = (-1, -1), deque[int](), 0, iter(())
+    drawing = Drawing(world.device, every=True)
+    while len(known) < count:
+        if place != (world.rank, world.size):
+            place = world.rank, world.size
+            shares = [_missing(count, known, rank, world.size) for rank in range(world.size)]
+            missing, longest, batches = deque(shares[world.rank]), max(map(len, shares)), load(shares[world.rank])
+        found: dict[int, Sums] = {}
+        error: Exception | None = None
+        for _ in range(min(TOGETHER, longest)):
+            longest -= 1
+            if missing and error is None:
+                try:
+                    with torch.no_grad(), drawing:  # what is drawn later, all ranks draw alike
+                        drawing.begin(order.key(seed, missing[0], _SALT))
+                        found[missing.popleft()] = _checked(_call(function, next(batches)))
+                except Exception as caught:  # noqa: BLE001 - raised below, on all ranks
+                    error = caught
+            boundary()
+        raise_together(error, world)
+        for new in all_gather_trees(found, world):
+            for number, sums in new.items():
+                form = _same_form(form, sums, number)
+                known[number] = sums
+    return {name: _added([known[number][name] for number in range(count)]) for name in known[0]}
+
+
+def _missing(count: int, known: dict[int, Sums], rank: int, ranks: int) -> list[int]:
+    return [number for number in range(*order.bounds(count, rank, ranks)) if number not in known]
+
+
+def _call(function: Callable[..., Any], batch: Any) -> Any:
+    return function(*batch) if isinstance(batch, (list, tuple)) else function(batch)
+
+
+def _checked(found: Any) -> Sums:
+    """Raises `TypeError` for what cannot be added up."""
+    named = found if isinstance(found, Mapping) else {ALONE: found}
+    sums = {}
+    for name, value in named.items():
+        given = value
+        if isinstance(value, (int, float, np.number, np.bool_)):
+            given = torch.tensor(float(value), dtype=torch.float64)
+        if not isinstance(given, torch.Tensor) or given.ndim > 1 or given.is_complex():
+            what = f"a tensor {list(given.shape)}" if isinstance(given, torch.Tensor) else f"a {type(value).__name__}"
+            raise TypeError(_WANTED + (f"{what} as {name!r}" if named is found else what))
+        if type(name) is not str or (named is found and name == ALONE):
+            raise TypeError(f"{_WANTED}the name {name!r}")
+        sums[name] = given.to(torch.float64, copy=True)
+    if not sums:
+        raise TypeError(f"{_WANTED}an empty dict")
+    return sums
+
+
+def _same_form(form: Form | None, sums: Sums, number: int) -> Form:
+    """Raises `TypeError`, on all ranks, where the sums of a batch have another form than those before."""
+    found = {name: list(total.shape) for name, total in sums.items()}
+    if form not in (None, found):
+        raise TypeError(
+            f"{_WANTED}{_said(form or {})} for one batch, and {_said(found)} for batch {number}: of all batches it must give the same"
+        )
+    return found
+
+
+def _said(form: Form) -> str:
+    return " and ".join(f"{name or 'a value'} {shape or ''}".strip() for name, shape in form.items())
+
+
+def _added(sums: list[torch.Tensor]) -> torch.Tensor:
+    """One after the other: `torch.sum` takes an order of its own."""
+    column = torch.stack(sums).cpu()
+    total = torch.zeros_like(column[0])
+    for row in column:
+        total += row
+    return total
+
+
+def of_dataset(
+    function: Callable[..., Any], dataset: Any, size: int, world: World, seed: int, boundary: Callable[[], object],
+    workers: int, collate: Callable[[list[Any]], Any] | None,
+) -> Any:  # fmt: skip
+    """`summed` over batches of `size` samples of any map-style dataset, divided by its length. Collective.
+
+    Raises:
+        TypeError: as `summed`; or the dataset is not map-style.
+        UserError: it is empty, or has other lengths on other ranks; or `size` is below 1.
+    """
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"evaluate() needs a dataset with a length and dataset[id], got a {type(dataset).__name__}: go over any other loader "
+            "yourself, and add up with run.sum()"
+        )
+    if type(size) is not int or size < 1:
+        raise UserError(f"batch_size is a number of samples from 1, got {size!r}")
+    lengths = all_gather_trees(len(dataset), world)
+    total = lengths[0]
+    if set(lengths) != {total} or not total:
+        said = f"got {total} samples" if set(lengths) == {total} else f"got {lengths} samples, by rank"
+        raise UserError(f"evaluate() needs the whole dataset, the same on every rank and not empty; {said}")
+
+    def load(numbers: list[int]) -> Iterator[Any]:
+        batches = [range(number * size, min((number + 1) * size, total)) for number in numbers]
+        for batch in loader(dataset, seed, 0, batches, workers, collate, pins=world.device.type == "cuda"):
+            yield to_device(batch, world.device)
+
+    sums = summed(function, -(-total // size), load, world, seed, boundary)
+    means = {name: value / total if value.ndim else value.item() / total for name, value in sums.items()}
+    return means.get(ALONE, means)
