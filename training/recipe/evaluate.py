@@ -4,7 +4,7 @@ of a run's newest checkpoint, or of a file of plain weights."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,20 +13,20 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.training import config as configuration
-from lockstep.training import models, sync
+from lockstep.training import models
 from lockstep.training.checkpoint import weights
 from lockstep.training.config import Config, settings
 from lockstep.training.contract import UserError, to_stderr
 from lockstep.training.data import order, sources
 from lockstep.training.data.augment import check_settings, normalise
-from lockstep.training.data.batches import fits, share
+from lockstep.training.data.batches import fits
 from lockstep.training.data.making import prepare
 from lockstep.training.data.shards import Manifest, Samples, verify
 from lockstep.training.models.arithmetic import autocast, real_type
 from lockstep.training.observe.rundir import recipe_of
-from lockstep.training.parallel.exchange import failing_together, reduced, waiting_for_all
+from lockstep.training.parallel.exchange import failing_together, waiting_for_all
 from lockstep.training.parallel.world import World
-from lockstep.training.sync.exact import TreeSum
+from lockstep.training.run.evaluation import summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,60 +48,60 @@ class Score:
 
 
 class Evaluator:
-    """Scores weights on the test split. A rank opens only the files of its contiguous part, and keeps them."""
+    """Scores weights on the test split. A rank opens only the files of its contiguous share, and keeps it."""
 
     def __init__(self, config: Config, world: World, manifest: Manifest) -> None:
         """The ranks of the node have verified the files of the test split already."""
         self.config, self.world, self.classes = config, world, manifest.classes
-        count, most = manifest.count("test"), config.evaluate.batch_size
-        cut = sync.build(config.sync).batch_parts
-        parts = None if cut is None else order.Parts(max(cut.most, math.ceil(count / most)), 1)
-        low, high, part = share(count, world, parts)
-        self.batches = part.parts or tuple((at, min(at + most, high - low)) for at in range(0, high - low, most))
-        """First and last + 1 of this rank's samples in each batch."""
-        self.rounds = math.ceil(part.of / world.size) or math.ceil(math.ceil(count / world.size) / most)
-        """Batches of the longest part. Every rank makes this many rounds, so that collectives match."""
-        self.part, self.loss = part, None if cut is None else TreeSum(1, torch.float64, world)
-        self.samples = Samples.open(manifest, "test", low, high, verify=False)
-        self.images, self.labels = torch.empty(0), torch.empty(0)
-        if high > low:
-            self.images, self.labels = self.samples.all()
-            if fits(self.samples, world):
-                self.images, self.labels = self.images.to(world.device), self.labels.to(world.device)
+        self._manifest, self._most = manifest, config.evaluate.batch_size
+        self._count = math.ceil(manifest.count("test") / self._most)
+        self._open()
 
-    @torch.no_grad()
+    def _open(self) -> None:
+        """This rank's share of the batches, among the ranks as they are now."""
+        world = self.world
+        self._place = world.rank, world.size
+        first, end = order.bounds(self._count, *self._place)
+        self._first, low, high = first, first * self._most, min(end * self._most, self._manifest.count("test"))
+        self._images, self._labels = torch.empty(0), torch.empty(0)
+        if high > low:
+            samples = Samples.open(self._manifest, "test", low, high, verify=False)
+            self._images, self._labels = samples.all()
+            if fits(samples, world):
+                self._images, self._labels = self._images.to(world.device), self._labels.to(world.device)
+
+    def _batches(self, numbers: list[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        if self._place != (self.world.rank, self.world.size):
+            self._open()
+        for number in numbers:
+            at = (number - self._first) * self._most
+            images, labels = (
+                tensor[at : at + self._most].to(self.world.device) for tensor in (self._images, self._labels)
+            )
+            yield images, labels
+
     def score(self, model: nn.Module, boundary: Callable[[], object] = lambda: None) -> Score:
         """The score over the whole test split, the same on every rank. Collective.
 
         Args:
             model: in evaluation mode.
-            boundary: called before each batch, on every rank the same number of times.
+            boundary: called after each batch, on every rank the same number of times.
         """
-        device = self.world.device
-        loss = torch.zeros(1, dtype=torch.float64, device=device)
-        correct, count = (torch.zeros(len(self.classes), dtype=torch.float64, device=device) for _ in range(2))
-        if self.loss is not None:
-            self.loss.begin(self.part.of)
-        for number in range(self.rounds):
-            boundary()
-            if number >= len(self.batches):
-                continue
-            images, labels = (tensor[slice(*self.batches[number])].to(device) for tensor in (self.images, self.labels))
+
+        def sums(images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
             logits = self._logits(model, images)
             hits = (logits.argmax(1) == labels).double()
-            correct.index_add_(0, labels, hits)
-            count.index_add_(0, labels, torch.ones_like(hits))
-            loss += F.cross_entropy(logits, labels, reduction="sum")
-            if self.loss is not None:
-                self.loss.add(self.part.first + number, self.loss.leaf().fill_(loss.item()))
-                loss.zero_()
-        if self.loss is not None:
-            total = self.loss.finish()[:1]
-            loss += total if self.world.leader else 0  # all ranks know it, and are summed next
-        totals = reduced(torch.cat([loss, correct, count]).cpu(), self.world)
-        rights, counts = totals[1:].view(2, -1).long()
+            none = torch.zeros(len(self.classes), dtype=torch.float64, device=logits.device)
+            return {
+                "loss": F.cross_entropy(logits, labels, reduction="sum"),
+                "correct": none.index_add(0, labels, hits),
+                "count": none.index_add(0, labels, torch.ones_like(hits)),
+            }
+
+        totals = summed(sums, self._count, self._batches, self.world, self.config.seed, boundary)
+        rights, counts = totals["correct"].long(), totals["count"].long()
         classes = list(zip(rights.tolist(), counts.tolist()))
-        return Score(int(rights.sum()), int(counts.sum()), float(totals[0] / counts.sum()), classes)
+        return Score(int(rights.sum()), int(counts.sum()), float(totals["loss"] / counts.sum()), classes)
 
     def _logits(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
         config = self.config
