@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from tests import product
 from tests.events import events
 from tests.own.job import script
+from tests.processes import LAUNCH, PYTHON, ROOT, clean_env, require, run
+from tests.runs import Job
 
 pytestmark = pytest.mark.promise("evaluation")
 
@@ -210,3 +213,56 @@ def test_an_error_is_said_on_all_ranks_and_nobody_waits(tmp_path: Path, ranks: i
     if ranks == 2:
         assert by_rank[1]["raises"].startswith("RuntimeError: rank 0: ")
         assert by_rank[0]["cannot be read"].startswith("RuntimeError: rank 1: ")
+
+
+LOST = """
+with Session(sys.argv[1], "log.report=false", sync="exact", threads=1) as run:
+    net = begin(run)
+    for epoch in run.epochs(2):
+        train(run, net)
+        network, scores = scorer(run)
+        def counted(x, y, ids):
+            if run.rank == int(sys.argv[2]) and int(sys.argv[3]) in ids and run.size == 3 and epoch == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return scores(x, y, ids)
+        found = run.evaluate(counted, DATA, 4)  # 26 batches
+        run.log(accuracy=found["accuracy"])
+        run.event("told", told=bits(found), size=run.size)
+"""
+
+
+@pytest.mark.promise("survivors")
+@pytest.mark.parametrize(("rank", "sample"), [(0, 5), (2, 100)])
+def test_the_others_take_the_batches_of_a_rank_that_is_lost(tmp_path: Path, rank: int, sample: int) -> None:
+    """Rank 0's second batch is lost with its first, and the last one of rank 2 alone."""
+    require(hasattr(os, "pidfd_open"), "needs Linux")
+    (tmp_path / "job.py").write_text(CODE + LOST)
+    words = [PYTHON, str(tmp_path / "job.py")]
+    alone = run([*words, str(tmp_path / "alone"), "0", "0"], clean_env(PYTHONPATH=str(ROOT)), timeout=90)
+    launch = [*LAUNCH, "--live", "--ranks", "3", "--max-restarts", "0", "--"]
+    done = run(
+        [*launch, *words, str(tmp_path / "live"), str(rank), str(sample)], clean_env(PYTHONPATH=str(ROOT)), timeout=90
+    )
+    assert (alone.code, done.code) == (0, 0), alone.output + done.output
+    told, expected = events(tmp_path / "live", "told"), events(tmp_path / "alone", "told")
+    assert [event["told"] for event in told] == [event["told"] for event in expected]
+    assert [event["size"] for event in told] == [2, 2] and len(events(tmp_path / "live", "rank_lost")) == 1
+
+
+@pytest.mark.promise("survivors")
+def test_a_rank_is_lost_while_a_recipe_is_scored(data_root: Path, tmp_path: Path) -> None:
+    """A share of the test split that nobody has read is read then."""
+    require(hasattr(os, "pidfd_open"), "needs Linux")
+    summaries = []
+    for name, ranks, options, fate in (
+        ("alone", 1, (), {}),
+        ("live", 3, ("--live",), {"LOCKSTEP_TEST_FATE": "1:-4:KILL"}),
+    ):
+        job = Job(tmp_path / name, data_root, ranks, **{"sync.name": "exact", "evaluate.batch_size": 4})
+        done = job.launch("--max-restarts", "0", *options, **fate)
+        assert done.code == 0, done.output
+        summaries.append(json.loads((job.run_dir / "summary.json").read_text()))
+    alone, live = summaries
+    names = ("weights_sha256", "test_loss", "accuracy", "class_accuracy")
+    assert {name: live[name] for name in names} == {name: alone[name] for name in names}
+    assert len(events(tmp_path / "live", "rank_lost")) == 1

@@ -56,17 +56,17 @@ def summed(
     """
     known: dict[int, Sums] = {}
     form: Form | None = None
-    place, missing, longest, batches = (-1, -1), deque[int](), 0, iter(())
+    place, missing, batches = (-1, -1), deque[int](), iter(())
     drawing = Drawing(world.device, every=True)
     while len(known) < count:
         if place != (world.rank, world.size):
             place = world.rank, world.size
-            shares = [_missing(count, known, rank, world.size) for rank in range(world.size)]
-            missing, longest, batches = deque(shares[world.rank]), max(map(len, shares)), load(shares[world.rank])
+            numbers = [number for number in range(*order.bounds(count, *place)) if number not in known]
+            missing, batches = deque(numbers), load(numbers)
         found: dict[int, Sums] = {}
         error: Exception | None = None
-        for _ in range(min(TOGETHER, longest)):
-            longest -= 1
+        # So often on all ranks, also where one of them knows of a lost rank before another one.
+        for _ in range(min(TOGETHER, count - len(known))):
             if missing and error is None:
                 try:
                     with torch.no_grad(), drawing:  # what is drawn later, all ranks draw alike
@@ -81,10 +81,6 @@ def summed(
                 form = _same_form(form, sums, number)
                 known[number] = sums
     return {name: _added([known[number][name] for number in range(count)]) for name in known[0]}
-
-
-def _missing(count: int, known: dict[int, Sums], rank: int, ranks: int) -> list[int]:
-    return [number for number in range(*order.bounds(count, rank, ranks)) if number not in known]
 
 
 def _call(function: Callable[..., Any], batch: Any) -> Any:
