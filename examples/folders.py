@@ -1,5 +1,6 @@
 """`folders_plain.py` on a Session: any number of ranks, killed and started again at will; the best weights are kept."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -57,6 +58,10 @@ class ResNet(nn.Module):
         return self.head(self.body(x).mean((2, 3)))
 
 
+def right(model, x, y):
+    return (model(x).argmax(1) == y).sum()
+
+
 @torch.no_grad()
 def predict(model, images):
     model.eval()
@@ -74,14 +79,12 @@ def main(run):
     train = ImageFolder("shapes/train", AUGMENTED)
     val = ImageFolder("shapes/val", transforms.Compose(TO_TENSOR))
     mine = torch.arange(len(val)).tensor_split(run.size)[run.rank].tolist()  # this rank's share
-    targets = torch.tensor(val.targets)[mine]
     model = run.replicate(ResNet(len(train.classes)))
     run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-4))
     for _ in run.epochs(EPOCHS):
         for x, y in run.batches(train, BATCH, workers=2):
             run.step(lambda x, y: F.cross_entropy(model(x), y, label_smoothing=0.1), x, y)
-        right = (predict(run.for_evaluation(), Subset(val, mine)) == targets).sum()
-        accuracy = run.sum(right)[0] / len(val)
+        accuracy = run.evaluate(partial(right, run.for_evaluation()), val, BATCH)
         improved = run.best is None or accuracy > run.best
         run.values["since"] = 0 if improved else run.values["since"] + 1
         run.log(accuracy=accuracy)

@@ -1,6 +1,7 @@
 """`gpt_plain.py` on a Session: any number of ranks, killed and started again at will; the best weights are kept."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -63,13 +64,8 @@ def rate(step):
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - WARM_UP) / (STEPS - WARM_UP)))
 
 
-@torch.no_grad()
-def evaluate(model, text):
-    model.eval()
-    pieces = text[: 64 * (CONTEXT + 1)].view(64, -1)
-    loss = model(pieces[:, :-1], pieces[:, 1:])
-    model.train()
-    return float(loss)
+def loss_of(model, pieces):
+    return len(pieces) * model(pieces[:, :-1], pieces[:, 1:])  # their sum
 
 
 @torch.no_grad()
@@ -87,6 +83,7 @@ def main(run):
     text, alphabet = read()
     text = text.to(run.device)
     train, val = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
+    pieces = val[: 64 * (CONTEXT + 1)].view(64, -1)
     model = run.replicate(GPT(len(alphabet)))
     optimizer = run.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.1))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
@@ -97,7 +94,7 @@ def main(run):
             run.step(model, x, y, clip=1.0)
             schedule.step()
             if (step + 1) % EVERY == 0:
-                val_loss = evaluate(run.for_evaluation(), val)
+                val_loss = run.evaluate(partial(loss_of, run.for_evaluation()), pieces, BATCH)
                 run.print(f"step {step + 1}: val_loss {val_loss:.4f}")
                 run.log(val_loss=val_loss)
     run.print(sample(run.for_evaluation(), alphabet))

@@ -152,9 +152,11 @@ def of_dataset(
         said = f"got {total} samples" if set(lengths) == {total} else f"got {lengths} samples, by rank"
         raise UserError(f"evaluate() needs the whole dataset, the same on every rank and not empty; {said}")
 
+    pins = world.device.type == "cuda" and workers > 0  # else a dataset may be on the device already
+
     def load(numbers: list[int]) -> Iterator[Any]:
         batches = [range(number * size, min((number + 1) * size, total)) for number in numbers]
-        for batch in loader(dataset, seed, 0, batches, workers, collate, pins=world.device.type == "cuda"):
+        for batch in loader(dataset, seed, 0, batches, workers, collate, pins=pins):
             yield to_device(batch, world.device)
 
     sums = summed(function, -(-total // size), load, world, seed, boundary)

@@ -7,6 +7,8 @@
 Killed at any step and started again it ends in the same weights.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from net import Net
@@ -25,15 +27,13 @@ def digits():
     return TensorDataset(images[:1500], labels[:1500]), TensorDataset(images[1500:], labels[1500:])
 
 
-@torch.no_grad()
-def evaluate(run, data):
-    """Loss and accuracy on the test data; each rank takes its share of them."""
-    model = run.for_evaluation()
-    images, labels = (tensor[run.rank :: run.size].to(run.device) for tensor in data.tensors)
-    logits = model(images)
-    loss, right = F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(1) == labels).sum()
-    loss, right, count = run.sum(loss, right, len(labels))
-    return {"test_loss": loss / count, "accuracy": right / count}
+def scores(network, images, labels):
+    """Sums over these samples, which the session divides by the number of all."""
+    logits = network(images)
+    return {
+        "test_loss": F.cross_entropy(logits, labels, reduction="sum"),
+        "accuracy": (logits.argmax(1) == labels).sum(),
+    }
 
 
 def main(run):
@@ -48,7 +48,7 @@ def main(run):
         for images, labels in run.batches(training, config["batch_size"]):
             run.step(F.cross_entropy(model(images), labels))
             schedule.step()
-        run.log(**evaluate(run, test))
+        run.log(**run.evaluate(partial(scores, run.for_evaluation()), test))
 
 
 if __name__ == "__main__":
