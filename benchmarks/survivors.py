@@ -259,12 +259,8 @@ def samples(steps: list[Line]) -> dict[str, int]:
     newest: dict[int, int] = {}
     for line in steps:
         newest[line["step"]] = max(newest.get(line["step"], 0), line.get("attempt", 0))
-    used = Counter(
-        sample
-        for line in steps
-        if line.get("attempt", 0) == newest[line["step"]]
-        for sample in line.get("ids", ())
-    )  # fmt: skip
+    counted = [line for line in steps if line.get("attempt", 0) == newest[line["step"]]]
+    used = Counter(sample for line in counted for sample in line.get("ids", ()))
     return {"lost": STEPS * BATCH - len(used), "repeated": sum(used.values()) - len(used)} if used else {}
 
 
@@ -291,8 +287,10 @@ def main() -> int:
     parser.add_argument("--nvrx", metavar="PYTHON", help="of an environment with nvidia-resiliency-ext")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of live, restart, torchrun, torchft, nvrx")
     parser.add_argument("--seed", type=int, default=1, help="of the kills")
-    parser.add_argument("--quiet", type=float, default=40, help="seconds without a word: failed (default: %(default)s)")
+    parser.add_argument("--quiet", type=float, default=60, help="seconds without a word: failed (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=60, help="after which no run is begun (default: %(default)s)")
     args = parser.parse_args()
+    began = time.monotonic()
     record = Run("survivors", args)
     found = contestants(args)
     undisturbed = {name: trained(start, None, args.quiet) for name, start in found.items()}
@@ -305,6 +303,8 @@ def main() -> int:
         for place in range(LIVE_RUNS if "live" in found else 0):
             turn.insert(place * (len(others) + LIVE_RUNS) // LIVE_RUNS, "live")
         for place, name in enumerate(turn):
+            if time.monotonic() - began > 60 * args.minutes:
+                continue
             run = trained(found[name], random.Random(f"{args.seed} {number} {place}"), args.quiet)
             runs[name].append(run)
             said = [f"{kill['next_step'] or float('nan'):.3f}" for kill in run.get("kills", ())]
