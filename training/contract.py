@@ -56,7 +56,20 @@ ENV_SECRET = "LOCKSTEP_SECRET"  # noqa: S105 - a variable's name
 The ranks do not get it."""
 ENV_EXEC = "LOCKSTEP_EXEC"
 """Marks the processes of a command that `lockstep exec` runs, so that a signal can be sent to them."""
-OF_A_JOB = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS, ENV_LIVE, ENV_NOTE, ENV_CODE, ENV_SESSION, ENV_RUN_DIR, ENV_EXEC)
+ENV_REPLACEMENT = "LOCKSTEP_REPLACEMENT"
+"""Set by `launch --live` for a process in the place of a lost rank: its number among these, from 1."""
+OF_A_JOB = (
+    ENV_JOB,
+    ENV_LAUNCHER,
+    ENV_RESTARTS,
+    ENV_LIVE,
+    ENV_REPLACEMENT,
+    ENV_NOTE,
+    ENV_CODE,
+    ENV_SESSION,
+    ENV_RUN_DIR,
+    ENV_EXEC,
+)
 """What marks the processes of a job; one that they submit does not inherit it."""
 ENV_DEBUG = "LOCKSTEP_DEBUG"
 """With any value, an error of one line has its traceback before it. `--debug` sets it."""

@@ -51,7 +51,7 @@ def net(run: Session) -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 20)
     run.average(0.9)
     run.keep(schedule=schedule)
-    for _ in run.epochs(4):
+    for _ in run.epochs(4 * run.config["times"]):
         for x, y in run.batches(train, 16, uneven="weight", workers=1):
             run.step(lambda x, y: F.cross_entropy(model(x), y), x, y, clip=0.5)
             schedule.step()
@@ -77,7 +77,7 @@ def gan(run: Session) -> None:
         fake = g(torch.randn(len(x), 4)).detach()
         return F.softplus(-d(x)).mean() + F.softplus(d(fake)).mean()
 
-    for _ in run.epochs(16):
+    for _ in run.epochs(16 * run.config["times"]):
         for (x,) in run.batches(data, 32):
             run.step(judged, x, optimizer=of_d)
             run.step(lambda x: F.softplus(-d(g(torch.randn(len(x), 4)))).mean(), x, optimizer=of_g)
@@ -86,7 +86,7 @@ def gan(run: Session) -> None:
 def part(run: Session) -> None:
     model = run.replicate(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 1)))
     run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
-    for _ in run.epochs(2):
+    for _ in run.epochs(2 * run.config["times"]):
         for step in run.iterate(range(40)):
             whole = torch.randn(24, 8, generator=torch.Generator().manual_seed(step))
             x, y = run.part(whole), run.part(whole.sum(1, keepdim=True))
@@ -133,5 +133,5 @@ def of_rank(run: Session) -> None:
 if __name__ == "__main__":
     run_dir, kind, *words = sys.argv[1:]
     kinds = {"net": net, "gan": gan, "part": part, "summed": summed, "changed": changed, "of_rank": of_rank}
-    with Session(run_dir, *SETTINGS, *words, config={"kind": kind}) as run:
+    with Session(run_dir, *SETTINGS, *words, config={"kind": kind, "times": 1}) as run:
         kinds[kind](run)

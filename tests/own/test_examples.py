@@ -56,7 +56,7 @@ def start(
     options = {"run_dir": str(folder / "run"), "settings": ["checkpoint.every_steps=2", *settings]}
     env = {"LOCKSTEP_THREADS": "1", "LOCKSTEP_SESSION": json.dumps(options), "PYTHONPATH": str(ROOT)}
     if live:
-        options_of = ("--live", "--ranks", str(ranks), "--max-restarts", "1")
+        options_of = ("--live", "--ranks", str(ranks), "--max-restarts", "2")
         return run([*LAUNCH, *options_of, "--", PYTHON, *words], clean_env(**env), timeout=120, cwd=folder)
     with running([words] * ranks, env, cwd=folder) as started:
         return started.wait(60)

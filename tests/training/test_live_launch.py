@@ -192,7 +192,7 @@ def test_where_none_goes_on_all_start_again_as_often_as_they_may(why: str, tmp_p
 
 
 def test_what_was_lost_comes_back_with_a_restart(tmp_path: Path) -> None:
-    with live(tmp_path, 3, "--max-restarts", "1") as job:
+    with live(tmp_path, 3, "--max-restarts", "2") as job:
         job.begin()
         job.kill(0)
         assert job.told(1) == [1, 2]

@@ -84,6 +84,8 @@ class _Pipe:
 
     def __init__(self, rank: int, out: TextIO) -> None:
         self.rank, self._out, self._begun = rank, out, ""
+        self.ended = False
+        """Its process has ended."""
         self._decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
 
     def take(self, data: bytes) -> None:
@@ -102,16 +104,18 @@ class Copies:
     """
 
     def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._ended: set[int] = set()
+        self._selector, self._changing = selectors.DefaultSelector(), threading.Lock()
+        self._pipes: dict[int, list[_Pipe]] = {}
+        """Rank → those of the process that was started last in its place."""
         self._thread = threading.Thread(target=self._copy, name="output", daemon=True)
 
     def pipes(self, rank: int) -> tuple[int, int]:
         """Descriptors for the output and the errors of a rank that is about to start: close them when it has."""
-        writes = []
-        for out in (sys.stdout, sys.stderr):
+        writes, self._pipes[rank] = [], [_Pipe(rank, out) for out in (sys.stdout, sys.stderr)]
+        for pipe in self._pipes[rank]:
             descriptor, other = os.pipe()
-            self._selector.register(descriptor, selectors.EVENT_READ, _Pipe(rank, out))
+            with self._changing:
+                self._selector.register(descriptor, selectors.EVENT_READ, pipe)
             writes.append(other)
         return writes[0], writes[1]
 
@@ -120,25 +124,31 @@ class Copies:
         self._thread.start()
 
     def ended(self, rank: int) -> None:
-        """This rank writes no more."""
-        self._ended.add(rank)
+        """The process that was started last in this rank's place writes no more."""
+        for pipe in self._pipes.get(rank, ()):
+            pipe.ended = True
 
     def finish(self) -> None:
         """All ranks have ended: returns when what they have written is printed."""
-        self._ended.update(key.data.rank for key in self._selector.get_map().values())
+        for rank in self._pipes:
+            self.ended(rank)
         self._thread.join()
         self._selector.close()
 
     def _copy(self) -> None:
-        while keys := list(self._selector.get_map().values()):
-            ended = set(self._ended)  # before the look: what they have written is there
-            leaving = any(key.data.rank in ended for key in keys)
-            ready = {key.fd for key, _ in self._selector.select(0 if leaving else LOOK_SECONDS)}
+        while keys := self._open():
+            ended = [key.fd for key in keys if key.data.ended]  # before the look: what they have written is there
+            ready = {key.fd for key, _ in self._selector.select(0 if ended else LOOK_SECONDS)}
             for key in keys:
                 data = os.read(key.fd, _AT_ONCE) if key.fd in ready else b""
                 if data:
                     key.data.take(data)
-                elif key.fd in ready or key.data.rank in ended:
+                elif key.fd in ready or key.fd in ended:
                     key.data.take(b"")
-                    self._selector.unregister(key.fd)
+                    with self._changing:
+                        self._selector.unregister(key.fd)
                     os.close(key.fd)
+
+    def _open(self) -> list[selectors.SelectorKey]:
+        with self._changing:
+            return list(self._selector.get_map().values())

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from lockstep.training.contract import ENV_LIVE, EXIT_DONE, EXIT_FAILED, to_stderr
+from lockstep.training.contract import ENV_LIVE, ENV_REPLACEMENT, EXIT_DONE, EXIT_FAILED, to_stderr
 from lockstep.training.launch.ending import FINAL, Attempts, deaths, exit_code, how, without_ended
 from lockstep.training.launch.gang import STOP_SECONDS, Gang, interrupted
 from lockstep.training.launch.lines import Copies
@@ -58,6 +58,11 @@ class Supervisor(Gang):
         self._command, self._ranks, self._min_ranks, self._prefix = command, ranks, min_ranks, prefix
         self._stopped_looks = round(stopped_seconds / LOOK_SECONDS)
         self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._spares: dict[int, subprocess.Popen[bytes]] = {}
+        """Replacements of lost ranks that the others have not admitted yet, by the rank."""
+        self._replacements = self._admissions = 0
+        self._numbers: dict[int, int] = {}
+        """Rank → the number of its last replacement."""
         self._selector = selectors.DefaultSelector()
         """Of descriptors of the processes, which can be read when these have ended."""
         self._at_once = _has_descriptors()
@@ -74,25 +79,30 @@ class Supervisor(Gang):
             OSError: a rank cannot be started.
             SignalException: a signal ends the launcher before the ranks have started.
         """
-        restarts = 0
+        self._restarts = 0
         try:
             while True:
-                self._start(restarts)
+                self._start(self._restarts)
                 failed = self._watch()
+                for rank in list(self._spares):
+                    self._reap(rank)
                 codes = {**failed, **self._end()}
                 self._copies.finish()
                 if not self.held.delivered:
                     codes = without_ended(codes, failed)
                 if not codes or not self._start_again(codes, failed, self.attempts.left):
                     return codes
-                restarts += 1
-                self.attempts.restarted(restarts)
+                self._count_restart()
         finally:
-            for rank in list(self._running):
+            for rank in [*self._running, *self._spares]:
                 self._reap(rank)
 
+    def _count_restart(self) -> None:
+        self._restarts += 1
+        self.attempts.restarted(self._restarts)
+
     def _pids(self) -> list[int]:
-        return [process.pid for process in self._running.values()]
+        return [process.pid for process in (*self._running.values(), *self._spares.values())]
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         if self._waits or not self._running:
@@ -106,18 +116,19 @@ class Supervisor(Gang):
         self._waits = True
         self._all_ready = self._leaving = False
         self._generation, self._looks, self._next_look = 0, dict[int, int](), time.monotonic()
+        self._replacements = self._admissions = 0
         self._store = stores.tcp_store("127.0.0.1", 0, serves=True, seconds=STORE_SECONDS)
         self._store.set(stores.MIN_RANKS, str(self._min_ranks))
         self._copies = Copies()
         with self._starting():
-            env = {
+            self._env = {
                 **os.environ, ENV_LIVE: "1", "WORLD_SIZE": str(self._ranks), "LOCAL_WORLD_SIZE": str(self._ranks),
                 "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": self._run_id,
                 "TORCHELASTIC_RESTART_COUNT": str(restarts),
             }  # fmt: skip
             for rank in range(self._ranks):
-                self._spawn(rank, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+                self._running[rank] = self._spawn(rank)
         self._copies.begin()
         self.guarded(self._pids())
         self._waits = False
@@ -125,20 +136,57 @@ class Supervisor(Gang):
         for number in came:
             self._forward(number, None)
 
-    def _spawn(self, rank: int, env: dict[str, str]) -> None:
+    def _spawn(self, rank: int, **more: str) -> subprocess.Popen[bytes]:
+        env = {**self._env, "RANK": str(rank), "LOCAL_RANK": str(rank), **more}
         out, errors = self._copies.pipes(rank) if self._prefix else (None, None)
         try:
             process = subprocess.Popen(self._command, env=env, start_new_session=True, stdout=out, stderr=errors)
         finally:
             for descriptor in filter(None, (out, errors)):
                 os.close(descriptor)
-        self._running[rank] = process
         if self._at_once:
             self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, rank)
+        return process
+
+    def _replace(self, rank: int) -> None:
+        """Starts a process in the place of a lost rank, which the others admit when it is prepared. It counts as a restart."""
+        if self.attempts.left <= 0 or self.signalled is not None:
+            return
+        self._count_restart()
+        self._replacements += 1
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED if self.ours else ())
+        try:
+            self._spares[rank] = self._spawn(rank, **{ENV_REPLACEMENT: str(self._replacements)})
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._numbers[rank] = self._replacements
+
+    def _admit(self) -> None:
+        """Where the ranks ask for replacements, those that are prepared are among them from here on."""
+        key = stores.admission(self._admissions + 1)
+        if not self._generation or not self._store.check([key]):
+            return
+        self._admissions += 1
+        prepared = [rank for rank in self._spares if self._store.check([stores.prepared(self._numbers[rank])])]
+        generation = self._generation + 1
+        for rank in prepared:
+            self._running[rank] = self._spares.pop(rank)
+            self._store.set(stores.admitted(self._numbers[rank]), f"{self._admissions} {generation}")
+        self._store.set(f"{key}/answer", str(generation))
+        self._announce()
+        for rank in prepared:
+            to_stderr(f"launch: rank {rank} was replaced: {len(self._running)} of {self._ranks} ranks train")
+
+    def _announce(self) -> None:
+        self._generation += 1
+        # The first of them leads, so those that are admitted come last.
+        self._store.set(stores.generation(self._generation), json.dumps(list(self._running)))
+        self.guarded(self._pids())
 
     def _watch(self) -> dict[int, int]:
         """Returns when all ranks have ended well, or what is left of them has to end: rank → exit code, of those that failed."""
         while self._running:
+            self._admit()
             ended = self._look()
             lost = {rank: code for rank, code in ended.items() if code < 0 and -code not in self.held.delivered}
             failed = any(code and rank not in lost for rank, code in ended.items())
@@ -156,7 +204,7 @@ class Supervisor(Gang):
         """Tells those that remain to go on without these. False, with a word, where they cannot."""
         keys = [stores.ready(rank) for rank in range(self._ranks)]
         self._all_ready = self._all_ready or self._store.check(keys)
-        left = sorted(self._running)
+        left = list(self._running)
         if not self._all_ready:
             why = "not all ranks had begun"
         elif len(left) < self._min_ranks:
@@ -164,11 +212,12 @@ class Supervisor(Gang):
         elif self._leaving:
             why = "others have ended"
         else:
-            self._generation += 1
-            self._store.set(stores.generation(self._generation), json.dumps(left))
-            self.guarded(self._pids())
+            self._announce()
             said = "; ".join(deaths(lost, None, lost))
             to_stderr(f"launch: {said}: {len(left)} of {self._ranks} ranks continue")
+            for rank in sorted(lost):
+                self._replace(rank)
+            self.guarded(self._pids())
             return True
         to_stderr(f"launch: no rank continues without rank {named(sorted(lost))}: {why}")
         return False
@@ -178,7 +227,12 @@ class Supervisor(Gang):
         found: dict[int, int] = {}
         seconds = LOOK_SECONDS
         while ranks := self._ended(seconds):
-            found.update((rank, self._reap(rank)) for rank in ranks)
+            for rank in ranks:
+                spare, code = rank in self._spares, self._reap(rank)
+                if not spare:
+                    found[rank] = code
+                elif self.signalled is None:
+                    to_stderr(f"launch: the replacement of rank {rank} {how(code)}: the others train on without it")
             seconds = 0.0  # those that ended at the same moment
         self.held.release(self._pids())
         return found
@@ -187,11 +241,12 @@ class Supervisor(Gang):
         if self._at_once:
             return [key.data for key, _ in self._selector.select(seconds)]
         time.sleep(min(seconds, POLL_SECONDS))
-        return [rank for rank, process in self._running.items() if process.poll() is not None]
+        every = {**self._running, **self._spares}
+        return [rank for rank, process in every.items() if process.poll() is not None]
 
     def _reap(self, rank: int) -> int:
         """Its exit code; nothing is left of its process group. Until it is waited for, nobody else gets its number."""
-        process = self._running.pop(rank)
+        process = self._running.pop(rank, None) or self._spares.pop(rank)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -184,10 +184,10 @@ def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def broadcast_tree(tree: Any, world: World, source: int = 0) -> Any:
     """The tree of rank `source`, on every rank. Tensors arrive on the CPU. Collective. Raises `TypeError` as `pack`."""
-    if world.live is not None:  # another rank may be `source` when it is done: all of them have a tree
-        return all_gather_trees(tree, world)[source]
     if world.size == 1:
         return tree
+    if world.live is not None:  # another rank may be `source` when it is done: all of them have a tree
+        return all_gather_trees(tree, world)[source]
     packed = pack(tree) if world.rank == source else torch.empty(0, dtype=torch.uint8)
     length = torch.tensor([packed.numel()])
     dist.broadcast(length, source)
@@ -199,6 +199,8 @@ def broadcast_tree(tree: Any, world: World, source: int = 0) -> Any:
 
 def all_gather_trees(tree: Any, world: World) -> list[Any]:
     """The trees of all ranks on every rank, by rank; sizes may differ. Collective. Raises `TypeError` as `pack`."""
+    if world.size == 1:
+        return [tree]
     if world.live is None:
         return list(broadcast_tree(gather_trees(tree, world), world))
     packed = pack(tree)
@@ -218,11 +220,11 @@ def _gathered_everywhere(packed: torch.Tensor, world: World) -> list[torch.Tenso
 
 def gather_trees(tree: Any, world: World) -> list[Any] | None:
     """The trees of all ranks on rank 0, None elsewhere. Rank 0's own tree is not copied. Collective. Raises `TypeError` as `pack`."""
+    if world.size == 1:
+        return [tree]
     if world.live is not None:
         every = all_gather_trees(tree, world)
         return every if world.leader else None
-    if world.size == 1:
-        return [tree]
     packed = pack(tree)
     longest = torch.tensor([packed.numel()])
     dist.all_reduce(longest, dist.ReduceOp.MAX)
@@ -265,7 +267,7 @@ def reduced(tensor: torch.Tensor, world: World, combine: Combine = torch.add, ta
         combine: of two such tensors, the result; must be associative up to rounding.
         tag: of the messages: those of another tag, and of torch's collectives, are not taken for them.
     """
-    if world.live is None:
+    if world.live is None or world.size == 1:
         return _reduced(tensor, world, combine, tag)
     return functools.reduce(combine, world.live.together(lambda: _tensors_of_all(tensor, world))).clone()
 

@@ -39,6 +39,7 @@ MEET_SECONDS = 1.0
 ATTEMPTS = 6
 LOOK_SECONDS = 0.002
 CLOSE_SECONDS = 5.0
+ADMITTED_LOOK_SECONDS = 0.02
 Address = tuple[str, int]
 Results = list[torch.Tensor]
 
@@ -57,31 +58,44 @@ class Live:
     Args:
         world: its place changes with each generation.
         timeout: seconds that the ranks wait for one another, as in any collective.
-        regrouped: called where the ranks have met again, with what is known of the lost ones (rank → how it ended; the number that it was
-            started with) and the seconds of each phase. Makes no calls.
     """
 
-    def __init__(
-        self, world: World, timeout: float, regrouped: Callable[[dict[int, str], dict[str, float]], None]
-    ) -> None:  # fmt: skip
+    def __init__(self, world: World, timeout: float) -> None:
         assert world.master is not None
-        self.world, self._timeout, self._regrouped = world, timeout, regrouped
-        self.rank = world.rank
+        self.world, self._timeout = world, timeout
+        self.regrouped: Callable[[dict[int, str], list[int], dict[str, float]], None] = lambda *_: None
+        """Called where the ranks have met again, with what is known of the lost ones (rank → how it ended), the ranks that were admitted
+        and the seconds of each phase. Ranks are the numbers that they were started with. Makes no calls."""
+        self.rank = world.number
         """The number that this rank was started with, and that the launcher knows."""
         self.done = 0
         """Calls that this rank is through with."""
         self.lost: dict[int, str] = {}
-        """All ranks that were lost so far, and how."""
-        self._members = list(range(world.size))
+        """The ranks that were lost and not replaced, and how."""
+        self._gone: dict[int, str] = {}
+        """All that were lost so far."""
+        self._members = [] if world.replacement else list(range(world.size))
+        self.admissions = 0
+        """Calls by which replacements were admitted, that this rank is through with."""
+        self._admitting = False
+        """The call under way admits replacements."""
+        self._newcomers: list[int] = []
+        """Ranks that were admitted, and are not through with a call yet."""
+        self._seat = (world.rank, world.size)
         self._result: Results = []
         """Of the last call that this rank is through with."""
         self._room: Results = []
         self._inside = False
         self._news = threading.Condition()
         self._announced = (0, self._members)
-        self._store = stores.without_prefix(dist.distributed_c10d._get_default_store())
-        self._store.set(f"lockstep/live/sockets/0/{self.rank}", json.dumps([*_connections().values()]))
-        self._peers = self._connected_to_ranks("lockstep/live/sockets/0", self._members)
+        self._store: dist.Store
+        self._peers: dict[int, tuple[Address, Address]] = {}
+        if world.replacement:
+            self._store = stores.tcp_store(*world.master, serves=False, seconds=timeout)
+        else:
+            self._store = stores.without_prefix(dist.distributed_c10d._get_default_store())
+            self._store.set(f"lockstep/live/sockets/0/{self.rank}", json.dumps([*_connections().values()]))
+            self._peers = self._connected_to_ranks("lockstep/live/sockets/0", self._members)
         before = _connections()
         self._listening = stores.tcp_store(*world.master, serves=False, seconds=timeout)
         self._listens = {fd: ends for fd, ends in _connections().items() if before.get(fd) != ends}
@@ -130,6 +144,72 @@ class Live:
             if (found := self._meet_again(failure)) is not None:
                 return [tensor.clone() for tensor in found]
 
+    @property
+    def wanted(self) -> bool:
+        """Whether replacements of lost ranks wait to be admitted. Asks the store, where ranks were lost."""
+        return bool(self.lost) and int(self._store.add(stores.WAITING, 0)) > self.admissions
+
+    def admit(self, state: Callable[[], torch.Tensor]) -> None:
+        """A call between two steps: the launcher says who is admitted, and each of these gets the state.
+
+        Args:
+            state: gives it, as bytes, on the rank in the first place; anything elsewhere. Its collectives are those of `join`.
+        """
+        key = stores.admission(self.admissions + 1)
+
+        def compute() -> Results:
+            if self.world.rank == 0:
+                self._store.set(key, "1")
+            if not self._until_said([f"{key}/answer"], ANNOUNCED_SECONDS, raises=False):
+                raise CannotTakeAgain(
+                    "the launcher has not admitted the replacements of lost ranks: all ranks start again"
+                )
+            if int(stores.said(self._store, f"{key}/answer", r"\d{1,9}") or 0) > self.world.generation:
+                raise _Superseded
+            return [self._sent(state())] if self._newcomers else []
+
+        self._admitting = True
+        self.together(compute)
+
+    def join(self, take_part: Callable[[], object]) -> torch.Tensor:
+        """The call of a replacement that belongs to `admit` of the others: the state. It is alone after that until `take_seat`.
+
+        Args:
+            take_part: the collectives of `state` there.
+        """
+        world, number = self.world, self.world.replacement
+        self._store.set(stores.prepared(number), "1")
+        self._store.add(stores.WAITING, 1)
+        while not self._store.check([stores.admitted(number)]):
+            time.sleep(ADMITTED_LOOK_SECONDS)
+        admission, generation = stores.said(self._store, stores.admitted(number), r"\d{1,9} \d{1,9}").split()
+        self.admissions, world.generation = int(admission) - 1, int(generation) - 1
+
+        def compute() -> Results:
+            self.check()
+            take_part()
+            return [self._sent(None)]
+
+        world.replacement, self._admitting = 0, True
+        (state,) = self.together(compute)
+        self._seat, world.rank, world.size = (world.rank, world.size), world.size, 1
+        world.replacement = number
+        return state
+
+    def take_seat(self) -> None:
+        """This rank is where the others are: from here on it makes their calls."""
+        self.world.replacement = 0
+        self.world.rank, self.world.size = self._seat
+
+    def _sent(self, state: torch.Tensor | None) -> torch.Tensor:
+        """What rank 0 has, on every rank. No rank has it before all have come here."""
+        length = torch.tensor([0 if state is None else state.numel()])
+        dist.broadcast(length, 0)
+        received = state if self.world.rank == 0 and state is not None else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(received, 0)
+        dist.barrier()
+        return received
+
     @contextlib.contextmanager
     def once(self, what: str) -> Iterator[None]:
         """Inside are collectives over values of the script's own, which those of a lost rank would be missing from.
@@ -164,11 +244,12 @@ class Live:
         return f"{self._who()} in a collective of the script's own, which cannot be taken again: all ranks start again"
 
     def _who(self) -> str:
-        return "; ".join(f"rank {rank} was lost" + (f" ({how})" if how else "") for rank, how in self.lost.items())
+        return "; ".join(f"rank {rank} was lost" + (f" ({how})" if how else "") for rank, how in self._gone.items())
 
     def _keep(self, result: Results, changes: bool) -> None:
         """All ranks have come to this call, so all are through with the one before, and nobody needs its result any more."""
         self.done += 1
+        self._through()
         if not changes:
             self._result = result
             return
@@ -177,6 +258,11 @@ class Live:
         for room, tensor in zip(self._room, result):
             room.copy_(tensor)
         self._result = self._room
+
+    def _through(self) -> None:
+        """With a call, which all ranks have come to: also those that were admitted by it."""
+        self.admissions += self._admitting
+        self._admitting, self._newcomers = False, []
 
     def _listen(self) -> None:
         """Waits for the launcher's word, in a thread with a connection of its own."""
@@ -189,16 +275,18 @@ class Live:
                     return
                 members = json.loads(stores.said(self._listening, key, r"\[[0-9, ]+\]"))
                 generation += 1
+                peers = self._peers  # from the next line on the other thread may have new ones
                 with self._news:
                     self._announced = (generation, members)
                     self._news.notify_all()
-                _shut(self._peers)
+                _shut(peers)
 
     def _meet_again(self, failure: BaseException) -> Results | None:
         """In a new process group, as often as it takes. Returns the result of the call under way where other ranks have it; None: it is to
         be taken again."""
         found: Results | None = None
         lost: dict[int, str] = {}
+        joined: list[int] = []
         while True:
             began = time.monotonic()
             with self._news:
@@ -210,6 +298,9 @@ class Live:
             if self.rank not in members:
                 raise CannotTakeAgain(f"the launcher takes rank {self.rank} for lost: all ranks start again")
             self.world.generation = generation
+            new = [rank for rank in members if rank not in self._members]
+            joined = [rank for rank in [*joined, *new] if rank in members]
+            self._newcomers = [rank for rank in [*self._newcomers, *new] if rank in members]
             lost |= self._note_lost(members)
             try:
                 here = self._join_in_time(members)
@@ -230,16 +321,18 @@ class Live:
                 "met": met - here,
                 "sent": time.monotonic() - met,
             }
-            self._regrouped(lost, seconds)
+            self.regrouped(lost, joined, seconds)
             return found
 
     def _note_lost(self, members: list[int]) -> dict[int, str]:
         lost = {}
+        self.lost = {rank: how for rank, how in self.lost.items() if rank not in members}
         for rank in [rank for rank in self._members if rank not in members]:
             key = stores.ended(rank)
             lost[rank] = stores.said(self._store, key, r"[ -~]+") if self._store.check([key]) else ""
         self._members = members
         self.lost |= lost
+        self._gone |= lost
         return lost
 
     def _join_in_time(self, members: list[int]) -> float:
@@ -319,16 +412,27 @@ class Live:
         """The result of the call that this rank is in, from one that is through with it; None where no rank is. Collective."""
         if self.world.size == 1:
             return None
-        places = torch.zeros(self.world.size, dtype=torch.int64)
-        dist.all_gather_into_tensor(places, torch.tensor([self.done]))
-        newest, oldest = int(places.max()), int(places.min())
+        new = self.rank in self._newcomers
+        mine = torch.tensor([-1 if new else self.done, self.admissions])
+        places = torch.zeros(self.world.size, 2, dtype=torch.int64)
+        dist.all_gather_into_tensor(places.view(-1), mine)
+        done, admissions = places[:, 0], places[:, 1]
+        newest = int(done.max())
+        # One that is admitted is in the call by which it is, which others may be through with.
+        entered = (
+            newest - int(bool((admissions[done >= 0] > admissions[done < 0].min()).any()))
+            if (done < 0).any()
+            else newest
+        )
+        done = torch.where(done < 0, entered, done)
+        self.done, oldest = int(done[self.world.rank]), int(done.min())
         if newest == oldest:
             return None
         if newest - oldest > 1:
             raise CannotTakeAgain(
                 f"{self._who()}, and the others are {newest - oldest} calls apart: all ranks start again"
             )
-        source, behind = places.tolist().index(newest), self.done < newest
+        source, behind = done.tolist().index(newest), self.done < newest
         packed = pack(self._result) if self.world.rank == source else torch.empty(0, dtype=torch.uint8)
         length = torch.tensor([packed.numel()])
         dist.broadcast(length, source)
@@ -336,6 +440,7 @@ class Live:
         dist.broadcast(packed, source)
         if behind:
             self._result, self.done = unpack(packed), newest
+            self._through()
         return self._result if behind else None
 
 

@@ -105,8 +105,28 @@ def ready(rank: int) -> str:
 
 
 def generation(number: int) -> str:
-    """The key there at which the launcher says which ranks remain after the loss of others (JSON), counted from 1."""
+    """The key there at which the launcher says which ranks there are (JSON, by their places), from 1: after a loss or an admission."""
     return f"lockstep/live/generation/{number}"
+
+
+WAITING = "lockstep/live/waiting"
+"""The key there at which replacements of lost ranks count themselves, once they are prepared."""
+
+
+def prepared(replacement: int) -> str:
+    """The key there at which a replacement says that it waits to be admitted; they are counted from 1."""
+    return f"lockstep/live/prepared/{replacement}"
+
+
+def admission(number: int) -> str:
+    """The key there at which the ranks ask for those that wait, between two steps, and `…/answer`, at which the launcher says in which
+    generation it has admitted them."""
+    return f"lockstep/live/admission/{number}"
+
+
+def admitted(replacement: int) -> str:
+    """The key there at which the launcher says to a replacement by which admission, and in which generation, it was admitted."""
+    return f"lockstep/live/admitted/{replacement}"
 
 
 def said(store: dist.Store, key: str, shape: str) -> str:

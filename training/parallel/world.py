@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from lockstep.training.contract import ENV_THREADS, MASTER_PORT, UserError, user_errors, variables_of
+from lockstep.training.contract import ENV_REPLACEMENT, ENV_THREADS, MASTER_PORT, UserError, user_errors, variables_of
 from lockstep.training.parallel import process, stores  # noqa: F401 - process: what it registers for its end
 
 if TYPE_CHECKING:
@@ -53,7 +53,15 @@ class World:
     live: Live | None = None
     """What keeps the ranks together where some of them are lost; None: the loss of one ends all."""
     generation: int = 0
-    """How often ranks were lost, and the others have gone on."""
+    """How often ranks were lost or admitted, and the others have gone on."""
+    number: int = -1
+    """The rank that this process was started as, which the launcher and the metrics know it by."""
+    replacement: int = 0
+    """Of a process in the place of a lost rank, its number among these, from 1, until it takes part; 0: it does. Until then it is alone."""
+
+    def __post_init__(self) -> None:
+        if self.number < 0:
+            self.number = self.rank
 
     @property
     def leader(self) -> bool:
@@ -308,6 +316,9 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
     if world is None:
         world = detect(os.environ)
         set_threads(world, 0, os.environ)
+    if (replacement := os.environ.get(ENV_REPLACEMENT, "")).isdigit() and int(replacement):
+        # Alone until the others admit it, and never rank 0: the run directory is theirs.
+        world = dataclasses.replace(world, rank=world.size, size=1, number=world.rank, replacement=int(replacement))
     chosen = choose_device(world, device)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     if chosen.type == "cuda":
@@ -329,7 +340,7 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
         # With a device NCCL opens its communicator here, and on that one: else torch guesses `rank modulo GPUs`.
         try:
             dist.init_process_group(
-                backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout),
+                backend, store=store, rank=min(world.rank, world.size - 1), world_size=world.size, timeout=timedelta(seconds=timeout),
                 device_id=gpu,
             )  # fmt: skip
         except dist.DistError:
@@ -365,7 +376,7 @@ the server of the group before, which is about to end."""
 
 
 def _store(world: World, timeout: float) -> dist.Store:
-    if world.master is None:
+    if world.master is None or world.replacement:
         return dist.HashStore()
     # Under torchrun its agent serves the store, unless a variable leaves that to rank 0.
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 
 import torch
@@ -96,6 +96,14 @@ class Meetings:
         self._key = f"lockstep/loop/{next(_ATTEMPTS)}"  # a process may have several runs over one store
         if world.size > 1:
             threading.Thread(target=self._watch, name="desync", daemon=True).start()
+
+    @property
+    def places(self) -> dict[str, int]:
+        """What is alike on all ranks between two steps, for one that comes to it."""
+        return {"met": self._met, "collectives": self._collectives}
+
+    def be_at(self, places: Mapping[str, int]) -> None:
+        self._met, self._collectives = places["met"], places["collectives"]
 
     def close(self) -> None:
         """The attempt is over: nobody meets any more."""

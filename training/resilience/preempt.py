@@ -138,10 +138,12 @@ class Decision:
     """The weights of this boundary have the best score so far."""
     final: bool = False
     """The run is over: some rank has called `stop`."""
+    admit: bool = False
+    """Replacements of lost ranks wait."""
 
 
-_STOP, _SAVE, _BEST, _NONE, _FINAL = 1, 2, 4, 8, 16
-_FLAGS = 5
+_STOP, _SAVE, _BEST, _NONE, _FINAL, _ADMIT = 1, 2, 4, 8, 16, 32
+_FLAGS = 6
 """Bits of these wishes; a fingerprint of 56 bits is behind them."""
 _MASK = (1 << 56) - 1
 
@@ -193,9 +195,11 @@ class Consensus:
         mine, self.fingerprint = self.fingerprint, 0
         best, none = bool(score) and self.world.leader, score is None
         stop = self._wants_stop()
+        admit = self.world.live is not None and self.world.leader and self.world.live.wanted
         if self.world.size == 1:
-            return Decision(stop, save_due, best, self.final is not None)
+            return Decision(stop, save_due, best, self.final is not None, admit)
         flags = stop * _STOP | save_due * _SAVE | best * _BEST | none * _NONE | (self.final is not None) * _FINAL
+        flags |= admit * _ADMIT
         # Two numbers: with more of them, gloo's messages grow with the square of the ranks.
         wishes = torch.tensor([flags | mine << _FLAGS, ~mine & _MASK if mine else 0])
         if self.world.live is not None:
@@ -219,7 +223,7 @@ class Consensus:
         self.replicas_differ |= bool(wished >> _FLAGS & int(pair[1]))
         best = bool(wished & _BEST) and not wished & _NONE
         self.some_without_score |= score is not None and bool(wished & _BEST) and bool(wished & _NONE)
-        return Decision(bool(wished & _STOP), bool(wished & _SAVE), best, bool(wished & _FINAL))
+        return Decision(bool(wished & _STOP), bool(wished & _SAVE), best, bool(wished & _FINAL), bool(wished & _ADMIT))
 
     def _read(self, pending: tuple[torch.Tensor, dist.Work]) -> int:
         pending[1].wait()

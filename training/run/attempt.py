@@ -17,19 +17,20 @@ import contextlib
 import os
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from lockstep.training import contract
+from lockstep.training.checkpoint.state import gather
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
 from lockstep.training.observe import trackers
 from lockstep.training.observe.clock import Times
 from lockstep.training.observe.reading import Reading, mean_loss
-from lockstep.training.parallel.exchange import all_gather_trees, is_collective, named, on_any, same_on_all
+from lockstep.training.parallel.exchange import all_gather_trees, is_collective, named, on_any, pack, same_on_all
 from lockstep.training.parallel.live import CannotTakeAgain, Live
 from lockstep.training.resilience import divergence
 from lockstep.training.resilience.closeness import (
@@ -120,8 +121,10 @@ class Attempt:
     def __enter__(self) -> Attempt:
         context = self.context
         context.exporter.begin()
-        if os.environ.get(contract.ENV_LIVE) and context.world.size > 1:
-            context.world.live = Live(context.world, context.config.collective_timeout, self._regrouped)
+        if os.environ.get(contract.ENV_LIVE) and context.world.live is None and context.world.size > 1:
+            context.world.live = Live(context.world, context.config.collective_timeout)
+        if context.world.live is not None:
+            context.world.live.regrouped = self._regrouped
         context.event(
             "start", world_size=context.world.size, step=context.steps_done, config_hash=context.config.hash()
         )  # fmt: skip
@@ -138,8 +141,8 @@ class Attempt:
         )  # fmt: skip
         return self
 
-    def _regrouped(self, lost: Mapping[int, str], seconds: Mapping[str, float]) -> None:
-        """Ranks were lost, and the others have met again."""
+    def _regrouped(self, lost: Mapping[int, str], joined: Sequence[int], seconds: Mapping[str, float]) -> None:
+        """Ranks were lost or admitted, and the others have met again."""
         context, world = self.context, self.context.world
         if world.leader and context.run is None:
             try:
@@ -154,6 +157,8 @@ class Attempt:
             if world.leader:
                 context.exporter.forget(rank)
             context.event("rank_lost", step=context.steps_done, rank=rank, how=how)
+        for rank in joined:
+            context.event("rank_joined", step=context.steps_done, rank=rank)
         phases = {name: round(value, 4) for name, value in seconds.items()}
         context.event(
             "regrouped", step=context.steps_done, world_size=world.size, generation=world.generation, seconds=phases
@@ -164,9 +169,11 @@ class Attempt:
             context.run.status(None, "running", context.steps_done)
         context.metrics.count("ranks_lost_total", by=len(lost))
         context.metrics.set("ranks", world.size)
-        who = f"Ranks {named(sorted(lost))} were" if len(lost) > 1 else f"Rank {named(sorted(lost))} was"
-        trains = "1 rank trains" if world.size == 1 else f"{world.size} ranks train"
-        context.console.line(f"{who} lost after step {context.steps_done}: {trains} on")
+        trains = "1 rank trains on" if world.size == 1 else f"{world.size} ranks train on"
+        for ranks, what in ((sorted(lost), "lost"), (joined, "replaced")):
+            if ranks:
+                who = f"Ranks {named(list(ranks))} were" if len(ranks) > 1 else f"Rank {ranks[0]} was"
+                context.console.line(f"{who} {what} after step {context.steps_done}: {trains}")
 
     def _lost(self, reason: str) -> None:
         """A collective of NCCL has failed (`failed` handles all other errors). Runs in its own thread; then the process ends."""
@@ -207,6 +214,12 @@ class Attempt:
         Returns:
             Whether the script has ended the run for good, on any rank.
         """
+        live = self.context.world.live
+        if live is not None and self.context.world.replacement:
+            live.take_seat()  # the others have looked already
+            self.context.forget_untold()
+            self._compares = self.context.state.sync.replicas
+            return False
         decision = self.poll(self.saver.due_by_time(), self.context.scores.asks(self.context.steps_done))
         if decision.stop:
             self.leave()
@@ -214,7 +227,26 @@ class Attempt:
         agreed, self._save_agreed = self._save_agreed, False
         if self.saver.due_by_step() or (agreed and self.saver.steps_since > 1) or decision.best:
             self.save()
+        if live is not None and decision.admit:
+            live.admit(self._state)
         return decision.final
+
+    def _state(self) -> torch.Tensor:
+        """What a rank needs to go on from here as this one does; on rank 0. Collective."""
+        self.before_save()
+        gathered = gather(self.context.state)
+        if gathered is None:
+            return torch.empty(0)
+        gathered["ranks"] = [rank for rank in gathered["ranks"] if rank is not None]
+        places = {"polls": self._polls, "last_step": self.saver.last_step, "save_agreed": self._save_agreed}
+        return pack({**gathered, "places": {**places, **self.meetings.places}})
+
+    def be_at(self, places: Mapping[str, Any]) -> None:
+        """Where the ranks are that have admitted this one."""
+        self._polls, self._save_agreed = places["polls"], places["save_agreed"]
+        self.saver.last_step = places["last_step"]
+        self._compared = True
+        self.meetings.be_at(places)
 
     def poll(self, save_due: bool = False, score: bool | None = None) -> Decision:
         """What the ranks agreed on at the boundary before this one; and, of a score, at this one."""

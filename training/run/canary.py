@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,14 @@ class Canary:
         checkpoint says. Collective."""
         if self.run.state.canary and not self._checked:
             self._compare(self.run.state.canary)
+
+    def check_alone(self) -> None:
+        """Of a rank that others have admitted: ends this process where it computes other bits, as they go on without it then."""
+        self._checked = True
+        saved = self.run.state.canary
+        if saved and [*self._digests()] != [saved["arithmetic"], saved["networks"]]:
+            self.run.console.warn("this process computes other bits than the others, which go on without it")
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def after_step(self, part: Part) -> None:
         """After the first step of a run. Raises `UserError` on all ranks where one computes other bits than the others. Collective."""

@@ -72,6 +72,10 @@ class RunContext:
                 self._untold.popleft()
             self._untold.append((done, key, action))
 
+    def forget_untold(self) -> None:
+        """What this rank has told before it was one of the others."""
+        self._untold.clear()
+
     def take_over(self) -> None:
         """Rank 0 was lost, and this one is in its place: it has the run directory from here on. Raises `UserError`."""
         self.run = run = RunDirectory.take_over(self.path, self.attempt)

@@ -38,9 +38,17 @@ from lockstep.training.observe import trackers
 from lockstep.training.observe.clock import StepClock
 from lockstep.training.observe.console import Console
 from lockstep.training.observe.exporter import Exporter
-from lockstep.training.observe.rundir import RunDirectory
+from lockstep.training.observe.rundir import RunDirectory, read_run
 from lockstep.training.parallel import process
-from lockstep.training.parallel.exchange import broadcast_tree, failing_together, is_collective, reduced
+from lockstep.training.parallel.exchange import (
+    all_gather_trees,
+    broadcast_tree,
+    failing_together,
+    is_collective,
+    reduced,
+    unpack,
+)
+from lockstep.training.parallel.live import Live
 from lockstep.training.parallel.world import World, detect, joined, set_threads
 from lockstep.training.resilience import hang
 from lockstep.training.resilience.closeness import named_groups
@@ -132,7 +140,8 @@ class Lifecycle:
         exporter: Exporter | None = None
         try:
             with failing_together(world):
-                if world.leader or (settings.checkpoint.write == "node" and world.local_rank == 0):
+                first_of_node = world.local_rank == 0 and not world.replacement
+                if world.leader or (settings.checkpoint.write == "node" and first_of_node):
                     self.directory = RunDirectory.open(self.run_dir, settings, fresh)
                     if world.leader and (note := os.environ.get(ENV_NOTE)):
                         with contextlib.suppress(OSError):  # a copy of the variables of a job that is over
@@ -146,8 +155,10 @@ class Lifecycle:
             self.exporter = exporter
             with failing_together(world):
                 self._checkpoint = _newest_here(self.directory, world, exporter)
-            self.source = newest_of_all(self._checkpoint, world)
+            self.source = world.rank if world.replacement else newest_of_all(self._checkpoint, world)
             saved = self.directory.saved if self.directory else None
+            if world.replacement:
+                saved = read_run(self.run_dir)
             known = (saved.get("global_batch_size"), saved.get("data")) if saved else None
             if (known := broadcast_tree(known, world)) is not None:
                 self.facts = {"global_batch_size": known[0], "data": known[1]}
@@ -180,12 +191,15 @@ class Lifecycle:
         self._opening.close()  # from here on the end of the attempt closes what it opened
         if self._tells_run_dir:
             run.console.line(f"This run is kept in {self.run_dir}")
-        attempt = Attempt(run, self._signals, self.began, replica.optimizers)
+        world, attempt = run.world, Attempt(run, self._signals, self.began, replica.optimizers)
         step = Step(run, attempt, replica)
         self.loop = Loop(run, attempt, step, self._saved_generators)
         if self._signals is not None:
             self._signals.on_second_signal = run.exporter.close
         attempt.__enter__()
+        if world.replacement:
+            attempt.be_at(self._places)
+            step.join()
         step.recorder = self._recorder(run, replica)
         return self.loop
 
@@ -207,9 +221,13 @@ class Lifecycle:
             with failing_together(world):
                 mine = self._checkpoint
                 gathered = _load(mine) if mine is not None and world.rank == self.source else None
+            if world.replacement:
+                gathered = self._admitted()
             with failing_together(world), _misfits_explained():
                 of_rank_alone = isinstance(settings, Config) and settings.data.shuffle == "shard"  # its files
                 scatter(gathered, state, self.source, resizable=not of_rank_alone)
+        if world.replacement:
+            attempt = state.history["attempts"]
         state.history["attempts"] = attempt
         replica.model.train()
         replica.sync.zero_grad()
@@ -235,6 +253,14 @@ class Lifecycle:
             directory.listeners.append(run.console.on_event)
         run.console.line(f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {self.threads}")
         return run
+
+    def _admitted(self) -> dict[str, Any]:
+        """The state of the other ranks, which have admitted this one in the place of a lost rank. It waits for that."""
+        world = self._world
+        world.live = live = Live(world, self.settings.collective_timeout)
+        gathered: dict[str, Any] = unpack(live.join(lambda: all_gather_trees(None, world)))
+        self._places = gathered.pop("places")
+        return gathered
 
     def _recorder(self, run: RunContext, replica: Replica) -> Recorder | None:
         """What records the steps as CUDA graphs, where the settings ask for it and that can be."""

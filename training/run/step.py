@@ -93,6 +93,12 @@ class Step:
         if not replica.sync.replicas:  # no rank gets through its forward pass without the others
             replica.network.register_forward_pre_hook(self._begin_pass)
 
+    def join(self) -> None:
+        """This rank comes to others that have begun already, on a machine that computes what theirs do."""
+        self.same_samples = 0
+        if self._canary is not None:
+            self._canary.check_alone()
+
     def _begin_pass(self, *_: Any) -> None:
         self.attempt.stage = max(self.attempt.stage, 1)
 
