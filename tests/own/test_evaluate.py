@@ -238,7 +238,7 @@ def test_the_others_take_the_batches_of_a_rank_that_is_lost(tmp_path: Path, rank
     require(hasattr(os, "pidfd_open"), "needs Linux")
     (tmp_path / "job.py").write_text(CODE + LOST)
     words = [PYTHON, str(tmp_path / "job.py")]
-    alone = run([*words, str(tmp_path / "alone"), "0", "0"], clean_env(PYTHONPATH=str(ROOT)), timeout=90)
+    alone = run([*words, str(tmp_path / "alone"), "0", "0"], clean_env(PYTHONPATH=str(ROOT)), timeout=240)
     launch = [*LAUNCH, "--live", "--ranks", "3", "--max-restarts", "0", "--"]
     done = run(
         [*launch, *words, str(tmp_path / "live"), str(rank), str(sample)], clean_env(PYTHONPATH=str(ROOT)), timeout=90
@@ -259,7 +259,7 @@ def test_a_rank_is_lost_while_a_recipe_is_scored(data_root: Path, tmp_path: Path
         ("live", 3, ("--live",), {"LOCKSTEP_TEST_FATE": "1:-4:KILL"}),
     ):
         job = Job(tmp_path / name, data_root, ranks, **{"sync.name": "exact", "evaluate.batch_size": 4})
-        done = job.launch("--max-restarts", "0", *options, **fate)
+        done = job.launch("--max-restarts", "0", *options, timeout=240, **fate)
         assert done.code == 0, done.output
         summaries.append(json.loads((job.run_dir / "summary.json").read_text()))
     alone, live = summaries
