@@ -22,7 +22,6 @@ PROGRAMS = {
     "scale": ("-m benchmarks.scale --ranks 2", "agreement, no error"),
     "peers": ("benchmarks/peers.py --peers Lightning Lockstep --rounds 1 --steps 2 --warm-up 1 --batch 2", "× as fast"),
     "own loop": ("-m benchmarks.own_loop.compare --loops Session --fates", '"changed_lines"'),
-    "survivors": ("benchmarks/survivors.py --only live --rounds 1", "live: next step"),
     "gpu": ("benchmarks/gpu.py --device cpu --small --rounds 1", "bag_of_tricks: matmul "),
 }  # fmt: skip
 """What starts it, and what it prints."""
@@ -45,6 +44,13 @@ def test_a_program_prints_its_figures_and_records_them(name: str, tmp_path: Path
     output, result = _run(words.split(), tmp_path / "out.json")
     assert figure in output and result["machine"]["cores"] > 0
     assert all(row["median"] > 0 and row["n"] == 1 for row in result.get("figures", {}).values())
+
+
+def test_survivors_end_in_the_weights_of_the_run_that_nobody_disturbed(tmp_path: Path) -> None:
+    output, result = _run(["benchmarks/survivors.py", "--only", "live", "--rounds", "1"], tmp_path / "out.json")
+    runs = result["runs"]["live"]
+    assert {run["weights"] for run in runs} == {result["undisturbed"]["live"]["weights"]}, output
+    assert all(kill["next_step"] > 0 for run in runs for kill in run["kills"]) and "live: next step" in output, output
 
 
 def test_speedrun_and_a_peer_that_fails_costs_its_own_row_alone(tmp_path: Path) -> None:
