@@ -76,6 +76,9 @@ def run(
         str | None, typer.Option(metavar="every=N", help="Compare the ranks' parameters every N steps.")
     ] = None,
     max_restarts: Annotated[int, typer.Option(help="Restarts after a failure.", min=0)] = 0,
+    live: Annotated[
+        bool, typer.Option("--live", help="Where a rank is killed the others go on; needs sync.name=exact, on CPUs.")
+    ] = False,
     log_format: Annotated[str | None, typer.Option(help="table or json.")] = None,
     prefix: Annotated[bool, typer.Option(help="Put the rank at the beginning of every line.")] = False,
 ) -> None:
@@ -99,7 +102,13 @@ def run(
     if not re.fullmatch(r"auto|[1-9]\d{0,3}", ranks):
         raise UserError(f"--ranks must be a number from 1, or auto; got {ranks!r}")
     command = [sys.executable, "-m", "lockstep.training", "launch", "--ranks", ranks]
-    command += ["--max-restarts", str(max_restarts), "--prefix" if prefix else "--no-prefix", *words]
+    command += [
+        "--max-restarts",
+        str(max_restarts),
+        "--prefix" if prefix else "--no-prefix",
+        *["--live"] * live,
+        *words,
+    ]
     environment = {**os.environ, "PATH": search_path(os.environ)} if own else os.environ
     os.execve(command[0], command, environment)  # noqa: S606 - the launcher takes this process's place, and its signals
 
