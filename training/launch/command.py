@@ -29,6 +29,7 @@ from lockstep.training.contract import (
     ENV_LAUNCHER,
     ENV_LIVE,
     ENV_NOTE,
+    ENV_REPLACEMENT,
     ENV_SECRET,
     EXIT_FAILED,
     EXIT_TIMED_OUT,
@@ -54,7 +55,8 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
         _check_live(args, ranks)
     parameters = rendezvous.parameters(args, env.get(ENV_SECRET, ""))
     os.environ.pop(ENV_SECRET, None)  # the ranks need it for nothing
-    os.environ.pop(ENV_LIVE, None)  # of a launcher that has started this one
+    for name in (ENV_LIVE, ENV_REPLACEMENT):  # of a launcher that has started this one
+        os.environ.pop(name, None)
     payload.enter(args)
     if shutil.which(command[0]) is None:
         raise UserError(f"launch: {_why_not(command[0])}")

@@ -227,7 +227,7 @@ class Attempt:
         agreed, self._save_agreed = self._save_agreed, False
         if self.saver.due_by_step() or (agreed and self.saver.steps_since > 1) or decision.best:
             self.save()
-        if live is not None and decision.admit:
+        if live is not None and decision.admit and not decision.final:
             live.admit(self._state)
         return decision.final
 
@@ -238,12 +238,14 @@ class Attempt:
         if gathered is None:
             return torch.empty(0)
         gathered["ranks"] = [rank for rank in gathered["ranks"] if rank is not None]
-        places = {"polls": self._polls, "last_step": self.saver.last_step, "save_agreed": self._save_agreed}
+        places = {"polls": self._polls, "last_step": self.saver.last_step, "save_agreed": self._save_agreed,
+                  "nonfinite_steps": self.nonfinite_steps}  # fmt: skip
         return pack({**gathered, "places": {**places, **self.meetings.places}})
 
     def be_at(self, places: Mapping[str, Any]) -> None:
         """Where the ranks are that have admitted this one."""
         self._polls, self._save_agreed = places["polls"], places["save_agreed"]
+        self.nonfinite_steps = places["nonfinite_steps"]
         self.saver.last_step = places["last_step"]
         self._compared = True
         self.meetings.be_at(places)
