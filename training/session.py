@@ -379,9 +379,9 @@ class Session(Reporting):
 
         Given a function, the session calls it, and may call it again: on micro-batches (`micro_batch_size`), at half the scale
         where float16 overflowed, while it is recorded (`capture`), to name the parameter whose gradient is not finite, and where
-        another rank is lost (`launch --live`). So it has no effect but its loss. Batch statistics are put back before it is called again, and torch's generators are those of (seed,
-        step, rank) inside it: dropout differs between the ranks, and is drawn again as it was. What it draws from other generators
-        is its own business. A loss that is computed already takes part in none of this.
+        another rank is lost (`launch --live`). So it has no effect but its loss. Batch statistics are put back before it is called
+        again, and torch's generators are those of (seed, step, rank) inside it: dropout differs between the ranks, and is drawn again
+        as it was. What it draws from other generators is its own business. A loss that is computed already takes part in none of this.
 
         Args:
             loss: a scalar, the mean over this rank's samples; or a function that computes it of `batch`.
