@@ -58,8 +58,8 @@ STOPPED_SECONDS = 2
 _KILLED = "ended by SIGKILL"
 
 
-def command(run_dir: Path, kind: str, *words: str, restarts: int = 0) -> list[str]:
-    options = ["--live", "--ranks", str(RANKS), "--stopped-seconds", str(STOPPED_SECONDS)]
+def command(run_dir: Path, kind: str, *words: str, restarts: int = 0, ranks: int = RANKS) -> list[str]:
+    options = ["--live", "--ranks", str(ranks), "--stopped-seconds", str(STOPPED_SECONDS)]
     options += ["--max-restarts", str(restarts)]
     return [*LAUNCH, *options, "--", PYTHON, "-u", str(JOB), str(run_dir), kind, *words]
 
@@ -202,7 +202,7 @@ def test_what_cannot_be_taken_again_is_a_restart_with_a_reason(kind: str, why: s
     require(hasattr(os, "pidfd_open"), "needs Linux")
     ends = []
     for name, words in (("alone", [PYTHON, str(JOB)]), ("live", [])):
-        words = [*words, str(tmp_path / name), kind] if words else command(tmp_path / name, kind, restarts=2)
+        words = [*words, str(tmp_path / name), kind] if words else command(tmp_path / name, kind, restarts=2, ranks=3)
         done = run(words, clean_env(), timeout=BOUND)
         assert done.code == 0, done.output
         ends.append(json.loads((tmp_path / name / "summary.json").read_text()))
@@ -221,7 +221,7 @@ def test_what_cannot_be_taken_again_is_a_restart_with_a_reason(kind: str, why: s
 )  # fmt: skip
 def test_a_run_that_could_not_go_on_is_refused(kind: str, word: str, why: str, tmp_path: Path) -> None:
     words = (word, "sync.options={}") if "flat" in word else (word,)
-    done = run(command(tmp_path / "run", kind, *words), clean_env(), timeout=BOUND)
+    done = run(command(tmp_path / "run", kind, *words, ranks=2), clean_env(), timeout=BOUND)
     assert done.code == 2 and done.output.count(why) == 1 and "Traceback" not in done.output, done.output
 
 
@@ -246,14 +246,14 @@ KINDS = ("net", "net", "gan", "net", "part")
 
 
 @pytest.mark.promise("survivors")
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_any_rank_may_be_lost_at_any_moment(seed: int, tmp_path: Path, undisturbed: Any) -> None:
     require(hasattr(os, "pidfd_open"), "needs Linux")
     check(tmp_path, seed, KINDS[seed % 5], undisturbed)
 
 
 @pytest.mark.promise("survivors")
-@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("seed", [2])
 def test_a_lost_rank_is_replaced(seed: int, tmp_path: Path, undisturbed: Any) -> None:
     require(hasattr(os, "pidfd_open"), "needs Linux")
     check(tmp_path, seed, KINDS[seed % 5], undisturbed, replaced=True)
