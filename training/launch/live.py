@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from lockstep.training.contract import ENV_LIVE, ENV_REPLACEMENT, EXIT_DONE, EXIT_FAILED, to_stderr
+from lockstep.training.contract import ENV_LIVE, ENV_REPLACEMENT, EXIT_DONE, EXIT_FAILED, EXIT_USAGE, to_stderr
 from lockstep.training.launch.ending import FINAL, Attempts, deaths, exit_code, how, without_ended
 from lockstep.training.launch.gang import STOP_SECONDS, Gang, interrupted
 from lockstep.training.launch.lines import Copies
@@ -171,6 +171,7 @@ class Supervisor(Gang):
         generation = self._generation + 1
         for rank in prepared:
             self._running[rank] = self._spares.pop(rank)
+            self._store.delete_key(stores.ended(rank))
             self._store.set(stores.admitted(self._numbers[rank]), f"{self._admissions} {generation}")
         self._store.set(f"{key}/answer", str(generation))
         self._announce()
@@ -229,8 +230,8 @@ class Supervisor(Gang):
         while ranks := self._ended(seconds):
             for rank in ranks:
                 spare, code = rank in self._spares, self._reap(rank)
-                if not spare:
-                    found[rank] = code
+                if not spare:  # what it was started with is right for the others
+                    found[rank] = EXIT_FAILED if code == EXIT_USAGE and rank in self._numbers else code
                 elif self.signalled is None:
                     to_stderr(f"launch: the replacement of rank {rank} {how(code)}: the others train on without it")
             seconds = 0.0  # those that ended at the same moment

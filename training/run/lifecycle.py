@@ -225,7 +225,8 @@ class Lifecycle:
                 gathered = self._admitted()
             with failing_together(world), _misfits_explained():
                 of_rank_alone = isinstance(settings, Config) and settings.data.shuffle == "shard"  # its files
-                scatter(gathered, state, self.source, resizable=not of_rank_alone)
+                source = world.rank if world.replacement else self.source
+                scatter(gathered, state, source, resizable=not of_rank_alone)
         if world.replacement:
             attempt = state.history["attempts"]
         state.history["attempts"] = attempt
