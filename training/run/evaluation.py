@@ -76,7 +76,9 @@ def summed(
                     error = caught
             boundary()
         raise_together(error, world)
-        for new in all_gather_trees(found, world):
+        # On the CPU also this rank's own, which are not sent: not before, since that waits for the device.
+        of_batches = {number: {name: value.cpu() for name, value in sums.items()} for number, sums in found.items()}
+        for new in all_gather_trees(of_batches, world):
             for number, sums in new.items():
                 form = _same_form(form, sums, number)
                 known[number] = sums
@@ -122,7 +124,7 @@ def _said(form: Form) -> str:
 
 def _added(sums: list[torch.Tensor]) -> torch.Tensor:
     """One after the other: `torch.sum` takes an order of its own."""
-    column = torch.stack(sums).cpu()
+    column = torch.stack(sums)
     total = torch.zeros_like(column[0])
     for row in column:
         total += row
