@@ -246,7 +246,7 @@ KINDS = ("net", "net", "gan", "net", "part")
 
 
 @pytest.mark.promise("survivors")
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, 2, 4])
 def test_any_rank_may_be_lost_at_any_moment(seed: int, tmp_path: Path, undisturbed: Any) -> None:
     require(hasattr(os, "pidfd_open"), "needs Linux")
     check(tmp_path, seed, KINDS[seed % 5], undisturbed)
@@ -260,6 +260,6 @@ def test_a_lost_rank_is_replaced(seed: int, tmp_path: Path, undisturbed: Any) ->
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(10, 70))
+@pytest.mark.parametrize("seed", [1, 3, *range(10, 70)])
 def test_many_seeds(seed: int, tmp_path: Path, undisturbed: Any) -> None:
     check(tmp_path, seed, KINDS[seed % 5], undisturbed, replaced=seed % 4 == 3)
