@@ -7,7 +7,7 @@ script. torchft (pip install torchft-nightly) and NVRx (nvidia-resiliency-ext) n
 
 *full rate*: the end of the first of five steps whose median time is within 1.5 × that of the second half of the steps before the next kill.
 *again*: finished steps that were taken once more. *lost*, *repeated*: samples of the epoch that went into no step, or into several; none
-where the weights have the bits of the run that nobody disturbed.
+where the weights have the bits of the undisturbed run.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def trained(start: Start, draw: random.Random | None, quiet: float) -> dict[str,
     """One run: its kills, or what went wrong.
 
     Args:
-        draw: of the kills; None: nobody disturbs it.
+        draw: of the kills; None: there are none.
         quiet: seconds without a word of it after which it has failed.
     """
     with started(start) as (folder, processes, told):

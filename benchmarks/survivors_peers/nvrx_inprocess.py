@@ -1,6 +1,6 @@
 """python nvrx_inprocess.py CHECKPOINT: the job under NVRx's in-process restart, built as its advanced_example.py, on gloo.
 
-The stores are served by whoever started the ranks, so that rank 0 may be lost, too; by default its end is the job's.
+The stores are served by whoever started the ranks, so that the others outlive rank 0; by default its end is that of the job.
 """
 
 import os

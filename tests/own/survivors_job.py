@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from lockstep import Session
+from tests.sync.exact_job import gan
 
 SETTINGS = [
     "sync.name=exact",
@@ -64,23 +65,6 @@ def net(run: Session) -> None:
             return {"test_loss": loss, "accuracy": (logits.argmax(1) == y).sum()}
 
         run.log(**run.evaluate(scores, test, 16))
-
-
-def gan(run: Session) -> None:
-    data = TensorDataset(torch.randn(96, 6, generator=torch.Generator().manual_seed(1)) + 3)
-    g = run.replicate(nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 6)), name="g")
-    d = run.replicate(nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.LeakyReLU(), nn.Linear(16, 1)), name="d")
-    of_g = run.optimizer(lambda parameters: torch.optim.Adam(parameters, lr=2e-3), name="of_g", model=g)
-    of_d = run.optimizer(lambda parameters: torch.optim.Adam(parameters, lr=2e-3), name="of_d", model=d)
-
-    def judged(x: torch.Tensor) -> torch.Tensor:
-        fake = g(torch.randn(len(x), 4)).detach()
-        return F.softplus(-d(x)).mean() + F.softplus(d(fake)).mean()
-
-    for _ in run.epochs(16 * run.config["times"]):
-        for (x,) in run.batches(data, 32):
-            run.step(judged, x, optimizer=of_d)
-            run.step(lambda x: F.softplus(-d(g(torch.randn(len(x), 4)))).mean(), x, optimizer=of_g)
 
 
 def part(run: Session) -> None:
@@ -132,6 +116,13 @@ def of_rank(run: Session) -> None:
 
 if __name__ == "__main__":
     run_dir, kind, *words = sys.argv[1:]
-    kinds = {"net": net, "gan": gan, "part": part, "summed": summed, "changed": changed, "of_rank": of_rank}
+    kinds = {
+        "net": net,
+        "gan": lambda run: gan(run, 16 * run.config["times"]),
+        "part": part,
+        "summed": summed,
+        "changed": changed,
+        "of_rank": of_rank,
+    }
     with Session(run_dir, *SETTINGS, *words, config={"kind": kind, "times": 1}) as run:
         kinds[kind](run)

@@ -63,7 +63,7 @@ def transformer(run: Session) -> None:
             end(run)
 
 
-def gan(run: Session) -> None:
+def gan(run: Session, epochs: int = 2) -> None:
     data = TensorDataset(torch.randn(96, 6, generator=torch.Generator().manual_seed(1)) + 3)
     g = run.replicate(nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 6)), name="g")
     d = run.replicate(nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.LeakyReLU(), nn.Linear(16, 1)), name="d")
@@ -74,7 +74,7 @@ def gan(run: Session) -> None:
         fake = g(torch.randn(len(x), 4)).detach()
         return F.softplus(-d(x)).mean() + F.softplus(d(fake)).mean()
 
-    for _ in run.epochs(2):
+    for _ in run.epochs(epochs):
         for (x,) in run.batches(data, 32):
             run.step(judged, x, optimizer=of_d)
             run.step(lambda x: F.softplus(-d(g(torch.randn(len(x), 4)))).mean(), x, optimizer=of_g)

@@ -188,13 +188,19 @@ def broadcast_tree(tree: Any, world: World, source: int = 0) -> Any:
         return tree
     if world.live is not None:  # another rank may be `source` when it is done: all of them have a tree
         return all_gather_trees(tree, world)[source]
-    packed = pack(tree) if world.rank == source else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([packed.numel()])
+    packed = broadcast_bytes(pack(tree) if world.rank == source else None, world, source)
+    return tree if world.rank == source else unpack(packed)
+
+
+def broadcast_bytes(packed: torch.Tensor | None, world: World, source: int = 0) -> torch.Tensor:
+    """What rank `source` has, a uint8 tensor [bytes] on the CPU, on every rank; None elsewhere. Collective."""
+    mine = packed if packed is not None and world.rank == source else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([mine.numel()])
     dist.broadcast(length, source)
     if world.rank != source:
-        packed = torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(packed, source)
-    return tree if world.rank == source else unpack(packed)
+        mine = torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(mine, source)
+    return mine
 
 
 def all_gather_trees(tree: Any, world: World) -> list[Any]:

@@ -7,7 +7,8 @@ in fails at once, and meets the others in a new process group. Some may be throu
 which each rank keeps until it is through with the next one, is sent to those. Else all take the call again, and what the lost rank
 had of it is dealt out anew.
 
-The state of the training moves between two calls alone, by the same numbers on every rank. So nothing of it is ever sent.
+The state of the training moves between two calls alone, by the same numbers on every rank. So a loss sends nothing of it; a replacement
+of the lost rank gets it in a call of its own (`Live.admit`).
 
 gloo has no abort that frees a rank which waits for another one; a connection that is shut does (torch 2.15). Its listening sockets
 must stay: without them it ends the process.
@@ -29,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.training.parallel import stores
-from lockstep.training.parallel.exchange import is_collective, pack, unpack
+from lockstep.training.parallel.exchange import broadcast_bytes, is_collective, pack, unpack
 from lockstep.training.parallel.world import World
 
 ANNOUNCED_SECONDS = 10.0
@@ -130,10 +131,10 @@ class Live:
             try:
                 self.check()
                 result = compute()
+            except CannotTakeAgain:
+                raise
             except Exception as error:
-                if not isinstance(error, _Superseded) and (
-                    isinstance(error, CannotTakeAgain) or not is_collective(error)
-                ):
+                if not isinstance(error, _Superseded) and not is_collective(error):
                     raise
                 failure = error.with_traceback(None)  # its frames hold the process group
             else:
@@ -160,7 +161,7 @@ class Live:
         def compute() -> Results:
             if self.world.rank == 0:
                 self._store.set(key, "1")
-            if not self._until_said([f"{key}/answer"], ANNOUNCED_SECONDS, raises=False):
+            if not self._until_said([f"{key}/answer"], ANNOUNCED_SECONDS):
                 raise CannotTakeAgain(
                     "the launcher has not admitted the replacements of lost ranks: all ranks start again"
                 )
@@ -203,10 +204,7 @@ class Live:
 
     def _sent(self, state: torch.Tensor | None) -> torch.Tensor:
         """What rank 0 has, on every rank. No rank has it before all have come here."""
-        length = torch.tensor([0 if state is None else state.numel()])
-        dist.broadcast(length, 0)
-        received = state if self.world.rank == 0 and state is not None else torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(received, 0)
+        received = broadcast_bytes(state, self.world)
         dist.barrier()
         return received
 
@@ -307,12 +305,9 @@ class Live:
                 met = time.monotonic()
                 received = self._catch_up()
                 found = received if received is not None else found
-            except _Superseded as error:
-                failure = error
-                continue
-            except (RuntimeError, ValueError) as error:
-                if isinstance(error, CannotTakeAgain):
-                    raise
+            except CannotTakeAgain:
+                raise
+            except (_Superseded, RuntimeError, ValueError) as error:
                 failure = error.with_traceback(None)
                 continue
             seconds = {
@@ -345,9 +340,9 @@ class Live:
                 return self._join(
                     f"lockstep/live/meeting/{self.world.generation}.{attempt}", members, MEET_SECONDS * 2**attempt
                 )
+            except CannotTakeAgain:
+                raise
             except (RuntimeError, ValueError) as error:
-                if isinstance(error, CannotTakeAgain):
-                    raise
                 reason = str(error).partition("\n")[0]
             self.check()
         raise CannotTakeAgain(
@@ -365,7 +360,11 @@ class Live:
             dist.destroy_process_group()
         store = self._store
         store.set(f"{place}/here/{self.rank}", "1")
-        self._until_said([f"{place}/here/{member}" for member in members], self._timeout)
+        if not self._until_said([f"{place}/here/{member}" for member in members], self._timeout):
+            missing = [str(member) for member in members if not store.check([f"{place}/here/{member}"])]
+            raise CannotTakeAgain(
+                f"{self._who()}, and rank {', '.join(missing)} has not met the others within {self._timeout:g} s: all ranks start again"
+            )
         here = time.monotonic()
         dist.init_process_group(
             "gloo", store=dist.PrefixStore(f"{place}/group", store), rank=members.index(self.rank), world_size=len(members),
@@ -373,7 +372,7 @@ class Live:
         )  # fmt: skip
         sockets = f"{place}/sockets"
         store.set(f"{sockets}/{self.rank}", json.dumps([*_connections().values()]))
-        if not self._until_said([f"{sockets}/{member}" for member in members], seconds, raises=False):
+        if not self._until_said([f"{sockets}/{member}" for member in members], seconds):
             raise RuntimeError("a rank has not connected")
         self._peers = self._connected_to_ranks(sockets, members)
         self.check()  # what was announced meanwhile has shut the connections before
@@ -384,18 +383,13 @@ class Live:
         world.size = world.local_size = len(members)
         return here
 
-    def _until_said(self, keys: list[str], seconds: float, raises: bool = True) -> bool:
+    def _until_said(self, keys: list[str], seconds: float) -> bool:
         """Whether all keys are there in time. Raises `_Superseded`."""
         deadline = time.monotonic() + seconds
         while not self._store.check(keys):
             self.check()
             if time.monotonic() > deadline:
-                if not raises:
-                    return False
-                missing = [key.rpartition("/")[2] for key in keys if not self._store.check([key])]
-                raise CannotTakeAgain(
-                    f"{self._who()}, and rank {', '.join(missing)} has not met the others within {seconds:g} s: all ranks start again"
-                )
+                return False
             time.sleep(LOOK_SECONDS)
         return True
 
@@ -418,13 +412,9 @@ class Live:
         dist.all_gather_into_tensor(places.view(-1), mine)
         done, admissions = places[:, 0], places[:, 1]
         newest = int(done.max())
-        # One that is admitted is in the call by which it is, which others may be through with.
-        entered = (
-            newest - int(bool((admissions[done >= 0] > admissions[done < 0].min()).any()))
-            if (done < 0).any()
-            else newest
-        )
-        done = torch.where(done < 0, entered, done)
+        if (done < 0).any():  # one that is admitted is in the call by which it is, which others may be through with
+            through = bool(admissions.max() > admissions[done < 0].min())
+            done = torch.where(done < 0, newest - through, done)
         self.done, oldest = int(done[self.world.rank]), int(done.min())
         if newest == oldest:
             return None
@@ -433,11 +423,7 @@ class Live:
                 f"{self._who()}, and the others are {newest - oldest} calls apart: all ranks start again"
             )
         source, behind = done.tolist().index(newest), self.done < newest
-        packed = pack(self._result) if self.world.rank == source else torch.empty(0, dtype=torch.uint8)
-        length = torch.tensor([packed.numel()])
-        dist.broadcast(length, source)
-        packed = packed if self.world.rank == source else torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(packed, source)
+        packed = broadcast_bytes(pack(self._result) if self.world.rank == source else None, self.world, source)
         if behind:
             self._result, self.done = unpack(packed), newest
             self._through()
