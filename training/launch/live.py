@@ -118,7 +118,6 @@ class Supervisor(Gang):
         self._generation, self._looks, self._next_look = 0, dict[int, int](), time.monotonic()
         self._replacements = self._admissions = 0
         self._store = stores.tcp_store("127.0.0.1", 0, serves=True, seconds=STORE_SECONDS)
-        self._store.set(stores.MIN_RANKS, str(self._min_ranks))
         self._copies = Copies()
         with self._starting():
             self._env = {

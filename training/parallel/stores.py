@@ -95,10 +95,6 @@ def ended(rank: int) -> str:
     return f"lockstep/ended/{rank}"
 
 
-MIN_RANKS = "lockstep/live/min_ranks"
-"""Under `launch --live`, the key in the store without a prefix under which the launcher says how many ranks may go on at least."""
-
-
 def ready(rank: int) -> str:
     """The key there at which a rank says that its loop has begun: from then on the others can go on without it."""
     return f"lockstep/live/ready/{rank}"
