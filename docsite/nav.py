@@ -34,6 +34,7 @@ FIRST = {
         "start-a-project.md",
         "resume-and-move.md",
         "preemption.md",
+        "torture.md",
         "debug-a-hang.md",
         "look-inside.md",
         "choose-a-strategy.md",

@@ -1,4 +1,4 @@
-"""python -m lockstep.training run | launch | shard | evaluate | export | top | report | settings | bench | doctor
+"""python -m lockstep.training run | launch | shard | evaluate | export | top | report | settings | torture | bench | doctor
 
 Exit codes: 0 done; 2 wrong usage, config or data (one line says what to do); 75 saved, run the same command again;
 1 anything else.
@@ -49,7 +49,7 @@ from lockstep.training.files import keep_out_others
 _BEGAN = time.perf_counter()
 
 
-_APART = {"launch": "launch.command", "bench": "recipe.scaling", "doctor": "doctor"}
+_APART = {"launch": "launch.command", "bench": "recipe.scaling", "doctor": "doctor", "torture": "torture.command"}
 """Commands that parse their own arguments: the module that has their `main(argv)`."""
 _RECIPE = "a recipe's name, or the path of a YAML file"
 

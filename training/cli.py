@@ -27,6 +27,7 @@ COMMANDS = {
     "settings": "list every setting with its meaning and default, or a recipe's",
     "launch": "start the ranks of a node and wait for their end",
     "doctor": "what the GPUs of this machine can do, and what to do where they cannot",
+    "torture": "kill, stop and signal a training at seeded moments, and compare the weights it ends in",
     "bench": "where the time of a step goes at 1, 2, 4 … ranks",
 }
 """Each with a line of help."""

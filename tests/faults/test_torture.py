@@ -1,0 +1,92 @@
+"""`lockstep torture`: what resumes holds, and each of three scripts that do not is caught by name."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import PYTHON, ROOT, clean_env, processes, run, started
+from tests.runs import settings
+
+pytestmark = pytest.mark.promise("torture")
+SCRIPT = ROOT / "tests/faults/tortured.py"
+TORTURE = [PYTHON, "-m", "lockstep.training", "torture"]
+OURS = ["--weights", "{run}/state.json", "--steps-pattern", r"^step (\d+)", "--loss-pattern", "loss ([0-9.]+)"]
+
+
+def tortured(*words: str, flaw: str = "") -> tuple[int, dict[str, Any]]:
+    """The exit code, and what `--json` tells."""
+    done = run([*TORTURE, "--json", *OURS, *words, "--", sys.executable, str(SCRIPT), "{run}", flaw], clean_env())
+    assert done.output.startswith("{"), done.output
+    told: dict[str, Any] = json.loads(done.output)
+    return done.code, told
+
+
+def test_a_script_that_resumes_holds_whatever_happens(tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+    words = ["--cases", "8", "--moments", "start,step,save,training", "--at", "step 2. ", "--report", str(report)]
+    code, told = tortured(*words)
+    assert code == 0 and told["held"], told
+    assert told["undisturbed"]["deterministic"] and told["undisturbed"]["steps"] == 40
+    disturbed = [case for case in told["cases"] if any(case["done"])]
+    assert len(disturbed) >= 5 and {case["weights"] for case in told["cases"]} == {"equal"}, told
+    assert any(case["codes"][0] < 0 for case in disturbed) and all(case["codes"][-1] == 0 for case in disturbed)
+    assert any("disk is full" in done or "RLIMIT_FSIZE" in done for case in disturbed for done in case["done"]), told
+    assert len(re.findall(r"^\| \d+ \| ", report.read_text(), re.MULTILINE)) == 8
+
+
+@pytest.mark.parametrize(
+    ("flaw", "moment", "says"),
+    [
+        ("lost-cursor", "step", "1 of 1 tensors differ from the undisturbed run's"),
+        ("not-atomic", "save", "does not end with 0 in 5 starts"),
+        ("orphan", "step", "left behind: process"),
+        ("random", "step", "the last loss, "),
+    ],
+)
+def test_a_script_that_does_not_is_caught(flaw: str, moment: str, says: str) -> None:
+    with started(["sleep", "300"]) as bystander:
+        words = ["--faults", "kill-rank", "--moments", moment, "--cases", "2", "--grace-seconds", "1", "--seed", "1"]
+        code, told = tortured(*words, flaw=flaw)
+        assert code == 1 and not told["held"], told
+        assert any(says in problem for case in told["cases"] for problem in case["problems"]), told
+        assert bystander.poll() is None  # the same program, which is not of the job
+    failed = next(case for case in told["cases"] if case["problems"])
+    assert f"--seed 1 --case {failed['case']} -- " in failed["repeat"]
+    assert told["undisturbed"]["deterministic"] == (flaw != "random")
+    named = {int(pid) for case in told["cases"] for pid in re.findall(r"process (\d+)", case["verdict"])}
+    assert bool(named) == (flaw == "orphan") and not named & {pid for pid, state, *_ in processes() if state != "Z"}
+
+
+@pytest.mark.promise("kill-resume")
+def test_a_recipe_on_two_ranks(tmp_path: Path) -> None:
+    small = settings(tmp_path / "data", model="tests.nets:Sociable")
+    words = ["--json", "--cases", "2", "--faults", "kill-rank,term-all", "--moments", "step,save", "smoke", *small]
+    done = run([*TORTURE, *words], clean_env(), timeout=300)
+    told = json.loads(done.output)
+    assert done.code == 0 and told["undisturbed"]["ranks"] == 2 and told["undisturbed"]["steps"] == 24, told
+    assert {case["fault"]: case["codes"] for case in told["cases"]} == {"kill-rank": [1, 0], "term-all": [75, 0]}, told
+    assert [case["weights"] for case in told["cases"]] == ["equal", "equal"], told
+
+
+@pytest.mark.promise("bad-input")
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--seed", "1"], "nothing to torture"),
+        (["--faults", "kill-everything", "--", "true"], "'kill-everything' is not one of kill-rank"),
+        (["--steps-pattern", "step", "--", "true"], "--steps-pattern has no group"),
+        (["--keep", "/tmp", "--", "true"], "/tmp exists already"),
+        (["--", "no-such-program"], "there is no program 'no-such-program'"),
+        (["--", "false"], "undisturbed, the command ended with 1"),
+        (["--", "true"], "the run has left no file {run}/**/checkpoints/*/state.safetensors"),
+    ],
+)
+def test_what_cannot_be_tortured_is_a_line(words: list[str], says: str) -> None:
+    done = run([*TORTURE, *words], clean_env())
+    assert done.code == 2 and done.output.count("\n") == 1 and says in done.output, done.output

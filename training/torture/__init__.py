@@ -1,0 +1,1 @@
+"""`lockstep torture`: somebody's script, disturbed at seeded moments, and compared with itself undisturbed."""

@@ -1,0 +1,267 @@
+"""One start of the command, watched from its first process to its last, and disturbed once at a moment that what it shows decides."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import time
+import uuid
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep.training.contract import EVENTS_FILE
+from lockstep.training.torture import processes
+from lockstep.training.torture.disk import Disk, Tree
+from lockstep.training.torture.processes import Process
+
+WATCH_SECONDS = 0.002
+COUNT_SECONDS = 0.5
+"""Between two looks at the table of processes."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is tortured, and how its output is read."""
+
+    command: tuple[str, ...]
+    resume: tuple[str, ...]
+    inside: bool
+    """It runs in its run's folder, since its command does not name that."""
+    steps: re.Pattern[str] | None
+    loss: re.Pattern[str] | None
+    lines: tuple[re.Pattern[str], ...]
+    """Moments of the user's own."""
+    rank_process: str
+    hang_seconds: float
+    grace_seconds: float
+
+
+class Fault(NamedTuple):
+    whom: str
+    """launcher, rank, all, worker, or disk."""
+    signals: tuple[int, ...] = ()
+    """Sent one after the other, with a pause between two."""
+    usual: bool = True
+    """Whether it is among those that are drawn by default."""
+
+
+_KILL, _STOP, _CONT, _TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT, signal.SIGTERM
+FAULTS = {
+    "kill-rank": Fault("rank", (_KILL,)),
+    "kill-launcher": Fault("launcher", (_KILL,)),
+    "kill-all": Fault("all", (_KILL,)),
+    "stop-rank": Fault("rank", (_STOP, _CONT)),
+    "term": Fault("launcher", (_TERM,)),
+    "term-twice": Fault("launcher", (_TERM, _TERM)),
+    "term-all": Fault("all", (_TERM,)),
+    "int": Fault("launcher", (signal.SIGINT,)),
+    "usr1": Fault("launcher", (signal.SIGUSR1,)),
+    "disk-full": Fault("disk"),
+    "other-ranks": Fault("all", (_KILL,)),
+    "hang-rank": Fault("rank", (_STOP,), usual=False),
+    "hang-worker": Fault("worker", (_STOP,), usual=False),
+}
+
+
+class Disturbance(NamedTuple):
+    fault: str
+    says: str
+    """The moment, in words."""
+    kind: str
+    """step, save, line; else time."""
+    value: float
+    """The step; how many saves or lines; seconds since the start."""
+    delay: float = 0.0
+    """Seconds from there on."""
+    of: object = None
+    """The pattern of the line, or the kinds of files that are saves."""
+    rank: float = 0.0
+    """Which one, as a share of their number."""
+    pause: float = 0.0
+    """Seconds between two signals."""
+
+
+class Attempt:
+    """What a start has shown so far, and in the end how it ended."""
+
+    def __init__(
+        self, job: Job, run: Path, ranks: int, again: bool = False, disturbance: Disturbance | None = None
+    ) -> None:
+        """
+        Args:
+            run: a folder that is there.
+            again: an earlier start has not ended with 0.
+        """
+        self.job, self.run, self.disturbance = job, run, disturbance
+        self.words = [
+            word.replace("{run}", str(run)).replace("{ranks}", str(ranks))
+            for word in (job.resume if again else job.command)
+        ]
+        self.mark = uuid.uuid4().hex
+        self.code = self.ranks = self.workers = 0
+        """What its first process ended with, and at most how many ranks and workers of theirs there were."""
+        self.seconds = 0.0
+        self.steps: list[int] = []
+        self.step_times: list[float] = []
+        """Seconds since the start, of each."""
+        self.loss: float | None = None
+        self.lines: Counter[object] = Counter()
+        """Pattern of the user's own → lines that it was found in."""
+        self.said: list[str] = []
+        """Its last lines."""
+        self.done = ""
+        """What was done to it; empty if the moment did not come."""
+        self.hung = False
+        self.left: list[Process] = []
+        """Those that were still there after the first one's end, and the time that they had."""
+        self.tree = Tree(run)
+        self._events_read = self.tree.size_of(EVENTS_FILE)
+        self._rest = b""
+        self._due: list[tuple[float, Process, int]] = []
+
+    def go(self, bound: float, disk: Disk | None = None) -> Attempt:
+        """Returns when no process of it is left. What takes longer than `bound` seconds hangs, and is killed."""
+        temporary = self.run.parent / "tmp"
+        temporary.mkdir(exist_ok=True)
+        self._began = time.monotonic()
+        self._launcher = subprocess.Popen(
+            self.words, cwd=self.run if self.job.inside else None, env=processes.environment(self.mark, temporary),
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True, preexec_fn=_as_from_a_shell,
+        )  # fmt: skip
+        assert self._launcher.stdout is not None
+        os.set_blocking(self._launcher.stdout.fileno(), False)
+        try:
+            self._watch(bound, disk)
+            self.hung = self._launcher.poll() is None
+            if not self.hung:
+                self._wait_for_the_others()
+        finally:
+            if disk is not None:
+                disk.release()
+            killed = processes.end(self.mark, self._launcher.pid)
+            self.code = self._launcher.wait()
+            self._look()
+            self._launcher.stdout.close()
+        self.left = [] if self.hung else killed
+        return self
+
+    def _watch(self, bound: float, disk: Disk | None) -> None:
+        reached, counted = math.inf, 0.0
+        while self._launcher.poll() is None and self.seconds < bound:
+            self._look()
+            if self.seconds > counted:
+                self._count()
+                counted = self.seconds + COUNT_SECONDS
+            if self.disturbance is not None and not self.done:
+                if self._has_come(self.disturbance):
+                    reached = min(reached, self.seconds + self.disturbance.delay)
+                if self.seconds >= reached:
+                    self._disturb(self.disturbance, disk)
+            self._send()
+            time.sleep(max(WATCH_SECONDS, 3 * self.tree.cost))
+
+    def _wait_for_the_others(self) -> None:
+        deadline = time.monotonic() + self.job.grace_seconds
+        while time.monotonic() < deadline and processes.living(self.mark, self._launcher.pid):
+            self._look()
+            self._send()
+            time.sleep(0.02)
+
+    def _has_come(self, moment: Disturbance) -> bool:
+        if moment.kind == "step":
+            return any(step >= moment.value for step in self.steps)
+        if moment.kind == "save":
+            return self.tree.saves_of(moment.of) >= moment.value
+        if moment.kind == "line":
+            return self.lines[moment.of] >= moment.value
+        return self.seconds >= moment.value
+
+    def _look(self) -> None:
+        """Reads what is new of the output, in the folder, and of a Lockstep run's events there."""
+        if self._launcher.returncode is None:
+            self.seconds = time.monotonic() - self._began
+        assert self._launcher.stdout is not None
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._launcher.stdout.fileno(), 1 << 16):
+                *lines, self._rest = (self._rest + data).split(b"\n")
+                for line in lines:
+                    self._on_line(line.decode(errors="replace"))
+        self.tree.look()
+        self._read_events()
+
+    def _on_line(self, line: str) -> None:
+        self.said = [*self.said[-8:], line] if line.strip() else self.said
+        if self.job.steps and (found := self.job.steps.search(line)):
+            self._on_step(int(found[1]))
+        if self.job.loss and (found := self.job.loss.search(line)):
+            self.loss = float(found[1])
+        for pattern in self.job.lines:
+            self.lines[pattern] += pattern.search(line) is not None
+
+    def _on_step(self, step: int) -> None:
+        self.steps.append(step)
+        self.step_times.append(self.seconds)
+
+    def _read_events(self) -> None:
+        """Where no patterns are given."""
+        size, path = self.tree.size_of(EVENTS_FILE), self.tree.path_of(EVENTS_FILE)
+        self._events_read = min(self._events_read, size)  # a resume may have cut it off
+        if path is None or size == self._events_read:
+            return
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            file.seek(self._events_read)
+            whole, newline, _ = file.read().rpartition(b"\n")
+            self._events_read += len(whole + newline)
+            for line in whole.splitlines():
+                event = json.loads(line)
+                if event["event"] == "step" and not self.job.steps:
+                    self._on_step(event["step"])
+                if event.get("train_loss") is not None and not self.job.loss:
+                    self.loss = event["train_loss"]
+
+    def _count(self) -> tuple[list[Process], list[Process], list[Process]]:
+        """All processes, the ranks among them, and what those have started."""
+        living = processes.living(self.mark, self._launcher.pid)
+        ranks = processes.ranks_of(living, self._launcher.pid, self.job.rank_process)
+        workers = processes.workers_of(living, ranks)
+        if any(rank.pid != self._launcher.pid for rank in ranks):
+            self.ranks, self.workers = max(self.ranks, len(ranks)), max(self.workers, len(workers))
+        return living, ranks, workers
+
+    def _disturb(self, how: Disturbance, disk: Disk | None) -> None:
+        fault = FAULTS[how.fault]
+        living, ranks, workers = self._count()
+        if disk is not None and fault.whom == "disk":
+            self.done = disk.fill(living)
+            return
+        first = [one for one in living if one.pid == self._launcher.pid]
+        all_ = first + [one for one in living if one not in first]
+        whom = {"launcher": first, "all": all_, "worker": workers}.get(fault.whom, ranks)
+        if fault.whom in ("rank", "worker"):
+            whom = whom[int(how.rank * len(whom)) :][:1]
+        if whom:  # else it is not there yet
+            now = self.seconds
+            self._due = [(now + turn * how.pause, one, what) for turn, what in enumerate(fault.signals) for one in whom]
+            names = ", ".join(signal.Signals(number).name for number in fault.signals)
+            which = f" {whom[0].rank or 0}" if fault.whom == "rank" else ""
+            self.done = f"{names} to {fault.whom}{which} after {now:.2f} s, step {max(self.steps, default=0)}"
+
+    def _send(self) -> None:
+        for at, one, number in self._due:
+            if at <= self.seconds:
+                one.send(number)
+        self._due = [entry for entry in self._due if entry[0] > self.seconds]
+
+
+def _as_from_a_shell() -> None:
+    """A job would inherit that signals are ignored, as below nohup."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)

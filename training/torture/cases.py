@@ -1,0 +1,295 @@
+"""The cases of a torture: which fault comes at which moment, and whether what the run ends in is what it ends in undisturbed."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.training.contract import UserError
+from lockstep.training.imported import imported
+from lockstep.training.torture import weights
+from lockstep.training.torture.attempt import Attempt, Disturbance, Job
+from lockstep.training.torture.disk import Disk, kind_of
+
+MOMENTS = ("start", "training", "step", "save", "line", "end")
+AGAIN = 0.3
+"""Share of the cases whose second start is killed, too."""
+STARTS = 5
+A_DAY = 24 * 3600.0
+
+
+@dataclass
+class Case:
+    """What was done to one run, and what became of it."""
+
+    case: int
+    fault: str
+    moment: str
+    done: list[str]
+    """What each start suffered; empty where its moment did not come."""
+    codes: list[int]
+    """What each start ended with; the negative number of a signal."""
+    seconds_lost: float
+    """More than the undisturbed run took, over all starts."""
+    steps_repeated: int | None = None
+    steps_lost: int | None = None
+    """None where no steps are seen."""
+    weights: str = "not complete"
+    """equal, within spread, different, unreadable, not complete."""
+    loss: float | None = None
+    """The last one."""
+    left: list[str] = field(default_factory=list)
+    """Processes that had to be killed after their launcher's end."""
+    files: list[str] = field(default_factory=list)
+    """Kinds of files that an undisturbed run does not have."""
+    problems: list[str] = field(default_factory=list)
+    """Why it has not held."""
+
+    @property
+    def verdict(self) -> str:
+        if self.problems:
+            return "; ".join(self.problems)
+        return "held" if any(self.done) else "not disturbed: it had ended before"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the undisturbed runs with one number of ranks have shown."""
+
+    runs: list[Attempt]
+    weights: list[weights.Fingerprints]
+    files: set[str]
+    size: int
+
+    @property
+    def deterministic(self) -> bool:
+        return not weights.differing(self.weights[0], self.weights[1])
+
+    @property
+    def seconds(self) -> float:
+        return statistics.mean(run.seconds for run in self.runs)
+
+
+class Torture:
+    def __init__(self, args: argparse.Namespace, job: Job, folder: Path) -> None:
+        """Raises `UserError` where the function that reads weights cannot be imported."""
+        self.args, self.job, self.folder = args, job, folder
+        self.function = imported(args.weights_from, "a function that reads weights") if args.weights_from else None
+        self.references: list[Reference] = []
+        """One for each number of ranks."""
+
+    @property
+    def reference(self) -> Reference:
+        return self.references[0]
+
+    def undisturbed(self) -> None:
+        """Runs it twice with each number of ranks, and a third time where the weights differ. Raises `UserError` where it fails."""
+        for ranks in self.args.ranks if "other-ranks" in self.args.faults else self.args.ranks[:1]:
+            runs: list[Attempt] = []
+            found: list[weights.Fingerprints] = []
+            while len(runs) < 2 or (len(runs) == 2 and weights.differing(*found)):
+                run = self._fresh(f"undisturbed-{ranks}-{len(runs) + 1}")
+                ended = Attempt(self.job, run, ranks).go(A_DAY)
+                if ended.code != 0 or ended.left:
+                    what = f"ended with {ended.code}" if ended.code else f"left behind {_named(ended)}"
+                    raise UserError(
+                        f"undisturbed, the command {what}: mend that first. It said: {' / '.join(ended.said)}"
+                    )
+                runs.append(ended)
+                found.append(self.read(run))
+                files, size = _files(run)
+                self._done_with(run)
+            self.references.append(Reference(runs, found, files, size))
+
+    def _fresh(self, name: str) -> Path:
+        run = self.folder / name / "run"
+        run.mkdir(parents=True)
+        return run
+
+    def _done_with(self, run: Path) -> None:
+        if not self.args.keep:
+            shutil.rmtree(run.parent, ignore_errors=True)
+
+    def read(self, run: Path) -> weights.Fingerprints:
+        """A run's weights. Raises `UserError`."""
+        if self.function is not None:
+            return weights.of_values(self.function(run), f"what {self.args.weights_from} has returned")
+        return weights.of_file(weights.newest(run, self.args.weights))
+
+    def about(self) -> str:
+        """The undisturbed runs, in a line."""
+        first, reference = self.reference.runs[0], self.reference
+        told = [f"undisturbed: {reference.seconds:.1f} s", f"{first.ranks} ranks" if first.ranks else "one process"]
+        told += [f"{len(first.steps)} steps seen" if first.steps else "no steps seen (--steps-pattern)"]
+        told += [f"{first.tree.saves_of(first.tree.large())} saves seen"]
+        bounds = _spread([reference])
+        if reference.deterministic:
+            told += ["the same weights twice"]
+        elif bounds is None:
+            told += ["not deterministic, and no loss is seen (--loss-pattern): weights are not compared"]
+        else:
+            told += [f"not deterministic: a loss from {bounds[0]:.6g} to {bounds[1]:.6g} is within spread"]
+        return ", ".join(told)
+
+    def as_json(self) -> dict[str, Any]:
+        first, reference = self.reference.runs[0], self.reference
+        return {
+            "command": list(self.job.command), "resume_command": list(self.job.resume),
+            "undisturbed": {
+                "seconds": [round(run.seconds, 2) for run in reference.runs], "losses": [run.loss for run in reference.runs],
+                "deterministic": reference.deterministic, "ranks": first.ranks,
+                "steps": len(first.steps), "saves": first.tree.saves_of(first.tree.large()),
+            },
+        }  # fmt: skip
+
+    def case(self, number: int) -> Case:
+        """One case, from its first start until it ends with 0, or was started `STARTS` times."""
+        how = self._drawn(number)
+        draw = self._chance(f"start {number}")
+        plan = [how]
+        if draw.random() < AGAIN:
+            plan.append(Disturbance("kill-all", "", "time", draw.random() * self.reference.seconds))
+        run = self._fresh(f"case-{number}")
+        disk = Disk(run, self.reference.size) if how.fault == "disk-full" else None
+        bound = 3 * self.reference.seconds + self.job.hang_seconds
+        starts: list[Attempt] = []
+        try:
+            while len(starts) < STARTS and (not starts or starts[-1].code != 0):
+                ranks = self.args.ranks[-1 if starts and how.fault == "other-ranks" else 0]
+                next_ = plan[len(starts)] if len(starts) < len(plan) else None
+                starts.append(Attempt(self.job, run, ranks, bool(starts), next_).go(bound, disk))
+            return self._judged(number, how, run, starts)
+        finally:
+            if disk is not None:
+                disk.close()
+            self._done_with(run)
+
+    def _chance(self, what: str) -> random.Random:
+        return random.Random(f"{self.args.seed} {what}")  # noqa: S311 - it repeats, and guards nothing
+
+    def _drawn(self, number: int) -> Disturbance:
+        """Each fault comes once before one comes again, and so do the moments."""
+        first = self.reference.runs[0]
+        faults = [name for name in self.args.faults if first.ranks or name not in ("kill-launcher", "term-all")]
+        faults = [name for name in faults if first.workers or name != "hang-worker"]
+        if not faults:
+            raise UserError(
+                f"nothing of {', '.join(self.args.faults)} fits a job of one process without workers: see --faults"
+            )
+        moments = self._moments(number)
+        order = self._chance("order")
+        order.shuffle(faults)
+        order.shuffle(moments)
+        chosen = moments[(number + number // len(faults)) % len(moments)]
+        return chosen._replace(fault=faults[number % len(faults)])
+
+    def _moments(self, number: int) -> list[Disturbance]:
+        """One of each kind that the undisturbed runs have shown."""
+        run, draw = self.reference.runs[0], self._chance(f"moment {number}")
+        share, rank, pause = draw.random(), draw.random(), draw.uniform(0.1, 2.0)
+        delay = draw.choice((0.0, 0.0, 0.001, 0.003, 0.01, 0.03))
+        first, last = (run.step_times[0], run.step_times[-1]) if run.steps else (run.seconds / 5, run.seconds * 0.9)
+        percent = f"{share:.0%}"
+        found: dict[str, tuple[Any, ...]] = {
+            "start": (f"after {percent} of the start", "time", share * first),
+            "training": (f"after {percent} of the training", "time", first + 0.9 * share * (last - first)),
+        }
+        if run.steps:
+            step = sorted(run.steps)[int(share * len(run.steps))]
+            end = 0.8 * share * max(0.0, run.seconds - last)
+            found["step"] = (f"at step {step}", "step", step, delay)
+            found["end"] = (f"after {percent} of the end", "step", max(run.steps), end)
+        kinds = run.tree.large()
+        if kinds:
+            save = 1 + int(share * run.tree.saves_of(kinds))
+            found["save"] = (f"at save {save}", "save", save, delay, kinds)
+        for pattern, times in run.lines.items():
+            line = 1 + int(share * times)
+            if times:
+                found[f"line {pattern}"] = (
+                    f"at line {line} of {getattr(pattern, 'pattern', '')}",
+                    "line",
+                    line,
+                    delay,
+                    pattern,
+                )
+        chosen = [words for name, words in found.items() if name.split()[0] in self.args.moments]
+        if not chosen:
+            raise UserError(
+                f"the undisturbed runs have shown none of the moments {', '.join(self.args.moments)}: see --moments"
+            )
+        return [Disturbance("", *words)._replace(rank=rank, pause=pause) for words in chosen]
+
+    def _judged(self, number: int, how: Disturbance, run: Path, starts: list[Attempt]) -> Case:
+        last = starts[-1]
+        case = Case(
+            number, how.fault, how.says, [start.done for start in starts], [start.code for start in starts],
+            round(sum(start.seconds for start in starts) - self.reference.seconds, 1),
+        )  # fmt: skip
+        wanted = Counter(self.reference.runs[0].steps)
+        if wanted:
+            seen = Counter(step for start in starts for step in start.steps)
+            case.steps_repeated, case.steps_lost = sum((seen - wanted).values()), len(wanted.keys() - seen.keys())
+        case.loss = next((start.loss for start in reversed(starts) if start.loss is not None), None)
+        case.left = [one for start in starts for one in _named(start).split(", ") if one]
+        case.files = sorted(_files(run)[0] - self.reference.files)
+        if any(start.hung for start in starts):
+            case.problems.append(
+                f"it hung: it took {self.job.hang_seconds:.0f} s longer than three undisturbed runs, and was killed"
+            )
+        if case.left:
+            case.problems.append(f"left behind: {', '.join(case.left)}")
+        if last.code == 0:
+            case.weights, problem = self._compared(run, case)
+            if problem:
+                case.problems.append(problem + " (the disturbed start ended with 0)" * (len(starts) == 1))
+        else:
+            case.problems.append(f"does not end with 0 in {len(starts)} starts: {' / '.join(last.said[-3:])}")
+        return case
+
+    def _compared(self, run: Path, case: Case) -> tuple[str, str]:
+        """How the weights are, and what is wrong with that."""
+        try:
+            found = self.read(run)
+        except UserError as error:
+            return "unreadable", str(error)
+        differing = weights.differing(self.reference.weights[0], found)
+        if not differing:
+            return "equal", ""
+        among = self.references if case.fault == "other-ranks" else [self.reference]
+        told = f"{len(differing)} of {len(found)} tensors differ from the undisturbed run's, first {differing[0]}"
+        if len(among) == 1 and self.reference.deterministic:
+            return "different", told
+        bounds = _spread(among)
+        if bounds is None or case.loss is None:
+            return ("different", told) if self.reference.deterministic else ("not compared", "")
+        if bounds[0] <= case.loss <= bounds[1]:
+            return "within spread", ""
+        return "different", f"the last loss, {case.loss:.6g}, is not between {bounds[0]:.6g} and {bounds[1]:.6g}"
+
+
+def _spread(references: Iterable[Reference]) -> tuple[float, float] | None:
+    """The interval that a loss must be in: that of the undisturbed runs, and on both sides as wide again."""
+    losses = [run.loss for reference in references for run in reference.runs]
+    found = [loss for loss in losses if loss is not None]
+    if len(found) < len(losses):
+        return None
+    width = max(found) - min(found)
+    return min(found) - width, max(found) + width
+
+
+def _named(ended: Attempt) -> str:
+    return ", ".join(f"process {one.pid} ({one.words[:60]})" for one in ended.left)
+
+
+def _files(run: Path) -> tuple[set[str], int]:
+    """The kinds of files there, and the bytes of all."""
+    paths = [path for path in run.rglob("*") if path.is_file() and not path.is_symlink()]
+    return {kind_of(str(path.relative_to(run))) for path in paths}, sum(path.stat().st_size for path in paths)

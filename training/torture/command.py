@@ -1,0 +1,204 @@
+"""lockstep torture [options] -- PROGRAM …   |   lockstep torture [options] RECIPE [--set …]: kills, stops and signals a training at
+seeded moments, starts it again, and says whether it ends in the same weights. Linux only.
+
+`{run}` in the command is a fresh folder in each case; a command that does not name it runs in that folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from dataclasses import asdict
+from pathlib import Path
+
+from lockstep.training.cli import PROGRAM, Parser, count, positive, several
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError, printable, say
+from lockstep.training.torture.attempt import FAULTS, Job
+from lockstep.training.torture.cases import MOMENTS, Case, Torture
+
+WEIGHTS = "{run}/**/checkpoints/*/state.safetensors"
+"""Of a Lockstep run."""
+HEAD = ("CASE", "FAULT", "MOMENT", "ENDED WITH", "WEIGHTS", "SECONDS LOST", "STEPS AGAIN", "LOST", "VERDICT")
+_WIDTHS = (4, 13, 32, 12, 13, 12, 11, 4, 0)
+
+
+def main(argv: list[str]) -> int:
+    """Prints what was found, and returns 0 where all has held, else 1. Raises `UserError` for wrong arguments."""
+    args = _parse(argv)
+    if not hasattr(os, "pidfd_open"):
+        raise UserError(f"{PROGRAM} torture needs Linux: it looks for processes in /proc")
+    job = _job(args)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # nothing of it stays
+    folder = args.keep or Path(tempfile.mkdtemp(prefix="lockstep-torture-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return _run(args, Torture(args, job, folder.absolute()))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    finally:
+        if not args.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(args: argparse.Namespace, torture: Torture) -> int:
+    tell = (lambda _: None) if args.json else say
+    began = time.monotonic()
+    torture.undisturbed()
+    tell(torture.about())
+    tell(_row(HEAD))
+    cases: list[Case] = []
+    for number in range(args.cases or len(args.faults)) if args.case is None else [args.case]:
+        if args.minutes and time.monotonic() - began > 60 * args.minutes:
+            break
+        cases.append(torture.case(number))
+        tell(_row(_cells(cases[-1])))
+    failed = [case for case in cases if case.problems]
+    missed = sum(case.verdict.startswith("not disturbed") for case in cases)
+    tell(
+        f"{len(cases) - len(failed) - missed} of {len(cases)} held, {len(failed)} did not, {missed} were not disturbed"
+    )
+    for case in failed:
+        tell(f"case {case.case} again: {_again(args, case)}")
+    if args.json:
+        told = [{**asdict(case), "verdict": case.verdict, "repeat": _again(args, case)} for case in cases]
+        print(json.dumps({"held": not failed, "seed": args.seed, **torture.as_json(), "cases": told}, indent=1))
+    if args.report:
+        rows = [HEAD, tuple("---" for _ in HEAD), *map(_cells, cases)]
+        lines = ["# Torture", "", f"`{shlex.join(torture.job.command)}`, seed {args.seed}", "", torture.about(), ""]
+        lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+        lines += ["", *(f"- case {case.case} again: `{_again(args, case)}`" for case in cases)]
+        args.report.write_text("".join(f"{printable(line)}\n" for line in lines))
+    return EXIT_FAILED if failed else EXIT_DONE
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog=f"{PROGRAM} torture", description="Disturbs a training at seeded moments, starts it again, and says whether it ends in the "
+        "weights of an undisturbed run. Exit codes: 0 all held, 1 something did not.",
+        epilog="COMMAND is `-- PROGRAM …` for your own program, or `RECIPE [--set …]`. {run} in it is the folder of a run, fresh in each "
+        "case; a program that does not name it runs in that folder. {ranks} is the number of ranks. Faults: " + ", ".join(FAULTS) + ".",
+    )  # fmt: skip
+    parser.add_argument("--weights", default=WEIGHTS, metavar="GLOB", help="the weights of a run, of several files the last: "
+                        f"safetensors, torch, npz, or any file; default: {WEIGHTS}")  # fmt: skip
+    parser.add_argument("--weights-from", metavar="MODULE:FUNCTION", help="a function that reads them: folder of the run → "
+                        "mapping of names to tensors, arrays or bytes")  # fmt: skip
+    parser.add_argument(
+        "--resume-command", metavar="COMMAND", help="what goes on with a run, if it is not the same command"
+    )
+    parser.add_argument(
+        "--steps-pattern", type=_pattern, metavar="REGEX", help="its first group is a step's number in the output"
+    )
+    parser.add_argument(
+        "--loss-pattern",
+        type=_pattern,
+        metavar="REGEX",
+        help="its first group is a loss in the output; the last counts",
+    )
+    parser.add_argument("--at", type=_pattern, action="append", default=[], metavar="REGEX",
+                        help="a moment of your own: a line of the output, such as that of an evaluation; may be given again")  # fmt: skip
+    parser.add_argument("--faults", type=_of(FAULTS), metavar="NAME,…", help="which to draw from; default: all but hang-*, which need "
+                        "a --hang-seconds longer than the time limit of your collectives")  # fmt: skip
+    parser.add_argument("--moments", type=_of(MOMENTS), default=list(MOMENTS), metavar="NAME,…",
+                        help=f"which to draw from; default: all of {', '.join(MOMENTS)} that are seen")  # fmt: skip
+    parser.add_argument("--ranks", type=several, default=[2], metavar="N[,M]",
+                        help="ranks for {ranks}; with a second number some cases go on with that; default: 2")  # fmt: skip
+    parser.add_argument("--rank-process", default="", metavar="REGEX", help="found in the command line of a rank, where a launcher "
+                        "does not set RANK for it")  # fmt: skip
+    parser.add_argument("--seed", type=count, default=0, help="default: 0")
+    parser.add_argument("--cases", type=positive, metavar="N", help="default: one for each fault")
+    parser.add_argument("--case", type=count, metavar="K", help="only this one")
+    parser.add_argument("--minutes", type=positive, metavar="M", help="begin no case after this time")
+    parser.add_argument("--hang-seconds", type=positive, default=60, metavar="SECONDS",
+                        help="how much longer than three undisturbed runs a start may take; default: 60")  # fmt: skip
+    parser.add_argument("--grace-seconds", type=positive, default=10, metavar="SECONDS",
+                        help="how long processes may be there after their launcher's end; default: 10")  # fmt: skip
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="a new folder that keeps all runs; default: a temporary one"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON value with stable fields")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="also write the table into a new file, in Markdown")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what is tortured: see below")
+    args = parser.parse_args(argv)
+    args.words = argv[: len(argv) - len(args.command)]
+    if len(args.ranks) > 2:
+        parser.error(f"--ranks is one number or two, got {len(args.ranks)}")
+    if args.command in ([], ["--"]):
+        parser.error("nothing to torture: add `-- PROGRAM …`, or a recipe's name")
+    for path in (args.keep, args.report):
+        if path is not None and os.path.lexists(path):
+            raise UserError(f"{path} exists already: choose another name")
+    args.faults = args.faults or [name for name, fault in FAULTS.items() if fault.usual]
+    if "other-ranks" in args.faults and len(args.ranks) < 2:
+        args.faults.remove("other-ranks")
+    return args
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
+
+
+def _of(names: Collection[str]) -> Callable[[str], list[str]]:
+    """Some of these names, for `type=`."""
+
+    def parse(text: str) -> list[str]:
+        for name in text.split(","):
+            if name not in names:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(names)}")
+        return text.split(",")
+
+    return parse
+
+
+def _job(args: argparse.Namespace) -> Job:
+    words = args.command[1:]
+    if args.command[0] != "--":
+        launch = [sys.executable, "-m", "lockstep.training", "launch", "--ranks", "{ranks}", "--no-prefix"]
+        words = [*launch, "run", args.command[0], "--run-dir", "{run}", *args.command[1:], "--set", "log.every=1"]
+    elif shutil.which(words[0]) is None:
+        raise UserError(f"there is no program {words[0]!r} on PATH")
+    inside = not any("{run}" in word for word in words)
+    if inside:
+        words = [os.path.abspath(word) if os.path.isfile(word) else word for word in words]
+    for name in ("steps_pattern", "loss_pattern"):
+        pattern = getattr(args, name)
+        if pattern is not None and not pattern.groups:
+            raise UserError(f"--{name.replace('_', '-')} has no group: put the number into ( )")
+    try:
+        resume = shlex.split(args.resume_command) if args.resume_command else words
+    except ValueError as error:
+        raise UserError(f"--resume-command: {error}") from None
+    return Job(
+        tuple(words), tuple(resume), inside, args.steps_pattern, args.loss_pattern, tuple(args.at),
+        args.rank_process, args.hang_seconds, args.grace_seconds,
+    )  # fmt: skip
+
+
+def _cells(case: Case) -> tuple[str, ...]:
+    codes = " → ".join(signal.Signals(-code).name[3:] if code < 0 else str(code) for code in case.codes)
+    again, lost = ("–" if number is None else str(number) for number in (case.steps_repeated, case.steps_lost))
+    seconds = f"{case.seconds_lost:.1f}"
+    return str(case.case), case.fault, case.moment, codes, case.weights, seconds, again, lost, case.verdict
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS)).rstrip()
+
+
+def _again(args: argparse.Namespace, case: Case) -> str:
+    """The command that repeats the case. Of what is given twice the last counts; files that were written are there now."""
+    written = {str(path) for path in (args.report, args.keep) if path}
+    words = [word for word in args.words if word not in {"--json", "--report", "--keep", *written}]
+    words += ["--seed", str(args.seed), "--case", str(case.case)]
+    return f"{PROGRAM} torture {shlex.join([*words, *args.command])}"

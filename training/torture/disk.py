@@ -1,0 +1,135 @@
+"""A run's folder: what is saved in it, and a disk below it that is full."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.training.torture.processes import Process
+
+BALLAST = ".lockstep-torture-ballast"
+_SIZE_OF_A_SAVE = 0.1
+"""Files that are smaller than this share of the largest one are records, and no saves."""
+
+
+def kind_of(path: str) -> str:
+    """The name of a file, with # for numbers and what is made up."""
+    return re.sub(r"[0-9a-f]{8,}|\d+", "#", path)
+
+
+class Tree:
+    """The files below a folder. A log that grows is no news, a file that is made, replaced or cut off is."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+        self.cost = 0.0
+        """Seconds that one look takes."""
+        self.sizes: dict[str, int] = {}
+        """Kind of file → the largest."""
+        self.known: dict[str, tuple[int, int, int]] = {}
+        """Path → (inode, bytes, time of its last change)."""
+        self.news: list[str] = []
+        """The kind of each file that was made, replaced or cut off, in order."""
+        self.look()
+        self.news.clear()
+
+    def look(self) -> None:
+        began, found = time.perf_counter(), {}
+        for path, about in _files(self.folder):
+            found[path] = inode, size, changed = about.st_ino, about.st_size, about.st_mtime_ns
+            before = self.known.get(path)
+            if before == found[path]:
+                continue
+            kind = kind_of(path[len(self.folder) :])
+            self.sizes[kind] = max(size, self.sizes.get(kind, 0))
+            if before is None or before[0] != inode or (size <= before[1] and changed != before[2]):
+                self.news.append(kind)
+        self.known = found
+        self.cost = time.perf_counter() - began
+
+    def path_of(self, name: str) -> str | None:
+        return next((path for path in self.known if path.endswith(f"/{name}")), None)
+
+    def size_of(self, name: str) -> int:
+        path = self.path_of(name)
+        return self.known[path][1] if path else 0
+
+    def large(self) -> frozenset[str]:
+        """The kinds of file that are saves."""
+        least = _SIZE_OF_A_SAVE * max(self.sizes.values(), default=0)
+        return frozenset(kind for kind, size in self.sizes.items() if size >= least and kind in self.news)
+
+    def saves_of(self, kinds: object) -> int:
+        assert isinstance(kinds, frozenset)
+        return sum(kind in kinds for kind in self.news)
+
+
+def _files(folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            with contextlib.suppress(OSError):
+                if entry.is_dir(follow_symlinks=False):
+                    yield from _files(entry.path)
+                elif entry.name != BALLAST:
+                    yield entry.path, entry.stat(follow_symlinks=False)
+
+
+class Disk:
+    """What is below a run's folder: a small file system that can be full; where none may be mounted, a limit on what the job's
+    processes write into files (EFBIG in place of ENOSPC)."""
+
+    def __init__(self, run: Path, needed: int) -> None:
+        """
+        Args:
+            needed: bytes of an undisturbed run.
+        """
+        self.run, self.filling = run, threading.Event()
+        self.thread = threading.Thread(target=self._fill, daemon=True)
+        size = f"size={max(32 << 20, 4 * needed)}"
+        self.mounted = _succeeds(["mount", "-t", "tmpfs", "-o", size, "lockstep-torture", str(run)])
+
+    def fill(self, living: list[Process]) -> str:
+        """Returns what was done."""
+        if self.mounted:
+            self.filling.set()
+            self.thread.start()
+            return "the disk is full (a tmpfs)"
+        for one in living:
+            with contextlib.suppress(OSError):
+                resource.prlimit(one.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        return "no file may grow (RLIMIT_FSIZE)"
+
+    def _fill(self) -> None:
+        """Takes all room, also what the job gives back."""
+        with (self.run / BALLAST).open("wb", buffering=0) as file:
+            block = 1 << 20
+            while self.filling.is_set():
+                try:
+                    file.write(bytes(block))
+                except OSError:
+                    block = max(block // 2, 1024)
+                    time.sleep(0.001)
+
+    def release(self) -> None:
+        """Gives the room back."""
+        if self.filling.is_set():
+            self.filling.clear()
+            self.thread.join()
+            (self.run / BALLAST).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self.mounted:
+            _succeeds(["umount", "--lazy", str(self.run)])
+
+
+def _succeeds(words: list[str]) -> bool:
+    with contextlib.suppress(OSError):
+        return subprocess.run(words, capture_output=True, check=False, timeout=30).returncode == 0
+    return False

@@ -1,0 +1,111 @@
+"""The processes of a job that is tortured, whatever starts them: they carry a mark in their environment. Linux only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.training.contract import OF_A_JOB, variables_of
+
+ENV_MARK = "LOCKSTEP_TORTURE"
+RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_OF_A_LAUNCHER = {*OF_A_JOB, *RANK_NAMES, "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    began: int
+    """Clock ticks since the machine started. Another process that gets the same number has others."""
+    parent: int
+    rank: str
+    """Empty for a process that no launcher has made a rank, and its children."""
+    words: str
+    """Its command line."""
+
+    def send(self, number: int) -> bool:
+        """Whether the signal was sent: the process is still there, and it is this one."""
+        try:
+            handle = os.pidfd_open(self.pid)
+        except OSError:
+            return False
+        try:
+            found = _stat(self.pid)
+            if found is None or found[1] != self.began:
+                return False
+            signal.pidfd_send_signal(handle, number)
+        except OSError:
+            return False
+        finally:
+            os.close(handle)
+        return True
+
+
+def environment(mark: str, temporary: Path) -> dict[str, str]:
+    """This process's environment, without what belongs to a job that it may be in, for one whose processes carry the mark."""
+    kept = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
+    return {**kept, ENV_MARK: mark, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
+
+
+def living(mark: str, session: int) -> list[Process]:
+    """The processes that carry the mark, or belong to the session that the first of them has begun. Zombies are not among them."""
+    found = []
+    for entry in os.listdir("/proc"):
+        stat = _stat(int(entry)) if entry.isdigit() else None
+        if stat is None:
+            continue
+        env = variables_of(int(entry))
+        if env.get(ENV_MARK) == mark or stat[2] == session:
+            words = ""
+            with contextlib.suppress(OSError):
+                words = (
+                    Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                )
+            rank = next((env[name] for name in RANK_NAMES if name in env), "")
+            found.append(Process(int(entry), stat[1], stat[0], rank, words))
+    return found
+
+
+def _stat(pid: int) -> tuple[int, int, int] | None:
+    """(parent, began, session) of a process that has not ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return None
+    return None if fields[0] in "ZX" else (int(fields[1]), int(fields[19]), int(fields[3]))
+
+
+def ranks_of(living: list[Process], launcher: int, pattern: str) -> list[Process]:
+    """The first process of each rank, seen from the launcher, in the order of ranks. Of a job without ranks it is the launcher itself.
+
+    Args:
+        pattern: found in the command line of a rank whose environment does not say that it is one; empty for none of these.
+    """
+    if pattern:
+        return sorted((one for one in living if re.search(pattern, one.words)), key=lambda one: one.pid)
+    by_pid = {one.pid: one for one in living}
+    found = [one for one in living if one.rank and (one.parent not in by_pid or by_pid[one.parent].rank != one.rank)]
+    return sorted(found, key=lambda one: (len(one.rank), one.rank)) or [one for one in living if one.pid == launcher]
+
+
+def workers_of(living: list[Process], ranks: list[Process]) -> list[Process]:
+    """What the ranks have started themselves, such as a loader's workers."""
+    parents = {rank.pid for rank in ranks}
+    return [one for one in living if one.parent in parents and "resource_tracker" not in one.words]
+
+
+def end(mark: str, session: int) -> list[Process]:
+    """Kills what is left, and waits until nothing is, for ten seconds at most. Returns what there was at first."""
+    left = first = living(mark, session)
+    deadline = time.monotonic() + 10
+    while left and time.monotonic() < deadline:
+        for one in left:
+            one.send(signal.SIGKILL)
+        time.sleep(0.01)
+        left = living(mark, session)
+    return first

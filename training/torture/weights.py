@@ -1,0 +1,81 @@
+"""Weights of a run, as fingerprints by name, so that two runs are compared to the bit. Imports torch for files of tensors alone."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.training.contract import UserError
+
+_TENSORS = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".tar")
+Fingerprints = dict[str, str]
+"""Name of a tensor, or of what else a file holds, → sha256 of its shape, type and bytes."""
+
+
+def newest(run: Path, pattern: str) -> Path:
+    """The last file that the pattern names, where 10 comes after 9. Raises `UserError`."""
+    found = glob.glob(pattern.replace("{run}", glob.escape(str(run))), recursive=True)
+    if not found:
+        raise UserError(f"the run has left no file {pattern}: --weights says where they are")
+    return Path(max(found, key=_natural))
+
+
+def _natural(path: str) -> list[tuple[int, str]]:
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", path)]
+
+
+def of_file(path: Path) -> Fingerprints:
+    """The tensors of a safetensors or torch file; of another one, its bytes. Raises `UserError` where it is damaged."""
+    try:
+        if path.suffix not in _TENSORS:
+            return {"all bytes": _digest("", path.read_bytes())}
+        import torch
+        from safetensors.torch import load_file
+
+        if path.suffix == ".safetensors":
+            return of_values(load_file(path), str(path))
+        return of_values(torch.load(path, map_location="cpu", weights_only=True), str(path))
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a file that was cut off may raise anything
+        raise UserError(f"{path} cannot be read as weights: {str(error).splitlines()[0][:200]}") from None
+
+
+def of_values(values: Any, where: str) -> Fingerprints:
+    """The tensors, arrays and bytes in a nest of mappings and lists. Raises `UserError` where it has none."""
+    found: Fingerprints = {}
+    _walk(values, "", found)
+    if not found:
+        raise UserError(f"{where} has no tensor, array or bytes")
+    return found
+
+
+def _digest(kind: str, data: bytes) -> str:
+    return hashlib.sha256(kind.encode() + b"\0" + data).hexdigest()
+
+
+def _walk(value: Any, place: str, found: Fingerprints) -> None:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _walk(inner, f"{place}.{name}".lstrip("."), found)
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            _walk(inner, f"{place}.{number}".lstrip("."), found)
+    elif isinstance(value, (bytes, bytearray)):
+        found[place] = _digest("", bytes(value))
+    elif hasattr(value, "detach"):  # a tensor
+        import torch
+
+        plain = value.detach().cpu().contiguous().flatten()
+        found[place] = _digest(f"{value.dtype} {tuple(value.shape)}", plain.view(torch.uint8).numpy().tobytes())
+    elif hasattr(value, "tobytes") and hasattr(value, "dtype"):  # an array of numpy
+        found[place] = _digest(f"{value.dtype} {value.shape}", value.tobytes())
+
+
+def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """Names whose values differ, or that only one of the two has."""
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
