@@ -64,3 +64,43 @@ def test_an_error_of_the_scripts_own_blames_nobody_else(kind: str, tmp_path: Pat
     assert "rank 0 did not arrive" not in done.output, done.output
     assert "rank 1 did not arrive" in done.output, done.output  # says the other, whose collective has failed
     assert json.loads((tmp_path / "run/status.json").read_text())["code"] == 1
+
+
+KILLED = """
+import os, pathlib, signal, sys, time, torch
+from torch import nn
+from torch.utils.data import Dataset
+from lockstep import Session
+
+class Slow(Dataset):
+    def __len__(self): return 160
+    def __getitem__(self, index):
+        if rank == 2 and killed.exists(): time.sleep(15)
+        return torch.ones(4), torch.zeros(2)
+
+killed = pathlib.Path(sys.argv[2])
+with Session(sys.argv[1]) as run:
+    rank = run.rank
+    model = run.replicate(nn.Linear(4, 2))
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, 0.1))
+    for epoch in run.epochs(1):
+        for number, (x, y) in enumerate(run.batches(Slow(), 16, workers=1)):
+            if number == 4 and rank == 2:
+                killed.touch()
+                time.sleep(0.5)  # its loader is in the next batch
+                os.kill(os.getpid(), signal.SIGKILL)
+            run.step(((model(x) - y) ** 2).mean())
+"""
+"""Rank 2 is killed, and its loader's process lives on for 15 s."""
+
+
+@pytest.mark.promise("named-rank")
+def test_a_killed_rank_alone_is_named_and_at_once(tmp_path: Path) -> None:
+    """A loader's process that kept its connections, and ranks that wait for others, would make the living look lost."""
+    killed = tmp_path / "killed"
+    done = script(4, KILLED, tmp_path / "run", str(killed))
+    assert done.code == 1 and "step 4: rank 2 did not arrive (last seen" in done.output, done.output
+    assert done.output.count("did not arrive") == 1, done.output
+    status = tmp_path / "run/status.json"
+    assert "rank 2 did not arrive" in json.loads(status.read_text())["reason"]
+    assert status.stat().st_mtime - killed.stat().st_mtime < 12

@@ -9,27 +9,21 @@ had of it is dealt out anew.
 
 The state of the training moves between two calls alone, by the same numbers on every rank. So a loss sends nothing of it; a replacement
 of the lost rank gets it in a call of its own (`Live.admit`).
-
-gloo has no abort that frees a rank which waits for another one; a connection that is shut does (torch 2.15). Its listening sockets
-must stay: without them it ends the process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lockstep.training.parallel import stores
+from lockstep.training.parallel import process, stores
 from lockstep.training.parallel.exchange import broadcast_bytes, is_collective, pack, unpack
 from lockstep.training.parallel.world import World
 
@@ -41,7 +35,6 @@ ATTEMPTS = 6
 LOOK_SECONDS = 0.002
 CLOSE_SECONDS = 5.0
 ADMITTED_LOOK_SECONDS = 0.02
-Address = tuple[str, int]
 Results = list[torch.Tensor]
 
 
@@ -90,16 +83,16 @@ class Live:
         self._news = threading.Condition()
         self._announced = (0, self._members)
         self._store: dist.Store
-        self._peers: dict[int, tuple[Address, Address]] = {}
+        self._peers: process.Connections = {}
         if world.replacement:
             self._store = stores.tcp_store(*world.master, serves=False, seconds=timeout)
         else:
             self._store = stores.without_prefix(dist.distributed_c10d._get_default_store())
-            self._store.set(f"lockstep/live/sockets/0/{self.rank}", json.dumps([*_connections().values()]))
+            self._store.set(f"lockstep/live/sockets/0/{self.rank}", json.dumps([*process.connections().values()]))
             self._peers = self._connected_to_ranks("lockstep/live/sockets/0", self._members)
-        before = _connections()
+        before = process.connections()
         self._listening = stores.tcp_store(*world.master, serves=False, seconds=timeout)
-        self._listens = {fd: ends for fd, ends in _connections().items() if before.get(fd) != ends}
+        self._listens = process.new_connections(before)
         self._over = False
         self._thread = threading.Thread(target=self._listen, name="live", daemon=True)
         self._thread.start()
@@ -111,7 +104,7 @@ class Live:
     def close(self) -> None:
         """The attempt is over. A thread that were still in torch would, where it woke as Python ends, abort the process."""
         self._over = True
-        _shut(self._listens)
+        process.shut(self._listens)
         self._thread.join(CLOSE_SECONDS)
         self.world.live = None
 
@@ -277,7 +270,7 @@ class Live:
                 with self._news:
                     self._announced = (generation, members)
                     self._news.notify_all()
-                _shut(peers)
+                process.shut(peers)
 
     def _meet_again(self, failure: BaseException) -> Results | None:
         """In a new process group, as often as it takes. Returns the result of the call under way where other ranks have it; None: it is to
@@ -371,7 +364,7 @@ class Live:
             timeout=timedelta(seconds=seconds),
         )  # fmt: skip
         sockets = f"{place}/sockets"
-        store.set(f"{sockets}/{self.rank}", json.dumps([*_connections().values()]))
+        store.set(f"{sockets}/{self.rank}", json.dumps([*process.connections().values()]))
         if not self._until_said([f"{sockets}/{member}" for member in members], seconds):
             raise RuntimeError("a rank has not connected")
         self._peers = self._connected_to_ranks(sockets, members)
@@ -393,14 +386,14 @@ class Live:
             time.sleep(LOOK_SECONDS)
         return True
 
-    def _connected_to_ranks(self, place: str, members: list[int]) -> dict[int, tuple[Address, Address]]:
+    def _connected_to_ranks(self, place: str, members: list[int]) -> process.Connections:
         """This process's connections whose other end is a rank, by file descriptor."""
-        others: set[tuple[Address, Address]] = set()
+        others: set[tuple[process.Address, process.Address]] = set()
         for member in members:
             if member != self.rank:
                 ends = json.loads(self._store.get(f"{place}/{member}"))
                 others |= {((near[0], near[1]), (far[0], far[1])) for near, far in ends}
-        return {fd: (near, far) for fd, (near, far) in _connections().items() if (far, near) in others}
+        return {fd: (near, far) for fd, (near, far) in process.connections().items() if (far, near) in others}
 
     def _catch_up(self) -> Results | None:
         """The result of the call that this rank is in, from one that is through with it; None where no rank is. Collective."""
@@ -428,23 +421,3 @@ class Live:
             self._result, self.done = unpack(packed), newest
             self._through()
         return self._result if behind else None
-
-
-def _connections() -> dict[int, tuple[Address, Address]]:
-    """This process's TCP connections: file descriptor → (own address, the other end's)."""
-    found: dict[int, tuple[Address, Address]] = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as copy:
-                    if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
-                        found[int(name)] = copy.getsockname()[:2], copy.getpeername()[:2]
-    return found
-
-
-def _shut(connections: dict[int, tuple[Any, Any]]) -> None:
-    """Ends these connections, as far as they are still what they were: a file descriptor may have become another one's."""
-    for fd, ends in connections.items():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
-            if (copy.getsockname()[:2], copy.getpeername()[:2]) == ends:
-                copy.shutdown(socket.SHUT_RDWR)

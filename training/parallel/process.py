@@ -1,4 +1,4 @@
-"""What this process asks of its system: an allocator that keeps freed memory, the memory's size, and an end without an abort."""
+"""What this process asks of its system: an allocator that keeps freed memory, its memory, its connections, an end without an abort."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -47,6 +48,65 @@ def _statm(column: int) -> int | None:
             return int(file.read().split()[column]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return None
+
+
+Address = tuple[str, int]
+Connections = dict[int, tuple[Address, Address]]
+"""File descriptor → (own address, the other end's)."""
+
+
+def connections() -> Connections:
+    """This process's TCP connections; none where the system does not show them (Linux does)."""
+    found: Connections = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:") and (ends := _ends(int(name))):
+                    found[int(name)] = ends
+    return found
+
+
+def new_connections(before: Connections) -> Connections:
+    """Those that were opened since."""
+    return {fd: ends for fd, ends in connections().items() if before.get(fd) != ends}
+
+
+def shut(some: Connections) -> None:
+    """Ends these connections, as far as they are still what they were: a file descriptor may have become another one's.
+
+    gloo has no abort that frees a rank which waits for another one; a connection that is shut does (torch 2.15). Its listening sockets
+    must stay: without them it ends the process.
+    """
+    for fd, ends in some.items():
+        with contextlib.suppress(OSError):
+            if _ends(fd) == ends:
+                with socket.socket(fileno=os.dup(fd)) as copy:
+                    copy.shutdown(socket.SHUT_RDWR)
+
+
+def keep_from_children(some: Connections) -> None:
+    """Processes that are forked from this one, such as a loader's, close these. They outlive a rank that is killed by seconds, and the
+    other ranks would wait for it as long."""
+    _KEPT.update(some)
+
+
+def _close_in_child() -> None:
+    for fd, ends in _KEPT.items():
+        with contextlib.suppress(OSError):
+            if _ends(fd) == ends:
+                os.close(fd)
+
+
+_KEPT: Connections = {}
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _ends(fd: int) -> tuple[Address, Address] | None:
+    """Of a TCP connection. Raises `OSError` for a socket that is not connected."""
+    with socket.socket(fileno=os.dup(fd)) as copy:
+        if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
+            return None
+        return copy.getsockname()[:2], copy.getpeername()[:2]
 
 
 _TASKS = Path("/proc/self/task")

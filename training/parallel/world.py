@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.training.contract import ENV_REPLACEMENT, ENV_THREADS, MASTER_PORT, UserError, user_errors, variables_of
-from lockstep.training.parallel import process, stores  # noqa: F401 - process: what it registers for its end
+from lockstep.training.parallel import process, stores
 
 if TYPE_CHECKING:
     from lockstep.training.parallel.live import Live
@@ -58,6 +58,9 @@ class World:
     """The rank that this process was started as, which the launcher and the metrics know it by."""
     replacement: int = 0
     """Of a process in the place of a lost rank, its number among these, from 1, until it takes part; 0: it does. Until then it is alone."""
+    peers: process.Connections = dataclasses.field(default_factory=dict)
+    """gloo's to the other ranks, as the group was opened. Where a collective has failed on this rank they are shut, so that it fails on all
+    at once, whatever they wait for. None beside NCCL's, which cannot be told from them."""
 
     def __post_init__(self) -> None:
         if self.number < 0:
@@ -333,11 +336,13 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
     # gloo's threads then outlive `destroy_process_group`, and one that drops a tensor while Python ends aborts the process.
     importlib.import_module("torch.distributed.nn.functional")
     leave: Callable[[], None] = lambda: None  # noqa: E731 - nothing to leave yet
+    others = process.connections()
     try:
         store, gpu = _store(world, timeout), chosen if chosen.type == "cuda" else None
         if gpu is not None and world.size > 1:
             _refuse_shared_gpus(world, gpu, store)
         # With a device NCCL opens its communicator here, and on that one: else torch guesses `rank modulo GPUs`.
+        of_store = process.connections()
         try:
             dist.init_process_group(
                 backend, store=store, rank=min(world.rank, world.size - 1), world_size=world.size, timeout=timedelta(seconds=timeout),
@@ -350,7 +355,9 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
             # make of them is a MemoryError or another plain exception of C++.
             raise dist.DistError(f"the process group cannot be opened: {error}") from error
         leave = dist.destroy_process_group
-        yield dataclasses.replace(world, device=chosen)
+        process.keep_from_children(process.new_connections(others))
+        peers = process.new_connections(of_store) if gpu is None else {}
+        yield dataclasses.replace(world, device=chosen, peers=peers)
     except BaseException as error:
         done = isinstance(error, SystemExit) and not error.code
         if chosen.type == "cuda" and not done and dist.is_initialized():

@@ -30,6 +30,7 @@ from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, E
 from lockstep.training.observe import trackers
 from lockstep.training.observe.clock import Times
 from lockstep.training.observe.reading import Reading, mean_loss
+from lockstep.training.parallel import process
 from lockstep.training.parallel.exchange import all_gather_trees, is_collective, named, on_any, pack, same_on_all
 from lockstep.training.parallel.live import CannotTakeAgain, Live
 from lockstep.training.resilience import divergence
@@ -202,6 +203,8 @@ class Attempt:
                 self.tell_readings(wait=True)
                 self.consensus.settle()
             else:
+                if error is not None and is_collective(error):
+                    process.shut(self.context.world.peers)
                 with contextlib.suppress(RuntimeError):  # the first error counts
                     self.consensus.settle()
         finally:
@@ -462,6 +465,7 @@ def failed(context: RunContext, error: BaseException) -> int | None:
     note_corrupt_shard(context.metrics, error)
     context.exporter.close(EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED)
     if world.size > 1 and is_collective(error):
+        process.shut(world.peers)  # also where the attempt had ended before
         why = str(error) if isinstance(error, CannotTakeAgain) else world.live.why() if world.live is not None else ""
         reason = (
             f"step {context.steps_done}: {why}" if why else describe_failed_collective(world, context.steps_done, error)
