@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lockstep.training.contract import ENV_LAUNCHER
+from lockstep.training.contract import ENV_LAUNCHER, ENV_LIVE
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What the launcher hands on to its ranks."""
@@ -47,11 +47,14 @@ def signals_held_back() -> Iterator[None]:
 
 
 def end_with_launcher(env: Mapping[str, str]) -> None:
-    """Asks the kernel for a TERM when the launcher dies (Linux; elsewhere nothing). Dies now where it is dead already.
+    """Asks the kernel for a TERM (a KILL, where others go on without this node) when the launcher dies (Linux; elsewhere nothing). Dies now where it is dead already.
 
     The launcher is ours, or torchrun, whose number nobody hands on: it is the parent of a rank that is not itself one.
     """
     launcher, parent = env.get(ENV_LAUNCHER, ""), os.getppid()
+    lost = (
+        ENV_LIVE in env and env.get("GROUP_RANK", "0") != "0"
+    )  # with its node: the others go on, and at a TERM all would end
     if launcher.isdigit():
         expected = int(launcher)
     elif _TORCHRUN.issubset(env) and _may_be_torchrun(parent, env):
@@ -60,7 +63,7 @@ def end_with_launcher(env: Mapping[str, str]) -> None:
         return
     if parent == expected:
         with contextlib.suppress(OSError, AttributeError, ImportError):
-            _libc().prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
+            _libc().prctl(1, int(signal.SIGKILL if lost else signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
         parent = os.getppid()
     # It died before we asked, and init has taken us, or a supervisor in its place. A parent of 0 is in another PID
     # namespace, where the launcher's number means nothing.

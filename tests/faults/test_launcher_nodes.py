@@ -104,7 +104,7 @@ def test_a_node_leaves_and_comes_back(tmp_path: Path, data_root: Path) -> None:
 
 
 @contextlib.contextmanager
-def _two_namespaces() -> Iterator[tuple[str, str]]:
+def two_namespaces() -> Iterator[tuple[str, str]]:
     """Two network namespaces joined by one cable, 10.213.0.1 and 10.213.0.2."""
     names = (f"lsa{os.getpid()}", f"lsb{os.getpid()}")
 
@@ -132,7 +132,7 @@ def _two_namespaces() -> Iterator[tuple[str, str]]:
 def test_a_cut_network_costs_one_node_and_not_the_run(tmp_path: Path, data_root: Path) -> None:
     job = _elastic_job(tmp_path, data_root)
     _slow(job).touch()
-    with _two_namespaces() as names:
+    with two_namespaces() as names:
         nodes = [
             Node(job, number, 29401, "10.213.0.1", f"10.213.0.{number + 1}", name) for number, name in enumerate(names)
         ]

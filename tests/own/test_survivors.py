@@ -59,7 +59,7 @@ _KILLED = "ended by SIGKILL"
 
 
 def command(run_dir: Path, kind: str, *words: str, restarts: int = 0, ranks: int = RANKS) -> list[str]:
-    options = ["--live", "--ranks", str(ranks), "--stopped-seconds", str(STOPPED_SECONDS)]
+    options = ["--live", "--ranks", str(ranks), "--lost-seconds", str(STOPPED_SECONDS)]
     options += ["--max-restarts", str(restarts)]
     return [*LAUNCH, *options, "--", PYTHON, "-u", str(JOB), str(run_dir), kind, *words]
 

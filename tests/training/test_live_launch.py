@@ -53,7 +53,7 @@ class Live:
         found = [json.loads(file.read_text()) for file in files]
         self.begun = [(pid, child) for pid, child, _ in found]
         for rank, (_, _, env) in enumerate(found):
-            assert (env["RANK"], env["LOCAL_RANK"], env["LOCKSTEP_LIVE"]) == (str(rank), str(rank), "1")
+            assert (env["RANK"], env["LOCAL_RANK"]) == (str(rank), str(rank)) and env["LOCKSTEP_LIVE"].isdigit()
             assert {env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]} == {str(self._ranks)}
         address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
         self.store = TCPStore(address, port, None, False, timedelta(seconds=60))
@@ -153,7 +153,7 @@ def test_a_stopped_rank_is_lost_unless_all_are_stopped(tmp_path: Path) -> None:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
 
-    with live(tmp_path, 3, "--stopped-seconds", "1") as job:
+    with live(tmp_path, 3, "--lost-seconds", "1") as job:
         job.begin()
         stop_for(1.5, *(pid for pid, _ in job.begun))
         stop_for(1.5, job.launcher, job.begun[1][0])
@@ -288,8 +288,9 @@ def test_no_line_is_lost_or_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--live --nodes 2", "one node"), ("--min-ranks 2", "need --live"), ("--live --min-ranks 3", "there are 2 ranks"),
-        ("--live --stopped-seconds 0", "from 1"),
+        ("--live --nodes 1:2 --rendezvous a:1", "--nodes 2 --min-ranks 2"),
+        ("--min-ranks 2", "need --live"), ("--live --min-ranks 3", "there are 2 ranks"),
+        ("--live --lost-seconds 0", "from 1"),
     ],
 )  # fmt: skip
 def test_what_live_cannot_do_is_one_line(flags: str, told: str) -> None:

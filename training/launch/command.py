@@ -38,7 +38,7 @@ from lockstep.training.contract import (
     to_stderr,
 )  # fmt: skip
 from lockstep.training.launch import agent, guard, lines, live, rendezvous
-from lockstep.training.launch.ending import Attempts, cluster_code
+from lockstep.training.launch.ending import Attempts, ExitBarrier, cluster_code
 from lockstep.training.launch.gang import handle, leave_while_waiting, nothing
 from lockstep.training.launch.rendezvous import NotMet
 from lockstep.training.parallel.world import cores
@@ -77,11 +77,16 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
         with (
             tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as logs,
             lines.whole_lines() as finish_lines,
-            _guard(args.grace) as guarded,
+            # Its ranks would save and end the job, and the others can go on without them.
+            _guard(
+                0 if args.live and parameters.max_nodes > 1 and not rendezvous.serves(parameters) else args.grace
+            ) as guarded,
         ):
             os.environ[ENV_NOTE] = str(Path(logs) / "run")
+            code: int
+            barrier: ExitBarrier | live.Parting | None
             if args.live:
-                code, barrier = live.run(args, command, ranks, attempts, caught, guarded), None
+                code, barrier = live.run(args, command, ranks, parameters, attempts, caught, guarded)
             else:
                 code, barrier = agent.run(
                     args, command, ranks, parameters, logs, attempts, finish_lines, caught, guarded
@@ -130,11 +135,11 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
         "--grace", type=int, default=60, help="seconds that the ranks have after a signal, before they are killed"
     )
     parser.add_argument("--live", action="store_true",
-                        help="where a rank is killed or stands stopped, the others go on (sync.name=exact, one node)")  # fmt: skip
+                        help="where a rank or a node is lost, the others go on (sync.name=exact)")  # fmt: skip
     parser.add_argument("--min-ranks", type=positive, metavar="N",
                         help="with --live: fewer ranks do not go on, and all start again (default 1)")  # fmt: skip
-    parser.add_argument("--stopped-seconds", type=positive, metavar="SECONDS",
-                        help="with --live: a rank that stands stopped is lost after this time (default 5)")  # fmt: skip
+    parser.add_argument("--lost-seconds", type=positive, metavar="SECONDS",
+                        help="with --live: a stopped rank and a silent node are lost after this time (default 10)")  # fmt: skip
     parser.add_argument("--time-limit", type=count, default="0", metavar="SECONDS",
                         help=f"end the ranks after this time, with a checkpoint and exit code {EXIT_TIMED_OUT}; 0: never")  # fmt: skip
     parser.add_argument("--exit-codes", choices=("plain", "kubernetes"), default="plain",
@@ -148,9 +153,9 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
     args = parser.parse_args(argv)
     if not args.command:
         parser.error("nothing to launch: add `run RECIPE …`, or `-- PROGRAM …`")
-    if not args.live and (args.min_ranks or args.stopped_seconds):
-        parser.error("--min-ranks and --stopped-seconds need --live")
-    args.min_ranks, args.stopped_seconds = args.min_ranks or 1, args.stopped_seconds or 5
+    if not args.live and (args.min_ranks or args.lost_seconds):
+        parser.error("--min-ranks and --lost-seconds need --live")
+    args.min_ranks, args.lost_seconds = args.min_ranks or 1, args.lost_seconds or 10
     if args.command[0] == "--":
         command = args.command[1:] or parser.error("nothing after --")
     else:
@@ -160,10 +165,13 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
 
 def _check_live(args: argparse.Namespace, ranks: int) -> None:
     """Raises `UserError`."""
-    if args.nodes not in ("1", "1:1"):
-        raise UserError(f"--live is for one node, and --nodes is {args.nodes}: leave --live out")
-    if args.min_ranks > ranks:
-        raise UserError(f"--min-ranks {args.min_ranks}, but there are {ranks} ranks")
+    low, high = rendezvous.node_range(args.nodes)
+    if low < high:
+        raise UserError(
+            f"--live begins with all nodes, and --nodes is {args.nodes}: write --nodes {high} --min-ranks {low * ranks}"
+        )
+    if args.min_ranks > high * ranks:
+        raise UserError(f"--min-ranks {args.min_ranks}, but there are {high * ranks} ranks")
 
 
 def _endpoint(env: Mapping[str, str]) -> str:

@@ -1,6 +1,6 @@
 """Ends the ranks of a launcher that was killed. The launcher starts it as a program, and hands it the ranks' process groups:
 
-    python -I -S guard.py SECONDS        # on standard input a line at each start of the ranks; the last one counts
+    python -I -S guard.py SECONDS        # on standard input a line at each start of the ranks; the last one counts. 0: KILL, at once
 
 Their death by itself reaches few of them: the kernel tells a rank that asked for it (`wire/signals.py`), with a TERM. One that hangs
 in a collective never gets to its end for that, one that is stopped does not hear it, and a program of one's own did not ask.
@@ -35,7 +35,7 @@ def main(seconds: float) -> None:
     for line in sys.stdin:
         groups = [int(word) for word in line.split()]
     deadline = time.monotonic() + seconds
-    groups = [group for group in groups if _sent(group, signal.SIGTERM)]
+    groups = [group for group in groups if not seconds or _sent(group, signal.SIGTERM)]
     while groups and time.monotonic() < deadline:
         time.sleep(0.1)
         groups = [group for group in groups if _sent(group, 0)]

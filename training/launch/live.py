@@ -1,71 +1,82 @@
-"""`launch --live`: where a rank is lost, the others go on without it. One node.
+"""`launch --live`: where a rank or a node is lost, the others go on without it. This is the launcher that decides: of the only node, or
+of the one that serves the rendezvous.
 
-A rank is lost when a signal has ended it that the launcher did not send, or when it stands stopped while others run. The launcher
-kills its process group, whose data loaders hold its sockets, and says in the store, which it serves itself, who remains: a
-*generation*. What the ranks make of that is theirs (`parallel/live.py`). All else that happens to a rank is as without `--live`: all end,
-and start again from the last checkpoint.
+A rank is lost when a signal has ended it that its launcher did not send, when it stands stopped while others run, or with its node. Its
+launcher kills its process group, whose data loaders hold its sockets, and this one says in the ranks' store, which it serves, who
+remains: a *generation*. What the ranks make of that is theirs (`parallel/live.py`). All else that happens to a rank is as without `--live`:
+all end, and start again from the last checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import selectors
 import signal
-import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from lockstep.training.contract import ENV_LIVE, ENV_REPLACEMENT, EXIT_DONE, EXIT_FAILED, EXIT_USAGE, to_stderr
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, to_stderr
+from lockstep.training.launch import rendezvous
 from lockstep.training.launch.ending import FINAL, Attempts, deaths, exit_code, how, without_ended
-from lockstep.training.launch.gang import STOP_SECONDS, Gang, interrupted
-from lockstep.training.launch.lines import Copies
+from lockstep.training.launch.follower import Follower
+from lockstep.training.launch.gang import STOP_SECONDS, Gang, handle, interrupted, leave_while_waiting
+from lockstep.training.launch.nodes import (
+    LOOK_SECONDS,
+    Ending,
+    Hello,
+    Link,
+    News,
+    Nodes,
+    Seat,
+    Word,
+    environment,
+    of_seat,
+    size,
+)  # fmt: skip
+from lockstep.training.launch.processes import Place, Processes
 from lockstep.training.parallel import stores
 from lockstep.training.parallel.exchange import named
 from lockstep.wire.signals import FORWARDED
 
-LOOK_SECONDS = 0.1
-"""Between two looks at what ranks do. Their end is noticed at once, where the system has descriptors of processes (Linux)."""
-POLL_SECONDS = 0.05
-"""Elsewhere."""
-KILL_SECONDS = 30.0
-"""Bound on the end of a rank that was killed: one that waits for a device may not end."""
 STORE_SECONDS = 60.0
 
 
 class Supervisor(Gang):
-    """Starts the ranks, each in a process group of its own, and watches them.
+    """Says which ranks there are.
 
     Args:
+        processes: of this node.
+        ranks: of this node.
+        nodes: the other ones; None: there are none.
+        address: of this node, as the others see it.
         min_ranks: with fewer, none goes on.
-        stopped_seconds: a rank that stands stopped is lost after this time.
-        prefix: their lines begin with the rank.
+        lost_seconds: a rank that stands stopped is lost after this time.
+        join_seconds: how long to wait for the nodes.
         of_gang: `Gang`'s arguments.
     """
 
     def __init__(
-        self, command: list[str], ranks: int, *, min_ranks: int, stopped_seconds: int, prefix: bool, **of_gang: Any
-    ) -> None:
+        self, processes: Processes, ranks: int, nodes: Nodes | None, address: str, *, min_ranks: int, lost_seconds: int,
+        join_seconds: float, **of_gang: Any,
+    ) -> None:  # fmt: skip
         super().__init__(**of_gang)
-        self._command, self._ranks, self._min_ranks, self._prefix = command, ranks, min_ranks, prefix
-        self._stopped_looks = round(stopped_seconds / LOOK_SECONDS)
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._spares: dict[int, subprocess.Popen[bytes]] = {}
-        """Replacements of lost ranks that the others have not admitted yet, by the rank."""
+        self._processes, self._nodes, self._address = processes, nodes, address
+        self._min_ranks, self._lost_seconds, self._join_seconds = min_ranks, lost_seconds, join_seconds
+        self._seats = [Seat(number=0, first=0, ranks=ranks)]
+        self._running: dict[int, Place] = {}
+        """The ranks that train, and those that are about to."""
+        self._spares: dict[int, Place] = {}
+        """Replacements of lost ranks that the others have not admitted yet."""
         self._replacements = self._admissions = 0
-        self._numbers: dict[int, int] = {}
-        """Rank → the number of its last replacement."""
-        self._selector = selectors.DefaultSelector()
-        """Of descriptors of the processes, which can be read when these have ended."""
-        self._at_once = _has_descriptors()
         self._came: list[int] = []
         """Signals that came while not all ranks were there."""
         self._waits = True
@@ -78,87 +89,104 @@ class Supervisor(Gang):
         Raises:
             OSError: a rank cannot be started.
             SignalException: a signal ends the launcher before the ranks have started.
+            NotMet: not all nodes came.
         """
         self._restarts = 0
         try:
             while True:
-                self._start(self._restarts)
+                self._start()
                 failed = self._watch()
-                for rank in list(self._spares):
-                    self._reap(rank)
                 codes = {**failed, **self._end()}
-                self._copies.finish()
                 if not self.held.delivered:
                     codes = without_ended(codes, failed)
                 if not codes or not self._start_again(codes, failed, self.attempts.left):
                     return codes
                 self._count_restart()
         finally:
-            for rank in [*self._running, *self._spares]:
-                self._reap(rank)
+            self._processes.kill_all()
+
+    def part(self, code: int, final: bool, codes: Iterable[int]) -> None:
+        """Tells the other nodes how the job has ended.
+
+        Args:
+            codes: the ranks that failed. The node of the first of them is left first, else this one: clusters end a job with its first
+                node, and take the others' logs away.
+        """
+        if self._nodes is not None:
+            place = next((self._seats.index(self._seat(rank)) for rank in sorted(codes)), 0)
+            self.leaves_first = place == 0
+            self._nodes.part(Ending(code=code, final=final, first=place))
+
+    leaves_first = True
 
     def _count_restart(self) -> None:
         self._restarts += 1
         self.attempts.restarted(self._restarts)
 
     def _pids(self) -> list[int]:
-        return [process.pid for process in (*self._running.values(), *self._spares.values())]
+        return self._processes.pids()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         if self._waits or not self._running:
             self._came.append(number)
-        else:
+        elif self._pids() or not self._ends(number):
             super()._forward(number, frame)
+        else:  # the ranks that are left are on other nodes, and get it with the next word
+            self.signalled = number
 
-    def _start(self, restarts: int) -> None:
-        if ends := [number for number in self._came if self._ends(number)]:
-            raise SignalException(f"signal {ends[0]}", signal.Signals(ends[0]))
+    def _start(self) -> None:
         self._waits = True
+        self._end_if_signalled()
+        if self._nodes is not None:
+            self._seats = self._nodes.gather(
+                self._join_seconds, over=lambda: any(self._ends(number) for number in self._came)
+            )
+            self._end_if_signalled()
         self._all_ready = self._leaving = False
+        self._started_after = self._restarts
         self._generation, self._looks, self._next_look = 0, dict[int, int](), time.monotonic()
         self._replacements = self._admissions = 0
-        self._store = stores.tcp_store("127.0.0.1", 0, serves=True, seconds=STORE_SECONDS)
-        self._copies = Copies()
+        self._store = stores.tcp_store(self._address, 0, serves=True, seconds=STORE_SECONDS)
+        self._store.set(stores.NODES, json.dumps([seat.ranks for seat in self._seats]))
+        self._running, self._spares = {rank: Place(rank) for rank in range(size(self._seats))}, {}
         with self._starting():
-            self._env = {
-                **os.environ, ENV_LIVE: "1", "WORLD_SIZE": str(self._ranks), "LOCAL_WORLD_SIZE": str(self._ranks),
-                "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": self._run_id,
-                "TORCHELASTIC_RESTART_COUNT": str(restarts),
-            }  # fmt: skip
-            for rank in range(self._ranks):
-                self._running[rank] = self._spawn(rank)
-        self._copies.begin()
-        self.guarded(self._pids())
+            self._make_so()
         self._waits = False
         came, self._came = self._came, []
         for number in came:
             self._forward(number, None)
 
-    def _spawn(self, rank: int, **more: str) -> subprocess.Popen[bytes]:
-        env = {**self._env, "RANK": str(rank), "LOCAL_RANK": str(rank), **more}
-        out, errors = self._copies.pipes(rank) if self._prefix else (None, None)
-        try:
-            process = subprocess.Popen(self._command, env=env, start_new_session=True, stdout=out, stderr=errors)
-        finally:
-            for descriptor in filter(None, (out, errors)):
-                os.close(descriptor)
-        if self._at_once:
-            self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, rank)
-        return process
+    def _end_if_signalled(self) -> None:
+        if ends := [number for number in self._came if self._ends(number)]:
+            raise SignalException(f"signal {ends[0]}", signal.Signals(ends[0]))
 
-    def _replace(self, rank: int) -> None:
-        """Starts a process in the place of a lost rank, which the others admit when it is prepared. It counts as a restart."""
-        if self.attempts.left <= 0 or self.signalled is not None:
+    def _make_so(self, over: bool = False) -> None:
+        """Has the processes run that are wanted, and no others, on all nodes."""
+        wanted = [] if over else [*self._running.values(), *self._spares.values()]
+        self._told_of = self.signalled
+        self._word = Word(
+            round=f"{self._run_id}-{self._started_after}", seats=self._seats, wanted=[(one.rank, one.replacement) for one in wanted],
+            master=(self._address, self._store.port), restarts=self._started_after, signal=self.signalled or 0, over=over,
+        )  # fmt: skip
+        if self._nodes is not None:
+            self._nodes.say(self._word)
+        if not over:
+            here = self._seats[0]
+            env = environment(self._word, here, self._lost_seconds)
+            self._processes.match(of_seat(self._word, here), here.first, env)
+        self.guarded(self._pids())
+
+    def _seat(self, rank: int) -> Seat:
+        return next(seat for seat in self._seats if seat.first <= rank < seat.first + seat.ranks)
+
+    def _replace(self, ranks: Iterable[int]) -> None:
+        """Has a process started in the place of each of these, which the others admit when it is prepared. It counts as one restart."""
+        if self.attempts.left <= 0 or self.signalled is not None or not ranks:
             return
         self._count_restart()
-        self._replacements += 1
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED if self.ours else ())
-        try:
-            self._spares[rank] = self._spawn(rank, **{ENV_REPLACEMENT: str(self._replacements)})
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self._numbers[rank] = self._replacements
+        for rank in ranks:
+            self._replacements += 1
+            self._spares[rank] = Place(rank, self._replacements)
 
     def _admit(self) -> None:
         """Where the ranks ask for replacements, those that are prepared are among them from here on."""
@@ -166,162 +194,249 @@ class Supervisor(Gang):
         if not self._generation or not self._store.check([key]):
             return
         self._admissions += 1
-        prepared = [rank for rank in self._spares if self._store.check([stores.prepared(self._numbers[rank])])]
+        prepared = [one for one in self._spares.values() if self._store.check([stores.prepared(one.replacement)])]
         generation = self._generation + 1
-        for rank in prepared:
-            self._running[rank] = self._spares.pop(rank)
-            self._store.delete_key(stores.ended(rank))
-            self._store.set(stores.admitted(self._numbers[rank]), f"{self._admissions} {generation}")
+        for one in prepared:
+            self._running[one.rank] = self._spares.pop(one.rank)
+            self._store.delete_key(stores.ended(one.rank))
+            self._store.set(stores.admitted(one.replacement), f"{self._admissions} {generation}")
         self._store.set(f"{key}/answer", str(generation))
         self._announce()
-        for rank in prepared:
-            to_stderr(f"launch: rank {rank} was replaced: {len(self._running)} of {self._ranks} ranks train")
+        for one in prepared:
+            to_stderr(f"launch: rank {one.rank} was replaced: {len(self._running)} of {size(self._seats)} ranks train")
 
     def _announce(self) -> None:
         self._generation += 1
         # The first of them leads, so those that are admitted come last.
         self._store.set(stores.generation(self._generation), json.dumps(list(self._running)))
-        self.guarded(self._pids())
 
     def _watch(self) -> dict[int, int]:
         """Returns when all ranks have ended well, or what is left of them has to end: rank → exit code, of those that failed."""
         while self._running:
             self._admit()
-            ended = self._look()
-            lost = {rank: code for rank, code in ended.items() if code < 0 and -code not in self.held.delivered}
-            failed = any(code and rank not in lost for rank, code in ended.items())
-            self._leaving = self._leaving or 0 in ended.values()
-            lost.update(self._stopped())
-            codes = {rank: code for rank, code in {**ended, **lost}.items() if code}
+            ended, news = self._look()
+            lost = {rank: code for rank, (code, handed_on) in ended.items() if code < 0 and not handed_on}
+            codes = {rank: code for rank, (code, _) in ended.items() if code}
+            self._leaving = self._leaving or any(not code for code, _ in ended.values())
+            late = self._stopped(news.stopped)
+            lost.update(late)
+            codes.update(late)
             for rank, code in codes.items():
                 if code not in FINAL:  # else it has said why
                     self._store.set(stores.ended(rank), how(code))
-            if failed or (lost and not self._go_on(lost)):
+            failed = any(rank not in lost for rank in codes)
+            said = deaths(lost, None, lost)
+            nodes_gone = {} if failed else self._without_nodes(news, said)
+            lost.update(nodes_gone)
+            codes.update(nodes_gone)
+            if failed or (lost and not self._go_on(lost, said, set(nodes_gone))):
                 return codes
+            self._take_newcomers()
+            if self._told_of != self.signalled:
+                self._make_so()
         return {}
 
-    def _go_on(self, lost: dict[int, int]) -> bool:
-        """Tells those that remain to go on without these. False, with a word, where they cannot."""
-        keys = [stores.ready(rank) for rank in range(self._ranks)]
-        self._all_ready = self._all_ready or self._store.check(keys)
-        left = list(self._running)
-        if not self._all_ready:
-            why = "not all ranks had begun"
-        elif len(left) < self._min_ranks:
-            why = f"{len(left)} would remain, and --min-ranks is {self._min_ranks}"
-        elif self._leaving:
-            why = "others have ended"
-        else:
-            self._announce()
-            said = "; ".join(deaths(lost, None, lost))
-            to_stderr(f"launch: {said}: {len(left)} of {self._ranks} ranks continue")
-            for rank in sorted(lost):
-                self._replace(rank)
-            self.guarded(self._pids())
-            return True
-        to_stderr(f"launch: no rank continues without rank {named(sorted(lost))}: {why}")
-        return False
-
-    def _look(self) -> dict[int, int]:
-        """Rank → exit code, of those that have ended: as soon as one has, and after `LOOK_SECONDS` at the latest."""
+    def _without_nodes(self, news: News, said: list[str]) -> dict[int, int]:
+        """The ranks of nodes that are gone: rank → a code for that."""
         found: dict[int, int] = {}
-        seconds = LOOK_SECONDS
-        while ranks := self._ended(seconds):
+        for gone in news.gone:
+            seat = gone.seat
+            ranks = [rank for rank in self._running if self._seat(rank) == seat]
+            if gone.leaves and (
+                self.signalled is not None or self._why_not(len(self._running) - len(ranks) - len(found))
+            ):
+                if self.signalled is None:  # the others cannot go on without it, so all save
+                    self._forward(signal.SIGTERM, None)
+                continue
+            assert self._nodes is not None
+            self._nodes.leave(seat)
+            for rank in range(seat.first, seat.first + seat.ranks):
+                self._spares.pop(rank, None)
             for rank in ranks:
-                spare, code = rank in self._spares, self._reap(rank)
-                if not spare:  # what it was started with is right for the others
-                    found[rank] = EXIT_FAILED if code == EXIT_USAGE and rank in self._numbers else code
-                elif self.signalled is None:
-                    to_stderr(f"launch: the replacement of rank {rank} {how(code)}: the others train on without it")
-            seconds = 0.0  # those that ended at the same moment
-        self.held.release(self._pids())
+                del self._running[rank]
+                found[rank] = -signal.SIGKILL
+                self._store.set(stores.ended(rank), f"its node {gone.address} {gone.why}")
+            if ranks:
+                said.append(f"rank {named(ranks)} is lost, as node {gone.address} {gone.why}")
+            else:
+                to_stderr(f"launch: node {gone.address} {gone.why}: the others train on without it")
         return found
 
-    def _ended(self, seconds: float) -> list[int]:
-        if self._at_once:
-            return [key.data for key, _ in self._selector.select(seconds)]
-        time.sleep(min(seconds, POLL_SECONDS))
-        every = {**self._running, **self._spares}
-        return [rank for rank, process in every.items() if process.poll() is not None]
+    def _take_newcomers(self) -> None:
+        """Gives the seat of a node that is gone to one that has come since."""
+        while (
+            self._nodes is not None and self._generation and self.signalled is None and self.attempts.left > 0
+            and (seat := self._nodes.newcomer()) is not None
+        ):  # fmt: skip
+            self._seats = self._nodes.seats
+            ranks = range(seat.first, seat.first + seat.ranks)
+            to_stderr(f"launch: node {self._nodes.address(seat)} has come: its ranks will be {named(list(ranks))}")
+            self._replace(ranks)
+            self._make_so()
 
-    def _reap(self, rank: int) -> int:
-        """Its exit code; nothing is left of its process group. Until it is waited for, nobody else gets its number."""
-        process = self._running.pop(rank, None) or self._spares.pop(rank)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(KILL_SECONDS)
-        for key in [key for key in self._selector.get_map().values() if key.data == rank]:
-            self._selector.unregister(key.fd)
-            os.close(key.fd)
-        self._copies.ended(rank)
-        return -signal.SIGKILL if process.returncode is None else process.returncode
+    def _why_not(self, left: int) -> str:
+        """Why those that are left cannot go on without the others."""
+        keys = [stores.ready(rank) for rank in range(size(self._seats))]
+        self._all_ready = self._all_ready or self._store.check(keys)
+        if not self._all_ready:
+            return "not all ranks had begun"
+        if left < self._min_ranks:
+            return f"{left} would remain, and --min-ranks is {self._min_ranks}"
+        return "others have ended" if self._leaving else ""
 
-    def _stopped(self) -> dict[int, int]:
-        """Ends the ranks that have stood stopped for too long, while others ran: rank → the code for that.
+    def _go_on(self, lost: Iterable[int], said: list[str], of_nodes: set[int]) -> bool:
+        """Tells those that remain to go on without these. False, with a word, where they cannot."""
+        if why := self._why_not(len(self._running)):
+            to_stderr(f"launch: no rank continues without rank {named(sorted(lost))}: {why}")
+            return False
+        self._announce()
+        to_stderr(f"launch: {'; '.join(said)}: {len(self._running)} of {size(self._seats)} ranks continue")
+        for rank in sorted(lost):
+            if rank not in of_nodes:
+                self._replace([rank])
+        self._make_so()
+        return True
+
+    def _look(self) -> tuple[dict[int, tuple[int, bool]], News]:
+        """Of the ranks that have ended: rank → exit code, and whether by a signal that was handed on. And what is new elsewhere."""
+        ended = {
+            place: (code, -code in self.held.delivered) for place, code in self._processes.ended(LOOK_SECONDS).items()
+        }
+        news = News() if self._nodes is None else self._nodes.look()
+        found: dict[int, tuple[int, bool]] = {}
+        for place, (code, handed_on) in {**ended, **news.ended}.items():
+            if self._running.get(place.rank) == place:
+                del self._running[place.rank]
+                # What a replacement was started with is right for the others.
+                found[place.rank] = (EXIT_FAILED if code == EXIT_USAGE and place.replacement else code, handed_on)
+            elif self._spares.get(place.rank) == place:
+                del self._spares[place.rank]
+                if self.signalled is None:
+                    to_stderr(
+                        f"launch: the replacement of rank {place.rank} {how(code)}: the others train on without it"
+                    )
+        self.held.release(self._pids())
+        return found, news
+
+    def _stopped(self, elsewhere: list[int]) -> dict[int, int]:
+        """The ranks that have stood stopped for too long, while others ran: rank → the code for that.
 
         Looks are counted: a clock would go on while this process is stopped itself.
         """
         if time.monotonic() < self._next_look:
             return {}
         self._next_look = time.monotonic() + LOOK_SECONDS
-        still = [rank for rank, process in self._running.items() if _is_stopped(process.pid)]
+        still = [rank for rank in (*self._processes.stopped(), *elsewhere) if rank in self._running]
         if len(still) == len(self._running):
             still = []  # somebody has suspended the job
         self._looks = {rank: self._looks.get(rank, 0) + 1 for rank in still}
-        late = [rank for rank, looks in self._looks.items() if looks >= self._stopped_looks]
+        late = [rank for rank, looks in self._looks.items() if looks >= round(self._lost_seconds / LOOK_SECONDS)]
         for rank in late:
-            self._reap(rank)
+            del self._running[rank]
         return dict.fromkeys(late, -signal.SIGSTOP)
 
     def _end(self) -> dict[int, int]:
         """Ends the ranks that run: rank → exit code, of those that fail at it."""
         codes: dict[int, int] = {}
-        for pid in self._pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGTERM)
+        for place in self._processes.places:
+            if place.rank in self._spares:
+                self._processes.kill(place)
+        self._spares.clear()
+        self._processes.terminate()
+        self._make_so(over=True)
         deadline = time.monotonic() + STOP_SECONDS
-        while self._running and time.monotonic() < deadline:
-            codes.update(self._look())
-        codes.update((rank, self._reap(rank)) for rank in list(self._running))
+        while self._processes.places or not self._others_idle():
+            ended, news = self._look()
+            codes.update((rank, code) for rank, (code, _) in ended.items())
+            for gone in news.gone:
+                if not gone.leaves and self._nodes is not None:
+                    self._nodes.leave(gone.seat)
+            if time.monotonic() > deadline:
+                codes.update((place.rank, code) for place, code in self._processes.kill_all().items())
+            if time.monotonic() > deadline + self._lost_seconds:
+                break  # the word of the next round kills what runs there
+        self._processes.finish()
         return {rank: code for rank, code in codes.items() if code}
 
-
-def _has_descriptors() -> bool:
-    """Whether the system has descriptors of processes: Linux from 5.3 on."""
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (OSError, AttributeError):
-        return False
-    return True
+    def _others_idle(self) -> bool:
+        return self._nodes is None or self._nodes.idle
 
 
-def _is_stopped(pid: int) -> bool:
-    """Whether a process stands stopped (T in proc_pid_stat(5)); never on other systems than Linux."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
-    except (OSError, IndexError):
-        return False
+@dataclass(frozen=True)
+class Parting:
+    """How this node parts from the others."""
+
+    final: bool
+    """Another node has ended the job with this code, and no cluster shall start this one again."""
+    first: bool
+    """This is the node that is left first."""
+
+    def leave(self, linger: float) -> None:
+        """Returns when this node may leave: the others `linger` seconds after the first."""
+        if not self.first:
+            time.sleep(linger)
 
 
 def run(
-    args: argparse.Namespace, command: list[str], ranks: int, attempts: Attempts, caught: tuple[signal.Signals, ...],
-    guarded: Callable[[Iterable[int]], None],
-) -> int:  # fmt: skip
-    """The exit code of the ranks."""
-    supervisor = Supervisor(
-        command, ranks, min_ranks=args.min_ranks, stopped_seconds=args.stopped_seconds, prefix=args.prefix,
-        attempts=attempts, grace=args.grace, ours=args.command[0] == "run", caught=caught, guarded=guarded,
-        time_limit=args.time_limit,
-    )  # fmt: skip
-    supervisor.catch()
-    supervisor.limit(time.monotonic())
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # they were held back until here
+    args: argparse.Namespace, command: list[str], ranks: int, parameters: RendezvousParameters, attempts: Attempts,
+    caught: tuple[signal.Signals, ...], guarded: Callable[[Iterable[int]], None],
+) -> tuple[int, Parting | None]:  # fmt: skip
+    """The exit code of the ranks, and how the nodes part. Raises `NotMet`."""
+    ours, several = args.command[0] == "run", parameters.max_nodes > 1
+    processes = Processes(command, prefix=args.prefix, blocked=ours)
+    of_gang: dict[str, Any] = {
+        "attempts": attempts, "grace": args.grace, "ours": ours, "caught": caught, "guarded": guarded, "time_limit": args.time_limit,
+    }  # fmt: skip
+    of_head: dict[str, Any] = {
+        "min_ranks": args.min_ranks, "lost_seconds": args.lost_seconds, "join_seconds": args.join_timeout, **of_gang
+    }  # fmt: skip
+    name, hello = f"lockstep/live/{parameters.run_id}", Hello(address=args.address, ranks=ranks)
+
+    def link(store: TCPStore, secret: rendezvous.Secret, serves: bool) -> Link:  # noqa: ARG001 - as `reach` calls it
+        return Link(store, name, secret, hello)
+
+    def node(store: TCPStore, secret: rendezvous.Secret, serves: bool) -> Supervisor | Follower:
+        if not serves:
+            first = [link(store, secret, serves)]
+            return Follower(
+                processes, lambda: first.pop() if first else rendezvous.reach(parameters, False, link), args.lost_seconds, **of_gang
+            )  # fmt: skip
+        nodes = Nodes(
+            store,
+            name,
+            secret,
+            nodes=parameters.max_nodes,
+            address=args.address,
+            ranks=ranks,
+            lost_seconds=args.lost_seconds,
+        )
+        return Supervisor(processes, ranks, nodes, args.address, **of_head)
+
+    began, gang = time.monotonic(), None
+    handle((*caught, signal.SIGALRM), leave_while_waiting)
+    signal.setitimer(signal.ITIMER_REAL, args.time_limit)
     try:
-        codes = supervisor.run()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # they were held back until here
+        if several:
+            gang = rendezvous.reach(parameters, rendezvous.serves(parameters), node)
+        else:
+            gang = Supervisor(processes, ranks, None, "127.0.0.1", **of_head)
+        gang.catch()
+        gang.limit(began)
+        if isinstance(gang, Follower):
+            ending = gang.run()
+            return gang.settled(ending.code, {}), Parting(ending.final, ending.first == gang.seat)
+        codes = gang.run()
+        code = gang.settled(exit_code(codes.values()) if codes else EXIT_DONE, codes)
+        gang.part(code, code == EXIT_FAILED and attempts.used >= args.max_restarts, codes)
+        return code, Parting(False, gang.leaves_first) if several else None
     except SignalException as error:
-        return interrupted(error.sigval, args.time_limit, supervisor.timed_out, "the ranks had started")
+        handle(caught, signal.SIG_IGN)
+        over = error.sigval == signal.SIGALRM if gang is None else gang.timed_out
+        return interrupted(error.sigval, args.time_limit, over, "the ranks had started"), None
+    except RendezvousError as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        to_stderr(f"launch: the nodes did not meet at {parameters.endpoint}: {reason}")
     except OSError as error:
         to_stderr(f"launch: a rank cannot be started: {error.strerror}")
-        return EXIT_FAILED
-    return supervisor.settled(exit_code(codes.values()) if codes else EXIT_DONE, codes)
+    return EXIT_FAILED, None

@@ -21,9 +21,9 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AwareDatetime, ConfigDict, Field, TypeAdapter
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
@@ -323,18 +323,28 @@ def _endpoint(wanted: RendezvousParameters) -> tuple[str, int]:
     return host, port
 
 
+Joined = TypeVar("Joined")
+
+
 def connect(wanted: RendezvousParameters, served_here: bool) -> RendezvousHandler:
-    """The rendezvous, as soon as it is served.
+    """torch's rendezvous over the store where the nodes meet, as soon as that is served. Raises as `reach` does."""
+    if wanted.max_nodes == 1:
+        return Alone(wanted.run_id, wanted.local_addr or "127.0.0.1")
+    return reach(wanted, served_here, lambda store, secret, serves: Several(wanted, store, secret, serves))
+
+
+def reach(wanted: RendezvousParameters, served_here: bool, join: Callable[[TCPStore, Secret, bool], Joined]) -> Joined:
+    """What `join` gives for the store where the nodes meet, as soon as that is served.
 
     Args:
         served_here: what `serves` gave.
+        join: is called with the store, the job's secret, and whether the store is in this process. It may raise `RuntimeError`, by which
+            the connection is lost.
 
     Raises:
         NotMet: no node has served it within the join timeout.
         RendezvousError: this node should serve it, and cannot.
     """
-    if wanted.max_nodes == 1:
-        return Alone(wanted.run_id, wanted.local_addr or "127.0.0.1")
     timeout = float(wanted.get("join_timeout"))
     host, port = _endpoint(wanted)
     if served_here and not wanted.get("secret"):
@@ -347,7 +357,7 @@ def connect(wanted: RendezvousParameters, served_here: bool) -> RendezvousHandle
             if not served_here:
                 # Asked in Python first: a signal ends this wait at once, and not the one in torch's store.
                 socket.create_connection((host, port), 5).close()
-            return _handler(wanted, host, port, served_here)
+            return _joined(wanted, host, port, served_here, join)
         except RendezvousConnectionError as error:
             if served_here:
                 raise
@@ -366,12 +376,18 @@ def connect(wanted: RendezvousParameters, served_here: bool) -> RendezvousHandle
         time.sleep(min(1.0, max(0.0, timeout - (now - began))))
 
 
-def _handler(wanted: RendezvousParameters, host: str, port: int, served_here: bool) -> RendezvousHandler:
+def _joined(
+    wanted: RendezvousParameters,
+    host: str,
+    port: int,
+    served_here: bool,
+    join: Callable[[TCPStore, Secret, bool], Joined],
+) -> Joined:
     """The store listens on the one address that was named."""
     seconds, secret = float(wanted.get("read_timeout")), Secret(wanted.get("secret"))
 
-    def joined(serves: bool) -> Several:
-        return Several(wanted, stores.tcp_store(host, port, serves=serves, seconds=seconds), secret, serves)
+    def joined(serves: bool) -> Joined:
+        return join(stores.tcp_store(host, port, serves=serves, seconds=seconds), secret, serves)
 
     if served_here:
         try:

@@ -190,7 +190,7 @@ class RunDirectory:
         """Of the rank that had it, which is dead: for the rest of the attempt. Raises `UserError`."""
         try:
             path = path.resolve()
-            run = cls(path, _locked(path, LOCK_SECONDS), read_run(path))
+            run = cls(path, _locked(path, LOCK_SECONDS_AGAIN), read_run(path))
         except filelock.Timeout:
             raise UserError(f"{path} is in use by another run") from None
         except OSError as error:

@@ -23,12 +23,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lockstep.training.contract import ENV_LIVE
 from lockstep.training.parallel import process, stores
 from lockstep.training.parallel.exchange import broadcast_bytes, is_collective, pack, unpack
 from lockstep.training.parallel.world import World
 
 ANNOUNCED_SECONDS = 10.0
-"""How long a rank whose collective has failed waits for the launcher to say that a rank is lost. Without a loss it is another error."""
+"""How long a rank whose collective has failed waits for the launcher to say that a rank is lost; longer by the time after which a node is,
+where there are several. Without a loss it is another error."""
 MEET_SECONDS = 1.0
 """For the new process group, once all ranks are there: they need milliseconds. Each further attempt has twice the time."""
 ATTEMPTS = 6
@@ -47,7 +49,7 @@ class _Superseded(Exception):
 
 
 class Live:
-    """The ranks of one attempt at a run, on one machine. Every rank makes the same calls in the same order.
+    """The ranks of one attempt at a run. Every rank makes the same calls in the same order.
 
     Args:
         world: its place changes with each generation.
@@ -90,6 +92,12 @@ class Live:
             self._store = stores.without_prefix(dist.distributed_c10d._get_default_store())
             self._store.set(f"lockstep/live/sockets/0/{self.rank}", json.dumps([*process.connections().values()]))
             self._peers = self._connected_to_ranks("lockstep/live/sockets/0", self._members)
+        self._nodes = [
+            node for node, ranks in enumerate(stores.numbers(self._store, stores.NODES)) for _ in range(ranks)
+        ]
+        """Of each rank that was started, its node."""
+        of_node = int(os.environ[ENV_LIVE]) if world.nodes > 1 else 0
+        self._announced_seconds = ANNOUNCED_SECONDS + of_node
         before = process.connections()
         self._listening = stores.tcp_store(*world.master, serves=False, seconds=timeout)
         self._listens = process.new_connections(before)
@@ -154,7 +162,7 @@ class Live:
         def compute() -> Results:
             if self.world.rank == 0:
                 self._store.set(key, "1")
-            if not self._until_said([f"{key}/answer"], ANNOUNCED_SECONDS):
+            if not self._until_said([f"{key}/answer"], self._announced_seconds):
                 raise CannotTakeAgain(
                     "the launcher has not admitted the replacements of lost ranks: all ranks start again"
                 )
@@ -227,7 +235,7 @@ class Live:
     def why(self) -> str:
         """A sentence for a collective outside a call that has failed because a rank was lost; "" where none was."""
         with self._news:
-            self._news.wait_for(lambda: self._announced[0] > self.world.generation, ANNOUNCED_SECONDS)
+            self._news.wait_for(lambda: self._announced[0] > self.world.generation, self._announced_seconds)
             generation, members = self._announced
         if generation <= self.world.generation:
             return ""
@@ -264,7 +272,7 @@ class Live:
                 self._listening.wait([key], timedelta(days=1))
                 if self._over:
                     return
-                members = json.loads(stores.said(self._listening, key, r"\[[0-9, ]+\]"))
+                members = stores.numbers(self._listening, key)
                 generation += 1
                 peers = self._peers  # from the next line on the other thread may have new ones
                 with self._news:
@@ -281,7 +289,7 @@ class Live:
         while True:
             began = time.monotonic()
             with self._news:
-                self._news.wait_for(lambda: self._announced[0] > self.world.generation, ANNOUNCED_SECONDS)
+                self._news.wait_for(lambda: self._announced[0] > self.world.generation, self._announced_seconds)
                 generation, members = self._announced
             if generation <= self.world.generation:
                 raise failure
@@ -358,7 +366,7 @@ class Live:
             raise CannotTakeAgain(
                 f"{self._who()}, and rank {', '.join(missing)} has not met the others within {self._timeout:g} s: all ranks start again"
             )
-        here = time.monotonic()
+        began = time.monotonic()
         dist.init_process_group(
             "gloo", store=dist.PrefixStore(f"{place}/group", store), rank=members.index(self.rank), world_size=len(members),
             timeout=timedelta(seconds=seconds),
@@ -372,9 +380,11 @@ class Live:
         store.set_timeout(timedelta(seconds=self._timeout))
         self.world.group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=self._timeout))
         world = self.world
-        world.rank = world.local_rank = members.index(self.rank)
-        world.size = world.local_size = len(members)
-        return here
+        world.rank, world.size = members.index(self.rank), len(members)
+        here = [rank for rank in members if self._nodes[rank] == self._nodes[self.rank]]
+        world.local_rank, world.local_size = here.index(self.rank), len(here)
+        world.nodes = len({self._nodes[rank] for rank in members})
+        return began
 
     def _until_said(self, keys: list[str], seconds: float) -> bool:
         """Whether all keys are there in time. Raises `_Superseded`."""

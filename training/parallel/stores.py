@@ -7,6 +7,7 @@ that is bound already it listens there alone. What comes out of a store is never
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import re
 import socket
@@ -95,6 +96,10 @@ def ended(rank: int) -> str:
     return f"lockstep/ended/{rank}"
 
 
+NODES = "lockstep/live/nodes"
+"""Under `launch --live`, the key in the store without a prefix under which the launcher says how many ranks each node has (JSON)."""
+
+
 def ready(rank: int) -> str:
     """The key there at which a rank says that its loop has begun: from then on the others can go on without it."""
     return f"lockstep/live/ready/{rank}"
@@ -125,10 +130,20 @@ def admitted(replacement: int) -> str:
     return f"lockstep/live/admitted/{replacement}"
 
 
-def said(store: dist.Store, key: str, shape: str) -> str:
-    """What stands under a key that is there, if it is a text of that shape (a regular expression); "" for anything else."""
+def said(store: dist.Store, key: str, shape: str, most: int = SAID) -> str:
+    """What stands under a key that is there, if it is a text of that shape (a regular expression); "" for anything else.
+
+    Args:
+        most: characters.
+    """
     text = store.get(key).decode(errors="replace")
-    return text if len(text) <= SAID and re.fullmatch(shape, text) else ""
+    return text if len(text) <= most and re.fullmatch(shape, text) else ""
+
+
+def numbers(store: dist.Store, key: str) -> list[int]:
+    """The list that stands under a key that is there. Raises `ValueError` for anything else."""
+    found: list[int] = json.loads(said(store, key, r"\[[0-9, ]+\]", most=1 << 17))
+    return found
 
 
 def without_prefix(store: dist.Store) -> dist.Store:

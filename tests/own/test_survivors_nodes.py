@@ -1,0 +1,137 @@
+"""`launch --live` on two nodes, each in a network namespace of its own: ranks and nodes are lost, cut off and told to leave, and come
+anew; the weights are those of a run that nobody disturbs. Real processes, a real cable."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.test_launcher_nodes import two_namespaces
+from tests.own.test_survivors import BOUND, JOB, hashes, ranks_of, readable
+from tests.processes import LAUNCH, PYTHON, clean_env, poll, processes
+from tests.runs import Job
+
+LOST_SECONDS = 4
+TIMES = 12
+FAULTS = ("kill", "kill", "stop", "crash", "launcher", "stop launcher", "cut", "term")
+
+
+class Node:
+    """A launcher of two ranks."""
+
+    def __init__(self, number: int, namespace: str, run_dir: Path, port: int, restarts: int) -> None:
+        self.number, self.namespace, self.mark = number, namespace, Job(run_dir, run_dir)
+        words = [
+            "ip", "netns", "exec", namespace, *LAUNCH, "--live", "--ranks", "2", "--nodes", "2", "--rendezvous", f"10.213.0.1:{port}",
+            "--serve" if number == 0 else "--no-serve", "--address", f"10.213.0.{number + 1}", "--lost-seconds", str(LOST_SECONDS),
+            "--max-restarts", str(restarts), "--grace", "30", "--", PYTHON, "-u", str(JOB), str(run_dir), "net", f"config.times={TIMES}",
+        ]  # fmt: skip
+        env = clean_env(LOCKSTEP_TEST_MARK=self.mark.mark, LOCKSTEP_SECRET="ours", GLOO_SOCKET_IFNAME=f"ls{number}")
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - `close` closes it
+        self.process = subprocess.Popen(words, env=env, stdout=self._output, stderr=subprocess.STDOUT)
+
+    def ranks(self) -> dict[int, int]:
+        return ranks_of(self.process.pid)
+
+    def text(self) -> str:
+        self._output.seek(0)
+        return f"--- node {self.number}, ended with {self.process.poll()}\n{self._output.read()}"
+
+    def crash(self) -> None:
+        while pids := [*self.mark.pids(), *([self.process.pid] if self.process.poll() is None else [])]:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.crash()
+        self.process.wait(30)
+        self._output.close()
+
+
+def lose(node: Node, fault: str, draw: random.Random, cable: str) -> bool:
+    """Returns whether its launcher is gone."""
+    process = node.process
+    if fault in ("kill", "stop"):
+        if ranks := node.ranks():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(ranks[draw.choice(sorted(ranks))], signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+    elif fault == "crash":
+        node.crash()
+    elif fault == "cut":
+        subprocess.run(["ip", "-n", node.namespace, "link", "set", cable, "down"], check=True)
+        until = time.monotonic() + draw.choice((0.5, 1.5 * LOST_SECONDS))
+        poll(lambda: time.monotonic() > until)
+        subprocess.run(["ip", "-n", node.namespace, "link", "set", cable, "up"], check=True)
+    else:
+        process.send_signal({"launcher": signal.SIGKILL, "stop launcher": signal.SIGSTOP, "term": signal.SIGTERM}[fault])
+        if fault == "stop launcher":
+            until = time.monotonic() + draw.choice((0.5, 1.5 * LOST_SECONDS))
+            poll(lambda: time.monotonic() > until)
+            process.send_signal(signal.SIGCONT)
+    return fault in ("crash", "launcher", "term")
+
+
+def check(tmp_path: Path, seed: int, wanted: list[tuple[int, str]]) -> list[str]:
+    run_dir, draw, done = tmp_path / "run", random.Random(seed), list[str]()
+    nodes: list[Node] = []
+    with two_namespaces() as names, contextlib.ExitStack() as stack:
+
+        def start(number: int) -> Node:
+            node = Node(number, names[number], run_dir, 29500, restarts=50)
+            stack.callback(node.close)
+            nodes.append(node)
+            return node
+
+        first, second = start(0), start(1)
+
+        def steps() -> int:
+            return len(hashes(run_dir))
+
+        def said() -> str:
+            return "\n".join([str(done), *(node.text() for node in nodes)])
+
+        def until(step: int) -> None:
+            poll(lambda: steps() >= step or first.process.poll() is not None, BOUND, "the step")
+
+        until(draw.randrange(3, 30))
+        for _ in range(draw.choice((1, 2, 3))):
+            fault = draw.choice(FAULTS)
+            node = first if fault in ("kill", "stop") and draw.random() < 0.5 else second
+            done.append(f"{fault} node {node.number} after step {steps()}")
+            if lose(node, fault, draw, "ls1"):
+                poll(lambda: node.process.poll() is not None, BOUND, f"the end of its launcher: {said()}")
+                node.mark.assert_gone()
+                if draw.random() < 0.7:
+                    second = start(1)
+                    done.append("another one comes")
+                elif first.process.poll() is None:
+                    break
+            until(steps() + draw.randrange(1, 60))
+        try:
+            poll(lambda: first.process.poll() is not None, BOUND, "the end")
+            if second.process.poll() is None:
+                poll(lambda: second.process.poll() is not None, 60, "the end of the other node")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{said()}") from None
+        assert first.process.returncode == 0, said()
+        assert json.loads((run_dir / "status.json").read_text())["code"] == 0, said()
+        assert hashes(run_dir) == wanted, said()
+        assert json.loads((run_dir / "summary.json").read_text())["weights_sha256"] == wanted[-1][1], said()
+        for node in nodes:
+            node.mark.assert_gone()
+        done.append("; ".join(f"{e['event']} {e.get('rank', '')} {e.get('how', '')}" for e in readable(run_dir) if e["event"] in ("rank_lost", "rank_joined")))
+        (tmp_path / "said").write_text(said())
+    return done

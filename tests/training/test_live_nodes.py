@@ -1,0 +1,256 @@
+"""`launch --live` on several nodes: which nodes are lost, what the others are told, who comes anew, and how all end.
+
+The nodes are launchers of one machine, each at an address of its own; the ranks are small programs without torch, and the test asks the
+ranks' store in their place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from tests.processes import PYTHON, ROOT, clean_env, free_port, poll
+from tests.runs import Job
+from tests.training.test_live_launch import KILLED, RANK, _state
+from tests.warm.gang import Gang, running
+
+pytestmark = pytest.mark.promise("survivors")
+
+LOST_SECONDS = 3
+
+
+class Node:
+    """A launcher with two ranks."""
+
+    def __init__(self, job: Nodes, number: int, gang: Gang) -> None:
+        self._job, self.number, self.gang = job, number, gang
+        self.pid = gang.processes[0].pid
+        self.mark = job.marks[-1]
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def crash(self) -> None:
+        """As a power cut: every process of the node."""
+        for pid in (self.pid, *self.mark.pids()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.mark.assert_gone()
+
+    def wait(self) -> tuple[int, list[str]]:
+        """Its exit code and its own words. Nothing is left of it."""
+        done = self.gang.wait(60)
+        self.mark.assert_gone()
+        assert "Traceback" not in done.output, done.output
+        return done.code, [line for line in done.output.splitlines() if line.startswith("launch: ")]
+
+
+class Nodes:
+    """One job."""
+
+    def __init__(self, folder: Path, *flags: str, nodes: int = 2) -> None:
+        self.folder, self.flags, self.nodes, self.port = folder, flags, nodes, free_port()
+        self.marks: list[Job] = []
+
+    @contextlib.contextmanager
+    def node(self, number: int, secret: str = "ours", launch: int = 0) -> Iterator[Node]:
+        """
+        Args:
+            launch: how often it was launched before. Its ranks' files have other names then.
+        """
+        self.marks.append(Job(self.folder, self.folder))
+        temporary = self.folder / f"tmp-{number}-{len(self.marks)}"
+        temporary.mkdir()
+        words = [
+            "-m", "lockstep.training", "launch", "--live", "--ranks", "2", "--nodes", str(self.nodes), "--grace", "5",
+            "--rendezvous", f"127.0.0.2:{self.port}", "--address", f"127.0.0.{number + 2}",
+            "--serve" if number == 0 else "--no-serve", "--lost-seconds", str(LOST_SECONDS), *self.flags,
+            "--", PYTHON, "-S", "-X", "utf8", "-c", RANK.replace("['LOCKSTEP_RESTARTS']", "['TORCHELASTIC_RESTART_COUNT'] + '.' + "
+            "os.environ.get('LOCKSTEP_REPLACEMENT', '0')"), str(self.folder),
+        ]  # fmt: skip
+        env = clean_env(
+            PYTHONPATH=str(ROOT), LOCKSTEP_TEST_MARK=self.marks[-1].mark, TMPDIR=str(temporary), LOCKSTEP_SECRET=secret
+        )
+        mark = self.marks[-1]
+        with running([words], env) as gang:
+            try:
+                yield Node(self, number, gang)
+            finally:
+                gang.end()
+                for pid in mark.pids():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def all(self) -> Iterator[list[Node]]:
+        with contextlib.ExitStack() as stack:
+            yield [stack.enter_context(self.node(number)) for number in range(self.nodes)]
+
+    def begun(self, rank: int, start: int = 0, replacement: int = 0) -> tuple[int, dict[str, str]]:
+        """The process in this rank's place, when it runs, and its variables."""
+        file = self.folder / f"{start}.{replacement}-{rank}"
+        poll(file.exists, what=f"rank {rank} of start {start}, replacement {replacement}")
+        pid, _, env = json.loads(file.read_text())
+        return int(pid), env
+
+    def begin(self, start: int = 0) -> list[int]:
+        """Returns the ranks' processes when all have begun and said so."""
+        found = [self.begun(rank, start) for rank in range(2 * self.nodes)]
+        env = found[0][1]
+        self.store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), None, False, timedelta(seconds=60))
+        for rank, (_, own) in enumerate(found):
+            assert (own["RANK"], own["LOCAL_RANK"], own["GROUP_RANK"]) == (str(rank), str(rank % 2), str(rank // 2))
+            assert (own["WORLD_SIZE"], own["GROUP_WORLD_SIZE"]) == (str(2 * self.nodes), str(self.nodes))
+            self.store.set(f"lockstep/live/ready/{rank}", "1")
+        return [pid for pid, _ in found]
+
+    def told(self, generation: int) -> list[int]:
+        key = f"lockstep/live/generation/{generation}"
+        poll(lambda: self.store.check([key]), what=f"generation {generation}")
+        remain: list[int] = json.loads(self.store.get(key))
+        return remain
+
+    def how(self, rank: int) -> str:
+        return self.store.get(f"lockstep/ended/{rank}").decode()
+
+    def admit(self, *replacements: int, admission: int = 1) -> int:
+        """The replacements are prepared, and the ranks ask for them: the generation in which they are admitted."""
+        for one in replacements:
+            self.store.set(f"lockstep/live/prepared/{one}", "1")
+        self.store.set(f"lockstep/live/admission/{admission}", "1")
+        return int(self.store.get(f"lockstep/live/admission/{admission}/answer"))
+
+    def end(self, *ranks: int, start: int = 0, replacement: int = 0, code: int = 0) -> None:
+        for rank in ranks:
+            hidden = self.folder / ".end"
+            hidden.write_text(str(code))
+            hidden.rename(self.folder / f"{start}.{replacement}-{rank}-end")
+
+
+def test_a_rank_of_another_node_is_lost_and_replaced_there(tmp_path: Path) -> None:
+    job = Nodes(tmp_path, "--max-restarts", "1")
+    with job.all() as (first, second):
+        pids = job.begin()
+        os.kill(pids[3], signal.SIGKILL)
+        assert job.told(1) == [0, 1, 2] and job.how(3) == KILLED
+        _, env = job.begun(3, replacement=1)
+        assert (env["LOCAL_RANK"], env["GROUP_RANK"]) == ("1", "1")
+        generation = job.admit(1)
+        assert job.told(generation) == [0, 1, 2, 3]
+        job.end(0, 1, 2)
+        job.end(3, replacement=1)
+        assert [node.wait()[0] for node in (first, second)] == [0, 0]
+
+
+def test_a_stopped_rank_of_another_node_is_lost(tmp_path: Path) -> None:
+    job = Nodes(tmp_path)
+    with job.all() as (first, second):
+        pids = job.begin()
+        os.kill(pids[2], signal.SIGSTOP)
+        assert job.told(1) == [0, 1, 3]
+        poll(lambda: not _state(pids[2]), what="its end")
+        job.end(0, 1, 3)
+        assert [node.wait()[0] for node in (first, second)] == [0, 0]
+
+
+@pytest.mark.parametrize("how", ["crash", "kill", "stop", "term"])
+def test_a_node_is_lost_and_another_one_takes_its_seat(how: str, tmp_path: Path) -> None:
+    """The ranks of one whose launcher alone is killed end at once: else they would save, and end the job."""
+    job = Nodes(tmp_path, "--max-restarts", "1")
+    with job.all() as (first, second):
+        pids = job.begin()
+        if how == "crash":
+            second.crash()
+        else:
+            second.signal({"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[how])
+        assert job.told(1) == [0, 1]
+        why = "was told to leave" if how == "term" else f"was not heard of for {LOST_SECONDS} s"
+        assert job.how(2) == job.how(3) == f"its node 127.0.0.3 {why}"
+        if how == "term":
+            assert second.wait()[0] == 75
+        elif how == "stop":
+            assert _state(pids[2]) == _state(pids[3]) == "S"
+            second.signal(signal.SIGCONT)  # it finds that its place is gone, and comes anew
+        else:
+            second.mark.assert_gone()
+        with job.node(1) if how != "stop" else contextlib.nullcontext(second) as again:
+            for rank, replacement in ((2, 1), (3, 2)):
+                job.begun(rank, replacement=replacement)
+            poll(lambda: not any(map(_state, pids[2:])), what="the end of those that were lost")
+            assert job.told(job.admit(1, 2)) == [0, 1, 2, 3]
+            job.end(0, 1)
+            job.end(2, replacement=1)
+            job.end(3, replacement=2)
+            assert first.wait()[0] == 0 and again.wait()[0] == 0
+
+
+def test_a_signal_to_all_nodes_or_to_the_first_one_reaches_all_ranks(tmp_path: Path) -> None:
+    for name, told in (("all", (0, 1)), ("first", (0,))):
+        (tmp_path / name).mkdir()
+        job = Nodes(tmp_path / name, "--max-restarts", "1")
+        with job.all() as nodes:
+            job.begin()
+            for number in told:
+                nodes[number].signal(signal.SIGTERM)
+            ends = [node.wait() for node in nodes]
+            assert [code for code, _ in ends] == [75, 75] and "continue" not in str(ends)
+
+
+def test_a_node_that_the_others_cannot_do_without_has_all_save(tmp_path: Path) -> None:
+    job = Nodes(tmp_path, "--min-ranks", "3")
+    with job.all() as nodes:
+        job.begin()
+        nodes[1].signal(signal.SIGTERM)
+        assert [node.wait()[0] for node in nodes] == [75, 75]
+
+
+def test_a_failure_anywhere_starts_all_again_and_the_last_one_ends_all(tmp_path: Path) -> None:
+    job = Nodes(tmp_path, "--max-restarts", "1")
+    with job.all() as nodes:
+        first = job.begin()
+        job.end(2, code=9)
+        poll(lambda: not any(map(_state, first)), what="the end of the first start")
+        job.begin(1)
+        job.end(3, start=1, code=9)
+        (code, said), (other, _) = (node.wait() for node in nodes)
+    assert (code, other) == (1, 1)
+    assert [line for line in said if "exit code" in line] == [
+        f"launch: rank {rank} ended with exit code 9" for rank in (2, 3)
+    ]
+
+
+def test_exit_code_2_of_another_node_ends_all(tmp_path: Path) -> None:
+    job = Nodes(tmp_path, "--max-restarts", "1")
+    with job.all() as nodes:
+        job.begin()
+        job.end(3, code=2)
+        assert [node.wait()[0] for node in nodes] == [2, 2]
+
+
+def test_without_its_first_node_a_job_waits_for_another_one(tmp_path: Path) -> None:
+    job = Nodes(tmp_path)
+    with job.node(0) as first, job.node(1) as second:
+        pids = job.begin()
+        first.crash()
+        poll(lambda: not any(map(_state, pids)), what="the end of the ranks of both")
+        for file in tmp_path.glob("0.*"):
+            file.unlink()
+        with job.node(0) as again:
+            job.begin()
+            job.end(0, 1, 2, 3)
+            assert again.wait()[0] == 0 and second.gang.wait(60).code == 0
+
+
+def test_a_node_with_another_secret_is_none(tmp_path: Path) -> None:
+    job = Nodes(tmp_path, "--join-timeout", "3")
+    with job.node(0) as first, job.node(1, secret="theirs"):
+        code, said = first.wait()
+    assert code == 1 and said[-1] == "launch: 1 of 2 nodes did not come within 3 s: giving up"

@@ -1,0 +1,142 @@
+"""The launcher of another node than the first one under `launch --live`: has the ranks run that the first one wants here."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from lockstep.training.contract import EXIT_PREEMPTED, to_stderr
+from lockstep.training.launch.gang import STOP_SECONDS, Gang
+from lockstep.training.launch.nodes import LEASE, LOOK_SECONDS, Ending, Link, Report, Seat, Word, environment, of_seat
+from lockstep.training.launch.processes import Processes
+
+
+class Follower(Gang):
+    """Follows the first node's word, and comes anew where that one is gone, or takes this one for lost.
+
+    Args:
+        processes: of this node.
+        connect: to the first node. Raises `NotMet`, `SignalException`.
+        lost_seconds: a node that is not heard of for so long is lost.
+        of_gang: `Gang`'s arguments.
+    """
+
+    def __init__(self, processes: Processes, connect: Callable[[], Link], lost_seconds: int, **of_gang: Any) -> None:
+        super().__init__(**of_gang)
+        self._processes, self._connect, self._lost_seconds = processes, connect, lost_seconds
+        self._leaves = False
+        """This node was told to leave, and the others may go on."""
+        self._connecting = False
+        self.seat = -1
+        """Its place among the nodes; -1: it has none yet."""
+
+    def run(self) -> Ending:
+        """How the job has ended, or this node's part in it. Raises `NotMet`, `OSError`, `SignalException`."""
+        try:
+            while True:
+                self._connecting = True
+                link = self._connect()
+                self._connecting = False
+                if self.signalled is not None:
+                    return _LEFT
+                try:
+                    if (ending := self._follow(link)) is not None:
+                        return ending
+                finally:
+                    self._processes.kill_all()
+                    self._processes.finish()
+                    self.guarded(())
+                    link.close()
+                if self.signalled is not None:
+                    return _LEFT
+        finally:
+            self._processes.kill_all()
+
+    def _pids(self) -> list[int]:
+        return self._processes.pids()
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        alone = number in (signal.SIGTERM, signal.SIGINT) and not self.timed_out
+        if self._connecting and self._ends(number):
+            raise SignalException(f"signal {number}", signal.Signals(number))
+        if self._pids() and not alone:
+            super()._forward(number, frame)
+        elif self._ends(number):
+            self._leaves = True
+            if self.signalled is None:
+                signal.signal(signal.SIGALRM, self._kill)
+                signal.setitimer(signal.ITIMER_REAL, self.grace)
+            self.signalled = number
+
+    def _follow(self, link: Link) -> Ending | None:
+        """None: this node has to come anew, or to leave."""
+        word: Word | None = None
+        seat: Seat | None = None
+        ended: list[tuple[int, int, int, bool]] = []
+        over_since: float | None = None
+        handed_on = False
+        while True:
+            for place, code in self._processes.ended(LOOK_SECONDS).items():
+                ended.append((place.rank, place.replacement, code, -code in self.held.delivered))
+            self.held.release(self._pids())
+            if link.silent(LEASE * self._lost_seconds):
+                what = "is gone" if link.broken else f"has not answered for {LEASE * self._lost_seconds:g} s"
+                to_stderr(f"launch: the first node {what}: the ranks of this node end, and it joins again")
+                return None
+            heard = link.word
+            if heard is None or heard == word:
+                if self._leaves and (word is None or seat is None):
+                    return _LEFT
+            else:
+                if word is None or heard.round != word.round:
+                    self._processes.kill_all()
+                    self._processes.finish()
+                    ended, over_since, handed_on = [], None, False
+                had, word = seat, heard
+                seat = next((one for one in word.seats if one.number == link.number), None)
+                if had is not None and seat is None:
+                    if not self._leaves:
+                        to_stderr("launch: the job has gone on without this node: its ranks end, and it joins again")
+                    return _LEFT if self._leaves else None
+                if word.over and over_since is None:
+                    over_since = time.monotonic()
+                    self._processes.terminate()
+                elif seat is not None and not word.over:
+                    self.seat = word.seats.index(seat)
+                    wanted = of_seat(word, seat)
+                    with self._starting() if self._processes.fresh else contextlib.nullcontext():
+                        self._processes.match(wanted, seat.first, environment(word, seat, self._lost_seconds))
+                    self.guarded(self._pids())
+                    if self._leaves and not wanted:
+                        return _LEFT
+                if word.signal and not handed_on:
+                    handed_on = True
+                    self.signalled = self.signalled or word.signal
+                    self.held.send(self._pids(), word.signal)
+            if over_since is not None and time.monotonic() - over_since > STOP_SECONDS:
+                self._processes.kill_all()
+            if word is not None and word.ending is not None and not self._pids():
+                self._processes.finish()
+                link.report(Report(round=word.round, beat=0, ended=ended, idle=True, parts=True))
+                link.send(LEASE * self._lost_seconds)
+                return word.ending
+            link.report(
+                Report(
+                    round=word.round if word is not None else "",
+                    beat=0,
+                    ended=ended,
+                    stopped=self._processes.stopped(),
+                    leaves=self._leaves,
+                    idle=not self._pids(),
+                )
+            )
+
+
+_LEFT = Ending(code=EXIT_PREEMPTED, final=False, first=-1)
+"""This node was told to leave."""

@@ -1,0 +1,383 @@
+"""What the launchers of several nodes tell one another under `launch --live`, through a store that the first one serves.
+
+The first node's launcher decides, and says so in one document, the `Word`: the nodes, and which process is to run in the place of each
+rank. Each other one makes that so on its node, and says in a `Report` what it sees there. Both are states and not messages: one that is
+read twice, late or not at all does no harm. Both carry an HMAC by the job's secret (`rendezvous.py`).
+
+A node that is not heard of for `--lost-seconds` is lost. It has ended its own ranks by then: a launcher whose report nobody has taken
+for half of that time kills them, so that no rank writes into the run directory any more when the others take over what it did. Its
+clock counts from the moment at which it began to send the last report that arrived, and the first node's from when that one came.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch.distributed import TCPStore
+
+from lockstep.training.contract import ENV_LIVE, to_stderr
+from lockstep.training.launch.processes import Place
+from lockstep.training.launch.rendezvous import REPORT_SECONDS, NotMet, Secret, SignedStore
+
+LOOK_SECONDS = 0.05
+"""Between two reports of a node, and two looks of the first one."""
+LEASE = 0.5
+"""A launcher that is not heard kills its ranks after this part of the time after which it is taken for lost."""
+LEAVE_SECONDS = 1.0
+"""A node that is told to leave does so alone, if the first one is not told within this time, too."""
+HEARD_SECONDS = 5.0
+"""How long the nodes have to read how the job has ended."""
+_MOST_NEW = 64
+"""Nodes that are looked for at once: whoever reaches the store may count on."""
+
+_Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Hello(_Document):
+    """Of a launcher that wants to be a node of the job."""
+
+    address: str
+    ranks: Annotated[int, Field(ge=1, lt=10_000)]
+
+
+class Report(_Document):
+    """Of a node."""
+
+    round: str
+    """Of the word that it follows."""
+    beat: _Count
+    ended: list[tuple[_Count, _Count, int, bool]] = []
+    """Of this round: rank, replacement, exit code, and whether by a signal that this node's launcher had handed on."""
+    stopped: list[_Count] = []
+    """Ranks that stand stopped."""
+    leaves: bool = False
+    """It was told to."""
+    idle: bool = False
+    """None of its ranks runs."""
+    parts: bool = False
+    """It has read how the job has ended, and needs the store no more."""
+
+
+class Seat(_Document):
+    """A node's place in the job: its ranks."""
+
+    number: _Count
+    """Of the launcher that has it, by which it has said hello. 0: the first node's, and that of a seat whose node is gone."""
+    first: _Count
+    ranks: _Count
+
+
+class Ending(_Document):
+    """How the job has ended."""
+
+    code: _Count
+    final: bool
+    """No cluster shall start a node again."""
+    first: int
+    """The seat that is left first."""
+
+
+class Word(_Document):
+    """Of the first node."""
+
+    round: str
+    """Names one start of all ranks. The word of another round ends those that run."""
+    seats: list[Seat]
+    """The first is that of the node that says this."""
+    wanted: list[tuple[_Count, _Count]]
+    """Rank and replacement, of all processes that are to run."""
+    master: tuple[str, _Count]
+    """The ranks' store."""
+    restarts: _Count
+    signal: _Count = 0
+    """That the first node has got, for all ranks."""
+    over: bool = False
+    """All ranks are to end."""
+    ending: Ending | None = None
+
+
+def size(seats: list[Seat]) -> int:
+    return sum(seat.ranks for seat in seats)
+
+
+def environment(word: Word, seat: Seat, lost_seconds: int) -> dict[str, str]:
+    """Variables of the ranks that have this seat, but for those that differ between them."""
+    run_id, _, _ = word.round.rpartition("-")
+    return {
+        **os.environ, ENV_LIVE: str(lost_seconds), "WORLD_SIZE": str(size(word.seats)), "LOCAL_WORLD_SIZE": str(seat.ranks),
+        "GROUP_RANK": str(word.seats.index(seat)), "GROUP_WORLD_SIZE": str(len(word.seats)),
+        "MASTER_ADDR": word.master[0], "MASTER_PORT": str(word.master[1]), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_RESTART_COUNT": str(word.restarts),
+    }  # fmt: skip
+
+
+def of_seat(word: Word, seat: Seat) -> list[Place]:
+    """The processes that are to run there."""
+    ranks = range(seat.first, seat.first + seat.ranks)
+    return [Place(rank, replacement) for rank, replacement in word.wanted if rank in ranks]
+
+
+@dataclass
+class _Other:
+    """What the first node knows of another one."""
+
+    hello: Hello
+    report: Report | None = None
+    silent: float = 0.0
+    """Seconds since the last report was another one."""
+    leaving: float = 0.0
+    """Seconds since it has said that it was told to leave."""
+    taken: int = 0
+    """Endings of its report that were taken."""
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A node that the job has to do without from here on."""
+
+    seat: Seat
+    address: str
+    why: str
+    leaves: bool
+    """It was told to: nothing is lost yet."""
+
+
+@dataclass
+class News:
+    """Of one look at the other nodes."""
+
+    ended: dict[Place, tuple[int, bool]] = field(default_factory=dict)
+    """Exit code, and whether by a signal that was handed on."""
+    stopped: list[int] = field(default_factory=list)
+    gone: list[Gone] = field(default_factory=list)
+
+
+class Nodes:
+    """The other nodes, as the first one sees them.
+
+    Args:
+        store: which this process serves.
+        name: of the job there.
+        nodes: with this one.
+        address: of this node.
+        ranks: of this node.
+        lost_seconds: a node that is not heard of for so long is lost.
+    """
+
+    def __init__(
+        self, store: TCPStore, name: str, secret: Secret, *, nodes: int, address: str, ranks: int, lost_seconds: float,
+    ) -> None:  # fmt: skip
+        self._store, self._raw, self._name = SignedStore(store, name, secret), store, name
+        self._nodes, self._lost_seconds = nodes, lost_seconds
+        self._here = (address, ranks)
+        self._others: dict[int, _Other] = {}
+        self._asked, self._missing = 0, list[int]()
+        self.seats: list[Seat] = []
+        self._word: Word | None = None
+        self._looked = time.monotonic()
+
+    def gather(self, seconds: float, over: Callable[[], bool]) -> list[Seat]:
+        """Waits for all nodes, and gives each a seat: those of the last round keep theirs. Raises `NotMet`.
+
+        Args:
+            over: asked while waiting; whether to end that.
+        """
+        began = told = time.monotonic()
+        while True:
+            self._look()
+            found = sorted(number for number, other in self._others.items() if other.report and not other.report.leaves)
+            now = time.monotonic()
+            if len(found) + 1 >= self._nodes or over():
+                break
+            if now - began > seconds:
+                raise NotMet(f"{self._nodes - 1 - len(found)} of {self._nodes} nodes did not come within {seconds:g} s")
+            if now - told > REPORT_SECONDS:
+                told = now
+                to_stderr(
+                    f"launch: {len(found) + 1} of {self._nodes} nodes are here, {self._nodes - 1 - len(found)} missing: waiting, "
+                    f"{now - began:.0f} s of {seconds:.0f} s"
+                )
+            time.sleep(LOOK_SECONDS)
+        kept = [seat.number for seat in self.seats[1:] if seat.number in found]
+        new = sorted(
+            (number for number in found if number not in kept), key=lambda number: self._others[number].hello.address
+        )
+        seats = [Seat(number=0, first=0, ranks=self._here[1])]
+        for number in [*kept, *new][: self._nodes - 1]:
+            seats.append(Seat(number=number, first=size(seats), ranks=self._others[number].hello.ranks))
+            self._others[number].taken = 0
+        self.seats = seats
+        return seats
+
+    def say(self, word: Word) -> None:
+        self._word = word
+        self._store.set("word", word.model_dump_json())
+
+    def look(self) -> News:
+        """What is new on the nodes that have a seat."""
+        assert self._word is not None
+        self._look()
+        news = News()
+        for seat in self.seats:
+            if (other := self._others.get(seat.number)) is None:
+                continue
+            report = other.report
+            if report is not None and report.round == self._word.round:
+                for rank, replacement, code, handed_on in report.ended[other.taken :]:
+                    if seat.first <= rank < seat.first + seat.ranks:
+                        news.ended[Place(rank, replacement)] = (code, handed_on)
+                other.taken = len(report.ended)
+                news.stopped += report.stopped
+            leaves = other.leaving > LEAVE_SECONDS
+            if leaves or other.silent > self._lost_seconds:
+                what = "was told to leave" if leaves else f"was not heard of for {self._lost_seconds:g} s"
+                news.gone.append(Gone(seat, other.hello.address, what, leaves))
+        return news
+
+    def leave(self, seat: Seat) -> None:
+        """The job goes on without the node that had this seat."""
+        self.seats[self.seats.index(seat)] = seat.model_copy(update={"number": 0})
+        self._others.pop(seat.number, None)
+
+    def newcomer(self) -> Seat | None:
+        """A seat whose node was gone, and that a node has taken which has come since."""
+        for place, seat in enumerate(self.seats):
+            if place == 0 or seat.number:
+                continue
+            for number, other in self._others.items():
+                fits = other.hello.ranks == seat.ranks and other.report is not None and not other.report.leaves
+                if fits and not self._has_seat(number) and other.silent < self._lost_seconds / 2:
+                    self.seats[place] = taken = seat.model_copy(update={"number": number})
+                    other.taken = 0
+                    return taken
+        return None
+
+    def address(self, seat: Seat) -> str:
+        return self._others[seat.number].hello.address
+
+    @property
+    def idle(self) -> bool:
+        """No rank of this round runs on another node."""
+        assert self._word is not None
+        reports = [other.report for number, other in self._others.items() if self._has_seat(number)]
+        return all(report is not None and report.idle and report.round == self._word.round for report in reports)
+
+    def part(self, ending: Ending) -> None:
+        """Says how the job has ended. Returns when the others have heard it, or do not answer."""
+        if self._word is None:
+            return  # they give up by themselves
+        self.say(self._word.model_copy(update={"over": True, "wanted": [], "ending": ending}))
+        deadline = time.monotonic() + HEARD_SECONDS
+        while time.monotonic() < deadline and not all(
+            other.report is not None and other.report.parts
+            for other in self._others.values() if other.silent < self._lost_seconds / 2
+        ):  # fmt: skip
+            self._look()
+            time.sleep(LOOK_SECONDS)
+
+    def _has_seat(self, number: int) -> bool:
+        return any(seat.number == number for seat in self.seats)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        # This process may have been stopped meanwhile, and its store with it.
+        passed, self._looked = min(now - self._looked, 10 * LOOK_SECONDS), now
+        count = min(int(self._raw.add(f"{self._name}/count", 0)), self._asked + _MOST_NEW)
+        self._missing += range(self._asked + 1, count + 1)
+        self._asked = max(self._asked, count)
+        for number in self._missing:
+            if (hello := _read(self._store, f"hello/{number}", Hello)) is not None:
+                self._others[number] = _Other(hello)
+        self._missing = [number for number in self._missing if number not in self._others][-_MOST_NEW:]
+        for number, other in list(self._others.items()):
+            report = _read(self._store, f"report/{number}", Report)
+            other.silent = 0.0 if report is not None and report != other.report else other.silent + passed
+            other.report = report or other.report
+            other.leaving = other.leaving + passed if other.report is not None and other.report.leaves else 0.0
+            if other.silent > self._lost_seconds and not self._has_seat(number):
+                del self._others[number]
+
+
+_Shape = TypeVar("_Shape", bound=_Document)
+
+
+def _read(store: SignedStore, key: str, shape: type[_Shape]) -> _Shape | None:
+    if (text := store.read(key)) is None:
+        return None
+    try:
+        return shape.model_validate_json(text)
+    except ValidationError:
+        return None
+
+
+class Link:
+    """To the first node, from another one: sends this node's report and reads the word, again and again, in a thread.
+
+    torch bounds a connection and not the answer to a question, so nothing here waits for the thread.
+
+    Args:
+        store: the first node's.
+        name: of the job there.
+    """
+
+    def __init__(self, store: TCPStore, name: str, secret: Secret, hello: Hello) -> None:
+        self.number = int(store.add(f"{name}/count", 1))
+        self._store = SignedStore(store, name, secret)
+        self._store.set(f"hello/{self.number}", hello.model_dump_json())
+        self.word: Word | None = None
+        self.taken = time.monotonic()
+        """When the last report that has arrived was sent."""
+        self.broken = False
+        """There is nobody at the other end."""
+        self._report, self._arrived = Report(round="", beat=0), -1
+        self._changed, self._over = threading.Event(), False
+        self._thread = threading.Thread(target=self._exchange, name="nodes", daemon=True)
+        self._thread.start()
+
+    def report(self, report: Report) -> None:
+        if report != self._report.model_copy(update={"beat": report.beat}):
+            self._changed.set()
+        self._report = report
+
+    def silent(self, seconds: float) -> bool:
+        """Whether nobody has taken a report for so long."""
+        return self.broken or time.monotonic() - self.taken > seconds
+
+    def send(self, seconds: float) -> None:
+        """Returns when what was reported last has arrived, or after this time."""
+        deadline, wanted = time.monotonic() + seconds, self._beat
+        self._changed.set()
+        while self._arrived <= wanted and not self.broken and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS / 5)
+
+    def close(self) -> None:
+        self._over = True
+        self._changed.set()
+        self._thread.join(LOOK_SECONDS)
+
+    _beat = 0
+
+    def _exchange(self) -> None:
+        try:
+            while not self._over:
+                began = time.monotonic()
+                self._changed.clear()
+                self._beat += 1
+                beat, report = self._beat, self._report.model_copy(update={"beat": self._beat})
+                self._store.set(f"report/{self.number}", report.model_dump_json())
+                word = _read(self._store, "word", Word)
+                self.taken, self._arrived = began, beat
+                self.word = word or self.word
+                self._changed.wait(LOOK_SECONDS)
+        except (RuntimeError, ValueError):  # torch's DistError among them
+            self.broken = True

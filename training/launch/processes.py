@@ -1,0 +1,168 @@
+"""The ranks of one node under `launch --live`: processes that are started, watched and ended one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.training.contract import ENV_REPLACEMENT
+from lockstep.training.launch.lines import Copies
+from lockstep.wire.signals import FORWARDED
+
+POLL_SECONDS = 0.05
+"""Between two looks at processes, where the system has no descriptors of them (before Linux 5.3)."""
+KILL_SECONDS = 30.0
+"""Bound on the end of a rank that was killed: one that waits for a device may not end."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank and the process in its place: 0 for the one that it was started with, or the number of the replacement."""
+
+    rank: int
+    replacement: int = 0
+
+
+class Processes:
+    """Each rank is a process group of its own, so that its data loaders end with it.
+
+    Args:
+        prefix: their lines begin with the rank.
+        blocked: they inherit that signals wait until they catch them.
+    """
+
+    def __init__(self, command: list[str], *, prefix: bool, blocked: bool) -> None:
+        self._command, self._prefix, self._blocked = command, prefix, blocked
+        self._running: dict[Place, subprocess.Popen[bytes]] = {}
+        self._begun: set[Place] = set()
+        self._selector = selectors.DefaultSelector()
+        """Of descriptors of the processes, which can be read when these have ended."""
+        self._at_once = _has_descriptors()
+        self._copies = Copies()
+        self._copying = False
+
+    @property
+    def places(self) -> list[Place]:
+        return list(self._running)
+
+    @property
+    def fresh(self) -> bool:
+        """None was started since the last `finish`."""
+        return not self._begun
+
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._running.values()]
+
+    def match(self, wanted: Iterable[Place], first: int, env: Mapping[str, str]) -> None:
+        """Kills those that run and are not wanted, and starts those that are wanted and never ran. Raises `OSError`.
+
+        Args:
+            first: rank of this node, whose local rank is 0.
+        """
+        wanted = list(wanted)
+        for place in self.places:
+            if place not in wanted:
+                self.kill(place)
+        new = [place for place in wanted if place not in self._begun]
+        if not new:
+            return
+        if not self._running:
+            self._printed()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED if self._blocked else ())
+        try:
+            for place in new:
+                of_rank = {"RANK": str(place.rank), "LOCAL_RANK": str(place.rank - first)}
+                if place.replacement:
+                    of_rank[ENV_REPLACEMENT] = str(place.replacement)
+                self._start(place, {**env, **of_rank})
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if not self._copying:
+            self._copying = True
+            self._copies.begin()
+
+    def _start(self, place: Place, env: Mapping[str, str]) -> None:
+        out, errors = self._copies.pipes(place.rank) if self._prefix else (None, None)
+        try:
+            process = subprocess.Popen(self._command, env=env, start_new_session=True, stdout=out, stderr=errors)
+        finally:
+            for descriptor in filter(None, (out, errors)):
+                os.close(descriptor)
+        self._running[place] = process
+        self._begun.add(place)
+        if self._at_once:
+            self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, place)
+
+    def ended(self, seconds: float) -> dict[Place, int]:
+        """Exit codes, as Python gives them, of those that have ended: as soon as one has, and after this time at the latest."""
+        found: dict[Place, int] = {}
+        while places := self._ended(seconds):
+            found.update((place, self.kill(place)) for place in places)
+            seconds = 0.0  # those that ended at the same moment
+        return found
+
+    def _ended(self, seconds: float) -> list[Place]:
+        if self._at_once:
+            return [key.data for key, _ in self._selector.select(seconds)]
+        time.sleep(min(seconds, POLL_SECONDS))
+        return [place for place, process in self._running.items() if process.poll() is not None]
+
+    def kill(self, place: Place) -> int:
+        """Its exit code; nothing is left of its process group. Until it is waited for, nobody else gets its number."""
+        process = self._running.pop(place)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_SECONDS)
+        for key in [key for key in self._selector.get_map().values() if key.data == place]:
+            self._selector.unregister(key.fd)
+            os.close(key.fd)
+        self._copies.ended(place.rank)
+        return -signal.SIGKILL if process.returncode is None else process.returncode
+
+    def terminate(self) -> None:
+        """Asks all to end."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGTERM)
+
+    def kill_all(self) -> dict[Place, int]:
+        return {place: self.kill(place) for place in self.places}
+
+    def stopped(self) -> list[int]:
+        """The ranks that stand stopped now."""
+        return [place.rank for place, process in self._running.items() if _is_stopped(process.pid)]
+
+    def finish(self) -> None:
+        """All have ended: returns when what they have written is printed. The next ones are others."""
+        self._printed()
+        self._begun.clear()
+
+    def _printed(self) -> None:
+        if self._copying:
+            self._copies.finish()
+        self._copies, self._copying = Copies(), False
+
+
+def _has_descriptors() -> bool:
+    """Whether the system has descriptors of processes: Linux from 5.3 on."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process stands stopped (T in proc_pid_stat(5)); never on other systems than Linux."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):
+        return False
