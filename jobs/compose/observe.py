@@ -36,6 +36,9 @@ def explain(nodes: list[Manifest], spec: JobSpec | None, said: records.Said | No
     states = [str(get(node, "State", "Status")) for node in nodes]
     if any(state in _RUNNING for state in states):
         lost = [part for part in parts if part.state == "failed"]
+        if lost and spec is not None and spec.live and states[0] in _RUNNING:
+            without = f"{lost[0].reason}; the others train on: submit the job again, and it joins them"
+            return Status("running", "; ".join(filter(None, (records.progress(said), without))), parts)
         if lost and not cancelled:
             return Status(
                 "restarting",

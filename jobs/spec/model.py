@@ -161,8 +161,7 @@ class _JobSpec(Section):
     max_restarts: int = Field(default=3, ge=0, le=1000)
     """Restarts after failures, per node. Preemptions do not count; on SLURM they count if nothing new was saved."""
     live: bool = False
-    """Where a rank is killed, the others go on without it, and no restart is counted: on one node, on CPUs, with sync.name=exact.
-    Not on SLURM."""
+    """Where a rank or a node is lost, the others go on without it: on CPUs, with sync.name=exact. Not on SLURM."""
     join_timeout: Duration | None = None
     """How long a node waits for the others, for example while a pod pulls its image. Waiting is not a failure. Null:
     time_limit less grace_seconds."""
@@ -205,8 +204,8 @@ class _JobSpec(Section):
             raise ValueError("shards belong to a recipe: a command takes the folder as an argument of its own")
         if self.gpus and self.ranks_per_node is not None and self.ranks_per_node > self.gpus:
             raise ValueError(f"ranks_per_node {self.ranks_per_node} is above gpus {self.gpus}: one rank a GPU at most")
-        if self.live and (self.nodes > 1 or self.elastic):
-            raise ValueError("live is for one node: remove live, or elastic, and set nodes to 1")
+        if self.live and self.elastic:
+            raise ValueError("live begins with all nodes, and goes on with any of them: remove elastic, or live")
         if self.elastic and not self.elastic.min_nodes <= self.nodes <= self.elastic.max_nodes:
             raise ValueError(
                 f"nodes {self.nodes} must lie within elastic {self.elastic.min_nodes} … {self.elastic.max_nodes}"

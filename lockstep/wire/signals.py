@@ -47,7 +47,8 @@ def signals_held_back() -> Iterator[None]:
 
 
 def end_with_launcher(env: Mapping[str, str]) -> None:
-    """Asks the kernel for a TERM (a KILL, where others go on without this node) when the launcher dies (Linux; elsewhere nothing). Dies now where it is dead already.
+    """Asks the kernel for a TERM when the launcher dies (Linux; elsewhere nothing), for a KILL where others go on without this node.
+    Dies now where it is dead already.
 
     The launcher is ours, or torchrun, whose number nobody hands on: it is the parent of a rank that is not itself one.
     """

@@ -99,7 +99,7 @@ def test_live_reaches_the_launcher(tmp_path: Path) -> None:
         {"volumes": [{"claim": "a", "path": "a"}]}, {"command": ["a"]}, {"metrics_port": 80}, {"run_dir": "/dev/shm"},
         {"env": {"A": "1"}, "secrets": {"A": {"secret": "s", "key": "k"}}}, {"secrets": {"A": "literal"}},
         {"elastic": {"min_nodes": 3, "max_nodes": 2}}, {"elastic": {"min_nodes": 2, "max_nodes": 3}}, {"slurm": {"partition": "a b"}},
-        {"live": True, "nodes": 2}, {"live": True, "elastic": {"min_nodes": 1, "max_nodes": 2}},
+        {"live": True, "elastic": {"min_nodes": 1, "max_nodes": 2}},
         {"slurm": {"account": "a\n#SBATCH --wrap=x"}}, {"k8s": {"run_as_user": 0}}, {"k8s": {"patch": {1: 2}}},
         {"k8s": {"rdma": {"rdma/a": 0}}}, {"k8s": {"node_selector": {"a": "b c"}}}, {"overrides": {"epochs": "x"}},
         {"env": {"A": "x" * 200_000}}, {"volumes": [{"claim": "a", "path": "/tmp/"}]},

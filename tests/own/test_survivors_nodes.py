@@ -11,16 +11,14 @@ import signal
 import subprocess
 import tempfile
 import time
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults.test_launcher_nodes import two_namespaces
-from tests.own.test_survivors import BOUND, JOB, hashes, ranks_of, readable
-from tests.processes import LAUNCH, PYTHON, clean_env, poll, processes
+from tests.own.test_survivors import BOUND, JOB, hashes, ranks_of
+from tests.processes import LAUNCH, PYTHON, clean_env, poll
 from tests.runs import Job
 
 LOST_SECONDS = 4
@@ -76,7 +74,9 @@ def lose(node: Node, fault: str, draw: random.Random, cable: str) -> bool:
         poll(lambda: time.monotonic() > until)
         subprocess.run(["ip", "-n", node.namespace, "link", "set", cable, "up"], check=True)
     else:
-        process.send_signal({"launcher": signal.SIGKILL, "stop launcher": signal.SIGSTOP, "term": signal.SIGTERM}[fault])
+        process.send_signal(
+            {"launcher": signal.SIGKILL, "stop launcher": signal.SIGSTOP, "term": signal.SIGTERM}[fault]
+        )
         if fault == "stop launcher":
             until = time.monotonic() + draw.choice((0.5, 1.5 * LOST_SECONDS))
             poll(lambda: time.monotonic() > until)
@@ -132,6 +132,16 @@ def check(tmp_path: Path, seed: int, wanted: list[tuple[int, str]]) -> list[str]
         assert json.loads((run_dir / "summary.json").read_text())["weights_sha256"] == wanted[-1][1], said()
         for node in nodes:
             node.mark.assert_gone()
-        done.append("; ".join(f"{e['event']} {e.get('rank', '')} {e.get('how', '')}" for e in readable(run_dir) if e["event"] in ("rank_lost", "rank_joined")))
-        (tmp_path / "said").write_text(said())
     return done
+
+
+@pytest.mark.promise("survivors", "nodes")
+@pytest.mark.parametrize("seed", [1])
+def test_nodes_are_lost_and_come_anew(seed: int, tmp_path: Path, undisturbed: Any) -> None:
+    check(tmp_path, seed, undisturbed("net", TIMES))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(10, 50))
+def test_many_seeds_on_two_nodes(seed: int, tmp_path: Path, undisturbed: Any) -> None:
+    check(tmp_path, seed, undisturbed("net", TIMES))

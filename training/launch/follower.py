@@ -23,7 +23,7 @@ class Follower(Gang):
     Args:
         processes: of this node.
         connect: to the first node. Raises `NotMet`, `SignalException`.
-        lost_seconds: a node that is not heard of for so long is lost.
+        lost_seconds: a node that is not heard of is lost after this time.
         of_gang: `Gang`'s arguments.
     """
 

@@ -171,7 +171,7 @@ class Nodes:
         nodes: with this one.
         address: of this node.
         ranks: of this node.
-        lost_seconds: a node that is not heard of for so long is lost.
+        lost_seconds: a node that is not heard of is lost after this time.
     """
 
     def __init__(
@@ -350,7 +350,7 @@ class Link:
         self._report = report
 
     def silent(self, seconds: float) -> bool:
-        """Whether nobody has taken a report for so long."""
+        """Whether nobody has taken a report for this many seconds."""
         return self.broken or time.monotonic() - self.taken > seconds
 
     def send(self, seconds: float) -> None:

@@ -213,7 +213,7 @@ class Lifecycle:
             optimizers = {name: _FurtherOptimizer(replica.sync, optimizer) for name, optimizer in further}
             state.kept.add({**things, **optimizers})
             state.kept.add(of_rank, of_rank=True)
-            _check_live(world, replica.sync, of_rank)
+            _check_live(world, replica.sync, self.settings.checkpoint.write, of_rank)
             _check_parameters(replica.model, replica.optimizers)
         attempt = broadcast_tree(directory.attempt if directory else None, world)
         rates = _rates(replica.optimizers)
@@ -404,7 +404,7 @@ def _check_parameters(model: nn.Module, optimizers: dict[str, torch.optim.Optimi
             raise ValueError(f"{name} has a parameter that is not in the replicated model: put it into the model")
 
 
-def _check_live(world: World, sync: GradientSync, of_rank: Mapping[str, Any]) -> None:
+def _check_live(world: World, sync: GradientSync, write: str, of_rank: Mapping[str, Any]) -> None:
     """Raises `UserError` where the launcher is to go on without a rank that is lost, and the others could not."""
     if not os.environ.get(ENV_LIVE):
         return
@@ -417,6 +417,10 @@ def _check_live(world: World, sync: GradientSync, of_rank: Mapping[str, Any]) ->
         raise UserError("launch --live needs Linux, which shows a process its connections: leave out --live")
     if world.device.type != "cpu":
         raise UserError("launch --live goes on with gloo on CPUs alone: set device=cpu, or leave out --live")
+    if world.nodes > 1 and write == "node":
+        raise UserError(
+            "launch --live needs one run directory that all nodes share, and checkpoint.write is node: leave out one of them"
+        )
     if of_rank:
         raise UserError(
             f"launch --live cannot go on without what a rank alone keeps, and keep_of_rank() has {next(iter(of_rank))}: leave out --live"
