@@ -177,7 +177,7 @@ def test_a_node_is_lost_and_another_one_takes_its_seat(how: str, tmp_path: Path)
         if how == "term":
             assert second.wait()[0] == 75
         elif how == "stop":
-            assert _state(pids[2]) == _state(pids[3]) == "S"
+            assert {_state(pid) for pid in pids[2:]} <= {"S", "R"}
             second.signal(signal.SIGCONT)  # it finds that its place is gone, and comes anew
         else:
             second.mark.assert_gone()

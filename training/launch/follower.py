@@ -33,8 +33,16 @@ class Follower(Gang):
         self._leaves = False
         """This node was told to leave, and the others may go on."""
         self._connecting = False
-        self.seat = -1
-        """Its place among the nodes; -1: it has none yet."""
+        self.place = -1
+        """Among the nodes; -1: it has none yet."""
+        self._word: Word | None = None
+        self._seat: Seat | None = None
+        self._ended: list[tuple[int, int, int, bool]] = []
+        """As in `Report`."""
+        self._over_since = 0.0
+        """When all ranks were asked to end."""
+        self._handed_on = False
+        """The first node's signal has reached the ranks."""
 
     def run(self) -> Ending:
         """How the job has ended, or this node's part in it. Raises `NotMet`, `OSError`, `SignalException`."""
@@ -76,66 +84,71 @@ class Follower(Gang):
 
     def _follow(self, link: Link) -> Ending | None:
         """None: this node has to come anew, or to leave."""
-        word: Word | None = None
-        seat: Seat | None = None
-        ended: list[tuple[int, int, int, bool]] = []
-        over_since: float | None = None
-        handed_on = False
+        self._word, self._seat, self._ended, self._over_since = None, None, [], 0.0
         while True:
             for place, code in self._processes.ended(LOOK_SECONDS).items():
-                ended.append((place.rank, place.replacement, code, -code in self.held.delivered))
+                self._ended.append((place.rank, place.replacement, code, -code in self.held.delivered))
             self.held.release(self._pids())
             if link.silent(LEASE * self._lost_seconds):
                 what = "is gone" if link.broken else f"has not answered for {LEASE * self._lost_seconds:g} s"
                 to_stderr(f"launch: the first node {what}: the ranks of this node end, and it joins again")
                 return None
             heard = link.word
-            if heard is None or heard == word:
-                if self._leaves and (word is None or seat is None):
-                    return _LEFT
-            else:
-                if word is None or heard.round != word.round:
-                    self._processes.kill_all()
-                    self._processes.finish()
-                    ended, over_since, handed_on = [], None, False
-                had, word = seat, heard
-                seat = next((one for one in word.seats if one.number == link.number), None)
-                if had is not None and seat is None:
+            if heard is not None and heard != self._word:
+                had: Seat | None = self._seat
+                self._seat = next((one for one in heard.seats if one.number == link.number), None)
+                if had is not None and self._seat is None:
                     if not self._leaves:
                         to_stderr("launch: the job has gone on without this node: its ranks end, and it joins again")
-                    return _LEFT if self._leaves else None
-                if word.over and over_since is None:
-                    over_since = time.monotonic()
-                    self._processes.terminate()
-                elif seat is not None and not word.over:
-                    self.seat = word.seats.index(seat)
-                    wanted = of_seat(word, seat)
-                    with self._starting() if self._processes.fresh else contextlib.nullcontext():
-                        self._processes.match(wanted, seat.first, environment(word, seat, self._lost_seconds))
-                    self.guarded(self._pids())
-                    if self._leaves and not wanted:
-                        return _LEFT
-                if word.signal and not handed_on:
-                    handed_on = True
-                    self.signalled = self.signalled or word.signal
-                    self.held.send(self._pids(), word.signal)
-            if over_since is not None and time.monotonic() - over_since > STOP_SECONDS:
+                    return None
+                self._take(heard)
+            word = self._word
+            if self._over_since and time.monotonic() - self._over_since > STOP_SECONDS:
                 self._processes.kill_all()
-            if word is not None and word.ending is not None and not self._pids():
+            over = word is not None and word.ending is not None and not self._pids()
+            if over:
                 self._processes.finish()
-                link.report(Report(round=word.round, beat=0, ended=ended, idle=True, parts=True))
-                link.send(LEASE * self._lost_seconds)
-                return word.ending
             link.report(
                 Report(
-                    round=word.round if word is not None else "",
+                    round="" if word is None else word.round,
                     beat=0,
-                    ended=ended,
+                    ended=self._ended,
                     stopped=self._processes.stopped(),
                     leaves=self._leaves,
                     idle=not self._pids(),
+                    parts=over,
                 )
             )
+            if over:
+                link.send(LEASE * self._lost_seconds)
+                assert word is not None
+                return word.ending
+            if self._leaves and not self._pids() and not (word is not None and word.signal):
+                link.send(LEASE * self._lost_seconds)
+                return None
+
+    def _take(self, word: Word) -> None:
+        """Makes it so."""
+        if self._word is None or word.round != self._word.round:
+            self._processes.kill_all()
+            self._processes.finish()
+            self._ended, self._over_since, self._handed_on = [], 0.0, False
+        self._word = word
+        if word.over:
+            if not self._over_since:
+                self._over_since = time.monotonic()
+                self._processes.terminate()
+        elif self._seat is not None:
+            self.place = word.seats.index(self._seat)
+            with self._starting() if self._processes.fresh else contextlib.nullcontext():
+                self._processes.match(
+                    of_seat(word, self._seat), self._seat.first, environment(word, self._seat, self._lost_seconds)
+                )
+        self.guarded(self._pids())
+        if word.signal and not self._handed_on:
+            self._handed_on = True
+            self.signalled = self.signalled or word.signal
+            self.held.send(self._pids(), word.signal)
 
 
 _LEFT = Ending(code=EXIT_PREEMPTED, final=False, first=-1)

@@ -144,7 +144,7 @@ class Supervisor(Gang):
             self._end_if_signalled()
         self._all_ready = self._leaving = False
         self._started_after = self._restarts
-        self._generation, self._looks, self._next_look = 0, dict[int, int](), time.monotonic()
+        self._generation, self._still, self._looked = 0, dict[int, float](), time.monotonic()
         self._replacements = self._admissions = 0
         self._store = stores.tcp_store(self._address, 0, serves=True, seconds=STORE_SECONDS)
         self._store.set(stores.NODES, json.dumps([seat.ranks for seat in self._seats]))
@@ -162,12 +162,18 @@ class Supervisor(Gang):
 
     def _make_so(self, over: bool = False) -> None:
         """Has the processes run that are wanted, and no others, on all nodes."""
-        wanted = [] if over else [*self._running.values(), *self._spares.values()]
+        places = [] if over else [*self._running.values(), *self._spares.values()]
         self._told_of = self.signalled
         self._word = Word(
-            round=f"{self._run_id}-{self._started_after}", seats=self._seats, wanted=[(one.rank, one.replacement) for one in wanted],
-            master=(self._address, self._store.port), restarts=self._started_after, signal=self.signalled or 0, over=over,
-        )  # fmt: skip
+            version=0,
+            round=f"{self._run_id}-{self._started_after}",
+            seats=self._seats,
+            wanted=[(place.rank, place.replacement) for place in places],
+            master=(self._address, self._store.port),
+            restarts=self._started_after,
+            signal=self.signalled or 0,
+            over=over,
+        )
         if self._nodes is not None:
             self._nodes.say(self._word)
         if not over:
@@ -321,16 +327,15 @@ class Supervisor(Gang):
     def _stopped(self, elsewhere: list[int]) -> dict[int, int]:
         """The ranks that have stood stopped for too long, while others ran: rank → the code for that.
 
-        Looks are counted: a clock would go on while this process is stopped itself.
+        Time in which this process is stopped itself does not count.
         """
-        if time.monotonic() < self._next_look:
-            return {}
-        self._next_look = time.monotonic() + LOOK_SECONDS
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, 4 * LOOK_SECONDS), now
         still = [rank for rank in (*self._processes.stopped(), *elsewhere) if rank in self._running]
         if len(still) == len(self._running):
             still = []  # somebody has suspended the job
-        self._looks = {rank: self._looks.get(rank, 0) + 1 for rank in still}
-        late = [rank for rank, looks in self._looks.items() if looks >= round(self._lost_seconds / LOOK_SECONDS)]
+        self._still = {rank: self._still.get(rank, 0.0) + passed for rank in still}
+        late = [rank for rank, seconds in self._still.items() if seconds >= self._lost_seconds]
         for rank in late:
             del self._running[rank]
         return dict.fromkeys(late, -signal.SIGSTOP)
@@ -425,7 +430,7 @@ def run(
         gang.limit(began)
         if isinstance(gang, Follower):
             ending = gang.run()
-            return gang.settled(ending.code, {}), Parting(ending.final, ending.first == gang.seat)
+            return gang.settled(ending.code, {}), Parting(ending.final, ending.first == gang.place)
         codes = gang.run()
         code = gang.settled(exit_code(codes.values()) if codes else EXIT_DONE, codes)
         gang.part(code, code == EXIT_FAILED and attempts.used >= args.max_restarts, codes)

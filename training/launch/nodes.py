@@ -56,6 +56,7 @@ class Report(_Document):
     round: str
     """Of the word that it follows."""
     beat: _Count
+    """The next report has a higher one."""
     ended: list[tuple[_Count, _Count, int, bool]] = []
     """Of this round: rank, replacement, exit code, and whether by a signal that this node's launcher had handed on."""
     stopped: list[_Count] = []
@@ -90,6 +91,8 @@ class Ending(_Document):
 class Word(_Document):
     """Of the first node."""
 
+    version: _Count
+    """Each word of a job has a higher one: somebody who reaches the store could put an earlier one back."""
     round: str
     """Names one start of all ranks. The word of another round ends those that run."""
     seats: list[Seat]
@@ -184,6 +187,7 @@ class Nodes:
         self._asked, self._missing = 0, list[int]()
         self.seats: list[Seat] = []
         self._word: Word | None = None
+        self._version = 0
         self._looked = time.monotonic()
 
     def gather(self, seconds: float, over: Callable[[], bool]) -> list[Seat]:
@@ -220,8 +224,9 @@ class Nodes:
         return seats
 
     def say(self, word: Word) -> None:
-        self._word = word
-        self._store.set("word", word.model_dump_json())
+        self._version += 1
+        self._word = word.model_copy(update={"version": self._version})
+        self._store.set("word", self._word.model_dump_json())
 
     def look(self) -> News:
         """What is new on the nodes that have a seat."""
@@ -301,8 +306,10 @@ class Nodes:
         self._missing = [number for number in self._missing if number not in self._others][-_MOST_NEW:]
         for number, other in list(self._others.items()):
             report = _read(self._store, f"report/{number}", Report)
-            other.silent = 0.0 if report is not None and report != other.report else other.silent + passed
-            other.report = report or other.report
+            if report is not None and (other.report is None or report.beat > other.report.beat):
+                other.report, other.silent = report, 0.0
+            else:
+                other.silent += passed
             other.leaving = other.leaving + passed if other.report is not None and other.report.leaves else 0.0
             if other.silent > self._lost_seconds and not self._has_seat(number):
                 del self._others[number]
@@ -377,7 +384,8 @@ class Link:
                 self._store.set(f"report/{self.number}", report.model_dump_json())
                 word = _read(self._store, "word", Word)
                 self.taken, self._arrived = began, beat
-                self.word = word or self.word
+                if word is not None and (self.word is None or word.version > self.word.version):
+                    self.word = word
                 self._changed.wait(LOOK_SECONDS)
         except (RuntimeError, ValueError):  # torch's DistError among them
             self.broken = True
