@@ -56,6 +56,8 @@ ENV_SECRET = "LOCKSTEP_SECRET"  # noqa: S105 - a variable's name
 The ranks do not get it."""
 ENV_EXEC = "LOCKSTEP_EXEC"
 """Marks the processes of a command that `lockstep exec` runs, so that a signal can be sent to them."""
+ENV_TORTURE = "LOCKSTEP_TORTURE"
+"""Marks the processes that `lockstep torture` has started: it signals no others."""
 ENV_REPLACEMENT = "LOCKSTEP_REPLACEMENT"
 """Set by `launch --live` for a process in the place of a lost rank: its number among these, from 1."""
 OF_A_JOB = (

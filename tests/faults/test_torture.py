@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ OURS = ["--weights", "{run}/state.json", "--steps-pattern", r"^step (\d+)", "--l
 
 def tortured(*words: str, flaw: str = "") -> tuple[int, dict[str, Any]]:
     """The exit code, and what `--json` tells."""
-    done = run([*TORTURE, "--json", *OURS, *words, "--", sys.executable, str(SCRIPT), "{run}", flaw], clean_env())
+    done = run([*TORTURE, "--json", *OURS, *words, "--", PYTHON, str(SCRIPT), "{run}", flaw, "{ranks}"], clean_env())
     assert done.output.startswith("{"), done.output
     told: dict[str, Any] = json.loads(done.output)
     return done.code, told
@@ -29,15 +28,23 @@ def tortured(*words: str, flaw: str = "") -> tuple[int, dict[str, Any]]:
 
 def test_a_script_that_resumes_holds_whatever_happens(tmp_path: Path) -> None:
     report = tmp_path / "report.md"
-    words = ["--cases", "8", "--moments", "start,step,save,training", "--at", "step 2. ", "--report", str(report)]
+    words = ["--cases", "9", "--moments", "start,step,save,line,training", "--at", "step 2. ", "--ranks", "2,3"]
+    words += ["--report", str(report)]
     code, told = tortured(*words)
     assert code == 0 and told["held"], told
     assert told["undisturbed"]["deterministic"] and told["undisturbed"]["steps"] == 40
     disturbed = [case for case in told["cases"] if any(case["done"])]
     assert len(disturbed) >= 5 and {case["weights"] for case in told["cases"]} == {"equal"}, told
     assert any(case["codes"][0] < 0 for case in disturbed) and all(case["codes"][-1] == 0 for case in disturbed)
-    assert any("disk is full" in done or "RLIMIT_FSIZE" in done for case in disturbed for done in case["done"]), told
-    assert len(re.findall(r"^\| \d+ \| ", report.read_text(), re.MULTILINE)) == 8
+    assert {"disk-full", "other-ranks"} <= {case["fault"] for case in disturbed}, told
+    assert len(re.findall(r"^\| \d+ \| ", report.read_text(), re.MULTILINE)) == 9
+
+
+def test_a_full_disk_where_nothing_may_be_mounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")  # there is no mount
+    code, told = tortured("--faults", "disk-full", "--moments", "step", "--cases", "1")
+    assert code == 0 and told["cases"][0]["done"][0] == "no file may grow (RLIMIT_FSIZE)", told
+    assert told["cases"][0]["codes"] == [1, 0], told
 
 
 @pytest.mark.parametrize(
@@ -82,6 +89,7 @@ def test_a_recipe_on_two_ranks(tmp_path: Path) -> None:
         (["--faults", "kill-everything", "--", "true"], "'kill-everything' is not one of kill-rank"),
         (["--steps-pattern", "step", "--", "true"], "--steps-pattern has no group"),
         (["--keep", "/tmp", "--", "true"], "/tmp exists already"),
+        (["--faults", "other-ranks", "--", "true"], "other-ranks needs two numbers in --ranks"),
         (["--", "no-such-program"], "there is no program 'no-such-program'"),
         (["--", "false"], "undisturbed, the command ended with 1"),
         (["--", "true"], "the run has left no file {run}/**/checkpoints/*/state.safetensors"),

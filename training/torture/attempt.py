@@ -80,7 +80,7 @@ class Disturbance(NamedTuple):
     """The step; how many saves or lines; seconds since the start."""
     delay: float = 0.0
     """Seconds from there on."""
-    of: object = None
+    of: re.Pattern[str] | frozenset[str] = frozenset()
     """The pattern of the line, or the kinds of files that are saves."""
     rank: float = 0.0
     """Which one, as a share of their number."""
@@ -112,7 +112,7 @@ class Attempt:
         self.step_times: list[float] = []
         """Seconds since the start, of each."""
         self.loss: float | None = None
-        self.lines: Counter[object] = Counter()
+        self.lines: Counter[re.Pattern[str]] = Counter()
         """Pattern of the user's own → lines that it was found in."""
         self.said: list[str] = []
         """Its last lines."""
@@ -178,10 +178,10 @@ class Attempt:
     def _has_come(self, moment: Disturbance) -> bool:
         if moment.kind == "step":
             return any(step >= moment.value for step in self.steps)
+        if isinstance(moment.of, re.Pattern):
+            return self.lines[moment.of] >= moment.value
         if moment.kind == "save":
             return self.tree.saves_of(moment.of) >= moment.value
-        if moment.kind == "line":
-            return self.lines[moment.of] >= moment.value
         return self.seconds >= moment.value
 
     def _look(self) -> None:
@@ -199,10 +199,11 @@ class Attempt:
 
     def _on_line(self, line: str) -> None:
         self.said = [*self.said[-8:], line] if line.strip() else self.said
-        if self.job.steps and (found := self.job.steps.search(line)):
-            self._on_step(int(found[1]))
-        if self.job.loss and (found := self.job.loss.search(line)):
-            self.loss = float(found[1])
+        with contextlib.suppress(ValueError, TypeError):  # a pattern may find more than numbers
+            if self.job.steps and (found := self.job.steps.search(line)):
+                self._on_step(int(found[1]))
+            if self.job.loss and (found := self.job.loss.search(line)):
+                self.loss = float(found[1])
         for pattern in self.job.lines:
             self.lines[pattern] += pattern.search(line) is not None
 
@@ -221,11 +222,12 @@ class Attempt:
             whole, newline, _ = file.read().rpartition(b"\n")
             self._events_read += len(whole + newline)
             for line in whole.splitlines():
-                event = json.loads(line)
-                if event["event"] == "step" and not self.job.steps:
-                    self._on_step(event["step"])
-                if event.get("train_loss") is not None and not self.job.loss:
-                    self.loss = event["train_loss"]
+                with contextlib.suppress(ValueError, TypeError, KeyError):  # it may be another program's
+                    event = json.loads(line)
+                    if event["event"] == "step" and not self.job.steps:
+                        self._on_step(int(event["step"]))
+                    if "train_loss" in event and not self.job.loss:
+                        self.loss = float(event["train_loss"])
 
     def _count(self) -> tuple[list[Process], list[Process], list[Process]]:
         """All processes, the ranks among them, and what those have started."""

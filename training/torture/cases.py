@@ -95,10 +95,10 @@ class Torture:
             runs: list[Attempt] = []
             found: list[weights.Fingerprints] = []
             while len(runs) < 2 or (len(runs) == 2 and weights.differing(*found)):
-                run = self._fresh(f"undisturbed-{ranks}-{len(runs) + 1}")
+                run = self._fresh(f"calm-{ranks}-{len(runs) + 1}")
                 ended = Attempt(self.job, run, ranks).go(A_DAY)
                 if ended.code != 0 or ended.left:
-                    what = f"ended with {ended.code}" if ended.code else f"left behind {_named(ended)}"
+                    what = f"ended with {ended.code}" if ended.code else f"left behind {', '.join(_named(ended))}"
                     raise UserError(
                         f"undisturbed, the command {what}: mend that first. It said: {' / '.join(ended.said)}"
                     )
@@ -120,7 +120,11 @@ class Torture:
     def read(self, run: Path) -> weights.Fingerprints:
         """A run's weights. Raises `UserError`."""
         if self.function is not None:
-            return weights.of_values(self.function(run), f"what {self.args.weights_from} has returned")
+            try:
+                values = self.function(run)
+            except Exception as error:
+                raise UserError(f"{self.args.weights_from} has raised {type(error).__name__}: {error}") from error
+            return weights.of_values(values, f"what {self.args.weights_from} has returned")
         return weights.of_file(weights.newest(run, self.args.weights))
 
     def about(self) -> str:
@@ -213,8 +217,8 @@ class Torture:
         for pattern, times in run.lines.items():
             line = 1 + int(share * times)
             if times:
-                found[f"line {pattern}"] = (
-                    f"at line {line} of {getattr(pattern, 'pattern', '')}",
+                found[f"line {pattern.pattern}"] = (
+                    f"at line {line} of {pattern.pattern}",
                     "line",
                     line,
                     delay,
@@ -238,7 +242,7 @@ class Torture:
             seen = Counter(step for start in starts for step in start.steps)
             case.steps_repeated, case.steps_lost = sum((seen - wanted).values()), len(wanted.keys() - seen.keys())
         case.loss = next((start.loss for start in reversed(starts) if start.loss is not None), None)
-        case.left = [one for start in starts for one in _named(start).split(", ") if one]
+        case.left = [one for start in starts for one in _named(start)]
         case.files = sorted(_files(run)[0] - self.reference.files)
         if any(start.hung for start in starts):
             case.problems.append(
@@ -285,8 +289,8 @@ def _spread(references: Iterable[Reference]) -> tuple[float, float] | None:
     return min(found) - width, max(found) + width
 
 
-def _named(ended: Attempt) -> str:
-    return ", ".join(f"process {one.pid} ({one.words[:60]})" for one in ended.left)
+def _named(ended: Attempt) -> list[str]:
+    return [f"process {one.pid} ({one.words[:60]})" for one in ended.left]
 
 
 def _files(run: Path) -> tuple[set[str], int]:

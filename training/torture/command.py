@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{PROGRAM} torture needs Linux: it looks for processes in /proc")
     job = _job(args)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # nothing of it stays
-    folder = args.keep or Path(tempfile.mkdtemp(prefix="lockstep-torture-"))
+    folder = args.keep or Path(tempfile.mkdtemp(prefix="torture-"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
         return _run(args, Torture(args, job, folder.absolute()))
@@ -136,9 +136,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for path in (args.keep, args.report):
         if path is not None and os.path.lexists(path):
             raise UserError(f"{path} exists already: choose another name")
-    args.faults = args.faults or [name for name, fault in FAULTS.items() if fault.usual]
-    if "other-ranks" in args.faults and len(args.ranks) < 2:
-        args.faults.remove("other-ranks")
+    others = len(args.ranks) == 2 and (args.command[0] != "--" or any("{ranks}" in word for word in args.command))
+    if args.faults and "other-ranks" in args.faults and not others:
+        parser.error("other-ranks needs two numbers in --ranks, and {ranks} in the command")
+    usual = [name for name, fault in FAULTS.items() if fault.usual and (others or name != "other-ranks")]
+    args.faults = args.faults or usual
     return args
 
 

@@ -66,8 +66,7 @@ class Tree:
         least = _SIZE_OF_A_SAVE * max(self.sizes.values(), default=0)
         return frozenset(kind for kind, size in self.sizes.items() if size >= least and kind in self.news)
 
-    def saves_of(self, kinds: object) -> int:
-        assert isinstance(kinds, frozenset)
+    def saves_of(self, kinds: frozenset[str]) -> int:
         return sum(kind in kinds for kind in self.news)
 
 

@@ -10,9 +10,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.training.contract import OF_A_JOB, variables_of
+from lockstep.training.contract import ENV_TORTURE, OF_A_JOB, variables_of
 
-ENV_MARK = "LOCKSTEP_TORTURE"
 RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _OF_A_LAUNCHER = {*OF_A_JOB, *RANK_NAMES, "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -49,7 +48,7 @@ class Process:
 def environment(mark: str, temporary: Path) -> dict[str, str]:
     """This process's environment, without what belongs to a job that it may be in, for one whose processes carry the mark."""
     kept = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
-    return {**kept, ENV_MARK: mark, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
+    return {**kept, ENV_TORTURE: mark, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
 
 
 def living(mark: str, session: int) -> list[Process]:
@@ -60,7 +59,7 @@ def living(mark: str, session: int) -> list[Process]:
         if stat is None:
             continue
         env = variables_of(int(entry))
-        if env.get(ENV_MARK) == mark or stat[2] == session:
+        if env.get(ENV_TORTURE) == mark or stat[2] == session:
             words = ""
             with contextlib.suppress(OSError):
                 words = (
