@@ -22,6 +22,7 @@ PROGRAMS = {
     "scale": ("-m benchmarks.scale --ranks 2", "agreement, no error"),
     "peers": ("benchmarks/peers.py --peers Lightning Lockstep --rounds 1 --steps 2 --warm-up 1 --batch 2", "× as fast"),
     "own loop": ("-m benchmarks.own_loop.compare --loops Session --fates", '"changed_lines"'),
+    "torture": ("-m benchmarks.torture.compare --peers torchrun --cases 1", "torchrun\n  term ["),
     "gpu": ("benchmarks/gpu.py --device cpu --small --rounds 1", "bag_of_tricks: matmul "),
 }  # fmt: skip
 """What starts it, and what it prints."""

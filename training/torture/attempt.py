@@ -119,6 +119,8 @@ class Attempt:
         self.done = ""
         """What was done to it; empty if the moment did not come."""
         self.hung = False
+        self.steps_alone = 0
+        """Steps that the ranks took after their launcher's end."""
         self.left: list[Process] = []
         """Those that were still there after the first one's end, and the time that they had."""
         self.tree = Tree(run)
@@ -169,11 +171,13 @@ class Attempt:
             time.sleep(max(WATCH_SECONDS, 3 * self.tree.cost))
 
     def _wait_for_the_others(self) -> None:
-        deadline = time.monotonic() + self.job.grace_seconds
+        self._look()
+        deadline, steps = time.monotonic() + self.job.grace_seconds, len(self.steps)
         while time.monotonic() < deadline and processes.living(self.mark, self._launcher.pid):
             self._look()
             self._send()
             time.sleep(0.02)
+        self.steps_alone = len(self.steps) - steps
 
     def _has_come(self, moment: Disturbance) -> bool:
         if moment.kind == "step":

@@ -45,6 +45,8 @@ class Case:
     """equal, within spread, different, unreadable, not complete."""
     loss: float | None = None
     """The last one."""
+    steps_alone: int = 0
+    """Steps that ranks took after their launcher's end: a start at that time would have met them."""
     left: list[str] = field(default_factory=list)
     """Processes that had to be killed after their launcher's end."""
     files: list[str] = field(default_factory=list)
@@ -243,6 +245,7 @@ class Torture:
             case.steps_repeated, case.steps_lost = sum((seen - wanted).values()), len(wanted.keys() - seen.keys())
         case.loss = next((start.loss for start in reversed(starts) if start.loss is not None), None)
         case.left = [one for start in starts for one in _named(start)]
+        case.steps_alone = sum(start.steps_alone for start in starts)
         case.files = sorted(_files(run)[0] - self.reference.files)
         if any(start.hung for start in starts):
             case.problems.append(

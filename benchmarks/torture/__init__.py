@@ -1,0 +1,1 @@
+"""One small training with each of several libraries, for `lockstep torture`."""
