@@ -187,6 +187,11 @@ class Live:
             time.sleep(ADMITTED_LOOK_SECONDS)
         admission, generation = stores.said(self._store, stores.admitted(number), r"\d{1,9} \d{1,9}").split()
         self.admissions, world.generation = int(admission) - 1, int(generation) - 1
+        with self._news:  # before it is told, this rank would meet nobody, and make the call alone
+            if not self._news.wait_for(lambda: self._announced[0] > world.generation, self._announced_seconds):
+                raise CannotTakeAgain(
+                    "the launcher has admitted this replacement, and has not said so to the ranks: all ranks start again"
+                )
 
         def compute() -> Results:
             self.check()
