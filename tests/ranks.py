@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests import product
-from tests.processes import PYTHON, Result, run
-from tests.warm.gang import python, running
+from tests.processes import PYTHON, ROOT, Result, run
+from tests.warm.gang import Gang, python, running
 
 
-def training(*words: str, env: dict[str, str] | None = None, timeout: float = 120) -> Result:
+def training(*words: str, env: dict[str, str] | None = None, timeout: float = 240) -> Result:
     """`python -m lockstep.training WORDS` in one process."""
     return python("-m", "lockstep.training", *words, env=env, timeout=timeout)
 
 
-def gang(ranks: int, *words: str, env: dict[str, str] | None = None, timeout: float = 180) -> Result:
+def gang(ranks: int, *words: str, env: dict[str, str] | None = None, timeout: float = 240) -> Result:
     """`python -m lockstep.training WORDS` on several ranks."""
     with running([["-m", "lockstep.training", *words]] * ranks, env) as started:
         return started.wait(timeout)
 
 
-def launched(ranks: int, *words: str, env: dict[str, str] | None = None, timeout: float = 180) -> Result:
+def launched(ranks: int, *words: str, env: dict[str, str] | None = None, timeout: float = 240) -> Result:
     """`python -m lockstep.training launch … WORDS` from a shell: every process imports for itself."""
     command = [PYTHON, "-m", "lockstep.training", "launch", "--ranks", str(ranks), "--grace", "20", *words]
     return run(command, env, timeout)
 
 
-def on_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float = 120) -> list[Any]:
+@contextlib.contextmanager
+def live(*words: str, env: dict[str, str] | None = None, cwd: Path = ROOT) -> Iterator[Gang]:
+    """`launch --live WORDS`: a launcher and ranks that are forked."""
+    with running([["-m", "tests.warm.launcher", "launch", "--live", *words]], env, cwd=cwd) as started:
+        yield started
+
+
+def on_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float = 240) -> list[Any]:
     """What `function(world, *args)` returned on each of several ranks that have joined. Any rank's error fails the test."""
     with tempfile.TemporaryDirectory() as folder:
         call = Path(folder) / "call"

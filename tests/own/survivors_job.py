@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from lockstep import Session
+from tests.nets import hold_until_signalled
 from tests.sync.exact_job import gan
 
 SETTINGS = [
@@ -74,7 +76,19 @@ def part(run: Session) -> None:
         for step in run.iterate(range(40)):
             whole = torch.randn(24, 8, generator=torch.Generator().manual_seed(step))
             x, y = run.part(whole), run.part(whole.sum(1, keepdim=True))
+            if run.steps and run.steps == run.config["hold"] and run.rank == run.size - 1 and not run.resumed:
+                hold_until_signalled(run.run_dir / "held")
             run.step(lambda x, y: F.mse_loss(model(x), y), x, y)
+
+
+def paced(run: Session, *words: Any, **named: Any) -> Any:
+    """A step that leaves a replacement the time to come, however busy the machine is."""
+    if run.config["joins"] and run.steps > 20 and '"rank_joined"' not in (run.run_dir / "events.jsonl").read_text():
+        time.sleep(1)
+    return STEP(run, *words, **named)
+
+
+STEP, Session.step = Session.step, paced  # type: ignore[method-assign]
 
 
 def lose_one(run: Session) -> None:
@@ -124,5 +138,5 @@ if __name__ == "__main__":
         "changed": changed,
         "of_rank": of_rank,
     }
-    with Session(run_dir, *SETTINGS, *words, config={"kind": kind, "times": 1}) as run:
+    with Session(run_dir, *SETTINGS, *words, config={"kind": kind, "times": 1, "hold": 0, "joins": False}) as run:
         kinds[kind](run)

@@ -12,8 +12,10 @@ import pytest
 from tests import product
 from tests.events import events
 from tests.own.job import script
-from tests.processes import LAUNCH, PYTHON, ROOT, clean_env, require, run
+from tests.processes import PYTHON, require
+from tests.ranks import live
 from tests.runs import Job
+from tests.warm.gang import python
 
 pytestmark = pytest.mark.promise("evaluation")
 
@@ -237,12 +239,11 @@ def test_the_others_take_the_batches_of_a_rank_that_is_lost(tmp_path: Path, rank
     """Rank 0's second batch is lost with its first, and the last one of rank 2 alone."""
     require(hasattr(os, "pidfd_open"), "needs Linux")
     (tmp_path / "job.py").write_text(CODE + LOST)
-    words = [PYTHON, str(tmp_path / "job.py")]
-    alone = run([*words, str(tmp_path / "alone"), "0", "0"], clean_env(PYTHONPATH=str(ROOT)), timeout=240)
-    launch = [*LAUNCH, "--live", "--ranks", "3", "--max-restarts", "0", "--"]
-    done = run(
-        [*launch, *words, str(tmp_path / "live"), str(rank), str(sample)], clean_env(PYTHONPATH=str(ROOT)), timeout=90
-    )
+    job = str(tmp_path / "job.py")
+    alone = python(job, str(tmp_path / "alone"), "0", "0")
+    words = [PYTHON, job, str(tmp_path / "live"), str(rank), str(sample)]
+    with live("--ranks", "3", "--max-restarts", "0", "--", *words) as gang:
+        done = gang.wait(240)
     assert (alone.code, done.code) == (0, 0), alone.output + done.output
     told, expected = events(tmp_path / "live", "told"), events(tmp_path / "alone", "told")
     assert [event["told"] for event in told] == [event["told"] for event in expected]
@@ -253,16 +254,15 @@ def test_the_others_take_the_batches_of_a_rank_that_is_lost(tmp_path: Path, rank
 def test_a_rank_is_lost_while_a_recipe_is_scored(data_root: Path, tmp_path: Path) -> None:
     """A share of the test split that nobody has read is read then."""
     require(hasattr(os, "pidfd_open"), "needs Linux")
-    summaries = []
-    for name, ranks, options, fate in (
-        ("alone", 1, (), {}),
-        ("live", 3, ("--live",), {"LOCKSTEP_TEST_FATE": "1:-4:KILL"}),
-    ):
-        job = Job(tmp_path / name, data_root, ranks, **{"sync.name": "exact", "evaluate.batch_size": 4})
-        done = job.launch("--max-restarts", "0", *options, timeout=240, **fate)
-        assert done.code == 0, done.output
-        summaries.append(json.loads((job.run_dir / "summary.json").read_text()))
-    alone, live = summaries
+    changes = {"sync.name": "exact", "evaluate.batch_size": 4}
+    alone, disturbed = (
+        Job(tmp_path / name, data_root, ranks, **changes) for name, ranks in (("alone", 1), ("live", 3))
+    )
+    assert alone.go().code == 0
+    # From a shell, where the other tests of this kind fork launcher and ranks.
+    done = disturbed.launch("--max-restarts", "0", "--live", LOCKSTEP_TEST_FATE="1:-4:KILL")
+    assert done.code == 0, done.output
+    expected, found = (json.loads((job.run_dir / "summary.json").read_text()) for job in (alone, disturbed))
     names = ("weights_sha256", "test_loss", "accuracy", "class_accuracy")
-    assert {name: live[name] for name in names} == {name: alone[name] for name in names}
+    assert {name: found[name] for name in names} == {name: expected[name] for name in names}
     assert len(events(tmp_path / "live", "rank_lost")) == 1

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.own.job import leaves, newest
-from tests.processes import LAUNCH, PYTHON, ROOT, Result, clean_env, run
+from tests.processes import PYTHON, ROOT, Result, clean_env
+from tests.ranks import live
 from tests.warm.gang import running
 
 EXAMPLES = ROOT / "examples"
@@ -43,23 +44,24 @@ SMALL = {
 
 
 def start(
-    name: str, folder: Path, ranks: int, *settings: str, fate: str = "", live: bool = False, **changed: float
+    name: str, folder: Path, ranks: int, *settings: str, fate: str = "", survive: bool = False, **changed: float
 ) -> Result:
     """One start in `folder`, with short constants; `fate` is RANK:STEP before which that rank is killed.
 
     Args:
-        live: under `launch --live`, with a restart for what cannot go on.
+        survive: under `launch --live`, with a restart for what cannot go on.
     """
     folder.mkdir(exist_ok=True)
     constants = json.dumps({**SMALL.get(name.removesuffix("_plain"), {}), **changed})
     words = ["-c", CODE, str(EXAMPLES / f"{name}.py"), constants, fate]
     options = {"run_dir": str(folder / "run"), "settings": ["checkpoint.every_steps=2", *settings]}
     env = {"LOCKSTEP_THREADS": "1", "LOCKSTEP_SESSION": json.dumps(options), "PYTHONPATH": str(ROOT)}
-    if live:
-        options_of = ("--live", "--ranks", str(ranks), "--max-restarts", "2")
-        return run([*LAUNCH, *options_of, "--", PYTHON, *words], clean_env(**env), timeout=120, cwd=folder)
+    if survive:
+        launch = ("--ranks", str(ranks), "--max-restarts", "2", "--", PYTHON, *words)
+        with live(*launch, env=clean_env(**env), cwd=folder) as started:
+            return started.wait(240)
     with running([words] * ranks, env, cwd=folder) as started:
-        return started.wait(60)
+        return started.wait(240)
 
 
 @pytest.mark.promise("kill-resume", "session-same")
@@ -94,7 +96,7 @@ def test_a_rank_that_is_lost_changes_no_bit(tmp_path: Path, name: str, fate: str
     """`folders` gathers what each rank has predicted, after the last step: that is a restart, of a run that is complete."""
     ends = []
     for folder, ranks, killed in (("alone", 1, ""), ("live", 3, fate)):
-        done = start(name, tmp_path / folder, ranks, "sync.name=exact", live=folder == "live", fate=killed)
+        done = start(name, tmp_path / folder, ranks, "sync.name=exact", survive=folder == "live", fate=killed)
         assert done.code == 0, done.output
         ends.append(json.loads((tmp_path / folder / "run/summary.json").read_text())["weights_sha256"])
     assert ends[0] == ends[1]

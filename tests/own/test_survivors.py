@@ -7,9 +7,7 @@ import functools
 import json
 import os
 import random
-import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,10 @@ from typing import Any
 
 import pytest
 
-from tests.processes import LAUNCH, PYTHON, ROOT, clean_env, poll, processes, require, run, started
+from tests.processes import PYTHON, ROOT, poll, processes, require
+from tests.ranks import live
+from tests.warm.gang import python
+from tests.warm.process import Process
 
 CALLS = """
 import json, os, signal, sys, time
@@ -59,9 +60,9 @@ _KILLED = "ended by SIGKILL"
 
 
 def command(run_dir: Path, kind: str, *words: str, restarts: int = 0, ranks: int = RANKS) -> list[str]:
-    options = ["--live", "--ranks", str(ranks), "--lost-seconds", str(STOPPED_SECONDS)]
-    options += ["--max-restarts", str(restarts)]
-    return [*LAUNCH, *options, "--", PYTHON, "-u", str(JOB), str(run_dir), kind, *words]
+    """What is written behind `launch --live`."""
+    options = ["--ranks", str(ranks), "--lost-seconds", str(STOPPED_SECONDS), "--max-restarts", str(restarts)]
+    return [*options, "--", PYTHON, str(JOB), str(run_dir), kind, *words]
 
 
 def readable(run_dir: Path) -> list[dict[str, Any]]:
@@ -86,8 +87,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[
     @functools.cache
     def of(kind: str, times: int = 1) -> list[tuple[int, str]]:
         run_dir = tmp_path_factory.mktemp("undisturbed") / kind
-        words = [PYTHON, str(JOB), str(run_dir), kind, f"config.times={times}"]
-        done = run(words, clean_env(), timeout=BOUND)
+        done = python(str(JOB), str(run_dir), kind, f"config.times={times}", timeout=BOUND)
         assert done.code == 0, done.output
         return hashes(run_dir)
 
@@ -100,15 +100,13 @@ def ranks_of(launcher: int) -> dict[int, int]:
     for pid, state, parent, _ in processes():
         if parent == launcher and state != "Z":
             with contextlib.suppress(OSError):
-                env = Path(f"/proc/{pid}/environ").read_bytes()
-                if (match := re.search(rb"(?:^|\0)RANK=(\d+)\0", env)) is not None:
-                    found[int(match[1])] = pid
+                word, _, rank = Path(f"/proc/{pid}/comm").read_text().partition(" ")
+                if word == "rank":
+                    found[int(rank)] = pid
     return found
 
 
-def disturb(
-    launcher: subprocess.Popen[str], run_dir: Path, draw: random.Random, moments: list[tuple[str, int]]
-) -> list[str]:
+def disturb(launcher: Process, run_dir: Path, draw: random.Random, moments: list[tuple[str, int]]) -> list[str]:
     """Loses one rank, or two, after each of these events: (kind, step, or how many of them there are of `rank_joined`). Returns
     what was done."""
     done = []
@@ -143,7 +141,7 @@ def check(tmp_path: Path, seed: int, kind: str, undisturbed: Any, replaced: bool
     Args:
         replaced: lost ranks are replaced, and more are lost as that happens.
     """
-    run_dir, draw, times = tmp_path / "run", random.Random(seed), 5 if replaced else 1
+    run_dir, draw, times = tmp_path / "run", random.Random(seed), 2 if replaced else 1
     wanted = undisturbed(kind, times)
     if replaced:
         moments = [
@@ -153,15 +151,15 @@ def check(tmp_path: Path, seed: int, kind: str, undisturbed: Any, replaced: bool
     else:
         kinds = ("weights", "weights", "checkpoint", "log")
         moments = sorted((draw.choice(kinds), draw.randrange(1, 40)) for _ in range(draw.choice((1, 1, 2))))
-    words = command(run_dir, kind, f"config.times={times}", restarts=20 if replaced else 0)
-    with started(words, clean_env()) as launcher:
-        done = disturb(launcher, run_dir, draw, moments)
-        output, _ = launcher.communicate(timeout=BOUND)
-        said = f"{done}\n{output}"
+    words = command(run_dir, kind, f"config.times={times}", f"config.joins={replaced}", restarts=20 if replaced else 0)
+    with live(*words, cwd=tmp_path) as gang:
+        done = disturb(gang.processes[0], run_dir, draw, moments)
+        ended = gang.wait(BOUND)
+        said = f"{done}\n{ended.output}"
         # A rank that is lost while the first ones end already is a restart.
-        assert launcher.returncode == 0 or "others have ended" in output, said
+        assert ended.code == 0 or "others have ended" in ended.output, said
         assert json.loads((run_dir / "status.json").read_text())["code"] == 0, said
-        assert not ranks_of(launcher.pid), said
+        poll(lambda: not below(tmp_path), what=f"the end of every process of {said}")
     assert hashes(run_dir) == wanted, said  # each step once, in order, with these weights
     assert json.loads((run_dir / "summary.json").read_text())["weights_sha256"] == wanted[-1][1], said
     told = readable(run_dir)
@@ -169,23 +167,24 @@ def check(tmp_path: Path, seed: int, kind: str, undisturbed: Any, replaced: bool
     joined = [event for event in told if event["event"] == "rank_joined"]
     assert bool(joined) == replaced and all(event["how"] for event in lost), said
     assert replaced or len({event["rank"] for event in lost}) == len(lost), said
-    left = [pid for pid, state, _, _ in processes() if state != "Z" and _mentions(pid, str(run_dir))]
-    assert not left, said
 
 
-def _mentions(pid: int, text: str) -> bool:
-    with contextlib.suppress(OSError):
-        return text.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
+def below(folder: Path) -> list[int]:
+    """The processes whose current folder it is."""
+    found = []
+    for pid, state, _, _ in processes():
+        with contextlib.suppress(OSError):
+            found += [pid] if state != "Z" and os.readlink(f"/proc/{pid}/cwd") == str(folder) else []
+    return found
 
 
 @pytest.mark.promise("survivors")
 def test_a_rank_that_has_missed_a_result_gets_it_from_one_that_has_it(tmp_path: Path) -> None:
     require(hasattr(os, "pidfd_open"), "needs Linux")
-    words = [*LAUNCH, "--live", "--no-prefix", "--ranks", "3", "--max-restarts", "0", "--", PYTHON, "-c", CALLS]
-    done = run(words, clean_env(), timeout=BOUND)
+    with live("--no-prefix", "--ranks", "3", "--max-restarts", "0", "--", PYTHON, "-c", CALLS) as gang:
+        done = gang.wait(BOUND)
     assert done.code == 0, done.output
-    said = sorted(json.loads(line) for line in done.output.splitlines() if line.startswith("["))
+    said = sorted(json.loads(line) for line in done.output.splitlines() if line.startswith(("[0, ", "[1, ")))
     how = {"2": f"{_KILLED}, by hand or because the memory was used up"}
     assert said == [[0, 111.0, 1, 2.0, [[how, 0, 2]]], [1, 111.0, 1, 2.0, [[how, 1, 2]]]], done.output
 
@@ -200,15 +199,13 @@ def test_a_rank_that_has_missed_a_result_gets_it_from_one_that_has_it(tmp_path: 
 )  # fmt: skip
 def test_what_cannot_be_taken_again_is_a_restart_with_a_reason(kind: str, why: str, tmp_path: Path) -> None:
     require(hasattr(os, "pidfd_open"), "needs Linux")
-    ends = []
-    for name, words in (("alone", [PYTHON, str(JOB)]), ("live", [])):
-        words = [*words, str(tmp_path / name), kind] if words else command(tmp_path / name, kind, restarts=2, ranks=3)
-        done = run(words, clean_env(), timeout=BOUND)
-        assert done.code == 0, done.output
-        ends.append(json.loads((tmp_path / name / "summary.json").read_text()))
+    alone = python(str(JOB), str(tmp_path / "alone"), kind, timeout=BOUND)
+    with live(*command(tmp_path / "live", kind, restarts=2, ranks=3)) as gang:
+        done = gang.wait(BOUND)
+    assert alone.code == done.code == 0, alone.output + done.output
     assert why in done.output and "all ranks start again" in done.output, done.output
-    alone, live = ends
-    assert (live["weights_sha256"], live["restarts"]) == (alone["weights_sha256"], 1)
+    expected, found = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("alone", "live"))
+    assert (found["weights_sha256"], found["restarts"]) == (expected["weights_sha256"], 1)
 
 
 @pytest.mark.promise("survivors", "bad-input")
@@ -221,7 +218,8 @@ def test_what_cannot_be_taken_again_is_a_restart_with_a_reason(kind: str, why: s
 )  # fmt: skip
 def test_a_run_that_could_not_go_on_is_refused(kind: str, word: str, why: str, tmp_path: Path) -> None:
     words = (word, "sync.options={}") if "flat" in word else (word,)
-    done = run(command(tmp_path / "run", kind, *words, ranks=2), clean_env(), timeout=BOUND)
+    with live(*command(tmp_path / "run", kind, *words, ranks=2)) as gang:
+        done = gang.wait(BOUND)
     assert done.code == 2 and done.output.count(why) == 1 and "Traceback" not in done.output, done.output
 
 
@@ -229,15 +227,15 @@ def test_a_run_that_could_not_go_on_is_refused(kind: str, word: str, why: str, t
 def test_a_signal_after_a_loss_saves_and_the_run_resumes(tmp_path: Path, undisturbed: Any) -> None:
     require(hasattr(os, "pidfd_open"), "needs Linux")
     run_dir, wanted = tmp_path / "run", undisturbed("part")
-    with started(command(run_dir, "part"), clean_env()) as launcher:
-        for moment in (5, 30):
-            poll(lambda moment=moment: len(hashes(run_dir)) >= moment or launcher.poll() is not None, BOUND, "the step")
-            if moment == 5:
-                os.kill(ranks_of(launcher.pid)[0], signal.SIGKILL)
-        launcher.send_signal(signal.SIGTERM)
-        output, _ = launcher.communicate(timeout=BOUND)
-    assert launcher.returncode == 75, output
-    done = run(command(run_dir, "part"), clean_env(), timeout=BOUND)
+    with live(*command(run_dir, "part", "config.hold=30")) as gang:
+        poll(lambda: len(hashes(run_dir)) >= 5 or gang.processes[0].poll() is not None, BOUND, "the fifth step")
+        os.kill(ranks_of(gang.processes[0].pid)[0], signal.SIGKILL)
+        poll((run_dir / "held").exists, BOUND, "the step at which the last rank waits for a signal")
+        gang.send_signal(signal.SIGTERM)
+        done = gang.wait(BOUND)
+    assert done.code == 75, done.output
+    with live(*command(run_dir, "part", "config.hold=30")) as gang:
+        done = gang.wait(BOUND)
     assert done.code == 0 and "Resuming at step" in done.output, done.output
     assert hashes(run_dir) == wanted
 

@@ -99,7 +99,7 @@ def running(
 
 
 def python(
-    *words: str, env: dict[str, str] | None = None, timeout: float = 120, cwd: Path = ROOT, apart: bool = False
+    *words: str, env: dict[str, str] | None = None, timeout: float = 240, cwd: Path = ROOT, apart: bool = False
 ) -> Result:
     """`python WORDS` to its end. With `apart`, `output` holds standard output alone and `error` the rest."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as error:

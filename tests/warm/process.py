@@ -86,7 +86,7 @@ class Process:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        self.wait(30)
+        self.wait(60)
 
 
 def members(session: int) -> list[int]:
@@ -164,7 +164,7 @@ class _Server:
             self.requests.shutdown(socket.SHUT_WR)
             last = self.requests.recv(16) == LAST
             if self.process is not None and last:
-                self.process.wait(30)
+                self.process.wait(60)
             elif self.process is not None:
                 self.process.returncode = 0  # it goes on for the others: Python is not to warn of it
         self.requests.close()

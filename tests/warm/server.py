@@ -136,7 +136,7 @@ class Server:
             client.close()
 
     def _take(self, client: socket.socket) -> Callable[[], None] | None:
-        message, passed = _receive(client)
+        message, passed = receive(client)
         if not message:
             self._dismiss(client)
             return None
@@ -180,31 +180,41 @@ class Server:
         client.close()
 
     def _child(self, request: dict[str, Any], streams: list[int]) -> Callable[[], None]:
-        os.setsid()
         signal.set_wakeup_fd(-1)
         for connection in (self.listener, *self.clients):
             connection.detach()  # closed below
-        for number in set(signal.valid_signals()) - set(DEAD):
-            with contextlib.suppress(OSError, ValueError):  # those that libc keeps for itself
-                signal.signal(number, signal.SIG_DFL)
-        # As Python sets them when it starts.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_IGN)
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") < 1 << 16 else 1 << 16)
-        signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        os.environ.clear()
-        os.environ.update(request["env"])
-        tempfile.tempdir = None  # of the server's environment
-        os.chdir(request["cwd"])
-        sys.path[0] = request["cwd"]
-        sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
-        return _task(request)
+        return become(request, streams)
 
 
-def _receive(requests: socket.socket) -> tuple[bytes, list[int]]:
+def become(request: dict[str, Any], streams: list[int]) -> Callable[[], None]:
+    """Makes a forked process like one from a shell, in a session of its own, and returns what it is to do (`leave`).
+
+    Args:
+        request: its words, env and cwd; the signals that it blocks, if any.
+        streams: its standard streams.
+    """
+    os.setsid()
+    for number in set(signal.valid_signals()) - set(DEAD):
+        with contextlib.suppress(OSError, ValueError):  # those that libc keeps for itself
+            signal.signal(number, signal.SIG_DFL)
+    # As Python sets them when it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") < 1 << 16 else 1 << 16)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request.get("blocked", []))
+    os.environ.clear()
+    os.environ.update(request["env"])
+    tempfile.tempdir = None  # of the server's environment
+    os.chdir(request["cwd"])
+    sys.path[0] = request["cwd"]
+    sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+    return _task(request)
+
+
+def receive(requests: socket.socket) -> tuple[bytes, list[int]]:
     """A request, and the descriptors that came with it; b"" where the other side has left."""
     passed = array.array("i")
     try:
@@ -246,7 +256,7 @@ def _of_the_program(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _leave(task: Callable[[], None]) -> NoReturn:
+def leave(task: Callable[[], None]) -> NoReturn:
     """Ends as the interpreter does, but for its own teardown, which frees what the server has loaded: that takes seconds."""
     code, interrupted = 0, False
     try:
@@ -272,4 +282,4 @@ def _leave(task: Callable[[], None]) -> NoReturn:
 
 if __name__ == "__main__":
     _preload()
-    _leave(Server(socket.socket(fileno=int(sys.argv[1]))).serve())
+    leave(Server(socket.socket(fileno=int(sys.argv[1]))).serve())
