@@ -165,7 +165,7 @@ def meet_fate(passes: int, model: Any, x: torch.Tensor) -> torch.Tensor:
     elif what == "HOLD":
         hold_until_signalled(Path(os.environ["LOCKSTEP_TEST_HELD"]))
     elif what == "WAIT":  # for as long as the file exists
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while os.path.exists(os.environ["LOCKSTEP_TEST_HELD"]) and time.monotonic() < deadline:
             time.sleep(0.01)
     elif what in ("LATE", "TWICE"):  # a signal to the rank in its very last moments; TWICE: and one now
@@ -182,13 +182,13 @@ def meet_fate(passes: int, model: Any, x: torch.Tensor) -> torch.Tensor:
         os.rename(os.environ["LOCKSTEP_TEST_RUN"], os.environ["LOCKSTEP_TEST_RUN"] + ".gone")
     else:
         os.kill(os.getpid(), getattr(signal, f"SIG{what}"))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 240
         while what == "TERM" and not product.signals_are_noted() and time.monotonic() < deadline:
             time.sleep(0.01)  # a thread notes it, which a busy machine may leave waiting until the last step is done
     return x
 
 
-def hold_until_signalled(said: Path, bound: float = 120.0) -> None:
+def hold_until_signalled(said: Path, bound: float = 600.0) -> None:
     """Stands still until this process has got a signal, so that none comes too late; the file says that it does."""
     signalled = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -222,7 +222,7 @@ class Held(SmallConv):
     that was there before the first pass is not seen by a model, and a run that has one makes no more passes.
     """
 
-    SECONDS = 120.0
+    SECONDS = 600.0
 
     def __init__(self, num_classes: int = 10, width: int = 8) -> None:
         super().__init__(num_classes, width)

@@ -107,7 +107,7 @@ def started(
         yield process
     finally:
         _kill_family(process.pid)
-        process.wait(10)
+        process.wait(60)
         for stream in filter(None, (process.stdout, process.stderr)):
             stream.close()
 
@@ -133,19 +133,19 @@ def _kill_family(pid: int) -> None:
             os.kill(member, signal.SIGKILL)
 
 
-def run(command: list[str], env: dict[str, str] | None = None, timeout: float = 120, cwd: Path = ROOT) -> Result:
+def run(command: list[str], env: dict[str, str] | None = None, timeout: float = 240, cwd: Path = ROOT) -> Result:
     """Runs to the end. A process that hangs is killed and fails the test with what it had printed."""
     with started(command, env, cwd) as process:
         try:
             output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             _kill_family(process.pid)
-            output, _ = process.communicate(timeout=30)
+            output, _ = process.communicate(timeout=60)
             raise AssertionError(f"still running after {timeout} s: {' '.join(command)}\n{output}") from None
         return Result(process.returncode, output)
 
 
-def poll(condition: Callable[[], object], timeout: float = 60, what: str = "condition") -> None:
+def poll(condition: Callable[[], object], timeout: float = 120, what: str = "condition") -> None:
     """Returns as soon as the condition holds; fails after the bound."""
     deadline = time.monotonic() + timeout
     while not condition():

@@ -58,15 +58,15 @@ class Job:
         with running([["-m", "lockstep.training", *self.words]] * self.ranks, self.env(**fate), grace) as gang:
             yield gang
 
-    def go(self, timeout: float = 120, grace: float = GRACE, **fate: str) -> Result:
+    def go(self, timeout: float = 240, grace: float = GRACE, **fate: str) -> Result:
         """One start of forked ranks, to its end; none of them leaves a process behind."""
         with self.started(grace, **fate) as gang:
             done = gang.wait(timeout)
-            poll(lambda: not gang.pids(), 10, "the end of every process")
+            poll(lambda: not gang.pids(), what="the end of every process")
         self._assert_clean(done)
         return done
 
-    def launch(self, *launch: str, timeout: float = 120, **fate: str) -> Result:
+    def launch(self, *launch: str, timeout: float = 240, **fate: str) -> Result:
         """One start under the real launcher, to its end; afterwards nothing of it may be left."""
         done = run(self.command(*launch), self.env(**fate), timeout)
         self.assert_gone()
@@ -97,7 +97,7 @@ class Job:
 
     def assert_gone(self) -> None:
         try:
-            poll(lambda: not self.pids(), 10, "the end of every process")
+            poll(lambda: not self.pids(), what="the end of every process")
         finally:
             for pid in self.pids():
                 os.kill(pid, signal.SIGKILL)

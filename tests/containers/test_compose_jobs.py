@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,12 +72,10 @@ def test_docker_stop_saves_and_the_next_job_goes_on(jobs: Jobs, calm: dict[str, 
     spec = jobs.smoke("stopped")
     jobs.backend.submit(spec)
     poll(trained(jobs, spec, 1), BOUND, "a checkpoint")
-    began = time.monotonic()
-    docker("stop", jobs.container(spec, 1))  # one node is told, both leave
-    took = time.monotonic() - began
-    found = jobs.backend.wait(spec.name, 60)
+    docker("stop", jobs.container(spec, 1))  # one node is told, both leave; killed when its grace is over, it had 137
+    found = jobs.backend.wait(spec.name, BOUND)
     codes = [inspect(jobs.container(spec, node))[0]["State"]["ExitCode"] for node in (0, 1)]
-    assert codes == [75, 75] and took < spec.grace_seconds, (codes, took, *jobs.backend.logs(spec.name))
+    assert codes == [75, 75], (codes, *jobs.backend.logs(spec.name))
     assert (found.state, found.code) == ("preempted", 75), found
     assert jobs.backend.submit(spec, "replace").created
     jobs.succeeded(spec)
@@ -118,13 +115,13 @@ def test_health_and_the_closed_root(jobs: Jobs) -> None:
     def inside(command: str) -> str:
         return docker("exec", name, "sh", "-c", command, check=False)
 
-    poll(lambda: health() == "healthy", 60, "health")
+    poll(lambda: health() == "healthy", BOUND, "health")
     said = inside("touch /opt/x /app/x; cat /proc/1/cmdline | tr '\\0' ' '; grep Cap /proc/1/status")
     assert said.count("Read-only file system") == 2 and "python -m lockstep.training launch" in said, said
     assert all(line.split()[1].strip("0") == "" for line in said.splitlines() if line.startswith("Cap")), said
     assert "NoNewPrivs:\t1" in inside("cat /proc/1/status")
     inside("for p in /proc/[0-9]*; do grep -qs 'LOCAL_RANK=1' $p/environ && kill -STOP ${p#/proc/}; done; true")
-    poll(lambda: health() == "unhealthy", 60, "a rank that stands still makes the node unhealthy")
+    poll(lambda: health() == "unhealthy", BOUND, "a rank that stands still makes the node unhealthy")
     assert jobs.backend.status(spec.name).ranks[0].reason.startswith("unhealthy")
     docker("kill", name)
 

@@ -19,7 +19,7 @@ MODULES = ROOT / "examples/modules"
 
 def _program(ranks: int, *words: str) -> Result:
     with running([[str(MODULES / words[0]), *words[1:]]] * ranks) as started:
-        return started.wait(120)
+        return started.wait(240)
 
 
 @pytest.mark.parametrize(("size", "m", "k", "n"), [(1, 7, 5, 3), (3, 2, 9, 4), (3, 1, 1, 1)])

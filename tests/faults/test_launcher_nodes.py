@@ -33,7 +33,7 @@ class Node:
             "--grace", "10", *job.words,
         ]  # fmt: skip
         interface = {"GLOO_SOCKET_IFNAME": f"ls{number}"} if namespace else {}
-        pace = {"LOCKSTEP_TEST_PACE": "0.25", "LOCKSTEP_TEST_PACE_FILE": str(_slow(job))}
+        pace = {"LOCKSTEP_TEST_PACE": "1", "LOCKSTEP_TEST_PACE_FILE": str(_slow(job))}
         self.env = clean_env(LOCKSTEP_TEST_MARK=self.mark, LOCKSTEP_THREADS="1", **pace, **interface)
 
     def crash(self) -> None:
@@ -43,22 +43,22 @@ class Node:
         for pid in finder.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        poll(lambda: not finder.pids(), 10, "the end of a node")
+        poll(lambda: not finder.pids(), what="the end of a node")
 
 
 EPOCHS = 30
-"""240 steps: a minute at a slow pace, seconds at the fast one."""
+"""240 steps: four minutes at the slow pace, seconds at the fast one."""
 
 
 def _elastic_job(tmp_path: Path, data_root: Path) -> Job:
     return Job(
         tmp_path / "run", data_root, 1, model="tests.nets:Paced", precision="float64", epochs=EPOCHS,
-        **{"evaluate.every": 1000, "collective_timeout": 5, "ema.decay": 0},
+        **{"evaluate.every": 1000, "collective_timeout": 15, "ema.decay": 0},
     )  # fmt: skip
 
 
 def _slow(job: Job) -> Path:
-    """While this file exists a step takes a quarter of a second at least: the test acts on a run that is on its way."""
+    """While this file exists a step takes a second at least: the test acts on a run that is on its way."""
     return job.run_dir.parent / "slow"
 
 
@@ -87,16 +87,16 @@ def test_a_node_leaves_and_comes_back(tmp_path: Path, data_root: Path) -> None:
     first, second = (Node(job, number, port, "127.0.0.1", "127.0.0.1") for number in range(2))
     with started(first.command, first.env) as one:
         with started(second.command, second.env):
-            poll(lambda: _worlds(job)[-1:] == [2] and _steps(job) >= 4, 90, "two nodes at work")
+            poll(lambda: _worlds(job)[-1:] == [2] and _steps(job) >= 4, 240, "two nodes at work")
             second.crash()
         before = _steps(job)
-        poll(lambda: _worlds(job)[-1:] == [1] and _steps(job) > before, 90, "the rest to go on")
+        poll(lambda: _worlds(job)[-1:] == [1] and _steps(job) > before, 240, "the rest to go on")
         with started(second.command, second.env) as again:
-            poll(lambda: _worlds(job)[-1:] == [2], 90, "the node to be taken in")
+            poll(lambda: _worlds(job)[-1:] == [2], 240, "the node to be taken in")
             _slow(job).unlink()
             output = again.communicate(timeout=300)[0]
             assert again.returncode == 0, output
-        output = one.communicate(timeout=60)[0]
+        output = one.communicate(timeout=240)[0]
         assert one.returncode == 0, output
     starts = events(job.run_dir, "start", "resumed")
     assert _worlds(job)[0] in (1, 2) and _worlds(job)[-3:] == [2, 1, 2], starts
@@ -137,12 +137,12 @@ def test_a_cut_network_costs_one_node_and_not_the_run(tmp_path: Path, data_root:
             Node(job, number, 29401, "10.213.0.1", f"10.213.0.{number + 1}", name) for number, name in enumerate(names)
         ]
         with started(nodes[0].command, nodes[0].env) as one, started(nodes[1].command, nodes[1].env) as two:
-            poll(lambda: _worlds(job)[-1:] == [2] and _steps(job) >= 4, 90, "two nodes at work")
+            poll(lambda: _worlds(job)[-1:] == [2] and _steps(job) >= 4, 240, "two nodes at work")
             subprocess.run(["ip", "-n", names[1], "link", "set", "ls1", "down"], check=True)
             _slow(job).unlink()
             output = one.communicate(timeout=150)[0]
             assert one.returncode == 0, output
             assert _worlds(job)[-1] == 1, output
             nodes[1].crash()
-            two.communicate(timeout=20)
+            two.communicate(timeout=240)
     _assert_close_to_one_rank(job, tmp_path, data_root)

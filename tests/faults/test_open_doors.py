@@ -169,7 +169,7 @@ def test_a_link_of_another_user_in_the_place_of_a_runs_folder_is_not_followed(jo
             folder.symlink_to(victim)
             os.chown(folder, NOBODY, NOBODY, follow_symlinks=False)
         held.unlink()
-        done = gang.wait(120)
+        done = gang.wait(240)
     assert done.output.count(f"cannot write {job.run_dir}/metrics/rank-00000.prom") == 1, done
     assert "a checkpoint could not be saved, the run continues" in done.output, done
     left = sorted(path.name for path in victim.rglob("*"))

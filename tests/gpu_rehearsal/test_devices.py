@@ -69,7 +69,7 @@ def test_each_rank_has_its_own_gpu(tmp_path: Path, join: list[str], launcher: st
     for (_, _, local), own in zip(places, each):
         own |= {"all": {}, "own": {"CUDA_VISIBLE_DEVICES": str(local)}, "one": {"CUDA_VISIBLE_DEVICES": "1"}}[visible]
     with rehearsing(tmp_path, join, each=each) as gang:
-        codes = gang.wait(60)
+        codes = gang.wait(240)
     if visible == "one" and locals_ > 1:
         first, second = (rank for rank, node, _ in places if node == 0)
         assert codes == [2] * size, gang.output
@@ -87,7 +87,7 @@ def test_each_rank_has_its_own_gpu(tmp_path: Path, join: list[str], launcher: st
 def test_fewer_gpus_than_ranks_are_one_line(tmp_path: Path, join: list[str]) -> None:
     each = [_torchrun(rank, 0, rank, 3, 3) for rank in range(3)]
     with rehearsing(tmp_path, join, each=each) as gang:
-        assert gang.wait(60) == [2, 2, 2], gang.output
+        assert gang.wait(240) == [2, 2, 2], gang.output
     assert "3 ranks on this node, but only 2 GPUs are visible: start 2 ranks" in gang.output
 
 
@@ -101,7 +101,7 @@ def test_on_the_cpu_no_gpu_is_touched(tmp_path: Path, data_root: Path) -> None:
 @pytest.mark.parametrize(("devices", "where"), [(4, "two GPUs a rank"), (2, "both halves on one cuda device")])
 def test_the_toys_halves_end_in_the_parameters_of_one_process(tmp_path: Path, devices: int, where: str) -> None:
     with rehearsing(tmp_path, [str(ROOT / "examples/modules/toy.py")], devices=devices) as gang:
-        assert gang.wait(90) == [0, 0], gang.output
+        assert gang.wait(240) == [0, 0], gang.output
     assert f"model parallel under DDP ({where}" in gang.ranks[0].output
     touched = [set(gpus) for gpus in _contexts(gang)]
     if devices == 4:  # torch's gloo goes back to GPU 0 in a thread of its own that has been on another

@@ -99,9 +99,9 @@ def test_killed_and_run_again_it_ends_in_the_same_bits(tmp_path: Path, data_root
     trained(tmp_path / "calm", data_root, capture=capture, model=calm)
     words = _words(tmp_path, data_root, capture=capture, model=f"tests.nets:{dying}")
     with rehearsing(tmp_path, words, LOCKSTEP_TEST_FATE="1:4:KILL") as gang:
-        poll(lambda: gang.ranks[1].code is not None, 60, "the death of rank 1")
+        poll(lambda: gang.ranks[1].code is not None, 240, "the death of rank 1")
         assert gang.ranks[1].code == -9, gang.output
-        poll(lambda: list((tmp_path / "run" / "checkpoints").glob("step-*2")), 60, "a checkpoint")
+        poll(lambda: list((tmp_path / "run" / "checkpoints").glob("step-*2")), 240, "a checkpoint")
     assert "Resuming at step 2" in rehearsed(tmp_path, words).output
     expected = tensors(tmp_path / "calm" / "run", STEPS)
     assert differing(tensors(tmp_path / "run", STEPS), expected) == []
@@ -110,7 +110,7 @@ def test_killed_and_run_again_it_ends_in_the_same_bits(tmp_path: Path, data_root
 def test_a_signal_to_one_rank_ends_both_saved(tmp_path: Path, data_root: Path, on_cpu: OnCpu) -> None:
     words = _words(tmp_path, data_root)
     with rehearsing(tmp_path, words, LOCKSTEP_TEST_FATE="1:3:TERM") as gang:
-        assert gang.wait(60) == [75, 75], gang.output
+        assert gang.wait(240) == [75, 75], gang.output
     gang.assert_sound()
     rehearsed(tmp_path, words)
     assert differing(saved(tmp_path / "run"), on_cpu()) == []

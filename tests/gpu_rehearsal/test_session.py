@@ -27,7 +27,7 @@ def test_pinned_batches_a_scaler_and_micro_batches_that_a_signal_ended_go_on_to_
     scale = calm.ranks[0].output.partition("scale ")[2].split()[0]
     assert int(scale) < SCALE, "nothing has overflowed"
     with rehearsing(tmp_path / "cuda", words["cuda"], LOCKSTEP_TEST_FATE="1:5:TERM") as gang:
-        assert gang.wait(60) == [75, 75], gang.output
+        assert gang.wait(240) == [75, 75], gang.output
     gang.assert_sound()
     again = rehearsed(tmp_path / "cuda", words["cuda"])
     assert "Resuming at step" in again.output and f"scale {scale}\n" in again.ranks[0].output

@@ -42,7 +42,7 @@ def away():
 
 def _go(folder: Path, text: str, **extra: str) -> Gang:
     with rehearsing(folder, [], ranks=1, program=["-c", HEAD + text], **extra) as gang:
-        gang.wait(60)
+        gang.wait(240)
     return gang
 
 
@@ -110,5 +110,5 @@ dist.destroy_process_group()
 """
     each = [{"RANK": str(rank), "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)]
     with rehearsing(tmp_path, [], each=each, program=["-c", HEAD + text], STANDIN_LATE="newest") as gang:
-        assert gang.wait(60) == [0, 0], gang.output
+        assert gang.wait(240) == [0, 0], gang.output
     assert [rank.output.splitlines()[-1] for rank in gang.ranks] == ["2.0 20.0"] * 2, gang.output

@@ -202,7 +202,7 @@ def test_git_that_waits_for_a_pipe_is_ended(folder: Path, write: Write, monkeypa
                 found += [pid] if str(folder).encode() in words and b"ls-files" in words else []
         return found
 
-    product.lower_limits_of_code(monkeypatch)
+    product.lower_limits_of_code(monkeypatch, seconds=1)
     assert "git did not answer within 1 s" in refused(folder)
     assert not waiting()
 

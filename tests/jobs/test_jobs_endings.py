@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,13 @@ def _overrides(tmp_path: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _submitted(backend: Any, tmp_path: Path, ranks: int) -> JobSpec:
-    """It stands still at its sixth step, with a checkpoint, until the file `held` goes."""
+def _submitted(backend: Any, tmp_path: Path, ranks: int, fate: str = "WAIT") -> JobSpec:
+    """It stands still at its sixth step, with a checkpoint, until the file `held` goes; with HOLD until a signal comes."""
     held = tmp_path / "held"
     held.touch()
-    spec = JobSpec(name="held", recipe="smoke", overrides=_overrides(tmp_path), ranks_per_node=ranks, max_restarts=0, grace_seconds=30,
-                   env={"LOCKSTEP_TEST_FATE": "0:6:WAIT", "LOCKSTEP_TEST_HELD": str(held)})  # fmt: skip
+    env = {"LOCKSTEP_TEST_FATE": f"0:6:{fate}", "LOCKSTEP_TEST_HELD": str(held), "LOCKSTEP_TEST_ONCE": f"{held}-once"}
+    limits = {"ranks_per_node": ranks, "max_restarts": 0, "grace_seconds": 30}
+    spec = JobSpec(name="held", recipe="smoke", overrides=_overrides(tmp_path), env=env, **limits)
     backend.submit(spec)
     poll((tmp_path / "runs/jobs/held/checkpoints/step-00000004").exists, BOUND, "a checkpoint")
     return spec
@@ -79,8 +79,8 @@ def test_cancelled_submitted_again_and_started_over(
     backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same job goes on after a cancel, from whatever folder; with another word of `fresh` it starts over, once."""
-    spec, run_dir, elsewhere = _submitted(backend, tmp_path, 1), tmp_path / "runs/jobs/held", tmp_path / "elsewhere"
-    threading.Timer(1, (tmp_path / "held").unlink).start()
+    spec = _submitted(backend, tmp_path, 1, "HOLD")
+    run_dir, elsewhere = tmp_path / "runs/jobs/held", tmp_path / "elsewhere"
     assert backend.cancel("held").state == "cancelled"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)

@@ -21,7 +21,7 @@ from tests.product import JobSpec
 from tests.terminal import at_a_terminal, resize, until_shown
 
 pytestmark = pytest.mark.promise("exec")
-BOUND = 30
+BOUND = 60
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCKSTEP_SESSION": "{}"}
 LAUNCHER = (
     "import os, subprocess; "

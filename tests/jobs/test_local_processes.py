@@ -81,7 +81,7 @@ def test_a_cancelled_job_leaves_no_process(backend: Any, tmp_path: Path) -> None
 
 def test_a_job_beyond_its_time_limit_leaves_no_process(backend: Any, tmp_path: Path) -> None:
     """It is called timed out when the last of them is gone, and not before."""
-    pids = _submitted(backend, tmp_path, time_limit="4s")
+    pids = _submitted(backend, tmp_path, time_limit="10s")
     deadline = time.monotonic() + BOUND
     while not (found := backend.status("deaf")).final:
         assert time.monotonic() < deadline, found

@@ -87,7 +87,7 @@ def test_the_maps_are_small_immutable_the_jobs_own_and_go_with_it(backend: Any, 
     backend.list(), backend.status("own")
     assert not [path for _, path, *_ in cluster.requests if "configmaps" in path]
     backend.cancel("own")
-    until(lambda: none_left(cluster), 10, "the garbage collection")
+    until(lambda: none_left(cluster), 60, "the garbage collection")
 
 
 @pytest.mark.promise("code-travels")
@@ -108,7 +108,7 @@ def test_the_job_runs_what_was_submitted_whatever_is_edited_meanwhile(
     )
     backend.submit(spec(folder), "replace")
     assert backend.require("own").plain["code"]["hash"] != identity
-    until(lambda: len(held(cluster)) == 2, 10, "those of the first job are gone")
+    until(lambda: len(held(cluster)) == 2, 60, "those of the first job are gone")
     assert complete(backend, cluster)
 
 
@@ -139,7 +139,7 @@ def submitting(wanted: JobSpec, cluster: Cluster, at: int) -> bool:
     os.close(ready)
     os.waitpid(child, 0)
     cluster.arrived = None
-    until(lambda: not cluster.busy, 10, "what had arrived is carried out")
+    until(lambda: not cluster.busy, 60, "what had arrived is carried out")
     return killed.is_set()
 
 
@@ -165,7 +165,7 @@ def test_a_submitter_that_is_killed_between_any_two_steps(
             with pytest.raises(UserError, match="there is no k8s job own"):
                 backend.cancel("own")
         assert job(cluster) is None
-        until(lambda: none_left(cluster), 10, f"nothing is left after step {steps}")
+        until(lambda: none_left(cluster), 60, f"nothing is left after step {steps}")
     assert steps == 5, "the job, the policy, two maps, and the job may run"
 
 
@@ -195,14 +195,14 @@ def test_two_at_once_leave_one_job_and_its_code(
             thread.join(30)
         assert len(said) == 2 and complete(backends[0], cluster), said
         backends[0].cancel("own")
-        until(lambda: none_left(cluster), 10, "the garbage collection")
+        until(lambda: none_left(cluster), 60, "the garbage collection")
 
 
 def test_limits_of_the_cluster_are_named_and_nothing_is_left(backend: Any, cluster: Cluster, folder: Path) -> None:
     cluster.put("resourcequotas", {"metadata": {"name": "team"}, "spec": {"hard": {"count/configmaps": "1"}}})
     with pytest.raises(UserError, match="exceeded quota: team"):
         backend.submit(spec(folder))
-    until(lambda: none_left(cluster) and job(cluster) is None, 10, "the garbage collection")
+    until(lambda: none_left(cluster) and job(cluster) is None, 60, "the garbage collection")
 
 
 def test_render_with_code_writes_what_a_cluster_needs(folder: Path, tmp_path: Path) -> None:

@@ -132,11 +132,11 @@ def test_deletion_in_the_foreground(server: ApiServer, cluster: Cluster) -> None
     put(cluster, "networkpolicies", "wf-1", "2", ownerReferences=[{"uid": uid}])
     for row in (deleted, there):
         assert differs(server, row) == []
-    until(lambda: cluster.get("networkpolicies", "wf-1", "lockstep") is None, 10, "the collector's work")
+    until(lambda: cluster.get("networkpolicies", "wf-1", "lockstep") is None, 60, "the collector's work")
     assert cluster.get("pods", "wf-worker-0", "lockstep")["metadata"]["deletionTimestamp"], "its pod is told to end"
     assert asked(server, there)[0] == 200, "as long as the pod ends"
     cluster.remove("pods", "wf-worker-0", "lockstep")
-    until(lambda: asked(server, there)[0] == 404, 10, "the job's end")
+    until(lambda: asked(server, there)[0] == 404, 60, "the job's end")
     for row in (gone, no_other):
         assert differs(server, row) == []
 
@@ -147,7 +147,7 @@ def test_a_name_that_is_being_deleted(server: ApiServer, cluster: Cluster) -> No
     put(cluster, "pytorchjobs", "del", deleted["response_body"]["metadata"]["uid"], finalizers=["example.org/hold"])
     for row in (deleted, there):
         assert differs(server, row) == []
-    until(lambda: len(asked(server, held)[1]["metadata"]["finalizers"]) == 1, 10, "the collector's work")
+    until(lambda: len(asked(server, held)[1]["metadata"]["finalizers"]) == 1, 60, "the collector's work")
     for row in (held, again, made):
         assert differs(server, row) == []
 

@@ -61,7 +61,7 @@ def test_what_lockstep_did_not_make_is_left_as_it_is(backend: Any, cluster: Clus
     ours = copy.deepcopy(cluster.put("networkpolicies", {"metadata": {"name": "smoke"}, "spec": {"podSelector": {}}}))
     backend.submit(SPEC)
     backend.cancel("smoke")
-    until(lambda: policies(cluster) == ["smoke"], 10, "the garbage collection")
+    until(lambda: policies(cluster) == ["smoke"], 60, "the garbage collection")
     assert cluster.get("networkpolicies", "smoke") == ours
     cluster.requests.clear()
     theirs = cluster.put("pytorchjobs", {"metadata": {"name": "theirs"}, "spec": {}})
@@ -80,11 +80,11 @@ def test_an_old_policys_end_does_not_take_the_new_one_away(backend: Any, cluster
     for again in range(3):
         cluster.say("smoke", {"type": "Succeeded"})
         backend.submit(SPEC, "replace")
-        until(lambda: kept(cluster), 10, "the collection of the old one")
+        until(lambda: kept(cluster), 60, "the collection of the old one")
         if again == 1:  # somebody has deleted it as kubectl does: the policy outlives the job
             cluster.remove("pytorchjobs", "smoke")
             backend.submit(SPEC)
-            until(lambda: kept(cluster), 10, "the collection of the old one")
+            until(lambda: kept(cluster), 60, "the collection of the old one")
     time.sleep(cluster.lag + 0.3)  # what the collector does comes after its lag
     assert kept(cluster)
     cluster.remove("networkpolicies", *policies(cluster))
@@ -133,7 +133,7 @@ def test_a_quota_that_is_used_up_by_the_job_itself_keeps_nobody_from_finishing_i
     for _ in range(2):
         assert not backend.submit(SPEC).created and kept(cluster)
     backend.cancel("smoke")
-    until(lambda: not policies(cluster), 10, "the garbage collection")
+    until(lambda: not policies(cluster), 60, "the garbage collection")
     (_, job), _ = product.manifests("k8s", SPEC)
     before(cluster, "POST", "/pytorchjobs", lambda: cluster.create("pytorchjobs", job))
     assert not backend.submit(SPEC).created, "another one was faster with the same"

@@ -29,11 +29,11 @@ class OwnJob:
         """Its ranks, forked; nothing of them is left at the end."""
         return running([self.words] * self.ranks, clean_env(**{**self.variables, **extra}), self.grace)
 
-    def go(self, timeout: float = 120, **extra: str) -> Result:
+    def go(self, timeout: float = 240, **extra: str) -> Result:
         """One start, to its end."""
         with self.started(**extra) as gang:
             done = gang.wait(timeout)
-            poll(lambda: not gang.pids(), 10, "the end of every process")
+            poll(lambda: not gang.pids(), what="the end of every process")
         return done
 
     def leaves(self) -> dict[str, torch.Tensor]:
@@ -44,7 +44,7 @@ class OwnJob:
 def script(ranks: int, code: str, run_dir: Path, *words: str, **variables: str) -> Result:
     """One start of a script that stands in a test, on forked ranks."""
     with running([["-c", code, str(run_dir), *words]] * ranks, {"LOCKSTEP_THREADS": "1", **variables}) as started:
-        return started.wait(90)
+        return started.wait(240)
 
 
 def newest(run_dir: Path) -> dict[str, Any]:

@@ -60,7 +60,7 @@ SAYS = {
     [*((kind, "flat") for kind in SAYS), ("break", "ddp"), ("continue", "fsdp"), ("continue after the loss", "fsdp")],
 )
 def test_a_rank_that_leaves_alone_is_named_within_seconds(tmp_path: Path, kind: str, sync: str) -> None:
-    """Not after `collective_timeout`, which is 600 s: `script` waits 90 s."""
+    """Not after `collective_timeout`, which is 600 s: `script` waits 240 s."""
     ranks = 2 if kind == "ways" else 4
     done = script(ranks, SCRIPT, tmp_path / "run", kind, sync)
     sentence = SAYS.get(kind, SKIPPED)

@@ -49,7 +49,7 @@ def test_a_signal_while_a_script_starts(tmp_path: Path, place: str, name: str, t
         poll(lambda: len(list(tmp_path.glob("reached-*"))) == ranks, what="the place")
         os.kill(_of(launcher.pid)["RANK=1"] if to == "a rank" else launcher.pid, signal.Signals[f"SIG{name}"])
         (tmp_path / "go-on").touch()
-        output, _ = launcher.communicate(timeout=90)
+        output, _ = launcher.communicate(timeout=240)
     assert launcher.returncode == 75 and "Traceback" not in output and "start again" not in output, output
     assert output.count(f"SIG{name} before the ranks were connected") == 1, output
     assert not (tmp_path / "run").exists(), "75 says that nothing is lost: nothing has begun"
@@ -70,7 +70,7 @@ time.sleep(60)
     with started(command) as launcher:
         poll(lambda: len(list(tmp_path.iterdir())) == 2, what="the programs")
         os.kill(_of(launcher.pid)["RANK=1"], signal.SIGUSR1)
-        output, _ = launcher.communicate(timeout=30)
+        output, _ = launcher.communicate(timeout=240)
     assert launcher.returncode == 1 and output.count("\n") == 1 and "SIGUSR1" in output, output
 
 
@@ -94,7 +94,7 @@ while not heard:
     with started(command) as launcher:
         poll((tmp_path / "ending").exists, what="the end of rank 1")
         launcher.send_signal(signal.SIGUSR1)
-        output, _ = launcher.communicate(timeout=60)
+        output, _ = launcher.communicate(timeout=240)
     assert launcher.returncode == 0 and output.count("start again") == 1, output
 
 
@@ -105,7 +105,7 @@ import os, signal, time
 os.environ["LOCKSTEP_LAUNCHER"] = str(os.getppid())
 import lockstep
 from tests import product
-product.hold_signals_for(4)
+product.hold_signals_for(6)
 os.kill(os.getpid(), signal.SIGUSR1)
 ready, begun = os.pipe()
 if not (child := os.fork()):
@@ -120,7 +120,7 @@ while not heard:
     time.sleep(0.01)
 print("heard")
 """
-    done = run([PYTHON, "-uc", program], clean_env(), 40)
+    done = run([PYTHON, "-uc", program], clean_env(), 240)
     assert (done.code, done.output) == (0, "-15\nheard\n")
 
 
@@ -130,10 +130,12 @@ import os, signal, sys
 os.environ["LOCKSTEP_LAUNCHER"] = str(os.getppid())
 import lockstep
 print(sorted({"torch", "lockstep.jobs"} & set(sys.modules)))
+from tests import product
+product.hold_signals_for(240)
 os.kill(os.getpid(), signal.SIGTERM)
 with lockstep.Session(sys.argv[1]) as run:
     print("went on")
 """
-    done = run([PYTHON, "-uc", program, str(tmp_path / "run")], clean_env(LOCKSTEP_THREADS="1"), 60)
+    done = run([PYTHON, "-uc", program, str(tmp_path / "run")], clean_env(LOCKSTEP_THREADS="1"), 240)
     first, *others = done.output.splitlines()
     assert done.code == 75 and first == "[]" and len(others) == 1 and "SIGTERM" in others[0], done.output

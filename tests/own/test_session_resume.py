@@ -66,12 +66,12 @@ def test_a_signal_to_every_process_of_the_job(calm: Calm, tmp_path: Path) -> Non
     """As a cluster sends it: the processes of a loader get it too, and must not take their rank along."""
     disturbed = job(tmp_path / "run", "flat", 2, "loader", LOOP_WORKERS="2")
     with disturbed.started(LOCKSTEP_TEST_FATE="1:11:DELAY") as gang:
-        poll((tmp_path / "run/checkpoints/step-00000010/manifest.json").exists, 60, "a checkpoint")
+        poll((tmp_path / "run/checkpoints/step-00000010/manifest.json").exists, 240, "a checkpoint")
         pids = gang.pids()
         assert len(pids) >= 6
         for pid in pids:
             os.kill(pid, signal.SIGTERM)
-        left = gang.wait(60)
+        left = gang.wait(240)
     assert left.code == 75, left.output
     assert disturbed.go().code == 0
     assert_same(disturbed, calm("flat", 2, "loader", LOOP_WORKERS="2"))

@@ -120,12 +120,12 @@ def kept(*specs: JobSpec) -> list[JobSpec]:
     return _store.all_kept(list(specs))
 
 
-def lower_limits_of_code(patch: pytest.MonkeyPatch) -> None:
-    """30 files, 5 repositories, a second for patterns and for git: what is above them need not be made in full."""
+def lower_limits_of_code(patch: pytest.MonkeyPatch, seconds: float = 60) -> None:
+    """30 files, 5 repositories: what is above them need not be made in full. `seconds`: for patterns, and for git."""
     for name, value in (
-        ("listing.MAX_FILES", 30), ("listing._MAX_REPOSITORIES", 5), ("listing._PATTERN_SECONDS", 1), ("listing._COMMAND_SECONDS", 1),
+        ("MAX_FILES", 30), ("_MAX_REPOSITORIES", 5), ("_PATTERN_SECONDS", seconds), ("_COMMAND_SECONDS", seconds),
     ):  # fmt: skip
-        patch.setattr(f"lockstep.jobs.code.{name}", value)
+        patch.setattr(f"lockstep.jobs.code.listing.{name}", value)
 
 
 def composed(spec: JobSpec, prepare: bool = False) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Prometheus:
         self.began = time.time()
 
     def get(self, path: str, **words: Any) -> Any:
-        with urllib.request.urlopen(f"{self.url}{path}?{urllib.parse.urlencode(words)}", timeout=20) as answer:
+        with urllib.request.urlopen(f"{self.url}{path}?{urllib.parse.urlencode(words)}", timeout=60) as answer:
             value = json.load(answer)
         assert value["status"] == "success", value
         return value["data"]
@@ -99,5 +99,5 @@ def prometheus(folder: Path) -> Iterator[Prometheus]:
                 return answer.status == 200
             return False
 
-        poll(ready, 60, "Prometheus")
+        poll(ready, 240, "Prometheus")
         yield server

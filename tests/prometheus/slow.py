@@ -1,6 +1,8 @@
 """A network with a steady step, and a rank that is told to be slow: `LOCKSTEP_TEST_SLOW=1:backward` or `1:data`.
 
 `LOCKSTEP_TEST_HOLD=FILE` holds every rank in its 20th training pass until FILE is there; the third one gives NaN.
+With `LOCKSTEP_TEST_TOGETHER` the ranks wait for one another in that pass, where it is no wait for a sum: whatever the machine
+does to one of them, none is a straggler.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ class Paced(SmallConv):
             return out
         self.passes += 1
         time.sleep(PACE)
+        if os.environ.get("LOCKSTEP_TEST_TOGETHER"):
+            torch.distributed.barrier()
         hold = os.environ.get("LOCKSTEP_TEST_HOLD")
         if hold and self.passes == BAD_PASS:
             out = out * float("nan")

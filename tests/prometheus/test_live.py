@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +42,7 @@ def _running(words: list[str], server: Prometheus, **env: str) -> Iterator[subpr
 def _end(process: subprocess.Popen[str], code: int = 75) -> str:
     """Preempts the run; what it had said."""
     process.terminate()
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == code, output
     return output
 
@@ -65,19 +64,19 @@ def _top(run_dir: Path) -> list[dict[str, Any]]:
 def quiet(server: Prometheus, tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """A run that nothing happens to, and its name: what Prometheus saw of it, live and afterwards."""
     run_dir = tmp_path_factory.mktemp("live") / "quiet"
-    with _running(_words(run_dir, tiny, server, "epochs=40"), server) as process:
-        poll(lambda: process.poll() is not None or _scraped(server, "quiet"), 90, "two scraped ranks")
-        assert server.value('sum(up{job="lockstep"})') == 2
+    with _running(_words(run_dir, tiny, server, "epochs=40"), server, LOCKSTEP_TEST_TOGETHER="1") as process:
+        up = 'sum(up{job="lockstep"}) == 2'
+        poll(lambda: process.poll() is not None or (_scraped(server, "quiet") and server.query(up)), 240, "two ranks")
         info = server.query('training_info{run="quiet",job="lockstep"}')
         assert {item["metric"]["rank"] for item in info} == {"0", "1"} and info[0]["metric"]["world_size"] == "2"
         ranks = _top(run_dir)
         assert [rank["source"] for rank in ranks] == ["live", "live"] and not any(rank["straggler"] for rank in ranks)
         assert all(rank["images_per_second"] > 0 and 0.3 < rank["compute"] <= 1.01 for rank in ranks), ranks
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=240)
         assert process.returncode == 0, output
     assert list(server.targets.iterdir()) == []
     summary = json.loads((run_dir / "summary.json").read_text())
-    poll(lambda: server.value('min(training_finished{run="quiet",job="textfile"})') == 1, 20, "the last textfile")
+    poll(lambda: server.value('min(training_finished{run="quiet",job="textfile"})') == 1, 240, "the last textfile")
     added = {"samples_total": "sum", "step": "min", "accuracy": "max", "exit_code": "max", "attempt": "max"}
     last = {name: server.value(f'{how}(training_{name}{{run="quiet",job="textfile"}})') for name, how in added.items()}
     assert last["samples_total"] == summary["examples_seen"] and last["step"] == summary["steps"] == 320
@@ -109,7 +108,7 @@ def test_a_straggler_is_named(
     run_dir = tmp_path / f"slow-{where}-{sync}"
     words = _words(run_dir, tiny, server, "epochs=400", f"sync.name={sync}")
     with _running(words, server, LOCKSTEP_TEST_SLOW=f"1:{where}") as process:
-        poll(lambda: process.poll() is not None or server.firing(run_dir.name), 120, "an alert")
+        poll(lambda: process.poll() is not None or server.firing(run_dir.name), 240, "an alert")
         assert server.firing(run_dir.name), process.poll()
         ranks = _top(run_dir)
         firing = server.firing(run_dir.name)
@@ -128,7 +127,9 @@ def test_a_straggler_is_named(
     assert shares["sync_wait"]["0"] > shares["sync_wait"]["1"] + 0.4, shares
     guilty = "data_wait" if where == "data" else "grad_ready"
     assert shares[guilty]["1"] > shares[guilty]["0"] + 0.3, shares
-    assert ranks[0]["step_seconds"] == pytest.approx(ranks[1]["step_seconds"], rel=0.2)
+    one, other = (_own((run_dir / f"metrics/rank-{rank:05d}.prom").read_text()) for rank in (0, 1))
+    assert one["step"] == other["step"]
+    assert one["step_duration_seconds_sum"] == pytest.approx(other["step_duration_seconds_sum"], rel=0.1)
 
 
 def _served(run_dir: Path) -> list[str]:
@@ -166,18 +167,21 @@ def test_what_is_scraped_is_what_the_run_says_of_itself(server: Prometheus, tiny
     with _running(words, server, LOCKSTEP_TEST_HOLD=str(go_on)) as process:
         done = HELD_PASS - 2  # the step of the NaN took a second pass, to find whose it was
         steps = f'training_step{{run="held"}} == {done}'
-        poll(lambda: process.poll() is not None or len(server.query(steps)) == 4, 90, "two ranks, each scraped twice")
+        poll(lambda: process.poll() is not None or len(server.query(steps)) == 4, 240, "two ranks, each scraped twice")
         assert process.poll() is None, process.communicate()
-        time.sleep(2.5)  # a textfile, and a scrape of it and of the server, that are not from before
         texts = _served(run_dir)
         for job in ("lockstep", "textfile"):
             for rank, text in enumerate(texts):
                 own = _own(text)
                 assert own["step"] == done and own["samples_total"] > 0 and own["step_duration_seconds_sum"] > 0
-                scraped = {
-                    name: server.value(f'training_{name}{{run="held",rank="{rank}",job="{job}"}}') for name in own
-                }
-                assert scraped == own, (job, rank)
+                of_rank = f'{{run="held",rank="{rank}",job="{job}"}}'
+
+                def scraped(of_rank: str = of_rank, names: tuple[str, ...] = tuple(own)) -> dict[str, float | None]:
+                    return {name: server.value(f"training_{name}{of_rank}") for name in names}
+
+                with contextlib.suppress(AssertionError):  # a textfile, and a scrape, that are not from before
+                    poll(lambda: scraped() == own, 60)
+                assert scraped() == own, (job, rank)
         # What a dashboard adds up counts a rank once, and a step once.
         assert [server.value(query) for query in _panel("Bad steps and files")] == [1, 0]
         (seconds,) = _panel("Seconds a checkpoint")
@@ -192,7 +196,7 @@ def test_what_is_scraped_is_what_the_run_says_of_itself(server: Prometheus, tiny
             checked = subprocess.run(promtool, input=text, capture_output=True, text=True, timeout=60)
             assert checked.returncode == 0 and not checked.stdout and not checked.stderr, checked
         go_on.touch()
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=240)
         assert process.returncode == 0, output
     summary = json.loads((run_dir / "summary.json").read_text())
     assert live == summary["examples_seen"] * done / summary["steps"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import subprocess
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -223,10 +223,11 @@ def test_millions_of_lines_without_an_event_cost_seconds(tmp_path: Path) -> None
     run = run_directory(tmp_path / "run")
     with (run / "events.jsonl").open("ab") as file:
         file.write(b"[\n" * (100 << 20))
-    began = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = subprocess.run([PYTHON, "-m", "lockstep.training", "report", str(run)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, ""), done
-    assert (run / "report.html").is_file() and time.monotonic() - began < 45
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    assert (run / "report.html").is_file() and spent < 45, spent
 
 
 def test_steps_that_were_made_again_count_once(tmp_path: Path) -> None:

@@ -32,9 +32,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     first, second = folder / "first", folder / "second"
     words = ["run", "smoke", "--run-dir", str(first), "--set", *settings, "lr=0.05"]
     with started([*LAUNCH, "--ranks", "2", *words]) as process:
-        poll(lambda: process.poll() is not None or (first / "checkpoints/step-00000016").exists(), 60, "a checkpoint")
+        poll(lambda: process.poll() is not None or (first / "checkpoints/step-00000016").exists(), 240, "a checkpoint")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 75
+        assert process.wait(240) == 75
     assert "preempted" in (first / "report.html").read_text()
     done = gang(2, *words)
     assert done.code == 0, done.output
@@ -122,7 +122,7 @@ INK = """() => [...document.querySelectorAll("canvas")].map((canvas) => {
 
 def _drawn(page: Any, scheme: str) -> None:
     """Playwright's own waiting needs `eval`, which the page forbids."""
-    poll(lambda: page.evaluate("document.documentElement.dataset.scheme") == scheme, 30, f"the {scheme} charts")
+    poll(lambda: page.evaluate("document.documentElement.dataset.scheme") == scheme, 240, f"the {scheme} charts")
 
 
 @pytest.mark.parametrize(("compared", "width", "scheme"), [(1, 1280, "light"), (2, 390, "dark")])

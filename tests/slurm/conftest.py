@@ -190,7 +190,7 @@ class Bench:
         path.write_text(json.dumps(spec.plain()))
         return path
 
-    def becomes(self, name: str, state: str, bound: float = 30, reason: str = "") -> None:
+    def becomes(self, name: str, state: str, bound: float = 90, reason: str = "") -> None:
         """Waits for a status of that state, whose sentence holds `reason`."""
 
         def is_there() -> bool:
@@ -208,7 +208,7 @@ class Bench:
                     return True
         return False
 
-    def wait(self, name: str, bound: float = 60) -> Status:
+    def wait(self, name: str, bound: float = 120) -> Status:
         """As the backend's, but a job that waits to be started again waits two seconds, not cred_expire's six.
 
         Sooner it may not be: a node refuses what was signed in the second in which the last start was taken back. And

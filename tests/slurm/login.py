@@ -121,7 +121,7 @@ class Login:
         """As if its network were gone: nothing answers any more."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait(10)
+            self._process.wait(60)
         self._process = None
 
     def drop(self) -> int:
@@ -130,7 +130,7 @@ class Login:
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        poll(lambda: not {*found} & {*self.connections()}, 30, "the end of the connections")
+        poll(lambda: not {*found} & {*self.connections()}, 60, "the end of the connections")
         return len(found)
 
     def connections(self) -> list[int]:
@@ -154,7 +154,7 @@ class Login:
                 ["/usr/bin/ssh", "-o", f"ControlPath={socket}", "-O", "exit", HOST], capture_output=True, timeout=30
             )
         with contextlib.suppress(AssertionError):
-            poll(lambda: not self._masters(), 5, "the end of ssh")
+            poll(lambda: not self._masters(), 60, "the end of ssh")
         left = self._masters()
         for pid in left:
             os.kill(pid, signal.SIGKILL)

@@ -173,7 +173,7 @@ def test_doctor_looks_at_the_way_too(here: Laptop, tmp_path: Path) -> None:
     here.login.knows((here.login.laptop / "key.pub").read_text())
     here.login.drop()
     poll(
-        lambda: list((here.login.short / "lockstep-ssh").iterdir()) == [], 30, "the end of the connection that is kept"
+        lambda: list((here.login.short / "lockstep-ssh").iterdir()) == [], 60, "the end of the connection that is kept"
     )
     done = lockstep("doctor", "slurm", "--host", "other.example", "--json")
     found = {item["name"]: item for item in json.loads(done.stdout)}

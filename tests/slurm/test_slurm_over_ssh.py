@@ -207,4 +207,4 @@ def test_followed_lines_come_at_once_and_nobody_follows_for_a_laptop_that_has_go
                 found += [pid] if words in Path(f"/proc/{pid}/cmdline").read_bytes() else []
         return found
 
-    poll(lambda: not followers(), 30, "the end of the follower")
+    poll(lambda: not followers(), 60, "the end of the follower")

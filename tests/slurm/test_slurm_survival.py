@@ -78,7 +78,7 @@ def test_the_controller_is_restarted(bench: Bench, undisturbed: Path) -> None:
         except FileNotFoundError:  # also for the moment in which the controller puts a new file in its place
             return False
 
-    poll(written, 30, "the controller's state on the disk")
+    poll(written, 60, "the controller's state on the disk")
     bench.cluster.node("stop", "ctl")
     try:
         told = bench.backend.wait("headless", 0)

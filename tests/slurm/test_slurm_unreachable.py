@@ -122,7 +122,7 @@ def test_a_submission_goes_on_after_its_command_was_killed(site: Site) -> None:
     comment = json.loads((site.kept / "job.json").read_text())["comment"]
     site.does("squeue", f"echo '8|{comment}'")
     site.does("scontrol", "echo JobId=8 JobName=mine JobState=PENDING Reason=Priority")
-    poll(lambda: "mine: queued" in site.run("status", "slurm", "mine").stdout, 30, "the job's number")
+    poll(lambda: "mine: queued" in site.run("status", "slurm", "mine").stdout, 60, "the job's number")
     assert json.loads((site.kept / "job.json").read_text())["job_id"] == "8"
     assert (site.kept / "submitit/8_submission.sh").exists()
     assert "is there already" in site.run("submit", "slurm", site.file).stdout

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from tests.processes import LAUNCH, PYTHON, ROOT, clean_env, poll, processes, started
+from tests.processes import LAUNCH, PYTHON, ROOT, clean_env, poll, processes, require, started
 from tests.runs import Job
 from tests.warm.gang import Gang, python, running
 
@@ -72,7 +72,7 @@ class Live:
         remain: list[int] = json.loads(self.store.get(key))
         lost = set(range(self._ranks)) - set(remain)
         gone = [pid for rank in lost for pid in self.begun[rank]]
-        poll(lambda: not any(_state(pid) not in ("", "Z") for pid in gone), 5, "the end of the lost ranks' processes")
+        poll(lambda: not any(_state(pid) not in ("", "Z") for pid in gone), what="the end of the lost ranks' processes")
         assert self.store.check([f"lockstep/ended/{rank}" for rank in lost])
         return remain
 
@@ -85,18 +85,20 @@ class Live:
 
     def wait(self) -> tuple[int, list[str]]:
         """Its exit code and its own words. Nothing is left of it."""
-        done = self.gang.wait(60)
+        done = self.gang.wait(240)
         self.job.assert_gone()
         assert not list((self._folder / "tmp").iterdir()) and "Traceback" not in done.output, done.output
         return done.code, [line for line in done.output.splitlines() if line.startswith("launch: ")]
 
 
 @contextlib.contextmanager
-def live(folder: Path, ranks: int, *flags: str, deaf: bool = False, program: str = RANK) -> Iterator[Live]:
+def live(
+    folder: Path, ranks: int, *flags: str, deaf: bool = False, program: str = RANK, launcher: tuple[str, ...] = ("-m", "lockstep.training")
+) -> Iterator[Live]:  # fmt: skip
     job = Job(folder, folder)
     temporary = folder / "tmp"
     temporary.mkdir(parents=True)
-    words = ["-m", "lockstep.training", "launch", "--live", "--ranks", str(ranks), "--grace", "5", *flags]
+    words = [*launcher, "launch", "--live", "--ranks", str(ranks), "--grace", "5", *flags]
     words += ["--", PYTHON, "-S", "-X", "utf8", "-c", program, str(folder), *(["deaf"] if deaf else [])]
     with running([words], clean_env(PYTHONPATH=str(ROOT), LOCKSTEP_TEST_MARK=job.mark, TMPDIR=str(temporary))) as gang:
         try:
@@ -115,19 +117,22 @@ def _state(pid: int) -> str:
 KILLED = "ended by SIGKILL, by hand or because the memory was used up"
 
 
+HEARS = (
+    "-c",
+    "import sys; from tests import product; product.look_for_no_losses(); sys.exit(product.program(sys.argv[1:]))",
+)
+"""A launcher that does not look for what it may have missed."""
+
+
 def test_the_others_are_told_at_once_who_remains(tmp_path: Path) -> None:
     """Of two at once, which the launcher sees at one look as it was stopped meanwhile, they are told together."""
-    with live(tmp_path, 6) as job:
+    require(hasattr(os, "pidfd_open"), "needs Linux")
+    with live(tmp_path, 6, launcher=HEARS) as job:
         job.begin()
-        took = []
         for generation, rank in enumerate((2, 0, 4), 1):
-            since = time.monotonic()
             job.kill(rank)
-            job.store.wait([f"lockstep/live/generation/{generation}"])
-            took.append(time.monotonic() - since)
             assert rank not in job.told(generation)
             assert job.store.get(f"lockstep/ended/{rank}").decode() == KILLED
-        assert min(took) < 0.05, took  # the machine may be busy at two of the three
         os.kill(job.launcher, signal.SIGSTOP)
         poll(lambda: _state(job.launcher) == "T", what="a launcher that stands")
         job.kill(1, 5)
@@ -153,10 +158,10 @@ def test_a_stopped_rank_is_lost_unless_all_are_stopped(tmp_path: Path) -> None:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
 
-    with live(tmp_path, 3, "--lost-seconds", "1") as job:
+    with live(tmp_path, 3, "--lost-seconds", "4") as job:
         job.begin()
-        stop_for(1.5, *(pid for pid, _ in job.begun))
-        stop_for(1.5, job.launcher, job.begun[1][0])
+        stop_for(4.5, *(pid for pid, _ in job.begun))
+        stop_for(4.5, job.launcher, job.begun[1][0])
         stop_for(0.3, job.begun[0][0])
         assert not job.store.check(["lockstep/live/generation/1"])
         job.kill(1, number=signal.SIGSTOP)
@@ -241,7 +246,7 @@ def test_a_signal_before_the_ranks_have_started_ends_the_launcher(tmp_path: Path
             lambda: re.search(r"^SigBlk:\s*0*[1-9a-f]", status.read_text(), re.M), what="a launcher that imports torch"
         )
         process.terminate()
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=240)
     assert (process.returncode, output) == (75, "launch: SIGTERM before the ranks had started\n")
     assert not (tmp_path / "started").exists()
 
@@ -274,7 +279,7 @@ os.kill(os.getpid(), 9) if os.environ["RANK"] == "1" else os._exit(3)
 
 def test_no_line_is_lost_or_cut(tmp_path: Path) -> None:
     with live(tmp_path, 2, program=LINES) as job:
-        done = job.gang.wait(30)
+        done = job.gang.wait(240)
         assert len(job.job.pids()) == 2, "the launcher had to end before these"
     for rank in (0, 1):
         lines = [line.partition("] ")[2] for line in done.output.splitlines() if line.startswith(f"[rank {rank}] ")]

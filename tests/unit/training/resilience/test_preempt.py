@@ -29,7 +29,7 @@ def signals(clock: list[float]) -> Iterator[Signals]:
 def test_one_signal_sets_a_flag_and_its_echo_is_the_same_one(signals: Signals, clock: list[float]) -> None:
     assert signals.received is None
     os.kill(os.getpid(), signal.SIGUSR1)
-    poll(lambda: signals.received, 10, "the signal")
+    poll(lambda: signals.received, what="the signal")
     clock[0] = 1.9
     os.kill(os.getpid(), signal.SIGTERM)
     assert signals.received == "SIGUSR1"
