@@ -75,7 +75,7 @@ from lockstep import Session
 class Slow(Dataset):
     def __len__(self): return 160
     def __getitem__(self, index):
-        if rank == 2 and killed.exists(): time.sleep(15)
+        if rank == 2 and killed.exists(): time.sleep(600)
         return torch.ones(4), torch.zeros(2)
 
 killed = pathlib.Path(sys.argv[2])
@@ -91,7 +91,7 @@ with Session(sys.argv[1]) as run:
                 os.kill(os.getpid(), signal.SIGKILL)
             run.step(((model(x) - y) ** 2).mean())
 """
-"""Rank 2 is killed, and its loader's process lives on for 15 s."""
+"""Rank 2 is killed, and its loader's process lives on."""
 
 
 @pytest.mark.promise("named-rank")
@@ -103,4 +103,4 @@ def test_a_killed_rank_alone_is_named_and_at_once(tmp_path: Path) -> None:
     assert done.output.count("did not arrive") == 1, done.output
     status = tmp_path / "run/status.json"
     assert "rank 2 did not arrive" in json.loads(status.read_text())["reason"]
-    assert status.stat().st_mtime - killed.stat().st_mtime < 12
+    assert status.stat().st_mtime - killed.stat().st_mtime < 60

@@ -24,7 +24,7 @@ from tests.warm.gang import Gang, running
 
 pytestmark = pytest.mark.promise("survivors")
 
-LOST_SECONDS = 3
+LOST_SECONDS = 6
 
 
 class Node:

@@ -2,7 +2,7 @@
 
 A launcher that is forked itself has everything imported. Before it has threads it forks a nursery, which forks the ranks:
 processes of their own, in their own sessions, and children of the launcher, as a nursery's orphans are given to it. What tells
-one from a rank of a launcher from a shell is its command line in /proc; so it bears its rank as its name there.
+one from a rank of a launcher from a shell are command line and environment in /proc; so it has its rank as its name there.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _nursed(requests: socket.socket, parent: int) -> Callable[[], None]:
             while os.getppid() != parent:
                 time.sleep(0.001)
             request = json.loads(message)
-            Path("/proc/self/comm").write_text(f"rank {request['env']['RANK']}")
+            Path("/proc/self/comm").write_text(f"RANK={request['env']['RANK']}")
             task = become(request, streams)
             for name, number in (("stdout", 1), ("stderr", 2)):  # the server's were made for a file
                 setattr(sys, name, io.TextIOWrapper(io.FileIO(number, "w", closefd=False), write_through=True))
