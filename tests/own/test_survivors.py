@@ -9,8 +9,8 @@ import os
 import random
 import re
 import signal
+import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,18 +81,14 @@ def hashes(run_dir: Path) -> list[tuple[int, str]]:
     return [(event["step"], event["sha256"]) for event in readable(run_dir) if event["event"] == "weights"]
 
 
-@pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[tuple[int, str]]]:
-    """kind, times → the hashes of a run of one process, which no launcher has started."""
-
-    @functools.cache
-    def of(kind: str, times: int = 1) -> list[tuple[int, str]]:
-        run_dir = tmp_path_factory.mktemp("undisturbed") / kind
+@functools.cache
+def undisturbed(kind: str, times: int = 1) -> list[tuple[int, str]]:
+    """The hashes of a run of one process, which no launcher has started."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / kind
         done = python(str(JOB), str(run_dir), kind, f"config.times={times}", timeout=BOUND)
         assert done.code == 0, done.output
         return hashes(run_dir)
-
-    return of
 
 
 def ranks_of(launcher: int) -> dict[int, int]:
@@ -138,7 +134,7 @@ def disturb(launcher: Process, run_dir: Path, draw: random.Random, moments: list
     return done
 
 
-def check(tmp_path: Path, seed: int, kind: str, undisturbed: Any, replaced: bool = False) -> None:
+def check(tmp_path: Path, seed: int, kind: str, replaced: bool = False) -> None:
     """
     Args:
         replaced: lost ranks are replaced, and more are lost as that happens.
@@ -226,7 +222,7 @@ def test_a_run_that_could_not_go_on_is_refused(kind: str, word: str, why: str, t
 
 
 @pytest.mark.promise("survivors")
-def test_a_signal_after_a_loss_saves_and_the_run_resumes(tmp_path: Path, undisturbed: Any) -> None:
+def test_a_signal_after_a_loss_saves_and_the_run_resumes(tmp_path: Path) -> None:
     require(hasattr(os, "pidfd_open"), "needs Linux")
     run_dir, wanted = tmp_path / "run", undisturbed("part")
     with live(*command(run_dir, "part", "config.hold=30")) as gang:
@@ -247,19 +243,19 @@ KINDS = ("net", "net", "gan", "net", "part")
 
 @pytest.mark.promise("survivors")
 @pytest.mark.parametrize("seed", [0, 2, 4])
-def test_any_rank_may_be_lost_at_any_moment(seed: int, tmp_path: Path, undisturbed: Any) -> None:
+def test_any_rank_may_be_lost_at_any_moment(seed: int, tmp_path: Path) -> None:
     require(hasattr(os, "pidfd_open"), "needs Linux")
-    check(tmp_path, seed, KINDS[seed % 5], undisturbed)
+    check(tmp_path, seed, KINDS[seed % 5])
 
 
 @pytest.mark.promise("survivors")
 @pytest.mark.parametrize("seed", [2])
-def test_a_lost_rank_is_replaced(seed: int, tmp_path: Path, undisturbed: Any) -> None:
+def test_a_lost_rank_is_replaced(seed: int, tmp_path: Path) -> None:
     require(hasattr(os, "pidfd_open"), "needs Linux")
-    check(tmp_path, seed, KINDS[seed % 5], undisturbed, replaced=True)
+    check(tmp_path, seed, KINDS[seed % 5], replaced=True)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", [1, 3, *range(10, 70)])
-def test_many_seeds(seed: int, tmp_path: Path, undisturbed: Any) -> None:
-    check(tmp_path, seed, KINDS[seed % 5], undisturbed, replaced=seed % 4 == 3)
+def test_many_seeds(seed: int, tmp_path: Path) -> None:
+    check(tmp_path, seed, KINDS[seed % 5], replaced=seed % 4 == 3)

@@ -12,12 +12,11 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.faults.test_launcher_nodes import two_namespaces
-from tests.own.test_survivors import BOUND, JOB, hashes, ranks_of
+from tests.own.test_survivors import BOUND, JOB, hashes, ranks_of, undisturbed
 from tests.processes import LAUNCH, PYTHON, clean_env, poll
 from tests.runs import Job
 
@@ -55,7 +54,7 @@ class Node:
 
     def close(self) -> None:
         self.crash()
-        self.process.wait(30)
+        self.process.wait(60)
         self._output.close()
 
 
@@ -123,7 +122,7 @@ def check(tmp_path: Path, seed: int, wanted: list[tuple[int, str]]) -> list[str]
         try:
             poll(lambda: first.process.poll() is not None, BOUND, "the end")
             if second.process.poll() is None:
-                poll(lambda: second.process.poll() is not None, 60, "the end of the other node")
+                poll(lambda: second.process.poll() is not None, BOUND, "the end of the other node")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{said()}") from None
         assert first.process.returncode == 0, said()
@@ -137,11 +136,11 @@ def check(tmp_path: Path, seed: int, wanted: list[tuple[int, str]]) -> list[str]
 
 @pytest.mark.promise("survivors", "nodes")
 @pytest.mark.parametrize("seed", [1])
-def test_nodes_are_lost_and_come_anew(seed: int, tmp_path: Path, undisturbed: Any) -> None:
+def test_nodes_are_lost_and_come_anew(seed: int, tmp_path: Path) -> None:
     check(tmp_path, seed, undisturbed("net", TIMES))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(10, 50))
-def test_many_seeds_on_two_nodes(seed: int, tmp_path: Path, undisturbed: Any) -> None:
+def test_many_seeds_on_two_nodes(seed: int, tmp_path: Path) -> None:
     check(tmp_path, seed, undisturbed("net", TIMES))
