@@ -356,25 +356,36 @@ class Batches:
         """What is told, once, where `collate` makes a sample's entries depend on the rank's other samples, but must not."""
         self._pins = division.world.device.type == "cuda"
 
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[Any, Part]]:
-        """(batch, part) of each step from `first_step` on. Close the iterator to end its workers, or its thread, early."""
-        steps = range(first_step, self.division.steps)
+    def epoch(self, epoch: int, first_step: int = 0, steps: Iterator[int] | None = None) -> Iterator[tuple[Any, Part]]:
+        """(batch, part) of each step from `first_step` on. Close the iterator to end its workers, or its thread, early.
+
+        Args:
+            steps: these in their place, each asked for when its batch is dealt and begun to be loaded. Workers go on where it gives
+                further ones after its end.
+        """
+        steps = iter(range(first_step, self.division.steps)) if steps is None else steps
         if not isinstance(self.source, Stored):
             return self._loaded(self.source, epoch, steps)
         read = self._read(self.source, epoch, steps)
         return read if self.source.resident else _ahead(read, self.source.ahead, self._pins)
 
-    def _read(self, stored: Stored, epoch: int, steps: range) -> Iterator[tuple[Any, Part]]:
+    def _read(self, stored: Stored, epoch: int, steps: Iterator[int]) -> Iterator[tuple[Any, Part]]:
         keys = draw_keys(stored.seed, epoch)
         for step in steps:
             ids, part = self.division.part(epoch, step)
             yield stored.batch(ids, keys), part
 
-    def _loaded(self, dataset: Dataset[Any], epoch: int, steps: range) -> Iterator[tuple[Any, Part]]:
+    def _loaded(self, dataset: Dataset[Any], epoch: int, steps: Iterator[int]) -> Iterator[tuple[Any, Part]]:
         parts: deque[Part] = deque()
+
+        def draw(step: int) -> list[int]:
+            ids, part = self.division.part(epoch, step)
+            parts.append(part)
+            return ids.tolist()
+
         looks = self.warn is not None and self.collate is not None and self.division.parts is not None
         collate = _Apart(self.collate) if looks and self.collate is not None else self.collate
-        ids = self._draw(epoch, steps, parts)
+        ids = map(draw, steps)  # no generator: that would end for good
         for item in loader(dataset, self.division.seed, epoch, ids, self.workers, collate, self._pins):
             batch, depends = item if looks else (item, False)
             if depends and self.warn is not None:
@@ -385,13 +396,6 @@ class Batches:
                 )
                 self.warn = None
             yield batch, parts.popleft()
-
-    def _draw(self, epoch: int, steps: range, parts: deque[Part]) -> Iterator[list[int]]:
-        """The ids of each step, as the loader asks for them, some steps ahead; notes the parts in the same order."""
-        for step in steps:
-            ids, part = self.division.part(epoch, step)
-            parts.append(part)
-            yield ids.tolist()
 
 
 def loader(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,19 +25,34 @@ class Dealing(Iterator[tuple[Any, "Part | None"]]):
     """
 
     def __init__(self, batches: Batches, world: World, epoch: int, first_step: int) -> None:
-        self._batches, self._world, self._epoch = batches, world, epoch
-        self._open(first_step)
+        self._batches, self._world, self._epoch, self._step = batches, world, epoch, first_step
+        self._open()
 
-    def _open(self, step: int) -> None:
-        self._given, self._step, self._generation = self._batches.epoch(self._epoch, step), step, self._world.generation
+    def _open(self) -> None:
+        self._asked = _Asked(self._world, self._step, self._batches.division.steps)
+        self._given = self._batches.epoch(self._epoch, steps=self._asked)
+        self._generation = self._world.generation
 
     def __next__(self) -> tuple[Any, Part | None]:
         if self._generation != self._world.generation:
-            self.close()
-            self._open(self._step)
-        self._current = next(self._given)
+            self._deal_anew()
+        while (given := next(self._given, None)) is None or self._asked.generations.popleft() != self._generation:
+            if given is None:
+                if self._step == self._batches.division.steps:
+                    raise StopIteration
+                self._open()  # it had given the last batch before a rank was lost
+        self._current = given
         self._step += 1
-        return self._current
+        return given
+
+    def _deal_anew(self) -> None:
+        """A loader's processes go on with other samples: it would take longer to end them and start new ones, and to load a batch here
+        would open files that processes started later then share."""
+        if self._batches.workers:
+            self._asked.step, self._generation = self._step, self._world.generation
+        else:
+            self.close()
+            self._open()
 
     def again(self) -> tuple[Any, Part | None]:
         """The batch under way, as it is dealt now."""
@@ -47,6 +63,22 @@ class Dealing(Iterator[tuple[Any, "Part | None"]]):
 
     def close(self) -> None:
         getattr(self._given, "close", lambda: None)()
+
+
+class _Asked(Iterator[int]):
+    """The steps whose batches a loader is asked for, some ahead of those that it has given. They may be set back, also after the end."""
+
+    def __init__(self, world: World, step: int, end: int) -> None:
+        self._world, self.step, self._end = world, step, end
+        self.generations: deque[int] = deque()
+        """In which each of them was asked for, of those that are not given yet."""
+
+    def __next__(self) -> int:
+        if self.step == self._end:
+            raise StopIteration
+        self.generations.append(self._world.generation)
+        self.step += 1
+        return self.step - 1
 
 
 class Dealt:
