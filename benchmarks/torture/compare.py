@@ -33,6 +33,7 @@ names = ("torch", "lightning", "accelerate", "transformers", "ray")
 print(json.dumps({name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name)}))
 """
 FAULTS = ("kill-rank", "kill-launcher", "kill-all", "term", "disk-full")
+KEPT = ("fault", "moment", "done", "codes", "weights", "steps_repeated", "steps_lost", "steps_alone", "seconds_lost")
 BOUND = 3600
 
 
@@ -49,10 +50,13 @@ def tortured(peer: str, python: str, seed: int, cases: int) -> dict[str, Any]:
     done = subprocess.run(torture, capture_output=True, text=True, timeout=BOUND, check=False)
     if done.returncode == 2:
         raise RuntimeError(f"{peer}: {done.stderr}")
-    told: dict[str, Any] = json.loads(done.stdout)
-    for case in told["cases"]:
-        del case["repeat"], case["files"]
-    return told
+    told = json.loads(done.stdout)
+    return {
+        "undisturbed": told["undisturbed"], "seed": seed,
+        "cases": [
+            {**{name: case[name] for name in KEPT}, "left": len(case["left"]), "held": not case["problems"]} for case in told["cases"]
+        ],
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -68,7 +72,7 @@ def main() -> None:
     )
     found = {peer: tortured(peer, args.python, args.seed, args.cases) for peer in args.peers}
     for peer, told in found.items():
-        print(peer, *(f"{case['fault']} {case['codes']} {case['verdict']}" for case in told["cases"]), sep="\n  ")
+        print(peer, *(f"{case['fault']} {case['codes']} {case['weights']}" for case in told["cases"]), sep="\n  ")
     print(f"written to {write('torture', {'machine': machine(), 'versions': versions, 'peers': found}, args.out)}")
 
 

@@ -134,8 +134,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if args.command in ([], ["--"]):
         parser.error("nothing to torture: add `-- PROGRAM …`, or a recipe's name")
     for path in (args.keep, args.report):
-        if path is not None and os.path.lexists(path):
-            raise UserError(f"{path} exists already: choose another name")
+        if path is not None and (os.path.lexists(path) or not os.access(path.absolute().parent, os.W_OK)):
+            raise UserError(f"{path} cannot be made: it exists already, or its folder cannot be written")
     others = len(args.ranks) == 2 and (args.command[0] != "--" or any("{ranks}" in word for word in args.command))
     if args.faults and "other-ranks" in args.faults and not others:
         parser.error("other-ranks needs two numbers in --ranks, and {ranks} in the command")
