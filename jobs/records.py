@@ -293,8 +293,12 @@ def progress(said: Said | None) -> str:
     ended = (
         "" if said["code"] is None else ", ending" if said["code"] == contract.EXIT_DONE else ", the attempt has ended"
     )
+    return step(said) + (f", restart {again}" if (again := restarts(said)) else "") + ended
+
+
+def step(said: Said) -> str:
     lost = ", {} of {} ranks".format(*ranks) if len(ranks := said.get("ranks", [])) == 2 else ""
-    return f"step {said['step']}{lost}" + (f", restart {again}" if (again := restarts(said)) else "") + ended
+    return f"step {said['step']}{lost}"
 
 
 def said(run_dir: Path, job: str) -> Said | None:

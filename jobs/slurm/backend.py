@@ -283,9 +283,11 @@ class SlurmBackend(Cluster):
         return self.wait(name, 120)
 
     def stream(self, known: KnownJob, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
-        ranks = [rank] if rank is not None else list(range(known.world_size))
+        spec = JobSpec.recorded(known.name, known.plain)
+        one = [rank] if rank is not None else list(range(known.world_size))
         return submission.lines(
-            known.record, ranks, rank is None, lambda: not follow or self.status(known.name).final, min(self.interval, 1.0), last
+            known.record, list(range(spec.nodes)) if spec.live else one, rank, spec.live,
+            lambda: not follow or self.status(known.name).final, min(self.interval, 1.0), last,
         )  # fmt: skip
 
     def exec(self, known: KnownJob, rank: int, command: Lines, streams: Streams) -> int:
@@ -295,6 +297,7 @@ class SlurmBackend(Cluster):
         """
         spec, record = JobSpec.recorded(known.name, known.plain), known.record
         job_id, hosts = observe.nodes(str(record["job_id"]))
+        hosts = observe.in_the_order_of_ranks(spec, hosts)
         python = render.interpreter(spec, self.cluster)
         if rank // spec.ranks >= len(hosts):
             raise UserError(f"{spec.name} has {len(hosts)} nodes, too few for rank {rank}")

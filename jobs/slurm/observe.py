@@ -232,6 +232,11 @@ def nodes(job_id: str) -> tuple[str, list[str]]:
     return own, answer("scontrol", "show", "hostnames", names).split()
 
 
+def in_the_order_of_ranks(spec: JobSpec, hosts: list[str]) -> list[str]:
+    """SLURM's nodes of a job. The launchers of a live one sort them by their names, as text, behind the first one."""
+    return [*hosts[:1], *sorted(hosts[1:])] if spec.live else hosts
+
+
 def final(state: str) -> bool:
     return state in FINAL
 
@@ -333,19 +338,23 @@ def explain(
         since: seconds since the epoch when it was submitted.
         free: starts after which it had saved and got further, which do not count against `max_restarts`.
     """
-    total = spec.nodes * spec.ranks
+    total = 1 if spec.live else spec.nodes * spec.ranks
     latest = max((int(end.get("restart", 0)) for end in ends.values()), default=0)
     restarts = max(found.restarts if found else 0, latest)
     ends = {rank: end for rank, end in ends.items() if int(end.get("restart", 0)) == restarts}
     failures = restarts - sum(start < restarts for start in free)
     used_up = restarts not in free and failures >= spec.max_restarts
-    if said is not None and said.get("code") is not None and said.get("restart", restarts) != restarts:
+    own = (
+        said is None or spec.live or said.get("restart", restarts) == restarts
+    )  # a live job's launcher counts for itself
+    if said is not None and said.get("code") is not None and not own:
         said = None  # an earlier start wrote it; this one ended before it could
 
     def answer(state: State, reason: str, code: int | None = None) -> Status:
         return Status(state, reason, _parts(spec, found, state, restarts), code)
 
-    code = _code(said, ends, total, spec)
+    # Its first node says how a live job has ended: any other one may be lost.
+    code = _code(said, {task: end for task, end in ends.items() if task == 0 or not spec.live}, total, spec)
     if found is None:
         if code is None and now - since < SETTLE_SECONDS:
             return answer("pending", "SLURM does not know it yet")
@@ -415,7 +424,7 @@ def cause(ends: Ends, said: Said | None) -> str:
 
 def _code(said: Said | None, ends: Ends, total: int, spec: JobSpec) -> int | None:
     """The job's own exit code: status.json above the tasks' notes; success needs all of them. None: not known."""
-    if said is not None and said["code"] is not None and spec.recipe is not None:
+    if said is not None and said["code"] is not None and spec.recipe is not None and not spec.live:
         return said["code"]
     bad = [int(end["code"]) for end in ends.values() if end["code"] != EXIT_DONE]
     if bad:
@@ -428,7 +437,7 @@ def _progress(said: Said | None, found: Known, restarts: int) -> str:
     again = f", restart {restarts}" if restarts else ""
     if found.state == "COMPLETING":
         return f"is ending{where}{again}"
-    step = f"step {said['step']}" if said is not None else "starting"
+    step = records.step(said) if said is not None else "starting"
     other = "" if found.state == "RUNNING" else f" ({found.state.lower()})"
     return f"{step}{where}{again}{other}"
 
@@ -443,7 +452,7 @@ def _names(ranks: list[int]) -> str:
 
 
 def _parts(spec: JobSpec, found: Known | None, state: State, restarts: int) -> list[Part]:
-    hosts = submitit_api.node_names(found.nodes) if found is not None else []
+    hosts = in_the_order_of_ranks(spec, submitit_api.node_names(found.nodes) if found is not None else [])
     return [
         Part(
             hosts[node] if node < len(hosts) else f"node {node}",

@@ -2,7 +2,7 @@
 
 script(spec, Path("/shared/lockstep/slurm/smoke/submitit"))
 
-A task is a rank. srun starts `python -m submitit.core._submit FOLDER` for each, which loads a `TrainingTask`.
+A task is a rank; of a `live` job it is a node. srun starts `python -m submitit.core._submit FOLDER` for each, which loads a `TrainingTask`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from lockstep.wire import submitit_api
 
 MARGIN_SECONDS = 30
 """The signal comes this much before `grace_seconds` are left: the requeue needs time too, on a busy controller."""
+JOIN_TIMEOUT = "5m"
+"""SLURM starts all nodes together: one that does not come within this time is lost."""
 PATH = re.compile(r"/[A-Za-z0-9._/+=@-]*")
 VALUE = re.compile(r"[A-Za-z0-9_./:,;@%+=\[\]()*~!&| -]*")
 """What a value of an #SBATCH line may hold: no quotes, no control characters, nothing a shell or sbatch expands."""
@@ -99,18 +101,23 @@ def parameters(spec: JobSpec, folder: PurePath, after: str | None = None, place:
         UserError: a path or a value of `slurm.patch` that must not stand in a script.
     """
     settings, place = slurm(spec), place or Place.of_this_machine()
-    cpus = max(1, int(spec.cpus // spec.ranks))
+    tasks = 1 if spec.live else spec.ranks
+    cpus = max(1, int(spec.cpus // tasks))
     more: dict[str, Any] = {"requeue": True, "output": f"{checked_path(folder)}/%j_batch.out"}
     for name, value in (("reservation", settings.reservation), ("licenses", settings.licenses)):
         if value is not None:
             more[name] = value
     if after is not None:
         more["kill-on-invalid-dep"] = "yes"
+    ending = ["--kill-on-bad-exit=1"]
+    if spec.live:  # nothing that happens to a node ends the others
+        more["no-kill"] = True
+        ending = ["--kill-on-bad-exit=0", "--wait=0", "--no-kill"]
     values: dict[str, Any] = {
         "name": spec.name,
         "timeout_min": minutes(spec),
         "nodes": spec.nodes,
-        "tasks_per_node": spec.ranks,
+        "tasks_per_node": tasks,
         "cpus_per_task": cpus,
         "stderr_to_stdout": True,
         "slurm_mem": f"{max(1, size_in_bytes(spec.memory) >> 20)}M",
@@ -127,7 +134,7 @@ def parameters(spec: JobSpec, folder: PurePath, after: str | None = None, place:
         "slurm_setup": _setup(spec, folder, place),
         "slurm_teardown": _teardown(spec, folder),
         # Since 22.05 srun does not use the value of sbatch; without it all ranks of a node share one core.
-        "slurm_srun_args": [f"--cpus-per-task={cpus}", "--kill-on-bad-exit=1", *container(spec, folder, place)[0]],
+        "slurm_srun_args": [f"--cpus-per-task={cpus}", *ending, *container(spec, folder, place)[0]],
     }
     if spec.gpus and settings.gpu_type:
         values["slurm_gres"] = f"gpu:{settings.gpu_type}:{spec.gpus}"
@@ -172,11 +179,15 @@ def training_task(spec: JobSpec, prepared: bool = False, job: str = "", place: P
         store.unpacked(commands.identity(spec))
     place = place or Place.of_this_machine()
     run_dir = run_directory(spec, place)
+    env, code = dict(spec.env), code_folder(spec, place)
+    if spec.live:
+        code = ""  # its launcher is told by its words what the job brings
+    elif spec.command is not None:
+        env[contract.ENV_SESSION] = commands.session_options(spec, run_dir)
     return TrainingTask(
-        words=commands.rank(spec, run_dir, str(place.here)), run_dir=run_dir, nodes=spec.nodes, ranks_per_node=spec.ranks,
-        max_restarts=spec.max_restarts, metrics_port=spec.metrics_port,
-        env=dict(spec.env) if spec.command is None else {**spec.env, contract.ENV_SESSION: commands.session_options(spec, run_dir)},
-        job=job, code=commands.identity(spec) if spec.code is not None else "", code_folder=code_folder(spec, place),
+        words=_words(spec, place), run_dir=run_dir, nodes=spec.nodes, ranks_per_node=spec.ranks,
+        max_restarts=spec.max_restarts, metrics_port=spec.metrics_port, env=env,
+        job=job, code=commands.identity(spec) if code else "", code_folder=code,
     )  # fmt: skip
 
 
@@ -280,7 +291,7 @@ def preparation(spec: JobSpec, place: Place | None = None) -> JobSpec:
 
 def _setup(spec: JobSpec, folder: PurePath, place: Place) -> list[str]:
     return [
-        f"# each task: {json.dumps(commands.rank(spec, run_directory(spec, place), str(place.here)))[:2000]}",
+        f"# each task: {json.dumps(_words(spec, place))[:2000]}",
         *([f"# its code: {checked_path(PurePosixPath(code_folder(spec, place)))}"] if spec.code is not None else []),
         # The tasks unpickle what lies there: nobody else may have put it there.
         f'[ -O {folder} ] && [[ "$(stat -c %a {folder})" == *00 ]] || {{ echo "{folder} is not mine alone"; exit 2; }}',
@@ -293,6 +304,16 @@ def _setup(spec: JobSpec, folder: PurePath, place: Place) -> list[str]:
         "(",
         *_environment(spec),
     ]
+
+
+def _words(spec: JobSpec, place: Place) -> list[str]:
+    """What a task starts: its rank, or its node's launcher."""
+    run_dir = run_directory(spec, place)
+    if not spec.live:
+        return commands.rank(spec, run_dir, str(place.here))
+    known = spec.model_copy(update={"join_timeout": spec.join_timeout or JOIN_TIMEOUT})
+    _, _, _, *words = commands.launch(known, run_dir, code=code_folder(spec, place), here=str(place.here))
+    return words
 
 
 def _environment(spec: JobSpec) -> list[str]:

@@ -160,10 +160,3 @@ def interpreter_elsewhere(subject: Subject) -> Iterator[str]:
             f"the python3 of {settings.host} must have Lockstep, because slurm.host names no other one: set slurm.python, or "
             "slurm.host: HOST:/PATH/OF/PYTHON where the job runs in an image"
         )
-
-
-@rule("LS117")
-def live(subject: Subject) -> Iterator[str]:
-    """SLURM starts the ranks, and ends all where one is lost."""
-    if subject.spec.live:
-        yield "live does not work on SLURM, which ends all ranks of a job where one is lost: remove it"

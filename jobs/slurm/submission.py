@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -19,12 +20,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
-from lockstep.jobs.logs import Pieces, begin, shares
+from lockstep.jobs.logs import PREFIX, Pieces, begin, of_rank, shares
 from lockstep.jobs.slurm import observe, render
 from lockstep.jobs.slurm.task import TrainingTask
 from lockstep.jobs.status import Check, Unreachable
 from lockstep.training import files
-from lockstep.training.contract import OF_A_JOB, UserError
+from lockstep.training.contract import ENV_SECRET, OF_A_JOB, UserError
 from lockstep.wire import submitit_api
 from lockstep.wire.signals import signals_held_back
 
@@ -40,6 +41,7 @@ CHUNK = 1 << 20
 """Bytes of one log that are read at once."""
 NOISE = r"submitit [A-Z]+ \([0-9]{4}-"
 """What submitit's own lines begin with."""
+_OF_A_RANK = re.compile(PREFIX.pattern.encode())
 _IN_DOUBT = re.compile("timed out|zero bytes|receive failure", re.I)
 """What sbatch says where it has sent the job, and heard no answer."""
 _OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_ACCOUNT")
@@ -154,7 +156,8 @@ def outlook(name: str, script: str, here: PurePath) -> Check:
 
 
 def _environment() -> dict[str, str]:
-    return {
+    """With a secret by which the launchers of a `live` job know one another."""
+    return {ENV_SECRET: secrets.token_hex(32)} | {
         name: value for name, value in os.environ.items()
         if name in _OF_THE_CLUSTER or (name not in OF_A_JOB and not name.startswith(("SBATCH_", "SLURM_")))
     }  # fmt: skip
@@ -220,49 +223,52 @@ def log(record: dict[str, Any], rank: int) -> Path:
 
 
 def lines(
-    record: dict[str, Any], ranks: list[int], prefix: bool, ended: Callable[[], bool], interval: float, last: int | None = None
+    record: dict[str, Any], tasks: list[int], rank: int | None, live: bool, ended: Callable[[], bool], interval: float,
+    last: int | None = None,
 ) -> Iterator[str]:  # fmt: skip
-    """The ranks' lines as they come, without submitit's own, with `[rank N]` before them where `prefix` says so, until the
-    job has ended.
+    """The tasks' lines as they come, without submitit's own, until the job has ended: those of one rank, or of all with `[rank N]`
+    before them.
 
     Args:
+        live: a task is a node, and its ranks' lines have that already.
         last: begin this many lines before the end. They have no times, so each rank has an equal share of them.
     """
-    logs = {rank: log(record, rank) for rank in ranks}
-    read = dict.fromkeys(ranks, 0) if last is None else _beginnings(logs, last)
-    pieces = {rank: Pieces(b"\n") for rank in ranks}
+    logs = {task: log(record, task) for task in tasks}
+    of = rank if live else None
+    read = dict.fromkeys(tasks, 0) if last is None else _beginnings(logs, last, of)
+    pieces = {task: Pieces(b"\n", _OF_A_RANK) for task in tasks}
     while True:
         try:
             over = ended()  # asked before reading, so that nothing is missed
         except Unreachable:
             over = False
         more = False
-        for rank in ranks:
+        for task in tasks:
             new = b""
-            with contextlib.suppress(OSError), files.regular(logs[rank]) as file:
-                file.seek(read[rank])
+            with contextlib.suppress(OSError), files.regular(logs[task]) as file:
+                file.seek(read[task])
                 new = file.read(CHUNK)
-            read[rank] += len(new)
+            read[task] += len(new)
             more = more or bool(new)
-            whole = list(pieces[rank].of(new))
-            if over and not new and (rest := pieces[rank].rest()):
+            whole = list(pieces[task].of(new))
+            if over and not new and (rest := pieces[task].rest()):
                 whole.append(rest)
             for line in (raw.decode(errors="replace") for raw in whole):
-                if not re.match(NOISE, line):
-                    yield f"[rank {rank}] {line}" if prefix else line
+                if not re.match(NOISE, line) and (kept := of_rank(line, of)) is not None:
+                    yield f"[rank {task}] {kept}" if rank is None and not live else kept
         if over and not more:
             return
         if not more:
             time.sleep(interval)
 
 
-def _beginnings(logs: dict[int, Path], last: int) -> dict[int, int]:
-    """Where each rank's log is to be read from, for `last` lines in all."""
-    noise = re.compile(NOISE.encode())
+def _beginnings(logs: dict[int, Path], last: int, of: int | None) -> dict[int, int]:
+    """Where each task's log is to be read from, for `last` lines in all. `of`: those of this rank alone count."""
+    noise, mark = re.compile(NOISE.encode()), b"" if of is None else b"[rank %d] " % of
 
     def look(rank: int, count: int) -> tuple[int, int]:
         try:
-            return begin(logs[rank], count, lambda head: not noise.match(head))
+            return begin(logs[rank], count, lambda head: not noise.match(head) and head.startswith(mark))
         except OSError:
             return 0, 0
 

@@ -6,6 +6,9 @@ wait: none of them leaves before, which would end the job.
 
 `max_restarts` counts failures. SLURM counts every start (SLURM_RESTART_COUNT); rank 0 notes those after which the job
 saved and got further. Only a note makes a start free: a start that cannot be told from a failure counts.
+
+Of a `live` job a task is a node, and starts its launcher. That of the first node decides how the job ends. Another node that is lost
+just ends: the others go on.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lockstep.jobs.logs import PREFIX
 from lockstep.training import contract, files
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, to_stderr
 from lockstep.wire import submitit_api
@@ -44,7 +48,7 @@ class TrainingTask:
     """The payload that submitit pickles: plain values only."""
 
     words: list[str]
-    """`["run", RECIPE, …]` for `python -m lockstep.training`, or `["--", PROGRAM, …]`."""
+    """`["run", RECIPE, …]` for `python -m lockstep.training`, `["--", PROGRAM, …]`, or, of a `live` job, `["launch", …]`."""
     run_dir: str
     nodes: int = 1
     ranks_per_node: int = 1
@@ -59,9 +63,9 @@ class TrainingTask:
     """Its copy, which the ranks start in."""
 
     def __call__(self) -> dict[str, Any] | None:
-        """Runs this task's rank until it ends. Rank 0 returns `summary.json`. If SLURM restarts the job, the process ends."""
+        """Runs this task's rank (or launcher) until it ends. Rank 0 returns `summary.json`. If SLURM restarts the job, the process ends."""
         here = _Here.read()
-        if (here.nodes, here.size) != (self.nodes, self.nodes * self.ranks_per_node):
+        if (here.nodes, here.size) != (self.nodes, self.nodes * self.ranks_per_node // self._ranks_per_task):
             self._leave(
                 here, EXIT_USAGE,
                 f"submitit has started {here.size} tasks on {here.nodes} nodes, and the spec has nodes {self.nodes} and "
@@ -89,13 +93,37 @@ class TrainingTask:
         may = code != EXIT_USAGE and here.failures + (not here.saved(here.restarts)) <= self.max_restarts
         if code == EXIT_PREEMPTED and here.rank != 0:
             may = True  # rank 0 judges; should it leave, SLURM ends this one
-        if here.cancelled or (may and code != EXIT_PREEMPTED and here.refused()):
+        if here.cancelled or (
+            may and code != EXIT_PREEMPTED and (here.noted(code=EXIT_USAGE) or not self._judges(here, code))
+        ):
             may = False
         if may and (code != EXIT_PREEMPTED or here.rank == 0):
-            _requeue(here, code)
+            _requeue(here, "saved" if code == EXIT_PREEMPTED else f"{self._who(here)} ended with {code}")
         elif may:
             _hold(REQUEUE_SECONDS + HOLD_SECONDS)
         self._leave(here, code, reason)
+
+    @property
+    def _live(self) -> bool:
+        return self.words[0] == "launch"
+
+    @property
+    def _ranks_per_task(self) -> int:
+        return self.ranks_per_node if self._live else 1
+
+    def _who(self, here: _Here) -> str:
+        return f"node {here.node}" if self._live else f"rank {here.rank}"
+
+    def _judges(self, here: _Here, code: int) -> bool:
+        """Whether this failure of a task is the job's, so that it asks for a new start.
+
+        A launcher that ends by itself has started its ranks again as often as it may. One that was killed takes the job with it where it
+        was the first node's, for which the others wait; they ask where that one has left without a word.
+        """
+        if not self._live:
+            return True
+        killed = code > 128
+        return killed if here.rank == 0 else not killed and not here.noted("0")
 
     def _checkpoint(self) -> tuple[int, int]:
         """The folder of checkpoints (its inode: a fresh start has another one) and the step of the newest one."""
@@ -122,7 +150,8 @@ class TrainingTask:
         would requeue before the ranks have agreed on a step.
         """
         ours = self.words[0] != "--"
-        command = [sys.executable, "-u", "-m", "lockstep.training", *self.words] if ours else self.words[1:]
+        words = self._launch(here) if self._live else self.words
+        command = [sys.executable, "-u", "-m", "lockstep.training", *words] if ours else self.words[1:]
         heard = set[int]()
         for number in (*ASKING, signal.SIGCONT):
             signal.signal(number, lambda number, frame: heard.add(number))  # noqa: ARG005 - the handler's signature
@@ -153,41 +182,52 @@ class TrainingTask:
             return (EXIT_PREEMPTED if self._checkpoint()[1] else EXIT_FAILED), True
         return 128 - code if code < 0 else code, not heard.isdisjoint(ASKING)
 
+    def _launch(self, here: _Here) -> list[str]:
+        """The launcher's words, with this node's place."""
+        place = {
+            "--nodes": here.nodes, "--ranks": self.ranks_per_node, "--job-id": here.job_id, "--address": here.hosts[here.node],
+            "--rendezvous": f"{here.hosts[0]}:{here.port}",
+        }  # fmt: skip
+        flags = [word for name, value in place.items() for word in (name, str(value))]
+        return ["launch", *flags, "--serve" if here.node == 0 else "--no-serve", *self.words[1:]]
+
     def _environment(self, here: _Here, ours: bool) -> dict[str, str]:
         env = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
         env[contract.ENV_RESTARTS] = str(here.restarts)
-        env[contract.ENV_LAUNCHER] = str(os.getpid())
+        if not self._live:  # a launcher is no rank
+            env[contract.ENV_LAUNCHER] = str(os.getpid())
         env[contract.ENV_METRICS_PORT] = str(self.metrics_port)
         env[contract.ENV_JOB] = self.job
         cpus = env.get("SLURM_CPUS_PER_TASK", "")
         if cpus.isdigit():
-            env.setdefault("OMP_NUM_THREADS", cpus)
+            env.setdefault("OMP_NUM_THREADS", str(max(1, int(cpus) // self._ranks_per_task)))
         if not ours:  # a program of the user's own gets torchrun's variables; ours reads SLURM's itself
-            number = int(re.sub(r"\D", "", here.job_id) or 0)
             env |= {
                 "RANK": str(here.rank), "WORLD_SIZE": str(here.size), "LOCAL_RANK": str(here.local_rank),
                 "LOCAL_WORLD_SIZE": str(self.ranks_per_node), "GROUP_RANK": str(here.node),
                 "PATH": contract.search_path(env), "GROUP_WORLD_SIZE": str(here.nodes),
-                "MASTER_ADDR": here.hosts[0], "MASTER_PORT": str(12000 + number * 7 % 20000),
+                "MASTER_ADDR": here.hosts[0], "MASTER_PORT": str(here.port),
             }  # fmt: skip
         env |= self.env
         return env | environment(Path(self.code_folder), self.code, env, sys.path[0]) if self.code else env
 
     def _note(self, here: _Here, code: int, reason: str) -> None:
+        whose = PREFIX.match(reason)  # which a launcher puts before its ranks' lines
         value = {
-            "rank": here.rank, "code": code, "reason": reason, "restart": here.restarts, "host": os.uname().nodename,
-            "time": time.time(),
+            "rank": int(whose[1]) if whose else here.rank * self._ranks_per_task, "code": code,
+            "reason": PREFIX.sub("", reason, count=1) if whose else reason, "restart": here.restarts,
+            "host": os.uname().nodename, "time": time.time(),
         }  # fmt: skip
         try:
             files.replace_json(submitit_api.note(here.folder, here.job_id, f"{here.rank}_end.json"), value)
         except OSError as error:
-            to_stderr(f"warning: cannot note the end of rank {here.rank}: {error.strerror}")
+            to_stderr(f"warning: cannot note the end of {self._who(here)}: {error.strerror}")
 
     def _leave(self, here: _Here, code: int, reason: str) -> NoReturn:
         """Ends with the rank's code. Whoever waits with submitit alone finds the reason in its result file."""
 
         self._note(here, code, reason)
-        text = f"rank {here.rank} ended with {code}{f': {reason}' if reason else ''}"
+        text = f"{self._who(here)} ended with {code}{f': {reason}' if reason else ''}"
         with contextlib.suppress(OSError):
             submitit_api.leave_error(here.result, text)
         sys.stdout.flush()
@@ -222,13 +262,18 @@ class _Here:
             job.paths.result_pickle, list(job.hostnames),
         )  # fmt: skip
 
-    def refused(self) -> bool:
-        """Whether another rank ended with 2 in this start, of which this one's failure is a consequence."""
+    @property
+    def port(self) -> int:
+        """One that differs between jobs, below those that the system gives away itself."""
+        return 12000 + int(re.sub(r"\D", "", self.job_id) or 0) * 7 % 20000
+
+    def noted(self, task: str = "*", code: int | None = None) -> bool:
+        """Whether a task has ended in this start, with this code where one is given. Another's end may be about to be noted."""
         deadline = time.monotonic() + OTHERS_SECONDS
         while True:
-            for path in self.folder.glob(f"{self.job_id}_*_end.json"):
+            for path in self.folder.glob(f"{self.job_id}_{task}_end.json"):
                 end = files.read_json(path)
-                if isinstance(end, dict) and (end.get("code"), end.get("restart")) == (EXIT_USAGE, self.restarts):
+                if isinstance(end, dict) and end.get("restart") == self.restarts and code in (None, end.get("code")):
                     return True
             if time.monotonic() >= deadline:
                 return False
@@ -254,7 +299,7 @@ class _Here:
         return submitit_api.note(self.folder, self.job_id, "cancelled").exists()
 
 
-def _requeue(here: _Here, code: int) -> None:
+def _requeue(here: _Here, why: str) -> None:
     """Asks SLURM to run the job again, until it is granted. Returns where it is not to be had."""
     if shutil.which("scontrol") is None:
         submitit_api.note(
@@ -270,8 +315,7 @@ def _requeue(here: _Here, code: int) -> None:
         if state is not None:
             done = _scontrol("requeue", here.job_id)
             if done.returncode == 0:
-                ended = "saved" if code == EXIT_PREEMPTED else f"rank {here.rank} ended with {code}"
-                to_stderr(f"{ended}; SLURM starts job {here.job_id} again")
+                to_stderr(f"{why}; SLURM starts job {here.job_id} again")
                 _hold(HOLD_SECONDS)
                 return
             to_stderr(f"scontrol requeue: {done.stderr.strip()}")
@@ -308,6 +352,9 @@ def _last_error(logs: Sequence[Path], begun: Sequence[int]) -> str:
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             continue
-        telling += [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception|Interrupt)\b|error: ", line)]
-    found = telling[-1] if telling else ""
-    return "".join(letter for letter in found if letter.isprintable())[:300].removeprefix("error: ")
+        telling += [line for line in lines if _TELLING.match(line)]
+    found = _TELLING.sub(r"\g<whose>\g<kind>", telling[-1], count=1) if telling else ""
+    return "".join(filter(str.isprintable, found))[:300]
+
+
+_TELLING = re.compile(r"(?P<whose>\[rank \d+\] )?(?:error: |(?P<kind>(\w+\.)*\w*(Error|Exception|Interrupt)\b))")

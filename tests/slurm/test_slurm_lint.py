@@ -22,7 +22,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS103", {"run_dir": "/tmp/run"}),
     ("LS104", {"home": "/tmp/home"}),
     ("LS105", {"slurm": {}}),
-    ("LS117", {"live": True, "nodes": 1}),
     ("LJ003", {"ranks_per_node": 2}),
     ("LJ006", {"env": {"WANDB_API_KEY": "abc"}}),
     ("LS108", {"max_restarts": 0}),
