@@ -151,6 +151,16 @@ def locked(folder: Path, seconds: float) -> Iterator[None]:
 R = TypeVar("R")
 
 
+class Goodput(TypedDict):
+    """Where the time of a run went, over all attempts."""
+
+    fraction: float
+    """Of its wall clock, that was productive."""
+    lost_to_restarts: float
+    """Of its wall clock, too."""
+    restarts: int
+
+
 class Said(TypedDict):
     """status.json of a run."""
 
@@ -162,6 +172,7 @@ class Said(TypedDict):
     restart: NotRequired[int]
     ranks: NotRequired[list[int]]
     """How many there are and were, where some were lost and the others train on."""
+    goodput: NotRequired[Goodput]
 
 
 class Process(TypedDict):
@@ -299,6 +310,11 @@ def progress(said: Said | None) -> str:
 def step(said: Said) -> str:
     lost = ", {} of {} ranks".format(*ranks) if len(ranks := said.get("ranks", [])) == 2 else ""
     return f"step {said['step']}{lost}"
+
+
+def goodput(said: Said | None) -> dict[str, Any] | None:
+    """What a run's status.json says of it; None where it says nothing (yet)."""
+    return None if said is None or "goodput" not in said else {**said["goodput"]}
 
 
 def said(run_dir: Path, job: str) -> Said | None:

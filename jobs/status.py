@@ -84,6 +84,8 @@ class Status:
     reason: str
     ranks: list[Part] = field(default_factory=list)
     exit_code: int | None = None
+    goodput: dict[str, Any] | None = None
+    """Of the run, over all attempts: `fraction`, `lost_to_restarts`, `restarts`; None where that is not known."""
 
     @property
     def final(self) -> bool:

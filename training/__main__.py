@@ -1,4 +1,4 @@
-"""python -m lockstep.training run | launch | shard | evaluate | export | top | report | settings | torture | bench | doctor
+"""python -m lockstep.training run | launch | shard | evaluate | export | top | report | goodput | settings | torture | bench | doctor
 
 Exit codes: 0 done; 2 wrong usage, config or data (one line says what to do); 75 saved, run the same command again;
 1 anything else.
@@ -115,6 +115,11 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", type=Path, help="default: RUN/report.html; report.html here for several runs")
     report.set_defaults(action=_report)
 
+    goodput = commands.add_parser("goodput", help=COMMANDS["goodput"])
+    goodput.add_argument("runs", type=Path, metavar="RUN", nargs="+", help="run directories, such as those of a sweep")
+    goodput.add_argument("--json", action="store_true", help="print one JSON value with stable fields")
+    goodput.set_defaults(action=_goodput)
+
     settings = commands.add_parser("settings", help=COMMANDS["settings"])
     settings.add_argument(
         "recipe", nargs="?", help="show the values of this recipe, and mark those that are not the defaults"
@@ -223,6 +228,13 @@ def _report(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: A
     out = args.out or (args.runs[0] / REPORT_FILE if len(args.runs) == 1 else Path(REPORT_FILE))
     report.write(args.runs, out)
     print(printable(str(out)))
+    return EXIT_DONE
+
+
+def _goodput(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
+    from lockstep.training.observe import account
+
+    account.show(args.runs, args.json)
     return EXIT_DONE
 
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "export": "write a run's weights as a plain file",
     "top": "show the ranks of a run live: their steps, where the time goes, and which rank slows the others down",
     "report": "show one or several runs as one HTML file",
+    "goodput": "show where the time of one or several runs went, over all attempts",
     "settings": "list every setting with its meaning and default, or a recipe's",
     "launch": "start the ranks of a node and wait for their end",
     "doctor": "what the GPUs of this machine can do, and what to do where they cannot",

@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 VERSION = "0.1.0"
 
@@ -85,6 +85,7 @@ MASTER_PORT = 29500
 RUN_FILE = "run.yaml"
 STATUS_FILE = "status.json"
 EVENTS_FILE = "events.jsonl"
+TIME_FILE = "time.jsonl"
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 STOP_FILE = "STOP"
@@ -100,6 +101,14 @@ RUN_ENVIRONMENT = (
     "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", ENV_THREADS, ENV_METRICS_PORT, ENV_RESTARTS, ENV_CODE,
 )  # fmt: skip
 """The only environment variables that `run.yaml` records: an allowlist, so that no secret reaches a file."""
+
+
+def goodput_line(shares: Mapping[str, Any]) -> str:
+    """For people: `goodput` of a run's status.json."""
+    text = f"goodput {100 * shares['fraction']:.1f} %"
+    if count := shares["restarts"]:
+        text += f", {100 * shares['lost_to_restarts']:.1f} % lost to {count} restart{'s' if count > 1 else ''}"
+    return text
 
 
 def printable(text: str) -> str:

@@ -66,6 +66,14 @@ def write_durable(path: Path, data: bytes) -> None:
         os.close(descriptor)
 
 
+def append(path: Path, entry: Any) -> None:
+    """Appends an entry to a file of JSON lines. A line that a kill has cut off is ended first. Raises `OSError`, for a link too."""
+    line = json_text(entry).encode() + b"\n"
+    with open(path, "ab+", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)) as file:
+        torn = file.seek(0, os.SEEK_END) > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
+        file.write(b"\n" * torn + line)
+
+
 def json_text(value: Any, indent: int | None = None) -> str:
     """JSON that every parser reads: NaN and infinity, which JSON does not have, become null."""
     try:

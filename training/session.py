@@ -21,6 +21,7 @@ from torch import nn
 from lockstep.training.config import Config, own_settings
 from lockstep.training.contract import user_errors
 from lockstep.training.data.batches import Batches, Part, of_dataset
+from lockstep.training.observe.account import Bucket
 from lockstep.training.parallel.exchange import all_gather_trees
 from lockstep.training.run import evaluation
 from lockstep.training.run.lifecycle import Lifecycle
@@ -496,7 +497,8 @@ class Session(Reporting):
             >>> accuracy = run.evaluate(lambda x, y: (network(x).argmax(1) == y).sum(), dataset)
         """
         self._go_on()
-        return self._replicated().for_evaluation(model)
+        with self._lifecycle.goodput.on(Bucket.EVALUATION):
+            return self._replicated().for_evaluation(model)
 
     def evaluate(
         self, function: Callable[..., Any], dataset: Any, batch_size: int = 256, *, workers: int = 0,
@@ -544,7 +546,8 @@ class Session(Reporting):
                 self._evaluating = False
 
         boundary = loop.boundary if loop is not None else lambda: None
-        return evaluation.of_dataset(called, dataset, batch_size, self.world, self.seed, boundary, workers, collate)
+        with self._lifecycle.goodput.on(Bucket.EVALUATION):
+            return evaluation.of_dataset(called, dataset, batch_size, self.world, self.seed, boundary, workers, collate)
 
     def _go_on(self) -> None:
         """Before a collective that the script may call after a loop which other ranks are still in."""

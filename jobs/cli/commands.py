@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 import typer
 
 from lockstep.jobs.status import note, say, show, table, teller, warn
-from lockstep.training.contract import ENV_PROGRAM, EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT, EXIT_USAGE, UserError
+from lockstep.training.contract import (
+    ENV_PROGRAM,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_TIMED_OUT,
+    EXIT_USAGE,
+    UserError,
+    goodput_line,
+)
 
 if TYPE_CHECKING:
     from lockstep.jobs.backend import Backend as JobBackend
@@ -395,6 +403,8 @@ def report(name: str, found: Status, as_json: bool, waited: bool = False) -> Non
         show({"name": name, **found.plain()})
     else:
         say(found.line(name))
+        if found.goodput is not None:
+            say(goodput_line(found.goodput))
         rows: list[tuple[str, ...]] = [
             (part.name, _span(part), part.state, str(part.restarts), part.reason) for part in found.ranks
         ]

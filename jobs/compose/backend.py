@@ -8,6 +8,7 @@ $LOCKSTEP_HOME/compose holds a lock and nothing else: one command of a user subm
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import secrets
@@ -156,7 +157,8 @@ class ComposeBackend(Cluster):
     def observe(self, known: KnownJob) -> Status:
         nodes, spec = known.record, known.spec
         cancelled = bool(engine.volumes(f"{CANCELLED}={known.name}"))
-        return explain(nodes, spec, self._said(nodes, spec), cancelled)
+        said = self._said(nodes, spec)
+        return dataclasses.replace(explain(nodes, spec, said, cancelled), goodput=records.goodput(said))
 
     def _said(self, nodes: Nodes, spec: JobSpec | None) -> records.Said | None:
         """status.json of this job, which is trusted above exit codes; not one of an earlier job."""

@@ -166,8 +166,9 @@ class LocalBackend(Backend):
         cancelled = (folder / "cancelled").exists()
 
         def answer(state: State, reason: str, code: int | None = None) -> Status:
-            again = records.restarts(records.said(Path(record["run_dir"]), record["job"]))
-            return Status(state, reason, [Part("this machine", list(range(total)), state, restarts=again)], code)
+            said = records.said(Path(record["run_dir"]), record["job"])
+            part = Part("this machine", list(range(total)), state, restarts=records.restarts(said))
+            return Status(state, reason, [part], code, records.goodput(said))
 
         if ended is not None and ended["job"] != record["job"]:
             ended = None  # of an earlier submission

@@ -77,7 +77,9 @@ with Session(sys.argv[1], "log.format=json") as run:
     said = [json.loads(line) for line in output.splitlines() if line.startswith('{"event": "done"')]
     assert said == [{"event": "done", **json.loads(before["summary.json"])}], output
     again = json.loads((run_dir / "status.json").read_text())
-    assert again == {**status, "attempt": 2}, "each start counts, and nothing else is new"
+    # The time after the summary counts, too: it is in the line that was written last.
+    assert again == {**status, "attempt": 2, "goodput": again["goodput"]}, "each start counts, and nothing else is new"
+    assert again["goodput"]["restarts"] == 0
 
     # The summary of fewer epochs is not that of a run that was killed before it could write its last one.
     start("3")

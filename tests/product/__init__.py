@@ -41,6 +41,7 @@ AS_THEY_ARE = {
     "EXIT_PREEMPTED": "training.contract:EXIT_PREEMPTED",
     "EXIT_USAGE": "training.contract:EXIT_USAGE",
     "clean": "training.checkpoint.store:clean",  # of a folder of checkpoints: what killed saves have left
+    "goodput": "training.observe.account:of_run",  # run directory → its account
     "data": "training.config:Data",  # the settings of that group, checked
     "doctor_gpu": "training.doctor:main",  # its words, and the command that starts a rank
     "leave": "training.__main__:leave",  # ends a rank as the program does: without the interpreter's teardown

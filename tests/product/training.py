@@ -117,7 +117,7 @@ def metrics() -> Any:
 
 def series() -> set[str]:
     """Names of all series that a rank may serve."""
-    ends = {"histogram": ("", "_sum", "_count", "_bucket")}
+    ends = {"histogram": ("", "_sum", "_count", "_bucket"), "summary": ("", "_sum", "_count")}
     return {_metrics.PREFIX + name + end for name, row in _metrics.TABLE.items() for end in ends.get(row.kind, ("",))}
 
 

@@ -41,6 +41,7 @@ from lockstep.training.launch import agent, guard, lines, live, rendezvous
 from lockstep.training.launch.ending import Attempts, ExitBarrier, cluster_code
 from lockstep.training.launch.gang import handle, leave_while_waiting, nothing
 from lockstep.training.launch.rendezvous import NotMet
+from lockstep.training.observe import account
 from lockstep.training.parallel.world import cores
 from lockstep.wire import payload
 from lockstep.wire.signals import FORWARDED
@@ -91,6 +92,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
                 code, barrier = agent.run(
                     args, command, ranks, parameters, logs, attempts, finish_lines, caught, guarded
                 )
+            _end_time(Path(os.environ[ENV_NOTE]))
             if code == EXIT_FAILED and args.exit_codes == "plain":
                 _tell_where_it_resumes(Path(os.environ[ENV_NOTE]))
     except NotMet as error:
@@ -219,6 +221,12 @@ def _tell_where_it_resumes(note: Path) -> None:
     with contextlib.suppress(OSError):
         for newest in store.candidates(Path(os.fsdecode(note.read_bytes()), CHECKPOINTS))[:1]:
             to_stderr(f"launch: step {store.step_of(newest)} is saved: the same command resumes there")
+
+
+def _end_time(note: Path) -> None:
+    """Counts what came after the last word of rank 0 in the time of the run that it has noted there."""
+    with contextlib.suppress(OSError):
+        account.launcher_ended(Path(os.fsdecode(note.read_bytes())))
 
 
 @contextlib.contextmanager

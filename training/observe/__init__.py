@@ -16,5 +16,7 @@ Metrics are no events: every rank has its own, read while it runs.
 What is measured:
 
     clock.py      seconds of each phase of a step
+    goodput.py    where this rank's seconds go, from the start of its process
+    account.py    where every second of the job went, over all attempts
     reading.py    mean loss and gradient norm, without a wait
 """

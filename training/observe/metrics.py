@@ -19,16 +19,17 @@ import torch
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from lockstep.training.observe.account import Bucket
 from lockstep.training.observe.clock import Times
 from lockstep.training.parallel.process import resident_bytes
 
 PREFIX = "training_"
-BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
-"""Upper bounds of the histograms, in seconds: about a factor of three each, from 1 ms to a minute."""
+BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+"""Upper bounds of the histograms, in seconds: about a factor of three each, from 1 ms to half a minute."""
 
 
 class Row(NamedTuple):
-    kind: Literal["gauge", "counter", "histogram"]
+    kind: Literal["gauge", "counter", "histogram", "summary"]
     help: str
     labels: dict[str, tuple[str, ...]] = {}  # noqa: RUF012 - never changed
     """Labels beside `run` and `rank` → all values that each may take. An empty tuple: one value a process, known later."""
@@ -69,8 +70,10 @@ TABLE: dict[str, Row] = {
     "data_wait_seconds": Row("histogram", "Seconds a step waited for its batch."),
     "grad_ready_seconds": Row("histogram", "Seconds from the batch to the rank's own gradients: forward and backward."),
     "sync_wait_seconds": Row("histogram", "Seconds from the rank's own gradients to the sum over all ranks. The slowest rank waits least."),
-    "checkpoint_duration_seconds": Row("histogram", "Seconds from handing a checkpoint to the writer until it was verified on the disk.",
+    "checkpoint_duration_seconds": Row("summary", "Seconds from handing a checkpoint to the writer until it was verified on the disk.",
                                        since="later"),
+    "time_seconds_total": Row("counter", "Seconds of this rank in this attempt, each in one bucket; on rank 0 with those before it.",
+                              {"bucket": tuple(bucket.value for bucket in Bucket if bucket is not Bucket.UNKNOWN)}, since="later"),
     "process_cpu_seconds_total": Row("counter", "User and system CPU seconds of the rank's process.", since="scrape"),
     "process_resident_memory_bytes": Row("gauge", "Resident memory of the rank's process.", since="scrape"),
     "rank_gpu_info": Row("gauge", "The rank's GPU, always 1: joins the series of dcgm-exporter on UUID.", {"UUID": ()}, since="scrape"),
@@ -82,6 +85,7 @@ TABLE: dict[str, Row] = {
 
 _KINDS: dict[str, Any] = {
     "gauge": prometheus_client.Gauge, "counter": prometheus_client.Counter, "histogram": prometheus_client.Histogram,
+    "summary": prometheus_client.Summary,
 }  # fmt: skip
 
 
@@ -131,7 +135,7 @@ class Metrics:
         """
         self._series(name, *labels).set(value)
 
-    def count(self, name: str, *labels: str, by: int = 1) -> None:
+    def count(self, name: str, *labels: str, by: float = 1) -> None:
         """Adds to a counter. `labels`: as in `set`."""
         self._series(name, *labels).inc(by)
 

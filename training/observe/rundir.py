@@ -3,6 +3,7 @@
     run.yaml       what the run is: config, versions, data, world
     status.json    how far it came, and how it ended
     events.jsonl   what happened, a line each; listeners get the same events
+    time.jsonl     where the time went (`goodput.py`)
     summary.json   the final numbers of a complete run
     checkpoints/   written by training/checkpoint/
 
@@ -128,6 +129,8 @@ class RunDirectory:
         """Get every event from now on, each as the mapping that was written. What they raise ends the run."""
         self.ranks: list[int] | None = None
         """How many ranks there are and were, where some were lost and the others train on."""
+        self.goodput: Callable[[], dict[str, Any] | None] = lambda: None
+        """What status.json says of where the time went; None: nothing yet."""
         self.at_close: list[Callable[[], None]] = []
         """Called by `close`, the last one first."""
         self.fresh_word: str | None = saved.get("fresh") if saved is not None else None
@@ -257,16 +260,16 @@ class RunDirectory:
         A disk that refuses or hangs does not end the run: that is said once. A line that a kill has cut off is ended first.
         """
         entry = {"event": kind, "time": round(time.time(), 3), "attempt": self.attempt, **values}
-        line = files.json_text(entry).encode() + b"\n"
-
-        def append(path: Path) -> None:
-            with open(path, "ab+", opener=_no_link) as file:
-                torn = file.seek(0, os.SEEK_END) > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
-                file.write(b"\n" * torn + line)
-
-        self._write(contract.EVENTS_FILE, append)
+        self._append(contract.EVENTS_FILE, entry)
         for listener in self.listeners:
             listener(entry)
+
+    def time(self, line: dict[str, Any], waits: bool) -> None:
+        """Appends a line to time.jsonl (`goodput.py`). `waits`: until it is written."""
+        self._append(contract.TIME_FILE, line, SECONDS if waits else 0.0)
+
+    def _append(self, name: str, entry: dict[str, Any], seconds: float = SECONDS) -> None:
+        self._write(name, lambda path: files.append(path, entry), seconds=seconds)
 
     def image(self, name: str, step: int, data: bytes) -> None:
         """Keeps an image that was logged at a step; the event `image` tells of it. One more than fit is left out, which is said once."""
@@ -293,20 +296,24 @@ class RunDirectory:
             status["restart"] = int(restart)  # which start of the job this is, by the launcher's count
         if self.ranks is not None:
             status["ranks"] = self.ranks
+        if (shares := self.goodput()) is not None:
+            status["goodput"] = shares
         self._write(contract.STATUS_FILE, lambda path: files.replace_json(path, status), contract.STATUS_FILE)
 
     def summary(self, values: dict[str, Any]) -> None:
         """Replaces summary.json."""
         self._write(contract.SUMMARY_FILE, lambda path: files.replace_json(path, values), contract.SUMMARY_FILE)
 
-    def _write(self, name: str, write: Callable[[Path], None], key: str | None = None) -> None:
+    def _write(
+        self, name: str, write: Callable[[Path], None], key: str | None = None, seconds: float = SECONDS
+    ) -> None:  # fmt: skip
         def guarded() -> None:
             try:
                 write(self.path / name)
             except OSError as error:
                 self._warn(f"cannot write {name}: {error.strerror}")
 
-        self.disk.run(guarded, key)
+        self.disk.run(guarded, key, seconds)
 
     def _warn(self, message: str) -> None:
         if not self._warned:

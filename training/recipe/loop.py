@@ -18,6 +18,7 @@ from lockstep.training.config import Config
 from lockstep.training.data.augment import augment
 from lockstep.training.data.batches import Batch
 from lockstep.training.models.arithmetic import autocast, compiled, real_type
+from lockstep.training.observe.account import Bucket
 from lockstep.training.optim import set_rates
 from lockstep.training.parallel.exchange import failing_together
 from lockstep.training.recipe import setup
@@ -110,7 +111,8 @@ class Progress:
         if not self._every or (run.steps - 1) % self._every:
             return
         loss, seconds = run.loss(), run.seconds
-        score = self._evaluator.score(run.for_evaluation())
+        with run._lifecycle.goodput.on(Bucket.EVALUATION):
+            score = self._evaluator.score(run.for_evaluation())
         self.log(score)
         steps, since = run.steps - self._last[0], seconds - self._last[1]
         self._last = (run.steps, seconds)

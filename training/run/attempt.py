@@ -28,6 +28,7 @@ from lockstep.training import contract
 from lockstep.training.checkpoint.state import gather
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
 from lockstep.training.observe import trackers
+from lockstep.training.observe.account import Bucket
 from lockstep.training.observe.clock import Times
 from lockstep.training.observe.reading import Reading, mean_loss
 from lockstep.training.parallel import process
@@ -160,6 +161,7 @@ class Attempt:
             context.event("rank_lost", step=context.steps_done, rank=rank, how=how)
         for rank in joined:
             context.event("rank_joined", step=context.steps_done, rank=rank)
+        context.goodput.regrouped(sum(seconds.values()), world.size)
         phases = {name: round(value, 4) for name, value in seconds.items()}
         context.event(
             "regrouped", step=context.steps_done, world_size=world.size, generation=world.generation, seconds=phases
@@ -188,6 +190,8 @@ class Attempt:
         """
         context = self.context
         context.console.close()
+        context.goodput.failed()
+        context.goodput.end(EXIT_FAILED)
         if context.run is not None:
             context.run.status(EXIT_FAILED, reason, context.steps_done)
         if context.world.leader if says is None else says:
@@ -256,6 +260,7 @@ class Attempt:
     def poll(self, save_due: bool = False, score: bool | None = None) -> Decision:
         """What the ranks agreed on at the boundary before this one; and, of a score, at this one."""
         self.context.metrics.alive()
+        self.context.goodput.look()
         self._polls += 1
         if self._steps >= FIRST_STEPS and not self._compared:
             self._compared, self.consensus.fingerprint = True, self._fingerprint()
@@ -310,6 +315,7 @@ class Attempt:
         measured = state.clock.measured()
         if measured:
             self.times = measured[-1]
+        context.goodput.step(measured, done)
         if context.config.metrics.enabled:
             context.metrics.step(measured, done, lr, samples, state.sync.bytes_sent)
         if done % context.config.log.every == 0:
@@ -391,6 +397,10 @@ class Attempt:
 
         Raises `Ended` instead if a weight is not finite, or if the replicas differ, so that the newest checkpoint stays usable.
         """
+        with self.context.goodput.on(Bucket.CHECKPOINT):
+            self._save()
+
+    def _save(self) -> None:
         context, step = self.context, self.context.steps_done
         if self.consensus.look() or not self._same_replicas():
             self._replicas_differ()
@@ -403,9 +413,11 @@ class Attempt:
         context.scores.saved(step)
         self.before_save()
         self.saver.save(context.scores.of(step))
+        context.goodput.close()
 
     def leave(self) -> None:
         """The ranks have agreed to end early: saves, and raises `Ended`."""
+        self.context.goodput.enter(Bucket.ENDING)
         self.saver.leaving()
         self.consensus.settle()
         self.tell_readings(wait=True)

@@ -15,6 +15,7 @@ from lockstep.training.config import RunSettings
 from lockstep.training.data.shards import CorruptShard
 from lockstep.training.observe.console import Console
 from lockstep.training.observe.exporter import Exporter
+from lockstep.training.observe.goodput import GoodputRecorder
 from lockstep.training.observe.metrics import Metrics
 from lockstep.training.observe.rundir import RunDirectory
 from lockstep.training.parallel.world import World
@@ -33,6 +34,7 @@ class RunContext:
     state: TrainState
     console: Console
     exporter: Exporter
+    goodput: GoodputRecorder
     progressed: bool = False
     """A step was made, or an epoch ended, in this attempt."""
     scores: Scores = field(init=False)
@@ -80,6 +82,7 @@ class RunContext:
         """Rank 0 was lost, and this one is in its place: it has the run directory from here on. Raises `UserError`."""
         self.run = run = RunDirectory.take_over(self.path, self.attempt)
         run.listeners.append(self.console.on_event)
+        self.goodput.take_over(run)
         there = [_key(event) for event in run.last_events()]
         for _, key, action in self._untold:
             if key is None or key not in there:

@@ -35,9 +35,11 @@ from lockstep.training.contract import (
 from lockstep.training.files import keep_out_others
 from lockstep.training.models.arithmetic import float32_on_gpus
 from lockstep.training.observe import trackers
+from lockstep.training.observe.account import Bucket
 from lockstep.training.observe.clock import StepClock
 from lockstep.training.observe.console import Console
 from lockstep.training.observe.exporter import Exporter
+from lockstep.training.observe.goodput import GoodputRecorder
 from lockstep.training.observe.rundir import RunDirectory, read_run
 from lockstep.training.parallel import process
 from lockstep.training.parallel.exchange import (
@@ -89,6 +91,7 @@ class Lifecycle:
             world,
         )
         self._tells_run_dir = tells_run_dir
+        self.goodput = GoodputRecorder(os.environ)
         self.loop: Loop | None = None
         self.source: int | None = None
         """The rank whose disk has the checkpoint that the run resumes from; None: it begins."""
@@ -99,6 +102,7 @@ class Lifecycle:
         """Joins the ranks and opens the run directory. Ends the process for mistakes that the user can correct."""
         end_with_launcher(os.environ)
         keep_out_others()
+        self.goodput.enter(Bucket.MEETING)
         with user_errors(), contextlib.ExitStack() as stack:
             self._signals: Signals | None = None
             if self._handles and threading.current_thread() is threading.main_thread():
@@ -113,6 +117,7 @@ class Lifecycle:
                 if self._signals is not None:
                     self._signals.meeting = False
                 self._world = world
+                self.goodput.enter(Bucket.PREPARED)
                 stack.enter_context(capture_stream(self.settings, world.device))
                 self._opening = stack.enter_context(contextlib.ExitStack())
                 self._opening.enter_context(self._opened())
@@ -153,9 +158,10 @@ class Lifecycle:
                         exporter = Exporter(settings.metrics, world, self.run_dir, os.environ, sweeps)
             assert exporter is not None
             self.exporter = exporter
-            with failing_together(world):
-                self._checkpoint = _newest_here(self.directory, world, exporter)
-            self.source = world.rank if world.replacement else newest_of_all(self._checkpoint, world)
+            with self.goodput.on(Bucket.RESTORED):
+                with failing_together(world):
+                    self._checkpoint = _newest_here(self.directory, world, exporter)
+                self.source = world.rank if world.replacement else newest_of_all(self._checkpoint, world)
             saved = self.directory.saved if self.directory else None
             if world.replacement:
                 saved = read_run(self.run_dir)
@@ -201,6 +207,7 @@ class Lifecycle:
             attempt.be_at(self._places)
             step.join()
         step.recorder = self._recorder(run, replica)
+        self.goodput.enter(Bucket.FIRST_STEP)
         return self.loop
 
     def _resume(self, replica: Replica, things: Mapping[str, Any], of_rank: Mapping[str, Any]) -> RunContext:
@@ -218,6 +225,7 @@ class Lifecycle:
         attempt = broadcast_tree(directory.attempt if directory else None, world)
         rates = _rates(replica.optimizers)
         if self.source is not None:
+            self.goodput.enter(Bucket.RESTORED)
             with failing_together(world):
                 mine = self._checkpoint
                 gathered = _load(mine) if mine is not None and world.rank == self.source else None
@@ -227,6 +235,7 @@ class Lifecycle:
                 of_rank_alone = isinstance(settings, Config) and settings.data.shuffle == "shard"  # its files
                 source = world.rank if world.replacement else self.source
                 scatter(gathered, state, source, resizable=not of_rank_alone)
+            self.goodput.enter(Bucket.PREPARED)
         if world.replacement:
             attempt = state.history["attempts"]
         state.history["attempts"] = attempt
@@ -236,6 +245,7 @@ class Lifecycle:
         by_step = settings.log.score_every > 0
         run = RunContext(
             config=settings, world=world, path=self.run_dir, run=directory, attempt=attempt, state=state, exporter=self.exporter,
+            goodput=self.goodput,
             console=Console(settings.log, world, by_step, ["validation accuracy"] if isinstance(settings, Config) else None),
         )  # fmt: skip
         _tell_overruled(run, rates)
@@ -249,7 +259,11 @@ class Lifecycle:
                 directory.describe(settings, world, self.facts, self.threads)
                 if world.leader:
                     trackers.attach(settings, directory, run.steps_done, lambda: run.console.planned)
+        self.goodput.begin(attempt, run.steps_done, world.size)
+        self.goodput.count = lambda bucket, seconds: run.metrics.count("time_seconds_total", bucket.value, by=seconds)
         if directory is not None:
+            if world.leader:
+                self.goodput.attach(directory)
             directory.status(None, "running", run.steps_done)
             directory.listeners.append(run.console.on_event)
         run.console.line(f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {self.threads}")
@@ -315,14 +329,20 @@ class Lifecycle:
                 self.directory.close()
             return EXIT_DONE
         run = self.loop.run
+        if error is not None and not isinstance(error, Ended):
+            self.goodput.failed()
+        self.goodput.enter(Bucket.ENDING)
+        code: int | None = None
         try:
-            return conclude(run, self._signals, _ended(self.loop, error))
+            code = conclude(run, self._signals, _ended(self.loop, error))
+            return code
         except BaseException as raised:
             code = failed(run, raised)
             if code is None and raised is not error:
                 raise
             return code
         finally:
+            self.goodput.end(code)
             if self._world.live is not None:
                 self._world.live.close()
             if run.run is not None:

@@ -18,6 +18,7 @@ from lockstep.training.config.sections import LOGGED
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError
 from lockstep.training.data.batches import Batches, Part, leave_signals_to_the_rank
 from lockstep.training.data.trees import to_device
+from lockstep.training.observe.account import Bucket
 from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree
 from lockstep.training.parallel.world import World
 from lockstep.training.resilience.closeness import sha256
@@ -239,6 +240,7 @@ class Loop:
         self._tell_resumed()
         self._warn_of_schedules()
         self._resume_generators()
+        run.goodput.train()
         try:
             while True:
                 self._left_at_last_step = self._at_last_step and run.state.cursor.step != count
@@ -249,6 +251,7 @@ class Loop:
                     # What is drawn from here on, in an evaluation, is drawn again after a resume.
                     run.kept.cursor_generators = generators.capture(run.world.device)
                     self._epoch_is_through = True
+                    run.goodput.enter(Bucket.EVALUATION)
                     return
                 if part is None and step.same_samples is None:
                     step.same_samples = _same_samples(item, run.world)
@@ -322,11 +325,13 @@ class Loop:
     def finish(self) -> NoReturn:
         """The script has ended: the last save, and the summary. Raises `Ended`."""
         self.attempt.meetings.meet(Place.RUN_END)
+        self.run.goodput.enter(Bucket.ENDING)
         run, saver = self.run, self.attempt.saver
         if self._best_is_due() or saver.steps_since:
             self.attempt.save()
         trained, history = max(run.state.clock.trained, 1e-9), run.state.history
         saved = saver.durable()
+        run.goodput.close()
         of_weights = run.world.leader or run.world.live is not None  # any rank may be the one that tells it
         weights = sha256(run.state.model) if of_weights and run.state.sync.replicas else None
         summary = {
@@ -338,7 +343,8 @@ class Loop:
             "examples_seen": run.kept.samples, "trained_seconds": trained,
             "wall_seconds": time.perf_counter() - self.attempt.began, "restarts": run.attempt - 1,
             "preemptions": history.get("preemptions", 0), "checkpoint_failures": saver.failures,
-            "config_hash": run.config.hash(), "weights_sha256": weights, "logged": run.kept.logged, **run.kept.summary,
+            "config_hash": run.config.hash(), "weights_sha256": weights, "logged": run.kept.logged,
+            "goodput": run.goodput.account.plain(), **run.kept.summary,
         }  # fmt: skip
         if run.progressed or not self._stands():
             run.write(lambda directory: directory.summary(summary))

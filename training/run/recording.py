@@ -21,6 +21,7 @@ import torch
 from lockstep.training.config import RunSettings
 from lockstep.training.data import trees
 from lockstep.training.models.arithmetic import kept_buffers
+from lockstep.training.observe.account import Bucket
 from lockstep.training.observe.clock import RecordedPoints
 from lockstep.training.optim.base import RatedOptimizer
 from lockstep.training.parallel.exchange import all_gather_trees
@@ -132,7 +133,8 @@ class Recorder:
         self.replays = None  # an error may have ended the step before
         self._optimizer.publish_rates()
         if not self.failure and self._is_due(work):
-            self._record_on_all_ranks(step, work, optimizers, of, clip, scaler)
+            with step.run.goodput.on(Bucket.FIRST_STEP):
+                self._record_on_all_ranks(step, work, optimizers, of, clip, scaler)
         recorded = self._recorded
         if recorded is None or _identity(work, clip, scaler) != recorded.identity:
             return

@@ -121,6 +121,8 @@ def _final(summary: dict[str, Any]) -> dict[str, Any]:
     """Final numbers for people, by their names; those of each class and of a loop of one's own, too."""
     final = {}
     for group, value in summary.items():
+        if group == "goodput":
+            continue  # it has a chart
         for name, number in value.items() if isinstance(value, dict) else [("", value)]:
             if number is not None:
                 title = f"{group} {name}".replace("_", " ").strip()

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from lockstep.training.contract import goodput_line
+from lockstep.training.observe.account import STARTING, Bucket
 from lockstep.training.observe.report.record import RunRecord, number_of, thinned
 
 _POINTS = 400
 """Most points of a curve."""
 _BARS = 32
-"""Most ranks that are shown one by one. Of more, those that the others wait for."""
+"""Most ranks that are shown one by one. Of more, those that the others wait for; of attempts, the last."""
 MOST_LOGGED = 12
 """Most charts of values that users' own loops have logged."""
 _MOMENTS = (
@@ -25,6 +27,12 @@ _PHASES = {
     "data_wait": "waiting for data", "grad_ready": "forward and backward", "sync_wait": "waiting for other ranks",
     "rest": "optimizer and rest",
 }  # fmt: skip
+_SPENT = {
+    "productive": (Bucket.PRODUCTIVE,), "waiting for data or ranks": (Bucket.DATA_WAIT, Bucket.RANK_WAIT),
+    "checkpoints and evaluation": (Bucket.CHECKPOINT, Bucket.EVALUATION), "starting and ending": (*STARTING, Bucket.ENDING),
+    "taken again, hung, regrouped": (Bucket.TAKEN_AGAIN, Bucket.HANG, Bucket.REGROUP), "down or unknown": (Bucket.DOWN, Bucket.UNKNOWN),
+}  # fmt: skip
+"""Buckets of the wall clock, as they are drawn together."""
 Points = list[list[Any]]
 """[x, y] each; of the timeline [seconds, step, what happened or "", why]; of bars [name, length]."""
 
@@ -89,7 +97,7 @@ def of(runs: Sequence[RunRecord], names: list[str]) -> list[Chart]:
         [Line(name, number, _moments(run)) for number, (run, name) in enumerate(named)],
         from_zero=True,
     )  # fmt: skip
-    return [chart for chart in [*_curves(named), *_by_rank(named), timeline] if chart.lines]
+    return [chart for chart in [*_curves(named), *_by_rank(named), *_by_attempt(named), timeline] if chart.lines]
 
 
 def _curves(named: list[tuple[RunRecord, str]]) -> list[Chart]:
@@ -150,6 +158,24 @@ def _by_rank(named: list[tuple[RunRecord, str]]) -> list[Chart]:
         if len(rows) < len(run.ranks):
             title += f" (the {len(rows)} of {len(run.ranks)} that wait least for others)"
         charts.append(Chart(title, "milliseconds a step, mean of the last attempt", "", "stack", lines))
+    return charts
+
+
+def _by_attempt(named: list[tuple[RunRecord, str]]) -> list[Chart]:
+    charts = []
+    for run, name in named:
+        attempts: dict[int, dict[Bucket, float]] = defaultdict(lambda: defaultdict(float))
+        for part in run.account.parts:
+            for bucket, seconds in part.seconds.items():
+                attempts[part.attempt][bucket] += seconds
+        shown = sorted(attempts)[-_BARS:]
+        lines = [
+            Line(label, number, [[f"attempt {one}", sum(attempts[one][bucket] for bucket in buckets)] for one in shown])
+            for number, (label, buckets) in enumerate(_SPENT.items())
+        ]
+        title = "Where the time of the job went" + (f": {name}" if len(named) > 1 else "")
+        title += f" ({goodput_line(run.account.shares())})" if shown else ""
+        charts.append(Chart(title, "seconds of the wall clock; down is before the attempt", "", "stack", lines))
     return charts
 
 

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 from lockstep.training import contract, files
 from lockstep.training.config import settings
 from lockstep.training.contract import UserError
+from lockstep.training.observe import account
+from lockstep.training.observe.account import Account
 
 _EVENT_BYTES = 128 << 20
 """Read of events.jsonl, at most: about 600,000 lines. What follows is left out."""
@@ -52,6 +54,8 @@ class RunRecord:
     status: dict[str, Any]
     summary: dict[str, Any]
     events: list[dict[str, Any]]
+    account: Account
+    """Where the time went."""
     ranks: list[dict[str, float]]
     """By rank: mean seconds a step of each phase and of the `rest`, in the last attempt."""
 
@@ -77,7 +81,7 @@ def read(path: Path) -> RunRecord:
     path = path.resolve()
     status, summary = (_mapping(files.read_json(path / name)) for name in (contract.STATUS_FILE, contract.SUMMARY_FILE))
     events, ranks = _events(path / contract.EVENTS_FILE), _ranks(path / contract.METRICS)
-    return RunRecord(path, settings.read_yaml(run_file), status, summary, events, ranks)
+    return RunRecord(path, settings.read_yaml(run_file), status, summary, events, account.of_run(path), ranks)
 
 
 def _mapping(value: Any) -> dict[str, Any]:

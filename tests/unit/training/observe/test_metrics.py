@@ -28,6 +28,8 @@ def _filled() -> Metrics:
     metrics.checkpoint_written(0.2)
     metrics.count("checkpoint_failures_total", "disk")
     metrics.corrupt_file("shard")
+    for bucket in TABLE["time_seconds_total"].labels["bucket"]:
+        metrics.count("time_seconds_total", bucket, by=1.5)
     metrics.ended(75)
     return metrics
 

@@ -4,7 +4,7 @@
 (() => {
   const charts = JSON.parse(document.getElementById("charts").textContent);
   const COLOURS = { light: ["#0b62c4", "#b3440a", "#157a3c", "#8a2fb0", "#8a6500", "#b01b52"], dark: ["#6db3ff", "#ff9f66", "#6fdc94", "#d79bf5", "#f0c84a", "#ff85ae"] };
-  const PHASES = { light: ["#e0a100", "#2f8f57", "#3572c6", "#9aa1aa"], dark: ["#d9a520", "#57b87f", "#6ca0ec", "#767d86"] };
+  const PHASES = { light: ["#e0a100", "#2f8f57", "#3572c6", "#9aa1aa", "#b3440a", "#4a4f57"], dark: ["#d9a520", "#57b87f", "#6ca0ec", "#767d86", "#ff9f66", "#c3c8cf"] };
   const DASHES = [[], [12, 3], [12, 3, 3, 3], [20, 6], [20, 4, 3, 4, 3, 4], [28, 3]];
   const SHORT = [[4, 4], [2, 3], [6, 3, 2, 3], [4, 8], [2, 7], [6, 3, 2, 3, 2, 3]];
   const SHAPES = [["circle", 0], ["rect", 0], ["triangle", 0], ["rectRot", 0], ["triangle", 180], ["triangle", 90]]; // and degrees

@@ -1,0 +1,131 @@
+"""Where the time of a job goes: its seconds add up to a clock outside, whatever has happened to it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import product
+from tests.own.job import script
+from tests.processes import PYTHON, Result, clean_env, require, run
+
+pytestmark = pytest.mark.promise("goodput")
+STEP, STEPS, EVERY = 0.05, 40, 10
+JOB = """
+import os, signal, sys, time
+import torch
+from lockstep import Session
+
+run_dir, sync, *fate = sys.argv[1:]
+with Session(run_dir, "checkpoint.every_steps=10", "log.report=false", sync=sync) as run:
+    model = run.replicate(torch.nn.Linear(4, 1))
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    for _ in run.epochs(2):
+        for x in run.batches(torch.ones(20 * run.size, 4), run.size):
+            time.sleep(0.05)
+            run.step(lambda x: model(x).mean(), x)
+            if f"{run.rank}:{run.steps}" in fate and not run.resumed:
+                os.kill(os.getpid(), signal.SIGKILL if "KILL" in fate else signal.SIGTERM)
+        time.sleep(0.3)
+    sys.stdout.write(f"END {time.monotonic()}\\n")
+"""
+"""Two epochs of 20 steps. FATE: RANK:STEP and a signal, of the first start."""
+SLACK = 0.5
+"""Seconds until the first process has begun."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What forks the ranks is there before a clock runs."""
+    assert script(1, "", tmp_path_factory.mktemp("warm")).code == 0
+
+
+def _goodput(*runs: Path) -> dict[str, Any]:
+    done = run([PYTHON, "-m", "lockstep.training", "goodput", *map(str, runs), "--json"])
+    assert done.code == 0, done.output
+    found: dict[str, Any] = json.loads(done.output)
+    return found
+
+
+def _assert_adds_up(run_dir: Path, began: float, done: Result) -> dict[str, Any]:
+    """By a clock outside, from the first start until the script of the last one is through. Returns what is told of the run."""
+    assert done.code == 0, done.output
+    outside = max(map(float, re.findall(r"END (\S+)", done.output))) - began
+    lines = [json.loads(line) for line in (run_dir / "time.jsonl").read_text().splitlines()]
+    ending = sum(line["seconds"].get("ending", 0.0) for line in lines if line["attempt"] == lines[-1]["attempt"])
+    told: dict[str, Any] = _goodput(run_dir)["total"]
+    assert sum(told["seconds"].values()) == pytest.approx(told["wall_seconds"], rel=0.001)
+    assert told["wall_seconds"] - ending == pytest.approx(outside, rel=0.01, abs=SLACK)
+    assert told["seconds"]["unknown"] <= 0.02 * outside
+    return told
+
+
+def test_a_kill_costs_a_restart_and_the_steps_since_the_checkpoint(tmp_path: Path) -> None:
+    began = time.monotonic()
+    assert script(2, JOB, tmp_path / "killed", "flat", "1:35", "KILL").code == 1
+    time.sleep(1.0)
+    told = _assert_adds_up(tmp_path / "killed", began, script(2, JOB, tmp_path / "killed", "flat"))
+    seconds, wall = told["seconds"], told["wall_seconds"]
+    assert STEP * (STEPS - 3) < seconds["productive"] < 2 * STEP * STEPS, "each step once, but for the first ones"
+    assert STEP * 5 <= seconds["taken_again"] < wall / 2 and seconds["down"] >= 1.0
+    assert seconds["evaluation"] >= 2 * 0.3 and told["restarts"] == 1
+    assert seconds["taken_again"] + seconds["down"] < told["lost_to_restarts"] * wall < 0.9 * wall
+    assert told["fraction"] == pytest.approx(seconds["productive"] / told["wall_seconds"], abs=0.001)
+    summary = json.loads((tmp_path / "killed/summary.json").read_text())["goodput"]
+    assert summary["seconds"]["productive"] == pytest.approx(seconds["productive"], abs=0.01)
+
+    both = _goodput(tmp_path / "killed", tmp_path / "killed")
+    assert [each["run"] for each in both["runs"]] == [str(tmp_path / "killed")] * 2
+    assert both["total"]["wall_seconds"] == pytest.approx(2 * told["wall_seconds"], abs=0.01)
+    assert both["total"]["fraction"] == told["fraction"] and both["total"]["restarts"] == 2
+    words = run([PYTHON, "-m", "lockstep.training", "goodput", str(tmp_path / "killed")]).output
+    assert "lost to 1 restart" in words and "taken again" in words
+    for missing in (tmp_path, tmp_path / "none"):
+        done = run([PYTHON, "-m", "lockstep.training", "goodput", str(missing)])
+        assert done.code == 2 and "time.jsonl" in done.output and len(done.output.splitlines()) == 1, done.output
+
+
+def test_a_clock_that_jumps_moves_nothing(tmp_path: Path) -> None:
+    """The clock of the wall, between two starts; or the clock of the boot, as in another container."""
+    require(sys.platform == "linux", "clocks in namespaces are Linux's")
+    run_dir, lines = tmp_path / "run", tmp_path / "run/time.jsonl"
+    began = time.monotonic()
+    assert script(1, JOB, run_dir, "flat", "0:15", "TERM").code == 75
+    *before, last = [json.loads(line) for line in lines.read_text().splitlines()]
+    last["time"] += 86_400
+    lines.write_text("".join(json.dumps(line) + "\n" for line in (*before, last)))
+    _assert_adds_up(run_dir, began, script(1, JOB, run_dir, "flat"))
+
+    elsewhere = ["unshare", "--time", "--boottime", "1000000", PYTHON]
+    require(run([*elsewhere, "-c", ""]).code == 0, "a namespace of clocks needs root, or a user namespace")
+    began, run_dir = time.monotonic(), tmp_path / "other"
+    assert script(1, JOB, run_dir, "flat", "0:15", "TERM").code == 75
+    words = [*elsewhere, "-c", JOB, str(run_dir), "flat"]
+    _assert_adds_up(run_dir, began, run(words, clean_env(LOCKSTEP_THREADS="1")))
+
+
+def test_what_is_damaged_is_left_out_and_shown_as_unknown(tmp_path: Path) -> None:
+    run_dir, lines = tmp_path / "run", tmp_path / "run/time.jsonl"
+    assert script(1, JOB, run_dir, "flat").code == 0
+    whole = product.goodput(run_dir).plain()
+    good = lines.read_text().splitlines()
+    for bad in (
+        "",
+        "{",
+        "[1]",
+        '{"seconds": {"productive": -1}}',
+        good[2].replace("productive", "nothing"),
+        "9" * 99_999,
+    ):
+        lines.write_text("\n".join([*good[:2], bad, *good[3:]]) + "\n")
+        told = product.goodput(run_dir).plain()
+        assert told["wall_seconds"] == pytest.approx(whole["wall_seconds"], abs=0.01)
+        assert told["seconds"]["unknown"] == pytest.approx(
+            whole["seconds"]["unknown"] + sum(json.loads(good[2])["seconds"].values()), abs=0.01
+        )

@@ -1,0 +1,291 @@
+"""lockstep goodput RUN …: where the time of a job went, from the lines of its time.jsonl. Imports no torch.
+
+The job's wall clock is that of rank 0, over all attempts. Every second of it is in exactly one bucket. A line has the seconds of each
+bucket since the line before. Once an attempt says from which step it resumes, the steps after that one have been lost, and
+are `taken_again`: no line is ever changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from lockstep.training import contract, files
+from lockstep.training.contract import UserError, goodput_line, printable
+
+
+class Bucket(str, Enum):
+    """What a second went into. Where two hold, it is in the one that stands first here."""
+
+    HANG = "hang"
+    """The ranks waited for one that never came: from the last step, or sign of life, to the end of the attempt."""
+    REGROUP = "regroup"
+    """A rank was lost or replaced: from the last whole step until the others had met again."""
+    TAKEN_AGAIN = "taken_again"
+    """Steps that were lost with an attempt, since the checkpoint that the next one resumed from."""
+    CHECKPOINT = "checkpoint"
+    """Training stood while a checkpoint was gathered and copied, or the disk was waited for."""
+    EVALUATION = "evaluation"
+    """`evaluate`, `for_evaluation`, and what a script does between the last batch of an epoch and the next one's first."""
+    RESTORED = "restored"
+    """A checkpoint was verified, read and given to the ranks."""
+    QUEUED = "queued"
+    """From the submission until the launcher started, the image included."""
+    START = "start"
+    """From the launcher's start to that of the rank's process."""
+    IMPORTS = "imports"
+    """From the start of the rank's process to its session."""
+    MEETING = "meeting"
+    """The ranks met."""
+    PREPARED = "prepared"
+    """Data, model and optimizer were made."""
+    FIRST_STEP = "first_step"
+    """To the end of the attempt's first step, compiling included."""
+    DATA_WAIT = "data_wait"
+    """Steps: for the next batch."""
+    RANK_WAIT = "rank_wait"
+    """Steps: from the rank's own gradients to the sum over all ranks."""
+    PRODUCTIVE = "productive"
+    """Steps: everything else."""
+    ENDING = "ending"
+    """From the last step, or the decision to leave, to the end of the attempt."""
+    DOWN = "down"
+    """From the last line of an attempt to the start of the next one, or to the end of the launcher."""
+    UNKNOWN = "unknown"
+    """A line is missing, or the machine slept."""
+
+
+PRECEDENCE = {bucket: place for place, bucket in enumerate(Bucket)}
+STEPS = (Bucket.PRODUCTIVE, Bucket.DATA_WAIT, Bucket.RANK_WAIT)
+STARTING = (
+    Bucket.QUEUED, Bucket.START, Bucket.IMPORTS, Bucket.MEETING, Bucket.PREPARED, Bucket.RESTORED, Bucket.FIRST_STEP,
+)  # fmt: skip
+_LARGEST = 1e12
+"""A number of seconds, steps or ranks from here on is damaged."""
+_MOST_BYTES, _LINE_BYTES, _MOST_PARTS = 64 << 20, 1 << 14, 8192
+
+Line = dict[str, Any]
+"""time, attempt, boot, since, until, first, step, ranks, seconds; resumed, of the first one of an attempt; code, of its last one."""
+
+
+@dataclass(slots=True)
+class Part:
+    """A stretch of an attempt."""
+
+    attempt: int
+    first: int
+    last: int
+    """Steps done before it, and after it."""
+    ranks: tuple[int, int]
+    """That train, and that were started."""
+    wall: float
+    seconds: dict[Bucket, float]
+    """They add up to `wall`."""
+
+
+class Account:
+    """The lines of a run, added up."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.last: Line | None = None
+
+    def add(self, line: Line) -> None:
+        """Raises `ValueError` for what is no line."""
+        since, until, first, step = (_number(line.get(name)) for name in ("since", "until", "first", "step"))
+        attempt, ranks, given = line.get("attempt"), line.get("ranks"), line.get("seconds")
+        if not isinstance(given, Mapping) or not isinstance(ranks, Sequence) or len(ranks) != 2 or since > until:
+            raise ValueError("no line of time.jsonl")
+        seconds = {Bucket(name): _number(value) for name, value in given.items()}
+        number, count = int(_number(attempt)), (int(_number(ranks[0])), int(_number(ranks[1])))
+        last, self.last = self.last, line
+        before = _number(last["until"]) if last is not None and last.get("boot") == line.get("boot") else since
+        missing = 0.0 if last is None or last.get("code") == contract.EXIT_DONE else max(0.0, since - before)
+        known = sum(seconds.values())
+        wall = max(until - since + missing, known)
+        seconds[Bucket.UNKNOWN] = seconds.get(Bucket.UNKNOWN, 0.0) + wall - known
+        if line.get("resumed") is not None:
+            self._lose(_number(line["resumed"]))
+        self.parts.append(Part(number, int(first), int(step), count, wall, seconds))
+        if len(self.parts) > _MOST_PARTS:
+            self.parts[: _MOST_PARTS // 2] = _joined(self.parts[: _MOST_PARTS // 2])
+
+    def _lose(self, resumed: float) -> None:
+        """The steps after this one were lost."""
+        for part in reversed(self.parts):
+            if part.last <= resumed and part.last > part.first:
+                return
+            if part.last > max(part.first, resumed):
+                share = (part.last - max(part.first, resumed)) / (part.last - part.first)
+                for bucket in STEPS:
+                    lost = share * part.seconds.get(bucket, 0.0)
+                    part.seconds[bucket] = part.seconds.get(bucket, 0.0) - lost
+                    part.seconds[Bucket.TAKEN_AGAIN] = part.seconds.get(Bucket.TAKEN_AGAIN, 0.0) + lost
+                part.last = max(part.first, int(resumed))
+
+    @property
+    def wall(self) -> float:
+        return sum(part.wall for part in self.parts)
+
+    @property
+    def seconds(self) -> dict[Bucket, float]:
+        """Of the job's wall clock, by bucket."""
+        found: dict[Bucket, float] = defaultdict(float)
+        for part in self.parts:
+            for bucket, value in part.seconds.items():
+                found[bucket] += value
+        return found
+
+    @property
+    def rank_seconds(self) -> dict[Bucket, float]:
+        """Of all ranks: what rank 0 did counts for each that trains. Those of a rank that was lost, and not replaced, are `down`."""
+        found: dict[Bucket, float] = defaultdict(float)
+        for part in self.parts:
+            for bucket, value in part.seconds.items():
+                found[bucket] += value * part.ranks[0]
+            found[Bucket.DOWN] += part.wall * max(0, part.ranks[1] - part.ranks[0])
+        return found
+
+    @property
+    def restarts(self) -> int:
+        return max(0, len({part.attempt for part in self.parts}) - 1)
+
+    @property
+    def lost_to_restarts(self) -> float:
+        """Seconds: down, taken again, and what every attempt but the first one needed to its first step."""
+        begun = min((part.attempt for part in self.parts), default=0)
+        again = [Bucket.DOWN, Bucket.TAKEN_AGAIN]
+        return sum(
+            part.seconds.get(bucket, 0.0)
+            for part in self.parts
+            for bucket in (again if part.attempt == begun else [*again, *STARTING])
+        )
+
+    def shares(self) -> dict[str, Any]:
+        """In short, for status.json."""
+        return _shares([self])
+
+    def plain(self) -> dict[str, Any]:
+        """For summary.json."""
+        return plain([self])
+
+
+def _shares(accounts: Sequence[Account]) -> dict[str, Any]:
+    wall = max(sum(account.wall for account in accounts), 1e-9)
+    productive = sum(account.seconds[Bucket.PRODUCTIVE] for account in accounts)
+    lost = sum(account.lost_to_restarts for account in accounts)
+    return {
+        "fraction": round(productive / wall, 4), "lost_to_restarts": round(lost / wall, 4),
+        "restarts": sum(account.restarts for account in accounts),
+    }  # fmt: skip
+
+
+def plain(accounts: Sequence[Account]) -> dict[str, Any]:
+    """The shares and seconds of some runs together."""
+    wall = sum(account.wall for account in accounts)
+    seconds, rank_seconds = (
+        {bucket.value: round(sum(found[bucket] for found in each), 3) for bucket in Bucket}
+        for each in ([account.seconds for account in accounts], [account.rank_seconds for account in accounts])
+    )
+    return {**_shares(accounts), "wall_seconds": round(wall, 3), "seconds": seconds, "rank_seconds": rank_seconds}
+
+
+def launcher_ended(run: Path) -> None:
+    """No rank runs, and the launcher ends: what came after rank 0's last line is the job's time, too. Raises `OSError`."""
+    last, now = of_run(run).last, boot_seconds()
+    if last is None or last.get("boot") != boot() or not (started("self") or now) < last["until"] < now:
+        return  # no rank of this launcher has written it
+    bucket = Bucket.ENDING if "code" in last else Bucket.DOWN
+    line = {name: value for name, value in last.items() if name != "resumed"}
+    line |= {"time": round(time.time(), 3), "since": last["until"], "until": round(now, 4), "first": last["step"]}
+    files.append(run / contract.TIME_FILE, {**line, "seconds": {bucket.value: round(now - last["until"], 4)}})
+
+
+def boot_seconds() -> float:
+    """Seconds since the machine was started, those that it slept included, where the system has such a clock (Linux)."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def boot() -> str:
+    """Which clock that is: of this boot of this machine, and this namespace of its clocks."""
+    number = clocks = ""
+    with contextlib.suppress(OSError):
+        number = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
+        clocks = os.readlink("/proc/self/ns/time").removeprefix("time:").strip("[]")
+    return f"{number}/{clocks}"
+
+
+def started(process: str) -> float | None:
+    """When a process was started ("self": this one), by the clock of the boot; None where that is not known."""
+    try:
+        ticks = Path(f"/proc/{process or '-'}/stat").read_bytes().rpartition(b")")[2].split()[19]
+        return int(ticks) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def show(runs: Sequence[Path], as_json: bool) -> None:
+    """Prints where the time of some runs went: of each, and of all together. Raises `UserError`."""
+    accounts = [of_run(run) for run in runs]
+    for run, account in zip(runs, accounts):
+        if not account.parts:
+            raise UserError(
+                f"{run} has no {contract.TIME_FILE} that can be read: give a run directory whose run has begun"
+            )
+    total = plain(accounts)
+    if as_json:
+        each = [{"run": str(run), **account.plain()} for run, account in zip(runs, accounts)]
+        print(json.dumps({"runs": each, "total": total}, indent=1))
+        return
+    for run, account in zip(runs, accounts):
+        print(printable(f"{run}: {goodput_line(account.shares())}, of {account.wall:.0f} s"))
+    if len(runs) > 1:
+        print(f"{len(runs)} runs: {goodput_line(total)}, of {total['wall_seconds']:.0f} s")
+    print(f"{'':12} {'SECONDS':>12} {'SHARE':>7} {'RANK-SECONDS':>14}")
+    for name, seconds in sorted(total["seconds"].items(), key=lambda item: -item[1]):
+        share, of_ranks = seconds / max(total["wall_seconds"], 1e-9), total["rank_seconds"][name]
+        if seconds or of_ranks or name == Bucket.UNKNOWN:
+            print(f"{name.replace('_', ' '):12} {seconds:12.1f} {100 * share:5.1f} % {of_ranks:14.1f}")
+
+
+def _joined(parts: list[Part]) -> list[Part]:
+    """Half as many of them, at best: neighbours of the same attempt and ranks become one."""
+    found: list[Part] = []
+    whole = True
+    for part in parts:
+        last = found[-1] if found else part
+        if whole or (last.attempt, last.ranks) != (part.attempt, part.ranks):
+            found.append(part)
+            whole = False
+            continue
+        last.last, last.wall, whole = part.last, last.wall + part.wall, True
+        for bucket, value in part.seconds.items():
+            last.seconds[bucket] = last.seconds.get(bucket, 0.0) + value
+    return found
+
+
+def _number(value: Any) -> float:
+    """Raises `ValueError` for anything but a number from 0 that is not too large."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < _LARGEST:
+        raise ValueError(f"no number of seconds, steps or ranks: {value!r}")
+    return float(value)
+
+
+def of_run(run: Path) -> Account:
+    """The account of a run directory. What is missing, cut off or damaged is left out: the time of such a line is `unknown` or `down`."""
+    account = Account()
+    with contextlib.suppress(OSError), files.regular(run / contract.TIME_FILE) as file:
+        while file.tell() < _MOST_BYTES and (text := file.readline(_LINE_BYTES)):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                line = files.parsed(text)
+                if isinstance(line, dict):
+                    account.add(line)
+    return account

@@ -1,0 +1,228 @@
+"""Tells where this rank's seconds go: each is in one `Bucket` of `account.py`. Rank 0 appends the sums to time.jsonl.
+
+    goodput = GoodputRecorder(environment)      # every rank has one, from the start of its process
+    goodput.enter(Bucket.MEETING)               # from here on the rank meets the others
+    with goodput.on(Bucket.CHECKPOINT): …       # for a while it saves
+    goodput.step(times, 12)                     # a step is done; what it waited is moved out of `productive`
+    goodput.end(0)
+
+Sums are of a monotonic clock: one that jumps moves nothing. What lies between two attempts is told by the clock of the boot where both
+are of the same one. A kill loses what came since the last line; the next attempt counts it as `down`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from lockstep.training import contract
+from lockstep.training.observe.account import PRECEDENCE, Account, Bucket, Line, boot, boot_seconds, of_run, started
+
+if TYPE_CHECKING:
+    from lockstep.training.observe.rundir import RunDirectory
+
+HANG_SECONDS = 15.0
+"""Ranks that have waited for another one for longer, and then failed, have met a hang. Of a rank that was killed they hear at once."""
+SHARE, LEAST_SECONDS, MOST_SECONDS = 0.01, 0.2, 60.0
+"""Between two lines: this share of the attempt so far, within these bounds. A kill loses no more."""
+_KEPT = 16
+"""Lines that a rank keeps which writes none, should it come to stand in rank 0's place."""
+
+
+class GoodputRecorder:
+    """Where this rank's seconds go, from the start of its process. Rank 0 writes them down once it has the run directory.
+
+    Args:
+        env: may name the launcher.
+    """
+
+    _free_since = 0.0
+    """When the last session of this process has ended (clock of the boot): what came before is counted already."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        now, self._last = boot_seconds(), time.monotonic()
+        self._began = max(started("self") or now, GoodputRecorder._free_since)
+        launcher = started(env.get(contract.ENV_LAUNCHER, ""))
+        self._since = min(launcher or self._began, self._began) if not GoodputRecorder._free_since else self._began
+        self._bucket = Bucket.IMPORTS
+        self._seconds: dict[Bucket, float] = defaultdict(float)
+        self._seconds[Bucket.START] = self._began - self._since
+        self._seconds[Bucket.IMPORTS] = max(0.0, now - self._began)
+        self._boot = boot()
+        self._floor = 0.0
+        """What was before is in lines of others."""
+        self._due = math.inf
+        self._step_at = self._alive_at = self._last
+        self._first = self._step = 0
+        self._attempt, self._resumed = 1, 0
+        self.ranks = (1, 1)
+        self.account = Account()
+        self._kept: deque[Line] = deque(maxlen=_KEPT)
+        self._run: RunDirectory | None = None
+        self.count: Callable[[Bucket, float], None] = lambda *_: None
+        """Gets the seconds of each line, for the metrics."""
+        self._idle = False
+        """The run was complete, and this attempt has added no step (yet)."""
+
+    # What the rank does.
+
+    def enter(self, bucket: Bucket) -> None:
+        """From here on the rank does this."""
+        self._tick()
+        self._bucket = bucket
+
+    @contextlib.contextmanager
+    def on(self, bucket: Bucket) -> Iterator[None]:
+        """In the block the rank does this, unless it does what comes before it in `Bucket`."""
+        before = self._bucket
+        if PRECEDENCE[bucket] < PRECEDENCE[before]:
+            self.enter(bucket)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def train(self) -> None:
+        """The batches of an epoch begin. Until its first step is done, an attempt is in `first_step`."""
+        if self._step > self._resumed:
+            self.enter(Bucket.PRODUCTIVE)
+
+    def step(self, measured: Sequence[Mapping[str, float]], step: int) -> None:
+        """A step is done.
+
+        Args:
+            measured: seconds of the phases of the steps that have become known (`clock.py`).
+            step: steps of the run so far.
+        """
+        self._tick()
+        if self._bucket is Bucket.PRODUCTIVE:
+            for times in measured:
+                self._move(times["data_wait"], Bucket.DATA_WAIT)
+                self._move(times["sync_wait"], Bucket.RANK_WAIT)
+        self._bucket, self._step, self._step_at, self._idle = Bucket.PRODUCTIVE, step, self._last, False
+        self._look(self._last)
+
+    def look(self) -> None:
+        """A sign of life. Closes a line where one is due."""
+        self._look(time.monotonic())
+
+    def regrouped(self, seconds: float, ranks: int) -> None:
+        """The ranks have met again, so many of them, which took these seconds; in a step, everything since the last one."""
+        self._tick()
+        stepping = self._bucket is Bucket.PRODUCTIVE
+        self._move(max(seconds, self._last - self._step_at) if stepping else seconds, Bucket.REGROUP, self._bucket)
+        self.close()
+        self.ranks = ranks, self.ranks[1]
+
+    def failed(self) -> None:
+        """An error ends the attempt. Where that took long, the time since the last sign of life is a hang; else the step that was
+        under way is lost."""
+        self._tick()
+        if (waited := self._last - self._alive_at) > HANG_SECONDS:
+            for bucket in (Bucket.PRODUCTIVE, Bucket.EVALUATION, Bucket.CHECKPOINT, Bucket.FIRST_STEP):
+                waited -= self._move(waited, Bucket.HANG, bucket)
+        else:
+            self._move(self._last - self._step_at, Bucket.TAKEN_AGAIN)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._seconds[self._bucket] += now - self._last
+        self._last = now
+
+    def _move(self, seconds: float, to: Bucket, of: Bucket = Bucket.PRODUCTIVE) -> float:
+        seconds = max(0.0, min(seconds, self._seconds[of]))
+        self._seconds[of] -= seconds
+        self._seconds[to] += seconds
+        return seconds
+
+    # What is written of it.
+
+    def begin(self, attempt: int, step: int, ranks: int) -> None:
+        """An attempt begins, or goes on, after this step."""
+        self._attempt, self._resumed, self._first, self._step, self.ranks = attempt, step, step, step, (ranks, ranks)
+        self._due = 0.0
+
+    def attach(self, run: RunDirectory) -> None:
+        """This is rank 0, and writes from here on."""
+        self._open(run)
+        last = self.account.last
+        self._idle = last is not None and last.get("code") == contract.EXIT_DONE
+        if (end := self._end_of(last)) is not None:
+            if self._idle or end > self._began:
+                self._floor = end
+            else:
+                self._seconds[Bucket.DOWN] += max(0.0, self._since - end)
+                if end > self._since:  # the launcher's start was that of an earlier attempt
+                    self._seconds[Bucket.DOWN] += self._seconds.pop(Bucket.START, 0.0) - (end - self._since)
+                self._since = end
+        self.close(resumed=True)
+
+    def _open(self, run: RunDirectory) -> None:
+        self._run, self.account = run, of_run(run.path)
+        run.goodput = self.account.shares
+
+    def take_over(self, run: RunDirectory) -> None:
+        """Rank 0 was lost, and this one goes on with its file: first with what it has seen of the time since the last line."""
+        self._open(run)
+        self._floor = self._end_of(self.account.last) or 0.0
+        while self._kept:
+            self._put(self._kept.popleft())
+
+    def close(self, code: int | None = None, resumed: bool = False) -> None:
+        """Ends a line."""
+        self._tick()
+        if self._idle:
+            return
+        now = boot_seconds()
+        line = {
+            "time": round(time.time(), 3), "attempt": self._attempt, "boot": self._boot, "since": round(self._since, 4),
+            "until": round(now, 4), "first": self._first, "step": self._step, "ranks": list(self.ranks),
+            "seconds": {bucket.value: round(value, 4) for bucket, value in self._seconds.items() if value > 0},
+            **({"resumed": self._resumed} if resumed else {}), **({"code": code} if code is not None else {}),
+        }  # fmt: skip
+        for bucket, value in self._seconds.items():
+            self.count(bucket, value)
+        self._since, self._first = now, self._step
+        self._seconds.clear()
+        self._due = self._last + min(max(SHARE * (now - self._began), LEAST_SECONDS), MOST_SECONDS)
+        if self._run is None:
+            self._kept.append(line)
+        else:
+            self._put(line)
+
+    def end(self, code: int | None) -> None:
+        """The attempt is over."""
+        self.close(contract.EXIT_FAILED if code is None else code)
+        GoodputRecorder._free_since = boot_seconds()
+        self._run, self._due = None, math.inf
+
+    def _look(self, now: float) -> None:
+        self._alive_at = now
+        if now >= self._due:
+            self.close()
+
+    def _put(self, line: Line) -> None:
+        """Writes a line, without what others have written of its time already."""
+        since, until = line["since"], line["until"]
+        if until <= self._floor:
+            return
+        if since < self._floor:
+            share = (until - self._floor) / (until - since)
+            seconds = {name: round(share * value, 4) for name, value in line["seconds"].items()}
+            line = {**line, "since": round(self._floor, 4), "seconds": seconds}
+        self.account.add(line)
+        assert self._run is not None
+        self._run.time(line, waits="code" in line)
+
+    def _end_of(self, line: Line | None) -> float | None:
+        """When a line ended, by the clock of this boot; None where that cannot be told."""
+        if line is None:
+            return None
+        if line.get("boot") == self._boot:
+            return float(line["until"])
+        ago = time.time() - line["time"] if isinstance(line.get("time"), (int, float)) else -1.0
+        return boot_seconds() - ago if ago >= 0 else None
