@@ -55,6 +55,7 @@ def test_a_run_writes_its_report_with_the_numbers_of_its_files(runs: tuple[Path,
     summary = json.loads((runs[0] / "summary.json").read_text())
     assert set(charts) == {
         "Loss", "Test accuracy", "Throughput", "Progress, checkpoints, restarts and preemptions", "Where a step goes, by rank",
+        "Where the time of the job went",
     }  # fmt: skip
     assert charts["Test accuracy"]["lines"][0]["points"][-1] == [64, summary["accuracy"]]
     assert len(charts["Loss"]["lines"][0]["points"]) == 32  # every second of 64 steps
@@ -69,9 +70,15 @@ def test_a_run_writes_its_report_with_the_numbers_of_its_files(runs: tuple[Path,
     ranks = charts["Where a step goes, by rank"]["lines"]
     assert [point[0] for point in ranks[0]["points"]] == ["rank 0", "rank 1"]
     assert sum(line["points"][0][1] for line in ranks) > 30  # milliseconds: the pace of the test's network
+    spent = charts["Where the time of the job went"]["lines"]
+    assert [point[0] for point in spent[0]["points"]] == ["attempt 1", "attempt 2"]
+    wall, productive = summary["goodput"]["wall_seconds"], summary["goodput"]["seconds"]["productive"]
+    drawn = sum(point[1] for line in spent for point in line["points"])
+    assert drawn == pytest.approx(wall, abs=1), "the summary is a moment older"
+    assert sum(point[1] for point in spent[0]["points"]) == pytest.approx(productive, abs=0.01)
     for number in (f"{summary['accuracy']:.4f}", f"{summary['train_loss']:.4f}", summary["config_hash"][:12]):
         assert number in text
-    assert "optim.lr" in text and "versions.torch" in text and text.count("<canvas") == text.count("<details>") == 5
+    assert "optim.lr" in text and "versions.torch" in text and text.count("<canvas") == text.count("<details>") == 6
 
 
 def test_several_runs_are_compared(runs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -138,7 +145,7 @@ def test_in_chromium(
     page.on("request", lambda request: asked.append(request.url))
     page.goto(out.as_uri())
     _drawn(page, scheme)
-    expected = 4 + compared  # each run has a chart of its ranks
+    expected = 4 + 2 * compared  # each run has a chart of its ranks, and one of its attempts
     assert page.locator("canvas").count() == expected == int(page.locator("html").get_attribute("data-drawn"))
     drawn = page.evaluate(INK)
     assert all(inked > 2000 and colours > 8 for inked, colours, _ in drawn), drawn

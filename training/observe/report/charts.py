@@ -174,8 +174,8 @@ def _by_attempt(named: list[tuple[RunRecord, str]]) -> list[Chart]:
             for number, (label, buckets) in enumerate(_SPENT.items())
         ]
         title = "Where the time of the job went" + (f": {name}" if len(named) > 1 else "")
-        title += f" ({goodput_line(run.account.shares())})" if shown else ""
-        charts.append(Chart(title, "seconds of the wall clock; down is before the attempt", "", "stack", lines))
+        unit = f"seconds of the wall clock, down before the attempt: {goodput_line(run.account.shares())}"
+        charts.append(Chart(title, unit, "", "stack", lines if shown else []))
     return charts
 
 
