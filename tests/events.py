@@ -1,10 +1,18 @@
-"""What a run has said in its events.jsonl, also while it is writing."""
+"""What a run has said in its events.jsonl, also while it is writing, and in its time.jsonl."""
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from tests import product
+
+PROCESSES_SECONDS = 2.0
+"""Until a launcher has begun, and after it has counted itself."""
 
 
 def events(run_dir: Path, *kinds: str) -> list[dict[str, Any]]:
@@ -13,3 +21,19 @@ def events(run_dir: Path, *kinds: str) -> list[dict[str, Any]]:
     text = path.read_text() if path.exists() else ""
     found = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     return [event for event in found if not kinds or event["event"] in kinds]
+
+
+def assert_adds_up(run_dir: Path, began: float | None = None) -> None:
+    """Every second of the job is in one bucket, and next to none is unknown.
+
+    Args:
+        began: when its launcher was started (`time.monotonic`), if that has just ended, and was the only one.
+    """
+    account = product.goodput(run_dir)
+    seconds = account.seconds
+    assert sum(seconds.values()) == pytest.approx(account.wall, rel=0.001), seconds
+    assert all(value >= 0 for value in seconds.values()) and seconds["unknown"] <= 0.02 * account.wall, seconds
+    assert sum(account.rank_seconds.values()) >= account.wall * 0.999
+    if began is not None:
+        outside = time.monotonic() - began
+        assert 0.99 * outside - PROCESSES_SECONDS <= account.wall <= outside + 0.1, (outside, seconds)

@@ -7,12 +7,13 @@ import os
 import re
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Undisturbed
-from tests.events import events
+from tests.events import assert_adds_up, events
 from tests.processes import LAUNCH, PYTHON, ROOT, Result, clean_env, free_port, poll, run, started
 from tests.runs import Job, assert_same
 from tests.warm.gang import python
@@ -23,12 +24,13 @@ def test_a_killed_rank_restarts_the_gang_which_does_not_begin_anew(job: Job, und
     """`--fresh` is meant once, and not at every restart; the weights are those of a calm run."""
     assert job.go(LOCKSTEP_TEST_FATE="1:3:TERM").code == 75
     job.words.append("--fresh")
-    once = str(job.run_dir.parent / "once")
+    once, began = str(job.run_dir.parent / "once"), time.monotonic()
     done = job.launch("--max-restarts", "2", LOCKSTEP_TEST_FATE="1:7:KILL", LOCKSTEP_TEST_ONCE=once)
     assert done.code == 0, done.output
     assert "launch: rank 1 was ended by SIGKILL" in done.output and "waitForInput" not in done.output
     assert [event["attempt"] for event in events(job.run_dir, "start")] == [1, 2]
     assert sorted(path.name for path in job.run_dir.parent.glob("run*")) == ["run", "run.old-1"]
+    assert_adds_up(job.run_dir, began)
     assert_same(job.run_dir, undisturbed(2))
 
 

@@ -7,11 +7,13 @@ import json
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.events import assert_adds_up
 from tests.processes import PYTHON, clean_env, free_port, poll
 from tests.warm.process import start
 
@@ -196,9 +198,11 @@ with Session("run", "checkpoint.every_steps=1") as run:
 @pytest.mark.promise("named-rank")
 def test_a_killed_rank_is_named_on_the_other_node_and_both_start_again(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
+    began = time.monotonic()
     with Nodes(tmp_path, "--max-restarts", "1").both(*[f"exec {PYTHON} loop.py"] * 2) as (first, second):
         (code, output), (other, _) = first.ends(), second.ends()
     assert code == other == 0 and "rank 1 did not arrive: ended by SIGKILL" in output, output
+    assert_adds_up(tmp_path / "run", began)
     assert json.loads((tmp_path / "run/status.json").read_text())["code"] == 0
 
 

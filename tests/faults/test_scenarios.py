@@ -11,6 +11,7 @@ import random
 import pytest
 
 from tests.conftest import Undisturbed
+from tests.events import assert_adds_up
 from tests.runs import FINAL, Job, assert_same
 
 pytestmark = pytest.mark.promise("kill-resume")
@@ -41,4 +42,5 @@ def test_random_kills(job: Job, undisturbed: Undisturbed, seed: int) -> None:
             assert last < 2 * every, (fate, done.output)
     done = job.go()
     assert done.code == 0, done.output
+    assert_adds_up(job.run_dir)
     assert_same(job.run_dir, undisturbed(2))

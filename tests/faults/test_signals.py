@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Undisturbed
+from tests.events import assert_adds_up
 from tests.processes import poll, started
 from tests.runs import FINAL, Job, assert_same
 
@@ -87,12 +88,14 @@ def test_75_is_given_where_a_checkpoint_is_on_the_disk(
 def test_a_signal_to_the_launcher_reaches_the_ranks(job: Job, undisturbed: Undisturbed) -> None:
     held = job.run_dir.parent / "held"
     fate = {"LOCKSTEP_TEST_FATE": "1:5:HOLD", "LOCKSTEP_TEST_HELD": str(held)}
+    began = time.monotonic()
     with started(job.command("--max-restarts", "3"), job.env(**fate)) as launcher:
         poll(held.exists, what="rank 1 in its fifth pass")
         launcher.send_signal(signal.SIGTERM)
         output, _ = launcher.communicate(timeout=240)
     assert launcher.returncode == 75, output
     job.assert_gone()
+    assert_adds_up(job.run_dir, began)
     assert _preempted(job)["step"] < FINAL
     _continue(job, undisturbed)
 

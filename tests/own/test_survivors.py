@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.events import assert_adds_up
 from tests.processes import PYTHON, ROOT, poll, processes, require
 from tests.ranks import live
 from tests.warm.gang import python
@@ -158,6 +159,7 @@ def check(tmp_path: Path, seed: int, kind: str, replaced: bool = False) -> None:
         assert ended.code == 0 or "others have ended" in ended.output, said
         assert json.loads((run_dir / "status.json").read_text())["code"] == 0, said
         poll(lambda: not below(tmp_path), what=f"the end of every process of {said}")
+        assert_adds_up(run_dir)
     assert hashes(run_dir) == wanted, said  # each step once, in order, with these weights
     assert json.loads((run_dir / "summary.json").read_text())["weights_sha256"] == wanted[-1][1], said
     told = readable(run_dir)

@@ -37,8 +37,6 @@ class Bucket(str, Enum):
     """`evaluate`, `for_evaluation`, and what a script does between the last batch of an epoch and the next one's first."""
     RESTORED = "restored"
     """A checkpoint was verified, read and given to the ranks."""
-    QUEUED = "queued"
-    """From the submission until the launcher started, the image included."""
     START = "start"
     """From the launcher's start to that of the rank's process."""
     IMPORTS = "imports"
@@ -65,9 +63,7 @@ class Bucket(str, Enum):
 
 PRECEDENCE = {bucket: place for place, bucket in enumerate(Bucket)}
 STEPS = (Bucket.PRODUCTIVE, Bucket.DATA_WAIT, Bucket.RANK_WAIT)
-STARTING = (
-    Bucket.QUEUED, Bucket.START, Bucket.IMPORTS, Bucket.MEETING, Bucket.PREPARED, Bucket.RESTORED, Bucket.FIRST_STEP,
-)  # fmt: skip
+STARTING = (Bucket.START, Bucket.IMPORTS, Bucket.MEETING, Bucket.PREPARED, Bucket.RESTORED, Bucket.FIRST_STEP)
 _LARGEST = 1e12
 """A number of seconds, steps or ranks from here on is damaged."""
 _MOST_BYTES, _LINE_BYTES, _MOST_PARTS = 64 << 20, 1 << 14, 8192

@@ -118,11 +118,12 @@ class GoodputRecorder:
         self.close()
         self.ranks = ranks, self.ranks[1]
 
-    def failed(self) -> None:
-        """An error ends the attempt. Where that took long, the time since the last sign of life is a hang; else the step that was
-        under way is lost."""
+    def failed(self, in_collective: bool) -> None:
+        """An error ends the attempt, perhaps that of a collective. Where this one has waited for long, the time since the last sign of
+        life is a hang; else the step that was under way is lost."""
         self._tick()
-        if (waited := self._last - self._alive_at) > HANG_SECONDS:
+        waited = self._last - self._alive_at
+        if in_collective and waited > HANG_SECONDS:
             for bucket in (Bucket.PRODUCTIVE, Bucket.EVALUATION, Bucket.CHECKPOINT, Bucket.FIRST_STEP):
                 waited -= self._move(waited, Bucket.HANG, bucket)
         else:

@@ -190,7 +190,7 @@ class Attempt:
         """
         context = self.context
         context.console.close()
-        context.goodput.failed()
+        context.goodput.failed(in_collective=True)
         context.goodput.end(EXIT_FAILED)
         if context.run is not None:
             context.run.status(EXIT_FAILED, reason, context.steps_done)

@@ -330,7 +330,7 @@ class Lifecycle:
             return EXIT_DONE
         run = self.loop.run
         if error is not None and not isinstance(error, Ended):
-            self.goodput.failed()
+            self.goodput.failed(is_collective(error))
         self.goodput.enter(Bucket.ENDING)
         code: int | None = None
         try:
