@@ -24,7 +24,7 @@ def test_a_killed_rank_restarts_the_gang_which_does_not_begin_anew(job: Job, und
     """`--fresh` is meant once, and not at every restart; the weights are those of a calm run."""
     assert job.go(LOCKSTEP_TEST_FATE="1:3:TERM").code == 75
     job.words.append("--fresh")
-    once, began = str(job.run_dir.parent / "once"), time.monotonic()
+    once, began = str(job.run_dir.parent / "once"), time.time()
     done = job.launch("--max-restarts", "2", LOCKSTEP_TEST_FATE="1:7:KILL", LOCKSTEP_TEST_ONCE=once)
     assert done.code == 0, done.output
     assert "launch: rank 1 was ended by SIGKILL" in done.output and "waitForInput" not in done.output
