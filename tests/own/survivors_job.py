@@ -1,12 +1,14 @@
 """python tests/own/survivors_job.py RUN_DIR KIND [NAME=VALUE …]: what a run has, under sync.name=exact, with an event `weights` a step.
 
 KIND: `net` (loader processes, transforms that draw, batch norm, dropout, an average, a schedule, an evaluation each epoch), `gan` (two
-models that step in turn), `part` (every rank draws the whole batch, and takes its part). `summed`, `changed`, `of_rank`: what cannot go on.
+models that step in turn), `float16` (a loss scale that overflows at first), `part` (every rank draws the whole batch, and takes its part).
+`thrown`: a step that is thrown away. `twice`: two Sessions. `summed`, `changed`, `of_rank`: what cannot go on.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 import time
@@ -15,6 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -22,7 +25,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lockstep import Session
 from tests.nets import hold_until_signalled
-from tests.sync.exact_job import gan
+from tests.processes import poll
+from tests.sync.exact_job import float16, gan
 
 SETTINGS = [
     "sync.name=exact",
@@ -82,13 +86,45 @@ def part(run: Session) -> None:
 
 
 def paced(run: Session, *words: Any, **named: Any) -> Any:
-    """A step that leaves a replacement the time to come, however busy the machine is."""
+    """A step that leaves a replacement the time to come, however busy the machine is, and each while a file `slow` is beside RUN_DIR."""
     if run.config["joins"] and run.steps > 20 and '"rank_joined"' not in (run.run_dir / "events.jsonl").read_text():
         time.sleep(1)
+    if run.run_dir.with_name("slow").exists():
+        time.sleep(0.6)
     return STEP(run, *words, **named)
 
 
 STEP, Session.step = Session.step, paced  # type: ignore[method-assign]
+
+
+def thrown(run: Session) -> None:
+    """With `lose`, rank 2 is killed in the fourth step, when each of the others has been through a part of it."""
+    data = Noisy()
+    model = run.replicate(
+        nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+    )
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
+    run.average(0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    run.keep(scaler=scaler)
+    number, calls, there = run.rank, 0, Path(sys.argv[1]).parent
+
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        if run.steps == 3 and run.config["lose"]:
+            calls += 1
+            if number != 2 and calls == 2:
+                (there / f"rank-{number}").touch()
+            if number == 2:
+                poll(lambda: all((there / f"rank-{rank}").exists() for rank in (0, 1)), 60, "the others in the step")
+                os.kill(os.getpid(), signal.SIGKILL)
+        drawn = torch.rand(()) + random.random() + np.random.random()
+        with torch.autocast("cpu", torch.float16):
+            return drawn * F.cross_entropy(model(x).float(), y)
+
+    for _ in run.epochs(1):
+        for x, y in run.batches(data, 16, uneven="weight", workers=1):
+            run.step(loss, x, y, scaler=scaler, clip=0.5)
 
 
 def lose_one(run: Session) -> None:
@@ -115,6 +151,19 @@ def summed(run: Session) -> None:
         run.log(seen=run.sum(seen)[0])
 
 
+def twice(folder: str, *words: str) -> None:
+    """Two runs, one after the other. In one of them, `lose`, rank 2 is killed."""
+    data = Noisy()
+    for name in ("one", "two"):
+        with Session(f"{folder}/{name}", *SETTINGS, *words, config={"lose": "", "joins": False}) as run:
+            model = small(run)
+            for _ in run.epochs(1):
+                for x, _ in run.batches(data, 16):
+                    run.step(lambda x, model=model: model(x).square().mean(), x)
+                    if run.config["lose"] == name:
+                        lose_one(run)
+
+
 def changed(run: Session) -> None:
     """The step is called with what the script has made of the batch."""
     model, data = small(run), Noisy()
@@ -130,13 +179,20 @@ def of_rank(run: Session) -> None:
 
 if __name__ == "__main__":
     run_dir, kind, *words = sys.argv[1:]
+    if kind == "twice":
+        twice(run_dir, *words)
+        sys.exit()
     kinds = {
         "net": net,
         "gan": lambda run: gan(run, 16 * run.config["times"]),
+        "float16": lambda run: float16(run, 16 * run.config["times"]),
         "part": part,
+        "thrown": thrown,
         "summed": summed,
         "changed": changed,
         "of_rank": of_rank,
     }
-    with Session(run_dir, *SETTINGS, *words, config={"kind": kind, "times": 1, "hold": 0, "joins": False}) as run:
+    with Session(
+        run_dir, *SETTINGS, *words, config={"kind": kind, "times": 1, "hold": 0, "joins": False, "lose": False}
+    ) as run:
         kinds[kind](run)

@@ -14,8 +14,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from tests import product
 from tests.events import assert_adds_up
 from tests.processes import PYTHON, ROOT, poll, processes, require
 from tests.ranks import live
@@ -58,6 +61,9 @@ RANKS = 4
 JOB = ROOT / "tests/own/survivors_job.py"
 BOUND = 400.0
 STOPPED_SECONDS = 2
+AGAIN = "again"
+UNHEARD_SECONDS = 6.0
+"""After which a loss is none that the ranks hear of: of a process that had not joined them yet."""
 _KILLED = "ended by SIGKILL"
 
 
@@ -67,11 +73,13 @@ def command(run_dir: Path, kind: str, *words: str, restarts: int = 0, ranks: int
     return [*options, "--", PYTHON, str(JOB), str(run_dir), kind, *words]
 
 
-def readable(run_dir: Path) -> list[dict[str, Any]]:
-    """Its events. A line that a kill has cut off is none."""
+def readable(run_dir: Path, newest: int | None = None) -> list[dict[str, Any]]:
+    """Its events, or those in so many bytes at the end. A line that a kill has cut off is none."""
     found = []
-    with contextlib.suppress(OSError):
-        for line in (run_dir / "events.jsonl").read_text().splitlines():
+    with contextlib.suppress(OSError), (run_dir / "events.jsonl").open("rb") as file:
+        if newest is not None:
+            file.seek(max(file.seek(0, os.SEEK_END) - newest, 0))
+        for line in file.read().splitlines():
             with contextlib.suppress(ValueError):
                 found.append(json.loads(line))
     return found
@@ -87,7 +95,7 @@ def undisturbed(kind: str, times: int = 1) -> list[tuple[int, str]]:
     """The hashes of a run of one process, which no launcher has started."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / kind
-        done = python(str(JOB), str(run_dir), kind, f"config.times={times}", timeout=BOUND)
+        done = python(str(JOB), str(run_dir), kind, f"config.times={times}", timeout=2 * BOUND)
         assert done.code == 0, done.output
         return hashes(run_dir)
 
@@ -107,21 +115,38 @@ def ranks_of(launcher: int) -> dict[int, int]:
 
 def disturb(launcher: Process, run_dir: Path, draw: random.Random, moments: list[tuple[str, int]]) -> list[str]:
     """Loses one rank, or two, after each of these events: (kind, step, or how many of them there are of `rank_joined`). Returns
-    what was done."""
-    done = []
+    what was done.
+
+    `AGAIN` as a kind: once there are three ranks again, after the next event of a kind that is drawn.
+    """
+    done: list[str] = []
+    lost_at, ranks = 0.0, RANKS
     for kind, moment in moments:
         number, pause = draw.choice((1, 1, 1, 2)), draw.choice((0.0, 0.001, 0.01, 0.05))
         which = signal.SIGSTOP if draw.random() < 0.2 else signal.SIGKILL
+        after = draw.choice(("weights", "evaluation", "checkpoint", "log", "regrouped")) if kind == AGAIN else kind
+        waited_from: float | None = None
         deadline = time.monotonic() + BOUND
         while launcher.poll() is None and time.monotonic() < deadline:
-            told = readable(run_dir)
+            told = readable(run_dir, 1 << 14 if kind == AGAIN else None)
             ready = any(event["event"] == "weights" and event["step"] > 2 for event in told)
-            of_kind = [event for event in told if event["event"] == kind]
-            if ready and (
+            last_of_epoch = [event for event in told if event["event"] == "weights" and not event["step"] % 16]
+            of_kind = last_of_epoch if after == "evaluation" else [event for event in told if event["event"] == after]
+            if kind == AGAIN:
+                for event in told:
+                    ranks = event["world_size"] if event["event"] in ("start", "regrouped") else ranks
+                heard = any(event["event"] == "regrouped" and event["time"] > lost_at for event in told)
+                if waited_from is None and ready and ranks > 2 and (heard or time.time() - lost_at > UNHEARD_SECONDS):
+                    waited_from = time.time()
+                if waited_from is not None and (
+                    any(event["time"] > waited_from for event in of_kind) or time.time() - waited_from > UNHEARD_SECONDS
+                ):
+                    break
+            elif ready and (
                 len(of_kind) >= moment if kind == "rank_joined" else any(e["step"] >= moment for e in of_kind)
             ):
                 break
-            time.sleep(0.002)
+            time.sleep(0.01 if kind == AGAIN else 0.002)
         time.sleep(draw.choice((0.0, 0.0, 0.003, 0.01, 0.03)))
         for _ in range(number):
             living = ranks_of(launcher.pid)
@@ -130,19 +155,24 @@ def disturb(launcher: Process, run_dir: Path, draw: random.Random, moments: list
             rank = draw.choice(sorted(living))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(living[rank], which)  # the process alone: its loader's live on
-                done.append(f"{which.name} of rank {rank} at {kind} {moment}")
+                done.append(f"{which.name} of rank {rank} at {after} {moment}")
             time.sleep(pause)
+        lost_at = time.time()
     return done
 
 
-def check(tmp_path: Path, seed: int, kind: str, replaced: bool = False) -> None:
+def check(tmp_path: Path, seed: int, kind: str, replaced: bool = False, losses: int = 0) -> None:
     """
     Args:
         replaced: lost ranks are replaced, and more are lost as that happens.
+        losses: so often in a long run, whose steps are slow until then.
     """
     run_dir, draw, times = tmp_path / "run", random.Random(seed), 2 if replaced else 1
-    wanted = undisturbed(kind, times)
-    if replaced:
+    slow = tmp_path / "slow"
+    if losses:
+        times, moments = losses // 2, [(AGAIN, number) for number in range(losses)]
+        slow.touch()
+    elif replaced:
         moments = [
             ("weights", draw.randrange(3, 9)),
             *[("rank_joined", number) for number in range(1, draw.choice((2, 3)))],
@@ -150,9 +180,12 @@ def check(tmp_path: Path, seed: int, kind: str, replaced: bool = False) -> None:
     else:
         kinds = ("weights", "weights", "checkpoint", "log")
         moments = sorted((draw.choice(kinds), draw.randrange(1, 40)) for _ in range(draw.choice((1, 1, 2))))
-    words = command(run_dir, kind, f"config.times={times}", f"config.joins={replaced}", restarts=20 if replaced else 0)
+    wanted = undisturbed(kind, times)
+    options = [f"config.times={times}", f"config.joins={replaced}"]
+    words = command(run_dir, kind, *options, restarts=20 * max(losses, replaced))
     with live(*words, cwd=tmp_path) as gang:
         done = disturb(gang.processes[0], run_dir, draw, moments)
+        slow.unlink(missing_ok=True)
         ended = gang.wait(BOUND)
         said = f"{done}\n{ended.output}"
         # A rank that is lost while the first ones end already is a restart.
@@ -165,8 +198,9 @@ def check(tmp_path: Path, seed: int, kind: str, replaced: bool = False) -> None:
     told = readable(run_dir)
     lost = [event for event in told if event["event"] == "rank_lost"]
     joined = [event for event in told if event["event"] == "rank_joined"]
-    assert bool(joined) == replaced and all(event["how"] for event in lost), said
-    assert replaced or len({event["rank"] for event in lost}) == len(lost), said
+    assert bool(joined) == (replaced or losses > 0) and all(event["how"] for event in lost), said
+    assert joined or len({event["rank"] for event in lost}) == len(lost), said
+    assert len(done) >= losses and len(lost) >= losses // 2, said
 
 
 def below(folder: Path) -> list[int]:
@@ -240,7 +274,59 @@ def test_a_signal_after_a_loss_saves_and_the_run_resumes(tmp_path: Path) -> None
     assert hashes(run_dir) == wanted
 
 
-KINDS = ("net", "net", "gan", "net", "part")
+@pytest.mark.promise("survivors")
+@pytest.mark.parametrize("lose", ["one", "two"])
+def test_a_script_may_have_several_sessions(lose: str, tmp_path: Path) -> None:
+    """After a loss in the first one all ranks begin the second one: it would wait for the lost rank. A replacement, which begins with
+    the first one, does not come to those that are in the second one."""
+    require(hasattr(os, "pidfd_open"), "needs Linux")
+    alone = python(str(JOB), str(tmp_path / "alone"), "twice", timeout=BOUND)
+    assert alone.code == 0, alone.output
+    with live(*command(tmp_path / "live", "twice", f"config.lose={lose}", restarts=2, ranks=3)) as gang:
+        done = gang.wait(BOUND)
+    assert done.code == 0, done.output
+    for name in ("one", "two"):
+        ends = [json.loads((tmp_path / how / name / "summary.json").read_text()) for how in ("alone", "live")]
+        assert ends[0]["weights_sha256"] == ends[1]["weights_sha256"], name
+    assert ("ranks were lost in an earlier Session of this script" in done.output) == (lose == "one"), done.output
+    assert ("all ranks start again" in done.output) == (lose == "one"), done.output
+    assert not [event for event in readable(tmp_path / "live/two") if event["event"] == "rank_joined"]
+
+
+@pytest.mark.promise("survivors")
+def test_a_step_that_is_thrown_away_has_left_no_trace(tmp_path: Path) -> None:
+    """The checkpoint right after the step in which rank 2 was lost is, value by value, that of a run that lost none."""
+    require(hasattr(os, "pidfd_open"), "needs Linux")
+    found = []
+    for lose in ("false", "true"):
+        run_dir = tmp_path / lose / "run"
+        run_dir.parent.mkdir()
+        with live(*command(run_dir, "thrown", f"config.lose={lose}", "checkpoint.keep=9", ranks=3)) as gang:
+            done = gang.wait(BOUND)
+        assert done.code == 0 and ("Rank 2 was lost after step 3" in done.output) == (lose == "true"), done.output
+        found.append(product.checkpoint(run_dir / "checkpoints/step-00000004"))
+    (shared, ranks), (again_shared, again_ranks) = ((tree["shared"], tree["ranks"]) for tree in found)
+    for name in ("model", "average", "optimizer", "cursor", "kept"):  # in the last: the loss scale
+        assert_equal(again_shared[name], shared[name], name)
+    for number in (0, 1):
+        for name in ("buffers", "average_buffers", "rng", "losses", "kept"):
+            assert_equal(again_ranks[number][name], ranks[number][name], f"{name} of rank {number}")
+
+
+def assert_equal(one: Any, other: Any, place: str) -> None:
+    if isinstance(one, dict) and isinstance(other, dict):
+        assert one.keys() == other.keys(), place
+        for key in one:
+            assert_equal(one[key], other[key], f"{place}.{key}")
+    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        assert len(one) == len(other), place
+        for number, (a, b) in enumerate(zip(one, other)):
+            assert_equal(a, b, f"{place}.{number}")
+    else:
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(np.all(one == other)), place
+
+
+KINDS = ("net", "float16", "gan", "net", "part")
 
 
 @pytest.mark.promise("survivors")
@@ -255,6 +341,12 @@ def test_any_rank_may_be_lost_at_any_moment(seed: int, tmp_path: Path) -> None:
 def test_a_lost_rank_is_replaced(seed: int, tmp_path: Path) -> None:
     require(hasattr(os, "pidfd_open"), "needs Linux")
     check(tmp_path, seed, KINDS[seed % 5], replaced=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(100, 105))
+def test_two_hundred_losses(seed: int, tmp_path: Path) -> None:
+    check(tmp_path, seed, KINDS[seed % 5], losses=40)
 
 
 @pytest.mark.nightly

@@ -81,7 +81,7 @@ def gan(run: Session, epochs: int = 2) -> None:
             end(run)
 
 
-def float16(run: Session) -> None:
+def float16(run: Session, epochs: int = 2) -> None:
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(90, 8, generator=generator), torch.randint(0, 3, (90,), generator=generator))
     model = run.replicate(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3)))
@@ -94,7 +94,7 @@ def float16(run: Session) -> None:
         with torch.autocast("cpu", torch.float16):
             return F.cross_entropy(model(x).float(), y)
 
-    for _ in run.epochs(2):
+    for _ in run.epochs(epochs):
         for x, y in run.batches(data, 20, uneven="weight"):
             run.step(loss, x, y, scaler=scaler)
             end(run)

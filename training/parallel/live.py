@@ -14,6 +14,7 @@ of the lost rank gets it in a call of its own (`Live.admit`).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import threading
@@ -39,6 +40,8 @@ LOOK_SECONDS = 0.002
 CLOSE_SECONDS = 5.0
 ADMITTED_LOOK_SECONDS = 0.02
 Results = list[torch.Tensor]
+_ATTEMPTS = itertools.count()
+"""Of this process, one for each of its script's Sessions."""
 
 
 class CannotTakeAgain(dist.DistError):
@@ -83,6 +86,7 @@ class Live:
         """Of the last call that this rank is through with."""
         self._room: Results = []
         self._inside = False
+        self._first = next(_ATTEMPTS) == 0
         self._news = threading.Condition()
         self._announced = (0, self._members)
         self._store: dist.Store
@@ -91,8 +95,7 @@ class Live:
             self._store = stores.tcp_store(*world.master, serves=False, seconds=timeout)
         else:
             self._store = stores.without_prefix(dist.distributed_c10d._get_default_store())
-            self._store.set(f"lockstep/live/sockets/0/{self.rank}", json.dumps([*process.connections().values()]))
-            self._peers = self._connected_to_ranks("lockstep/live/sockets/0", self._members)
+            self._peers = world.peers
         self._nodes = [
             node for node, ranks in enumerate(stores.numbers(self._store, stores.NODES)) for _ in range(ranks)
         ]
@@ -149,8 +152,11 @@ class Live:
 
     @property
     def wanted(self) -> bool:
-        """Whether replacements of lost ranks wait to be admitted. Asks the store, where ranks were lost."""
-        return bool(self.lost) and int(self._store.add(stores.WAITING, 0)) > self.admissions
+        """Whether replacements of lost ranks wait to be admitted. Asks the store, where ranks were lost.
+
+        They run the script from its beginning, so that they wait in its first Session: in a later one lost ranks are not replaced.
+        """
+        return self._first and bool(self.lost) and int(self._store.add(stores.WAITING, 0)) > self.admissions
 
     def admit(self, state: Callable[[], torch.Tensor]) -> None:
         """A call between two steps: the launcher says who is admitted, and each of these gets the state.

@@ -26,7 +26,16 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from lockstep.training.contract import ENV_REPLACEMENT, ENV_THREADS, MASTER_PORT, UserError, user_errors, variables_of
+from lockstep.training.contract import (
+    ENV_LIVE,
+    ENV_REPLACEMENT,
+    ENV_THREADS,
+    EXIT_FAILED,
+    MASTER_PORT,
+    UserError,
+    user_errors,
+    variables_of,
+)
 from lockstep.training.parallel import process, stores
 
 if TYPE_CHECKING:
@@ -393,6 +402,12 @@ def _store(world: World, timeout: float) -> dist.Store:
         _STORES[place] = stores.tcp_store(*world.master, serves=serves, seconds=timeout, size=world.size)
     store = _STORES[place]
     store.set_timeout(timedelta(seconds=timeout))
+    if os.environ.get(ENV_LIVE) and store.check([stores.generation(1)]):
+        lost = UserError(
+            "ranks were lost in an earlier Session of this script, and the next one begins with all of them: all ranks start again"
+        )
+        lost.code = EXIT_FAILED
+        raise lost
     # It outlives the ranks' group, the agent's also their restart, and with it addresses, and what they have said of their run.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if of_agent else "0"
     return dist.PrefixStore(f"default_pg/{attempt}/{next(_GROUPS)}", store)
