@@ -206,6 +206,10 @@ class Live:
 
         world.replacement, self._admitting = 0, True
         (state,) = self.together(compute)
+        if not len(state):
+            raise CannotTakeAgain(
+                "the ranks that trained were lost before their replacements had the state: all ranks start again"
+            )
         self._seat, world.rank, world.size = (world.rank, world.size), world.size, 1
         world.replacement = number
         return state
