@@ -204,12 +204,10 @@ def shards_mounted(subject: Subject) -> Iterator[str]:
 
 @COMMON.rule("LJ009")
 def live(subject: Subject) -> Iterator[str]:
-    """Ranks go on without a lost one under `exact`, on CPUs, alone."""
+    """Ranks go on without a lost one under `exact` alone."""
     spec = subject.spec
     if spec.live and spec.config is not None and spec.config.sync.name != "exact":
         yield f"live needs sync.name exact, and the recipe has {spec.config.sync.name}: set it in overrides, or remove live"
-    if spec.live and spec.gpus:
-        yield f"live is for CPUs, and gpus is {spec.gpus}: remove one of them"
 
 
 def volume_of(spec: JobSpec, path: str) -> Volume | None:

@@ -116,6 +116,22 @@ def test_a_signal_to_one_rank_ends_both_saved(tmp_path: Path, data_root: Path, o
     assert differing(saved(tmp_path / "run"), on_cpu()) == []
 
 
+def test_the_others_go_on_where_nccl_waits_for_a_lost_rank(tmp_path: Path, data_root: Path, on_cpu: OnCpu) -> None:
+    """It is killed within a step. The others wait for it on their GPUs, as no error would tell them of it."""
+    changes = {"sync__name": "exact", "model": "tests.nets:DyingPlain"}
+    words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), *settings(data_root, **changes)]
+    env = clean_env(
+        LD_PRELOAD=preload(), STANDIN_DEVICES="3", LOCKSTEP_THREADS="1", TMPDIR=str(tmp_path), LOCKSTEP_TEST_FATE="1:12:KILL"
+    )  # fmt: skip
+    del env["CUDA_VISIBLE_DEVICES"]
+    launch = [PYTHON, "-m", "lockstep.training", "launch", "--live", "--ranks", "3", "--", PYTHON, *RANK, *words]
+    done = run(launch, env, 150)
+    assert done.code == 0, done.output
+    assert "has not been shown on real GPUs" in done.output
+    assert "2 ranks train on" in done.output
+    assert differing(saved(tmp_path / "run"), on_cpu(**changes)) == []
+
+
 @pytest.mark.smoke
 def test_the_launcher_starts_a_rank_a_gpu(tmp_path: Path, data_root: Path, on_cpu: OnCpu) -> None:
     """Every process from a shell."""

@@ -146,7 +146,6 @@ PROVOKED: list[tuple[str, dict[str, Any]]] = [
     ("LJ008", {"shards": "/data"}), ("LC011", {"volumes": [{"claim": "scratch", "path": "/scratch"}]}),
     ("LC012", {"image": "lockstep:latest"}), ("LC013", {"k8s": {"queue": "gpu"}}), ("LC015", {"ranks_per_node": 3}),
     ("LJ009", {"live": True, "nodes": 1}),
-    ("LJ009", {"live": True, "nodes": 1, "gpus": 2, "overrides": {"sync.name": "exact"}}),
 ]  # fmt: skip
 
 

@@ -43,6 +43,8 @@ Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _OF_GLOO = re.compile(r"\[[^]\n]*\bgloo/[^]\n]*\.(cc|h):\d+\] |Application timeout caused pair closure$")
 """Where in its sources a message of gloo's arose. It is before every message of its own but the one that it has where another collective
 has timed out before."""
+_OF_NCCL = re.compile(r"NCCL (communicator was aborted|operation timed out|Async Error)")
+"""torch's own words where the communicator of a collective was aborted before it (2.15): a plain `RuntimeError`, too."""
 MOST_NAMED = 8
 """Up to this many ranks a message names one by one; more are shown as ranges."""
 BEAT_SECONDS = 1.0
@@ -333,7 +335,9 @@ def is_collective(error: BaseException) -> bool:
     Words prove nothing: a data loader's worker times out, too. torch has a type for its own errors and NCCL's. What gloo throws
     is a plain `RuntimeError`, also out of a backward pass, in which no Python is between DDP's reducer and the script.
     """
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and bool(_OF_GLOO.match(str(error))))
+    if type(error) is RuntimeError:
+        return bool(_OF_GLOO.match(str(error)) or _OF_NCCL.match(str(error)))
+    return isinstance(error, dist.DistError)
 
 
 def raise_together(error: Exception | None, world: World) -> None:

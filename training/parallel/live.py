@@ -7,6 +7,9 @@ in fails at once, and meets the others in a new process group. Some may be throu
 which each rank keeps until it is through with the next one, is sent to those. Else all take the call again, and what the lost rank
 had of it is dealt out anew.
 
+NCCL has no error for a rank that waits on its GPU: its communicator is aborted, and what it was about to sum is anything then. So on GPUs a
+call checks whether that has happened, as its last act, when the GPU is through with it. After torchft's `ProcessGroupNCCL` (its `errored`).
+
 The state of the training moves between two calls alone, by the same numbers on every rank. So a loss sends nothing of it; a replacement
 of the lost rank gets it in a call of its own (`Live.admit`).
 """
@@ -21,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +32,7 @@ import torch.distributed as dist
 from lockstep.training.contract import ENV_LIVE
 from lockstep.training.parallel import process, stores
 from lockstep.training.parallel.exchange import broadcast_bytes, is_collective, pack, unpack
-from lockstep.training.parallel.world import World
+from lockstep.training.parallel.world import World, backends
 
 ANNOUNCED_SECONDS = 10.0
 """How long a rank whose collective has failed waits for the launcher to say that a rank is lost; longer by the time after which a node is,
@@ -89,13 +93,18 @@ class Live:
         self._first = next(_ATTEMPTS) == 0
         self._news = threading.Condition()
         self._announced = (0, self._members)
+        self._ended = 0
+        """The generation for which the collectives under way have been ended."""
         self._store: dist.Store
         self._peers: process.Connections = {}
+        self._nccl: Any = None
+        """NCCL's part of the group, until it is aborted: that once, and by one thread."""
         if world.replacement:
             self._store = stores.tcp_store(*world.master, serves=False, seconds=timeout)
         else:
             self._store = stores.without_prefix(dist.distributed_c10d._get_default_store())
             self._peers = world.peers
+            self._nccl = self._backend_of_gpus()
         self._nodes = [
             node for node, ranks in enumerate(stores.numbers(self._store, stores.NODES)) for _ in range(ranks)
         ]
@@ -115,7 +124,7 @@ class Live:
 
     def close(self) -> None:
         """The attempt is over. A thread that were still in torch would, where it woke as Python ends, abort the process."""
-        self._over = True
+        self._over, self._nccl = True, None
         process.shut(self._listens)
         self._thread.join(CLOSE_SECONDS)
         self.world.live = None
@@ -136,6 +145,7 @@ class Live:
             try:
                 self.check()
                 result = compute()
+                self._look_at_nccl()
             except CannotTakeAgain:
                 raise
             except Exception as error:
@@ -149,6 +159,18 @@ class Live:
                 self._inside = False
             if (found := self._meet_again(failure)) is not None:
                 return [tensor.clone() for tensor in found]
+
+    def _look_at_nccl(self) -> None:
+        """Where NCCL was aborted, what it has given is anything. It is aborted after that is announced (`check`); or by torch, which sees
+        that a rank is gone or that a collective has timed out (`get_error`). Raises."""
+        if (nccl := self._backend_of_gpus()) is not None:
+            torch.cuda.synchronize(self.world.device)
+            self.check()
+            if (error := nccl.get_error().name) != "SUCCESS":
+                raise dist.DistBackendError(f"a collective of NCCL has failed ({error})")
+
+    def _backend_of_gpus(self) -> Any:  # None without a GPU; the stubs of torch lack what NCCL's has
+        return self.world.group._get_backend(self.world.device) if self.world.device.type == "cuda" else None
 
     @property
     def wanted(self) -> bool:
@@ -290,11 +312,18 @@ class Live:
                     return
                 members = stores.numbers(self._listening, key)
                 generation += 1
-                peers = self._peers  # from the next line on the other thread may have new ones
-                with self._news:
+                with self._news:  # behind this the other thread may have new ones
+                    peers, nccl, self._nccl = self._peers, self._nccl, None
                     self._announced = (generation, members)
                     self._news.notify_all()
+                if nccl is not None:  # first: its connections are among the peers', and torch sees where they end
+                    with contextlib.suppress(RuntimeError):
+                        nccl.abort()
+                del nccl  # held here, it would outlive its group
                 process.shut(peers)
+                with self._news:
+                    self._ended = generation
+                    self._news.notify_all()
 
     def _meet_again(self, failure: BaseException) -> Results | None:
         """In a new process group, as often as it takes. Returns the result of the call under way where other ranks have it; None: it is to
@@ -307,6 +336,7 @@ class Live:
             with self._news:
                 self._news.wait_for(lambda: self._announced[0] > self.world.generation, self._announced_seconds)
                 generation, members = self._announced
+                self._news.wait_for(lambda: self._ended >= generation, self._timeout)  # noqa: B023 - called at once
             if generation <= self.world.generation:
                 raise failure
             told = time.monotonic()
@@ -373,8 +403,10 @@ class Live:
             place: in the store.
             seconds: for the new process group.
         """
+        gpu = self.world.device if self.world.device.type == "cuda" else None
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):
-            dist.destroy_process_group()
+            # Destroyed, NCCL would wait for kernels that wait for a rank which is lost.
+            dist.destroy_process_group() if gpu is None else dist.distributed_c10d._abort_process_group()
         store = self._store
         store.set(f"{place}/here/{self.rank}", "1")
         if not self._until_said([f"{place}/here/{member}" for member in members], self._timeout):
@@ -384,17 +416,22 @@ class Live:
             )
         began = time.monotonic()
         dist.init_process_group(
-            "gloo", store=dist.PrefixStore(f"{place}/group", store), rank=members.index(self.rank), world_size=len(members),
-            timeout=timedelta(seconds=seconds),
+            backends(self.world.device), store=dist.PrefixStore(f"{place}/group", store), rank=members.index(self.rank),
+            world_size=len(members), timeout=timedelta(seconds=seconds), device_id=gpu,
         )  # fmt: skip
         sockets = f"{place}/sockets"
         store.set(f"{sockets}/{self.rank}", json.dumps([*process.connections().values()]))
         if not self._until_said([f"{sockets}/{member}" for member in members], seconds):
             raise RuntimeError("a rank has not connected")
-        self._peers = self._connected_to_ranks(sockets, members)
+        peers, nccl = self._connected_to_ranks(sockets, members), self._backend_of_gpus()
+        with self._news:
+            self._peers, self._nccl = peers, nccl
         self.check()  # what was announced meanwhile has shut the connections before
         store.set_timeout(timedelta(seconds=self._timeout))
         self.world.group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=self._timeout))
+        if nccl is not None:
+            set_timeout = getattr(nccl, "set_timeout", None) or nccl._set_default_timeout  # before torch 2.15
+            set_timeout(timedelta(seconds=self._timeout))
         world = self.world
         world.rank, world.size = members.index(self.rank), len(members)
         here = [rank for rank in members if self._nodes[rank] == self._nodes[self.rank]]
@@ -442,8 +479,10 @@ class Live:
                 f"{self._who()}, and the others are {newest - oldest} calls apart: all ranks start again"
             )
         source, behind = done.tolist().index(newest), self.done < newest
-        packed = broadcast_bytes(pack(self._result) if self.world.rank == source else None, self.world, source)
+        known = [[tensor, tensor.is_cuda] for tensor in self._result]
+        packed = broadcast_bytes(pack(known) if self.world.rank == source else None, self.world, source)
         if behind:
-            self._result, self.done = unpack(packed), newest
+            self._result = [tensor.to(self.world.device) if on_gpu else tensor for tensor, on_gpu in unpack(packed)]
+            self.done = newest
             self._through()
         return self._result if behind else None

@@ -69,7 +69,8 @@ class World:
     """Of a process in the place of a lost rank, its number among these, from 1, until it takes part; 0: it does. Until then it is alone."""
     peers: process.Connections = dataclasses.field(default_factory=dict)
     """gloo's to the other ranks, as the group was opened. Where a collective has failed on this rank they are shut, so that it fails on all
-    at once, whatever they wait for. None beside NCCL's, which cannot be told from them."""
+    at once, whatever they wait for. None beside NCCL's, which cannot be told from them;
+    under `launch --live` NCCL's are among them, as it is aborted before."""
 
     def __post_init__(self) -> None:
         if self.number < 0:
@@ -309,6 +310,11 @@ def choose_device(world: World, wanted: str) -> torch.device:
     return torch.device("cuda", world.local_rank if count > 1 else 0)
 
 
+def backends(device: torch.device) -> str:
+    """Of a process group: gloo for tensors on the CPU, NCCL for those on GPUs."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
 @contextlib.contextmanager
 def joined(world: World | None = None, device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
     """Joins the process group (of one, where nothing was launched) and leaves it at the end.
@@ -332,9 +338,11 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
         # Alone until the others admit it, and never rank 0: the run directory is theirs.
         world = dataclasses.replace(world, rank=world.size, size=1, number=world.rank, replacement=int(replacement))
     chosen = choose_device(world, device)
-    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+        if os.environ.get(ENV_LIVE):
+            # CleanUpOnly: after an error or a timeout torch aborts the communicator, and does not end the process.
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
     before = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")}
     if world.master is not None:  # for what else of torch reads them
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = world.master[0], str(world.master[1])
@@ -354,8 +362,8 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
         of_store = process.connections()
         try:
             dist.init_process_group(
-                backend, store=store, rank=min(world.rank, world.size - 1), world_size=world.size, timeout=timedelta(seconds=timeout),
-                device_id=gpu,
+                backends(chosen), store=store, rank=min(world.rank, world.size - 1), world_size=world.size,
+                timeout=timedelta(seconds=timeout), device_id=gpu,
             )  # fmt: skip
         except dist.DistError:
             raise
@@ -365,7 +373,7 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
             raise dist.DistError(f"the process group cannot be opened: {error}") from error
         leave = dist.destroy_process_group
         process.keep_from_children(process.new_connections(others))
-        peers = process.new_connections(of_store) if gpu is None else {}
+        peers = process.new_connections(of_store) if gpu is None or os.environ.get(ENV_LIVE) else {}
         yield dataclasses.replace(world, device=chosen, peers=peers)
     except BaseException as error:
         done = isinstance(error, SystemExit) and not error.code
