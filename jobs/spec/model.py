@@ -161,7 +161,7 @@ class _JobSpec(Section):
     max_restarts: int = Field(default=3, ge=0, le=1000)
     """Restarts after failures, per node. Preemptions do not count; on SLURM they count if nothing new was saved."""
     live: bool = False
-    """Where a rank or a node is lost, the others go on without it: on CPUs, with sync.name=exact."""
+    """Where a rank or a node is lost, the others go on without it, with sync.name=exact. Unproven on GPUs."""
     join_timeout: Duration | None = None
     """How long a node waits for the others, for example while a pod pulls its image. Waiting is not a failure. Null:
     time_limit less grace_seconds."""
