@@ -173,6 +173,17 @@ class Said(TypedDict):
     ranks: NotRequired[list[int]]
     """How many there are and were, where some were lost and the others train on."""
     goodput: NotRequired[Goodput]
+    hang: NotRequired[str]
+    """What the launcher says of a rank that gets no further (hang.json)."""
+
+
+class Hang(TypedDict):
+    """hang.json of a run."""
+
+    said: str
+    step: int
+    time: float
+    ranks: list[dict[str, Any]]
 
 
 class Process(TypedDict):
@@ -304,7 +315,8 @@ def progress(said: Said | None) -> str:
     ended = (
         "" if said["code"] is None else ", ending" if said["code"] == contract.EXIT_DONE else ", the attempt has ended"
     )
-    return step(said) + (f", restart {again}" if (again := restarts(said)) else "") + ended
+    hang = f"; {contract.printable(text)}" if (text := said.get("hang")) and said["code"] is None else ""
+    return step(said) + (f", restart {again}" if (again := restarts(said)) else "") + ended + hang
 
 
 def step(said: Said) -> str:
@@ -320,4 +332,8 @@ def goodput(said: Said | None) -> dict[str, Any] | None:
 def said(run_dir: Path, job: str) -> Said | None:
     """status.json of this very job, which is trusted above exit codes; not one of another run in the same directory."""
     found = read(run_dir / contract.STATUS_FILE, Said)
-    return found if found is not None and found.get("job") == job else None
+    if found is None or found.get("job") != job:
+        return None
+    if (hang := read(run_dir / contract.HANG_FILE, Hang)) is not None:
+        found["hang"] = hang["said"]
+    return found

@@ -168,7 +168,15 @@ class ComposeBackend(Cluster):
         if found is None or found[1] < int(min(map(started, nodes))):  # tar keeps whole seconds
             return None
         with contextlib.suppress(ValueError):
-            return records.parse(files.parsed(found[0]), records.Said)
+            said = records.parse(files.parsed(found[0]), records.Said)
+            hang = engine.read_file(str(nodes[0]["Id"]), f"{spec.run_directory}/{contract.HANG_FILE}")
+            if (
+                said is not None
+                and hang is not None
+                and (told := records.parse(files.parsed(hang[0]), records.Hang)) is not None
+            ):
+                said["hang"] = told["said"]
+            return said
         return None
 
     def stream(self, known: KnownJob, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:

@@ -21,7 +21,7 @@ from tests.processes import LAUNCH, PYTHON, clean_env, poll
 from tests.runs import Job
 
 LOST_SECONDS = 4
-TIMES = 12
+TIMES = 6
 FAULTS = ("kill", "kill", "stop", "crash", "launcher", "stop launcher", "cut", "term")
 
 

@@ -21,6 +21,7 @@ from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, t
 from lockstep.training.launch import rendezvous
 from lockstep.training.launch.ending import Attempts, ExitBarrier, exit_code, failed_ranks, tell_ranks, without_ended
 from lockstep.training.launch.gang import STOP_SECONDS, Gang, handle, interrupted, leave_while_waiting
+from lockstep.training.launch.hangs import Hangs
 from lockstep.training.launch.rendezvous import NotMet, Several
 from lockstep.wire.signals import FORWARDED
 
@@ -117,6 +118,7 @@ class Agent(Gang, LocalElasticAgent):
     def _look(self, worker_group: WorkerGroup) -> RunResult:
         assert self._pcontext is not None
         self.held.release(self._pcontext.pids().values())
+        self.hangs.look([worker.global_rank for worker in worker_group.workers])
         tell_ranks(worker_group, failed_ranks(worker_group, self._pcontext))
         failed = failed_ranks(worker_group, self._pcontext)  # more may have ended meanwhile
         result: RunResult = super()._monitor_workers(worker_group)
@@ -135,7 +137,7 @@ class Agent(Gang, LocalElasticAgent):
 
 def run(
     args: argparse.Namespace, command: list[str], ranks: int, parameters: RendezvousParameters, logs: str, attempts: Attempts,
-    finish_lines: Callable[[], None], caught: tuple[signal.Signals, ...], guarded: Callable[[Iterable[int]], None],
+    finish_lines: Callable[[], None], caught: tuple[signal.Signals, ...], guarded: Callable[[Iterable[int]], None], hangs: Hangs,
 ) -> tuple[int, ExitBarrier | None]:  # fmt: skip
     """The exit code of the ranks, and how the nodes part. Raises `NotMet`."""
     agent: Agent | None = None
@@ -153,7 +155,7 @@ def run(
         agent = Agent(
             spec, DefaultLogsSpecs(log_dir=logs, tee=Std.ALL if args.prefix else Std.NONE),
             "[rank ${rank}] " if args.prefix else None, finish_lines=finish_lines, serves=serves, attempts=attempts,
-            grace=args.grace, ours=args.command[0] == "run", caught=caught, guarded=guarded, time_limit=args.time_limit,
+            grace=args.grace, ours=args.command[0] == "run", caught=caught, guarded=guarded, time_limit=args.time_limit, hangs=hangs,
         )  # fmt: skip
         agent.catch()
         agent.limit(began)

@@ -89,6 +89,7 @@ class Follower(Gang):
             for place, code in self._processes.ended(LOOK_SECONDS).items():
                 self._ended.append((place.rank, place.replacement, code, -code in self.held.delivered))
             self.held.release(self._pids())
+            self.hangs.look([place.rank for place in self._processes.places])
             if link.silent(LEASE * self._lost_seconds):
                 what = "is gone" if link.broken else f"has not answered for {LEASE * self._lost_seconds:g} s"
                 to_stderr(f"launch: the first node {what}: the ranks of this node end, and it joins again")

@@ -24,6 +24,7 @@ from lockstep.training.contract import (
     to_stderr,
 )
 from lockstep.training.launch.ending import FINAL, Attempts, deaths, too_early
+from lockstep.training.launch.hangs import Hangs
 from lockstep.wire.signals import FORWARDED, PendingSignals
 
 STOP_SECONDS = 30
@@ -38,14 +39,15 @@ class Gang:
         caught: without signals that the launcher ignores (nohup): the ranks ignore them, too.
         guarded: takes the ranks' processes, which end with this one however it ends.
         time_limit: in seconds; 0: none.
+        hangs: looks for ranks that get no further.
     """
 
     def __init__(
         self, attempts: Attempts, *, grace: int, ours: bool, caught: tuple[signal.Signals, ...],
-        guarded: Callable[[Iterable[int]], None], time_limit: int,
+        guarded: Callable[[Iterable[int]], None], time_limit: int, hangs: Hangs,
     ) -> None:  # fmt: skip
         self.attempts, self.grace, self.ours, self.caught = attempts, grace, ours, caught
-        self.guarded, self.time_limit = guarded, time_limit
+        self.guarded, self.time_limit, self.hangs = guarded, time_limit, hangs
         self.signalled: int | None = None
         self.timed_out = False
         self.held = PendingSignals()

@@ -29,6 +29,7 @@ from lockstep.training.launch import rendezvous
 from lockstep.training.launch.ending import FINAL, Attempts, deaths, exit_code, how, without_ended
 from lockstep.training.launch.follower import Follower
 from lockstep.training.launch.gang import STOP_SECONDS, Gang, handle, interrupted, leave_while_waiting
+from lockstep.training.launch.hangs import Hangs
 from lockstep.training.launch.nodes import (
     LOOK_SECONDS,
     Ending,
@@ -322,6 +323,7 @@ class Supervisor(Gang):
                         f"launch: the replacement of rank {place.rank} {how(code)}: the others train on without it"
                     )
         self.held.release(self._pids())
+        self.hangs.look([place.rank for place in self._processes.places if self._running.get(place.rank) == place])
         return found, news
 
     def _stopped(self, elsewhere: list[int]) -> dict[int, int]:
@@ -384,13 +386,14 @@ class Parting:
 
 def run(
     args: argparse.Namespace, command: list[str], ranks: int, parameters: RendezvousParameters, attempts: Attempts,
-    caught: tuple[signal.Signals, ...], guarded: Callable[[Iterable[int]], None],
+    caught: tuple[signal.Signals, ...], guarded: Callable[[Iterable[int]], None], hangs: Hangs,
 ) -> tuple[int, Parting | None]:  # fmt: skip
     """The exit code of the ranks, and how the nodes part. Raises `NotMet`."""
     ours, several = args.command[0] == "run", parameters.max_nodes > 1
     processes = Processes(command, prefix=args.prefix, blocked=ours)
     of_gang: dict[str, Any] = {
-        "attempts": attempts, "grace": args.grace, "ours": ours, "caught": caught, "guarded": guarded, "time_limit": args.time_limit,
+        "attempts": attempts, "grace": args.grace, "ours": ours, "caught": caught, "guarded": guarded,
+        "time_limit": args.time_limit, "hangs": hangs,
     }  # fmt: skip
     of_head: dict[str, Any] = {
         "min_ranks": args.min_ranks, "lost_seconds": args.lost_seconds, "join_seconds": args.join_timeout, **of_gang

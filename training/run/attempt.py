@@ -51,6 +51,7 @@ from lockstep.training.resilience.hang import (
     naming_the_missing,
 )
 from lockstep.training.resilience.preempt import Consensus, Decision, Signals
+from lockstep.training.resilience.progress import Progress
 from lockstep.training.run.context import RunContext, note_corrupt_shard
 from lockstep.training.run.saver import Saver
 
@@ -111,6 +112,7 @@ class Attempt:
         """When status.json last had the step."""
         self.consensus = Consensus(context.world, signals, self._stop_file)
         self.heartbeat = Heartbeat(context.world)
+        self.progress = Progress(context.world.number, context.path, os.environ)
         self.saver = Saver(context, lambda: signals.since if signals is not None else None)
         self.reading = Reading(context.state.losses, context.world, of_all=context.state.of_all)
         self.before_save: Callable[[], None] = lambda: None
@@ -202,6 +204,7 @@ class Attempt:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:  # fmt: skip
         self.meetings.close()
+        self.progress.close()
         try:
             if error is None or isinstance(error, Ended):  # all ranks are here: after another error one may be missing
                 self.tell_readings(wait=True)
@@ -262,6 +265,7 @@ class Attempt:
         self.context.metrics.alive()
         self.context.goodput.look()
         self._polls += 1
+        self.progress.advance(self.context.steps_done)
         if self._steps >= FIRST_STEPS and not self._compared:
             self._compared, self.consensus.fingerprint = True, self._fingerprint()
         elif self.context.world.size > 1:
@@ -308,6 +312,7 @@ class Attempt:
         ):  # it has shown by now that it computes what the others do
             context.world.live.ready()
         self.heartbeat.beat(done)
+        self.progress.advance(done)
         if context.run is not None and time.monotonic() - self._told > STATUS_SECONDS:
             self._told = time.monotonic()
             context.run.status(None, "running", done)
