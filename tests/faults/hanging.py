@@ -23,8 +23,11 @@ class Data(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return 4000
 
+    loaded = 0
+
     def __getitem__(self, index: int) -> torch.Tensor:
-        if KIND == "loader" and os.environ["RANK"] == "1" and index > 2000:
+        self.loaded += 1
+        if KIND == "loader" and HANGS and self.loaded > 20 * (STEP + 5):
             time.sleep(600)
         return torch.randn(4, generator=torch.Generator().manual_seed(index))
 
@@ -49,11 +52,12 @@ def hang(run: Session) -> None:
 
 
 RUN_DIR, KIND = sys.argv[1:3]
+HANGS = os.environ["RANK"] == "1" and os.environ["LOCKSTEP_RESTARTS"] == "0"
 with Session(RUN_DIR, sync="flat") as run:
     model = run.replicate(nn.Linear(4, 1))
     run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.01))
     for _ in run.epochs(1):
         for x in run.batches(Data(), 40, workers=int(KIND == "loader")):
             run.step(model(x).square().mean())
-            if run.steps == STEP and run.rank == 1 and not run.resumed:
+            if run.steps == STEP and HANGS:
                 hang(run)
