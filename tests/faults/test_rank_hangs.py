@@ -15,7 +15,7 @@ SAID = {
     "lock": r"rank 1 waits \(hanging\.py:\d+ in hang\), and rank 0 waits",
     "stop": r"rank 1 stands stopped, and rank 0 waits",
     "loop": r"rank 1 computes \(hanging\.py:\d+ in hang\), and rank 0 waits",
-    "loader": r"rank 1 waits for its data loader \(\w+\.py:\d+ in \w+\), and rank 0 waits",
+    "loader": r"rank 1 waits for its data loader \(hanging\.py:\d+ in <module>\), and rank 0 waits",
     "pipe": r"rank 1 waits \(hanging\.py:\d+ in hang\), and rank 0 waits",
 }
 

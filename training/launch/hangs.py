@@ -28,7 +28,8 @@ FIRST_SECONDS = 300.0
 """The same before the first step: it may compile."""
 LONGEST = 4.0
 """And as a multiple of the longest time without progress so far."""
-_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+LOADER = "waits for its data loader"
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib"))
 _OURS = os.fspath(Path(__file__).parents[1]) + os.sep
 
 
@@ -117,20 +118,24 @@ class Hangs:
         else:
             places = "; ".join(f"rank {one.rank}{one.where}" for one in waiting)
             say = f"no step for {seconds:.0f} s: all ranks here wait for others: {places}"
-        self._kept = self._keep(first, say, causes, waiting)
+        loading = {one.rank: self._ranks[one.rank].found for one in causes if one.what == LOADER}
+        self._kept = self._keep(first, say, causes, waiting, stacks(self._folder, loading, of_loaders=True))
         to_stderr(f"launch: {say}" + (f" (stacks: {self._kept})" if self._kept else ""))
         if self._ends:
             for one in causes or waiting[:1]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._ranks[one.rank].found.pid, signal.SIGKILL)
 
-    def _keep(self, first: Seen, say: str, causes: list[Standing], waiting: list[Standing]) -> Path | None:
+    def _keep(
+        self, first: Seen, say: str, causes: list[Standing], waiting: list[Standing], of_loaders: dict[int, str]
+    ) -> Path | None:
         """What is said, in the run directory, with the stacks of those that are waited for, and of one that waits."""
         path = first.run_dir / HANG_FILE
         told = {
             "said": say, "step": first.steps, "time": time.time(),
             "ranks": [
-                {"rank": one.rank, "what": one.what, "where": one.where.strip(" ()"), "stacks": one.text}
+                {"rank": one.rank, "what": one.what, "where": one.where.strip(" ()"), "stacks": one.text,
+                 "loaders": of_loaders.get(one.rank, "")}
                 for one in [*causes, *(waiting[:1] if causes else waiting)]
             ],
         }  # fmt: skip
@@ -183,10 +188,10 @@ def _waits(frames: list[Frame], state: str) -> bool:
 
 
 def _what(frames: list[Frame], state: str) -> str:
-    for frame in frames[:8]:
-        path = frame.file.replace(os.sep, "/")
-        if "/torch/utils/data/" in path or path.startswith(_OURS + "data"):
-            return "waits for its data loader"
+    paths = [frame.file.replace(os.sep, "/") for frame in frames[:8]]
+    if any("/torch/utils/data/" in path for path in paths):  # it waits with frames of multiprocessing
+        return LOADER
+    for path in paths:
         if path.endswith(("/threading.py", "/queue.py")):
             return "waits for a lock"
         if path.endswith(
@@ -198,6 +203,13 @@ def _what(frames: list[Frame], state: str) -> str:
 
 def _where(frames: list[Frame]) -> str:
     """The innermost line of the user's own, else the innermost one."""
-    own = next((one for one in frames if not one.file.startswith(_LIBRARIES) and not one.file.startswith(_OURS)), None)
+    own = next(
+        (
+            one
+            for one in frames
+            if not one.file.startswith((*_LIBRARIES, _OURS)) and "-packages" + os.sep not in one.file
+        ),
+        None,
+    )
     place = own or (frames[0] if frames else None)
     return f" ({place})" if place is not None else ""

@@ -114,10 +114,16 @@ def state_of(pid: int) -> str:
         return ""
 
 
-def stacks(folder: Path, ranks: Mapping[int, Seen]) -> dict[int, str]:
+def stacks(folder: Path, ranks: Mapping[int, Seen], of_loaders: bool = False) -> dict[int, str]:
     """Those of each rank's threads now, as `faulthandler` writes them; "" where it does not answer: it stands stopped, or waits for a
-    disk. Takes a second at most."""
-    begins = {rank: _ask(folder, rank, found) for rank, found in ranks.items()}
+    disk. Takes a second at most.
+
+    Args:
+        of_loaders: those of the processes that it has forked, in place of its own.
+    """
+    begins = {
+        rank: _ask(folder, rank, _children(found.pid) if of_loaders else [found.pid]) for rank, found in ranks.items()
+    }
     texts = dict.fromkeys(ranks, "")
     deadline = time.monotonic() + _STACK_SECONDS
     waits = {rank: begin for rank, begin in begins.items() if begin is not None}
@@ -133,14 +139,14 @@ def stacks(folder: Path, ranks: Mapping[int, Seen]) -> dict[int, str]:
     return texts
 
 
-def _ask(folder: Path, rank: int, found: Seen) -> int | None:
-    """Where in its file the answer will begin; None: it cannot answer. Its loader processes, which it has forked, write there, too."""
+def _ask(folder: Path, rank: int, pids: list[int]) -> int | None:
+    """Where in the rank's file the answer will begin; None: there will be none."""
     try:
         begin = _stacks_file(folder, rank).stat().st_size
     except OSError:
         return None
     asked = False
-    for pid in (*_children(found.pid), found.pid):
+    for pid in pids:
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{pid}/status").read_text()
             caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.M)
