@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import LAUNCH, PYTHON, ROOT, clean_env, poll, started
+from tests.runs import Job
 
 SCRIPT = ROOT / "tests/faults/hanging.py"
 SAID = {
@@ -30,7 +31,10 @@ def _launch(run_dir: Path, kind: str, *flags: str) -> list[str]:
 )
 def test_the_rank_that_hangs_is_named_and_ended(tmp_path: Path, kind: str) -> None:
     run_dir = tmp_path / "run"
-    with started(_launch(run_dir, kind, "--end-hangs", "--max-restarts", "1"), clean_env()) as launcher:
+    mark = Job(run_dir, run_dir)
+    with started(
+        _launch(run_dir, kind, "--end-hangs", "--max-restarts", "1"), clean_env(LOCKSTEP_TEST_MARK=mark.mark)
+    ) as launcher:
         poll(lambda: (run_dir / "hang.json").exists() or launcher.poll() is not None, 120, "hang.json")
         hang = json.loads((run_dir / "hang.json").read_text())
         output, _ = launcher.communicate(timeout=120)
@@ -40,6 +44,7 @@ def test_the_rank_that_hangs_is_named_and_ended(tmp_path: Path, kind: str) -> No
     # The attempt that begins anew does not hang.
     assert launcher.returncode == 0 and "all ranks start again" in output, output
     assert not (run_dir / "hang.json").exists()
+    mark.assert_gone()
 
 
 @pytest.mark.promise("named-rank")

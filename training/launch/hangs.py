@@ -19,7 +19,7 @@ from pathlib import Path
 from lockstep.training import files
 from lockstep.training.contract import HANG_FILE, to_stderr
 from lockstep.training.parallel.exchange import named
-from lockstep.training.resilience.progress import Frame, Seen, main_frames, seen, stacks, state_of
+from lockstep.training.resilience.progress import Frame, Seen, children, main_frames, seen, stacks, state_of
 
 LOOK_SECONDS = 0.5
 HANG_SECONDS = 10.0
@@ -123,8 +123,10 @@ class Hangs:
         to_stderr(f"launch: {say}" + (f" (stacks: {self._kept})" if self._kept else ""))
         if self._ends:
             for one in causes or waiting[:1]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._ranks[one.rank].found.pid, signal.SIGKILL)
+                pid = self._ranks[one.rank].found.pid
+                for each in (*children(pid), pid):  # a loader that hangs would not see its end
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(each, signal.SIGKILL)
 
     def _keep(
         self, first: Seen, say: str, causes: list[Standing], waiting: list[Standing], of_loaders: dict[int, str]

@@ -122,7 +122,7 @@ def stacks(folder: Path, ranks: Mapping[int, Seen], of_loaders: bool = False) ->
         of_loaders: those of the processes that it has forked, in place of its own.
     """
     begins = {
-        rank: _ask(folder, rank, _children(found.pid) if of_loaders else [found.pid]) for rank, found in ranks.items()
+        rank: _ask(folder, rank, children(found.pid) if of_loaders else [found.pid]) for rank, found in ranks.items()
     }
     texts = dict.fromkeys(ranks, "")
     deadline = time.monotonic() + _STACK_SECONDS
@@ -156,7 +156,8 @@ def _ask(folder: Path, rank: int, pids: list[int]) -> int | None:
     return begin if asked else None
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """The processes that it has started, such as those of its data loader."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
