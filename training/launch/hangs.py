@@ -87,7 +87,7 @@ class Hangs:
                 self._ranks[rank] = _Rank(found, now)
             elif known.found.done != found.done:
                 quiet = now - known.since
-                self._ranks[rank] = _Rank(found, now, max(known.longest, quiet if known.found.steps else 0.0))
+                self._ranks[rank] = _Rank(found, now, max(known.longest, quiet if known.found.of_attempt else 0.0))
             elif late:  # this process was stopped, and they perhaps, too
                 known.since = now
         times = [now - known.since for known in self._ranks.values()]
@@ -95,7 +95,7 @@ class Hangs:
             self._over()
         if self._told or not times or len(times) < len(ranks):
             return
-        begun = all(known.found.steps for known in self._ranks.values())
+        begun = all(known.found.of_attempt for known in self._ranks.values())
         longest = max(known.longest for known in self._ranks.values())
         if min(times) > max(HANG_SECONDS if begun else FIRST_SECONDS, LONGEST * longest):
             self._name(min(times))

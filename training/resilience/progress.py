@@ -24,8 +24,8 @@ from lockstep.training.contract import ENV_NOTE
 
 SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 9
 """Nothing else uses a real-time signal of this number."""
-_COUNTS = struct.Struct("<QQQQ")
-"""Process, identity of its main thread, what it has got done, steps."""
+_COUNTS = struct.Struct("<QQQQQ")
+"""As in `Seen`."""
 _STACK_SECONDS = 1.0
 _PAUSE_SECONDS = 0.02
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.*)')
@@ -52,7 +52,7 @@ class Progress:
             faulthandler.register(SIGNAL, self._stacks, all_threads=True)
             text = json.dumps(os.fspath(run_dir)).encode()
             place.with_suffix(".new").write_bytes(
-                _COUNTS.pack(os.getpid(), threading.main_thread().ident or 0, 0, 0) + text
+                _COUNTS.pack(os.getpid(), threading.main_thread().ident or 0, 0, 0, 0) + text
             )
             place.with_suffix(".new").rename(place)
             with place.open("r+b") as file:
@@ -60,11 +60,16 @@ class Progress:
         except OSError:
             return
 
-    def advance(self, steps: int) -> None:
-        """Something got done: a step, a batch of an evaluation, a look for signals."""
+    def advance(self, steps: int, of_attempt: int) -> None:
+        """Something got done: a step, a batch of an evaluation, a look for signals.
+
+        Args:
+            steps: of the run so far.
+            of_attempt: of this attempt so far.
+        """
         if self._counts is not None:
             self._done += 1
-            struct.pack_into("<QQ", self._counts, 16, self._done, steps)
+            struct.pack_into("<QQQ", self._counts, 16, self._done, steps, of_attempt)
 
     def close(self) -> None:
         if self._counts is not None:
@@ -81,8 +86,13 @@ class Seen:
 
     pid: int
     thread: int
+    """Identity of its main thread."""
     done: int
+    """What it has got done, counted."""
     steps: int
+    """Of the run."""
+    of_attempt: int
+    """Steps of this attempt."""
     run_dir: Path
 
 
@@ -90,8 +100,8 @@ def seen(folder: Path, rank: int) -> Seen | None:
     """None: it has said nothing, or ends."""
     try:
         data = (folder / f"progress-{rank}").read_bytes()
-        pid, thread, done, steps = _COUNTS.unpack_from(data)
-        return Seen(pid, thread, done, steps, Path(json.loads(data[_COUNTS.size :]))) if pid else None
+        pid, thread, done, steps, of_attempt = _COUNTS.unpack_from(data)
+        return Seen(pid, thread, done, steps, of_attempt, Path(json.loads(data[_COUNTS.size :]))) if pid else None
     except (OSError, struct.error, ValueError):
         return None
 

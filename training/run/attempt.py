@@ -265,7 +265,7 @@ class Attempt:
         self.context.metrics.alive()
         self.context.goodput.look()
         self._polls += 1
-        self.progress.advance(self.context.steps_done)
+        self.progress.advance(self.context.steps_done, self._steps)
         if self._steps >= FIRST_STEPS and not self._compared:
             self._compared, self.consensus.fingerprint = True, self._fingerprint()
         elif self.context.world.size > 1:
@@ -312,7 +312,7 @@ class Attempt:
         ):  # it has shown by now that it computes what the others do
             context.world.live.ready()
         self.heartbeat.beat(done)
-        self.progress.advance(done)
+        self.progress.advance(done, self._steps)
         if context.run is not None and time.monotonic() - self._told > STATUS_SECONDS:
             self._told = time.monotonic()
             context.run.status(None, "running", done)
