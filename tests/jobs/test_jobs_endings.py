@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
@@ -70,8 +71,9 @@ def test_a_job_whose_launcher_is_killed_ends_once_and_when_no_rank_lives(
     assert states == {"running"} and (found.state, found.code) == ("preempted", 75), (states, found)
     said = {"code": 0, "reason": "x", "step": 9, "attempt": 9, "job": "another"}
     (run_dir / "status.json").write_text(json.dumps(said))
-    assert backend.status("held") == found
-    assert backend.submit(spec).created and backend.wait("held", BOUND).state == "succeeded"
+    assert backend.status("held") == dataclasses.replace(found, goodput=None)
+    assert backend.submit(spec).created
+    assert (found := backend.wait("held", BOUND)).state == "succeeded", (found, "\n".join(backend.logs("held")))
     assert events(run_dir, "resumed")
 
 
@@ -84,7 +86,8 @@ def test_cancelled_submitted_again_and_started_over(
     assert backend.cancel("held").state == "cancelled"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    assert backend.submit(spec).created and backend.wait("held", BOUND).state == "succeeded"
+    assert backend.submit(spec).created
+    assert (found := backend.wait("held", BOUND)).state == "succeeded", (found, "\n".join(backend.logs("held")))
     assert events(run_dir, "resumed") and not (elsewhere / "runs").exists()
     with pytest.raises(UserError, match="has already finished"):
         backend.submit(spec)
