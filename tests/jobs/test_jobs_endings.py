@@ -32,13 +32,15 @@ def _overrides(tmp_path: Path) -> dict[str, Any]:
 
 def _submitted(backend: Any, tmp_path: Path, ranks: int, fate: str = "WAIT") -> JobSpec:
     """It stands still at its sixth step, with a checkpoint, until the file `held` goes; with HOLD until a signal comes."""
-    held = tmp_path / "held"
-    held.touch()
-    env = {"LOCKSTEP_TEST_FATE": f"0:6:{fate}", "LOCKSTEP_TEST_HELD": str(held), "LOCKSTEP_TEST_ONCE": f"{held}-once"}
+    held, once = tmp_path / "held", tmp_path / "held-once"
+    if fate == "WAIT":
+        held.touch()
+    env = {"LOCKSTEP_TEST_FATE": f"0:6:{fate}", "LOCKSTEP_TEST_HELD": str(held), "LOCKSTEP_TEST_ONCE": str(once)}
     limits = {"ranks_per_node": ranks, "max_restarts": 0, "grace_seconds": 30}
     spec = JobSpec(name="held", recipe="smoke", overrides=_overrides(tmp_path), env=env, **limits)
     backend.submit(spec)
     poll((tmp_path / "runs/jobs/held/checkpoints/step-00000004").exists, BOUND, "a checkpoint")
+    poll(lambda: once.exists() and held.exists(), BOUND, "a run that stands still")  # a signal before would find none
     return spec
 
 
