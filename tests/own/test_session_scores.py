@@ -54,7 +54,7 @@ def start(folder, number, *words):  # its exit code
         return end.code
     return 0
 """
-OF_A_START = ("restarts", "preemptions", "wall_seconds", "trained_seconds", "images_per_second")
+OF_A_START = ("restarts", "preemptions", "wall_seconds", "trained_seconds", "images_per_second", "goodput")
 
 
 def _reached(run_dir: Path) -> dict[str, Any]:
