@@ -125,6 +125,15 @@ def _visible(letter: str) -> str:
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
+def stat_of(pid: int | str) -> list[str]:
+    """The fields of proc_pid_stat(5) behind the name of the program: 0 is the state, 1 the parent, 3 the session, 19 when it was started,
+    in clock ticks. [] where there is no such process; "self" is this one."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+    except OSError:
+        return []
+
+
 def variables_of(pid: int) -> dict[str, str]:
     """The environment of a process of this user (Linux); {} where it has ended, or is another user's.
 

@@ -47,7 +47,7 @@ def adopt_orphans() -> None:
 
 def start_ticks(pid: int) -> int | None:
     """When a process began, in clock ticks since boot: tells it from a later one with the same id (Linux)."""
-    fields = _stat(pid)
+    fields = contract.stat_of(pid)
     return int(fields[19]) if len(fields) > 19 else None
 
 
@@ -57,7 +57,7 @@ def alive(pid: int, ticks: int | None) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, PermissionError, OverflowError):
         return False
-    fields = _stat(pid)
+    fields = contract.stat_of(pid)
     if fields[:1] == ["Z"]:  # ended; only nobody has asked for its exit code yet
         return False
     return ticks is None or start_ticks(pid) == ticks
@@ -76,7 +76,7 @@ class _Look:
     def take(cls) -> _Look:
         found = cls({}, {}, {})
         for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
-            fields = _stat(int(entry)) if entry.isdigit() else []
+            fields = contract.stat_of(int(entry)) if entry.isdigit() else []
             if fields:
                 pid = int(entry)
                 found.states[pid] = fields[0]
@@ -132,10 +132,6 @@ def _read(pid: int, name: str) -> bytes:
         return b""
 
 
-def _stat(pid: int) -> list[str]:
-    return _read(pid, "stat").rpartition(b")")[2].decode().split()
-
-
 def send(pids: Sequence[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -154,7 +150,7 @@ def described(pids: Sequence[int]) -> str:
     """`process 123 (python3, state D)`, of those that still live."""
     told = []
     for pid in pids:
-        name, state = _read(pid, "comm").decode(errors="replace").strip(), _stat(pid)[:1]
+        name, state = _read(pid, "comm").decode(errors="replace").strip(), contract.stat_of(pid)[:1]
         if state:
             told.append(f"process {pid} ({name}, state {state[0]})")
     return ", ".join(told[:8])

@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from lockstep.training.cli import Parser
 from lockstep.training.contract import (
@@ -27,6 +26,7 @@ from lockstep.training.contract import (
     EXIT_USAGE,
     UserError,
     rank_of,
+    stat_of,
     to_stderr,
     variables_of,
 )
@@ -64,11 +64,8 @@ def find(rank: int, here: Mapping[str, str]) -> tuple[int, dict[str, str]] | Non
 
 def _began(pid: int) -> int | None:
     """When it was started, in clock ticks; None where it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == b"Z" else int(fields[19])
+    fields = stat_of(pid)
+    return None if not fields or fields[0] == "Z" else int(fields[19])
 
 
 def environment(rank_env: Mapping[str, str], args: argparse.Namespace, seen: bool = True) -> dict[str, str]:

@@ -53,9 +53,8 @@ def end_with_launcher(env: Mapping[str, str]) -> None:
     The launcher is ours, or torchrun, whose number nobody hands on: it is the parent of a rank that is not itself one.
     """
     launcher, parent = env.get(ENV_LAUNCHER, ""), os.getppid()
-    lost = (
-        ENV_LIVE in env and env.get("GROUP_RANK", "0") != "0"
-    )  # with its node: the others go on, and at a TERM all would end
+    # Its ranks are lost with their node then: the others go on, and at a TERM all would end.
+    lost = ENV_LIVE in env and env.get("GROUP_RANK", "0") != "0"
     if launcher.isdigit():
         expected = int(launcher)
     elif _TORCHRUN.issubset(env) and _may_be_torchrun(parent, env):

@@ -46,25 +46,20 @@ class Follower(Gang):
 
     def run(self) -> Ending:
         """How the job has ended, or this node's part in it. Raises `NotMet`, `OSError`, `SignalException`."""
-        try:
-            while True:
-                self._connecting = True
-                link = self._connect()
-                self._connecting = False
-                if self.signalled is not None:
-                    return _LEFT
-                try:
-                    if (ending := self._follow(link)) is not None:
-                        return ending
-                finally:
-                    self._processes.kill_all()
-                    self._processes.finish()
-                    self.guarded(())
-                    link.close()
-                if self.signalled is not None:
-                    return _LEFT
-        finally:
-            self._processes.kill_all()
+        while True:
+            self._connecting = True
+            link = self._connect()
+            self._connecting = False
+            try:
+                if (ending := self._follow(link)) is not None:
+                    return ending
+            finally:
+                self._processes.kill_all()
+                self._processes.finish()
+                self.guarded(())
+                link.close()
+            if self.signalled is not None:
+                return _LEFT
 
     def _pids(self) -> list[int]:
         return self._processes.pids()
@@ -112,7 +107,6 @@ class Follower(Gang):
             link.report(
                 Report(
                     round="" if word is None else word.round,
-                    beat=0,
                     ended=self._ended,
                     stopped=self._processes.stopped(),
                     leaves=self._leaves,

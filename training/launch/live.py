@@ -106,19 +106,18 @@ class Supervisor(Gang):
         finally:
             self._processes.kill_all()
 
-    def part(self, code: int, final: bool, codes: Iterable[int]) -> None:
-        """Tells the other nodes how the job has ended.
+    def part(self, code: int, final: bool, codes: Iterable[int]) -> Parting | None:
+        """Tells the other nodes, if there are any, how the job has ended.
 
         Args:
             codes: the ranks that failed. The node of the first of them is left first, else this one: clusters end a job with its first
                 node, and take the others' logs away.
         """
-        if self._nodes is not None:
-            place = next((self._seats.index(self._seat(rank)) for rank in sorted(codes)), 0)
-            self.leaves_first = place == 0
-            self._nodes.part(Ending(code=code, final=final, first=place))
-
-    leaves_first = True
+        if self._nodes is None:
+            return None
+        place = next((self._seats.index(self._seat(rank)) for rank in sorted(codes)), 0)
+        self._nodes.part(Ending(code=code, final=final, first=place))
+        return Parting(final=False, first=place == 0)
 
     def _count_restart(self) -> None:
         self._restarts += 1
@@ -165,8 +164,7 @@ class Supervisor(Gang):
         """Has the processes run that are wanted, and no others, on all nodes."""
         places = [] if over else [*self._running.values(), *self._spares.values()]
         self._told_of = self.signalled
-        self._word = Word(
-            version=0,
+        word = Word(
             round=f"{self._run_id}-{self._started_after}",
             seats=self._seats,
             wanted=[(place.rank, place.replacement) for place in places],
@@ -176,15 +174,15 @@ class Supervisor(Gang):
             over=over,
         )
         if self._nodes is not None:
-            self._nodes.say(self._word)
+            self._nodes.say(word)
         if not over:
             here = self._seats[0]
-            env = environment(self._word, here, self._lost_seconds)
-            self._processes.match(of_seat(self._word, here), here.first, env)
+            env = environment(word, here, self._lost_seconds)
+            self._processes.match(of_seat(word, here), here.first, env)
         self.guarded(self._pids())
 
     def _seat(self, rank: int) -> Seat:
-        return next(seat for seat in self._seats if seat.first <= rank < seat.first + seat.ranks)
+        return next(seat for seat in self._seats if rank in seat.span)
 
     def _replace(self, ranks: Iterable[int]) -> None:
         """Has a process started in the place of each of these, which the others admit when it is prepared. It counts as one restart."""
@@ -257,7 +255,7 @@ class Supervisor(Gang):
                 continue
             assert self._nodes is not None
             self._nodes.leave(seat)
-            for rank in range(seat.first, seat.first + seat.ranks):
+            for rank in seat.span:
                 self._spares.pop(rank, None)
             for rank in ranks:
                 del self._running[rank]
@@ -275,10 +273,8 @@ class Supervisor(Gang):
             self._nodes is not None and self._generation and self.signalled is None and self.attempts.left > 0
             and (seat := self._nodes.newcomer()) is not None
         ):  # fmt: skip
-            self._seats = self._nodes.seats
-            ranks = range(seat.first, seat.first + seat.ranks)
-            to_stderr(f"launch: node {self._nodes.address(seat)} has come: its ranks will be {named(list(ranks))}")
-            self._replace(ranks)
+            to_stderr(f"launch: node {self._nodes.address(seat)} has come: its ranks will be {named(list(seat.span))}")
+            self._replace(seat.span)
             self._make_so()
 
     def _why_not(self, left: int) -> str:
@@ -414,7 +410,6 @@ def run(
             name,
             secret,
             nodes=parameters.max_nodes,
-            address=args.address,
             ranks=ranks,
             lost_seconds=args.lost_seconds,
         )
@@ -436,8 +431,7 @@ def run(
             return gang.settled(ending.code, {}), Parting(ending.final, ending.first == gang.place)
         codes = gang.run()
         code = gang.settled(exit_code(codes.values()) if codes else EXIT_DONE, codes)
-        gang.part(code, code == EXIT_FAILED and attempts.used >= args.max_restarts, codes)
-        return code, Parting(False, gang.leaves_first) if several else None
+        return code, gang.part(code, code == EXIT_FAILED and attempts.used >= args.max_restarts, codes)
     except SignalException as error:
         handle(caught, signal.SIG_IGN)
         over = error.sigval == signal.SIGALRM if gang is None else gang.timed_out

@@ -55,7 +55,7 @@ class Report(_Document):
 
     round: str
     """Of the word that it follows."""
-    beat: _Count
+    beat: _Count = 0
     """The next report has a higher one."""
     ended: list[tuple[_Count, _Count, int, bool]] = []
     """Of this round: rank, replacement, exit code, and whether by a signal that this node's launcher had handed on."""
@@ -77,6 +77,11 @@ class Seat(_Document):
     first: _Count
     ranks: _Count
 
+    @property
+    def span(self) -> range:
+        """Its ranks."""
+        return range(self.first, self.first + self.ranks)
+
 
 class Ending(_Document):
     """How the job has ended."""
@@ -91,7 +96,7 @@ class Ending(_Document):
 class Word(_Document):
     """Of the first node."""
 
-    version: _Count
+    version: _Count = 0
     """Each word of a job has a higher one: somebody who reaches the store could put an earlier one back."""
     round: str
     """Names one start of all ranks. The word of another round ends those that run."""
@@ -126,8 +131,7 @@ def environment(word: Word, seat: Seat, lost_seconds: int) -> dict[str, str]:
 
 def of_seat(word: Word, seat: Seat) -> list[Place]:
     """The processes that are to run there."""
-    ranks = range(seat.first, seat.first + seat.ranks)
-    return [Place(rank, replacement) for rank, replacement in word.wanted if rank in ranks]
+    return [Place(rank, replacement) for rank, replacement in word.wanted if rank in seat.span]
 
 
 @dataclass
@@ -172,17 +176,16 @@ class Nodes:
         store: which this process serves.
         name: of the job there.
         nodes: with this one.
-        address: of this node.
         ranks: of this node.
         lost_seconds: a node that is not heard of is lost after this time.
     """
 
     def __init__(
-        self, store: TCPStore, name: str, secret: Secret, *, nodes: int, address: str, ranks: int, lost_seconds: float,
+        self, store: TCPStore, name: str, secret: Secret, *, nodes: int, ranks: int, lost_seconds: float,
     ) -> None:  # fmt: skip
         self._store, self._raw, self._name = SignedStore(store, name, secret), store, name
         self._nodes, self._lost_seconds = nodes, lost_seconds
-        self._here = (address, ranks)
+        self._ranks = ranks
         self._others: dict[int, _Other] = {}
         self._asked, self._missing = 0, list[int]()
         self.seats: list[Seat] = []
@@ -216,7 +219,7 @@ class Nodes:
         new = sorted(
             (number for number in found if number not in kept), key=lambda number: self._others[number].hello.address
         )
-        seats = [Seat(number=0, first=0, ranks=self._here[1])]
+        seats = [Seat(number=0, first=0, ranks=self._ranks)]
         for number in [*kept, *new][: self._nodes - 1]:
             seats.append(Seat(number=number, first=size(seats), ranks=self._others[number].hello.ranks))
             self._others[number].taken = 0
@@ -239,7 +242,7 @@ class Nodes:
             report = other.report
             if report is not None and report.round == self._word.round:
                 for rank, replacement, code, handed_on in report.ended[other.taken :]:
-                    if seat.first <= rank < seat.first + seat.ranks:
+                    if rank in seat.span:
                         news.ended[Place(rank, replacement)] = (code, handed_on)
                 other.taken = len(report.ended)
                 news.stopped += report.stopped
@@ -346,7 +349,8 @@ class Link:
         """When the last report that has arrived was sent."""
         self.broken = False
         """There is nobody at the other end."""
-        self._report, self._arrived = Report(round="", beat=0), -1
+        self._report, self._arrived = Report(round=""), -1
+        self._beat = 0
         self._changed, self._over = threading.Event(), False
         self._thread = threading.Thread(target=self._exchange, name="nodes", daemon=True)
         self._thread.start()
@@ -371,8 +375,6 @@ class Link:
         self._over = True
         self._changed.set()
         self._thread.join(LOOK_SECONDS)
-
-    _beat = 0
 
     def _exchange(self) -> None:
         try:

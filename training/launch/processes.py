@@ -10,10 +10,10 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from lockstep.training.contract import ENV_REPLACEMENT
 from lockstep.training.launch.lines import Copies
+from lockstep.training.resilience.progress import state_of
 from lockstep.wire.signals import FORWARDED
 
 POLL_SECONDS = 0.05
@@ -137,8 +137,8 @@ class Processes:
         return {place: self.kill(place) for place in self.places}
 
     def stopped(self) -> list[int]:
-        """The ranks that stand stopped now."""
-        return [place.rank for place, process in self._running.items() if _is_stopped(process.pid)]
+        """The ranks that stand stopped now; never any on other systems than Linux."""
+        return [place.rank for place, process in self._running.items() if state_of(process.pid) == "T"]
 
     def finish(self) -> None:
         """All have ended: returns when what they have written is printed. The next ones are others."""
@@ -158,11 +158,3 @@ def _has_descriptors() -> bool:
     except (OSError, AttributeError):
         return False
     return True
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process stands stopped (T in proc_pid_stat(5)); never on other systems than Linux."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
-    except (OSError, IndexError):
-        return False

@@ -221,11 +221,8 @@ def boot() -> str:
 
 def started(process: str) -> float | None:
     """When a process was started ("self": this one), by the clock of the boot; None where that is not known."""
-    try:
-        ticks = Path(f"/proc/{process or '-'}/stat").read_bytes().rpartition(b")")[2].split()[19]
-        return int(ticks) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return None
+    fields = contract.stat_of(process or "-")
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK") if len(fields) > 19 else None
 
 
 def show(runs: Sequence[Path], as_json: bool) -> None:

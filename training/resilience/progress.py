@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.training.contract import ENV_NOTE
+from lockstep.training.contract import ENV_NOTE, stat_of
 
 SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 9
 """Nothing else uses a real-time signal of this number."""
@@ -118,10 +118,7 @@ class Frame:
 
 def state_of(pid: int) -> str:
     """R: it runs; S: it waits; D: for a disk or a device; T: it stands stopped (proc_pid_stat(5)); "": there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
-    except (OSError, IndexError):
-        return ""
+    return next(iter(stat_of(pid)), "")
 
 
 def stacks(folder: Path, ranks: Mapping[int, Seen], of_loaders: bool = False) -> dict[int, str]:

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.training.contract import ENV_TORTURE, OF_A_JOB, variables_of
+from lockstep.training.contract import ENV_TORTURE, OF_A_JOB, stat_of, variables_of
 
 RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _OF_A_LAUNCHER = {*OF_A_JOB, *RANK_NAMES, "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -72,11 +72,8 @@ def living(mark: str, session: int) -> list[Process]:
 
 def _stat(pid: int) -> tuple[int, int, int] | None:
     """(parent, began, session) of a process that has not ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
-    except (OSError, IndexError):
-        return None
-    return None if fields[0] in "ZX" else (int(fields[1]), int(fields[19]), int(fields[3]))
+    fields = stat_of(pid)
+    return None if not fields or fields[0] in "ZX" else (int(fields[1]), int(fields[19]), int(fields[3]))
 
 
 def ranks_of(living: list[Process], launcher: int, pattern: str) -> list[Process]:
