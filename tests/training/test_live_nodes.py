@@ -212,6 +212,19 @@ def test_a_node_that_the_others_cannot_do_without_has_all_save(tmp_path: Path) -
         assert [node.wait()[0] for node in nodes] == [75, 75]
 
 
+def test_two_nodes_that_leave_at_once_are_counted_once(tmp_path: Path) -> None:
+    job = Nodes(tmp_path, "--min-ranks", "2", nodes=3)
+    with job.all() as (first, *others):
+        job.begin()
+        first.signal(signal.SIGSTOP)  # so that it sees both at one look
+        for node in others:
+            node.signal(signal.SIGTERM)
+        first.signal(signal.SIGCONT)
+        assert [node.wait()[0] for node in others] == [75, 75]
+        job.end(0, 1)
+        assert first.wait()[0] == 0
+
+
 def test_a_failure_anywhere_starts_all_again_and_the_last_one_ends_all(tmp_path: Path) -> None:
     job = Nodes(tmp_path, "--max-restarts", "1")
     with job.all() as nodes:

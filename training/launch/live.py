@@ -247,9 +247,7 @@ class Supervisor(Gang):
         for gone in news.gone:
             seat = gone.seat
             ranks = [rank for rank in self._running if self._seat(rank) == seat]
-            if gone.leaves and (
-                self.signalled is not None or self._why_not(len(self._running) - len(ranks) - len(found))
-            ):
+            if gone.leaves and (self.signalled is not None or self._why_not(len(self._running) - len(ranks))):
                 if self.signalled is None:  # the others cannot go on without it, so all save
                     self._forward(signal.SIGTERM, None)
                 continue
