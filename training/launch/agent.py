@@ -19,7 +19,16 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, to_stderr
 from lockstep.training.launch import rendezvous
-from lockstep.training.launch.ending import Attempts, ExitBarrier, exit_code, failed_ranks, tell_ranks, without_ended
+from lockstep.training.launch.ending import (
+    ERROR_SECONDS,
+    Attempts,
+    ExitBarrier,
+    exit_code,
+    exit_codes,
+    raising,
+    tell_ranks,
+    without_ended,
+)
 from lockstep.training.launch.gang import STOP_SECONDS, Gang, handle, interrupted, leave_while_waiting
 from lockstep.training.launch.hangs import Hangs
 from lockstep.training.launch.rendezvous import NotMet, Several
@@ -119,8 +128,13 @@ class Agent(Gang, LocalElasticAgent):
         assert self._pcontext is not None
         self.held.release(self._pcontext.pids().values())
         self.hangs.look([worker.global_rank for worker in worker_group.workers])
-        tell_ranks(worker_group, failed_ranks(worker_group, self._pcontext))
-        failed = failed_ranks(worker_group, self._pcontext)  # more may have ended meanwhile
+        tell_ranks(worker_group, exit_codes(worker_group, self._pcontext))
+        ended = exit_codes(worker_group, self._pcontext)  # more may have ended meanwhile
+        deadline = time.monotonic() + ERROR_SECONDS
+        while raising(ended.values()) and self.signalled is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+            ended = exit_codes(worker_group, self._pcontext)
+        failed = {rank: code for rank, code in ended.items() if code}
         result: RunResult = super()._monitor_workers(worker_group)
         codes = _codes(result)
         if not self.held.delivered:

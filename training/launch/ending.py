@@ -37,6 +37,8 @@ _HINTS: dict[int, str] = {
     signal.SIGKILL: ", by hand or because the memory was used up",
     signal.SIGSTOP: ", stopped for too long",  # it ends no process: so `live.py` names these
 }
+ERROR_SECONDS = 2.0
+"""Between the error of one rank and the end of those that have not said theirs."""
 TELL_SECONDS = 2.0
 """Bound on telling the other ranks: rank 0, which serves the store, may be the one that is lost, or stand still."""
 COUNT_PREFIX = "lockstep-restarts-"
@@ -129,21 +131,26 @@ def _name(number: int) -> str:
         return f"signal {number}"
 
 
-def failed_ranks(group: WorkerGroup, processes: PContext | None) -> dict[int, int]:
-    """Rank → exit code, of the ranks of this node that have ended with one. torch's agent ends the others when it next checks."""
+def exit_codes(group: WorkerGroup, processes: PContext | None) -> dict[int, int | None]:
+    """Rank → exit code, of the ranks of this node; None: it runs. torch's agent ends these when it next checks and one has failed."""
     if not isinstance(processes, SubprocessContext):
         return {}
     codes = {local: handler.proc.poll() for local, handler in processes.subprocess_handlers.items()}
-    return {group.workers[local].global_rank: code for local, code in codes.items() if code}
+    return {group.workers[local].global_rank: code for local, code in codes.items()}
 
 
-def tell_ranks(group: WorkerGroup, codes: dict[int, int]) -> None:
+def raising(codes: Collection[int | None]) -> bool:
+    """A rank has ended with an error of its own, and one that runs may be about to say the same, or another."""
+    return None in codes and any(code is not None and code > 0 and code not in FINAL for code in codes)
+
+
+def tell_ranks(group: WorkerGroup, codes: Mapping[int, int | None]) -> None:
     """Tells the ranks that still run which of this node have failed, and how: they need not wait for a timeout.
 
     It stands in the store where the ranks meet (`resilience.hang` reads it), so other nodes' ranks hear of it, too.
     """
     # A rank that ends for good has said why, and the others end with it.
-    failed = {rank: code for rank, code in codes.items() if code not in FINAL}
+    failed = {rank: code for rank, code in codes.items() if code and code not in FINAL}
     if not group.master_addr or not group.master_port:
         return
     alone = len(group.workers) == group.group_world_size == 1  # no other rank waits for it

@@ -14,7 +14,7 @@ import json
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -26,7 +26,16 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, to_stderr
 from lockstep.training.launch import rendezvous
-from lockstep.training.launch.ending import FINAL, Attempts, deaths, exit_code, how, without_ended
+from lockstep.training.launch.ending import (
+    ERROR_SECONDS,
+    FINAL,
+    Attempts,
+    deaths,
+    exit_code,
+    how,
+    raising,
+    without_ended,
+)
 from lockstep.training.launch.follower import Follower
 from lockstep.training.launch.gang import STOP_SECONDS, Gang, handle, interrupted, leave_while_waiting
 from lockstep.training.launch.hangs import Hangs
@@ -97,7 +106,7 @@ class Supervisor(Gang):
             while True:
                 self._start()
                 failed = self._watch()
-                codes = {**failed, **self._end()}
+                codes = {**failed, **self._end(failed)}
                 if not self.held.delivered:
                     codes = without_ended(codes, failed)
                 if not codes or not self._start_again(codes, failed, self.attempts.left):
@@ -336,9 +345,22 @@ class Supervisor(Gang):
             del self._running[rank]
         return dict.fromkeys(late, -signal.SIGSTOP)
 
-    def _end(self) -> dict[int, int]:
+    def _end(self, failed: Mapping[int, int]) -> dict[int, int]:
         """Ends the ranks that run: rank → exit code, of those that fail at it."""
         codes: dict[int, int] = {}
+
+        def look() -> None:
+            ended, news = self._look()
+            codes.update((rank, code) for rank, (code, _) in ended.items())
+            for gone in news.gone:
+                if not gone.leaves and self._nodes is not None:
+                    self._nodes.leave(gone.seat)
+
+        deadline = time.monotonic() + ERROR_SECONDS
+        while raising([*failed.values(), *(None for _ in self._running)]) and time.monotonic() < deadline:
+            if self.signalled is not None:
+                break
+            look()
         for place in self._processes.places:
             if place.rank in self._spares:
                 self._processes.kill(place)
@@ -347,11 +369,7 @@ class Supervisor(Gang):
         self._make_so(over=True)
         deadline = time.monotonic() + STOP_SECONDS
         while self._processes.places or not self._others_idle():
-            ended, news = self._look()
-            codes.update((rank, code) for rank, (code, _) in ended.items())
-            for gone in news.gone:
-                if not gone.leaves and self._nodes is not None:
-                    self._nodes.leave(gone.seat)
+            look()
             if time.monotonic() > deadline:
                 codes.update((place.rank, code) for place, code in self._processes.kill_all().items())
             if time.monotonic() > deadline + self._lost_seconds:

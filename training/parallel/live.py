@@ -209,6 +209,7 @@ class Live:
             take_part: the collectives of `state` there.
         """
         world, number = self.world, self.world.replacement
+        self._gone = {rank: how for rank in range(len(self._nodes)) if (how := self._ended_how(rank))}
         self._store.set(stores.prepared(number), "1")
         self._store.add(stores.WAITING, 1)
         while not self._store.check([stores.admitted(number)]):
@@ -370,12 +371,15 @@ class Live:
         lost = {}
         self.lost = {rank: how for rank, how in self.lost.items() if rank not in members}
         for rank in [rank for rank in self._members if rank not in members]:
-            key = stores.ended(rank)
-            lost[rank] = stores.said(self._store, key, r"[ -~]+") if self._store.check([key]) else ""
+            lost[rank] = self._ended_how(rank)
         self._members = members
         self.lost |= lost
         self._gone |= lost
         return lost
+
+    def _ended_how(self, rank: int) -> str:
+        key = stores.ended(rank)
+        return stores.said(self._store, key, r"[ -~]+") if self._store.check([key]) else ""
 
     def _join_in_time(self, members: list[int]) -> float:
         """Returns when all were there (`time.monotonic`). Raises `_Superseded`, `CannotTakeAgain`.

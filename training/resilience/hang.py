@@ -30,7 +30,7 @@ from lockstep.training.parallel import stores
 from lockstep.training.parallel.world import World
 
 REPORT_SECONDS = 5.0
-RAISED_SECONDS = 1.0
+RAISED_SECONDS = 2.0
 """Within which ranks that run into the same error of the script do so."""
 _PLACE = re.compile(r"^\[[^]]*\] ")
 """Where in its sources a library's message arose."""
@@ -212,8 +212,8 @@ def print_once(world: World, error: BaseException) -> None:
 
 
 def _stay_until_all_know(store: dist.Store, key: str, world: World, reported: int) -> None:
-    """Rank 0 may serve the store, so it waits until the others have read their keys, for a second at most."""
-    known, deadline = store.add(key, 1), time.monotonic() + 1.0
+    """Rank 0 may serve the store, so it waits until the others have read their keys, for `RAISED_SECONDS` at most."""
+    known, deadline = store.add(key, 1), time.monotonic() + RAISED_SECONDS
     while world.leader and known < reported and time.monotonic() < deadline:
         time.sleep(0.05)
         known = store.add(key, 0)
