@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -99,6 +100,11 @@ def _close_in_child() -> None:
 
 _KEPT: Connections = {}
 os.register_at_fork(after_in_child=_close_in_child)
+if sys.version_info < (3, 12):
+    # A thread of gloo's that enters Python holds the lock of the list of threads for a moment, without Python's own. A process that is
+    # forked in that moment waits for the lock for ever (CPython gh-112275): once in some hundred loader processes on busy cores. To go
+    # through the list waits until the lock is free.
+    os.register_at_fork(before=sys._current_frames)
 
 
 def _ends(fd: int) -> tuple[Address, Address] | None:
