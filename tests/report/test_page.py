@@ -244,3 +244,18 @@ def test_steps_that_were_made_again_count_once(tmp_path: Path) -> None:
     both = written([good, _events(tmp_path / "bad", bad)], tmp_path / "two.html")
     scales = [next(chart for chart in one.charts if chart["title"] == "Loss")["log"] for one in (tree, both)]
     assert scales == [False, True]
+
+
+def test_the_number_of_ranks_is_drawn_where_it_has_changed(tmp_path: Path) -> None:
+    sizes = {"start": [(0, 4), (40, 2)], "regrouped": [(10, 3), (15, 4)]}
+    lines = [
+        {"event": kind, "time": 100 + at, "step": at, "world_size": size}
+        for kind, all in sizes.items()
+        for at, size in all
+    ]
+    lines += [{"event": "regrouped", "time": 120, "world_size": "many"}, {"event": "done", "time": 160, "step": 60}]
+    tree = written([_events(tmp_path / "live", lines)], tmp_path / "one.html")
+    assert _lines(tree, "Ranks that train") == [[[0, 4], [10, 3], [15, 4], [40, 2], [60, 2]]]
+    lines = [{"event": "start", "time": 100 + at, "step": at, "world_size": 2} for at in (0, 9)]
+    tree = written([_events(tmp_path / "calm", lines)], tmp_path / "two.html")
+    assert "Ranks that train" not in [chart["title"] for chart in tree.charts]

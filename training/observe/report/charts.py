@@ -20,7 +20,8 @@ _BARS = 32
 MOST_LOGGED = 12
 """Most charts of values that users' own loops have logged."""
 _MOMENTS = (
-    "start", "resumed", "checkpoint_written", "checkpoint_failed", "preempted", "nonfinite", "corrupt_checkpoint", "rank_lost", "done",
+    "start", "resumed", "checkpoint_written", "checkpoint_failed", "preempted", "nonfinite", "corrupt_checkpoint", "rank_lost",
+    "rank_joined", "done",
 )  # fmt: skip
 """Events that the timeline marks."""
 _PHASES = {
@@ -70,6 +71,8 @@ class Chart:
     kind: Literal["line", "timeline", "stack"]
     lines: list[Line]
     from_zero: bool = False
+    stepped: bool = False
+    """A value holds until the next one."""
 
     def __post_init__(self) -> None:
         self.lines = [line for line in self.lines if line.points]
@@ -97,7 +100,13 @@ def of(runs: Sequence[RunRecord], names: list[str]) -> list[Chart]:
         [Line(name, number, _moments(run)) for number, (run, name) in enumerate(named)],
         from_zero=True,
     )  # fmt: skip
-    return [chart for chart in [*_curves(named), *_by_rank(named), *_by_attempt(named), timeline] if chart.lines]
+    ranks = Chart(
+        "Ranks that train", "seconds since the run's first start", "ranks", "line",
+        [Line(name, number, _sizes(run)) for number, (run, name) in enumerate(named)],
+        from_zero=True, stepped=True,
+    )  # fmt: skip
+    charts = [*_curves(named), *_by_rank(named), *_by_attempt(named), ranks, timeline]
+    return [chart for chart in charts if chart.lines]
 
 
 def _curves(named: list[tuple[RunRecord, str]]) -> list[Chart]:
@@ -179,6 +188,15 @@ def _by_attempt(named: list[tuple[RunRecord, str]]) -> list[Chart]:
     return charts
 
 
+def _sizes(run: RunRecord) -> Points:
+    """How many ranks there were, from each start and each loss on; none where that never changed."""
+    known = [(event["time"] - run.began, number_of(event.get("world_size"))) for event in run.of("start", "regrouped")]
+    sizes = [[moment, size] for moment, size in known if size is not None]
+    if len({size for _, size in sizes}) < 2:
+        return []
+    return thinned([*sizes, [run.events[-1]["time"] - run.began, sizes[-1][1]]], _POINTS, lambda point: float(point[1]))
+
+
 def _moments(run: RunRecord) -> Points:
     """What the timeline shows of a run. Of each kind the bound is its own: what is rare is not crowded out."""
     moments: dict[str, Points] = defaultdict(list)
@@ -190,7 +208,7 @@ def _moments(run: RunRecord) -> Points:
         if label == "start" and (number_of(event.get("attempt")) or 0) > 1:
             label = "restart"
         if label or kind in ("step", "epoch"):
-            lost = f"rank {event.get('rank')} {event.get('how')}" if kind == "rank_lost" else ""
-            why = lost or event.get("reason") or event.get("path") or event.get("message") or ""
+            who = f"rank {event.get('rank')} {event.get('how', '')}" if kind in ("rank_lost", "rank_joined") else ""
+            why = who.rstrip() or event.get("reason") or event.get("path") or event.get("message") or ""
             moments[label].append([event["time"] - run.began, step, label, str(why)])
     return sorted(moment for some in moments.values() for moment in thinned(some, _POINTS))

@@ -11,7 +11,7 @@
   const MARKS = 12; // about so many on a line
   const MOMENTS = {
     start: ["triangle", 6], restart: ["triangle", 9], resumed: ["triangle", 7], checkpoint: ["rect", 4], "checkpoint failed": ["crossRot", 8],
-    preempted: ["rectRot", 9], nonfinite: ["star", 9], "corrupt checkpoint": ["crossRot", 9], done: ["circle", 7],
+    preempted: ["rectRot", 9], "rank lost": ["crossRot", 7], "rank joined": ["cross", 7], nonfinite: ["star", 9], "corrupt checkpoint": ["crossRot", 9], done: ["circle", 7],
   };
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const drawn = [];
@@ -28,7 +28,7 @@
     const mark = (point, index) => (timeline ? (MOMENTS[point[2]] || [false, 0]) : [shape, index % every === first ? 4.5 : 0]);
     return {
       label: item.label, data: item.points.map(([x, y]) => ({ x, y })), borderColor: colour, backgroundColor: item.dashed ? panel : colour,
-      borderDash: dash, borderWidth: timeline ? 1.5 + 1.5 * round : item.dashed ? 1.5 : 2, tension: 0, rotation: timeline ? 0 : turned,
+      borderDash: dash, borderWidth: timeline ? 1.5 + 1.5 * round : item.dashed ? 1.5 : 2, tension: 0, stepped: chart.stepped, rotation: timeline ? 0 : turned,
       pointStyle: item.points.map((p, i) => mark(p, i)[0]), pointRadius: item.points.map((p, i) => mark(p, i)[1]), pointBorderColor: colour, pointBorderWidth: 1.5,
       moments: item.points.map((p) => [p[2] || "", p[3] || ""]),
     };
