@@ -42,7 +42,7 @@ def top(folder: Path) -> None:
     from rich.console import Console
     from rich.terminal_theme import DEFAULT_TERMINAL_THEME, DIMMED_MONOKAI
 
-    from lockstep.training.observe.ranks import Reader, judge
+    from lockstep.training.observe.ranks import Reader, between
     from lockstep.training.observe.top import picture
 
     run = Path("runs/smoke")
@@ -58,8 +58,9 @@ def top(folder: Path) -> None:
                 raise UserError("the run for the picture of lockstep top did not get to step 20")
             time.sleep(0.5)
             before = Reader(run).read() if run.joinpath("run.yaml").exists() else {}
-        time.sleep(6)
-        table = picture(run, judge(before, Reader(run).read()), width=118)
+        time.sleep(15)
+        os.environ["COLUMNS"] = "118"
+        table = picture(run, between(before, Reader(run).read(), Reader(run).straggler()))
     finally:
         os.chdir(here)
         os.killpg(training.pid, signal.SIGTERM)

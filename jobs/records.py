@@ -173,6 +173,7 @@ class Said(TypedDict):
     ranks: NotRequired[list[int]]
     """How many there are and were, where some were lost and the others train on."""
     goodput: NotRequired[Goodput]
+    slow_rank: NotRequired[dict[str, Any]]
     hang: NotRequired[str]
     """What the launcher says of a rank that gets no further (hang.json)."""
 
@@ -324,9 +325,9 @@ def step(said: Said) -> str:
     return f"step {said['step']}{lost}"
 
 
-def goodput(said: Said | None) -> dict[str, Any] | None:
-    """What a run's status.json says of it; None where it says nothing (yet)."""
-    return None if said is None or "goodput" not in said else {**said["goodput"]}
+def about_time(said: Said | None) -> dict[str, Any]:
+    """What a run's status.json says of its time, for `Status`; None where it says nothing (yet)."""
+    return {"goodput": said.get("goodput") if said is not None else None, "slow_rank": contract.slow_rank_of(said)}
 
 
 def said(run_dir: Path, job: str) -> Said | None:

@@ -86,6 +86,8 @@ class Status:
     exit_code: int | None = None
     goodput: dict[str, Any] | None = None
     """Of the run, over all attempts: `fraction`, `lost_to_restarts`, `restarts`; None where that is not known."""
+    slow_rank: dict[str, Any] | None = None
+    """That the others wait for: `rank`, `phase`, `since` (Unix time), `step`, `share` of every step, `trend`; None where there is none."""
 
     @property
     def final(self) -> bool:

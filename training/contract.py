@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -111,6 +113,41 @@ def goodput_line(shares: Mapping[str, Any]) -> str:
     if count := shares["restarts"]:
         text += f", {100 * shares['lost_to_restarts']:.1f} % lost to {count} restart{'s' if count > 1 else ''}"
     return text
+
+
+_SLOW_RANK = {
+    "rank": (int,),
+    "phase": (str,),
+    "since": (int, float),
+    "step": (int,),
+    "share": (int, float),
+    "trend": (str,),
+}
+_LATEST = 2**36
+"""Unix time, in the year 4147: a number from here on is damaged."""
+
+
+def slow_rank_of(status: Any) -> dict[str, Any] | None:
+    """The rank that the others wait for, of a run's status.json: `rank`, `phase`, `since` (Unix time), the `step` then, `share` of every
+    step that it costs, `trend`. None where there is none, or it is damaged."""
+    found = status.get("slow_rank") if isinstance(status, Mapping) else None
+    if not isinstance(found, Mapping):
+        return None
+    values: dict[str, Any] = {name: found.get(name) for name in _SLOW_RANK}
+    sound = (
+        type(value) in _SLOW_RANK[name] and (isinstance(value, str) or 0 <= value < _LATEST)
+        for name, value in values.items()
+    )  # fmt: skip
+    return values if all(sound) else None
+
+
+def slow_rank_line(found: Mapping[str, Any]) -> str:
+    """For people: `slow_rank_of` a run's status.json."""
+    since, now = (datetime.fromtimestamp(at, timezone.utc).astimezone() for at in (found["since"], time.time()))
+    when = f"{since:%H:%M}" if since.date() == now.date() else f"{since:%Y-%m-%d %H:%M}"
+    trend = "" if found["trend"] == "steady" else f", {found['trend']}"
+    cost = f"costs {100 * found['share']:.0f} % of every step{trend}"
+    return printable(f"rank {found['rank']}, since {when}, in {found['phase']}: {cost}")
 
 
 def printable(text: str) -> str:

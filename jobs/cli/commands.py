@@ -23,6 +23,7 @@ from lockstep.training.contract import (
     EXIT_USAGE,
     UserError,
     goodput_line,
+    slow_rank_line,
 )
 
 if TYPE_CHECKING:
@@ -405,6 +406,8 @@ def report(name: str, found: Status, as_json: bool, waited: bool = False) -> Non
         say(found.line(name))
         if found.goodput is not None:
             say(goodput_line(found.goodput))
+        if found.slow_rank is not None:
+            say(slow_rank_line(found.slow_rank))
         rows: list[tuple[str, ...]] = [
             (part.name, _span(part), part.state, str(part.restarts), part.reason) for part in found.ranks
         ]

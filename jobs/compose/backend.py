@@ -158,7 +158,7 @@ class ComposeBackend(Cluster):
         nodes, spec = known.record, known.spec
         cancelled = bool(engine.volumes(f"{CANCELLED}={known.name}"))
         said = self._said(nodes, spec)
-        return dataclasses.replace(explain(nodes, spec, said, cancelled), goodput=records.goodput(said))
+        return dataclasses.replace(explain(nodes, spec, said, cancelled), **records.about_time(said))
 
     def _said(self, nodes: Nodes, spec: JobSpec | None) -> records.Said | None:
         """status.json of this job, which is trusted above exit codes; not one of an earlier job."""

@@ -168,7 +168,7 @@ class LocalBackend(Backend):
         def answer(state: State, reason: str, code: int | None = None) -> Status:
             said = records.said(Path(record["run_dir"]), record["job"])
             part = Part("this machine", list(range(total)), state, restarts=records.restarts(said))
-            return Status(state, reason, [part], code, records.goodput(said))
+            return Status(state, reason, [part], code, **records.about_time(said))
 
         if ended is not None and ended["job"] != record["job"]:
             ended = None  # of an earlier submission

@@ -351,7 +351,7 @@ def explain(
         said = None  # an earlier start wrote it; this one ended before it could
 
     def answer(state: State, reason: str, code: int | None = None) -> Status:
-        return Status(state, reason, _parts(spec, found, state, restarts), code, records.goodput(said))
+        return Status(state, reason, _parts(spec, found, state, restarts), code, **records.about_time(said))
 
     # Its first node says how a live job has ended: any other one may be lost.
     code = _code(said, {task: end for task, end in ends.items() if task == 0 or not spec.live}, total, spec)

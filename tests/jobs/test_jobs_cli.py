@@ -90,7 +90,7 @@ def test_the_exit_code_tells_how_it_ended(
     done = lockstep(tmp_path, "wait", "k8s", "smoke", "--timeout", "5", "--json")
     found = json.loads(done.stdout)
     assert (done.returncode, found["state"]) == (code, state)
-    assert found.keys() == {"name", "state", "reason", "ranks", "exit_code", "goodput", "final"}
+    assert found.keys() == {"name", "state", "reason", "ranks", "exit_code", "goodput", "slow_rank", "final"}
     (row,) = json.loads(lockstep(tmp_path, "list", "k8s", "--json").stdout)
     assert row.keys() == {"name", "state", "nodes", "created"}
 

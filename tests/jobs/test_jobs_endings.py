@@ -73,7 +73,7 @@ def test_a_job_whose_launcher_is_killed_ends_once_and_when_no_rank_lives(
     assert states == {"running"} and (found.state, found.code) == ("preempted", 75), (states, found)
     said = {"code": 0, "reason": "x", "step": 9, "attempt": 9, "job": "another"}
     (run_dir / "status.json").write_text(json.dumps(said))
-    assert backend.status("held") == dataclasses.replace(found, goodput=None)
+    assert backend.status("held") == dataclasses.replace(found, goodput=None, slow_rank=None)
     assert backend.submit(spec).created
     assert (found := backend.wait("held", BOUND)).state == "succeeded", (found, "\n".join(backend.logs("held")))
     assert events(run_dir, "resumed")

@@ -120,6 +120,18 @@ def test_a_damaged_record_hides_no_other_job_and_ends_no_process(backend: Any, d
             backend.status("done")
 
 
+@pytest.mark.promise("alerts")
+def test_status_says_which_rank_holds_the_others_up(backend: Any, done: Path) -> None:
+    job = json.loads((done / "job.json").read_text())
+    slow = {"rank": 3, "phase": "data", "since": 1e9, "step": 7, "share": 0.114, "trend": "rising"}
+    status = {"code": 0, "reason": "complete", "step": 9, "attempt": 1, "job": job["job"], "slow_rank": slow}
+    Path(job["run_dir"]).mkdir(parents=True, exist_ok=True)
+    (Path(job["run_dir"]) / "status.json").write_text(json.dumps(status))
+    told = lockstep(done, "status", "local", "done").stdout
+    assert "rank 3, since 2001-09-0" in told and ", in data: costs 11 % of every step, rising\n" in told
+    assert json.loads(lockstep(done, "status", "local", "done", "--json").stdout)["slow_rank"] == slow
+
+
 @pytest.mark.promise("growth")
 def test_500_jobs_are_listed_at_one_look_at_the_processes(backend: Any, done: Path) -> None:
     """Also those whose processes are gone without a word. Counted in calls, which no busy machine can falsify."""

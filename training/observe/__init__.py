@@ -18,5 +18,6 @@ What is measured:
     clock.py      seconds of each phase of a step
     goodput.py    where this rank's seconds go, from the start of its process
     account.py    where every second of the job went, over all attempts
+    slow.py       which rank the others wait for, and what it costs
     reading.py    mean loss and gradient norm, without a wait
 """

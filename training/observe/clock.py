@@ -204,6 +204,11 @@ class StepClock:
             torch.cuda.synchronize()
             self.trained += self._now() - began
 
+    @property
+    def behind(self) -> int:
+        """Closed steps whose seconds are not known yet."""
+        return len(self._pending)
+
     def measured(self) -> list[Times]:
         """The closed steps whose seconds have become known since the last call, oldest first."""
         while self._pending and self._pending[0].points[4].query():

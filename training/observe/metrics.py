@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 
 from lockstep.training.observe.account import Bucket
 from lockstep.training.observe.clock import Times
+from lockstep.training.observe.slow import PHASES
 from lockstep.training.parallel.process import resident_bytes
 
 PREFIX = "training_"
@@ -70,6 +71,8 @@ TABLE: dict[str, Row] = {
     "data_wait_seconds": Row("histogram", "Seconds a step waited for its batch."),
     "grad_ready_seconds": Row("histogram", "Seconds from the batch to the rank's own gradients: forward and backward."),
     "sync_wait_seconds": Row("histogram", "Seconds from the rank's own gradients to the sum over all ranks. The slowest rank waits least."),
+    "slow_rank_cost_ratio": Row("gauge", "Share of every step that this rank costs the others. Told by rank 0, if it has named it.",
+                                {"phase": PHASES}, since="later"),
     "checkpoint_duration_seconds": Row("summary", "Seconds from handing a checkpoint to the writer until it was verified on the disk.",
                                        since="later"),
     "time_seconds_total": Row("counter", "Seconds of this rank in this attempt, each in one bucket; on rank 0 with those before it.",
@@ -164,6 +167,14 @@ class Metrics:
         self._bytes.inc(sync_bytes - self._sync_bytes)
         self._sync_bytes = sync_bytes
         self.alive()
+
+    def slow_rank(self, found: tuple[int, str, float] | None) -> None:
+        """The slow rank, its phase and what it costs; None: there is none. The series has that rank's label, not this one's."""
+        family = self._families["slow_rank_cost_ratio"]
+        family.clear()
+        if found is not None:
+            rank, phase, share = found
+            family.labels(self._labels["run"], str(rank), phase).set(share)
 
     def checkpoint_written(self, seconds: float) -> None:
         self._series("checkpoint_duration_seconds").observe(seconds)

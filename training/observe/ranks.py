@@ -2,7 +2,7 @@
 
 reader = Reader(Path("runs/smoke"))
 before, after = reader.read(), reader.read()
-for rank in judge(before, after): …       # step, images/s, shares of a step, who holds the others up
+for rank in between(before, after, reader.straggler()): …       # step, images/s, shares of a step, who holds the others up
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import math
 import os
 import re
 import socket
-import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lockstep.training import contract, files
 from lockstep.training.contract import UserError
@@ -30,12 +30,6 @@ _SINGLE = frozenset(
         "data_wait_seconds_sum", "grad_ready_seconds_sum", "sync_wait_seconds_sum",
     )
 )  # fmt: skip
-WAITS = 0.2
-"""Share of step time that some rank must wait for the others before anyone is called a straggler."""
-LITTLE = 0.3
-"""A straggler waits less than this part of the median: all wait for it, so it waits least."""
-STARVED = 0.15
-"""Share of step time above the median that a straggler waits for data before its data is to blame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +64,8 @@ class Rank:
     seconds_since_step: float | None
     exit_code: int | None
     source: str
-    straggler: str | None = None
-    """What makes this rank hold up the others: `data` or `compute`."""
+    straggler: dict[str, Any] | None = None
+    """Where this rank holds the others up: since when, in which phase, what it costs (`contract.slow_rank_of`)."""
 
 
 class Reader:
@@ -95,6 +89,10 @@ class Reader:
         with ThreadPoolExecutor(min(len(numbers), 32)) as pool:
             found = [snapshot for snapshot in pool.map(self._rank, numbers) if snapshot is not None]
         return {snapshot.rank: snapshot for snapshot in found}
+
+    def straggler(self) -> dict[str, Any] | None:
+        """Which rank holds the others up, as rank 0 has found (`slow.py`)."""
+        return contract.slow_rank_of(files.read_json(self.run_dir / contract.STATUS_FILE))
 
     def _rank(self, rank: int) -> Snapshot | None:
         path = contract.textfile(self.run_dir, rank)
@@ -199,16 +197,14 @@ def parse(text: str) -> dict[str, float]:
     return values
 
 
-def judge(before: dict[int, Snapshot], after: dict[int, Snapshot]) -> list[Rank]:
+def between(
+    before: dict[int, Snapshot], after: dict[int, Snapshot], straggler: dict[str, Any] | None = None
+) -> list[Rank]:
     """What each rank did between two readings; since its start, where it made no step between them or is new."""
     ranks = [_rank(before.get(number), snapshot) for number, snapshot in sorted(after.items())]
-    waits = {rank.rank: rank.sync_wait for rank in ranks if rank.sync_wait is not None}
-    if len(waits) > 1 and max(waits.values()) > WAITS:
-        middle = statistics.median(waits.values())
-        data = statistics.median(rank.data_wait or 0.0 for rank in ranks if rank.sync_wait is not None)
-        for rank in ranks:
-            if rank.sync_wait is not None and rank.sync_wait < LITTLE * middle:
-                rank.straggler = "data" if (rank.data_wait or 0.0) > data + STARVED else "compute"
+    for rank in ranks:
+        if straggler is not None and straggler["rank"] == rank.rank:
+            rank.straggler = straggler
     return ranks
 
 

@@ -131,6 +131,8 @@ class RunDirectory:
         """How many ranks there are and were, where some were lost and the others train on."""
         self.goodput: Callable[[], dict[str, Any] | None] = lambda: None
         """What status.json says of where the time went; None: nothing yet."""
+        self.slow_rank: dict[str, Any] | None = None
+        """What status.json says of the rank that the others wait for (`slow.py`)."""
         self.at_close: list[Callable[[], None]] = []
         """Called by `close`, the last one first."""
         self.fresh_word: str | None = saved.get("fresh") if saved is not None else None
@@ -298,6 +300,8 @@ class RunDirectory:
             status["ranks"] = self.ranks
         if (shares := self.goodput()) is not None:
             status["goodput"] = shares
+        if self.slow_rank is not None:
+            status["slow_rank"] = self.slow_rank
         self._write(contract.STATUS_FILE, lambda path: files.replace_json(path, status), contract.STATUS_FILE)
 
     def summary(self, values: dict[str, Any]) -> None:

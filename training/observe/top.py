@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.training.contract import UserError, printable
-from lockstep.training.observe.ranks import Rank, Reader, Snapshot, judge
+from lockstep.training.contract import UserError, printable, slow_rank_line
+from lockstep.training.observe.ranks import Rank, Reader, Snapshot, between
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -20,8 +20,8 @@ STUCK_SECONDS = 60
 MOST_LOGGED = 4
 """Numbers of the script's own, in the title."""
 BAR = 20
-AROUND = 5
-"""Lines of the terminal around the ranks: title, head, legend, how many are left out, and where the cursor stands."""
+AROUND = 6
+"""Lines of the terminal around the ranks: title, head, straggler, legend, how many are left out, and where the cursor stands."""
 _LETTERS = (("data_wait", "d", "yellow"), ("compute", "c", "green"), ("sync_wait", "s", "blue"), ("rest", "·", "dim"))
 LEGEND = "d waits for data, c computes, s waits for other ranks, · the rest"
 WIDE = 110
@@ -52,7 +52,7 @@ def show(run: Path, every: float, once: bool, as_json: bool) -> None:
         _live(run, reader, before, every)
         return
     time.sleep(0.0 if all(snapshot.values.get("finished") for snapshot in before.values()) else every)
-    ranks = judge(before, reader.read() or before)
+    ranks = between(before, reader.read() or before, reader.straggler())
     if as_json:
         print(json.dumps([asdict(rank) for rank in ranks], indent=1))
         return
@@ -61,7 +61,7 @@ def show(run: Path, every: float, once: bool, as_json: bool) -> None:
     widths = [max(map(len, column)) for column in zip(*rows)]
     for cells in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip())
-    print(LEGEND)
+    print(legend(ranks))
 
 
 def _live(run: Path, reader: Reader, before: dict[int, Snapshot], every: float) -> None:
@@ -69,14 +69,19 @@ def _live(run: Path, reader: Reader, before: dict[int, Snapshot], every: float) 
 
     # One more reading back, so that a slow step still falls between two of them.
     readings = [before]
-    with Live(picture(run, judge({}, before)), auto_refresh=False, screen=False) as live:
+    with Live(picture(run, between({}, before, reader.straggler())), auto_refresh=False, screen=False) as live:
         while True:
             time.sleep(every)
             readings = [*readings[-2:], reader.read() or readings[-1]]
-            ranks = judge(readings[0], readings[-1])
+            ranks = between(readings[0], readings[-1], reader.straggler())
             live.update(picture(run, ranks), refresh=True)
             if all(rank.exit_code is not None for rank in ranks):
                 return
+
+
+def legend(ranks: list[Rank]) -> str:
+    """What the letters mean, and what the rank that holds the others up costs."""
+    return "\n".join([slow_rank_line(rank.straggler) for rank in ranks if rank.straggler] + [LEGEND])
 
 
 def fitting(ranks: list[Rank], rows: int) -> list[Rank]:
@@ -108,9 +113,7 @@ def picture(run: Path, ranks: list[Rank]) -> Group:
     terminal = shutil.get_terminal_size()
     shown_ranks = fitting(ranks, max(terminal.lines - AROUND, 1))
     left = len(ranks) - len(shown_ranks)
-    more = sum(rank.straggler is not None for rank in ranks) - sum(rank.straggler is not None for rank in shown_ranks)
-    hidden = f"{more} of which hold the others up: see --once" if more else "none of which holds the others up"
-    caption = f"{LEGEND}\n… and {left} more ranks, {hidden}" if left else LEGEND
+    caption = legend(ranks) + (f"\n… and {left} more ranks" if left else "")
     table = Table(box=None, pad_edge=False)
     wide = terminal.columns >= WIDE
     shown = [number for number, name in enumerate(_HEAD) if wide or name not in _NUMBERS]
@@ -141,7 +144,7 @@ def row(rank: Rank) -> tuple[str, ...]:
 
 def note(rank: Rank) -> str:
     if rank.straggler:
-        return f"◀ STRAGGLER ({rank.straggler})"
+        return f"◀ STRAGGLER ({printable(rank.straggler['phase'])})"
     if rank.exit_code is not None:
         return {0: "done", 2: "wrong usage", 75: "preempted"}.get(rank.exit_code, f"failed ({rank.exit_code})")
     if rank.seconds_since_step is not None and rank.seconds_since_step > STUCK_SECONDS:

@@ -31,6 +31,7 @@ from lockstep.training.observe import trackers
 from lockstep.training.observe.account import Bucket
 from lockstep.training.observe.clock import Times
 from lockstep.training.observe.reading import Reading, mean_loss
+from lockstep.training.observe.slow import SlowRank
 from lockstep.training.parallel import process
 from lockstep.training.parallel.exchange import all_gather_trees, is_collective, named, on_any, pack, same_on_all
 from lockstep.training.parallel.live import CannotTakeAgain, Live
@@ -113,6 +114,9 @@ class Attempt:
         self.consensus = Consensus(context.world, signals, self._stop_file)
         self.heartbeat = Heartbeat(context.world)
         self.progress = Progress(context.world.number, context.path, os.environ)
+        self.slow = SlowRank(context.world)
+        self._named: tuple[int, str] | None = None
+        """The slow rank that was told of, and its phase."""
         self.saver = Saver(context, lambda: signals.since if signals is not None else None)
         self.reading = Reading(context.state.losses, context.world, of_all=context.state.of_all)
         self.before_save: Callable[[], None] = lambda: None
@@ -313,13 +317,15 @@ class Attempt:
             context.world.live.ready()
         self.heartbeat.beat(done)
         self.progress.advance(done, self._steps)
+        measured = state.clock.measured()
+        if measured:
+            self.times = measured[-1]
+        if self.slow.add(measured, done - state.clock.behind):
+            self._tell_slow_rank()
         if context.run is not None and time.monotonic() - self._told > STATUS_SECONDS:
             self._told = time.monotonic()
             context.run.status(None, "running", done)
         context.console.step(state.cursor.epoch, done)
-        measured = state.clock.measured()
-        if measured:
-            self.times = measured[-1]
         context.goodput.step(measured, done)
         if context.config.metrics.enabled:
             context.metrics.step(measured, done, lr, samples, state.sync.bytes_sent)
@@ -332,6 +338,23 @@ class Attempt:
         interval = context.config.check_closeness
         if interval and done % interval == 0:
             self._check_closeness(done)
+
+    def _tell_slow_rank(self) -> None:
+        """Rank 0 has looked at the times of all ranks."""
+        context, found, before = self.context, self.slow.verdict, self._named
+        context.metrics.slow_rank(None if found is None else (found.rank, found.phase, found.share))
+        self._named = None if found is None else (found.rank, found.phase)
+        if context.run is not None:
+            context.run.slow_rank = None if found is None else found.plain()
+        if self._named == before:
+            return
+        self._told = -STATUS_SECONDS  # status.json has it at once
+        if found is not None:
+            context.event("slow_rank", **found.plain())
+            context.console.line(f"A slow rank: {contract.slow_rank_line(found.plain())}")
+        elif before is not None:
+            context.event("slow_rank_over", step=context.steps_done, rank=before[0])
+            context.console.line(f"Rank {before[0]} is slow no longer")
 
     def _check_closeness(self, done: int) -> None:
         self.context.state.clock.settle()

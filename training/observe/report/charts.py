@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from lockstep.training.contract import goodput_line
+from lockstep.training.contract import goodput_line, slow_rank_line, slow_rank_of
 from lockstep.training.observe.account import STARTING, Bucket
 from lockstep.training.observe.report.record import RunRecord, number_of, thinned
 
@@ -21,7 +21,7 @@ MOST_LOGGED = 12
 """Most charts of values that users' own loops have logged."""
 _MOMENTS = (
     "start", "resumed", "checkpoint_written", "checkpoint_failed", "preempted", "nonfinite", "corrupt_checkpoint", "rank_lost",
-    "rank_joined", "done",
+    "rank_joined", "slow_rank", "slow_rank_over", "done",
 )  # fmt: skip
 """Events that the timeline marks."""
 _PHASES = {
@@ -166,7 +166,9 @@ def _by_rank(named: list[tuple[RunRecord, str]]) -> list[Chart]:
         title = "Where a step goes, by rank" + (f": {name}" if len(named) > 1 else "")
         if len(rows) < len(run.ranks):
             title += f" (the {len(rows)} of {len(run.ranks)} that wait least for others)"
-        charts.append(Chart(title, "milliseconds a step, mean of the last attempt", "", "stack", lines))
+        found = slow_rank_of(run.status)
+        said = "" if found is None else f". At its end: {slow_rank_line(found)}"
+        charts.append(Chart(title, f"milliseconds a step, mean of the last attempt{said}", "", "stack", lines))
     return charts
 
 
@@ -208,7 +210,9 @@ def _moments(run: RunRecord) -> Points:
         if label == "start" and (number_of(event.get("attempt")) or 0) > 1:
             label = "restart"
         if label or kind in ("step", "epoch"):
-            who = f"rank {event.get('rank')} {event.get('how', '')}" if kind in ("rank_lost", "rank_joined") else ""
-            why = who.rstrip() or event.get("reason") or event.get("path") or event.get("message") or ""
+            of_rank = kind in ("rank_lost", "rank_joined", "slow_rank_over")
+            who = f"rank {event.get('rank')} {event.get('how', '')}".rstrip() if of_rank else ""
+            slow = "" if (found := slow_rank_of({kind: event})) is None else slow_rank_line(found)
+            why = who or slow or event.get("reason") or event.get("path") or event.get("message") or ""
             moments[label].append([event["time"] - run.began, step, label, str(why)])
     return sorted(moment for some in moments.values() for moment in thinned(some, _POINTS))

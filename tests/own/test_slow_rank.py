@@ -1,0 +1,57 @@
+"""A rank that becomes slow in a real run is named: since which step, in which phase, and what it costs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.events import events
+from tests.own.job import script
+
+QUIET, SLOW, PACE, DELAY, SAMPLES = 240, 46, 0.05, 0.3, 4
+"""Steps; seconds of each rank's computing in a step, and of the slow rank's wait for its data; samples of a rank. What is compared are
+seconds of steps: ten of them are needed before the rank becomes slow, and after."""
+JOB = f"""
+import sys, time
+import torch
+from lockstep import Session
+
+class Samples(torch.utils.data.Dataset):
+    given = 0
+    def __len__(self):
+        return 2 * {SAMPLES} * {QUIET + SLOW}
+    def __getitem__(self, number):
+        self.given += 1
+        if run.rank == 1 and self.given > {SAMPLES} * {QUIET}:
+            time.sleep({DELAY} / {SAMPLES})
+        return torch.ones(4)
+
+with Session(sys.argv[1], "log.report=false", "log.every=1", sync="exact") as run:
+    model = run.replicate(torch.nn.Linear(4, 1))
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    for _ in run.epochs(1):
+        for x in run.batches(Samples(), 2 * {SAMPLES}):
+            def loss(x):
+                time.sleep({PACE} / {SAMPLES} * len(x))
+                return model(x).mean()
+            run.step(loss, x)
+"""
+
+
+@pytest.mark.promise("alerts")
+def test_a_rank_that_becomes_slow_is_named(tmp_path: Path) -> None:
+    done = script(2, JOB, tmp_path / "run")
+    assert done.code == 0, done.output
+    (named,) = events(tmp_path / "run", "slow_rank")
+    assert (named["rank"], named["phase"]) == (1, "data")
+    steps = events(tmp_path / "run", "step")
+    blocks = 3 / PACE
+    assert QUIET - blocks < named["step"] <= QUIET + 3 / DELAY
+    said = json.loads((tmp_path / "run/status.json").read_text())["slow_rank"]
+    assert (said["rank"], said["since"]) == (1, named["since"])
+    # What the others wait for is the delay, whatever else the machine does to both of them.
+    seconds = sum(event["step_duration"] for event in steps if event["step"] > QUIET) / SLOW
+    assert said["share"] * seconds >= 0.6 * DELAY
+    assert "rank 1, since " in done.output and "in data: costs" in done.output

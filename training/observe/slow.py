@@ -1,0 +1,307 @@
+"""Which rank the others wait for, since when, in which phase, and what it costs them.
+
+    slow = SlowRank(world)
+    slow.add(measured, last)            # after each step, on every rank
+    slow.verdict                        # on rank 0: None, or Verdict(rank=3, phase="data", since=…, share=0.11, …)
+
+A rank's *own* time of a step is what it needs from one sum over the ranks to its part of the next one: the rest of the step before,
+the wait for data, and forward and backward. Waiting for others does not count (`clock.py`). A step costs the own time of the slowest
+rank. Were that rank no slower than the second slowest one, the difference would be gained: that is what it *costs* in this step.
+
+Where ranks are alike, chance makes each of them the slowest now and then. So what is said of a slow rank is its cost above what it cost
+before, or, where it was slow from the start, above the mean of the others'. It is named only where it costs more than they do for longer,
+and by more, than chance explains.
+
+It takes no collective. Once a second each rank leaves the times of its last steps in the store, and rank 0 reads those of all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from torch.distributed.distributed_c10d import _get_default_store
+
+from lockstep.training.observe.clock import Times
+from lockstep.training.parallel.world import World
+
+PHASES: tuple[Literal["data", "compute", "update"], ...] = ("data", "compute", "update")
+"""Of a rank's own time: waiting for its batch; forward and backward, with what a script does between two batches; the rest of the step."""
+LOOK_SECONDS = 1.0
+"""Between two looks; a block of steps is what is new at a look."""
+LEAST_BLOCKS = 10
+"""That a rank must have been slow for."""
+EDGE_BLOCKS = 3
+"""Before and after a change, at least."""
+LEAST_SHARE = 0.03
+"""Of every step, that a rank costs which is named. It is named until it costs half of that."""
+ERRORS = 4.0
+"""Standard errors that the cost of a rank must be above chance."""
+SIGNIFICANT = 0.01
+"""Of a change, and of a trend: how often chance makes one like it."""
+MOST_BLOCKS = 240
+"""Then the older half becomes half as many: what is long ago is known less exactly."""
+_MOST_STEPS = 4096
+"""That a rank leaves in the store."""
+_HEAD = struct.Struct("<qq")
+_LONGEST = 1e7
+"""Seconds of a phase from here on are damaged."""
+_ATTEMPTS = itertools.count()
+"""Of this process, one for each of its script's Sessions."""
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A rank that costs the others."""
+
+    rank: int
+    """The number that it was started with."""
+    phase: str
+    """Of `PHASES`, the one in which it loses most against the second slowest."""
+    since: float
+    """Unix time."""
+    step: int
+    """The first one, of the run."""
+    share: float
+    """Of every step since, that would be gained if this rank were like the others, 0 to 1."""
+    trend: Literal["rising", "steady", "falling"]
+
+    def plain(self) -> dict[str, Any]:
+        """For status.json and events.jsonl."""
+        return {**asdict(self), "since": round(self.since, 3), "share": round(self.share, 4)}
+
+
+class SlowRank:
+    """Of one attempt. Every rank has one; rank 0 has the verdict."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._key = f"lockstep/times/{next(_ATTEMPTS)}"  # a process may have several runs over one store
+        self._rows: deque[tuple[float, float, float, float]] = deque(maxlen=_MOST_STEPS)
+        """Of the last steps: seconds of each of `PHASES`, and of the wait for the other ranks."""
+        self._last = 0
+        """The step of the newest row."""
+        self._left: int = 0
+        """How many rows were new when they were left in the store."""
+        self._rest = 0.0
+        self._due = time.monotonic() + LOOK_SECONDS
+        self._read = 0
+        """The last step that was read of all ranks."""
+        self.history = History([])
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return self.history.verdict
+
+    def add(self, measured: Sequence[Times], last: int) -> bool:
+        """Steps are done.
+
+        Args:
+            measured: their times, oldest first (`StepClock.measured`).
+            last: which step of the run the last one of them is.
+
+        Returns:
+            Whether there is news: all ranks have been looked at, or the others are lost.
+        """
+        if self._world.size == 1:
+            others, self.history = self.history.ranks, History([])
+            return bool(others)
+        new = measured if self._last else measured[1:]  # the first step compiles, and warms up
+        for times in new:
+            data, compute, waited = (max(0.0, times[name]) for name in ("data_wait", "grad_ready", "sync_wait"))
+            self._rows.append((data, compute, self._rest, waited))
+            self._rest = max(0.0, times["step_duration"] - data - compute - waited)
+        self._last, self._left = last, self._left + len(new)
+        began = time.monotonic()
+        if began < self._due or not self._rows:
+            return False
+        store: Any = _get_default_store()  # the stubs of torch know of texts alone
+        if not store.has_extended_api():
+            return False  # a file, which would grow
+        self._leave(store)
+        looked = self._world.leader and self._look(store)
+        # With many ranks it takes longer, and is done less often: what is missed is not counted.
+        self._due = began + max(LOOK_SECONDS, 500 * (time.monotonic() - began))
+        return looked
+
+    def _leave(self, store: Any) -> None:
+        """The steps since the last time but one: each rank does this at another step, and what they leave has to overlap."""
+        rows = np.array(self._rows, dtype="<f4")
+        head = _HEAD.pack(self._world.number, self._last)
+        store.set(f"{self._key}/{self._world.rank}", head + rows.tobytes())
+        while len(self._rows) > self._left:
+            self._rows.popleft()
+        self._left = 0
+
+    def _look(self, store: Any) -> bool:
+        keys = [f"{self._key}/{rank}" for rank in range(self._world.size)]
+        if not store.check(keys):
+            return False
+        found = [_parsed(data) for data in store.multi_get(keys)]
+        if None in found:
+            return False
+        posts = [post for post in found if post is not None]
+        first = max(self._read, *(last - len(rows) for _, last, rows in posts))
+        end = min(last for _, last, _ in posts)
+        if first >= end:
+            return False
+        self._read = end
+        times = np.stack([rows[len(rows) - (last - first) :][: end - first] for _, last, rows in posts], axis=1)
+        numbers = [number for number, _, _ in posts]
+        if numbers != self.history.ranks:  # ranks were lost, or have come
+            verdict = self.history.verdict
+            self.history = History(numbers, verdict if verdict is not None and verdict.rank in numbers else None)
+        self.history.add(times[:, :, :-1], float(times.sum(axis=(0, 2)).mean()), first + 1, time.time())
+        return True
+
+
+def _parsed(data: bytes) -> tuple[int, int, Floats] | None:
+    """Number of the rank, the last step, rows; None for what no rank of ours has left there."""
+    width = len(PHASES) + 1
+    count, odd = divmod(len(data) - _HEAD.size, 4 * width)
+    if odd or not 0 <= count <= _MOST_STEPS:
+        return None
+    number, last = _HEAD.unpack_from(data)
+    rows = np.frombuffer(data, "<f4", offset=_HEAD.size).reshape(-1, width).astype(np.float64)
+    sound = 0 <= number < 1 << 20 and len(rows) <= last < 1 << 60 and bool(((rows >= 0) & (rows < _LONGEST)).all())
+    return (number, last, rows) if sound else None
+
+
+@dataclass(slots=True)
+class _Block:
+    """Some steps in a row."""
+
+    at: float
+    """When the first of them began (Unix time)."""
+    first: int
+    steps: int
+    seconds: float
+    """Of all of them."""
+    costs: Floats
+    """Seconds [ranks, phases]."""
+
+
+class History:
+    """The steps of an attempt in blocks, and what is said of its ranks.
+
+    Args:
+        ranks: their numbers, in the order of the times.
+        verdict: what was said of them before.
+    """
+
+    def __init__(self, ranks: list[int], verdict: Verdict | None = None) -> None:
+        self.ranks, self.verdict = ranks, verdict
+        self._blocks: list[_Block] = []
+
+    def add(self, own: Floats, seconds: float, first: int, now: float) -> None:
+        """A block of steps.
+
+        Args:
+            own: seconds [steps, ranks, phases] of each rank's own time.
+            seconds: that these steps took.
+            first: which step of the run is the first one.
+            now: Unix time of their end.
+        """
+        self._blocks.append(_Block(now - seconds, first, len(own), max(seconds, 1e-9), costs(own)))
+        if len(self._blocks) > MOST_BLOCKS:
+            half = MOST_BLOCKS // 2
+            self._blocks[:half] = [
+                _Block(one.at, one.first, one.steps + other.steps, one.seconds + other.seconds, one.costs + other.costs)
+                for one, other in zip(self._blocks[:half:2], self._blocks[1:half:2])
+            ]
+        if len(self._blocks) >= LEAST_BLOCKS:
+            self.verdict = self._judged()
+
+    def _judged(self) -> Verdict | None:
+        blocks, before = self._blocks, self.verdict
+        by_phase = np.stack([block.costs for block in blocks])
+        seconds, steps = (np.array([getattr(block, name) for block in blocks]) for name in ("seconds", "steps"))
+        cost = by_phase.sum(axis=2)
+        above = over_the_others(cost)
+        place = int(above[-LEAST_BLOCKS:].sum(axis=0).argmax())
+        begin = last_change(above[:, place] / seconds, EDGE_BLOCKS)
+        if len(blocks) - begin < LEAST_BLOCKS:
+            return before  # it is too early to say more
+        rank, since, step = self.ranks[place], blocks[begin].at, blocks[begin].first
+        if named := before is not None and before.rank == rank:
+            assert before is not None
+            since, step = before.since, before.step
+        quiet = sum(block.first < step for block in blocks)
+        gained = above[begin:, place]
+        if quiet >= EDGE_BLOCKS:
+            gained = cost[begin:, place] - steps[begin:] * np.median(cost[:quiet, place] / steps[:quiet])
+        spent = seconds[begin:].sum()
+        share = float(gained.sum() / spent)
+        error = float(np.sqrt(((gained - share * seconds[begin:]) ** 2).sum()) / spent)
+        if share < (LEAST_SHARE / 2 if named else LEAST_SHARE) or not (named or share > ERRORS * error):
+            return None
+        phase = PHASES[int(by_phase[begin:, place].sum(axis=0).argmax())]
+        return Verdict(rank, phase, since, step, share, trend((above[:, place] / seconds)[quiet:]))
+
+
+def costs(own: Floats) -> Floats:
+    """What each rank costs the others.
+
+    Args:
+        own: seconds [steps, ranks, phases].
+
+    Returns:
+        Seconds [ranks, phases], over all steps: of the slowest rank of each step, by how much it was slower than the second slowest one.
+        A phase in which it was quicker counts below zero.
+    """
+    total = own.sum(axis=2)
+    slowest, steps = total.argmax(axis=1), np.arange(len(own))
+    total[steps, slowest] = -np.inf
+    lost = own[steps, slowest] - own[steps, total.argmax(axis=1)]
+    found = np.zeros(own.shape[1:])
+    np.add.at(found, slowest, lost)
+    return found
+
+
+def over_the_others(values: Floats) -> Floats:
+    """[…, ranks]: each above the mean of the others. Between two ranks that is how much later one of them comes, on average."""
+    ranks = values.shape[-1]
+    above: Floats = (ranks * values - values.sum(axis=-1, keepdims=True)) / (ranks - 1)
+    return above
+
+
+def last_change(values: Floats, least: int) -> int:
+    """From where on the values are as they are now: the last change that chance does not explain; 0 where there is none.
+
+    Pettitt, A non-parametric approach to the change-point problem, Applied Statistics 28 (1979) 126–135: the place where the values before
+    and after it differ most by their ranks, with his bound on how often chance gives as much. Looked for again in what comes after it.
+
+    Args:
+        least: values before and after a change.
+    """
+    begin = 0
+    while (count := len(values) - begin) >= 2 * least:
+        signs = np.sign(values[begin:, None] - values[None, begin:])
+        # How much more often a value of the first t is above a later one than below it.
+        above = np.abs(np.cumsum(signs.sum(axis=1)))[least - 1 : count - least]
+        place = int(above.argmax())
+        if 2 * math.exp(-6 * float(above[place]) ** 2 / (count**3 + count**2)) > SIGNIFICANT:
+            break
+        begin += place + least
+    return begin
+
+
+def trend(values: Floats) -> Literal["rising", "steady", "falling"]:
+    """Whether the values go up or down, more than chance explains: the test of Mann (Econometrica 13, 1945) and Kendall."""
+    count = len(values)
+    if count < LEAST_BLOCKS:
+        return "steady"
+    signs = np.sign(values[None, :] - values[:, None])
+    score = float(np.triu(signs).sum()) / math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
+    if math.erfc(abs(score) / math.sqrt(2)) > SIGNIFICANT:
+        return "steady"
+    return "rising" if score > 0 else "falling"
