@@ -28,6 +28,7 @@ HARDWARE = {
     "on SLURM": "a SLURM of two nodes: tests/slurm/test_slurm_docs.py",
     "on Kubernetes": "the emulated Kubernetes: tests/kubernetes/test_k8s_docs.py",
     "in an engine": "a container engine: tests/containers/test_compose_docs.py",
+    "in a bucket": "an object store: tests/objects/test_checkpoints.py",
     "needs the CUDA image": "gigabytes of CUDA: make test SUITE=cuda-image builds it",
     "needs the internet": "a package index",
     "from DATA, or the internet": "a data set",

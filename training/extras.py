@@ -18,6 +18,7 @@ EXTRAS = {
     "train": ("torch", "torchvision", "numpy", "safetensors", "sklearn", "PIL"),
     "k8s": ("kubernetes", "urllib3"),
     "slurm": ("submitit",),
+    "cloud": ("obstore",),
 }
 """Extra → what it lets one import."""
 

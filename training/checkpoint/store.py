@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -179,7 +179,7 @@ class _Worker:
             calls.get()()
 
 
-_WRITING, _HASHING = _Worker("checkpoint"), _Worker("checkpoint-hash")
+_WRITING, _HASHING, _SENDING = _Worker("checkpoint"), _Worker("checkpoint-hash"), _Worker("checkpoint-send")
 
 
 class Writer:
@@ -189,15 +189,20 @@ class Writer:
         directory: the run's `checkpoints/`.
         keep: newest checkpoints to keep.
         keep_best: also keep the one with the best `score`.
+        sends: brings a checkpoint that is on the disk to where it is also kept, while the next one may be written.
     """
 
-    def __init__(self, directory: Path, keep: int, keep_best: KeepBest) -> None:
-        self.directory, self.keep, self.keep_best = directory, keep, keep_best
+    def __init__(
+        self, directory: Path, keep: int, keep_best: KeepBest, sends: Callable[[Path], None] | None = None
+    ) -> None:
+        self.directory, self.keep, self.keep_best, self._sends = directory, keep, keep_best, sends
         self._rule = Rule.of(keep_best)
         self._buffers: list[torch.Tensor] = []
         self._pending: Future[SaveResult] | None = None
         _WRITING.begin()
         _HASHING.begin()
+        if sends is not None:
+            _SENDING.begin()
 
     def save(self, step: int, state: Any, score: float | None = None) -> Future[SaveResult]:
         """Copies the state now, writes it later. Waits for an earlier save, whose buffer it reuses.
@@ -207,13 +212,13 @@ class Writer:
             state: a tree as in `lockstep.training.parallel.exchange`.
             score: for `keep_best`; None where the state was not evaluated.
 
-        The future raises `OSError` if the checkpoint could not be written or verified.
+        The future raises `OSError` if the checkpoint could not be written, verified or sent.
         """
         self.wait()
         plain, tensors = split(state, _Names())
         self._snapshot(list(tensors.values()))
-        self._pending = _WRITING.run(self._write, step, plain, dict(zip(tensors, self._buffers)), score)
-        return self._pending
+        written = self._pending = _WRITING.run(self._write, step, plain, dict(zip(tensors, self._buffers)), score)
+        return written if self._sends is None else _SENDING.run(self._send, written, self._sends)
 
     def wait(self) -> None:
         """Returns when nothing is being written. Does not raise: the future does."""
@@ -232,6 +237,12 @@ class Writer:
             buffer.copy_(tensor, non_blocking=True)
         if any(tensor.is_cuda for tensor in tensors):
             torch.cuda.synchronize()
+
+    @staticmethod
+    def _send(written: Future[SaveResult], sends: Callable[[Path], None]) -> SaveResult:
+        began, result = time.perf_counter(), written.result()
+        sends(result.path)
+        return replace(result, seconds=max(result.seconds, time.perf_counter() - began))
 
     def _write(self, step: int, plain: Any, tensors: dict[str, torch.Tensor], score: float | None) -> SaveResult:
         began = time.perf_counter()

@@ -54,6 +54,12 @@ def _fits(value: int) -> int:
     return value
 
 
+def _bucket(value: str) -> str:
+    if not re.fullmatch(r"(s3|gs|az)://[A-Za-z0-9][A-Za-z0-9._-]{1,221}(/[A-Za-z0-9][A-Za-z0-9._=-]*)+/?", value):
+        raise ValueError(f"must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, got {shown(value)}")
+    return value
+
+
 def _plain(value: dict[str, Any]) -> dict[str, Any]:
     if not _is_plain(value):
         raise ValueError(f"must be a mapping of plain values, got {shown(value)}")
@@ -141,6 +147,7 @@ Rate = Annotated[FiniteFloat, Field(ge=0, lt=1_000_000_000), BeforeValidator(_nu
 Momentum = Annotated[FiniteFloat, Field(ge=0, le=1), BeforeValidator(_number)]
 Count = Annotated[int, Field(ge=0), AfterValidator(_fits)]
 Positive = Annotated[int, Field(ge=1), AfterValidator(_fits)]
+Bucket = Annotated[str, AfterValidator(_bucket)]
 Plain = Annotated[dict[str, Any], AfterValidator(_plain)]
 """Settings of something that this package does not know: they go into run.yaml and into the hash."""
 Items = Annotated[list[T], BeforeValidator(lambda value: list(value) if isinstance(value, tuple) else value)]
@@ -332,6 +339,9 @@ class Checkpoint(Section):
     """Which rank writes: rank 0, or one rank per node (for run directories on disks of the nodes)."""
     on_signal: Free[bool] = True
     """Save when a signal or a STOP file ends the run early."""
+    to: Free[Bucket | None] = None
+    """Also keep the checkpoints in a bucket, from which the run resumes on any node: `s3://BUCKET/PREFIX`, `gs://…` or
+    `az://CONTAINER/PREFIX`. Needs obstore."""
 
 
 class Preempt(Section):

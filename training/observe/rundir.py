@@ -139,12 +139,15 @@ class RunDirectory:
         """The word with which the run was begun by `--fresh`, see `open`."""
 
     @classmethod
-    def open(cls, path: Path, config: RunSettings, fresh: bool | str) -> RunDirectory:
+    def open(
+        cls, path: Path, config: RunSettings, fresh: bool | str, brings: Callable[[Path], None] = lambda _: None
+    ) -> RunDirectory:
         """Locks the directory for this process; makes it where there is none.
 
         Args:
             fresh: True moves an earlier run aside first. A word does so only where the run was not begun with the same
                 word: a job gives its own, so that its restarts resume what its first start has begun.
+            brings: puts into the locked directory what is kept elsewhere. Raises `UserError`.
 
         Raises:
             UserError: the directory is in use, holds a run of another config, or cannot be written.
@@ -163,6 +166,7 @@ class RunDirectory:
             raise UserError(f"cannot use the run directory {path}: {getattr(error, 'strerror', error)}") from None
         try:
             files.remove_stale(path, (contract.RUN_FILE, contract.STATUS_FILE, contract.SUMMARY_FILE))
+            brings(path)
             saved = read_run(path) if (path / contract.RUN_FILE).exists() else None
             if saved is not None:
                 different = configuration.differences(saved["config"], config)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.training.checkpoint.kept import Kept
+from lockstep.training.checkpoint.object_store import ObjectStore
 from lockstep.training.checkpoint.score import Scores
 from lockstep.training.checkpoint.state import TrainState
 from lockstep.training.config import RunSettings
@@ -35,6 +36,8 @@ class RunContext:
     console: Console
     exporter: Exporter
     goodput: GoodputRecorder
+    objects: ObjectStore | None = None
+    """On the rank that writes, where `checkpoint.to` says so."""
     progressed: bool = False
     """A step was made, or an epoch ended, in this attempt."""
     scores: Scores = field(init=False)
@@ -83,6 +86,9 @@ class RunContext:
         self.run = run = RunDirectory.take_over(self.path, self.attempt)
         run.listeners.append(self.console.on_event)
         self.goodput.take_over(run)
+        if (url := self.config.checkpoint.to) is not None:
+            self.objects = ObjectStore(url)
+            self.objects.take(run.path, False, self.config.checkpoint.keep_best, self.console.warn)
         there = [_key(event) for event in run.last_events()]
         for _, key, action in self._untold:
             if key is None or key not in there:

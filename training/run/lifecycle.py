@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lockstep.training.checkpoint import generators, store
+from lockstep.training.checkpoint.object_store import ObjectStore
 from lockstep.training.checkpoint.state import Cursor, TrainState, checked, scatter
 from lockstep.training.config import Config, RunSettings
 from lockstep.training.contract import (
@@ -142,12 +143,13 @@ class Lifecycle:
         if world.device.type == "cpu":
             process.keep_freed()
         self.directory: RunDirectory | None = None
+        self._objects: ObjectStore | None = None
         exporter: Exporter | None = None
         try:
             with failing_together(world):
                 first_of_node = world.local_rank == 0 and not world.replacement
                 if world.leader or (settings.checkpoint.write == "node" and first_of_node):
-                    self.directory = RunDirectory.open(self.run_dir, settings, fresh)
+                    self.directory = RunDirectory.open(self.run_dir, settings, fresh, self._brings(fresh))
                     if world.leader and (note := os.environ.get(ENV_NOTE)):
                         with contextlib.suppress(OSError):  # a copy of the variables of a job that is over
                             Path(note).write_bytes(os.fsencode(self.directory.path))
@@ -178,6 +180,17 @@ class Lifecycle:
                 self.directory.status(code, str(error) or type(error).__name__, self.directory.step_before)
                 self.directory.close()
             raise
+
+    def _brings(self, fresh: bool | str) -> Callable[[Path], None]:
+        """Takes over the bucket that `checkpoint.to` names, on the rank that writes; what the run directory lacks comes from there."""
+        kept = self.settings.checkpoint
+
+        def brings(run_dir: Path) -> None:
+            if kept.to is not None and self._world.leader:
+                self._objects = ObjectStore(kept.to)
+                self._objects.take(run_dir, fresh, kept.keep_best, lambda text: say(f"warning: {text}", sys.stderr))
+
+        return brings
 
     def begin(self, replica: Replica, things: Mapping[str, Any], of_rank: Mapping[str, Any]) -> Loop:
         """The loop from where the run directory says it stands. The model and its optimizers need not be among `things`.
@@ -245,7 +258,7 @@ class Lifecycle:
         by_step = settings.log.score_every > 0
         run = RunContext(
             config=settings, world=world, path=self.run_dir, run=directory, attempt=attempt, state=state, exporter=self.exporter,
-            goodput=self.goodput,
+            goodput=self.goodput, objects=self._objects,
             console=Console(settings.log, world, by_step, ["validation accuracy"] if isinstance(settings, Config) else None),
         )  # fmt: skip
         _tell_overruled(run, rates)

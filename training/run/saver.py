@@ -16,9 +16,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 from lockstep.training.checkpoint import store
+from lockstep.training.checkpoint.object_store import TakenOver
 from lockstep.training.checkpoint.state import gather
 from lockstep.training.checkpoint.store import SaveResult, Writer
-from lockstep.training.parallel.exchange import on_any
+from lockstep.training.contract import UserError
+from lockstep.training.parallel.exchange import failing_together, on_any
 from lockstep.training.run.context import RunContext
 
 LOOK_SECONDS = 0.25
@@ -100,6 +102,8 @@ class Saver:
         self.context, self.settings, self._grace = context, settings, context.config.preempt.grace_seconds
         self.failures = 0
         self._writer: Writer | None = None
+        self._taken_over = ""
+        """Another attempt at the run writes from now on: who has found that out."""
         self._lost = False
         """The last save was made by a rank that was lost, and is not on the disk."""
         self._begin_writing()
@@ -118,7 +122,9 @@ class Saver:
 
     def _begin_writing(self) -> None:
         if (run := self.context.run) is not None:
-            self._writer = Writer(run.checkpoints, self.settings.keep, self.settings.keep_best)
+            keep, keep_best, objects = self.settings.keep, self.settings.keep_best, self.context.objects
+            sends = None if objects is None else lambda path: objects.commit(path, keep, keep_best)
+            self._writer = Writer(run.checkpoints, keep, keep_best, sends)
 
     def take_over(self) -> None:
         """Rank 0 was lost, and this one writes from here on. A save that the lost rank has not ended is due again."""
@@ -154,6 +160,7 @@ class Saver:
         self.context.state.clock.settle()
         began = time.perf_counter()
         self._reap()
+        self._check_taken_over()
         gathered = gather(self.context.state, everywhere=self.settings.write == "node")
         self.last_step, self._last_time, self._score = self.context.steps_done, self._now(), score
         self._saved, self._lost = True, False
@@ -170,6 +177,13 @@ class Saver:
         if self._future is not None and self._future.done():
             self._reap()
 
+    def _check_taken_over(self) -> None:
+        """Raises `UserError`, on all ranks. Collective."""
+        if self.settings.to is not None:
+            with failing_together(self.context.world):
+                if self._taken_over:
+                    raise UserError(f"{self._taken_over}: this one ends")
+
     def leaving(self) -> None:
         """The ranks have agreed to leave: every wait from here on ends with the grace."""
         self._leaving_since = self._leaving_since or time.monotonic()
@@ -177,6 +191,7 @@ class Saver:
     def durable(self) -> bool:
         """Waits for the last save. Whether every rank that writes has it on its disk; true where none was made. Collective."""
         self._reap()
+        self._check_taken_over()
         while self.context.world.live is not None and on_any(self._lost, self.context.world):
             self.save(self._score)
             self._reap()
@@ -205,6 +220,7 @@ class Saver:
             result = self._result(self._future)
         except (OSError, _NoAnswer) as error:
             self._hangs = isinstance(error, _NoAnswer)
+            self._taken_over = str(error) if isinstance(error, TakenOver) else ""
             self.context.metrics.count("checkpoint_failures_total", "timeout" if self._hangs else "disk")
             self.failures += 1
             self._last_failed = True

@@ -1,0 +1,36 @@
+"""python tests/objects/job.py RUN_DIR URL [NAME=VALUE …]: 12 steps, a checkpoint every three, a score that is best at step 6.
+
+STEPS: how many; WAIT: a file that it waits for after step 9; FRESH: it starts over."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+from lockstep import Session
+from tests.processes import poll
+
+run_dir, url, *words = sys.argv[1:]
+SETTINGS = [
+    "sync.name=exact",
+    "sync.options.parts=4",
+    "checkpoint.every_steps=3",
+    "checkpoint.keep=1",
+    "log.report=false",
+    "metrics.enabled=false",
+]
+with Session(run_dir, *SETTINGS, f"checkpoint.to={url}", *words, fresh="FRESH" in os.environ) as run:
+    x = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
+    model = run.replicate(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1)))
+    run.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=0.05))
+    for _ in run.epochs(int(os.environ.get("STEPS", "12")) // 3):
+        for (batch,) in run.batches(torch.utils.data.TensorDataset(x), 16):
+            run.step(lambda batch: model(batch).square().mean(), batch)
+        run.log(accuracy=1.0 - abs(run.steps - 6) / 100)
+        if run.steps == 9 and "WAIT" in os.environ:
+            poll(Path(os.environ["WAIT"]).exists, 200, "the other attempt")

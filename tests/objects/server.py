@@ -1,0 +1,165 @@
+"""moto's S3 server, in an environment of its own (its boto3 and our Kubernetes client cannot share one), and a proxy in front of it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import re
+import shlex
+import shutil
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from tests.processes import PYTHON, clean_env, free_port, poll, require, run, started
+
+MOTO = "moto[server]>=5.1.11"
+"""From there on it compares the tag of a conditional write."""
+Fault = Callable[[int, str, str], str]
+"""(number of the request from 0, method, path) → what happens to it: "" or one of `FAULTS`, or `kill…`, which calls `Proxy.kill`."""
+FAULTS = ("500", "503", "cut", "lost", "truncated", "flipped")
+"""A server's error; told to slow down; cut before the server has it; done, and the answer lost; half an answer; one byte changed in it."""
+
+
+def environment(port: int) -> dict[str, str]:
+    """What a job needs to reach the server behind `port`."""
+    return clean_env(
+        AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}", AWS_ACCESS_KEY_ID="name", AWS_SECRET_ACCESS_KEY="secret",
+        AWS_REGION="us-east-1",
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def moto(folder: Path) -> Iterator[int]:
+    """The port of a server with the bucket `bucket`."""
+    uv = shutil.which("uv", path=str(Path(PYTHON).parent)) or "uv"
+    tool = run([uv, "tool", "run", "--from", MOTO, "moto_server", "--help"])
+    require(tool.code == 0, f"needs a package index, or uv's cache: {tool.output}")
+    port = free_port()
+    log = folder / "moto.log"  # a pipe that nobody reads would hold it up
+    words = shlex.join([uv, "tool", "run", "--from", MOTO, "moto_server", "-H", "127.0.0.1", "-p", str(port)])
+    with started(["sh", "-c", f"exec {words} > {log} 2>&1"]):
+
+        def bucket() -> bool:
+            try:
+                _ask(port, "bucket", method="PUT")
+            except (OSError, http.client.HTTPException):
+                return False
+            return True
+
+        poll(bucket, what="moto's server")
+        yield port
+
+
+class Proxy:
+    """In front of a server: `fault` is asked of each request."""
+
+    def __init__(self, server: int) -> None:
+        self.server = server
+        self.fault: Fault
+        self.requests: list[tuple[str, str]]
+        self.kill: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
+        self.reset()
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle_one_request(self) -> None:
+                with contextlib.suppress(OSError):
+                    super().handle_one_request()
+
+            def answer(self) -> None:
+                proxy.answer(self)
+
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port: int = self._http.server_address[1]
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def reset(self, fault: Fault = lambda *_: "") -> None:
+        self.fault = fault
+        self.requests = []
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+    def answer(self, asked: BaseHTTPRequestHandler) -> None:
+        body = asked.rfile.read(int(asked.headers.get("Content-Length", 0)))
+        with self._lock:
+            number = len(self.requests)
+            self.requests.append((asked.command, asked.path))
+            fault = self.fault(number, asked.command, asked.path)
+        if fault == "kill before":
+            self.kill()
+        if fault in ("cut", "kill before"):
+            asked.close_connection = True
+            return
+        if fault in ("500", "503"):
+            status, headers, answer = int(fault), {}, b"<Error><Code>SlowDown</Code></Error>"
+        else:
+            status, headers, answer = self._ask(asked, body)
+        if fault == "kill after":
+            self.kill()
+        if fault in ("lost", "kill after"):
+            asked.close_connection = True
+            return
+        if fault == "flipped" and answer:
+            answer = answer[:-1] + bytes([answer[-1] ^ 1])
+        asked.send_response(status)
+        for name, value in headers.items():
+            asked.send_header(name, value)
+        asked.send_header("Content-Length", headers.get("Content-Length", str(len(answer))))
+        asked.end_headers()
+        if fault == "truncated" and answer:
+            answer, asked.close_connection = answer[: len(answer) // 2], True
+        if asked.command != "HEAD":
+            asked.wfile.write(answer)
+
+    def _ask(self, asked: BaseHTTPRequestHandler, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.server, timeout=60)
+        try:
+            connection.request(asked.command, asked.path, body, dict(asked.headers.items()))
+            found = connection.getresponse()
+            kept = re.compile(r"etag|last-modified|content-type|content-range|x-amz-.*", re.IGNORECASE)
+            headers = {name: value for name, value in found.getheaders() if kept.fullmatch(name)}
+            if asked.command == "HEAD":
+                headers["Content-Length"] = found.getheader("Content-Length") or "0"
+            return found.status, headers, found.read()
+        finally:
+            connection.close()
+
+
+def _ask(port: int, path: str, data: bytes | None = None, method: str = "GET") -> bytes:
+    """Of the server itself. It looks at who asks, and not at the signature."""
+    name = "AWS4-HMAC-SHA256 Credential=name/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+    headers = {
+        "Authorization": name,
+        "Content-Type": "application/octet-stream",
+    }  # not a form, which it would take apart
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", data, headers, method=method)
+    with urllib.request.urlopen(asked, timeout=30) as answer:
+        return bytes(answer.read())
+
+
+def objects(port: int, prefix: str) -> dict[str, int]:
+    """Key → bytes, of what the bucket has under a prefix."""
+    text = _ask(port, f"bucket?list-type=2&prefix={prefix}/").decode()
+    keys, sizes = re.findall(r"<Key>([^<]*)</Key>", text), re.findall(r"<Size>(\d+)</Size>", text)
+    return {key.removeprefix(f"{prefix}/"): int(size) for key, size in zip(keys, sizes, strict=True)}
+
+
+def put(port: int, key: str, data: bytes) -> None:
+    _ask(port, f"bucket/{key}", data, "PUT")
+
+
+def read(port: int, key: str) -> bytes:
+    return _ask(port, f"bucket/{key}")

@@ -1,0 +1,391 @@
+"""Checkpoints in an object store: what a run needs where no disk outlives its node.
+
+    PREFIX/head                                   a JSON object: which attempt may write, and which checkpoints there are
+    PREFIX/<holder>/<n>-step-00000100/<file>      the files of a checkpoint, as on a disk
+    PREFIX/<holder>/<n>-run.yaml/run.yaml         the settings that the run was begun with
+    PREFIX/replaced/<commit>                      the head of a run that `--fresh` has replaced
+
+Data goes under keys that no other attempt has, so that nothing is overwritten, unconditionally and in parts. Only `head` is written on a
+condition: that is the commit. It is swapped for the one that was read (If-Match; on GCS the generation). An attempt takes a run over by
+one swap. An earlier one that still lives, on a node that was cut off, has an old tag from then on, and can commit nothing. No two heads
+are alike, so where an answer is lost, reading tells whether the swap was done. Nothing is ordered by a time, and nothing is found by a
+listing: that serves to remove what no head names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lockstep.training import extras, files
+from lockstep.training.checkpoint import store
+from lockstep.training.checkpoint.score import KeepBest, Rule
+from lockstep.training.contract import CHECKPOINTS, RUN_FILE, UserError, checkpoint_name, printable
+
+HEAD = "head"
+MAX_HEAD_BYTES = 4 << 20
+RECORD = "bucket.json"
+"""In the run directory: which bucket, and which run there, it is a copy of."""
+_PART = 16 << 20
+"""Bytes of a request, of which `_AT_ONCE` are under way: that bounds the memory."""
+_AT_ONCE = 4
+_MOST_PARTS = 9000
+"""S3 takes 10,000 parts of an object."""
+_TRIES = 5
+Tag: TypeAlias = Any
+"""What the store compares: an entity tag, a generation."""
+_Token = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+_Size = Annotated[int, Field(ge=0, lt=1 << 60)]
+
+
+class TakenOver(OSError):
+    """Another attempt at this run writes into the bucket from now on."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class File(_Strict):
+    """A file in the bucket."""
+
+    key: Annotated[str, Field(pattern=r"^[0-9a-f]{32}/\d{1,12}-[a-z0-9.-]{1,40}/[a-z][a-z.]{0,40}$")]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    bytes: _Size
+
+
+class Kept(_Strict):
+    """A checkpoint in the bucket: its files by their names on a disk, and its score, if it has one, by which rule."""
+
+    step: _Size
+    files: dict[Annotated[str, Field(pattern=r"^[a-z][a-z.]{0,40}$")], File]
+    score: float | None
+    score_of: str
+
+
+class Head(_Strict):
+    """What `head` holds. `commit` is drawn anew each time; `sha256` is that of the rest."""
+
+    format: Literal[1] = 1
+    run: _Token
+    holder: _Token
+    commit: _Token
+    settings: File | None = None
+    checkpoints: list[Kept] = []
+    """Newest first."""
+    sha256: str = ""
+
+    def text(self) -> bytes:
+        sealed = self.model_copy(update={"sha256": self.seal()})
+        return (sealed.model_dump_json(indent=1) + "\n").encode()
+
+    def seal(self) -> str:
+        return hashlib.sha256(self.model_dump_json(exclude={"sha256"}).encode()).hexdigest()
+
+    def files(self) -> Iterator[File]:
+        if self.settings is not None:
+            yield self.settings
+        for kept in self.checkpoints:
+            yield from kept.files.values()
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    head: Head
+    tag: Tag
+
+
+def _token() -> str:
+    return secrets.token_hex(16)
+
+
+class ObjectStore:
+    """The checkpoints of one run under `url`, for the attempt that holds them: from `take` on.
+
+    Args:
+        url: `s3://BUCKET/PREFIX`, `gs://…`, `az://CONTAINER/PREFIX`. Endpoint and credentials come from the environment, from files and
+            from the node, as for the clouds' own programs.
+
+    Raises:
+        UserError: obstore is not installed, or it does not know this URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        with extras.explained():
+            import obstore
+            from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+            from obstore.store import from_url
+        self.url = url.rstrip("/")
+        self._obstore, self._error = obstore, BaseError
+        self._refused = (AlreadyExistsError, PreconditionError)
+        plain = any(value.startswith("http://") for name, value in os.environ.items() if "ENDPOINT" in name)
+        try:
+            self._store = from_url(
+                self.url,
+                client_options={"timeout": "60s", "connect_timeout": "10s", "allow_http": plain},
+                retry_config={"max_retries": 6, "retry_timeout": timedelta(seconds=60)},
+            )
+        except Exception as error:  # noqa: BLE001 - each of its kinds of store has errors of its own
+            raise UserError(f"{self.url} cannot be used: {_reason(error)}") from None
+        self._found: _Found | None = None
+        """The head as this attempt has written it last."""
+        self._unsure = False
+        """The last swap had no answer: it may be done, or be done yet."""
+        self._number = 0
+
+    @contextlib.contextmanager
+    def _asking(self, key: str) -> Iterator[None]:
+        """Raises `OSError` for whatever goes wrong, `FileNotFoundError` where there is no such object."""
+        try:
+            yield
+        except (FileNotFoundError, TakenOver):
+            raise
+        except (self._error, OSError, ValueError) as error:
+            raise OSError(f"{self.url}/{key}: {_reason(error)}") from None
+
+    def _read(self) -> _Found | None:
+        """The head as it is now; None: there is none. Read again where it was damaged on the way. Raises `OSError`."""
+        for _ in range(_TRIES):
+            with self._asking(HEAD):
+                try:
+                    answer = self._obstore.get(self._store, HEAD)
+                except FileNotFoundError as error:
+                    if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
+                        raise OSError("there is no such bucket") from None
+                    return None
+                tag = {"e_tag": answer.meta["e_tag"], "version": answer.meta["version"]}
+                text = bytes(answer.bytes()) if answer.meta["size"] <= MAX_HEAD_BYTES else b""
+            with contextlib.suppress(ValidationError):
+                head = Head.model_validate_json(text)
+                if head.sha256 == head.seal():
+                    return _Found(head, tag)
+        raise OSError(f"{self.url}/{HEAD} is not what a run writes: choose another prefix")
+
+    def _swap(self, head: Head, before: _Found | None) -> None:
+        """Puts `head` in the place of the one that was read. Raises `TakenOver`, `OSError`."""
+        text, self._unsure = head.text(), True
+        mode: Any = "create" if before is None else {name: tag for name, tag in before.tag.items() if tag is not None}
+        problem = ""
+        for _ in range(_TRIES):
+            try:
+                self._obstore.put(self._store, HEAD, text, mode=mode, use_multipart=False)
+            except (self._error, OSError) as error:
+                problem = _reason(error)  # also where it was done, and the answer was lost
+            found = self._read()
+            if found is not None and found.head.commit == head.commit:
+                self._found, self._unsure = found, False
+                return
+            if found is not None and (before is None or found.head.commit != before.head.commit):
+                raise TakenOver(f"another attempt has taken {self.url} over")
+            if found is None and before is not None:
+                raise TakenOver(f"{self.url}/{HEAD} was removed")
+        raise OSError(f"{self.url}/{HEAD} could not be written: {problem}")
+
+    def take(self, run_dir: Path, fresh: bool | str, keep_best: KeepBest, warn: Callable[[str], None]) -> None:
+        """Makes this attempt the one that writes, and brings what the bucket has and the run directory lacks: its settings, the newest
+        checkpoint that verifies, and the best one. The directory is locked.
+
+        Raises:
+            UserError: the bucket holds another run, or cannot be read or written.
+        """
+        try:
+            for _ in range(_TRIES):
+                before = self._read()
+                head = self._next(before, run_dir, fresh)
+                try:
+                    self._swap(head, before)
+                except TakenOver:
+                    continue  # by one that started at the same time: the last one has it
+                break
+            else:
+                raise UserError(f"several attempts start at once with {self.url}: start one of them again")
+            self._bring(run_dir, keep_best, warn)
+            files.replace_json(run_dir / RECORD, {"url": self.url, "run": head.run})
+            self._clean()
+        except OSError as error:
+            raise UserError(f"checkpoint.to cannot be used: {error}") from None
+
+    def _next(self, before: _Found | None, run_dir: Path, fresh: bool | str) -> Head:
+        old = before.head if before is not None else None
+        if old is not None and fresh and (fresh is True or self._word(old) != fresh):
+            with self._asking("replaced"):
+                self._obstore.put(self._store, f"replaced/{old.commit}", old.text())
+            old = None
+        elif old is not None and old.settings is not None and (run_dir / RUN_FILE).exists():
+            record = files.read_json(run_dir / RECORD)
+            if not isinstance(record, dict) or record.get("run") != old.run:
+                raise UserError(
+                    f"{self.url} has the checkpoints of another run than {run_dir}: choose another prefix, an empty run directory to "
+                    "resume that one, or start over with --fresh"
+                )
+        if old is None:
+            return Head(run=_token(), holder=_token(), commit=_token())
+        return old.model_copy(update={"holder": _token(), "commit": _token()})
+
+    def _word(self, head: Head) -> Any:
+        if head.settings is None:
+            return None
+        with contextlib.suppress(OSError, yaml.YAMLError):
+            saved = yaml.safe_load(b"".join(self._pieces(head.settings)))
+            return saved.get("fresh") if isinstance(saved, dict) else None
+        return None
+
+    def _bring(self, run_dir: Path, keep_best: KeepBest, warn: Callable[[str], None]) -> None:
+        assert self._found is not None
+        head, checkpoints = self._found.head, run_dir / CHECKPOINTS
+        if head.settings is not None and not (run_dir / RUN_FILE).exists():
+            with files.replacing(run_dir / RUN_FILE) as place:
+                self._fetch(head.settings, place)
+        here = {store.step_of(path) for path in store.candidates(checkpoints)}
+        newer = [kept for kept in head.checkpoints if kept.step > max(here, default=-1)]
+        brought = any(self._bring_one(kept, checkpoints, warn) for kept in newer)
+        if newer and not brought and not here:
+            raise UserError(f"none of the {len(newer)} checkpoints in {self.url} can be read and verified")
+        for kept in _retained(head.checkpoints, 0, keep_best):
+            if not (checkpoints / checkpoint_name(kept.step)).exists():
+                self._bring_one(kept, checkpoints, warn)
+
+    def _bring_one(self, kept: Kept, checkpoints: Path, warn: Callable[[str], None]) -> bool:
+        checkpoints.mkdir(exist_ok=True)
+        final = checkpoints / checkpoint_name(kept.step)
+        try:
+            with files.replacing(final) as staging:
+                staging.mkdir()
+                for name, file in kept.files.items():
+                    self._fetch(file, staging / name)
+                files.fsync_directory(staging)
+            store.verify(final)
+        except FileNotFoundError as error:
+            warn(f"checkpoint is missing in the bucket and not used: {_reason(error)}")
+        except store.CorruptCheckpoint as error:
+            warn(f"checkpoint is corrupt in the bucket and not used: {error}")
+        else:
+            return True
+        return False
+
+    def _pieces(self, file: File) -> Iterator[Any]:
+        """Its bytes, `_PART` at a time. Raises `OSError`, `CorruptCheckpoint`."""
+        digest = hashlib.sha256()
+        with self._asking(file.key):
+            size = self._obstore.head(self._store, file.key)["size"]
+        if size != file.bytes:
+            raise store.CorruptCheckpoint(f"{self.url}/{file.key} has {size} bytes, expected {file.bytes}")
+        for start in range(0, file.bytes, _PART):
+            with self._asking(file.key):
+                piece = self._obstore.get_range(
+                    self._store, file.key, start=start, length=min(_PART, file.bytes - start)
+                )
+            view = memoryview(piece)
+            digest.update(view)
+            yield view
+        if digest.hexdigest() != file.sha256:
+            raise store.CorruptCheckpoint(f"{self.url}/{file.key} is not what was written: its sha256 differs")
+
+    def _fetch(self, file: File, path: Path) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            for piece in self._pieces(file):
+                files.write_all(descriptor, piece)
+            files.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def commit(self, path: Path, keep: int, keep_best: KeepBest) -> None:
+        """Sends a checkpoint of the run directory, reads it back, and makes it the newest. Older ones go after that.
+
+        Args:
+            path: verified, in the run directory's `checkpoints`.
+            keep, keep_best: as of `Writer`.
+
+        Raises:
+            TakenOver: another attempt has started.
+            OSError: it could not be sent.
+        """
+        before, about = self._held(), store.verify(path)
+        sent: list[File] = []
+        try:
+            settings = before.head.settings
+            if settings is None:
+                settings = self._send(path.parent.parent / RUN_FILE, RUN_FILE, sent)
+            self._number += 1
+            entries = {name: self._send(path / name, path.name, sent) for name in (*about["files"], store.MANIFEST)}
+            for file in sent:
+                for _ in self._pieces(file):
+                    pass
+        except (OSError, store.CorruptCheckpoint) as error:
+            self._remove([file.key for file in sent])
+            raise OSError(str(error)) from None
+        kept = Kept(step=about["step"], files=entries, score=about["score"], score_of=about["score_of"])
+        others = [other for other in before.head.checkpoints if other.step != kept.step]
+        checkpoints = _retained([kept, *others], keep, keep_best)
+        head = before.head.model_copy(update={"commit": _token(), "settings": settings, "checkpoints": checkpoints})
+        self._swap(head, before)
+        named = {file.key for file in head.files()}
+        self._remove([file.key for file in before.head.files() if file.key not in named])
+
+    def _held(self) -> _Found:
+        """The head that this attempt has written last. Raises `TakenOver`, `OSError`."""
+        assert self._found is not None
+        if self._unsure:
+            found = self._read()
+            if found is None or found.head.holder != self._found.head.holder:
+                raise TakenOver(f"another attempt has taken {self.url} over")
+            self._found, self._unsure = found, False
+        return self._found
+
+    def _send(self, path: Path, folder: str, sent: list[File]) -> File:
+        assert self._found is not None
+        size, digest = path.stat().st_size, files.sha256(path)
+        key = f"{self._found.head.holder}/{self._number}-{folder}/{path.name}"
+        with self._asking(key):
+            self._obstore.put(
+                self._store, key, path, chunk_size=max(_PART, size // _MOST_PARTS + 1), max_concurrency=_AT_ONCE,
+            )  # fmt: skip
+        sent.append(File(key=key, sha256=digest, bytes=size))
+        return sent[-1]
+
+    def _clean(self) -> None:
+        """Removes what earlier attempts have sent and not committed. They can commit nothing any more."""
+        assert self._found is not None
+        with contextlib.suppress(OSError), self._asking(""):
+            keys = [entry["path"] for page in self._obstore.list(self._store) for entry in page]
+            named = {file.key for file in self._found.head.files()}
+            for key in keys:
+                if key.startswith("replaced/"):
+                    text = bytes(self._obstore.get(self._store, key).bytes())
+                    named.update(file.key for file in Head.model_validate_json(text).files())
+            ours = re.compile(r"[0-9a-f]{32}/\d{1,12}-[a-z0-9.-]{1,40}/[a-z][a-z.]{0,40}")
+            self._remove([key for key in keys if ours.fullmatch(key) and key not in named])
+
+    def _remove(self, keys: Collection[str]) -> None:
+        with contextlib.suppress(OSError), self._asking(""):
+            if keys:
+                self._obstore.delete(self._store, list(keys))
+
+
+def _retained(all_of_them: list[Kept], keep: int, keep_best: KeepBest) -> list[Kept]:
+    """The newest ones, and the best: what `Writer` keeps on a disk."""
+    rule = Rule.of(keep_best)
+    newest = sorted(all_of_them, key=lambda kept: -kept.step)
+    stay = newest[:keep]
+    scored = [kept for kept in newest if kept.score is not None and kept.score_of == rule.name]
+    if keep_best and scored:
+        found = max(scored, key=lambda kept: (rule.sign * (kept.score or 0.0), kept.step))
+        stay = stay if found in stay else [*stay, found]
+    return stay
+
+
+def _reason(error: BaseException) -> str:
+    """The line of an error of obstore that says what happened: after it come those of its source in Rust."""
+    return printable(str(error).partition("\n")[0][:300]) or type(error).__name__
