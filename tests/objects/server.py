@@ -60,6 +60,8 @@ class Proxy:
         self.server = server
         self.fault: Fault
         self.requests: list[tuple[str, str]]
+        self.unconditional: str
+        """A header, of a condition, that does not reach the server."""
         self.kill: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self.reset()
@@ -87,6 +89,7 @@ class Proxy:
     def reset(self, fault: Fault = lambda *_: "") -> None:
         self.fault = fault
         self.requests = []
+        self.unconditional = ""
 
     def close(self) -> None:
         self._http.shutdown()
@@ -127,13 +130,14 @@ class Proxy:
     def _ask(self, asked: BaseHTTPRequestHandler, body: bytes) -> tuple[int, dict[str, str], bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.server, timeout=60)
         try:
-            connection.request(asked.command, asked.path, body, dict(asked.headers.items()))
+            headers = {name: value for name, value in asked.headers.items() if name.lower() != self.unconditional}
+            connection.request(asked.command, asked.path, body, headers)
             found = connection.getresponse()
             kept = re.compile(r"etag|last-modified|content-type|content-range|x-amz-.*", re.IGNORECASE)
-            headers = {name: value for name, value in found.getheaders() if kept.fullmatch(name)}
+            answered = {name: value for name, value in found.getheaders() if kept.fullmatch(name)}
             if asked.command == "HEAD":
-                headers["Content-Length"] = found.getheader("Content-Length") or "0"
-            return found.status, headers, found.read()
+                answered["Content-Length"] = found.getheader("Content-Length") or "0"
+            return found.status, answered, found.read()
         finally:
             connection.close()
 

@@ -250,6 +250,14 @@ def test_without_a_bucket_or_a_server_it_says_so(proxy: Proxy, tmp_path: Path) -
     assert "Traceback" not in done.output
 
 
+@pytest.mark.parametrize("header", ["if-match", "if-none-match"])
+def test_a_store_without_conditional_writes_is_refused(header: str, proxy: Proxy, tmp_path: Path) -> None:
+    proxy.unconditional = header
+    done = go(proxy, tmp_path / "a", new())
+    assert done.code == 2 and "the store has no conditional writes" in done.output, done.output
+    assert "Traceback" not in done.output
+
+
 class Place(Reader):
     """A folder, and a bucket that is there."""
 

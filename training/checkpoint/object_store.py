@@ -207,6 +207,8 @@ class ObjectStore:
                     self._swap(head, before)
                 except TakenOver:
                     continue  # by one that started at the same time: the last one has it
+                if not head.checkpoints:
+                    self._probe()
                 break
             else:
                 raise UserError(f"several attempts start at once with {self.url}: start one of them again")
@@ -215,6 +217,23 @@ class ObjectStore:
             self._clean()
         except OSError as error:
             raise UserError(f"checkpoint.to cannot be used: {error}") from None
+
+    def _probe(self) -> None:
+        """A store that takes no notice of a condition would let two attempts write. Tried by a run that has no checkpoint yet, on its own head."""
+        assert self._found is not None
+        stale = self._found
+        self._swap(stale.head.model_copy(update={"commit": _token()}), stale)
+        old_tag = {name: tag for name, tag in stale.tag.items() if tag is not None}
+        conditions: tuple[tuple[Any, str], ...] = (
+            ("create", "that there is none"),
+            (old_tag, "that it is an older one"),
+        )
+        for mode, condition in conditions:
+            with self._asking(HEAD), contextlib.suppress(*self._refused):
+                self._obstore.put(self._store, HEAD, self._found.head.text(), mode=mode, use_multipart=False)
+                raise OSError(
+                    f"was written on the condition {condition}: the store has no conditional writes, which keep out a second writer"
+                )
 
     def _next(self, before: _Found | None, run_dir: Path, fresh: bool | str) -> Head:
         old = before.head if before is not None else None

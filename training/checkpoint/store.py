@@ -143,8 +143,8 @@ class SaveResult:
 class _Worker:
     """A thread that does one thing after the other, for as long as the process lives.
 
-    CPython 3.11 hangs in a forked process if another thread started or ended while it forked: `_PyEval_ReInitThreads` waits for a
-    lock whose holder is not there. A loader forks its workers at the beginning of an epoch, as the last one is saved, so no save
+    A loader forks its workers at the beginning of an epoch, as the last one is saved. A thread that started or ended then could leave
+    a lock held in a worker (`parallel/process.py`), so no save
     starts or ends a thread. A daemon: the process can end also where the disk never answers; `Writer.wait` is for every other end.
     """
 
