@@ -159,6 +159,8 @@ class Goodput(TypedDict):
     lost_to_restarts: float
     """Of its wall clock, too."""
     restarts: int
+    began: NotRequired[float]
+    """Seconds since the epoch, by the clock of its machine, at which the first attempt's launcher was started."""
 
 
 class Said(TypedDict):
@@ -246,6 +248,8 @@ class SlurmEnded(TypedDict):
     reason: str
     ranks: list[SlurmPart]
     exit_code: int | None
+    goodput: NotRequired[dict[str, Any] | None]
+    slow_rank: NotRequired[dict[str, Any] | None]
 
 
 class SlurmJob(TypedDict):
@@ -325,9 +329,25 @@ def step(said: Said) -> str:
     return f"step {said['step']}{lost}"
 
 
-def about_time(said: Said | None) -> dict[str, Any]:
-    """What a run's status.json says of its time, for `Status`; None where it says nothing (yet)."""
-    return {"goodput": said.get("goodput") if said is not None else None, "slow_rank": contract.slow_rank_of(said)}
+def about_time(said: Said | None, submitted: float | None, placed: float | None = None) -> dict[str, Any]:
+    """What a run's status.json says of its time, for `Status`, and what only the dispatcher sees: how long its first start took. None where
+    the run says nothing (yet).
+
+    The run's own sums are of a monotonic clock. These seconds are differences of clocks of the wall of several machines, and so in no sum.
+
+    Args:
+        submitted: when the job was, in seconds since the epoch. A run that is older than its job has begun in an earlier one.
+        placed: when it had its machines; anything but a time between the submission and the start is that of a later start.
+    """
+    shares: dict[str, Any] | None = None
+    if said is not None and "goodput" in said:
+        shares = {**said["goodput"]}
+        began = shares.pop("began", None)
+        if began is not None and submitted is not None and began >= submitted:
+            shares["before_start"] = round(began - submitted, 1)
+            if placed is not None and int(submitted) <= placed <= began:  # clusters tell whole seconds
+                shares["queued"] = round(max(0.0, placed - submitted), 1)
+    return {"goodput": shares, "slow_rank": contract.slow_rank_of(said)}
 
 
 def said(run_dir: Path, job: str) -> Said | None:

@@ -24,7 +24,7 @@ from lockstep.jobs.code import store
 from lockstep.jobs.command import GRACE_MARGIN
 from lockstep.jobs.compose import checks, engine, rules
 from lockstep.jobs.compose import render as rendering
-from lockstep.jobs.compose.observe import explain, started
+from lockstep.jobs.compose.observe import explain, moment
 from lockstep.jobs.lint import Rules
 from lockstep.jobs.logs import newest, of_rank
 from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, missing_from, spec_in, to_yaml
@@ -158,14 +158,17 @@ class ComposeBackend(Cluster):
         nodes, spec = known.record, known.spec
         cancelled = bool(engine.volumes(f"{CANCELLED}={known.name}"))
         said = self._said(nodes, spec)
-        return dataclasses.replace(explain(nodes, spec, said, cancelled), **records.about_time(said))
+        about = records.about_time(said, moment(nodes[0].get("Created")))
+        return dataclasses.replace(explain(nodes, spec, said, cancelled), **about)
 
     def _said(self, nodes: Nodes, spec: JobSpec | None) -> records.Said | None:
         """status.json of this job, which is trusted above exit codes; not one of an earlier job."""
         if spec is None:
             return None
         found = engine.read_file(str(nodes[0]["Id"]), f"{spec.run_directory}/{contract.STATUS_FILE}")
-        if found is None or found[1] < int(min(map(started, nodes))):  # tar keeps whole seconds
+        if found is None or found[1] < min(
+            moment(get(node, "State", "StartedAt")) for node in nodes
+        ):  # tar keeps whole seconds
             return None
         with contextlib.suppress(ValueError):
             said = records.parse(files.parsed(found[0]), records.Said)

@@ -14,14 +14,13 @@ from lockstep.training import contract
 _RUNNING = ("running", "paused", "restarting")
 
 
-def started(node: Manifest) -> float:
-    """When the container last began, in Unix seconds; 0 where it never did."""
-    text = str(get(node, "State", "StartedAt") or "")[:19]
+def moment(text: object) -> float:
+    """A time of the engine's as whole seconds since the epoch; 0 where there is none."""
     try:
-        moment = datetime.datetime.fromisoformat(text).replace(tzinfo=datetime.timezone.utc)
+        found = datetime.datetime.fromisoformat(str(text or "")[:19]).replace(tzinfo=datetime.timezone.utc)
     except ValueError:
         return 0.0
-    return max(0.0, moment.timestamp())
+    return max(0.0, found.timestamp())
 
 
 def explain(nodes: list[Manifest], spec: JobSpec | None, said: records.Said | None, cancelled: bool) -> Status:

@@ -12,9 +12,11 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from lockstep.jobs import records
 from lockstep.jobs.backend import Checks, Cluster, KnownJob, Lines, Manifests, Prepared, check_name
 from lockstep.jobs.code import store
 from lockstep.jobs.command import identity
@@ -28,16 +30,20 @@ from lockstep.jobs.kubernetes.observe import (
     hosts,
     newest,
     orphaned,
+    placed,
+    seconds_of,
     seen_at,
     slim,
 )  # fmt: skip
 from lockstep.jobs.kubernetes.render import CODE_KEY, CODE_PART_BYTES, RENDERED, SUBMISSION, k8s
 from lockstep.jobs.kubernetes.section import CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE
 from lockstep.jobs.lint import Rules
+from lockstep.jobs.logs import PREFIX
 from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, merge, missing_from, spec_in, to_yaml
 from lockstep.jobs.process import Streams
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import FINAL, Listed, Status, Submitted, Unreachable, warn
+from lockstep.training import files
 from lockstep.training.contract import UserError
 
 if TYPE_CHECKING:
@@ -48,6 +54,8 @@ DELETION_MARGIN = 90.0
 """Seconds above its pods' grace that a job which is being deleted may stay."""
 MOST_ASKED = 3
 """Pods whose own events are asked for: they say why a pod waits, or has gone."""
+SAID_LINES = 1000
+"""Of the first pod's last lines, among which a run says once a minute how far it is."""
 MANAGED_SELECTOR = ",".join(f"{key}={value}" for key, value in MANAGED.items())
 
 
@@ -300,13 +308,41 @@ class KubernetesBackend(Cluster):
 
     def observe(self, known: KnownJob) -> Status:
         with explained(self.api.host):
-            return self._observe(known.record, known.spec)
+            status = self._observe(known.record, known.spec)
+        return self._with_what_it_says(known, status) if status.final else status
+
+    def status(self, name: str) -> Status:
+        """With how far the run is: its log takes longer than a look at its pods."""
+        known = self.require(name)
+        status = self.observe(known)
+        return self._with_what_it_says(known, status) if status.state == "running" else status
+
+    def _with_what_it_says(self, known: KnownJob, status: Status) -> Status:
+        """Nobody outside sees the run's files, but what it prints of them."""
+        with contextlib.suppress(UserError), explained(self.api.host):  # what can be told without it is told
+            said = self._said(known)
+            if said is not None:
+                created = seconds_of(get(known.record, "metadata", "creationTimestamp"))
+                about = records.about_time(said, created, placed(self._pod(known.record, hosts(known.record)[0])))
+                more = f", {records.progress(said)}" if status.state == "running" else ""
+                return replace(status, reason=f"{status.reason}{more}", **about)
+        return status
+
+    def _said(self, known: KnownJob) -> records.Said | None:
+        """The newest status.json in the log of the first pod, by whichever rank leads there."""
+        if known.spec is None or known.spec.elastic:
+            return None
+        for line in reversed([*self._reader(known).tail(hosts(known.record)[:1], None, False, SAID_LINES)]):
+            if '"event": "status"' in line:
+                with contextlib.suppress(ValueError):
+                    return records.parse(files.parsed(PREFIX.sub("", line, count=1).encode()), records.Said)
+        return None
 
     def _observe(self, job: Manifest, spec: JobSpec | None) -> Status:
         pods, names, elastic = self._pods(job), hosts(job), spec is not None and spec.elastic is not None
-        ranks, now = spec.ranks if spec else 1, self.api.now()
+        ranks, now, live = spec.ranks if spec else 1, self.api.now(), spec is not None and spec.live
         events = self._events(get(job, "metadata", "uid"), "uid") if brief(job) != "succeeded" else []
-        status = explain(job, pods, events, None, names, ranks, elastic, now)
+        status = explain(job, pods, events, None, names, ranks, elastic, now, live=live)
         if status.final or status.state == "running":
             return status
         workload = self._workload(job) if get(job, "metadata", "labels", KUEUE_QUEUE) else None
@@ -318,7 +354,7 @@ class KubernetesBackend(Cluster):
         missing = [name for name in names if len(pods) < len(names) <= MOST_ASKED and name not in again]
         for name in [*pending, *again, *missing][:MOST_ASKED]:  # of a pod that is gone, too
             events += self._events(name, "name")
-        return explain(job, pods, events, workload, names, ranks, elastic, now, maker)
+        return explain(job, pods, events, workload, names, ranks, elastic, now, maker, live)
 
     def _events(self, about: Any, key: str) -> Manifests:
         """Of an object by its uid, or of all that had this name; the latest last."""

@@ -30,7 +30,7 @@ def condition(item: Object, kind: str) -> Object | None:
 
 def explain(
     job: Object, pods: list[Object], events: list[Object], workload: Object | None, hosts: list[str], ranks: int,
-    elastic: bool, now: float, maker: Object | None = None,
+    elastic: bool, now: float, maker: Object | None = None, live: bool = False,
 ) -> Status:  # fmt: skip
     """The status of a PyTorchJob or TrainJob.
 
@@ -40,6 +40,7 @@ def explain(
         elastic: rank → pod is decided at run time, so parts carry no ranks.
         now: seconds since the epoch.
         maker: the batch Job that makes a TrainJob's pods, and has the events of those that are refused.
+        live: where a pod is lost, the others go on, but for the first one.
     """
     places = {host: node for node, host in enumerate(hosts)} if not elastic else {}
     replaced = _replaced(job, pods, events)
@@ -53,6 +54,9 @@ def explain(
     again = [f"{name} was replaced: {why}" for name, (_, why) in sorted(replaced.items()) if why]
     if state in ("pending", "restarting") and again and (state == "restarting" or reason.endswith(STARTING)):
         state, reason = "restarting", again[0]
+    first = next((pod for pod in pods if host(pod) == hosts[0]), None)
+    if live and state == "restarting" and hosts[0] not in replaced and get(first, "status", "phase") == "Running":
+        state, reason = "running", f"{reason}; the others train on"
     return Status(state, reason, parts, code)
 
 
@@ -132,6 +136,12 @@ def belongs(pod: Object, job: Object) -> bool:
         return get(job, "metadata", "uid") in [owner.get("uid") for owner in owners]
     since, made = (str(get(item, "metadata", "creationTimestamp") or "") for item in (job, pod))
     return (f"{get(job, 'metadata', 'name')}-node-0" in [owner.get("name") for owner in owners]) and made >= since
+
+
+def placed(pod: Object | None) -> float | None:
+    """When it had its node, in seconds since the epoch."""
+    found = condition(pod or {}, "PodScheduled")
+    return seconds_of(get(found, "lastTransitionTime"))
 
 
 def host(pod: Object) -> str:
@@ -285,13 +295,13 @@ def _silent(pod: Object, now: float) -> str:
             return silent
     if get(pod, "status", "phase") == "Unknown":
         return silent
-    until = _seconds(get(pod, "metadata", "deletionTimestamp"))  # its grace is part of it
+    until = seconds_of(get(pod, "metadata", "deletionTimestamp"))  # its grace is part of it
     if until is not None and now > until + GONE_SECONDS:
         return f"{silent}: the pod should have ended long ago"
     return ""
 
 
-def _seconds(stamp: Any) -> float | None:
+def seconds_of(stamp: Any) -> float | None:
     """RFC 3339 as seconds since the epoch."""
     try:
         return datetime.datetime.fromisoformat(str(stamp).replace("Z", "+00:00")).timestamp()

@@ -164,11 +164,12 @@ class LocalBackend(Backend):
         supervised = supervised or (not (folder / ENDED).exists() and bool(living(record["job"], looks=looks)))
         ended = records.read(folder / ENDED, records.Ended)
         cancelled = (folder / "cancelled").exists()
+        created = datetime.datetime.fromisoformat(record["created"]).timestamp()
 
         def answer(state: State, reason: str, code: int | None = None) -> Status:
             said = records.said(Path(record["run_dir"]), record["job"])
             part = Part("this machine", list(range(total)), state, restarts=records.restarts(said))
-            return Status(state, reason, [part], code, **records.about_time(said))
+            return Status(state, reason, [part], code, **records.about_time(said, created))
 
         if ended is not None and ended["job"] != record["job"]:
             ended = None  # of an earlier submission

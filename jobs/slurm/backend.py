@@ -234,7 +234,7 @@ class SlurmBackend(Cluster):
             settled = time.time() - (seen.ended or record["since"]) >= observe.SETTLE_SECONDS
             stands = settled and observe.final(seen.state) and seen.restarts <= noted
         if before is not None and stands:
-            return Status(before["state"], before["reason"], parts, before["exit_code"])
+            return Status(before["state"], before["reason"], parts, before["exit_code"], before.get("goodput"))
         now, since = time.time(), record["since"]
         told = observe.explain(spec, seen, notes.ends, notes.said, notes.cancelled, since, now, notes.saved)
         if forgotten is not None and told.state == "lost":

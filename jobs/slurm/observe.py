@@ -37,7 +37,7 @@ NO_ACCOUNTING = re.compile(r"accounting storage is disabled", re.I)
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """One job as SLURM knows it. `ended` is seconds since the epoch, None while it is under way."""
+    """One job as SLURM knows it. `started` and `ended` are seconds since the epoch, None where it has not."""
 
     job_id: str
     state: str
@@ -48,6 +48,8 @@ class Known:
     partition: str = ""
     requeue: bool = True
     ended: float | None = None
+    started: float | None = None
+    """When it had its nodes, the last time."""
 
 
 class Forgotten(Unreachable):
@@ -141,7 +143,7 @@ def read(line: str) -> Known | None:
     return Known(
         job_id, state, value("Reason"), _number(value("Restarts")), _number(value("ExitCode").split(":")[0]),
         value("NodeList"), value("Partition"), value("Requeue") != "0",
-        _number(value("EndTime")) or None if final(state) else None,
+        _number(value("EndTime")) or None if final(state) else None, _number(value("StartTime")) or None,
     )  # fmt: skip
 
 
@@ -159,14 +161,16 @@ def history(*job_ids: str) -> dict[str, Known]:
         )
     found = {}
     for line in told.stdout.splitlines() if told.returncode == 0 else []:
-        job_id, state, code, nodes, partition, end = (line.split("|") + [""] * 6)[:6]
+        job_id, state, code, nodes, partition, end, start = (line.split("|") + [""] * 7)[:7]
         state = state.split(" ")[0]  # CANCELLED by 1000
         ended = (_number(end) or time.time()) if final(state) else None
-        found[job_id] = Known(job_id, state, "", 0, _number(code.split(":")[0]), nodes, partition, True, ended)
+        found[job_id] = Known(
+            job_id, state, "", 0, _number(code.split(":")[0]), nodes, partition, True, ended, _number(start) or None
+        )  # fmt: skip
     return found
 
 
-_REMEMBERED = "JobID,State,ExitCode,NodeList,Partition,End"
+_REMEMBERED = "JobID,State,ExitCode,NodeList,Partition,End,Start"
 _QUEUED = ("JobArrayID", "State", "Reason", "RestartCnt", "exit_code", "NodeList", "Partition", "Requeue", "EndTime")
 _WIDTH = 200
 """Of a column of squeue, which cuts off what is longer."""
@@ -351,7 +355,8 @@ def explain(
         said = None  # an earlier start wrote it; this one ended before it could
 
     def answer(state: State, reason: str, code: int | None = None) -> Status:
-        return Status(state, reason, _parts(spec, found, state, restarts), code, **records.about_time(said))
+        about = records.about_time(said, since, found.started if found is not None else None)
+        return Status(state, reason, _parts(spec, found, state, restarts), code, **about)
 
     # Its first node says how a live job has ended: any other one may be lost.
     code = _code(said, {task: end for task, end in ends.items() if task == 0 or not spec.live}, total, spec)

@@ -30,10 +30,11 @@ Variables = Callable[[str, int], dict[str, str]]
 """Of the address and the port at which the nodes meet: what the operator has put into the container's environment."""
 
 
-def started(name: str) -> Object:
+def started(name: str, moment: str) -> Object:
+    times = {"status": "True", "lastTransitionTime": moment}
     return {
         "phase": "Running",
-        "conditions": [{"type": kind, "status": "True"} for kind in ("PodScheduled", "Ready", "ContainersReady")],
+        "conditions": [{"type": kind, **times} for kind in ("PodScheduled", "Ready", "ContainersReady")],
         "containerStatuses": [{"name": name, "restartCount": 0, "state": {"running": {}}}],
     }
 

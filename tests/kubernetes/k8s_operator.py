@@ -138,7 +138,8 @@ class Operator:
         if not self._told(job, service := f"Created service: {name}"):  # which stays when its pod is replaced
             self._tell(job, "Normal", "SuccessfulCreateService", service)
         self.kubelet.start(pod, index, meta["uid"], mounted, partial(injected, job))
-        self.cluster.put("pods", {**pod, "status": started(spec["containers"][0]["name"])}, self.namespace)
+        status = started(spec["containers"][0]["name"], self._stamp())
+        self.cluster.put("pods", {**pod, "status": status}, self.namespace)
 
     def _stamp(self) -> str:
         return datetime.fromtimestamp(self.now(), timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

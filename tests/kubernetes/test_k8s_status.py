@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import cProfile
+import json
 import time
+from datetime import datetime, timezone
 from typing import Any
 
 import pytest
@@ -252,6 +254,40 @@ def test_a_job_whose_node_has_died_is_cancelled_but_for_its_pod(
     found = backend.status("smoke")
     assert "is being cancelled: the node node-1" in found.reason and "an administrator" in found.reason, found
     assert [part.state for part in found.ranks] == ["unknown"]
+
+
+# What the run says of itself.
+
+
+@pytest.mark.promise("survivors", "goodput")
+def test_what_the_run_prints_of_itself_is_told_with_the_time_before_it(backend: Any, cluster: Cluster) -> None:
+    """Of a job whose other pod is lost, and whose ranks go on."""
+    job = product.manifests("k8s", SPEC.model_copy(update={"live": True}))[0][1]
+    cluster.put("pytorchjobs", job | {"metadata": job["metadata"] | {"creationTimestamp": "2026-01-02T00:00:00Z"}})
+    cluster.pod(
+        "smoke", "smoke-worker-0", {**RUNS, "conditions": [{**PLACED, "lastTransitionTime": "2026-01-02T00:01:00Z"}]}
+    )
+    cluster.pod("smoke", "smoke-worker-1", ended(137))
+    shares = {"fraction": 0.9, "lost_to_restarts": 0.0, "restarts": 0}
+    began = datetime(2026, 1, 2, 0, 1, 30, tzinfo=timezone.utc).timestamp()
+    said = {
+        "event": "status",
+        "time": began + 60,
+        "code": None,
+        "reason": "running",
+        "step": 41,
+        "attempt": 1,
+        "ranks": [2, 4],
+    }
+    lines = (json.dumps({**said, "step": step, "goodput": {**shares, "began": began}}) for step in (3, 41))
+    cluster.logs["smoke-worker-0"] = [f"2026-01-02T00:02:00Z [rank 1] {line}" for line in (*lines, "and more")]
+    found = backend.status("smoke")
+    assert found.state == "running" and found.reason.endswith(
+        "exit code 137: see `lockstep logs`; the others train on, step 41, 2 of 4 ranks"
+    )
+    assert found.goodput == {**shares, "before_start": 90.0, "queued": 60.0}
+    cluster.logs["smoke-worker-0"] = ["2026-01-02T00:02:00Z [rank 0] " + json.dumps({**said, "step": "many"})]
+    assert backend.status("smoke").goodput is None
 
 
 # Pods that are refused.

@@ -93,6 +93,8 @@ class Account:
     def __init__(self) -> None:
         self.parts: list[Part] = []
         self.last: Line | None = None
+        self.began: float | None = None
+        """When the first attempt's launcher was started: seconds since the epoch, by its machine's clock of the wall."""
 
     def add(self, line: Line) -> None:
         """Raises `ValueError` for what is no line."""
@@ -102,6 +104,8 @@ class Account:
             raise ValueError("no line of time.jsonl")
         seconds = {Bucket(name): _number(value) for name, value in given.items()}
         number, count = int(_number(attempt)), (int(_number(ranks[0])), int(_number(ranks[1])))
+        if self.last is None and line.get("time") is not None:
+            self.began = _number(line["time"]) - (until - since)
         last, self.last = self.last, line
         before = _number(last["until"]) if last is not None and last.get("boot") == line.get("boot") else since
         missing = 0.0 if last is None or last.get("code") == contract.EXIT_DONE else max(0.0, since - before)
@@ -167,7 +171,7 @@ class Account:
 
     def shares(self) -> dict[str, Any]:
         """In short, for status.json."""
-        return _shares([self])
+        return {**_shares([self]), **({"began": round(self.began, 3)} if self.began is not None else {})}
 
     def plain(self) -> dict[str, Any]:
         """For summary.json."""

@@ -49,6 +49,8 @@ class Console:
         """The mean loss of all ranks at the last reading, as it is shown."""
         self._told: tuple[float, int] | None = None
         """When progress was last printed, or the first step came, and how far it was."""
+        self._status: tuple[Any, float] = (None, -math.inf)
+        """Of the status that was printed last: what is printed at once where it changes, and when that was."""
         self._bar: Progress | None = None
         if world.leader and log.format == "table" and sys.stderr.isatty():
             shown = (
@@ -107,6 +109,17 @@ class Console:
             )
         elif event["event"] == "epoch" and not self._by_step:
             self._epoch(event)
+
+    def on_status(self, status: dict[str, Any]) -> None:
+        """Gets each status.json. As JSON, a line a minute and at each change: for who sees the log alone, as on Kubernetes."""
+        state, now = (status["code"], status.get("ranks")), self._now()
+        if (
+            self.log.format == "json"
+            and self.world.leader
+            and (state != self._status[0] or now - self._status[1] >= PROGRESS_SECONDS)
+        ):
+            self._status = state, now
+            say(json_text({"event": "status", "time": round(time.time(), 3), **status}))
 
     def _epoch(self, event: dict[str, Any]) -> None:
         """A line of the table of epochs: what was logged, between the time and the loss."""

@@ -133,6 +133,8 @@ class RunDirectory:
         """What status.json says of where the time went; None: nothing yet."""
         self.slow_rank: dict[str, Any] | None = None
         """What status.json says of the rank that the others wait for (`slow.py`)."""
+        self.told: Callable[[dict[str, Any]], None] = lambda _: None
+        """Gets what is written into status.json."""
         self.at_close: list[Callable[[], None]] = []
         """Called by `close`, the last one first."""
         self.fresh_word: str | None = saved.get("fresh") if saved is not None else None
@@ -307,6 +309,7 @@ class RunDirectory:
         if self.slow_rank is not None:
             status["slow_rank"] = self.slow_rank
         self._write(contract.STATUS_FILE, lambda path: files.replace_json(path, status), contract.STATUS_FILE)
+        self.told(status)
 
     def summary(self, values: dict[str, Any]) -> None:
         """Replaces summary.json."""

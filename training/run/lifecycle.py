@@ -277,6 +277,7 @@ class Lifecycle:
         if directory is not None:
             if world.leader:
                 self.goodput.attach(directory)
+            directory.told = run.console.on_status
             directory.status(None, "running", run.steps_done)
             directory.listeners.append(run.console.on_event)
         run.console.line(f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {self.threads}")
