@@ -5,7 +5,8 @@ a rank ends with 75 the checkpoint is on the disk. Rank 0 then asks for the requ
 wait: none of them leaves before, which would end the job.
 
 `max_restarts` counts failures. SLURM counts every start (SLURM_RESTART_COUNT); rank 0 notes those after which the job
-saved and got further. Only a note makes a start free: a start that cannot be told from a failure counts.
+saved and got further. Only a note makes a start free: a start that cannot be told from a failure counts. The launcher of a `live` job
+counts what it starts again by itself in a note of each start, and gets what is left.
 
 Of a `live` job a task is a node, and starts its launcher. That of the first node decides how the job ends. Another node that is lost
 just ends: the others go on.
@@ -71,7 +72,7 @@ class TrainingTask:
                 f"submitit has started {here.size} tasks on {here.nodes} nodes, and the spec has nodes {self.nodes} and "
                 f"ranks_per_node {self.ranks_per_node}: executor.update_parameters(**slurm_parameters(spec))",
             )  # fmt: skip
-        if here.failures > self.max_restarts:
+        if self._failures(here) > self.max_restarts:
             said = files.read_json(Path(self.run_dir) / contract.STATUS_FILE)
             saved = isinstance(said, dict) and (said.get("code"), said.get("job", "")) == (EXIT_PREEMPTED, self.job)
             code = EXIT_PREEMPTED if saved else EXIT_FAILED
@@ -90,7 +91,7 @@ class TrainingTask:
         self._note(here, code, reason)
         if code == EXIT_PREEMPTED and here.rank == 0 and self._got_further(checkpoint, asked):
             here.note_saved()
-        may = code != EXIT_USAGE and here.failures + (not here.saved(here.restarts)) <= self.max_restarts
+        may = code != EXIT_USAGE and self._failures(here, with_this=True) <= self.max_restarts
         if code == EXIT_PREEMPTED and here.rank != 0:
             may = True  # rank 0 judges; should it leave, SLURM ends this one
         if here.cancelled or (
@@ -102,6 +103,13 @@ class TrainingTask:
         elif may:
             _hold(REQUEUE_SECONDS + HOLD_SECONDS)
         self._leave(here, code, reason)
+
+    def _failures(self, here: _Here, with_this: bool = False) -> int:
+        """How many of the earlier starts count, and of a `live` job how often its launchers have started ranks again; or with this one."""
+        return sum(
+            (not here.saved(start)) + (here.launcher_restarts(start) if self._live else 0)
+            for start in range(here.restarts + with_this)
+        )
 
     @property
     def _live(self) -> bool:
@@ -187,9 +195,12 @@ class TrainingTask:
         place = {
             "--nodes": here.nodes, "--ranks": self.ranks_per_node, "--job-id": here.job_id, "--address": here.hosts[here.node],
             "--rendezvous": f"{here.hosts[0]}:{here.port}",
+            "--max-restarts": max(0, self.max_restarts - self._failures(here)),
+            "--restarts-dir": here.restarts_of(here.restarts),
         }  # fmt: skip
         flags = [word for name, value in place.items() for word in (name, str(value))]
-        return ["launch", *flags, "--serve" if here.node == 0 else "--no-serve", *self.words[1:]]
+        _, _, _, *words = self.words  # launch --max-restarts N …
+        return ["launch", *flags, "--serve" if here.node == 0 else "--no-serve", *words]
 
     def _environment(self, here: _Here, ours: bool) -> dict[str, str]:
         env = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
@@ -279,10 +290,14 @@ class _Here:
                 return False
             time.sleep(0.2)
 
-    @property
-    def failures(self) -> int:
-        """How many of the earlier starts count."""
-        return sum(not self.saved(start) for start in range(self.restarts))
+    def restarts_of(self, start: int) -> Path:
+        """The folder where launchers count what they have started again in that start of the job."""
+        return submitit_api.note(self.folder, self.job_id, f"restarts_{start}")
+
+    def launcher_restarts(self, start: int) -> int:
+        """By the first node's launcher; none where it has ended by itself, and the job with it."""
+        found = [files.read_json(path) for path in self.restarts_of(start).glob("*.json")]
+        return sum(one["used"] for one in found if isinstance(one, dict) and isinstance(one.get("used"), int))
 
     def saved(self, start: int) -> bool:
         """Whether that start ended saved and got further: a preemption, a time limit."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.events import events
+from tests.processes import poll
 from tests.slurm.conftest import Bench
 from tests.slurm.test_slurm_exec import said
 from tests.slurm.trainings import SETTINGS, Training, setting_words, trained_here
@@ -62,6 +63,9 @@ def test_a_rank_then_a_node_is_lost_and_the_others_go_on(bench: Bench, undisturb
     os.kill(launcher, signal.SIGKILL)
     found = job.ends_like(undisturbed)
     assert found.ranks[0].restarts == 0 and job.attempts() == 1, found
+    assert found.goodput is not None and 0 <= found.goodput["queued"] <= found.goodput["before_start"] < 90, (
+        found.goodput
+    )
     assert [event["rank"] for event in events(job.run, "rank_lost")] == [2, 3], events(job.run)
     whole = list(bench.backend.logs("going"))
     assert any(line.startswith("launch: rank 2 was ended by SIGKILL") for line in whole), whole
@@ -82,3 +86,18 @@ def test_all_save_at_slurms_signal_and_when_the_job_is_cancelled(bench: Bench) -
     found = bench.backend.cancel("moved")
     assert (found.state, found.code, found.ranks[0].restarts) == ("cancelled", 75, 1), found
     assert len(job.saved_at()) == 2, events(job.run)
+
+
+def test_restarts_by_the_launcher_and_by_slurm_are_one_count(bench: Bench) -> None:
+    job = Live(bench, "counted", nodes=1, max_restarts=1)
+    job.hold.reached()
+    (lost,) = job.processes("run", RANK="1")
+    os.kill(lost, signal.SIGKILL)
+    poll(
+        lambda: "was ended by SIGKILL" in "".join(bench.backend.logs("counted")), 60, "the loss, and so the replacement"
+    )
+    (launcher,) = job.processes("launch")
+    os.kill(launcher, signal.SIGKILL)
+    found = bench.wait("counted", 120)
+    assert (found.state, found.code) == ("failed", 1), found
+    assert job.attempts() == 1, "SLURM has not started it again"
