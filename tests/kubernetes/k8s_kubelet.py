@@ -86,7 +86,9 @@ class Processes(Idle):
         name, container = pod["metadata"]["name"], pod["spec"]["containers"][0]
         command = [mounted.get(word, word) for word in container["command"]]
         command = [sys.executable if word == "python" else word.replace("$$", "$") for word in command]
-        command[command.index("launch") + 1 : command.index("launch") + 1] = ["--address", f"127.0.0.{node + 2}"]
+        serves = "--serve" if node == 0 else "--no-serve"  # elsewhere the host's name says so
+        at = command.index("launch") + 1
+        command[at:at] = ["--address", f"127.0.0.{node + 2}", serves]
         env = {key: value for key, value in os.environ.items() if not key.startswith(("PET_", "LOCKSTEP_"))}
         env |= {item["name"]: item["value"].replace("$$", "$") for item in container["env"] if "value" in item}
         env |= variables("127.0.0.2", self._ports.setdefault(job, free_port()))

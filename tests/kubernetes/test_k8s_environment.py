@@ -24,6 +24,7 @@ def smoke(tmp_path: Path, name: str, **more: Any) -> JobSpec:
         "epochs": 3, "threads": 1, "data.root": str(tmp_path / "data"), "evaluate.every": 3, "checkpoint.every_steps": 4,
         "model": "tests.kubernetes.k8s_nets:PacedNormed", "model_options": {}, "checkpoint.keep": 50,
         "metrics.port": 0,  # the pods are on one machine: who comes second would warn
+        **more.pop("overrides", {}),
     }  # fmt: skip
     values = {"name": name, "recipe": "smoke", "overrides": overrides, "ranks_per_node": 2, "max_restarts": 2}
     return JobSpec.of({**values, **placed(tmp_path, name), **more})
@@ -60,6 +61,7 @@ def test_a_lost_pod_is_replaced_and_the_weights_are_those_of_the_undisturbed_run
     assert found.ranks[0].ranks == [0, 1], "the operator may have taken the other pod away by now"
     assert backend.summary("calm")["world_size"] == 4
     assert [line for line in backend.logs("calm", rank=0) if not line.startswith("{")] == []
+    assert found.goodput is not None and 0 < found.goodput["fraction"] < 1 and found.goodput["restarts"] == 0
 
     backend.submit(smoke(tmp_path, "stormy", env=env))
     until(lambda: events(tmp_path / "stormy", "checkpoint_written"), BOUND, "a checkpoint")
@@ -74,6 +76,34 @@ def test_a_lost_pod_is_replaced_and_the_weights_are_those_of_the_undisturbed_run
     assert undisturbed.keys() == disturbed.keys()
     for name, value in undisturbed.items():
         assert torch.equal(value, disturbed[name]), f"{name} at 4 ranks"
+
+
+@pytest.mark.promise("survivors")
+def test_the_others_train_on_while_a_lost_pod_is_replaced(backend: Any, running: Running, tmp_path: Path) -> None:
+    """`live: true`: the operator replaces the pod alone, and what comes takes the ranks of the lost one."""
+    run, slow = tmp_path / "live", tmp_path / "slow"
+    slow.touch()
+    env = {"LOCKSTEP_TEST_PACE": "1", "LOCKSTEP_TEST_PACE_FILE": str(slow)}
+    exact = {"sync.name": "exact", "sync.options.parts": 4, "epochs": 9, "evaluate.every": 9, "log.every": 1}
+    backend.submit(smoke(tmp_path, "live", live=True, overrides=exact, env=env))
+    backend.submit(smoke(tmp_path, "whole", nodes=1, ranks_per_node=1, overrides=exact))
+    until(lambda: len(events(run, "step")) >= 2, BOUND, "steps of all ranks")
+    running.kubelet.lose("live-worker-1")
+    until(lambda: "2 of 4 ranks" in backend.status("live").reason, BOUND, "the loss of a node")
+    assert backend.status("live").state == "running"
+    assert len([*(run / "restarts").iterdir()]) == 1, "the first pod counts for all"
+    until(lambda: len(events(run, "rank_joined")) == 2, BOUND, "the ranks of the new pod")
+    slow.unlink()
+    for name in ("live", "whole"):
+        found = backend.wait(name, BOUND)
+        assert found.state == "succeeded", (found, *backend.logs(name))
+    assert sorted(event["rank"] for event in events(run, "rank_lost")) == [2, 3]
+    assert len(events(run, "start")) == 1 and running.kubelet.starts["live-worker-0"] == 1, "nobody else was restarted"
+    assert "Ranks that train" in (run / "report.html").read_text()
+    undisturbed, disturbed = weights(tmp_path / "whole"), weights(run)
+    assert undisturbed.keys() == disturbed.keys()
+    for name, value in undisturbed.items():
+        assert torch.equal(value, disturbed[name]), name
 
 
 ENDINGS: dict[str, tuple[str, str, int, int, int]] = {  # → state, exit code, how often it ran, pods

@@ -67,7 +67,9 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     # A replaced agent cannot join a later round while the agents share one store (training/launch tests).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have said why
-    attempts = Attempts(args.restarts_dir, args.address, args.max_restarts)
+    # Of a job that goes on without a node, the first one counts for all.
+    counts = not args.live or rendezvous.serves(parameters)
+    attempts = Attempts(args.restarts_dir if counts else None, args.address, args.max_restarts)
     if not attempts.begin():
         to_stderr(f"launch: this node was restarted {args.max_restarts} times, as often as --max-restarts allows")
         return EXIT_FAILED
