@@ -2,7 +2,8 @@
 
 What `lockstep top`, the status and the alert say that a slow rank costs, against what is gained once it is slow no longer.
 
-Jobs of two ranks of this machine on gloo, one thread each. Rank 1 is throttled by a share of an undisturbed step, while it computes (it
+Jobs of two ranks of this machine on gloo, one thread each: a small network, and 30 ms a step in which the rank waits, as for a device.
+Rank 1 is throttled by a share of an undisturbed step, while it computes (it
 computes more) or before its batch (it sleeps): STEPS of quiet, STEPS throttled, STEPS of quiet again.
 
 *told*: the share of every step that the run itself told last while the rank was throttled. *gained*: mean seconds of a throttled step less
@@ -35,6 +36,8 @@ ROOT = Path(__file__).parents[1]
 SHARES = (0.05, 0.1, 0.2, 0.5)
 WINDOWS, BLOCKS = 200, 15
 """Of the quiet run, and blocks of a window."""
+DEVICE = 0.03
+"""Seconds of a step in which the rank waits as for a device, so that it is not the other programs of this machine that are measured."""
 SETTLES = 20
 """Steps after a change that are left out."""
 JOB = """
@@ -74,17 +77,17 @@ class Loader:
     def __iter__(self):
         for _ in range(steps):
             time.sleep(throttle("data"))
-            yield torch.ones(256, 512)
+            yield torch.full((64, 256), 1.0 + run.rank)
 
 def loss(x):
-    end_of_it = time.perf_counter() + throttle("compute")
-    found = model(x).square().mean()
+    found, end_of_it = model(x).square().mean(), time.perf_counter() + throttle("compute")
     while time.perf_counter() < end_of_it:
         x @ x.T
+    time.sleep(DEVICE)
     return found
 
 with Session(run_dir, "log.report=false") as run:
-    layers = [layer for _ in range(6) for layer in (torch.nn.Linear(512, 512), torch.nn.ReLU())]
+    layers = [layer for _ in range(4) for layer in (torch.nn.Linear(256, 256), torch.nn.ReLU())]
     model = run.replicate(torch.nn.Sequential(*layers))
     run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=1e-6))
     for _ in run.epochs(1):
@@ -96,7 +99,7 @@ with Session(run_dir, "log.report=false") as run:
         own = np.concatenate([own for own, *_ in blocks])
         rest = np.array([block[1:] for block in blocks])
         np.savez(out, marks=marks, told=told, spent=spent, lengths=lengths, own=own, rest=rest)
-""".replace("SETTLES", str(SETTLES))
+""".replace("SETTLES", str(SETTLES)).replace("DEVICE", str(DEVICE))
 
 
 def job(folder: Path, phase: str, share: float, first: int, end: int, steps: int) -> Any:

@@ -94,6 +94,8 @@ class SlowRank:
         """How many rows were new when they were left in the store."""
         self._rest = 0.0
         self._due = time.monotonic() + LOOK_SECONDS
+        self._took: deque[float] = deque([0.0], maxlen=5)
+        """Seconds of the last looks."""
         self._read = 0
         """The last step that was read of all ranks."""
         self.history = History([])
@@ -129,8 +131,9 @@ class SlowRank:
             return False  # a file, which would grow
         self._leave(store)
         looked = self._world.leader and self._look(store)
-        # With many ranks it takes longer, and is done less often: what is missed is not counted.
-        self._due = began + max(LOOK_SECONDS, 500 * (time.monotonic() - began))
+        # With many ranks it takes longer, and is done less often: what is missed is not counted. One look may have had to wait for a CPU.
+        self._took.append(time.monotonic() - began)
+        self._due = began + max(LOOK_SECONDS, 500 * min(self._took))
         return looked
 
     def _leave(self, store: Any) -> None:
