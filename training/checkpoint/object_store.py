@@ -219,7 +219,7 @@ class ObjectStore:
             raise UserError(f"checkpoint.to cannot be used: {error}") from None
 
     def _probe(self) -> None:
-        """A store that takes no notice of a condition would let two attempts write. Tried by a run that has no checkpoint yet, on its own head."""
+        """A store that takes no notice of a condition would let two attempts write. A run without a checkpoint tries it on its head."""
         assert self._found is not None
         stale = self._found
         self._swap(stale.head.model_copy(update={"commit": _token()}), stale)
@@ -331,14 +331,17 @@ class ObjectStore:
             TakenOver: another attempt has started.
             OSError: it could not be sent.
         """
-        before, about = self._held(), store.verify(path)
+        before, about = self._held(), store.manifest(path)
         sent: list[File] = []
         try:
             settings = before.head.settings
             if settings is None:
                 settings = self._send(path.parent.parent / RUN_FILE, RUN_FILE, sent)
             self._number += 1
-            entries = {name: self._send(path / name, path.name, sent) for name in (*about["files"], store.MANIFEST)}
+            known = {name: entry["sha256"] for name, entry in about["files"].items()}
+            entries = {
+                name: self._send(path / name, path.name, sent, known.get(name)) for name in (*known, store.MANIFEST)
+            }
             for file in sent:
                 for _ in self._pieces(file):
                     pass
@@ -363,9 +366,9 @@ class ObjectStore:
             self._found, self._unsure = found, False
         return self._found
 
-    def _send(self, path: Path, folder: str, sent: list[File]) -> File:
+    def _send(self, path: Path, folder: str, sent: list[File], sha256: str | None = None) -> File:
         assert self._found is not None
-        size, digest = path.stat().st_size, files.sha256(path)
+        size, digest = path.stat().st_size, sha256 or files.sha256(path)
         key = f"{self._found.head.holder}/{self._number}-{folder}/{path.name}"
         with self._asking(key):
             self._obstore.put(

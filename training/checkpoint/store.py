@@ -82,8 +82,8 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
-def verify(path: Path) -> dict[str, Any]:
-    """Reads every byte of a checkpoint and returns its manifest. Raises `CorruptCheckpoint`."""
+def manifest(path: Path) -> dict[str, Any]:
+    """What a checkpoint says of its files; these are not read. Raises `CorruptCheckpoint`."""
     with files.reading(path / MANIFEST, CorruptCheckpoint):
         about = json.loads(files.read(path / MANIFEST, 1 << 20))
         if about.pop("sha256") != seal(about):
@@ -92,13 +92,22 @@ def verify(path: Path) -> dict[str, Any]:
             raise ValueError(f"it has format {about['format']!r}, and this version reads {FORMAT}")
         if set(about["files"]) != {STATE, TENSORS} or about["step"] != step_of(path):
             raise ValueError("it belongs to other files or to another step")
-        expected = {name: (str(entry["sha256"]), int(entry["bytes"])) for name, entry in about["files"].items()}
-    for name, (sha256, size) in expected.items():
+        about["files"] = {
+            name: {"sha256": str(entry["sha256"]), "bytes": int(entry["bytes"])}
+            for name, entry in about["files"].items()
+        }
+    return dict(about)
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Reads every byte of a checkpoint and returns its manifest. Raises `CorruptCheckpoint`."""
+    about = manifest(path)
+    for name, entry in about["files"].items():
         with files.reading(path / name, CorruptCheckpoint):
-            different = files.difference(path / name, sha256, size)
+            different = files.difference(path / name, entry["sha256"], entry["bytes"])
         if different:
             raise CorruptCheckpoint(f"{path / name} {different}")
-    return dict(about)
+    return about
 
 
 def newest_verified(directory: Path, warn: Callable[[str], None] = lambda _: None) -> Path | None:
