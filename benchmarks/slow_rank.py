@@ -1,16 +1,16 @@
-"""python benchmarks/slow_rank.py [--steps 500] [--quiet-steps 12000] [--rounds 1]
+"""python benchmarks/slow_rank.py [--steps 1000] [--quiet-steps 6000] [--rounds 1]
 
 What `lockstep top`, the status and the alert say that a slow rank costs, against what is gained once it is slow no longer.
 
 Jobs of two ranks of this machine on gloo, one thread each: a small network, and 30 ms a step in which the rank waits, as for a device.
-Rank 1 is throttled by a share of an undisturbed step, while it computes (it
-computes more) or before its batch (it sleeps): STEPS of quiet, STEPS throttled, STEPS of quiet again.
+Rank 1 is throttled by a share of an undisturbed step, while it computes (it computes more) or before its batch (it sleeps). Ten throttled
+steps and ten others take turns, so that both meet the same machine.
 
-*told*: the share of every step that the run itself told last while the rank was throttled. *gained*: mean seconds of a throttled step less
-those of the quiet steps on both sides, of a throttled one; the first steps after each change are left out. *late*: seconds from the
-throttled step to the moment that is told as its beginning.
-*false names*: the blocks of a run of QUIET-STEPS without a throttle, cut into 200 windows that are judged alone; and what that run told.
-*overhead*: seconds in what watches the ranks, on rank 0, of all seconds of that run's steps.
+*told*: what is said of rank 1, by the same code as in a run, where the blocks of all undisturbed steps come first, and then those of all
+throttled ones.
+*gained*: mean seconds of a throttled step less those of an undisturbed one, of a throttled one.
+*false names*: the steps of a run of QUIET-STEPS without a throttle, cut into 200 windows that are judged alone; and what that run told.
+*overhead*: CPU seconds in what watches the ranks, on rank 0, of all seconds of that run's steps.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 
 from benchmarks.measure import Figure, Run, figure, options
-from lockstep.training.observe.slow import LEAST_BLOCKS, PHASES, History
+from lockstep.training.observe.slow import LEAST_BLOCKS, History, Verdict
 
 ROOT = Path(__file__).parents[1]
 SHARES = (0.05, 0.1, 0.2, 0.5)
@@ -38,24 +39,25 @@ WINDOWS, BLOCKS = 200, 15
 """Of the quiet run, and blocks of a window."""
 DEVICE = 0.03
 """Seconds of a step in which the rank waits as for a device, so that it is not the other programs of this machine that are measured."""
-SETTLES = 20
-"""Steps after a change that are left out."""
-JOB = """
+SETTLES, TURN = 100, 10
+"""Undisturbed steps at first, by whose median the rank is throttled; steps of a turn, the first and last of which are left out."""
+JOB = (
+    """
 import sys, time
 import numpy as np
 import torch
 from lockstep import Session
 from lockstep.training.observe import slow
 
-run_dir, out, phase, share, first, end, steps = *sys.argv[1:4], float(sys.argv[4]), *map(int, sys.argv[5:])
+run_dir, out, phase, share, steps = *sys.argv[1:4], float(sys.argv[4]), int(sys.argv[5])
 spent, told, blocks, marks = [0.0], [], [], []
 
 def timed(self, *words, add=slow.SlowRank.add):
-    began = time.perf_counter()
+    began = time.thread_time()
     try:
         return add(self, *words)
     finally:
-        spent[0] += time.perf_counter() - began
+        spent[0] += time.thread_time() - began
 
 def noted(self, own, seconds, step, now, add=slow.History.add):
     add(self, own, seconds, step, now)
@@ -67,8 +69,9 @@ def noted(self, own, seconds, step, now, add=slow.History.add):
 slow.SlowRank.add, slow.History.add = timed, noted
 
 def throttle(where):
-    if phase == where and run.rank == 1 and first <= len(marks) < end:
-        return share * float(np.median(np.diff(marks[SETTLES:first])))
+    number = len(marks)
+    if phase == where and run.rank == 1 and number >= SETTLES and number // TURN % 2:
+        return share * float(np.median(np.diff(marks[TURN:SETTLES])))
     return 0.0
 
 class Loader:
@@ -95,17 +98,20 @@ with Session(run_dir, "log.report=false") as run:
             run.step(loss, x, samples=len(x))
             marks.append(time.time())
     if run.rank == 0:
-        lengths = [len(own) for own, *_ in blocks]
         own = np.concatenate([own for own, *_ in blocks])
         rest = np.array([block[1:] for block in blocks])
-        np.savez(out, marks=marks, told=told, spent=spent, lengths=lengths, own=own, rest=rest)
-""".replace("SETTLES", str(SETTLES)).replace("DEVICE", str(DEVICE))
+        numbers = np.concatenate([step - 1 + np.arange(len(own)) for own, _, step, _ in blocks])  # from 0, as in `marks`
+        np.savez(out, marks=marks, told=told, spent=spent, numbers=numbers, own=own, rest=rest)
+""".replace("SETTLES", str(SETTLES))
+    .replace("TURN", str(TURN))
+    .replace("DEVICE", str(DEVICE))
+)
 
 
-def job(folder: Path, phase: str, share: float, first: int, end: int, steps: int) -> Any:
+def job(folder: Path, phase: str, share: float, steps: int) -> Any:
     """What rank 0 of one job has noted. Raises `CalledProcessError`."""
     out = folder / "noted.npz"
-    words = [str(folder / "run"), str(out), phase, str(share), str(first), str(end), str(steps)]
+    words = [str(folder / "run"), str(out), phase, str(share), str(steps)]
     command = [
         sys.executable,
         "-m",
@@ -124,40 +130,52 @@ def job(folder: Path, phase: str, share: float, first: int, end: int, steps: int
     return np.load(out)
 
 
+def judged(times: Sequence[Any], seconds: Sequence[float]) -> Verdict | None:
+    """What is said of ranks with these blocks of steps."""
+    history, first, now = History([0, 1]), 1, 0.0
+    for own, took in zip(times, seconds):
+        now += took
+        history.add(own, took, first, now)
+        first += len(own)
+    return history.verdict
+
+
 def throttled(phase: str, share: float, steps: int) -> dict[str, Any]:
-    """Shares of a step that were told and gained, and when."""
+    """Shares of a step that are told and gained."""
     with tempfile.TemporaryDirectory() as folder:
-        noted = job(Path(folder), phase, share, steps, 2 * steps, 3 * steps)
-    seconds = np.diff(noted["marks"])
-    slow = seconds[steps + SETTLES : 2 * steps - 1].mean()
-    quiet = np.concatenate([seconds[SETTLES : steps - 1], seconds[2 * steps + SETTLES :]]).mean()
-    during = [row for row in noted["told"] if row[0] <= 2 * steps + 1]
-    _, rank, cost, since, where = during[-1]
-    row = {
-        "phase": phase,
-        "share": share,
-        "steps": steps,
-        "gained": float(1 - quiet / slow),
-        "step_seconds": float(quiet),
-    }
-    if rank < 0:
+        noted = job(Path(folder), phase, share, steps)
+    own = dict(zip(noted["numbers"], noted["own"]))
+    seconds = np.diff(noted["marks"], prepend=0.0)
+    turns: list[list[list[int]]] = [[], []]
+    for begin in range(SETTLES, steps, TURN):
+        turn = [number for number in range(begin + 1, min(begin + TURN - 1, steps)) if number in own]
+        if turn:
+            turns[begin // TURN % 2].append(turn)
+    blocks = [*turns[0], *turns[1]]
+    found = judged(
+        [np.stack([own[n] for n in turn]) for turn in blocks], [float(seconds[turn].sum()) for turn in blocks]
+    )
+    quick, slow = (float(np.concatenate([seconds[turn] for turn in some]).mean()) for some in turns)
+    row = {"phase": phase, "share": share, "blocks": len(blocks), "step_seconds": quick, "gained": 1 - quick / slow}
+    if found is None:
         return {**row, "named": False}
-    right = bool(rank == 1 and PHASES[int(where)] == phase)
-    late = float(since - noted["marks"][steps - 1])
-    return {**row, "named": right, "told": float(cost), "error": float(cost) - row["gained"], "late_seconds": late}
+    told = {
+        "named": found.rank == 1 and found.phase == phase, "told": found.share, "error": found.share - (1 - quick / slow),
+    }  # fmt: skip
+    began = np.cumsum([0, *map(len, blocks)]).searchsorted(found.step - 1)
+    return {**row, **told, "late_blocks": int(began) - len(turns[0])}
 
 
 def quiet(steps: int) -> dict[str, Any]:
     """How often a rank is named though none is throttled, and what it takes to look."""
     with tempfile.TemporaryDirectory() as folder:
-        noted = job(Path(folder), "none", 0.0, 0, 0, steps)
+        noted = job(Path(folder), "none", 0.0, steps)
     own, rest, marks = noted["own"], noted["rest"], noted["marks"]
+    mean = float(rest[:, 0].sum() / len(own))
     windows = []
-    for window in np.array_split(np.arange(len(own)), WINDOWS):
-        history, mean = History([0, 1]), rest[:, 0].sum() / len(own)
-        for part in np.array_split(window, BLOCKS):
-            history.add(own[part], mean * len(part), int(part[0]) + 1, float(part[-1]) * mean)
-        windows.append(history.verdict)
+    for window in np.array_split(own, WINDOWS):
+        parts = np.array_split(window, BLOCKS)
+        windows.append(judged(parts, [mean * len(part) for part in parts]))
     costs = [found.share for found in windows if found is not None]
     online = [rank for rank, _ in groupby(row[1] for row in noted["told"]) if rank >= 0]
     return {
@@ -169,8 +187,8 @@ def quiet(steps: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=500, help="of each part of a throttled run (default: %(default)s)")
-    parser.add_argument("--quiet-steps", type=int, default=12_000, help="of the quiet run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1000, help="of each throttled run (default: %(default)s)")
+    parser.add_argument("--quiet-steps", type=int, default=6000, help="of the quiet run (default: %(default)s)")
     options(parser, rounds=1)
     args = parser.parse_args()
     run, rows, figures = Run("slow_rank", args), [], dict[str, Figure]()
