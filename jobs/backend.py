@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,7 @@ from lockstep.jobs.status import (
 )
 from lockstep.training import contract, files
 from lockstep.training.contract import UserError
+from lockstep.wire.exec import STACKS
 
 Mode = Literal["attach", "replace", "new"]
 """What to do about a job of the same name: attach to the same one, replace a finished one, or take a numbered name."""
@@ -56,6 +58,7 @@ Sent = list[Submitted]
 Manifests = list[Manifest]
 Checks = list[Check]
 Findings = list[Finding]
+Standings = list[records.Standing]
 LOOK_SECONDS = 2.0
 """What a last look may take, after the end of a wait."""
 SUMMARY_LINES = 1000
@@ -375,6 +378,29 @@ class Backend(abc.ABC):
         if absent:
             raise UserError(f"{name} {absent}")
         return self.exec(known, rank, command, streams or Streams())
+
+    def stacks(self, name: str, rank: int | None = None) -> Standings:
+        """What each rank of a job that runs does now, or one of them.
+
+        Raises:
+            UserError: no such job or rank, one that is not ours, has not started or has ended.
+            Unreachable: the connection was lost.
+        """
+        known = self._ours(name)
+        of_node = known.spec.ranks if known.spec is not None else 1
+        found: dict[int, records.Standing] = {}
+        for first in range(0, known.world_size, of_node) if rank is None else [rank]:
+            with tempfile.TemporaryFile() as answer, open(os.devnull) as nothing:
+                words = [STACKS, *([str(rank)] if rank is not None else [])]
+                code = self.execute(name, words, first, Streams(nothing.fileno(), answer.fileno(), 2))
+                answer.seek(0)
+                for line in answer.read().splitlines() if not code else []:
+                    with contextlib.suppress(ValueError):
+                        if (one := records.parse(files.parsed(line), records.Standing)) is not None:
+                            found[one["rank"]] = one
+        if not found:
+            raise UserError(f"no rank of {name} has said what it does")
+        return [found[number] for number in sorted(found)]
 
     def wait(self, name: str, timeout: float, seen: Observer | None = None) -> Status:
         """The final status, or the one at the timeout (seconds). `seen` gets every status on the way, and the last.

@@ -22,6 +22,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from lockstep.training import contract, files
 from lockstep.training.contract import UserError
+from lockstep.wire import hangs
 
 _MOST_LINKS = 40
 
@@ -177,16 +178,20 @@ class Said(TypedDict):
     goodput: NotRequired[Goodput]
     slow_rank: NotRequired[dict[str, Any]]
     hang: NotRequired[str]
-    """What the launcher says of a rank that gets no further (hang.json)."""
+    """What is said of a rank that gets no further (hang.jsonl)."""
 
 
-class Hang(TypedDict):
-    """hang.json of a run."""
+class Standing(TypedDict):
+    """What a rank does, as its node says it (`lockstep.wire.hangs`)."""
 
-    said: str
-    step: int
-    time: float
-    ranks: list[dict[str, Any]]
+    rank: int
+    what: str
+    where: str
+    waits: bool
+    stacks: str
+    loaders: str
+    pid: int
+    step: int | None
 
 
 class Process(TypedDict):
@@ -320,8 +325,13 @@ def progress(said: Said | None) -> str:
     ended = (
         "" if said["code"] is None else ", ending" if said["code"] == contract.EXIT_DONE else ", the attempt has ended"
     )
-    hang = f"; {contract.printable(text)}" if (text := said.get("hang")) and said["code"] is None else ""
-    return step(said) + (f", restart {again}" if (again := restarts(said)) else "") + ended + hang
+    return step(said) + (f", restart {again}" if (again := restarts(said)) else "") + ended + hang(said)
+
+
+def hang(said: Said) -> str:
+    """What is said of a rank that gets no further, behind a semicolon."""
+    text = said.get("hang", "") if said["code"] is None else ""
+    return f"; {contract.printable(text)}" if text else ""
 
 
 def step(said: Said) -> str:
@@ -355,6 +365,6 @@ def said(run_dir: Path, job: str) -> Said | None:
     found = read(run_dir / contract.STATUS_FILE, Said)
     if found is None or found.get("job") != job:
         return None
-    if (hang := read(run_dir / contract.HANG_FILE, Hang)) is not None:
-        found["hang"] = hang["said"]
+    if (told := hangs.of_run(run_dir)) is not None:
+        found["hang"] = told.said
     return found

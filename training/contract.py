@@ -89,8 +89,8 @@ STATUS_FILE = "status.json"
 EVENTS_FILE = "events.jsonl"
 TIME_FILE = "time.jsonl"
 SUMMARY_FILE = "summary.json"
-HANG_FILE = "hang.json"
-"""What a launcher says of a rank that hangs, for as long as it does."""
+HANG_FILE = "hang.jsonl"
+"""What those who watch the ranks have found, while no rank gets further (`lockstep/wire/hangs.py`)."""
 REPORT_FILE = "report.html"
 STOP_FILE = "STOP"
 CHECKPOINTS = "checkpoints"
@@ -98,6 +98,8 @@ ENDPOINTS = "endpoints"
 RANK_HEADER = "Lockstep-Rank"
 """Of a rank's answers: the `id` of its endpoint file."""
 METRICS = "metrics"
+MOST_NAMED = 8
+"""Up to this many ranks a message names one by one; more are shown as ranges."""
 
 RUN_ENVIRONMENT = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
@@ -116,6 +118,21 @@ def goodput_line(shares: Mapping[str, Any]) -> str:
         queued = f", {shares['queued']:.0f} s of them queued" if "queued" in shares else ""
         text += f"; before that {shares['before_start']:.0f} s from submission to start{queued} (by the clocks of the machines)"
     return text
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks as text: `1, 5`; for many ranks their ranges, `0–511, 700`, at most `MOST_NAMED` of them."""
+    if len(ranks) <= MOST_NAMED:
+        return ", ".join(map(str, ranks))
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    parts = [str(low) if low == high else f"{low}–{high}" for low, high in ranges[:MOST_NAMED]]
+    left = sum(high - low + 1 for low, high in ranges[MOST_NAMED:])
+    return ", ".join(parts) + (f" and {left} more" if left else "")
 
 
 _SLOW_RANK = {

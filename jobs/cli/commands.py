@@ -473,6 +473,26 @@ def execute(
 
 
 @flat
+def stacks(
+    backend: Backend,
+    name: Name,
+    place: Place,
+    rank: Annotated[int | None, typer.Option(help="Only this global rank.", min=0)] = None,
+    as_json: Json = False,
+) -> None:
+    """Print what each rank of a running job does now: what it waits for, where, and its Python stacks."""
+    found = place.open(backend).stacks(name, rank)
+    if as_json:
+        show(found)
+    for one in [] if as_json else found:
+        where = f" ({one['where']})" if one["where"] else ""
+        step = f", step {one['step']}" if one["step"] is not None else ""
+        say(f"rank {one['rank']} {one['what']}{where} [process {one['pid']}{step}]")
+        for text in (*one["stacks"].splitlines(), *one["loaders"].splitlines()):
+            say(f"  {text}".rstrip())
+
+
+@flat
 def wait(
     backend: Backend,
     name: Name,

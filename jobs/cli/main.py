@@ -155,6 +155,7 @@ app.command(epilog="Example: lockstep schema > job.schema.json")(commands.schema
 app.command(epilog="Example: lockstep status k8s smoke --json")(commands.status)
 app.command(epilog="Example: lockstep logs k8s smoke --rank 5 --tail 100 --follow")(commands.logs)
 app.command("exec", epilog="Example: lockstep exec k8s smoke --rank 5 -- nvidia-smi")(commands.execute)
+app.command(epilog="Example: lockstep stacks k8s smoke --rank 5")(commands.stacks)
 app.command(epilog="Example: lockstep wait k8s smoke --timeout 3600")(commands.wait)
 app.command(epilog="Example: lockstep cancel k8s smoke")(commands.cancel)
 app.command("list", epilog="Example: lockstep list k8s")(commands.list_jobs)

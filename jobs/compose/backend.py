@@ -32,6 +32,7 @@ from lockstep.jobs.process import Streams, run
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import Check, Listed, Status, Submitted
 from lockstep.training import contract, files
+from lockstep.wire import hangs
 
 CANCELLED = "lockstep/cancelled"
 CODE = "lockstep/code"
@@ -173,12 +174,8 @@ class ComposeBackend(Cluster):
         with contextlib.suppress(ValueError):
             said = records.parse(files.parsed(found[0]), records.Said)
             hang = engine.read_file(str(nodes[0]["Id"]), f"{spec.run_directory}/{contract.HANG_FILE}")
-            if (
-                said is not None
-                and hang is not None
-                and (told := records.parse(files.parsed(hang[0]), records.Hang)) is not None
-            ):
-                said["hang"] = told["said"]
+            if said is not None and hang is not None and (told := hangs.told(hang[0])) is not None:
+                said["hang"] = told.said
             return said
         return None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from lockstep.training.contract import (
     ENV_EXEC,
     ENV_JOB,
     ENV_LAUNCHER,
+    ENV_NOTE,
     ENV_RESTARTS,
     ENV_RUN_DIR,
     ENV_SESSION,
@@ -30,11 +32,15 @@ from lockstep.training.contract import (
     to_stderr,
     variables_of,
 )
+from lockstep.wire import hangs
 
+STACKS = "--stacks"
+"""In place of a command: print what the ranks of the job on this node do, with their stacks. With a word behind it: that rank alone."""
 NOT_HERE = 3
 """Exit code of `--find` where the rank is on another node."""
-_OF_THE_RANK = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS, ENV_SESSION)
-"""With the last one a Session of the command would write in the run of the job."""
+_OF_THE_RANK = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS, ENV_SESSION, ENV_NOTE)
+"""With the last two a Session of the command would write in the run of the job, and show its progress in the rank's place."""
+_ABSENT = "{} does not run: it has ended, or has not begun, or is being started again"
 _FROM_SLURM = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
 
 
@@ -45,21 +51,34 @@ def processes() -> Iterator[tuple[int, dict[str, str]]]:
             yield int(entry), env
 
 
-def find(rank: int, here: Mapping[str, str]) -> tuple[int, dict[str, str]] | None:
-    """The process of a rank and its environment: the oldest that has it, as the rank's own children inherit it.
+def ranks(here: Mapping[str, str]) -> dict[int, tuple[int, dict[str, str]]]:
+    """The process of each rank on this node, and its environment: the oldest that has it, as the rank's own children inherit it.
 
     Args:
-        here: this process's environment. Where it names a job or a launcher, the rank is of that one.
+        here: this process's environment. Where it names a job or a launcher, the ranks are of that one.
     """
     job_marks = {name: here[name] for name in (ENV_JOB, ENV_LAUNCHER) if name in here}
     candidates = [
         (began, pid, env)
         for pid, env in processes()
-        if ENV_LAUNCHER in env and rank_of(env) == str(rank) and job_marks.items() <= env.items() and pid != os.getpid()
-        and (began := _began(pid)) is not None
+        if ENV_LAUNCHER in env and job_marks.items() <= env.items() and pid != os.getpid() and (began := _began(pid)) is not None
     ]  # fmt: skip
-    oldest = min(candidates, key=lambda item: item[:2], default=None)
-    return None if oldest is None else oldest[1:]
+    youngest_first = sorted(candidates, key=lambda item: item[:2], reverse=True)
+    return {int(rank): (pid, env) for _, pid, env in youngest_first if (rank := rank_of(env)).isdecimal()}
+
+
+def _tell_stacks(args: argparse.Namespace) -> int:
+    """A line of JSON for each rank (`hangs.of_process`)."""
+    found = sorted(
+        (rank, pid) for rank, (pid, _) in ranks(os.environ).items() if not args.command[1:] or rank == args.rank
+    )
+    for rank, pid in found:
+        print(json.dumps(hangs.of_process(rank, pid)), flush=True)
+    if found:
+        return 0
+    return _refuse(
+        "the ranks' processes are not to be seen from here" if args.env else _ABSENT.format(f"rank {args.rank}")
+    )
 
 
 def _began(pid: int) -> int | None:
@@ -117,11 +136,13 @@ def main(argv: list[str]) -> int:
         return 0
     if not os.path.isdir("/proc/self"):
         return _refuse("the processes of this machine are not to be seen: /proc is Linux's")
-    rank_process = find(args.rank, os.environ)
+    if args.command[:1] == [STACKS]:
+        return _tell_stacks(args)
+    rank_process = ranks(os.environ).get(args.rank)
     if args.find:
         return 0 if rank_process is not None else NOT_HERE
     if rank_process is None and not args.env:
-        return _refuse(f"rank {args.rank} does not run: it has ended, or has not begun, or is being started again")
+        return _refuse(_ABSENT.format(f"rank {args.rank}"))
     pid, rank_env = rank_process if rank_process is not None else (os.getpid(), dict(os.environ))
     env = environment(rank_env, args, rank_process is not None)
     with contextlib.suppress(OSError):  # this process may not see the rank's folder

@@ -23,6 +23,7 @@ PROGRAMS = {
     "peers": ("benchmarks/peers.py --peers Lightning Lockstep --rounds 1 --steps 2 --warm-up 1 --batch 2", "× as fast"),
     "own loop": ("-m benchmarks.own_loop.compare --loops Session --fates", '"changed_lines"'),
     "torture": ("-m benchmarks.torture.compare --peers torchrun --cases 1", "torchrun\n  term ["),
+    "hangs": ("-m benchmarks.hangs --rounds 1 --kinds stop --quiet-jobs 1 --quiet-minutes 0.4", "1 of 1 right"),
     "gpu": ("benchmarks/gpu.py --device cpu --small --rounds 1", "bag_of_tricks: matmul "),
 }  # fmt: skip
 """What starts it, and what it prints."""
@@ -37,7 +38,9 @@ def _run(words: list[str], out: Path) -> tuple[str, dict[str, Any]]:
     return done.output, json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name == "hangs" else []) for name in PROGRAMS]
+)
 def test_a_program_prints_its_figures_and_records_them(name: str, tmp_path: Path) -> None:
     if name == "peers" and find_spec("lightning") is None:
         pytest.skip("Lightning is not installed: pip install -e '.[peers]'")

@@ -1,13 +1,19 @@
-"""python tests/faults/hanging.py RUN_DIR KIND: two ranks train, and after 30 steps rank 1 gets no further, in this way."""
+"""python tests/faults/hanging.py RUN_DIR KIND[:RANK:STEP] [SETTING…]: ranks train, and after a step one gets no further, in this way.
+
+Without RANK and STEP it is rank 1 after step 30. `disk` writes into the folder $DISK, whose file system it stops before (fsfreeze);
+`held` goes on where there is a file RUN_DIR/GO.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,8 +21,6 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lockstep import Session
-
-STEP = 30
 
 
 class Data(Dataset[torch.Tensor]):
@@ -47,13 +51,23 @@ def hang(run: Session) -> None:
             os.write(write, b"x" * 4096)
     elif KIND == "order":
         dist.broadcast(torch.zeros(3), 0)
-    elif KIND == "slow":  # it goes on
-        time.sleep(14)
+    elif KIND == "shapes":
+        dist.all_reduce(torch.zeros(1000))
+    elif KIND == "disk":
+        folder = Path(os.environ["DISK"])
+        subprocess.run(["fsfreeze", "--freeze", folder], check=True)
+        (folder / "file").write_bytes(b"x")
+    elif KIND == "held":
+        while not Path(RUN_DIR, "GO").exists():
+            time.sleep(0.05)
 
 
-RUN_DIR, KIND = sys.argv[1:3]
-HANGS = os.environ["RANK"] == "1" and os.environ["LOCKSTEP_RESTARTS"] == "0"
-with Session(RUN_DIR, sync="flat") as run:
+RUN_DIR, WORDS, *SETTINGS = sys.argv[1:]
+KIND, RANK, STEP = (*WORDS.split(":"), 1, 30)[:3]
+RANK, STEP = int(RANK), int(STEP)
+RESTARTS = os.environ.get("LOCKSTEP_RESTARTS", os.environ.get("TORCHELASTIC_RESTART_COUNT"))
+HANGS = int(os.environ["RANK"]) == RANK and RESTARTS == "0"
+with Session(RUN_DIR, *SETTINGS, sync="flat") as run:
     model = run.replicate(nn.Linear(4, 1))
     run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.01))
     for _ in run.epochs(1):

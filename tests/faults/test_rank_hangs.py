@@ -4,56 +4,77 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.processes import LAUNCH, PYTHON, ROOT, clean_env, poll, started
+from tests.events import events
+from tests.jobs.helpers import top
+from tests.processes import LAUNCH, PYTHON, ROOT, clean_env, free_port, poll, run, started
 from tests.runs import Job
 
 SCRIPT = ROOT / "tests/faults/hanging.py"
 SAID = {
-    "lock": r"rank 1 waits \(hanging\.py:\d+ in hang\), and rank 0 waits",
-    "stop": r"rank 1 stands stopped, and rank 0 waits",
-    "loop": r"rank 1 computes \(hanging\.py:\d+ in hang\), and rank 0 waits",
-    "loader": r"rank 1 waits for its data loader \(hanging\.py:\d+ in <module>\), and rank 0 waits",
-    "pipe": r"rank 1 waits \(hanging\.py:\d+ in hang\), and rank 0 waits",
+    "lock": r"rank 1 waits \(hanging\.py:\d+ in hang\)",
+    "stop": r"rank 1 stands stopped",
+    "loop": r"rank 1 computes \(hanging\.py:\d+ in hang\)",
+    "loader": r"rank 1 waits for its data loader \(hanging\.py:\d+ in <module>\)",
+    "pipe": r"rank 1 waits \(hanging\.py:\d+ in hang\)",
 }
-
-
-def _launch(run_dir: Path, kind: str, *flags: str) -> list[str]:
-    return [*LAUNCH, "--ranks", "2", "--grace", "5", *flags, "--", PYTHON, "-u", str(SCRIPT), str(run_dir), kind]
 
 
 @pytest.mark.promise("named-rank")
 @pytest.mark.parametrize(
-    "kind", ["lock", "loader", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("stop", "loop", "pipe"))]
-)
-def test_the_rank_that_hangs_is_named_and_ended(tmp_path: Path, kind: str) -> None:
+    ("kind", "launcher"),
+    [
+        ("loader", "ours"), ("loop", "torchrun"),
+        *(pytest.param(kind, "ours", marks=pytest.mark.nightly) for kind in ("lock", "stop", "loop", "pipe")),
+        *(pytest.param(kind, "torchrun", marks=pytest.mark.nightly) for kind in ("lock", "loader", "stop", "pipe")),
+    ],
+)  # fmt: skip
+def test_the_rank_that_hangs_is_named_and_ended(tmp_path: Path, kind: str, launcher: str) -> None:
+    """Under torchrun each rank has a watcher of its own, which sees no other rank."""
     run_dir = tmp_path / "run"
     mark = Job(run_dir, run_dir)
-    with started(
-        _launch(run_dir, kind, "--end-hangs", "--max-restarts", "1"), clean_env(LOCKSTEP_TEST_MARK=mark.mark)
-    ) as launcher:
-        poll(lambda: (run_dir / "hang.json").exists() or launcher.poll() is not None, 300, "hang.json")
-        hang = json.loads((run_dir / "hang.json").read_text())
-        output, _ = launcher.communicate(timeout=300)
-    assert re.search(rf"launch: no step for \d+ s: {SAID[kind]}", output), output
-    assert re.fullmatch(rf"no step for \d+ s: {SAID[kind]}", hang["said"]) and hang["step"] >= 30, hang
-    assert [one["rank"] for one in hang["ranks"]] == [1, 0] and "most recent call first" in hang["ranks"][1]["stacks"]
+    ours = [*LAUNCH, "--ranks", "2", "--grace", "5", "--max-restarts", "1", "--", PYTHON, "-u"]
+    torchrun = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--master-port"]
+    words = [
+        *(ours if launcher == "ours" else [*torchrun, str(free_port())]),
+        str(SCRIPT),
+        str(run_dir),
+        kind,
+        "end_hangs=true",
+    ]
+    with tempfile.TemporaryDirectory() as folder:  # with a short path, for the sockets of the loader
+        done = run(words, clean_env(LOCKSTEP_TEST_MARK=mark.mark, TMPDIR=folder), 300)
+        mark.assert_gone()
+        assert not [path for path in Path(folder).iterdir() if path.name.startswith("lockstep-")]
     # The attempt that begins anew does not hang.
-    assert launcher.returncode == 0 and "all ranks start again" in output, output
-    assert not (run_dir / "hang.json").exists()
-    mark.assert_gone()
+    assert done.code == 0, done.output
+    sentence = rf"no step for \d+ s: {SAID[kind]}, and rank 0 waits"
+    assert re.search(rf"hang: {sentence} \(stacks: ", done.output), done.output
+    *_, hang = events(run_dir, "hang")  # before, one that waits may have said so
+    assert re.fullmatch(sentence, hang["reason"]) and hang["ranks"] == [1] and hang["step"] >= 29, hang
+    assert hang["attempt"] == 1 and [event["attempt"] for event in events(run_dir, "start")] == [1, 2]
+    assert not (run_dir / "hang.jsonl").exists()
 
 
 @pytest.mark.promise("named-rank")
 def test_one_that_goes_on_by_itself_is_no_longer_said_to_hang(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with started(_launch(run_dir, "slow"), clean_env()) as launcher:
-        poll(lambda: (run_dir / "hang.json").exists() or launcher.poll() is not None, 300, "hang.json")
+    command = [*LAUNCH, "--ranks", "2", "--", PYTHON, "-u", str(SCRIPT), str(run_dir), "held"]
+    with started(command, clean_env()) as launcher:
+        poll(lambda: events(run_dir, "hang") or launcher.poll() is not None, 300, "hang.jsonl")
+        told = [json.loads(line) for line in (run_dir / "hang.jsonl").read_text().splitlines()]
+        shown = json.loads(top(tmp_path, str(run_dir), "--json", "--every", "0.2").stdout)
+        metrics = run_dir / "metrics/rank-00000.prom"
+        poll(lambda: re.search(r"(?m)^training_hung_rank{.*} 1", metrics.read_text()), 120, "the metric")
+        (run_dir / "GO").touch()
         output, _ = launcher.communicate(timeout=300)
-    assert (
-        launcher.returncode == 0 and "rank 1 waits (hanging.py" in output and "rank 1 gets further again" in output
-    ), output
-    assert not (run_dir / "hang.json").exists()
+    assert launcher.returncode == 0 and "hang: rank 1 gets further again" in output, output
+    assert [(one["rank"], one["waits"], "most recent call first" in one["stacks"]) for one in told[0]["ranks"]] == [
+        (0, True, True), (1, False, True),
+    ], told  # fmt: skip
+    assert [bool(rank["hang"]) for rank in shown] == [False, True] and "hanging.py:" in shown[1]["hang"], shown
+    assert not (run_dir / "hang.jsonl").exists() and "training_hung_rank{" not in metrics.read_text()

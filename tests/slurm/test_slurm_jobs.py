@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests import product
 from tests.events import events
-from tests.processes import PYTHON, poll
+from tests.processes import PYTHON, ROOT, poll
 from tests.product import JobSpec, UserError
 from tests.slurm.conftest import Bench, accounted, lockstep
 from tests.slurm.trainings import Training, training
@@ -121,6 +122,25 @@ def test_cancel_while_running_saves_and_is_not_undone(bench: Bench) -> None:
     bench.cluster.idle()  # nobody is left who could ask for a requeue
     assert bench.cluster.ask("squeue", "-h", "-t", "pending,running,completing") == "", "nobody has requeued it"
     assert bench.backend.status("runs").state == "cancelled"
+
+
+@pytest.mark.promise("named-rank")
+def test_a_rank_that_hangs_is_named_though_each_task_sees_its_own_rank_alone(bench: Bench) -> None:
+    script, run = ROOT / "tests/faults/hanging.py", bench.folder / "hung"
+    spec = bench.command("hung", "", command=[PYTHON, "-u", str(script), str(run), "held"], nodes=2, ranks_per_node=1)
+    bench.backend.submit(spec)
+    bench.becomes("hung", "running", 120, "s: rank 1 waits (hanging.py:")
+    done = lockstep("stacks", "slurm", "hung")
+    assert done.returncode == 0 and re.search(
+        r"(?m)^rank 1 waits \(hanging.py:\d+ in hang\) \[process \d+, step ", done.stdout
+    ), done
+    assert re.search(r"(?m)^rank 0 waits for others \(", done.stdout) and "most recent call first" in done.stdout, done
+    (run / "GO").touch()
+    assert bench.wait("hung").state == "succeeded", list(bench.backend.logs("hung"))
+    assert any("hang: rank 1 gets further again" in line for line in bench.backend.logs("hung")), list(
+        bench.backend.logs("hung")
+    )
+    assert not (run / "hang.jsonl").exists() and events(run, "hang")
 
 
 @accounted

@@ -120,6 +120,8 @@ class RunSettings(Section):
     """Where to train; `auto` takes a GPU where one is visible."""
     collective_timeout: Free[Number] = Field(default=600.0, ge=1, le=1_000_000)
     """Seconds after which a collective ends the job, if a rank has not joined it."""
+    end_hangs: Free[bool] = False
+    """Kill a rank that gets no further while the others wait for it: all start again, or under `--live` the others train on."""
     threads: Free[Count] = 0
     """CPU threads per rank; 0: the cores of the node divided by its ranks."""
     sync: Sync = Field(default_factory=Sync)

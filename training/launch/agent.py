@@ -30,8 +30,8 @@ from lockstep.training.launch.ending import (
     without_ended,
 )
 from lockstep.training.launch.gang import STOP_SECONDS, Gang, handle, interrupted, leave_while_waiting
-from lockstep.training.launch.hangs import Hangs
 from lockstep.training.launch.rendezvous import NotMet, Several
+from lockstep.wire.hangs import Hangs
 from lockstep.wire.signals import FORWARDED
 
 

@@ -40,11 +40,11 @@ from lockstep.training.contract import (
 from lockstep.training.launch import agent, guard, lines, live, rendezvous
 from lockstep.training.launch.ending import Attempts, ExitBarrier, cluster_code
 from lockstep.training.launch.gang import handle, leave_while_waiting, nothing
-from lockstep.training.launch.hangs import Hangs
 from lockstep.training.launch.rendezvous import NotMet
 from lockstep.training.observe import account
 from lockstep.training.parallel.world import cores
 from lockstep.wire import payload
+from lockstep.wire.hangs import Hangs
 from lockstep.wire.signals import FORWARDED
 
 
@@ -87,7 +87,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
             ) as guarded,
         ):
             os.environ[ENV_NOTE] = str(Path(logs) / "run")
-            hangs = Hangs(Path(logs), args.end_hangs)
+            hangs = Hangs(Path(logs))
             code: int
             barrier: ExitBarrier | live.Parting | None
             if args.live:
@@ -146,8 +146,6 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
                         help="with --live: fewer ranks do not go on, and all start again (default 1)")  # fmt: skip
     parser.add_argument("--lost-seconds", type=positive, metavar="SECONDS",
                         help="with --live: a stopped rank and a silent node are lost after this time (default 10)")  # fmt: skip
-    parser.add_argument("--end-hangs", action="store_true",
-                        help="kill a rank that gets no further while others wait for it; it is named in any case")  # fmt: skip
     parser.add_argument("--time-limit", type=count, default="0", metavar="SECONDS",
                         help=f"end the ranks after this time, with a checkpoint and exit code {EXIT_TIMED_OUT}; 0: never")  # fmt: skip
     parser.add_argument("--exit-codes", choices=("plain", "kubernetes"), default="plain",

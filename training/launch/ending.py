@@ -24,10 +24,9 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from lockstep.training import files
-from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError, named
 from lockstep.training.launch.rendezvous import NotMet, Several, SignedStore
 from lockstep.training.parallel import stores
-from lockstep.training.parallel.exchange import named
 
 FINAL = (EXIT_USAGE, EXIT_PREEMPTED)
 """Codes of a rank after which the gang is not started again."""

@@ -24,7 +24,7 @@ from lockstep.training.contract import (
     to_stderr,
 )
 from lockstep.training.launch.ending import FINAL, Attempts, deaths, too_early
-from lockstep.training.launch.hangs import Hangs
+from lockstep.wire.hangs import Hangs
 from lockstep.wire.signals import FORWARDED, PendingSignals
 
 STOP_SECONDS = 30

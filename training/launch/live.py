@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, to_stderr
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, named, to_stderr
 from lockstep.training.launch import rendezvous
 from lockstep.training.launch.ending import (
     ERROR_SECONDS,
@@ -38,7 +38,6 @@ from lockstep.training.launch.ending import (
 )
 from lockstep.training.launch.follower import Follower
 from lockstep.training.launch.gang import STOP_SECONDS, Gang, handle, interrupted, leave_while_waiting
-from lockstep.training.launch.hangs import Hangs
 from lockstep.training.launch.nodes import (
     LOOK_SECONDS,
     Ending,
@@ -54,7 +53,7 @@ from lockstep.training.launch.nodes import (
 )  # fmt: skip
 from lockstep.training.launch.processes import Place, Processes
 from lockstep.training.parallel import stores
-from lockstep.training.parallel.exchange import named
+from lockstep.wire.hangs import Hangs
 from lockstep.wire.signals import FORWARDED
 
 STORE_SECONDS = 60.0

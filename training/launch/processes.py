@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from lockstep.training.contract import ENV_REPLACEMENT
 from lockstep.training.launch.lines import Copies
-from lockstep.training.resilience.progress import state_of
+from lockstep.wire.progress import state_of
 from lockstep.wire.signals import FORWARDED
 
 POLL_SECONDS = 0.05

@@ -35,6 +35,7 @@ from lockstep.training.contract import UserError, say
 from lockstep.training.observe.metrics import Metrics
 from lockstep.training.observe.rundir import SECONDS
 from lockstep.training.parallel.world import World
+from lockstep.wire.hangs import of_run
 
 ANY_ADDRESS = "any"
 MAX_CONNECTIONS = 16
@@ -142,6 +143,9 @@ class Exporter:
         """One writer at a time. After the `last` state nothing is written."""
         with self._writing:
             if last or not self._closed.is_set():
+                if not last:
+                    hang = of_run(self._run_dir)
+                    self.metrics.hangs(hang.named[0].rank if hang is not None else None)
                 text = self.metrics.text()
                 for path in self._textfiles:
                     self._publish(path, text)

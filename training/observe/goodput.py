@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING
 
 from lockstep.training import contract
 from lockstep.training.observe.account import PRECEDENCE, Account, Bucket, Line, boot, boot_seconds, of_run, started
+from lockstep.wire.hangs import HANG_SECONDS
 
 if TYPE_CHECKING:
     from lockstep.training.observe.rundir import RunDirectory
 
-HANG_SECONDS = 15.0
-"""Ranks that have waited for another one for longer, and then failed, have met a hang. Of a rank that was killed they hear at once."""
 SHARE, LEAST_SECONDS, MOST_SECONDS = 0.01, 0.2, 60.0
 """Between two lines: this share of the attempt so far, within these bounds. A kill loses no more."""
 _KEPT = 16
@@ -120,7 +119,7 @@ class GoodputRecorder:
 
     def failed(self, in_collective: bool) -> None:
         """An error ends the attempt, perhaps that of a collective. Where this one has waited for long, the time since the last sign of
-        life is a hang; else the step that was under way is lost."""
+        life is a hang (of a rank that was killed it would hear at once); else the step that was under way is lost."""
         self._tick()
         waited = self._last - self._alive_at
         if in_collective and waited > HANG_SECONDS:

@@ -66,6 +66,7 @@ TABLE: dict[str, Row] = {
     ),
     "ranks": Row("gauge", "Ranks that train, as this one knows it."),
     "ranks_lost_total": Row("counter", "Ranks that were lost while the others went on (launch --live)."),
+    "hung_rank": Row("gauge", "The rank that the others wait for (of several the lowest), while none gets further.", since="later"),
     "checkpoint_last_success_timestamp_seconds": Row("gauge", "Unix time at which the newest checkpoint was on the disk.", since="later"),
     "step_duration_seconds": Row("histogram", "Seconds of an optimizer step, waiting for data included."),
     "data_wait_seconds": Row("histogram", "Seconds a step waited for its batch."),
@@ -184,7 +185,15 @@ class Metrics:
         self.found_corrupt = True
         self.count("corrupt_files_total", kind)
 
+    def hangs(self, rank: int | None) -> None:
+        """This rank is said to hang; None: none is."""
+        if rank is not None:
+            self.set("hung_rank", rank)
+        else:
+            self._families["hung_rank"].clear()
+
     def ended(self, code: int) -> None:
+        self.hangs(None)
         self.finished = True
         self.set("finished", 1)
         self.set("exit_code", code)

@@ -2,7 +2,7 @@
 
 reader = Reader(Path("runs/smoke"))
 before, after = reader.read(), reader.read()
-for rank in between(before, after, reader.straggler()): …       # step, images/s, shares of a step, who holds the others up
+for rank in reader.judged(before, after): …       # step, images/s, shares of a step, who holds the others up
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.training import contract, files
-from lockstep.training.contract import UserError
+from lockstep.training.contract import UserError, printable
+from lockstep.wire.hangs import of_run
 
 TIMEOUT = 2.0
 _MOST_BYTES = 4 << 20
@@ -66,6 +67,8 @@ class Rank:
     source: str
     straggler: dict[str, Any] | None = None
     """Where this rank holds the others up: since when, in which phase, what it costs (`contract.slow_rank_of`)."""
+    hang: str | None = None
+    """What it does, and where, while none gets further for it."""
 
 
 class Reader:
@@ -90,7 +93,16 @@ class Reader:
             found = [snapshot for snapshot in pool.map(self._rank, numbers) if snapshot is not None]
         return {snapshot.rank: snapshot for snapshot in found}
 
-    def straggler(self) -> dict[str, Any] | None:
+    def judged(self, before: dict[int, Snapshot], after: dict[int, Snapshot]) -> list[Rank]:
+        """What each rank did between two readings (`between`), and what those who watch the run say of those that hang."""
+        ranks, hang = between(before, after, self._straggler()), of_run(self.run_dir)
+        named = {one.rank: one for one in hang.named} if hang is not None else {}
+        for rank in ranks:
+            if (one := named.get(rank.rank)) is not None and rank.exit_code is None:
+                rank.hang = printable(f"{one.what} ({one.where})" if one.where else one.what)
+        return ranks
+
+    def _straggler(self) -> dict[str, Any] | None:
         """Which rank holds the others up, as rank 0 has found (`slow.py`)."""
         return contract.slow_rank_of(files.read_json(self.run_dir / contract.STATUS_FILE))
 

@@ -192,6 +192,10 @@ class RunDirectory:
             lock.release()
             raise
         run = cls(path, lock, saved)
+        with contextlib.suppress(OSError):
+            (path / contract.HANG_FILE).unlink(
+                missing_ok=True
+            )  # of an attempt that was killed with those who watched it
         if isinstance(fresh, str):
             run.fresh_word = fresh
         return run

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.training.contract import UserError, printable, slow_rank_line
-from lockstep.training.observe.ranks import Rank, Reader, Snapshot, between
+from lockstep.training.observe.ranks import Rank, Reader, Snapshot
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -52,7 +52,7 @@ def show(run: Path, every: float, once: bool, as_json: bool) -> None:
         _live(run, reader, before, every)
         return
     time.sleep(0.0 if all(snapshot.values.get("finished") for snapshot in before.values()) else every)
-    ranks = between(before, reader.read() or before, reader.straggler())
+    ranks = reader.judged(before, reader.read() or before)
     if as_json:
         print(json.dumps([asdict(rank) for rank in ranks], indent=1))
         return
@@ -69,11 +69,11 @@ def _live(run: Path, reader: Reader, before: dict[int, Snapshot], every: float) 
 
     # One more reading back, so that a slow step still falls between two of them.
     readings = [before]
-    with Live(picture(run, between({}, before, reader.straggler())), auto_refresh=False, screen=False) as live:
+    with Live(picture(run, reader.judged({}, before)), auto_refresh=False, screen=False) as live:
         while True:
             time.sleep(every)
             readings = [*readings[-2:], reader.read() or readings[-1]]
-            ranks = between(readings[0], readings[-1], reader.straggler())
+            ranks = reader.judged(readings[0], readings[-1])
             live.update(picture(run, ranks), refresh=True)
             if all(rank.exit_code is not None for rank in ranks):
                 return
@@ -89,7 +89,9 @@ def fitting(ranks: list[Rank], rows: int) -> list[Rank]:
     those that wait least for the others."""
     if len(ranks) <= rows:
         return ranks
-    found = sorted(ranks, key=lambda rank: (not rank.straggler, not note(rank), rank.sync_wait or 0.0, rank.rank))
+    found = sorted(
+        ranks, key=lambda rank: (not rank.hang, not rank.straggler, not note(rank), rank.sync_wait or 0.0, rank.rank)
+    )
     return sorted(found[:rows], key=lambda rank: rank.rank)
 
 
@@ -125,7 +127,7 @@ def picture(run: Path, ranks: list[Rank]) -> Group:
         for letter, _, colour in _runs(rank):
             bar.append(letter, style=colour)
         cells[4] = bar
-        style = "bold red" if rank.straggler else None
+        style = "bold red" if rank.straggler or rank.hang else None
         table.add_row(*(cells[number] for number in shown), style=style)
     # Beside the table, which may be narrower. As text: a [/x] in a path is no markup.
     head = Text(title(run, ranks, terminal.columns), style="bold", no_wrap=True, overflow="ellipsis")
@@ -143,6 +145,8 @@ def row(rank: Rank) -> tuple[str, ...]:
 
 
 def note(rank: Rank) -> str:
+    if rank.hang:
+        return f"◀ HANGS: {rank.hang}"
     if rank.straggler:
         return f"◀ STRAGGLER ({printable(rank.straggler['phase'])})"
     if rank.exit_code is not None:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lockstep.training.contract import EXIT_FAILED, UserError
+from lockstep.training.contract import EXIT_FAILED, UserError, named
 from lockstep.training.parallel.world import World, detect
 
 DTYPES = {
@@ -45,8 +45,6 @@ _OF_GLOO = re.compile(r"\[[^]\n]*\bgloo/[^]\n]*\.(cc|h):\d+\] |Application timeo
 has timed out before."""
 _OF_NCCL = re.compile(r"NCCL (communicator was aborted|operation timed out|Async Error)")
 """torch's own words where the communicator of a collective was aborted before it (2.15): a plain `RuntimeError`, too."""
-MOST_NAMED = 8
-"""Up to this many ranks a message names one by one; more are shown as ranges."""
 BEAT_SECONDS = 1.0
 
 
@@ -373,21 +371,6 @@ def _summary(errors: list[Any]) -> tuple[bool, str]:
     if len(same) < len(errors):
         message = f"rank {named(same)}: {message}"
     return all(by_user for _, by_user, _ in failed), message
-
-
-def named(ranks: list[int]) -> str:
-    """Ranks as text: `1, 5`; for many ranks their ranges, `0–511, 700`, at most `MOST_NAMED` of them."""
-    if len(ranks) <= MOST_NAMED:
-        return ", ".join(map(str, ranks))
-    ranges: list[list[int]] = []
-    for rank in ranks:
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    parts = [str(low) if low == high else f"{low}–{high}" for low, high in ranges[:MOST_NAMED]]
-    left = sum(high - low + 1 for low, high in ranges[MOST_NAMED:])
-    return ", ".join(parts) + (f" and {left} more" if left else "")
 
 
 class NotHeardError(UserError):

@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.training import models, sync
 from lockstep.training.checkpoint import generators, weights
 from lockstep.training.config import Config
-from lockstep.training.contract import UserError
+from lockstep.training.contract import MOST_NAMED, UserError, named
 from lockstep.training.data.augment import augment, check_settings, draw_keys, normalise
 from lockstep.training.data.batches import Batches, Division, Stored, slices_of
 from lockstep.training.data.making import prepare as prepare_shards
@@ -23,11 +23,9 @@ from lockstep.training.data.shards import Manifest, Samples
 from lockstep.training.data.shards import verify as verify_shards
 from lockstep.training.models.arithmetic import real_type
 from lockstep.training.parallel.exchange import (
-    MOST_NAMED,
     broadcast_tree,
     failing_together,
     gather_trees,
-    named,
     same_on_all,
     waiting_for_all,
 )

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.training.parallel.exchange import all_gather_trees, group_size, named, tensor_bytes
+from lockstep.training.contract import named
+from lockstep.training.parallel.exchange import all_gather_trees, group_size, tensor_bytes
 from lockstep.training.parallel.world import World
 
 BATCH_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

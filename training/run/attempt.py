@@ -26,14 +26,14 @@ import torch
 
 from lockstep.training import contract
 from lockstep.training.checkpoint.state import gather
-from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError, named
 from lockstep.training.observe import trackers
 from lockstep.training.observe.account import Bucket
 from lockstep.training.observe.clock import Times
 from lockstep.training.observe.reading import Reading, mean_loss
 from lockstep.training.observe.slow import SlowRank
 from lockstep.training.parallel import process
-from lockstep.training.parallel.exchange import all_gather_trees, is_collective, named, on_any, pack, same_on_all
+from lockstep.training.parallel.exchange import all_gather_trees, is_collective, on_any, pack, same_on_all
 from lockstep.training.parallel.live import CannotTakeAgain, Live
 from lockstep.training.resilience import divergence
 from lockstep.training.resilience.closeness import (
@@ -52,9 +52,9 @@ from lockstep.training.resilience.hang import (
     naming_the_missing,
 )
 from lockstep.training.resilience.preempt import Consensus, Decision, Signals
-from lockstep.training.resilience.progress import Progress
 from lockstep.training.run.context import RunContext, note_corrupt_shard
 from lockstep.training.run.saver import Saver
+from lockstep.wire.progress import About, Progress
 
 FIRST_STEPS = 3
 """Steps of an attempt after which the replicas are compared: at the first one a schedule's rate may be 0."""
@@ -113,7 +113,11 @@ class Attempt:
         """When status.json last had the step."""
         self.consensus = Consensus(context.world, signals, self._stop_file)
         self.heartbeat = Heartbeat(context.world)
-        self.progress = Progress(context.world.number, context.path, os.environ)
+        about = About(
+            os.path.abspath(context.path), 0 if os.environ.get(contract.ENV_LIVE) else context.world.size, context.attempt,
+            context.config.end_hangs,
+        )  # fmt: skip
+        self.progress = Progress(context.world.number, about, os.environ)
         self.slow = SlowRank(context.world)
         self._named: tuple[int, str] | None = None
         """The slow rank that was told of, and its phase."""

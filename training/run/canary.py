@@ -23,11 +23,11 @@ import torch
 from torch import nn
 
 from lockstep.training.checkpoint.generators import Drawing
-from lockstep.training.contract import UserError
+from lockstep.training.contract import UserError, named
 from lockstep.training.data import trees
 from lockstep.training.data.batches import Part
 from lockstep.training.models.arithmetic import kept_buffers, put_back
-from lockstep.training.parallel.exchange import all_gather_trees, named, split, tensor_bytes
+from lockstep.training.parallel.exchange import all_gather_trees, split, tensor_bytes
 from lockstep.training.run.context import RunContext
 from lockstep.training.run.replica import Replica
 

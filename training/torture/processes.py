@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.training.contract import ENV_TORTURE, OF_A_JOB, stat_of, variables_of
+from lockstep.wire.progress import WATCHER
 
 RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _OF_A_LAUNCHER = {*OF_A_JOB, *RANK_NAMES, "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -92,7 +93,11 @@ def ranks_of(living: list[Process], launcher: int, pattern: str) -> list[Process
 def workers_of(living: list[Process], ranks: list[Process]) -> list[Process]:
     """What the ranks have started themselves, such as a loader's workers."""
     parents = {rank.pid for rank in ranks}
-    return [one for one in living if one.parent in parents and "resource_tracker" not in one.words]
+    return [
+        one
+        for one in living
+        if one.parent in parents and not re.search(rf"resource_tracker|{re.escape(WATCHER)}", one.words)
+    ]
 
 
 def end(mark: str, session: int) -> list[Process]:

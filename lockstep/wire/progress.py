@@ -1,7 +1,7 @@
-"""How far a rank is, where its launcher sees it, and its stacks where somebody asks for them.
+"""How far a rank is, where whoever watches it sees it, and its stacks where somebody asks for them.
 
-The rank counts what it gets done in a small file in its launcher's folder. It says there, too, at which signal it writes the stacks of
-its threads into a second file: `faulthandler` does that in C, so also where a library holds the interpreter's lock.
+The rank counts what it gets done in a small file in a folder of its launcher's, or of its own. It says there, too, at which signal it
+writes the stacks of its threads into a second file: `faulthandler` does that in C, so also where a library holds the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -12,53 +12,71 @@ import json
 import mmap
 import os
 import re
+import shutil
 import signal
 import struct
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from lockstep.training.contract import ENV_NOTE, stat_of
+from lockstep.training.contract import ENV_NOTE, OF_A_JOB, stat_of
 
-SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 9
-"""Nothing else uses a real-time signal of this number."""
+SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else 0
+"""Nothing else uses a real-time signal of this number. 0: this system has none."""
+WATCHER = "lockstep.wire.hangs"
+"""The program that watches a rank which no launcher of ours has started."""
 _COUNTS = struct.Struct("<QQQQQ")
 """As in `Seen`."""
 _STACK_SECONDS = 1.0
 _PAUSE_SECONDS = 0.02
+_END_SECONDS = 5.0
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.*)')
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 
 
+@dataclass(frozen=True)
+class About:
+    """What a rank says of its run."""
+
+    run_dir: str
+    size: int
+    """Number of ranks; 0: it changes (`launch --live`)."""
+    attempt: int
+    ends: bool
+    """A rank that hangs is killed, so that it is a lost rank like any other."""
+
+
 class Progress:
-    """This rank's. Does nothing where no launcher of ours has started it.
+    """This rank's, as the launcher reads it. Where no launcher of ours has started the rank, this starts a process that watches it.
 
     Args:
         number: of the rank, as its launcher knows it.
-        run_dir: where what is said of a rank that hangs belongs.
     """
 
-    def __init__(self, number: int, run_dir: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, number: int, about: About, environment: Mapping[str, str]) -> None:
         self._counts: mmap.mmap | None = None
         self._done = 0
-        if not (note := environment.get(ENV_NOTE)) or not hasattr(faulthandler, "register"):
+        self._watcher: subprocess.Popen[bytes] | None = None
+        note = environment.get(ENV_NOTE)
+        if not SIGNAL or (about.size == 1 and not note):  # nobody waits for it
             return
-        folder = Path(note).parent
-        place = folder / f"progress-{number}"
-        try:
-            self._stacks = _stacks_file(folder, number).open("wb")
+        with contextlib.suppress(OSError):
+            self._folder = Path(note).parent if note else Path(tempfile.mkdtemp(prefix="lockstep-"))
+            place = self._folder / f"progress-{number}"
+            self._stacks = _stacks_file(self._folder, number).open("wb")
             faulthandler.register(SIGNAL, self._stacks, all_threads=True)
-            text = json.dumps(os.fspath(run_dir)).encode()
-            place.with_suffix(".new").write_bytes(
-                _COUNTS.pack(os.getpid(), threading.main_thread().ident or 0, 0, 0, 0) + text
-            )
+            counts = _COUNTS.pack(os.getpid(), threading.main_thread().ident or 0, 0, 0, 0)
+            place.with_suffix(".new").write_bytes(counts + json.dumps(asdict(about)).encode())
             place.with_suffix(".new").rename(place)
             with place.open("r+b") as file:
                 self._counts = mmap.mmap(file.fileno(), _COUNTS.size)
-        except OSError:
-            return
+            if not note:
+                self._watcher = _watcher(self._folder, number, environment)
 
     def advance(self, steps: int, of_attempt: int) -> None:
         """Something got done: a step, a batch of an evaluation, a look for signals.
@@ -78,6 +96,23 @@ class Progress:
             self._counts = None
             faulthandler.unregister(SIGNAL)
             self._stacks.close()
+        if self._watcher is not None:
+            self._watcher.send_signal(SIGNAL)
+            try:
+                self._watcher.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:  # its disk does not answer
+                self._watcher.kill()
+            self._watcher = None
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _watcher(folder: Path, number: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """It ends with this process, and is no rank itself."""
+    here = os.fspath(Path(__file__).parents[2])
+    env = {name: value for name, value in environment.items() if name not in OF_A_JOB}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [here, env.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", WATCHER, os.fspath(folder), str(number), str(os.getpid())]
+    return subprocess.Popen(command, env=env, cwd=folder, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 @dataclass(frozen=True)
@@ -93,7 +128,7 @@ class Seen:
     """Of the run."""
     of_attempt: int
     """Steps of this attempt."""
-    run_dir: Path
+    about: About
 
 
 def seen(folder: Path, rank: int) -> Seen | None:
@@ -101,9 +136,23 @@ def seen(folder: Path, rank: int) -> Seen | None:
     try:
         data = (folder / f"progress-{rank}").read_bytes()
         pid, thread, done, steps, of_attempt = _COUNTS.unpack_from(data)
-        return Seen(pid, thread, done, steps, of_attempt, Path(json.loads(data[_COUNTS.size :]))) if pid else None
-    except (OSError, struct.error, ValueError):
+        about = About(**json.loads(data[_COUNTS.size :]))
+    except (OSError, struct.error, ValueError, TypeError):
         return None
+    return Seen(pid, thread, done, steps, of_attempt, about) if pid else None
+
+
+def place_of(pid: int) -> tuple[Path, int, Seen] | None:
+    """The folder and the number by which this process shows its progress, and what it shows; None where it shows none (any more)."""
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                link = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+                if (match := re.fullmatch(r"(/.*)/progress-(\d+)\.stacks", link)) is not None:
+                    folder, number = Path(f"/proc/{pid}/root{match[1]}"), int(match[2])
+                    if (found := seen(folder, number)) is not None:
+                        return folder, number, replace(found, pid=pid)  # in its own namespace it may have another one
+    return None
 
 
 @dataclass(frozen=True)
