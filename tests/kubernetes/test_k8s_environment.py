@@ -84,7 +84,7 @@ def test_the_others_train_on_while_a_lost_pod_is_replaced(backend: Any, running:
     run, slow = tmp_path / "live", tmp_path / "slow"
     slow.touch()
     env = {"LOCKSTEP_TEST_PACE": "1", "LOCKSTEP_TEST_PACE_FILE": str(slow)}
-    exact = {"sync.name": "exact", "sync.options.parts": 4, "epochs": 9, "evaluate.every": 9, "log.every": 1}
+    exact = {"sync.name": "exact", "sync.options.parts": 4, "epochs": 20, "evaluate.every": 20, "log.every": 1}
     backend.submit(smoke(tmp_path, "live", live=True, overrides=exact, env=env))
     backend.submit(smoke(tmp_path, "whole", nodes=1, ranks_per_node=1, overrides=exact))
     until(lambda: len(events(run, "step")) >= 2, BOUND, "steps of all ranks")
