@@ -8,7 +8,7 @@ steps and ten others take turns, so that both meet the same machine.
 
 *told*: what is said of rank 1, by the same code as in a run, where the blocks of all undisturbed steps come first, and then those of all
 throttled ones.
-*gained*: mean seconds of a throttled step less those of an undisturbed one, of a throttled one.
+*gained*: mean seconds of a throttled step less those of an undisturbed one, of a throttled one; with its standard error, from the turns.
 *false names*: the steps of a run of QUIET-STEPS without a throttle, cut into 200 windows that are judged alone; and what that run told.
 *overhead*: CPU seconds in what watches the ranks, on rank 0, of all seconds of that run's steps.
 """
@@ -156,7 +156,16 @@ def throttled(phase: str, share: float, steps: int) -> dict[str, Any]:
         [np.stack([own[n] for n in turn]) for turn in blocks], [float(seconds[turn].sum()) for turn in blocks]
     )
     quick, slow = (float(np.concatenate([seconds[turn] for turn in some]).mean()) for some in turns)
-    row = {"phase": phase, "share": share, "blocks": len(blocks), "step_seconds": quick, "gained": 1 - quick / slow}
+    means = [[float(seconds[turn].mean()) for turn in some] for some in turns]
+    error = sum(statistics.variance(some) / len(some) for some in means) ** 0.5 / slow
+    row = {
+        "phase": phase,
+        "share": share,
+        "blocks": len(blocks),
+        "step_seconds": quick,
+        "gained": 1 - quick / slow,
+        "gained_error": error,
+    }
     if found is None:
         return {**row, "named": False}
     told = {

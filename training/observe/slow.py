@@ -8,8 +8,8 @@ A rank's *own* time of a step is what it needs from one sum over the ranks to it
 the wait for data, and forward and backward. Waiting for others does not count (`clock.py`). A step costs the own time of the slowest
 rank. Were that rank no slower than the second slowest one, the difference would be gained: that is what it *costs* in this step.
 
-Where ranks are alike, chance makes each of them the slowest now and then. So what is said of a slow rank is its cost above what it cost
-before, or, where it was slow from the start, above the mean of the others'. It is named only where it costs more than they do for longer,
+Where ranks are alike, chance makes each of them the slowest now and then. So what is said of a slow rank is its cost above the mean of
+the others', or above what it cost before it became slow, whichever is less. It is named only where it costs more than they do for longer,
 and by more, than chance explains.
 
 It takes no collective. Once a second each rank leaves the times of its last steps in the store, and rank 0 reads those of all.
@@ -241,7 +241,10 @@ class History:
         quiet = sum(block.first < step for block in blocks)
         gained = above[begin:, place]
         if quiet >= EDGE_BLOCKS:
-            gained = cost[begin:, place] - steps[begin:] * np.median(cost[:quiet, place] / steps[:quiet])
+            # It may have been slow earlier, too; and where another one was, it cost nothing before, and is like the others now.
+            calm = slice(last_change(above[:quiet, place] / seconds[:quiet], EDGE_BLOCKS), quiet)
+            more = cost[begin:, place] - steps[begin:] * (cost[calm, place].sum() / steps[calm].sum())
+            gained = min(gained, more, key=np.sum)
         spent = seconds[begin:].sum()
         share = float(gained.sum() / spent)
         error = float(np.sqrt(((gained - share * seconds[begin:]) ** 2).sum()) / spent)
