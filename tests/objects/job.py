@@ -24,7 +24,8 @@ SETTINGS = [
     "log.report=false",
     "metrics.enabled=false",
 ]
-with Session(run_dir, *SETTINGS, f"checkpoint.to={url}", *words, fresh="FRESH" in os.environ) as run:
+FRESH = os.environ.get("FRESH", "")
+with Session(run_dir, *SETTINGS, f"checkpoint.to={url}", *words, fresh=FRESH == "1" or FRESH or False) as run:
     x = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
     model = run.replicate(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1)))
     run.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=0.05))

@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lockstep.training import extras, files
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.score import KeepBest, Rule
-from lockstep.training.contract import CHECKPOINTS, RUN_FILE, UserError, checkpoint_name, printable
+from lockstep.training.contract import CHECKPOINTS, EXIT_FAILED, RUN_FILE, UserError, checkpoint_name, printable
 
 HEAD = "head"
 MAX_HEAD_BYTES = 4 << 20
@@ -88,7 +88,7 @@ class Head(_Strict):
 
     def text(self) -> bytes:
         sealed = self.model_copy(update={"sha256": self.seal()})
-        return (sealed.model_dump_json(indent=1) + "\n").encode()
+        return sealed.model_dump_json().encode()
 
     def seal(self) -> str:
         return hashlib.sha256(self.model_dump_json(exclude={"sha256"}).encode()).hexdigest()
@@ -114,8 +114,8 @@ class ObjectStore:
     """The checkpoints of one run under `url`, for the attempt that holds them: from `take` on.
 
     Args:
-        url: `s3://BUCKET/PREFIX`, `gs://…`, `az://CONTAINER/PREFIX`. Endpoint and credentials come from the environment, from files and
-            from the node, as for the clouds' own programs.
+        url: `s3://BUCKET/PREFIX`, `gs://…`, `az://CONTAINER/PREFIX`. Endpoint and credentials come from the environment, or from the
+            identity of the node or pod.
 
     Raises:
         UserError: obstore is not installed, or it does not know this URL.
@@ -174,7 +174,10 @@ class ObjectStore:
 
     def _swap(self, head: Head, before: _Found | None) -> None:
         """Puts `head` in the place of the one that was read. Raises `TakenOver`, `OSError`."""
-        text, self._unsure = head.text(), True
+        text = head.text()
+        if len(text) > MAX_HEAD_BYTES:
+            raise OSError(f"{self.url}/{HEAD} would have {len(text)} bytes: keep fewer checkpoints (checkpoint.keep)")
+        self._unsure = True
         mode: Any = "create" if before is None else {name: tag for name, tag in before.tag.items() if tag is not None}
         problem = ""
         for _ in range(_TRIES):
@@ -187,36 +190,94 @@ class ObjectStore:
                 self._found, self._unsure = found, False
                 return
             if found is not None and (before is None or found.head.commit != before.head.commit):
+                if (
+                    found.head.holder == head.holder
+                ):  # an earlier swap of this attempt, without an answer, was done late
+                    raise OSError(f"{self.url}/{HEAD} has changed meanwhile")
                 raise TakenOver(f"another attempt has taken {self.url} over")
             if found is None and before is not None:
                 raise TakenOver(f"{self.url}/{HEAD} was removed")
         raise OSError(f"{self.url}/{HEAD} could not be written: {problem}")
 
-    def take(self, run_dir: Path, fresh: bool | str, keep_best: KeepBest, warn: Callable[[str], None]) -> None:
-        """Makes this attempt the one that writes, and brings what the bucket has and the run directory lacks: its settings, the newest
-        checkpoint that verifies, and the best one. The directory is locked.
+    def settle(self, run_dir: Path, fresh: bool | str) -> None:
+        """Brings the settings of the run in the bucket, so that others are refused before anything is changed there. Changes nothing there.
 
         Raises:
-            UserError: the bucket holds another run, or cannot be read or written.
+            UserError: the bucket holds another run, or cannot be read (exit code 1).
         """
-        try:
+        with self._explained():
+            found = self._read()
+            if found is None or found.head.settings is None or self._starts_over(found.head, fresh):
+                return
+            record = files.read_json(run_dir / RECORD)
+            if not (run_dir / RUN_FILE).exists():
+                files.replace_json(run_dir / RECORD, {"url": self.url, "run": found.head.run})
+                with files.replacing(run_dir / RUN_FILE) as place:
+                    self._fetch(found.head.settings, place)
+            elif not isinstance(record, dict) or record.get("run") != found.head.run:
+                raise UserError(
+                    f"{self.url} has the checkpoints of another run than {run_dir}: choose another prefix, an empty run directory to "
+                    "resume that one, or start over with --fresh"
+                )
+
+    def take(self, run_dir: Path, fresh: bool | str, keep_best: KeepBest, warn: Callable[[str], None]) -> None:
+        """Makes this attempt the one that writes, and brings what the bucket has and the run directory lacks: the newest checkpoint that
+        can be read, and the best one. The directory is locked.
+
+        Raises:
+            UserError: the bucket cannot be read or written (exit code 1), or has no checkpoint that verifies.
+        """
+        with self._explained():
             for _ in range(_TRIES):
                 before = self._read()
-                head = self._next(before, run_dir, fresh)
+                old = before.head if before is not None else None
+                if old is not None and self._starts_over(old, fresh):
+                    with self._asking("replaced"):
+                        self._obstore.put(self._store, f"replaced/{old.commit}", old.text())
+                    old = None
+                run = _token() if old is None else old.run
+                head = Head(run=run, holder=_token(), commit=_token())
+                if old is not None:
+                    head = head.model_copy(update={"settings": old.settings, "checkpoints": old.checkpoints})
                 try:
                     self._swap(head, before)
                 except TakenOver:
                     continue  # by one that started at the same time: the last one has it
-                if not head.checkpoints:
-                    self._probe()
                 break
             else:
-                raise UserError(f"several attempts start at once with {self.url}: start one of them again")
-            self._bring(run_dir, keep_best, warn)
+                raise OSError(f"several attempts start at once with {self.url}")
             files.replace_json(run_dir / RECORD, {"url": self.url, "run": head.run})
+            if not head.checkpoints:
+                self._probe()
+            self._bring(run_dir, keep_best, warn)
             self._clean()
-        except OSError as error:
-            raise UserError(f"checkpoint.to cannot be used: {error}") from None
+
+    @property
+    def newest(self) -> int:
+        """The step of the newest checkpoint in the bucket; -1 without one."""
+        assert self._found is not None
+        return max((kept.step for kept in self._found.head.checkpoints), default=-1)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Another start may find the bucket again, so what is not the user's mistake ends with 1."""
+        try:
+            yield
+        except (OSError, store.CorruptCheckpoint) as error:
+            away = UserError(f"checkpoint.to cannot be used: {error}")
+            away.code = EXIT_FAILED
+            raise away from None
+
+    def _starts_over(self, head: Head, fresh: bool | str) -> bool:
+        """Whether `--fresh` replaces the run: not where it was begun with the same word. Raises `OSError`, `CorruptCheckpoint`."""
+        if isinstance(fresh, bool) or not fresh or head.settings is None:
+            return bool(fresh)
+        if head.settings.bytes > MAX_HEAD_BYTES:
+            raise OSError(f"{self.url}/{head.settings.key} is too large for the settings of a run")
+        text = b"".join(self._pieces(head.settings))
+        with files.reading(f"{self.url}/{head.settings.key}"):
+            saved = yaml.safe_load(text)
+            return bool(saved.get("fresh") != fresh)
 
     def _probe(self) -> None:
         """A store that takes no notice of a condition would let two attempts write. A run without a checkpoint tries it on its head."""
@@ -235,43 +296,16 @@ class ObjectStore:
                     f"was written on the condition {condition}: the store has no conditional writes, which keep out a second writer"
                 )
 
-    def _next(self, before: _Found | None, run_dir: Path, fresh: bool | str) -> Head:
-        old = before.head if before is not None else None
-        if old is not None and fresh and (fresh is True or self._word(old) != fresh):
-            with self._asking("replaced"):
-                self._obstore.put(self._store, f"replaced/{old.commit}", old.text())
-            old = None
-        elif old is not None and old.settings is not None and (run_dir / RUN_FILE).exists():
-            record = files.read_json(run_dir / RECORD)
-            if not isinstance(record, dict) or record.get("run") != old.run:
-                raise UserError(
-                    f"{self.url} has the checkpoints of another run than {run_dir}: choose another prefix, an empty run directory to "
-                    "resume that one, or start over with --fresh"
-                )
-        if old is None:
-            return Head(run=_token(), holder=_token(), commit=_token())
-        return old.model_copy(update={"holder": _token(), "commit": _token()})
-
-    def _word(self, head: Head) -> Any:
-        if head.settings is None:
-            return None
-        with contextlib.suppress(OSError, yaml.YAMLError):
-            saved = yaml.safe_load(b"".join(self._pieces(head.settings)))
-            return saved.get("fresh") if isinstance(saved, dict) else None
-        return None
-
     def _bring(self, run_dir: Path, keep_best: KeepBest, warn: Callable[[str], None]) -> None:
         assert self._found is not None
-        head, checkpoints = self._found.head, run_dir / CHECKPOINTS
-        if head.settings is not None and not (run_dir / RUN_FILE).exists():
-            with files.replacing(run_dir / RUN_FILE) as place:
-                self._fetch(head.settings, place)
-        here = {store.step_of(path) for path in store.candidates(checkpoints)}
-        newer = [kept for kept in head.checkpoints if kept.step > max(here, default=-1)]
+        kept_there, checkpoints = self._found.head.checkpoints, run_dir / CHECKPOINTS
+        store.clean(checkpoints)
+        here = [store.step_of(path) for path in store.candidates(checkpoints) if _verifies(path)]
+        newer = [kept for kept in kept_there if kept.step > max(here, default=-1)]
         brought = any(self._bring_one(kept, checkpoints, warn) for kept in newer)
         if newer and not brought and not here:
             raise UserError(f"none of the {len(newer)} checkpoints in {self.url} can be read and verified")
-        for kept in _retained(head.checkpoints, 0, keep_best):
+        for kept in _retained(kept_there, 0, keep_best):
             if not (checkpoints / checkpoint_name(kept.step)).exists():
                 self._bring_one(kept, checkpoints, warn)
 
@@ -284,12 +318,14 @@ class ObjectStore:
                 for name, file in kept.files.items():
                     self._fetch(file, staging / name)
                 files.fsync_directory(staging)
-            store.verify(final)
+                if final.exists():  # it does not verify
+                    files.rename(final, final.with_name(f".old-{final.name}.{os.getpid()}"))
         except FileNotFoundError as error:
             warn(f"checkpoint is missing in the bucket and not used: {_reason(error)}")
         except store.CorruptCheckpoint as error:
             warn(f"checkpoint is corrupt in the bucket and not used: {error}")
         else:
+            store.clean(checkpoints)
             return True
         return False
 
@@ -331,9 +367,9 @@ class ObjectStore:
             TakenOver: another attempt has started.
             OSError: it could not be sent.
         """
-        before, about = self._held(), store.manifest(path)
-        sent: list[File] = []
+        before, sent = self._held(), list[File]()
         try:
+            about = store.manifest(path)
             settings = before.head.settings
             if settings is None:
                 settings = self._send(path.parent.parent / RUN_FILE, RUN_FILE, sent)
@@ -345,11 +381,12 @@ class ObjectStore:
             for file in sent:
                 for _ in self._pieces(file):
                     pass
-        except (OSError, store.CorruptCheckpoint) as error:
+        except (OSError, ValueError, store.CorruptCheckpoint) as error:
             self._remove([file.key for file in sent])
             raise OSError(str(error)) from None
         kept = Kept(step=about["step"], files=entries, score=about["score"], score_of=about["score_of"])
-        others = [other for other in before.head.checkpoints if other.step != kept.step]
+        # Newer ones were passed over when this attempt started: they are damaged.
+        others = [other for other in before.head.checkpoints if other.step < kept.step]
         checkpoints = _retained([kept, *others], keep, keep_best)
         head = before.head.model_copy(update={"commit": _token(), "settings": settings, "checkpoints": checkpoints})
         self._swap(head, before)
@@ -381,19 +418,32 @@ class ObjectStore:
         """Removes what earlier attempts have sent and not committed. They can commit nothing any more."""
         assert self._found is not None
         with contextlib.suppress(OSError), self._asking(""):
-            keys = [entry["path"] for page in self._obstore.list(self._store) for entry in page]
-            named = {file.key for file in self._found.head.files()}
-            for key in keys:
+            sizes = {entry["path"]: entry["size"] for page in self._obstore.list(self._store) for entry in page}
+            found = self._read()  # after the listing: what another attempt has sent since it took over is not in it
+            if found is None or found.head.holder != self._found.head.holder:
+                return
+            named = {file.key for file in found.head.files()}
+            for key in sizes:
                 if key.startswith("replaced/"):
+                    if sizes[key] > MAX_HEAD_BYTES:
+                        return
                     text = bytes(self._obstore.get(self._store, key).bytes())
                     named.update(file.key for file in Head.model_validate_json(text).files())
             ours = re.compile(r"[0-9a-f]{32}/\d{1,12}-[a-z0-9.-]{1,40}/[a-z][a-z.]{0,40}")
-            self._remove([key for key in keys if ours.fullmatch(key) and key not in named])
+            self._remove([key for key in sizes if ours.fullmatch(key) and key not in named])
 
     def _remove(self, keys: Collection[str]) -> None:
         with contextlib.suppress(OSError), self._asking(""):
             if keys:
                 self._obstore.delete(self._store, list(keys))
+
+
+def _verifies(path: Path) -> bool:
+    try:
+        store.verify(path)
+    except store.CorruptCheckpoint:
+        return False
+    return True
 
 
 def _retained(all_of_them: list[Kept], keep: int, keep_best: KeepBest) -> list[Kept]:

@@ -229,6 +229,13 @@ class Writer:
         written = self._pending = _WRITING.run(self._write, step, plain, dict(zip(tensors, self._buffers)), score)
         return written if self._sends is None else _SENDING.run(self._send, written, self._sends)
 
+    def send(self, path: Path) -> Future[SaveResult]:
+        """Sends a checkpoint that is on the disk already. The writer has a `sends`."""
+        assert self._sends is not None
+        written = Future[SaveResult]()
+        written.set_result(SaveResult(path, 0.0, 0))
+        return _SENDING.run(self._send, written, self._sends)
+
     def wait(self) -> None:
         """Returns when nothing is being written. Does not raise: the future does."""
         if self._pending is not None:

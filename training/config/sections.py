@@ -343,6 +343,12 @@ class Checkpoint(Section):
     """Also keep the checkpoints in a bucket, from which the run resumes on any node: `s3://BUCKET/PREFIX`, `gs://…` or
     `az://CONTAINER/PREFIX`. Needs obstore."""
 
+    @model_validator(mode="after")
+    def _one_writer(self) -> Self:
+        if self.to is not None and self.write == "node":
+            raise ValueError("to is written by rank 0 alone: set write to rank0, or leave out to")
+        return self
+
 
 class Preempt(Section):
     signals: Free[Items[Signal]] = Field(default_factory=lambda: list(typing.get_args(Signal)))

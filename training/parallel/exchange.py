@@ -351,26 +351,25 @@ def raise_together(error: Exception | None, world: World) -> None:
         raise error
     if not on_any(error is not None, world):
         return
-    by_user, message = _summary(
-        all_gather_trees(
-            None if error is None else [isinstance(error, UserError), str(error) or type(error).__name__], world
-        )
+    code = error.code if isinstance(error, UserError) else 0
+    code, message = _summary(
+        all_gather_trees(None if error is None else [code, str(error) or type(error).__name__], world)
     )
-    if not by_user:
+    if not code:
         raise RuntimeError(message) from error
     shared = UserError(message)
-    shared.shared = True
+    shared.shared, shared.code = True, code
     raise shared from error
 
 
-def _summary(errors: list[Any]) -> tuple[bool, str]:
-    """(whether all errors are `UserError`s, the message), from [whether a `UserError`, message] of each rank, or None."""
+def _summary(errors: list[Any]) -> tuple[int, str]:
+    """(the exit code, where all errors are `UserError`s, else 0; the message), from [exit code or 0, message] of each rank, or None."""
     failed = [(rank, *error) for rank, error in enumerate(errors) if error is not None]
     message = failed[0][2]
     same = [rank for rank, _, text in failed if text == message]
     if len(same) < len(errors):
         message = f"rank {named(same)}: {message}"
-    return all(by_user for _, by_user, _ in failed), message
+    return min(code for _, code, _ in failed), message  # 1 before 2: another start may help
 
 
 class NotHeardError(UserError):

@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -50,6 +51,7 @@ from lockstep.training.parallel.exchange import (
     is_collective,
     reduced,
     unpack,
+    waiting_for_all,
 )
 from lockstep.training.parallel.live import Live
 from lockstep.training.parallel.world import World, detect, joined, set_threads
@@ -136,6 +138,7 @@ class Lifecycle:
         """Opens the run directory, serves the metrics, and finds the newest checkpoint. What is open stays so, unless the block
         raises. Collective. Raises `UserError` on all ranks where any of them cannot go on."""
         world, settings = self._world, self.settings
+        kept = settings.checkpoint
         restarted = any(os.environ.get(name, "0") != "0" for name in (ENV_RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
         fresh = self._fresh if isinstance(self._fresh, str) else self._fresh and not restarted
         self.threads = set_threads(world, settings.threads, os.environ, exact=settings.exact)
@@ -149,10 +152,20 @@ class Lifecycle:
             with failing_together(world):
                 first_of_node = world.local_rank == 0 and not world.replacement
                 if world.leader or (settings.checkpoint.write == "node" and first_of_node):
-                    self.directory = RunDirectory.open(self.run_dir, settings, fresh, self._brings(fresh))
+                    objects = ObjectStore(kept.to) if kept.to is not None and world.leader else None
+                    brings = (lambda _: None) if objects is None else partial(objects.settle, fresh=fresh)
+                    self.directory = RunDirectory.open(self.run_dir, settings, fresh, brings)
+                    self._objects = objects
                     if world.leader and (note := os.environ.get(ENV_NOTE)):
                         with contextlib.suppress(OSError):  # a copy of the variables of a job that is over
                             Path(note).write_bytes(os.fsencode(self.directory.path))
+            if kept.to is not None and not world.replacement:
+                limit = settings.collective_timeout
+                with waiting_for_all(world, "bring the checkpoint from the bucket", 24 * 3600.0, limit):
+                    if self._objects is not None and self.directory is not None:
+                        self._objects.take(
+                            self.directory.path, fresh, kept.keep_best, lambda text: say(f"warning: {text}", sys.stderr)
+                        )
             # Only now: a directory that is refused stays untouched. First where it is cleared of what earlier attempts left.
             for sweeps in (True, False):
                 with failing_together(world):
@@ -180,17 +193,6 @@ class Lifecycle:
                 self.directory.status(code, str(error) or type(error).__name__, self.directory.step_before)
                 self.directory.close()
             raise
-
-    def _brings(self, fresh: bool | str) -> Callable[[Path], None]:
-        """Takes over the bucket that `checkpoint.to` names, on the rank that writes; what the run directory lacks comes from there."""
-        kept = self.settings.checkpoint
-
-        def brings(run_dir: Path) -> None:
-            if kept.to is not None and self._world.leader:
-                self._objects = ObjectStore(kept.to)
-                self._objects.take(run_dir, fresh, kept.keep_best, lambda text: say(f"warning: {text}", sys.stderr))
-
-        return brings
 
     def begin(self, replica: Replica, things: Mapping[str, Any], of_rank: Mapping[str, Any]) -> Loop:
         """The loop from where the run directory says it stands. The model and its optimizers need not be among `things`.
@@ -249,8 +251,12 @@ class Lifecycle:
                 source = world.rank if world.replacement else self.source
                 scatter(gathered, state, source, resizable=not of_rank_alone)
             self.goodput.enter(Bucket.PREPARED)
-        if world.replacement:
-            attempt = state.history["attempts"]
+        if self.source is not None:  # a node that has nothing but the checkpoint counts on
+            attempt = (
+                state.history["attempts"] if world.replacement else max(attempt, state.history.get("attempts", 0) + 1)
+            )
+        if directory is not None:
+            directory.attempt = attempt
         state.history["attempts"] = attempt
         replica.model.train()
         replica.sync.zero_grad()

@@ -106,8 +106,8 @@ class Saver:
         """Another attempt at the run writes from now on: who has found that out."""
         self._lost = False
         """The last save was made by a rank that was lost, and is not on the disk."""
-        self._begin_writing()
         self._future: Future[SaveResult] | None = None
+        self._begin_writing()
         self.last_step = context.steps_done
         """The newest state that was saved, or gone on from."""
         self._last_time = now()
@@ -125,6 +125,9 @@ class Saver:
             keep, keep_best, objects = self.settings.keep, self.settings.keep_best, self.context.objects
             sends = None if objects is None else lambda path: objects.commit(path, keep, keep_best)
             self._writer = Writer(run.checkpoints, keep, keep_best, sends)
+            newest = store.candidates(run.checkpoints)[:1]
+            if objects is not None and newest and store.step_of(newest[0]) > objects.newest:
+                self._future = self._writer.send(newest[0])  # an earlier attempt could not
 
     def take_over(self) -> None:
         """Rank 0 was lost, and this one writes from here on. A save that the lost rank has not ended is due again."""
