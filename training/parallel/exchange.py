@@ -358,7 +358,8 @@ def raise_together(error: Exception | None, world: World) -> None:
     if not code:
         raise RuntimeError(message) from error
     shared = UserError(message)
-    shared.shared, shared.code = True, code
+    shared.shared = True
+    shared.code = code
     raise shared from error
 
 
