@@ -83,6 +83,62 @@ def test_docker_stop_saves_and_the_next_job_goes_on(jobs: Jobs, calm: dict[str, 
     assert_same(weights(jobs.run(spec)), calm)
 
 
+LIVE = """
+import time
+from pathlib import Path
+import torch
+from lockstep import Session
+
+with Session("run", "sync.name=exact", "checkpoint.every_steps=20", "log.every=1", "log.report=false") as run:
+    model = run.replicate(torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1)))
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
+    for _ in run.epochs(1):
+        for step in run.iterate(range(300)):
+            if Path(f"{run.run_dir}.slow").exists():
+                time.sleep(1)
+            x = run.part(torch.randn(24, 8, generator=torch.Generator().manual_seed(step)))
+            run.step(lambda x: model(x).square().mean(), x)
+"""
+
+
+@pytest.mark.promise("survivors")
+def test_a_rank_and_a_container_are_lost_and_the_others_train_on(jobs: Jobs, tmp_path: Path) -> None:
+    """`live: true`: a killed rank is replaced in its container, and the ranks of a killed container when that one is back."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/train.py").write_text(LIVE)
+    more = {"command": ["python", "train.py"], "code": str(tmp_path / "own")}
+    spec, whole = jobs.spec("live", live=True, **more), jobs.spec("whole", nodes=1, ranks_per_node=1, **more)
+    slow = jobs.bench.folder / f"{spec.name}.slow"
+    slow.touch()
+    for each in (spec, whole):
+        assert jobs.backend.submit(each).created
+
+    def begun() -> bool:
+        found = jobs.backend.status(spec.name)
+        assert not found.final, (found, *jobs.backend.logs(spec.name))
+        return len(jobs.events(spec, "step")) >= 2
+
+    poll(begun, BOUND, "steps of all ranks")
+    kill = "for p in /proc/[0-9]*; do grep -qs 'LOCAL_RANK=1' $p/environ && kill -KILL ${p#/proc/}; done; true"
+    docker("exec", jobs.container(spec, 0), "sh", "-c", kill)
+    docker("kill", jobs.container(spec, 1))
+    found = jobs.backend.status(spec.name)
+    assert found.state == "running" and "node-1 was killed by SIGKILL; the others train on" in found.reason, found
+    assert jobs.backend.submit(spec).restarted == ("node-1",)
+    poll(
+        lambda: {event["rank"] for event in jobs.events(spec, "rank_joined")} == {1, 2, 3}, BOUND, "all ranks are back"
+    )
+    slow.unlink()
+    for each in (spec, whole):
+        jobs.succeeded(each)
+    lost = [event["rank"] for event in jobs.events(spec, "rank_lost")]
+    assert sorted(lost) == [1, 2, 3] and len(jobs.events(spec, "start")) == 1, lost
+    goodput = jobs.backend.status(spec.name).goodput
+    assert goodput is not None and goodput["restarts"] == 0 and 0 <= goodput["before_start"] < BOUND, goodput
+    ours, undisturbed = (jobs.backend.summary(each.name)["weights_sha256"] for each in (spec, whole))
+    assert ours == undisturbed
+
+
 def test_a_rank_that_takes_too_much_memory_is_named(jobs: Jobs) -> None:
     program = "import time; print('begun', flush=True); x = bytearray(600 << 20); time.sleep(600)"
     limits = {"nodes": 1, "ranks_per_node": 1, "memory": "512Mi", "shm": "64Mi", "max_restarts": 0}
