@@ -187,21 +187,29 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     server: int, proxy: Proxy, expected: str, tmp_path: Path
 ) -> None:
     name = new()
+
+    def damage() -> str:
+        file = head(server, name)["checkpoints"][0]["files"]["state.safetensors"]["key"]
+        data = read(server, f"{name}/{file}")
+        put(server, f"{name}/{file}", data[:-1] + bytes([data[-1] ^ 1]))
+        return str(file)
+
     assert go(proxy, tmp_path / "a", name, "checkpoint.keep=3", STEPS="9").code == 0
     before = {kept["step"]: kept for kept in head(server, name)["checkpoints"]}
     assert before.keys() == {9, 6, 3}
-    newest = head(server, name)["checkpoints"][0]["files"]["state.safetensors"]
-    data = read(server, f"{name}/{newest['key']}")
-    put(server, f"{name}/{newest['key']}", data[:-1] + bytes([data[-1] ^ 1]))
+    newest = damage()
     done = go(proxy, tmp_path / "b", name)
     assert done.code == 0 and "Resuming at step 6" in done.output, done.output
-    assert "corrupt in the bucket" in done.output and newest["key"] in done.output, done.output
+    assert "corrupt in the bucket" in done.output and newest in done.output, done.output
     assert ended(tmp_path / "b") == expected and steps(server, name) == [12, 6]
     file = tmp_path / "b/checkpoints/step-00000012/state.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     again = go(proxy, tmp_path / "b", name)
     assert again.code == 0 and "The run is complete" in again.output, again.output
     product.checkpoint(file.parent)
+    damage()
+    less = go(proxy, tmp_path / "c", name, STEPS="9")  # it ends before the step of the damaged one
+    assert less.code == 0 and "Resuming at step 6" in less.output and steps(server, name) == [9, 6], less.output
 
 
 def test_what_could_not_be_sent_is_sent_by_the_next_start(
