@@ -43,7 +43,7 @@ EDGE_BLOCKS = 3
 """Before and after a change, at least."""
 LEAST_SHARE = 0.03
 """Of every step, that a rank costs which is named. It is named until it costs half of that."""
-ERRORS = 4.0
+ERRORS = 5.0
 """Standard errors that the cost of a rank must be above chance."""
 SIGNIFICANT = 0.01
 """Of a change, and of a trend: how often chance makes one like it."""
