@@ -3,7 +3,7 @@
 Is the rank that hangs named, and after how many seconds? Each round starts a job of four ranks (`tests/faults/hanging.py`), and lets one of
 them, drawn by the seed, hang after a step that is drawn, too. The kinds take turns: a lock, a data loader, SIGSTOP, a full pipe, an
 endless loop in C that holds the interpreter's lock, a disk (an ext4 on a loop device that is stopped by fsfreeze; needs root), a
-collective that the others do not make, and one of another shape.
+collective that the others do not make. (One of another shape does not hang: gloo ends the ranks.)
 
 *right*: it was named, alone, with what it does. Of collectives that differ there is no one to blame: the rank has to be named at its own
 line.
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Run, figure, options
+from lockstep.training import files
 from lockstep.training.contract import user_errors
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +39,7 @@ BOUND = 120.0
 """Seconds for a job to be named, from its start."""
 DOES = {
     "lock": "waits", "loader": "waits for its data loader", "stop": "stands stopped", "pipe": "waits", "loop": "computes",
-    "disk": "waits for a disk or a device", "order": "waits for others", "shapes": "waits for others",
+    "disk": "waits for a disk or a device", "order": "waits for others",
 }  # fmt: skip
 """What is said of the rank that hangs so."""
 LAUNCHERS = {
@@ -146,7 +147,8 @@ def quiet(jobs: int, minutes: float, folder: Path) -> dict[str, Any]:
         while time.monotonic() - began < 60 * minutes:
             time.sleep(5)
             load.append(os.getloadavg()[0])
-        steps = [json.loads((folder / f"quiet-{number}/status.json").read_text())["step"] for number in range(jobs)]
+        said = [files.read_json(folder / f"quiet-{number}/status.json") for number in range(jobs)]
+        steps = [one["step"] if isinstance(one, dict) else 0 for one in said]
         alarms = [event for number in range(jobs) for event in events(folder / f"quiet-{number}")]
     return {"jobs": jobs, "minutes": minutes, "load": round(sum(load) / len(load), 1), "steps": steps, "alarms": alarms}
 
