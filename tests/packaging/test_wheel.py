@@ -232,7 +232,7 @@ def test_what_is_imported_is_declared() -> None:
         return {canonicalize_name(name) for name in distributions.get(package, [package])}  # not here: its own name
 
     known = sys.stdlib_module_names | {"lockstep", "triton"}  # torch's builds for GPUs bring triton
-    for package, extras in (("jobs", ("k8s", "slurm")), ("training", ("train", "tensorboard", "wandb"))):
+    for package, extras in (("jobs", ("k8s", "slurm")), ("training", ("train", "cloud", "tensorboard", "wandb"))):
         allowed = declared().union(*map(declared, extras))
         for module, path in modules(package).items():
             for name in {name.split(".")[0] for name in imported(ast.parse(path.read_text()), {})} - known:
