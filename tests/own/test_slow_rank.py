@@ -10,18 +10,20 @@ import pytest
 from tests.events import events
 from tests.own.job import script
 
-QUIET, SLOW, PACE, DELAY, SAMPLES = 55, 26, 0.2, 0.3, 4
-"""Steps; seconds of each rank's computing in a step, and of the slow rank's wait for its data; samples of a rank. What is compared are
-seconds of steps: ten of them are needed before the rank becomes slow, and after."""
+QUIET, MOST, PACE, DELAY, SAMPLES = 55, 600, 0.2, 0.3, 4
+"""Steps before the rank becomes slow, and at most; seconds of each rank's computing in a step, and of the slow rank's wait for its data;
+samples of a rank. What is compared are seconds of steps: ten of them are needed before, and then as many as tell the rank's from what a
+busy machine does to both. So the run ends when it is named."""
 JOB = f"""
 import sys, time
+from pathlib import Path
 import torch
 from lockstep import Session
 
 class Samples(torch.utils.data.Dataset):
     given = 0
     def __len__(self):
-        return 2 * {SAMPLES} * {QUIET + SLOW}
+        return 2 * {SAMPLES} * {MOST}
     def __getitem__(self, number):
         self.given += 1
         if run.rank == 1 and self.given > {SAMPLES} * {QUIET}:
@@ -37,6 +39,8 @@ with Session(sys.argv[1], "log.report=false", "log.every=1", sync="exact") as ru
                 time.sleep({PACE} / {SAMPLES} * len(x))
                 return model(x).mean()
             run.step(loss, x)
+            if run.steps % 5 == 0 and run.sum(float('"slow_rank"' in Path(sys.argv[1], "events.jsonl").read_text()))[0]:
+                break
 """
 
 
@@ -47,10 +51,10 @@ def test_a_rank_that_becomes_slow_is_named(tmp_path: Path) -> None:
     (named,) = events(tmp_path / "run", "slow_rank")
     assert (named["rank"], named["phase"]) == (1, "data")
     steps = events(tmp_path / "run", "step")
-    assert QUIET - 3 / PACE < named["step"] <= QUIET + 3 / DELAY, "within three seconds of steps"
+    assert QUIET - 20 < named["step"] <= QUIET + 20
     said = json.loads((tmp_path / "run/status.json").read_text())["slow_rank"]
     assert (said["rank"], said["since"]) == (1, named["since"])
     # What the others wait for is the delay, whatever else the machine does to both of them.
-    seconds = sum(event["step_duration"] for event in steps if event["step"] > QUIET) / SLOW
-    assert said["share"] * seconds >= 0.6 * DELAY
+    seconds = [event["step_duration"] for event in steps if event["step"] >= named["step"]]
+    assert said["share"] * sum(seconds) / len(seconds) >= 0.6 * DELAY
     assert "rank 1, since " in done.output and "in data: costs" in done.output
