@@ -14,7 +14,7 @@ import pytest
 
 from tests import product
 from tests.objects.server import FAULTS, Proxy, environment, moto, objects, put, read
-from tests.printed import Reader
+from tests.printed import PAGES, Reader, marked
 from tests.processes import PYTHON, ROOT, Result, poll
 from tests.warm.gang import Gang, running
 
@@ -305,6 +305,7 @@ class Place(Reader):
         return text.replace("s3://BUCKET", "s3://bucket")
 
 
-def test_the_page_as_it_is_printed(proxy: Proxy, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", [page for page in PAGES if marked(Place.MARKER, page)])
+def test_a_page_as_it_is_printed(page: str, proxy: Proxy, tmp_path: Path) -> None:
     path = f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"
-    Place(tmp_path, {**environment(proxy.port), "PATH": path}).reads("docs/how-to/no-shared-disk.md")
+    Place(tmp_path, {**environment(proxy.port), "PATH": path}).reads(page)
