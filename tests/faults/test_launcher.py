@@ -185,6 +185,16 @@ def test_a_signal_before_the_launcher_is_ready_is_not_lost(job: Job) -> None:
 RUN = "from lockstep.jobs.cli.main import main; main()"
 
 
+def test_a_signal_while_the_ranks_start_reaches_those_that_run(tmp_path: Path) -> None:
+    """A program's first rank asks for the end while its launcher starts the second one."""
+    program = (
+        f"cd {tmp_path}; trap 'sleep 1; touch saved; exit 75' TERM; "
+        "[ $RANK = 0 ] && kill -TERM $PPID; while :; do sleep 0.05; done"
+    )
+    done = run([*LAUNCH, "--ranks", "2", "--grace", "30", "--", "sh", "-c", program])
+    assert done.code == 75 and (tmp_path / "saved").exists(), done.output
+
+
 def test_what_a_launcher_starts_blocks_no_signal() -> None:
     """Nor does the launcher itself, when its ranks run."""
     program = (

@@ -9,6 +9,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -52,6 +53,8 @@ class Agent(Gang, LocalElasticAgent):
         LocalElasticAgent.__init__(self, spec, logs, log_line_prefix_template=prefix)
         self.finish_lines, self.serves = finish_lines, serves
         self.barrier: ExitBarrier | None = None
+        self._came: list[int] | None = None
+        """Signals since the ranks begin to start; None: they run, or wait for other nodes."""
         """Of this round, where there are other nodes."""
         self._ended: RunResult | None = None
         """How the ranks of this node have ended well."""
@@ -69,13 +72,20 @@ class Agent(Gang, LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.attempts.restarted(worker_group.spec.max_restarts - self._remaining_restarts)
         self.finish_lines()
-        with self._starting(), _ignored_stays_ignored():
+        self._came = came = [] if self.signalled is None else [self.signalled]
+        with self._starting(), _handlers_stay(self.caught):
             ids: dict[int, Any] = super()._start_workers(worker_group)
-        self.catch()  # torch has just installed handlers of its own, which would end the agent
         self.guarded(ids.values())
-        if self.signalled is not None:
-            self._forward(self.signalled, None)  # it came while the ranks were starting
+        self._came = None
+        for number in came:  # while the ranks were starting, of which some run already
+            self._forward(number, None)
         return ids
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        if self._came is not None:
+            self._came.append(number)
+        else:
+            super()._forward(number, frame)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 - torch's signature
         self._end(signal.SIGTERM, STOP_SECONDS)
@@ -206,14 +216,15 @@ def _codes(result: RunResult) -> dict[int, int]:
 
 
 @contextlib.contextmanager
-def _ignored_stays_ignored() -> Iterator[None]:
-    """Inside the block, a signal that nohup has us ignore gets no handler: else the ranks would not ignore it, either.
+def _handlers_stay(caught: tuple[signal.Signals, ...]) -> Iterator[None]:
+    """Inside the block these signals, and those that nohup has us ignore, get no other handler.
 
-    torch gives one to each of four signals, right before it starts the ranks. Its TORCHELASTIC_SIGNALS_TO_HANDLE, from 2.10
-    on, would be inherited.
+    torch gives one to each of four signals, right before it starts the ranks. It would end the agent while some ranks run that the agent
+    does not know yet; and ranks would not ignore what they should. Its TORCHELASTIC_SIGNALS_TO_HANDLE, from 2.10 on, would be inherited.
     """
     install, ignored = signal.signal, {n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN}
-    vars(signal)["signal"] = lambda number, handler: None if number in ignored else install(number, handler)
+    stay = {*ignored, *caught}
+    vars(signal)["signal"] = lambda number, handler: None if number in stay else install(number, handler)
     try:
         yield
     finally:
