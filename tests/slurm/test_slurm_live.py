@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.events import events
-from tests.processes import poll
+from tests.processes import poll, processes
 from tests.slurm.conftest import Bench
 from tests.slurm.test_slurm_exec import said
 from tests.slurm.trainings import SETTINGS, Training, setting_words, trained_here
@@ -34,8 +34,8 @@ class Live(Training):
         super().__init__(bench, name, live=True, ranks_per_node=2, cpus=2, overrides=EXACT, **more)
 
     def processes(self, *words: str, **variables: str) -> list[int]:
-        """Those of this job with these words in their command line, and these variables."""
-        found = []
+        """Those of this job with these words in their command line, and these variables; not what they have just forked."""
+        found, parents = list[int](), {pid: parent for pid, _, parent, _ in processes()}
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 line = (entry / "cmdline").read_bytes().split(b"\0")
@@ -45,7 +45,7 @@ class Live(Training):
             marks = {f"{name}={value}".encode() for name, value in {"SLURM_JOB_ID": self.job_id, **variables}.items()}
             if marks <= set(env) and all(word.encode() in line for word in words):
                 found.append(int(entry.name))
-        return found
+        return [pid for pid in found if parents.get(pid) not in found]
 
 
 def test_a_rank_then_a_node_is_lost_and_the_others_go_on(bench: Bench, undisturbed: Path) -> None:
