@@ -9,7 +9,7 @@ collective that the others do not make. (One of another shape does not hang: glo
 line.
 *seconds*: without a step when it was named.
 
-The quiet jobs train the smoke recipe beside each other, with evaluations, saves and data loaders: each name there is a false alarm.
+The quiet jobs train the smoke recipe at the same time, with evaluations, saves and data loaders: each name there is a false alarm.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LAUNCHERS = {
 
 @contextlib.contextmanager
 def disk(folder: Path) -> Iterator[Path]:
-    """A file system of its own, mounted there."""
+    """A separate file system, mounted there."""
     image, place = folder / "disk.img", folder / "disk"
     image.write_bytes(b"")
     os.truncate(image, 16 << 20)
@@ -129,7 +129,7 @@ def one(launcher: str, kind: str, rank: int, step: int, folder: Path) -> dict[st
 
 
 def quiet(jobs: int, minutes: float, folder: Path) -> dict[str, Any]:
-    """Jobs beside each other in which no rank hangs: what was said nevertheless."""
+    """Concurrent jobs in which no rank hangs: the false alarms."""
     settings = [
         "epochs=1000000",
         "evaluate.every=5",

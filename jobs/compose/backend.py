@@ -167,10 +167,8 @@ class ComposeBackend(Cluster):
         if spec is None:
             return None
         found = engine.read_file(str(nodes[0]["Id"]), f"{spec.run_directory}/{contract.STATUS_FILE}")
-        if found is None or found[1] < min(
-            moment(get(node, "State", "StartedAt")) for node in nodes
-        ):  # tar keeps whole seconds
-            return None
+        if found is None or found[1] < min(moment(get(node, "State", "StartedAt")) for node in nodes):
+            return None  # both in whole seconds, as tar keeps them
         with contextlib.suppress(ValueError):
             said = records.parse(files.parsed(found[0]), records.Said)
             hang = engine.read_file(str(nodes[0]["Id"]), f"{spec.run_directory}/{contract.HANG_FILE}")

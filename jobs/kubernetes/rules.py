@@ -117,7 +117,7 @@ def image_tag(subject: Subject) -> Iterator[str]:
 @rule("LS019", "warning")
 def durable_run(subject: Subject) -> Iterator[str]:
     """A run directory on no persistent volume is gone with the pod; what is kept in a bucket is not."""
-    if volume_of(subject.spec, subject.spec.run_directory) is None and not _in_a_bucket(subject):
+    if not _outlives_its_pod(subject):
         yield (
             f"run_dir {subject.spec.run_directory} is not on a volume: a restart would begin anew, uncounted; add one to volumes, or set "
             "checkpoint.to to a bucket"
@@ -127,15 +127,17 @@ def durable_run(subject: Subject) -> Iterator[str]:
 @rule("LS020")
 def shared_run(subject: Subject) -> Iterator[str]:
     """The run directory must be shared where rank 0 may move."""
-    shared = volume_of(subject.spec, subject.spec.run_directory) is not None or _in_a_bucket(subject)
-    if subject.spec.elastic and not shared:
+    if subject.spec.elastic and not _outlives_its_pod(subject):
         yield (
             "an elastic job's rank 0 may move, so run_dir must lie on a shared volume: add one to volumes, or set checkpoint.to to a bucket"
         )
 
 
-def _in_a_bucket(subject: Subject) -> bool:
-    return subject.spec.config is not None and subject.spec.config.checkpoint.to is not None
+def _outlives_its_pod(subject: Subject) -> bool:
+    """The run's checkpoints are on a volume or in a bucket."""
+    spec = subject.spec
+    in_a_bucket = spec.config is not None and spec.config.checkpoint.to is not None
+    return in_a_bucket or volume_of(spec, spec.run_directory) is not None
 
 
 @rule("LS024", kinds=PYTORCHJOB)

@@ -45,6 +45,8 @@ _MOST_PARTS = 9000
 _TRIES = 5
 Tag: TypeAlias = Any
 """What the store compares: an entity tag, a generation."""
+_KEY = r"[0-9a-f]{32}/\d{1,12}-[a-z0-9.-]{1,40}/[a-z][a-z.]{0,40}"
+"""Of what attempts have sent."""
 _Token = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 _Size = Annotated[int, Field(ge=0, lt=1 << 60)]
 
@@ -60,7 +62,7 @@ class _Strict(BaseModel):
 class File(_Strict):
     """A file in the bucket."""
 
-    key: Annotated[str, Field(pattern=r"^[0-9a-f]{32}/\d{1,12}-[a-z0-9.-]{1,40}/[a-z][a-z.]{0,40}$")]
+    key: Annotated[str, Field(pattern=f"^{_KEY}$")]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     bytes: _Size
 
@@ -136,7 +138,7 @@ class ObjectStore:
                 client_options={"timeout": "60s", "connect_timeout": "10s", "allow_http": plain},
                 retry_config={"max_retries": 6, "retry_timeout": timedelta(seconds=60)},
             )
-        except Exception as error:  # noqa: BLE001 - each of its kinds of store has errors of its own
+        except (BaseError, ValueError) as error:
             raise UserError(f"{self.url} cannot be used: {_reason(error)}") from None
         self._found: _Found | None = None
         """The head as this attempt has written it last."""
@@ -149,7 +151,7 @@ class ObjectStore:
         """Raises `OSError` for whatever goes wrong, `FileNotFoundError` where there is no such object."""
         try:
             yield
-        except (FileNotFoundError, TakenOver):
+        except FileNotFoundError:
             raise
         except (self._error, OSError, ValueError) as error:
             raise OSError(f"{self.url}/{key}: {_reason(error)}") from None
@@ -164,7 +166,7 @@ class ObjectStore:
                     if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
                         raise OSError("there is no such bucket") from None
                     return None
-                tag = {"e_tag": answer.meta["e_tag"], "version": answer.meta["version"]}
+                tag = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta[name] is not None}
                 text = bytes(answer.bytes()) if answer.meta["size"] <= MAX_HEAD_BYTES else b""
             with contextlib.suppress(ValidationError):
                 head = Head.model_validate_json(text)
@@ -178,7 +180,7 @@ class ObjectStore:
         if len(text) > MAX_HEAD_BYTES:
             raise OSError(f"{self.url}/{HEAD} would have {len(text)} bytes: keep fewer checkpoints (checkpoint.keep)")
         self._unsure = True
-        mode: Any = "create" if before is None else {name: tag for name, tag in before.tag.items() if tag is not None}
+        mode: Any = "create" if before is None else before.tag
         problem = ""
         for _ in range(_TRIES):
             try:
@@ -190,9 +192,8 @@ class ObjectStore:
                 self._found, self._unsure = found, False
                 return
             if found is not None and (before is None or found.head.commit != before.head.commit):
-                if (
-                    found.head.holder == head.holder
-                ):  # an earlier swap of this attempt, without an answer, was done late
+                # Of this attempt: an earlier swap, without an answer, was done late.
+                if found.head.holder == head.holder:
                     raise OSError(f"{self.url}/{HEAD} has changed meanwhile")
                 raise TakenOver(f"another attempt has taken {self.url} over")
             if found is None and before is not None:
@@ -235,10 +236,8 @@ class ObjectStore:
                     with self._asking("replaced"):
                         self._obstore.put(self._store, f"replaced/{old.commit}", old.text())
                     old = None
-                run = _token() if old is None else old.run
-                head = Head(run=run, holder=_token(), commit=_token())
-                if old is not None:
-                    head = head.model_copy(update={"settings": old.settings, "checkpoints": old.checkpoints})
+                new = Head(run=_token(), holder=_token(), commit=_token())
+                head = new if old is None else old.model_copy(update={"holder": new.holder, "commit": new.commit})
                 try:
                     self._swap(head, before)
                 except TakenOver:
@@ -284,12 +283,8 @@ class ObjectStore:
         assert self._found is not None
         stale = self._found
         self._swap(stale.head.model_copy(update={"commit": _token()}), stale)
-        old_tag = {name: tag for name, tag in stale.tag.items() if tag is not None}
-        conditions: tuple[tuple[Any, str], ...] = (
-            ("create", "that there is none"),
-            (old_tag, "that it is an older one"),
-        )
-        for mode, condition in conditions:
+        conditions: dict[str, Any] = {"that there is none": "create", "that it is an older one": stale.tag}
+        for condition, mode in conditions.items():
             with self._asking(HEAD), contextlib.suppress(*self._refused):
                 self._obstore.put(self._store, HEAD, self._found.head.text(), mode=mode, use_multipart=False)
                 raise OSError(
@@ -300,10 +295,10 @@ class ObjectStore:
         assert self._found is not None
         kept_there, checkpoints = self._found.head.checkpoints, run_dir / CHECKPOINTS
         store.clean(checkpoints)
-        here = [store.step_of(path) for path in store.candidates(checkpoints) if _verifies(path)]
-        newer = [kept for kept in kept_there if kept.step > max(here, default=-1)]
+        here = next((store.step_of(path) for path in store.candidates(checkpoints) if _verifies(path)), -1)
+        newer = [kept for kept in kept_there if kept.step > here]
         brought = any(self._bring_one(kept, checkpoints, warn) for kept in newer)
-        if newer and not brought and not here:
+        if newer and not brought and here < 0:
             raise UserError(f"none of the {len(newer)} checkpoints in {self.url} can be read and verified")
         for kept in _retained(kept_there, 0, keep_best):
             if not (checkpoints / checkpoint_name(kept.step)).exists():
@@ -429,8 +424,7 @@ class ObjectStore:
                         return
                     text = bytes(self._obstore.get(self._store, key).bytes())
                     named.update(file.key for file in Head.model_validate_json(text).files())
-            ours = re.compile(r"[0-9a-f]{32}/\d{1,12}-[a-z0-9.-]{1,40}/[a-z][a-z.]{0,40}")
-            self._remove([key for key in sizes if ours.fullmatch(key) and key not in named])
+            self._remove([key for key in sizes if re.fullmatch(_KEY, key) and key not in named])
 
     def _remove(self, keys: Collection[str]) -> None:
         with contextlib.suppress(OSError), self._asking(""):
@@ -451,11 +445,8 @@ def _retained(all_of_them: list[Kept], keep: int, keep_best: KeepBest) -> list[K
     rule = Rule.of(keep_best)
     newest = sorted(all_of_them, key=lambda kept: -kept.step)
     stay = newest[:keep]
-    scored = [kept for kept in newest if kept.score is not None and kept.score_of == rule.name]
-    if keep_best and scored:
-        found = max(scored, key=lambda kept: (rule.sign * (kept.score or 0.0), kept.step))
-        stay = stay if found in stay else [*stay, found]
-    return stay
+    best = rule.best({k.step: k.score for k in newest if k.score is not None and k.score_of == rule.name})
+    return [*stay, *(kept for kept in newest[keep:] if keep_best and kept.step == best)]
 
 
 def _reason(error: BaseException) -> str:

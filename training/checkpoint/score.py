@@ -24,6 +24,10 @@ class Rule:
         name, better = ("accuracy", "max") if isinstance(keep_best, bool) else next(iter(keep_best.items()))
         return cls(name, 1 if better == "max" else -1)
 
+    def best(self, scores: Mapping[int, float]) -> int | None:
+        """The step with the best score, the newest of several. `scores`: by step."""
+        return max(scores, key=lambda step: (self.sign * scores[step], step), default=None)
+
     def better(self, value: float, than: float | None) -> bool:
         return math.isfinite(value) and (than is None or self.sign * value > self.sign * than)
 

@@ -153,8 +153,8 @@ class _Worker:
     """A thread that does one thing after the other, for as long as the process lives.
 
     A loader forks its workers at the beginning of an epoch, as the last one is saved. A thread that started or ended then could leave
-    a lock held in a worker (`parallel/process.py`), so no save
-    starts or ends a thread. A daemon: the process can end also where the disk never answers; `Writer.wait` is for every other end.
+    a lock held in a worker (`parallel/process.py`), so no save starts or ends a thread. A daemon: the process can end also where the disk
+    never answers; `Writer.wait` is for every other end.
     """
 
     def __init__(self, name: str) -> None:
@@ -325,8 +325,9 @@ def clean(directory: Path) -> None:
 
 def best(paths: list[Path], rule: Rule) -> tuple[Path, float] | None:
     """The checkpoint with the best score and that score, the newest of several; None where none was measured by that rule."""
-    scores = {path: score for path in paths if (score := _score(path, rule)) is not None}
-    return max(scores.items(), key=lambda item: (rule.sign * item[1], step_of(item[0])), default=None)
+    scores = {step_of(path): (path, score) for path in paths if (score := _score(path, rule)) is not None}
+    found = rule.best({step: score for step, (_, score) in scores.items()})
+    return None if found is None else scores[found]
 
 
 def _score(path: Path, rule: Rule) -> float | None:

@@ -53,9 +53,9 @@ class Agent(Gang, LocalElasticAgent):
         LocalElasticAgent.__init__(self, spec, logs, log_line_prefix_template=prefix)
         self.finish_lines, self.serves = finish_lines, serves
         self.barrier: ExitBarrier | None = None
+        """Of this round, where there are other nodes."""
         self._came: list[int] | None = None
         """Signals since the ranks begin to start; None: they run, or wait for other nodes."""
-        """Of this round, where there are other nodes."""
         self._ended: RunResult | None = None
         """How the ranks of this node have ended well."""
 

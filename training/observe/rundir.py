@@ -192,10 +192,8 @@ class RunDirectory:
             lock.release()
             raise
         run = cls(path, lock, saved)
-        with contextlib.suppress(OSError):
-            (path / contract.HANG_FILE).unlink(
-                missing_ok=True
-            )  # of an attempt that was killed with those who watched it
+        with contextlib.suppress(OSError):  # of an attempt that was killed with those who watched it
+            (path / contract.HANG_FILE).unlink(missing_ok=True)
         if isinstance(fresh, str):
             run.fresh_word = fresh
         return run
