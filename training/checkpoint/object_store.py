@@ -1,10 +1,5 @@
 """Checkpoints in an object store: what a run needs where no disk outlives its node.
 
-    PREFIX/head                                   a JSON object: which attempt may write, and which checkpoints there are
-    PREFIX/<holder>/<n>-step-00000100/<file>      the files of a checkpoint, as on a disk
-    PREFIX/<holder>/<n>-run.yaml/run.yaml         the settings that the run was begun with
-    PREFIX/replaced/<commit>                      the head of a run that `--fresh` has replaced
-
 Data goes under keys that no other attempt has, so that nothing is overwritten, unconditionally and in parts. Only `head` is written on a
 condition: that is the commit. It is swapped for the one that was read (If-Match; on GCS the generation). An attempt takes a run over by
 one swap. An earlier one that still lives, on a node that was cut off, has an old tag from then on, and can commit nothing. No two heads
@@ -20,21 +15,17 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lockstep.training import extras, files
+from lockstep.training import files
+from lockstep.training.bucket import HEAD, KEY, MAX_HEAD_BYTES, TRIES, Bucket, File, Found, Head, Kept, reason
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.score import KeepBest, Rule
-from lockstep.training.contract import CHECKPOINTS, EXIT_FAILED, RUN_FILE, UserError, checkpoint_name, printable
+from lockstep.training.contract import CHECKPOINTS, EXIT_FAILED, RUN_FILE, UserError, checkpoint_name
 
-HEAD = "head"
-MAX_HEAD_BYTES = 4 << 20
 RECORD = "bucket.json"
 """In the run directory: which bucket, and which run there, it is a copy of."""
 _PART = 16 << 20
@@ -42,139 +33,28 @@ _PART = 16 << 20
 _AT_ONCE = 4
 _MOST_PARTS = 9000
 """S3 takes 10,000 parts of an object."""
-_TRIES = 5
-Tag: TypeAlias = Any
-"""What the store compares: an entity tag, a generation."""
-_KEY = r"[0-9a-f]{32}/\d{1,12}-[a-z0-9.-]{1,40}/[a-z][a-z.]{0,40}"
-"""Of what attempts have sent."""
-_Token = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-_Size = Annotated[int, Field(ge=0, lt=1 << 60)]
 
 
 class TakenOver(OSError):
     """Another attempt at this run writes into the bucket from now on."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class File(_Strict):
-    """A file in the bucket."""
-
-    key: Annotated[str, Field(pattern=f"^{_KEY}$")]
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    bytes: _Size
-
-
-class Kept(_Strict):
-    """A checkpoint in the bucket: its files by their names on a disk, and its score, if it has one, by which rule."""
-
-    step: _Size
-    files: dict[Annotated[str, Field(pattern=r"^[a-z][a-z.]{0,40}$")], File]
-    score: float | None
-    score_of: str
-
-
-class Head(_Strict):
-    """What `head` holds. `commit` is drawn anew each time; `sha256` is that of the rest."""
-
-    format: Literal[1] = 1
-    run: _Token
-    holder: _Token
-    commit: _Token
-    settings: File | None = None
-    checkpoints: list[Kept] = []
-    """Newest first."""
-    sha256: str = ""
-
-    def text(self) -> bytes:
-        sealed = self.model_copy(update={"sha256": self.seal()})
-        return sealed.model_dump_json().encode()
-
-    def seal(self) -> str:
-        return hashlib.sha256(self.model_dump_json(exclude={"sha256"}).encode()).hexdigest()
-
-    def files(self) -> Iterator[File]:
-        if self.settings is not None:
-            yield self.settings
-        for kept in self.checkpoints:
-            yield from kept.files.values()
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    head: Head
-    tag: Tag
-
-
 def _token() -> str:
     return secrets.token_hex(16)
 
 
-class ObjectStore:
-    """The checkpoints of one run under `url`, for the attempt that holds them: from `take` on.
-
-    Args:
-        url: `s3://BUCKET/PREFIX`, `gs://…`, `az://CONTAINER/PREFIX`. Endpoint and credentials come from the environment, or from the
-            identity of the node or pod.
-
-    Raises:
-        UserError: obstore is not installed, or it does not know this URL.
-    """
+class ObjectStore(Bucket):
+    """The checkpoints of one run under `url`, for the attempt that holds them: from `take` on."""
 
     def __init__(self, url: str) -> None:
-        with extras.explained():
-            import obstore
-            from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
-            from obstore.store import from_url
-        self.url = url.rstrip("/")
-        self._obstore, self._error = obstore, BaseError
-        self._refused = (AlreadyExistsError, PreconditionError)
-        plain = any(value.startswith("http://") for name, value in os.environ.items() if "ENDPOINT" in name)
-        try:
-            self._store = from_url(
-                self.url,
-                client_options={"timeout": "60s", "connect_timeout": "10s", "allow_http": plain},
-                retry_config={"max_retries": 6, "retry_timeout": timedelta(seconds=60)},
-            )
-        except (BaseError, ValueError) as error:
-            raise UserError(f"{self.url} cannot be used: {_reason(error)}") from None
-        self._found: _Found | None = None
+        super().__init__(url)
+        self._found: Found | None = None
         """The head as this attempt has written it last."""
         self._unsure = False
         """The last swap had no answer: it may be done, or be done yet."""
         self._number = 0
 
-    @contextlib.contextmanager
-    def _asking(self, key: str) -> Iterator[None]:
-        """Raises `OSError` for whatever goes wrong, `FileNotFoundError` where there is no such object."""
-        try:
-            yield
-        except FileNotFoundError:
-            raise
-        except (self._error, OSError, ValueError) as error:
-            raise OSError(f"{self.url}/{key}: {_reason(error)}") from None
-
-    def _read(self) -> _Found | None:
-        """The head as it is now; None: there is none. Read again where it was damaged on the way. Raises `OSError`."""
-        for _ in range(_TRIES):
-            with self._asking(HEAD):
-                try:
-                    answer = self._obstore.get(self._store, HEAD)
-                except FileNotFoundError as error:
-                    if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
-                        raise OSError("there is no such bucket") from None
-                    return None
-                tag = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta[name] is not None}
-                text = bytes(answer.bytes()) if answer.meta["size"] <= MAX_HEAD_BYTES else b""
-            with contextlib.suppress(ValidationError):
-                head = Head.model_validate_json(text)
-                if head.sha256 == head.seal():
-                    return _Found(head, tag)
-        raise OSError(f"{self.url}/{HEAD} is not what a run writes: choose another prefix")
-
-    def _swap(self, head: Head, before: _Found | None) -> None:
+    def _swap(self, head: Head, before: Found | None) -> None:
         """Puts `head` in the place of the one that was read. Raises `TakenOver`, `OSError`."""
         text = head.text()
         if len(text) > MAX_HEAD_BYTES:
@@ -182,12 +62,12 @@ class ObjectStore:
         self._unsure = True
         mode: Any = "create" if before is None else before.tag
         problem = ""
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             try:
                 self._obstore.put(self._store, HEAD, text, mode=mode, use_multipart=False)
             except (self._error, OSError) as error:
-                problem = _reason(error)  # also where it was done, and the answer was lost
-            found = self._read()
+                problem = reason(error)  # also where it was done, and the answer was lost
+            found = self.read_head()
             if found is not None and found.head.commit == head.commit:
                 self._found, self._unsure = found, False
                 return
@@ -207,7 +87,7 @@ class ObjectStore:
             UserError: the bucket holds another run, or cannot be read (exit code 1).
         """
         with self._explained():
-            found = self._read()
+            found = self.read_head()
             if found is None or found.head.settings is None or self._starts_over(found.head, fresh):
                 return
             record = files.read_json(run_dir / RECORD)
@@ -229,11 +109,11 @@ class ObjectStore:
             UserError: the bucket cannot be read or written (exit code 1), or has no checkpoint that verifies.
         """
         with self._explained():
-            for _ in range(_TRIES):
-                before = self._read()
+            for _ in range(TRIES):
+                before = self.read_head()
                 old = before.head if before is not None else None
                 if old is not None and self._starts_over(old, fresh):
-                    with self._asking("replaced"):
+                    with self.asking("replaced"):
                         self._obstore.put(self._store, f"replaced/{old.commit}", old.text())
                     old = None
                 new = Head(run=_token(), holder=_token(), commit=_token())
@@ -285,7 +165,7 @@ class ObjectStore:
         self._swap(stale.head.model_copy(update={"commit": _token()}), stale)
         conditions: dict[str, Any] = {"that there is none": "create", "that it is an older one": stale.tag}
         for condition, mode in conditions.items():
-            with self._asking(HEAD), contextlib.suppress(*self._refused):
+            with self.asking(HEAD), contextlib.suppress(*self._refused):
                 self._obstore.put(self._store, HEAD, self._found.head.text(), mode=mode, use_multipart=False)
                 raise OSError(
                     f"was written on the condition {condition}: the store has no conditional writes, which keep out a second writer"
@@ -316,7 +196,7 @@ class ObjectStore:
                 if final.exists():  # it does not verify
                     files.rename(final, final.with_name(f".old-{final.name}.{os.getpid()}"))
         except FileNotFoundError as error:
-            warn(f"checkpoint is missing in the bucket and not used: {_reason(error)}")
+            warn(f"checkpoint is missing in the bucket and not used: {reason(error)}")
         except store.CorruptCheckpoint as error:
             warn(f"checkpoint is corrupt in the bucket and not used: {error}")
         else:
@@ -327,12 +207,12 @@ class ObjectStore:
     def _pieces(self, file: File) -> Iterator[Any]:
         """Its bytes, `_PART` at a time. Raises `OSError`, `CorruptCheckpoint`."""
         digest = hashlib.sha256()
-        with self._asking(file.key):
+        with self.asking(file.key):
             size = self._obstore.head(self._store, file.key)["size"]
         if size != file.bytes:
             raise store.CorruptCheckpoint(f"{self.url}/{file.key} has {size} bytes, expected {file.bytes}")
         for start in range(0, file.bytes, _PART):
-            with self._asking(file.key):
+            with self.asking(file.key):
                 piece = self._obstore.get_range(
                     self._store, file.key, start=start, length=min(_PART, file.bytes - start)
                 )
@@ -388,11 +268,11 @@ class ObjectStore:
         named = {file.key for file in head.files()}
         self._remove([file.key for file in before.head.files() if file.key not in named])
 
-    def _held(self) -> _Found:
+    def _held(self) -> Found:
         """The head that this attempt has written last. Raises `TakenOver`, `OSError`."""
         assert self._found is not None
         if self._unsure:
-            found = self._read()
+            found = self.read_head()
             if found is None or found.head.holder != self._found.head.holder:
                 raise TakenOver(f"another attempt has taken {self.url} over")
             self._found, self._unsure = found, False
@@ -402,7 +282,7 @@ class ObjectStore:
         assert self._found is not None
         size, digest = path.stat().st_size, sha256 or files.sha256(path)
         key = f"{self._found.head.holder}/{self._number}-{folder}/{path.name}"
-        with self._asking(key):
+        with self.asking(key):
             self._obstore.put(
                 self._store, key, path, chunk_size=max(_PART, size // _MOST_PARTS + 1), max_concurrency=_AT_ONCE,
             )  # fmt: skip
@@ -412,9 +292,9 @@ class ObjectStore:
     def _clean(self) -> None:
         """Removes what earlier attempts have sent and not committed. They can commit nothing any more."""
         assert self._found is not None
-        with contextlib.suppress(OSError), self._asking(""):
+        with contextlib.suppress(OSError), self.asking(""):
             sizes = {entry["path"]: entry["size"] for page in self._obstore.list(self._store) for entry in page}
-            found = self._read()  # after the listing: what another attempt has sent since it took over is not in it
+            found = self.read_head()  # after the listing: what another attempt has sent since it took over is not in it
             if found is None or found.head.holder != self._found.head.holder:
                 return
             named = {file.key for file in found.head.files()}
@@ -424,10 +304,10 @@ class ObjectStore:
                         return
                     text = bytes(self._obstore.get(self._store, key).bytes())
                     named.update(file.key for file in Head.model_validate_json(text).files())
-            self._remove([key for key in sizes if re.fullmatch(_KEY, key) and key not in named])
+            self._remove([key for key in sizes if re.fullmatch(KEY, key) and key not in named])
 
     def _remove(self, keys: Collection[str]) -> None:
-        with contextlib.suppress(OSError), self._asking(""):
+        with contextlib.suppress(OSError), self.asking(""):
             if keys:
                 self._obstore.delete(self._store, list(keys))
 
@@ -447,8 +327,3 @@ def _retained(all_of_them: list[Kept], keep: int, keep_best: KeepBest) -> list[K
     stay = newest[:keep]
     best = rule.best({k.step: k.score for k in newest if k.score is not None and k.score_of == rule.name})
     return [*stay, *(kept for kept in newest[keep:] if keep_best and kept.step == best)]
-
-
-def _reason(error: BaseException) -> str:
-    """The line of an error of obstore that says what happened: after it come those of its source in Rust."""
-    return printable(str(error).partition("\n")[0][:300]) or type(error).__name__
