@@ -1,4 +1,4 @@
-"""A bucket, and how a run lies in it. Imports no torch.
+"""A bucket, what is asked of it, and how a run lies in it. Imports no torch.
 
     PREFIX/head                                   a JSON object: which attempt may write, and which checkpoints there are
     PREFIX/<holder>/<n>-step-00000100/<file>      the files of a checkpoint, as on a disk
@@ -13,19 +13,25 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lockstep.training import extras
+from lockstep.training import extras, files
 from lockstep.training.contract import UserError, printable
 
 HEAD = "head"
 MAX_HEAD_BYTES = 4 << 20
 TRIES = 5
+_PART = 16 << 20
+"""Bytes of a request, of which `_AT_ONCE` are under way: that bounds the memory."""
+_AT_ONCE = 4
+_MOST_PARTS = 9000
+"""S3 takes 10,000 parts of an object."""
 Tag: TypeAlias = Any
 """What the store compares: an entity tag, a generation."""
 KEY = r"[0-9a-f]{32}/\d{1,12}-[a-z0-9.-]{1,40}/[a-z][a-z.]{0,40}"
@@ -121,28 +127,109 @@ class Bucket:
         """Raises `OSError` for whatever goes wrong, `FileNotFoundError` where there is no such object."""
         try:
             yield
-        except FileNotFoundError:
-            raise
+        except FileNotFoundError as error:
+            if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
+                raise OSError(f"{self.url}/{key}: there is no such bucket") from None
+            raise FileNotFoundError(f"{self.url}/{key}: there is no such object") from None
         except (self._error, OSError, ValueError) as error:
             raise OSError(f"{self.url}/{key}: {reason(error)}") from None
 
     def read_head(self) -> Found | None:
         """The head as it is now; None: there is none. Read again where it was damaged on the way. Raises `OSError`."""
         for _ in range(TRIES):
-            with self.asking(HEAD):
-                try:
-                    answer = self._obstore.get(self._store, HEAD)
-                except FileNotFoundError as error:
-                    if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
-                        raise OSError("there is no such bucket") from None
-                    return None
-                tag = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta[name] is not None}
-                text = bytes(answer.bytes()) if answer.meta["size"] <= MAX_HEAD_BYTES else b""
+            try:
+                text, tag = self.read(HEAD, MAX_HEAD_BYTES)
+            except FileNotFoundError:
+                return None
             with contextlib.suppress(ValidationError):
                 head = Head.model_validate_json(text)
                 if head.sha256 == head.seal():
                     return Found(head, tag)
         raise OSError(f"{self.url}/{HEAD} is not what a run writes: choose another prefix")
+
+    def read(self, key: str, limit: int) -> tuple[bytes, Tag]:
+        """A small object, and its tag. Raises `OSError` where it is larger than `limit` bytes, `FileNotFoundError` without one."""
+        with self.asking(key):
+            answer = self._obstore.get(self._store, key)
+            if (size := answer.meta["size"]) > limit:
+                raise ValueError(f"it has {size} bytes, at most {limit} are read")
+            tag = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta[name] is not None}
+            return bytes(answer.bytes()), tag
+
+    def put(self, key: str, data: bytes) -> None:
+        """Raises `OSError`."""
+        with self.asking(key):
+            self._obstore.put(self._store, key, data, use_multipart=False)
+
+    def swap(self, key: str, data: bytes, tag: Tag | None) -> bool:
+        """Puts an object in the place of the one with this tag; None: where there is none. False: another one is there. That is also the
+        answer where it was done, its answer was lost, and it was asked again. Raises `OSError`."""
+        with self.asking(key), contextlib.suppress(*self._refused):
+            self._obstore.put(self._store, key, data, mode="create" if tag is None else tag, use_multipart=False)
+            return True
+        return False
+
+    def check_conditions(self, key: str) -> None:
+        """Tries with an object of its own whether the store heeds conditions, and removes it. Raises `OSError`: it does not."""
+        try:
+            self.put(key, b"1")
+            _, first = self.read(key, 1)
+            self.swap(key, b"2", first)
+            _, second = self.read(key, 1)
+            if second == first:
+                raise OSError(f"{self.url}/{key}: was not written on a condition that holds")
+            for condition, stale in (("that there is none", None), ("that it is an older one", first)):
+                if self.swap(key, b"3", stale):
+                    raise OSError(
+                        f"{self.url}/{key}: was written on the condition {condition}: the store has no conditional writes, "
+                        "which keep out a second writer"
+                    )
+        finally:
+            self.remove([key])
+
+    def send(self, path: Path, key: str) -> None:
+        """A file, in parts. Raises `OSError`."""
+        chunk = max(_PART, path.stat().st_size // _MOST_PARTS + 1)
+        with self.asking(key):
+            self._obstore.put(self._store, key, path, chunk_size=chunk, max_concurrency=_AT_ONCE)
+
+    def pieces(self, key: str, size: int, sha256: str, damaged: type[Exception]) -> Iterator[memoryview]:
+        """The bytes of an object, a part at a time. Raises `OSError`; after the last part `damaged` where they are not those that were
+        sent."""
+        digest = hashlib.sha256()
+        with self.asking(key):
+            found = self._obstore.head(self._store, key)["size"]
+        if found != size:
+            raise damaged(f"{self.url}/{key} has {found} bytes, expected {size}")
+        for start in range(0, size, _PART):
+            with self.asking(key):
+                piece = self._obstore.get_range(self._store, key, start=start, length=min(_PART, size - start))
+            view = memoryview(piece)
+            digest.update(view)
+            yield view
+        if digest.hexdigest() != sha256:
+            raise damaged(f"{self.url}/{key} is not what was written: its sha256 differs")
+
+    def fetch(self, key: str, size: int, sha256: str, path: Path, damaged: type[Exception]) -> None:
+        """An object as a new file, which is on the disk when this returns. Raises as `pieces`."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            for piece in self.pieces(key, size, sha256, damaged):
+                files.write_all(descriptor, piece)
+            files.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def keys(self) -> dict[str, int]:
+        """Key → bytes of all objects. Raises `OSError`."""
+        with self.asking(""):
+            return {entry["path"]: entry["size"] for page in self._obstore.list(self._store) for entry in page}
+
+    def remove(self, keys: Collection[str]) -> None:
+        """As far as the store lets it."""
+        with contextlib.suppress(OSError), self.asking(""):
+            if keys:
+                self._obstore.delete(self._store, list(keys))
 
 
 def reason(error: BaseException) -> str:

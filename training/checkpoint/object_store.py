@@ -10,29 +10,23 @@ listing: that serves to remove what no head names.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from lockstep.training import files
-from lockstep.training.bucket import HEAD, KEY, MAX_HEAD_BYTES, TRIES, Bucket, File, Found, Head, Kept, reason
+from lockstep.training.bucket import HEAD, KEY, MAX_HEAD_BYTES, TRIES, Bucket, File, Found, Head, Kept
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.score import KeepBest, Rule
 from lockstep.training.contract import CHECKPOINTS, EXIT_FAILED, RUN_FILE, UserError, checkpoint_name
 
 RECORD = "bucket.json"
 """In the run directory: which bucket, and which run there, it is a copy of."""
-_PART = 16 << 20
-"""Bytes of a request, of which `_AT_ONCE` are under way: that bounds the memory."""
-_AT_ONCE = 4
-_MOST_PARTS = 9000
-"""S3 takes 10,000 parts of an object."""
 
 
 class TakenOver(OSError):
@@ -60,13 +54,12 @@ class ObjectStore(Bucket):
         if len(text) > MAX_HEAD_BYTES:
             raise OSError(f"{self.url}/{HEAD} would have {len(text)} bytes: keep fewer checkpoints (checkpoint.keep)")
         self._unsure = True
-        mode: Any = "create" if before is None else before.tag
         problem = ""
         for _ in range(TRIES):
             try:
-                self._obstore.put(self._store, HEAD, text, mode=mode, use_multipart=False)
-            except (self._error, OSError) as error:
-                problem = reason(error)  # also where it was done, and the answer was lost
+                self.swap(HEAD, text, before and before.tag)
+            except OSError as error:
+                problem = str(error)  # also where it was done, and the answer was lost
             found = self.read_head()
             if found is not None and found.head.commit == head.commit:
                 self._found, self._unsure = found, False
@@ -78,7 +71,7 @@ class ObjectStore(Bucket):
                 raise TakenOver(f"another attempt has taken {self.url} over")
             if found is None and before is not None:
                 raise TakenOver(f"{self.url}/{HEAD} was removed")
-        raise OSError(f"{self.url}/{HEAD} could not be written: {problem}")
+        raise OSError(f"the head could not be written: {problem}")
 
     def settle(self, run_dir: Path, fresh: bool | str) -> None:
         """Brings the settings of the run in the bucket, so that others are refused before anything is changed there. Changes nothing there.
@@ -113,8 +106,7 @@ class ObjectStore(Bucket):
                 before = self.read_head()
                 old = before.head if before is not None else None
                 if old is not None and self._starts_over(old, fresh):
-                    with self.asking("replaced"):
-                        self._obstore.put(self._store, f"replaced/{old.commit}", old.text())
+                    self.put(f"replaced/{old.commit}", old.text())
                     old = None
                 new = Head(run=_token(), holder=_token(), commit=_token())
                 head = new if old is None else old.model_copy(update={"holder": new.holder, "commit": new.commit})
@@ -127,7 +119,7 @@ class ObjectStore(Bucket):
                 raise OSError(f"several attempts start at once with {self.url}")
             files.replace_json(run_dir / RECORD, {"url": self.url, "run": head.run})
             if not head.checkpoints:
-                self._probe()
+                self.check_conditions(f"{head.holder}/0-probe/probe")
             self._bring(run_dir, keep_best, warn)
             self._clean()
 
@@ -158,19 +150,6 @@ class ObjectStore(Bucket):
             saved = yaml.safe_load(text)
             return bool(saved.get("fresh") != fresh)
 
-    def _probe(self) -> None:
-        """A store that takes no notice of a condition would let two attempts write. A run without a checkpoint tries it on its head."""
-        assert self._found is not None
-        stale = self._found
-        self._swap(stale.head.model_copy(update={"commit": _token()}), stale)
-        conditions: dict[str, Any] = {"that there is none": "create", "that it is an older one": stale.tag}
-        for condition, mode in conditions.items():
-            with self.asking(HEAD), contextlib.suppress(*self._refused):
-                self._obstore.put(self._store, HEAD, self._found.head.text(), mode=mode, use_multipart=False)
-                raise OSError(
-                    f"was written on the condition {condition}: the store has no conditional writes, which keep out a second writer"
-                )
-
     def _bring(self, run_dir: Path, keep_best: KeepBest, warn: Callable[[str], None]) -> None:
         assert self._found is not None
         kept_there, checkpoints = self._found.head.checkpoints, run_dir / CHECKPOINTS
@@ -196,7 +175,7 @@ class ObjectStore(Bucket):
                 if final.exists():  # it does not verify
                     files.rename(final, final.with_name(f".old-{final.name}.{os.getpid()}"))
         except FileNotFoundError as error:
-            warn(f"checkpoint is missing in the bucket and not used: {reason(error)}")
+            warn(f"checkpoint is missing in the bucket and not used: {error}")
         except store.CorruptCheckpoint as error:
             warn(f"checkpoint is corrupt in the bucket and not used: {error}")
         else:
@@ -204,32 +183,11 @@ class ObjectStore(Bucket):
             return True
         return False
 
-    def _pieces(self, file: File) -> Iterator[Any]:
-        """Its bytes, `_PART` at a time. Raises `OSError`, `CorruptCheckpoint`."""
-        digest = hashlib.sha256()
-        with self.asking(file.key):
-            size = self._obstore.head(self._store, file.key)["size"]
-        if size != file.bytes:
-            raise store.CorruptCheckpoint(f"{self.url}/{file.key} has {size} bytes, expected {file.bytes}")
-        for start in range(0, file.bytes, _PART):
-            with self.asking(file.key):
-                piece = self._obstore.get_range(
-                    self._store, file.key, start=start, length=min(_PART, file.bytes - start)
-                )
-            view = memoryview(piece)
-            digest.update(view)
-            yield view
-        if digest.hexdigest() != file.sha256:
-            raise store.CorruptCheckpoint(f"{self.url}/{file.key} is not what was written: its sha256 differs")
+    def _pieces(self, file: File) -> Iterator[memoryview]:
+        return self.pieces(file.key, file.bytes, file.sha256, store.CorruptCheckpoint)
 
     def _fetch(self, file: File, path: Path) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        try:
-            for piece in self._pieces(file):
-                files.write_all(descriptor, piece)
-            files.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        self.fetch(file.key, file.bytes, file.sha256, path, store.CorruptCheckpoint)
 
     def commit(self, path: Path, keep: int, keep_best: KeepBest) -> None:
         """Sends a checkpoint of the run directory, reads it back, and makes it the newest. Older ones go after that.
@@ -257,7 +215,7 @@ class ObjectStore(Bucket):
                 for _ in self._pieces(file):
                     pass
         except (OSError, ValueError, store.CorruptCheckpoint) as error:
-            self._remove([file.key for file in sent])
+            self.remove([file.key for file in sent])
             raise OSError(str(error)) from None
         kept = Kept(step=about["step"], files=entries, score=about["score"], score_of=about["score_of"])
         # Newer ones were passed over when this attempt started: they are damaged.
@@ -266,7 +224,7 @@ class ObjectStore(Bucket):
         head = before.head.model_copy(update={"commit": _token(), "settings": settings, "checkpoints": checkpoints})
         self._swap(head, before)
         named = {file.key for file in head.files()}
-        self._remove([file.key for file in before.head.files() if file.key not in named])
+        self.remove([file.key for file in before.head.files() if file.key not in named])
 
     def _held(self) -> Found:
         """The head that this attempt has written last. Raises `TakenOver`, `OSError`."""
@@ -282,34 +240,24 @@ class ObjectStore(Bucket):
         assert self._found is not None
         size, digest = path.stat().st_size, sha256 or files.sha256(path)
         key = f"{self._found.head.holder}/{self._number}-{folder}/{path.name}"
-        with self.asking(key):
-            self._obstore.put(
-                self._store, key, path, chunk_size=max(_PART, size // _MOST_PARTS + 1), max_concurrency=_AT_ONCE,
-            )  # fmt: skip
+        self.send(path, key)
         sent.append(File(key=key, sha256=digest, bytes=size))
         return sent[-1]
 
     def _clean(self) -> None:
         """Removes what earlier attempts have sent and not committed. They can commit nothing any more."""
         assert self._found is not None
-        with contextlib.suppress(OSError), self.asking(""):
-            sizes = {entry["path"]: entry["size"] for page in self._obstore.list(self._store) for entry in page}
+        with contextlib.suppress(OSError, ValidationError):
+            sizes = self.keys()
             found = self.read_head()  # after the listing: what another attempt has sent since it took over is not in it
             if found is None or found.head.holder != self._found.head.holder:
                 return
             named = {file.key for file in found.head.files()}
             for key in sizes:
                 if key.startswith("replaced/"):
-                    if sizes[key] > MAX_HEAD_BYTES:
-                        return
-                    text = bytes(self._obstore.get(self._store, key).bytes())
+                    text, _ = self.read(key, MAX_HEAD_BYTES)
                     named.update(file.key for file in Head.model_validate_json(text).files())
-            self._remove([key for key in sizes if re.fullmatch(KEY, key) and key not in named])
-
-    def _remove(self, keys: Collection[str]) -> None:
-        with contextlib.suppress(OSError), self.asking(""):
-            if keys:
-                self._obstore.delete(self._store, list(keys))
+            self.remove([key for key in sizes if re.fullmatch(KEY, key) and key not in named])
 
 
 def _verifies(path: Path) -> bool:
