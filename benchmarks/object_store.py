@@ -1,7 +1,8 @@
 """python benchmarks/object_store.py URL [--sizes 10 100] [--rounds 9] [--out FILE]
 
-What `checkpoint.to` costs against a plain copy, with the same library, of the same bytes: the stall of a save with and without a bucket,
-a whole save (disk, bucket, read back, commit), and the start of a node that has nothing. URL: s3://…, gs://…, az://…; an empty prefix.
+What `checkpoint.to` costs against a plain copy, with the same library, of the same bytes: the stall of a save while the one before is
+sent, and without a bucket; sending one (to the bucket, read back, commit); a whole save (to the disk, then that); and the start of a node
+that has nothing. URL: s3://…, gs://…, az://…; an empty prefix.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.checkpoint import _state
 from benchmarks.measure import Figure, Run, figure, options, ratios
-from lockstep.training.checkpoint.object_store import ObjectStore
-from lockstep.training.checkpoint.store import Writer, newest_verified
+from lockstep.training.checkpoint.object_store import ObjectStore, Sender
+from lockstep.training.checkpoint.store import Writer
 from lockstep.training.contract import user_errors
 
 
@@ -30,21 +31,27 @@ def measure(megabytes: int, rounds: int, url: str, directory: Path) -> tuple[dic
     (run_dir / "run.yaml").write_text("{}\n")
     objects = ObjectStore(place)
     objects.take(run_dir, True, False, print)
-    with_bucket = Writer(run_dir / "checkpoints", 1, False, lambda path: objects.commit(path, 1, False))
+    writer, sender = Writer(run_dir / "checkpoints", 1, False), Sender(objects, run_dir / "checkpoints", 1, False)
     alone = Writer(directory / f"alone-{megabytes}", 1, False)
-    times: dict[str, list[float]] = {
-        name: [] for name in ("stall", "stall, disk", "sent", "plain send", "start", "plain fetch")
-    }
+    names = ("stall", "stall, disk", "sent", "saved", "plain send", "start", "plain fetch")
+    times: dict[str, list[float]] = {name: [] for name in names}
 
     def clock(name: str, began: float) -> None:
         times[name].append(time.perf_counter() - began)
 
-    for step in range(1, rounds + 2):  # the first save allocates the buffer
+    for step in range(2, 2 * rounds + 4, 2):  # the first save allocates the buffer
+        writer.save(step - 1, state).result()
+        (before,) = sender.send(step - 1)
         began = time.perf_counter()
-        saved = with_bucket.save(step, state)
+        written = writer.save(step, state)
         clock("stall", began)
-        saved.result()
-        clock("sent", began)
+        before.result()
+        written.result()
+        (sent,) = sender.send(step)
+        result = sent.result()
+        assert result is not None
+        times["sent"].append(result.seconds)
+        times["saved"].append(result.seconds + written.result().seconds)
         began = time.perf_counter()
         written = alone.save(step, state)
         clock("stall, disk", began)
@@ -60,16 +67,17 @@ def measure(megabytes: int, rounds: int, url: str, directory: Path) -> tuple[dic
         clock("plain fetch", began)
         with tempfile.TemporaryDirectory(dir=directory) as empty:
             began = time.perf_counter()
-            ObjectStore(place).take(Path(empty), False, False, print)
-            assert newest_verified(Path(empty) / "checkpoints") is not None
+            assert ObjectStore(place).take(Path(empty), False, False, print) is not None
             clock("start", began)
             objects.take(run_dir, False, False, print)
     times = {name: found[1:] for name, found in times.items()}
     rows = {
         "stall": figure([seconds * 1e3 for seconds in times["stall"]], "ms"),
         "stall / without a bucket": ratios(times, "stall", "stall, disk"),
-        "save": figure([megabytes / seconds for seconds in times["sent"]], "MB/s", "more"),
-        "save / plain send": ratios(times, "plain send", "sent", "more"),
+        "send": figure([megabytes / seconds for seconds in times["sent"]], "MB/s", "more"),
+        "send / plain send": ratios(times, "plain send", "sent", "more"),
+        "save": figure([megabytes / seconds for seconds in times["saved"]], "MB/s", "more"),
+        "save / plain send": ratios(times, "plain send", "saved", "more"),
         "start": figure([megabytes / seconds for seconds in times["start"]], "MB/s", "more"),
         "start / plain fetch": ratios(times, "plain fetch", "start", "more"),
     }

@@ -10,14 +10,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import hashlib
+import itertools
 import os
+import threading
+from collections import deque
 from collections.abc import Collection, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, BinaryIO, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -110,7 +116,7 @@ class Bucket:
             from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
             from obstore.store import from_url
         self.url = url.rstrip("/")
-        self._obstore, self._error = obstore, BaseError
+        self._obstore, self._error, self._loop = obstore, BaseError, _loop(os.getpid())
         self._refused = (AlreadyExistsError, PreconditionError)
         plain = any(value.startswith("http://") for name, value in os.environ.items() if "ENDPOINT" in name)
         try:
@@ -187,11 +193,13 @@ class Bucket:
         finally:
             self.remove([key])
 
-    def send(self, path: Path, key: str) -> None:
-        """A file, in parts. Raises `OSError`."""
-        chunk = max(_PART, path.stat().st_size // _MOST_PARTS + 1)
+    def send(self, file: Path | BinaryIO, key: str) -> None:
+        """A file, in parts. One that is open is sent whatever becomes of its name. Raises `OSError`."""
+        size = os.stat(file if isinstance(file, Path) else file.fileno()).st_size
         with self.asking(key):
-            self._obstore.put(self._store, key, path, chunk_size=chunk, max_concurrency=_AT_ONCE)
+            self._obstore.put(
+                self._store, key, file, chunk_size=max(_PART, size // _MOST_PARTS + 1), max_concurrency=_AT_ONCE
+            )
 
     def pieces(self, key: str, size: int, sha256: str, damaged: type[Exception]) -> Iterator[memoryview]:
         """The bytes of an object, a part at a time. Raises `OSError`; after the last part `damaged` where they are not those that were
@@ -201,22 +209,48 @@ class Bucket:
             found = self._obstore.head(self._store, key)["size"]
         if found != size:
             raise damaged(f"{self.url}/{key} has {found} bytes, expected {size}")
-        for start in range(0, size, _PART):
-            with self.asking(key):
-                piece = self._obstore.get_range(self._store, key, start=start, length=min(_PART, size - start))
-            view = memoryview(piece)
-            digest.update(view)
-            yield view
+        for piece in self._parts(key, size):
+            digest.update(piece)
+            yield piece
         if digest.hexdigest() != sha256:
             raise damaged(f"{self.url}/{key} is not what was written: its sha256 differs")
 
-    def fetch(self, key: str, size: int, sha256: str, path: Path, damaged: type[Exception]) -> None:
-        """An object as a new file, which is on the disk when this returns. Raises as `pieces`."""
+    def _parts(self, key: str, size: int) -> Iterator[memoryview]:
+        """In order, while those behind are fetched. Raises `OSError`."""
+
+        async def part(start: int) -> memoryview:
+            length = min(_PART, size - start)
+            return memoryview(await self._obstore.get_range_async(self._store, key, start=start, length=length))
+
+        starts = iter(range(0, size, _PART))
+        under_way = deque[Future[memoryview]]()
+        try:
+            while True:
+                for start in itertools.islice(starts, _AT_ONCE - len(under_way)):
+                    under_way.append(asyncio.run_coroutine_threadsafe(part(start), self._loop))
+                if not under_way:
+                    return
+                with self.asking(key):
+                    piece = under_way.popleft().result()
+                yield piece
+        finally:
+            for future in under_way:
+                future.cancel()
+
+    def fetch(
+        self, key: str, size: int, sha256: str, path: Path, damaged: type[Exception], durable: bool = True
+    ) -> None:
+        """An object as a new file, which is on the disk when this returns. Raises as `pieces`.
+
+        Args:
+            durable: not of a file that is verified, and fetched again, by whoever finds it after a crash.
+        """
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             for piece in self.pieces(key, size, sha256, damaged):
                 files.write_all(descriptor, piece)
-            files.fsync(descriptor)
+            if durable:
+                files.fsync(descriptor)
         finally:
             os.close(descriptor)
 
@@ -230,6 +264,15 @@ class Bucket:
         with contextlib.suppress(OSError), self.asking(""):
             if keys:
                 self._obstore.delete(self._store, list(keys))
+
+
+@functools.cache
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """What waits for several answers at once, in one thread for as long as the process lives: a save starts and ends none
+    (`checkpoint/store.py`)."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name=f"bucket-{process}", daemon=True).start()
+    return loop
 
 
 def reason(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import email.utils
 import http.client
 import re
 import shlex
@@ -18,15 +19,16 @@ from tests.processes import PYTHON, clean_env, free_port, poll, require, run, st
 MOTO = "moto[server]>=5.1.11"
 """From there on it compares the tag of a conditional write."""
 Fault = Callable[[int, str, str], str]
-"""(number of the request from 0, method, path) → what happens to it: "" or one of `FAULTS`, or `kill…`, which calls `Proxy.kill`."""
+"""(number of the request from 0, method, path) → what happens to it: "" or one of `FAULTS`; or `kill…`, which calls `Proxy.kill`; or
+`held`, for as long as `Proxy.held` is not set."""
 FAULTS = ("500", "503", "cut", "lost", "truncated", "flipped")
 """A server's error; told to slow down; cut before the server has it; done, and the answer lost; half an answer; one byte changed in it."""
 
 
-def environment(port: int) -> dict[str, str]:
+def environment(port: int, host: str = "127.0.0.1") -> dict[str, str]:
     """What a job needs to reach the server behind `port`."""
     return clean_env(
-        AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}", AWS_ACCESS_KEY_ID="name", AWS_SECRET_ACCESS_KEY="secret",
+        AWS_ENDPOINT_URL=f"http://{host}:{port}", AWS_ACCESS_KEY_ID="name", AWS_SECRET_ACCESS_KEY="secret",
         AWS_REGION="us-east-1",
     )  # fmt: skip
 
@@ -56,10 +58,15 @@ def moto(folder: Path) -> Iterator[int]:
 class Proxy:
     """In front of a server: `fault` is asked of each request."""
 
-    def __init__(self, server: int) -> None:
+    def __init__(self, server: int, host: str = "127.0.0.1") -> None:
         self.server = server
         self.fault: Fault
         self.requests: list[tuple[str, str]]
+        self.refused: int
+        """Answers that a condition does not hold."""
+        self.held: threading.Event
+        self.clock: Callable[[], str] | None
+        """What stands in the place of every time that the server tells."""
         self.unconditional: str
         """A header, of a condition, that does not reach the server."""
         self.kill: Callable[[], None] = lambda: None
@@ -82,13 +89,16 @@ class Proxy:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http = ThreadingHTTPServer((host, 0), Handler)
         self.port: int = self._http.server_address[1]
         threading.Thread(target=self._http.serve_forever, daemon=True).start()
 
     def reset(self, fault: Fault = lambda *_: "") -> None:
         self.fault = fault
         self.requests = []
+        self.refused = 0
+        self.held = threading.Event()
+        self.clock = None
         self.unconditional = ""
 
     def close(self) -> None:
@@ -100,7 +110,9 @@ class Proxy:
         with self._lock:
             number = len(self.requests)
             self.requests.append((asked.command, asked.path))
-            fault = self.fault(number, asked.command, asked.path)
+            fault, held = self.fault(number, asked.command, asked.path), self.held
+        if fault == "held":
+            held.wait()
         if fault == "kill before":
             self.kill()
         if fault in ("cut", "kill before"):
@@ -110,6 +122,7 @@ class Proxy:
             status, headers, answer = int(fault), {}, b"<Error><Code>SlowDown</Code></Error>"
         else:
             status, headers, answer = self._ask(asked, body)
+            self.refused += status == 412
         if fault == "kill after":
             self.kill()
         if fault in ("lost", "kill after"):
@@ -117,7 +130,7 @@ class Proxy:
             return
         if fault == "flipped" and answer:
             answer = answer[:-1] + bytes([answer[-1] ^ 1])
-        asked.send_response(status)
+        asked.send_response_only(status)
         for name, value in headers.items():
             asked.send_header(name, value)
         asked.send_header("Content-Length", headers.get("Content-Length", str(len(answer))))
@@ -133,11 +146,17 @@ class Proxy:
             headers = {name: value for name, value in asked.headers.items() if name.lower() != self.unconditional}
             connection.request(asked.command, asked.path, body, headers)
             found = connection.getresponse()
-            kept = re.compile(r"etag|last-modified|content-type|content-range|x-amz-.*", re.IGNORECASE)
+            kept = re.compile(r"date|etag|last-modified|content-type|content-range|x-amz-.*", re.IGNORECASE)
             answered = {name: value for name, value in found.getheaders() if kept.fullmatch(name)}
             if asked.command == "HEAD":
                 answered["Content-Length"] = found.getheader("Content-Length") or "0"
-            return found.status, answered, found.read()
+            text = found.read()
+            if self.clock is not None:
+                answered |= {name: self.clock() for name in ("Date", "Last-Modified") if found.getheader(name)}
+                if text.startswith(b"<?xml"):
+                    iso = email.utils.parsedate_to_datetime(self.clock()).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+                    text = re.sub(rb"(?<=<LastModified>)[^<]*", iso.encode(), text)
+            return found.status, answered, text
         finally:
             connection.close()
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import email.utils
 import json
 import os
 import random
 import signal
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,9 +17,13 @@ from typing import Any, ClassVar
 import pytest
 
 from tests import product
+from tests.events import events
+from tests.faults.test_launcher_nodes import two_namespaces
 from tests.objects.server import FAULTS, Proxy, environment, moto, objects, put, read
+from tests.own.test_survivors import ranks_of
 from tests.printed import PAGES, Reader, marked
-from tests.processes import PYTHON, ROOT, Result, poll
+from tests.processes import PYTHON, ROOT, Result, poll, started
+from tests.ranks import live
 from tests.warm.gang import Gang, running
 
 pytestmark = pytest.mark.promise("object-stores")
@@ -60,7 +68,8 @@ def new() -> str:
 
 
 def start(proxy: Proxy, run_dir: Path, name: str, *words: str, ranks: int = 1, **variables: str) -> Any:
-    env = {**environment(proxy.port), **variables}
+    """By itself it waits for the bucket before it makes the next checkpoint, so that it always asks for the same things (`PACE`)."""
+    env = {**environment(proxy.port), "SERVER": str(proxy.server), "PACE": str(BOUND), **variables}
     return running([[JOB, str(run_dir), f"s3://bucket/{name}", *words]] * ranks, env)
 
 
@@ -132,27 +141,60 @@ def assert_killed_at(proxy: Proxy, number: int, when: str, expected: str, tmp_pa
 
 
 @pytest.fixture(scope="module")
-def requests(_proxy: Proxy, tmp_path_factory: pytest.TempPathFactory) -> int:
+def requests(_proxy: Proxy, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
     """Of an undisturbed run."""
     _proxy.reset()
     done = go(_proxy, tmp_path_factory.mktemp("count") / "run", new())
     assert done.code == 0, done.output
-    return len(_proxy.requests)
-
-
-def test_killed_at_a_request(proxy: Proxy, requests: int, expected: str, tmp_path: Path) -> None:
-    """Six of all, others each night."""
-    draw = random.Random(1)
-    for place in range(6):
-        number = draw.randrange(place * requests // 6, (place + 1) * requests // 6)
-        assert_killed_at(proxy, number, draw.choice(("before", "after")), expected, tmp_path / str(place))
+    return [*_proxy.requests]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_killed_at_every_request(when: str, proxy: Proxy, requests: int, expected: str, tmp_path: Path) -> None:
-    for number in range(requests):
+def test_killed_at_every_request(
+    when: str, proxy: Proxy, requests: list[tuple[str, str]], expected: str, tmp_path: Path
+) -> None:
+    for number in range(len(requests)):
         assert_killed_at(proxy, number, when, expected, tmp_path / str(number))
+
+
+def assert_killed_again_and_again(seed: int, proxy: Proxy, most: int, expected: str, tmp_path: Path) -> None:
+    """Up to three nodes are lost, one after the other, at any moment of a start; each start has an empty disk."""
+    draw, name = random.Random(seed), new()
+    for number in range(draw.choice((1, 2, 3))):
+        at, when, pause = draw.randrange(most), draw.choice(("before", "after")), draw.choice((0.0, 0.0, 0.01, 0.2))
+        proxy.reset(lambda count, *_, at=at, when=when: f"kill {when}" if count == at else "")
+        run_dir = tmp_path / str(number)
+        with start(proxy, run_dir, name, PACE=draw.choice(("0", str(BOUND)))) as gang:
+
+            def kill(gang: Gang = gang, pause: float = pause) -> None:
+                time.sleep(pause)  # any moment between two requests is meant, too
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(gang.rank_pid(0), signal.SIGKILL)
+
+            proxy.kill = kill
+            done = gang.wait(BOUND)
+        assert done.code in (0, -signal.SIGKILL), done.output
+    proxy.reset()
+    done = go(proxy, tmp_path / "last", name)
+    assert done.code == 0 and ended(tmp_path / "last") == expected, done.output
+    assert steps(proxy.server, name)[0] == 12
+    assert_nothing_else(proxy.server, name)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nodes_are_lost_at_any_moment(
+    seed: int, proxy: Proxy, requests: list[tuple[str, str]], expected: str, tmp_path: Path
+) -> None:
+    assert_killed_again_and_again(seed, proxy, len(requests), expected, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(4, 54))
+def test_nodes_are_lost_at_many_moments(
+    seed: int, proxy: Proxy, requests: list[tuple[str, str]], expected: str, tmp_path: Path
+) -> None:
+    assert_killed_again_and_again(seed, proxy, len(requests), expected, tmp_path)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -160,7 +202,7 @@ def test_a_server_that_fails_now_and_then(fault: str, proxy: Proxy, expected: st
     """Every fifth request fails in this way. What was damaged on the way is sent again at the next save; the run ends as it would."""
     name = new()
     proxy.reset(lambda count, *_: fault if count % 5 == 3 else "")
-    done = go(proxy, tmp_path / "a", name)
+    done = go(proxy, tmp_path / "a", name, PACE="1")
     proxy.reset()
     assert done.code in (0, 1) and "Traceback" not in done.output, done.output
     again = go(proxy, tmp_path / "b", name)
@@ -180,6 +222,159 @@ def test_of_two_that_write_the_later_one_has_it(server: int, proxy: Proxy, expec
     assert done.code == 2 and f"another attempt has taken s3://bucket/{name} over" in done.output, done.output
     assert "Traceback" not in done.output and steps(server, name) == [12, 6]
     go(proxy, tmp_path / "c", name)
+    assert_nothing_else(server, name)
+
+
+def uploads_of(*held: int) -> Callable[[int, str, str], str]:
+    """A fault: the files of these checkpoints do not arrive for a while."""
+    return lambda _, method, path: (
+        "held" if method == "PUT" and any(f"step-{step:08d}" in path for step in held) else ""
+    )
+
+
+def test_training_does_not_wait_for_the_bucket(server: int, proxy: Proxy, expected: str, tmp_path: Path) -> None:
+    """An upload takes longer than a collective may. What comes meanwhile is passed over for what is newest, but the best one is sent."""
+    name, run_dir, limit = new(), tmp_path / "a", 15
+    proxy.reset(uploads_of(3))
+    with start(proxy, run_dir, name, f"collective_timeout={limit}", ranks=2, PACE="0") as gang:
+        poll(lambda: any(event["step"] == 12 for event in events(run_dir, "checkpoint")), BOUND, "the last save")
+        assert "head" in objects(server, name) and steps(server, name) == []
+        until = time.monotonic() + limit + 3
+        poll(lambda: time.monotonic() > until)
+        proxy.held.set()
+        done = gang.wait(BOUND)
+    assert done.code == 0 and ended(run_dir) == expected and steps(server, name) == [12, 6], done.output
+    assert {event["path"][-2:] for event in events(run_dir, "checkpoint_sent")} == {"03", "12", "06"}
+    assert len(events(run_dir, "checkpoint_written")) == 4
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_signal_while_an_upload_is_under_way(
+    in_time: bool, server: int, proxy: Proxy, expected: str, tmp_path: Path
+) -> None:
+    """The disk first, then the bucket. 75 says that the bucket has it; where the grace is over the one before stands."""
+    name, run_dir, grace = new(), tmp_path / "a", 100 if in_time else 10
+    assert go(proxy, run_dir, name, STEPS="3").code == 0
+    proxy.reset(uploads_of(6, 9))
+    words = [f"preempt.grace_seconds={grace}"]
+    with start(proxy, run_dir, name, *words, PACE="0", WAIT=str(tmp_path / "go")) as gang:
+        poll(lambda: any(event["step"] == 9 for event in events(run_dir, "log")), BOUND, "step 9")
+        gang.send_signal(signal.SIGTERM)
+        (tmp_path / "go").touch()
+        poll(lambda: (run_dir / "checkpoints/step-00000009").exists(), BOUND, "the local save")
+        assert steps(server, name) == [3]
+        if in_time:
+            proxy.held.set()
+        done = gang.wait(BOUND)
+    product.checkpoint(run_dir / "checkpoints/step-00000009")
+    if in_time:
+        assert done.code == 75 and steps(server, name) == [9, 6], done.output
+    else:
+        assert done.code == 1 and "within the grace period of 10 s" in done.output, done.output
+        assert steps(server, name) == [3]
+    proxy.held.set()
+    proxy.reset()
+    again = go(proxy, run_dir, name)
+    assert again.code == 0 and "Resuming at step 9" in again.output, again.output
+    assert ended(run_dir) == expected and steps(server, name) == [12, 6]
+    go(proxy, tmp_path / "c", name)
+    assert_nothing_else(server, name)
+
+
+def assert_survives(proxy: Proxy, number: int, when: str, expected: str, tmp_path: Path) -> None:
+    """Rank 0 of two is killed at this request; with --live the other one trains on, and has the bucket."""
+    name, run_dir = new(), tmp_path / "run"
+    killed: list[int] = []
+    env = {**environment(proxy.port), "SERVER": str(proxy.server), "PACE": str(BOUND)}
+    words = ["--ranks", "2", "--max-restarts", "0", "--", PYTHON, JOB, str(run_dir), f"s3://bucket/{name}"]
+    with live(*words, env=env) as gang:
+
+        def kill() -> None:
+            ranks = ranks_of(gang.processes[0].pid)
+            if set(ranks) == {0, 1}:
+                os.kill(ranks[0], signal.SIGKILL)
+                killed.append(number)
+
+        proxy.kill = kill
+        proxy.reset(lambda count, *_: f"kill {when}" if count == number else "")
+        done = gang.wait(BOUND)
+    assert killed == [number] and done.code == 0, done.output
+    assert events(run_dir, "rank_lost") and "Resuming" not in done.output, done.output
+    assert ended(run_dir) == expected and steps(proxy.server, name) == [12, 6], done.output
+    proxy.reset()
+    go(proxy, tmp_path / "c", name)
+    assert_nothing_else(proxy.server, name)
+
+
+def trains(requests: list[tuple[str, str]]) -> list[int]:
+    """Numbers of the requests between the first file of a checkpoint and the last swap but one."""
+    first = next(number for number, (_, path) in enumerate(requests) if "step-00000003" in path)
+    swaps = [number for number, (method, path) in enumerate(requests) if method == "PUT" and path.endswith("/head")]
+    return list(range(first, swaps[-1]))
+
+
+@pytest.mark.promise("survivors")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_rank_0_is_lost_in_an_upload_and_another_one_has_the_bucket(
+    when: str, proxy: Proxy, requests: list[tuple[str, str]], expected: str, tmp_path: Path
+) -> None:
+    draw = random.Random(when)
+    assert_survives(proxy, draw.choice(trains(requests)), when, expected, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_rank_0_is_lost_at_every_request(
+    when: str, proxy: Proxy, requests: list[tuple[str, str]], expected: str, tmp_path: Path
+) -> None:
+    for number in trains(requests):
+        assert_survives(proxy, number, when, expected, tmp_path / str(number))
+
+
+def test_a_node_that_was_cut_off_commits_nothing_when_the_network_is_back(
+    server: int, proxy: Proxy, expected: str, tmp_path: Path
+) -> None:
+    name, run_dir = new(), tmp_path / "a"
+    near, far = (f"10.214.{os.getpid() % 250}.{number}" for number in (1, 2))
+
+    def ip(words: str) -> None:
+        subprocess.run(["ip", *words.split()], check=True)
+
+    with two_namespaces() as (here, there), contextlib.ExitStack() as stack:
+        ip(f"-n {here} link set ls0 netns {os.getpid()} name ls{os.getpid()}")  # it goes with the other end
+        ip(f"addr add {near}/24 dev ls{os.getpid()}")
+        ip(f"link set ls{os.getpid()} up")
+        ip(f"-n {there} addr add {far}/24 dev ls1")
+        cable = Proxy(server, near)
+        stack.callback(cable.close)
+        command = ["ip", "netns", "exec", there, PYTHON, JOB, str(run_dir), f"s3://bucket/{name}"]
+        env = {**environment(cable.port, near), "WAIT": str(tmp_path / "go")}
+        early = stack.enter_context(started(command, env))
+        poll(lambda: "head" in objects(server, name) and steps(server, name)[:1] == [6], BOUND, "the second checkpoint")
+        ip(f"-n {there} link set ls1 down")
+        before = cable.refused
+        late = go(proxy, tmp_path / "b", name)
+        assert late.code == 0 and ended(tmp_path / "b") == expected, late.output
+        (tmp_path / "go").touch()
+        poll(lambda: any(event["step"] == 12 for event in events(run_dir, "checkpoint")), BOUND, "its last save")
+        assert cable.refused == before
+        ip(f"-n {there} link set ls1 up")
+        output = early.communicate(timeout=BOUND)[0]
+    assert early.returncode == 2 and f"another attempt has taken s3://bucket/{name} over" in output, output
+    assert cable.refused > before and "Traceback" not in output and steps(server, name) == [12, 6], output
+    go(proxy, tmp_path / "c", name)
+    assert_nothing_else(server, name)
+
+
+def test_nothing_is_ordered_by_the_times_that_a_server_tells(
+    server: int, proxy: Proxy, expected: str, tmp_path: Path
+) -> None:
+    draw, name = random.Random(1), new()
+    proxy.clock = lambda: email.utils.formatdate(draw.uniform(0, 2**32), usegmt=True)
+    assert go(proxy, tmp_path / "a", name, "checkpoint.keep=2", STEPS="9").code == 0
+    done = go(proxy, tmp_path / "b", name, "checkpoint.keep=2")
+    assert done.code == 0 and "Resuming at step 9" in done.output and ended(tmp_path / "b") == expected, done.output
+    assert steps(server, name) == [12, 9, 6]
     assert_nothing_else(server, name)
 
 
@@ -218,7 +413,7 @@ def test_what_could_not_be_sent_is_sent_by_the_next_start(
     name = new()
     proxy.reset(lambda _, method, path: "500" if method == "PUT" and "step-00000012" in path else "")
     done = go(proxy, tmp_path / "a", name)
-    assert done.code == 1 and "could not be saved" in done.output and steps(server, name) == [9, 6], done.output
+    assert done.code == 1 and "is not in the bucket" in done.output and steps(server, name) == [9, 6], done.output
     proxy.reset()
     again = go(proxy, tmp_path / "a", name)
     assert again.code == 0 and steps(server, name) == [12, 6], again.output

@@ -10,11 +10,15 @@ listing: that serves to remove what no head names.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import yaml
 from pydantic import ValidationError
@@ -23,10 +27,13 @@ from lockstep.training import files
 from lockstep.training.bucket import HEAD, KEY, MAX_HEAD_BYTES, TRIES, Bucket, File, Found, Head, Kept
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.score import KeepBest, Rule
+from lockstep.training.checkpoint.store import SaveResult, Worker
 from lockstep.training.contract import CHECKPOINTS, EXIT_FAILED, RUN_FILE, UserError, checkpoint_name
 
 RECORD = "bucket.json"
-"""In the run directory: which bucket, and which run there, it is a copy of."""
+"""In the run directory: which bucket, and which run there, it is a copy of; who has held it in this attempt, and from which step
+that went on."""
+_SENDING = Worker("checkpoint-send")
 
 
 class TakenOver(OSError):
@@ -38,12 +45,17 @@ def _token() -> str:
 
 
 class ObjectStore(Bucket):
-    """The checkpoints of one run under `url`, for the attempt that holds them: from `take` on."""
+    """The checkpoints of one run under `url`, for the attempt that holds them: from `take` or `succeed` on."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self._found: Found | None = None
-        """The head as this attempt has written it last."""
+        """The head as this rank has written it last."""
+        self._run_dir = Path()
+        self._ours = set[str]()
+        """Holders that are this attempt."""
+        self._began = 0
+        """The step that this attempt went on from."""
         self._unsure = False
         """The last swap had no answer: it may be done, or be done yet."""
         self._number = 0
@@ -65,8 +77,7 @@ class ObjectStore(Bucket):
                 self._found, self._unsure = found, False
                 return
             if found is not None and (before is None or found.head.commit != before.head.commit):
-                # Of this attempt: an earlier swap, without an answer, was done late.
-                if found.head.holder == head.holder:
+                if found.head.holder in self._ours:  # an earlier swap, without an answer, was done late
                     raise OSError(f"{self.url}/{HEAD} has changed meanwhile")
                 raise TakenOver(f"another attempt has taken {self.url} over")
             if found is None and before is not None:
@@ -94,9 +105,12 @@ class ObjectStore(Bucket):
                     "resume that one, or start over with --fresh"
                 )
 
-    def take(self, run_dir: Path, fresh: bool | str, keep_best: KeepBest, warn: Callable[[str], None]) -> None:
+    def take(self, run_dir: Path, fresh: bool | str, keep_best: KeepBest, warn: Callable[[str], None]) -> Path | None:
         """Makes this attempt the one that writes, and brings what the bucket has and the run directory lacks: the newest checkpoint that
         can be read, and the best one. The directory is locked.
+
+        Returns:
+            The newest checkpoint of the run directory that verifies; every byte of it was read. None: there is none.
 
         Raises:
             UserError: the bucket cannot be read or written (exit code 1), or has no checkpoint that verifies.
@@ -110,6 +124,7 @@ class ObjectStore(Bucket):
                     old = None
                 new = Head(run=_token(), holder=_token(), commit=_token())
                 head = new if old is None else old.model_copy(update={"holder": new.holder, "commit": new.commit})
+                self._ours = {head.holder}
                 try:
                     self._swap(head, before)
                 except TakenOver:
@@ -117,17 +132,26 @@ class ObjectStore(Bucket):
                 break
             else:
                 raise OSError(f"several attempts start at once with {self.url}")
-            files.replace_json(run_dir / RECORD, {"url": self.url, "run": head.run})
             if not head.checkpoints:
                 self.check_conditions(f"{head.holder}/0-probe/probe")
-            self._bring(run_dir, keep_best, warn)
+            newest = self._bring(run_dir, keep_best, warn)
+            self._run_dir, self._began = run_dir, 0 if newest is None else store.step_of(newest)
+            self._record(head.run)
             self._clean()
+            return newest
 
-    @property
-    def newest(self) -> int:
-        """The step of the newest checkpoint in the bucket; -1 without one."""
-        assert self._found is not None
-        return max((kept.step for kept in self._found.head.checkpoints), default=-1)
+    def succeed(self, run_dir: Path) -> None:
+        """Rank 0 was lost, and this one is in its place: what it saves is sent from here on, if nobody else has taken over. Asks the
+        bucket for nothing yet: the other ranks wait."""
+        record = files.read_json(run_dir / RECORD)
+        with contextlib.suppress(TypeError, KeyError, ValueError):  # a damaged one: nobody can tell whose the bucket is
+            self._ours, self._began = {str(holder) for holder in record["holders"]}, int(record["step"])
+        self._run_dir = run_dir
+
+    def _record(self, run: str) -> None:
+        """For the rank that takes the place of this one, if it is lost."""
+        record = {"url": self.url, "run": run, "holders": sorted(self._ours), "step": self._began}
+        files.replace_json(self._run_dir / RECORD, record)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -150,28 +174,28 @@ class ObjectStore(Bucket):
             saved = yaml.safe_load(text)
             return bool(saved.get("fresh") != fresh)
 
-    def _bring(self, run_dir: Path, keep_best: KeepBest, warn: Callable[[str], None]) -> None:
+    def _bring(self, run_dir: Path, keep_best: KeepBest, warn: Callable[[str], None]) -> Path | None:
         assert self._found is not None
         kept_there, checkpoints = self._found.head.checkpoints, run_dir / CHECKPOINTS
         store.clean(checkpoints)
-        here = next((store.step_of(path) for path in store.candidates(checkpoints) if _verifies(path)), -1)
-        newer = [kept for kept in kept_there if kept.step > here]
-        brought = any(self._bring_one(kept, checkpoints, warn) for kept in newer)
-        if newer and not brought and here < 0:
+        newest = next((path for path in store.candidates(checkpoints) if _verifies(path)), None)
+        newer = [kept for kept in kept_there if newest is None or kept.step > store.step_of(newest)]
+        newest = next((path for kept in newer if (path := self._bring_one(kept, checkpoints, warn))), newest)
+        if newer and newest is None:
             raise UserError(f"none of the {len(newer)} checkpoints in {self.url} can be read and verified")
         for kept in _retained(kept_there, 0, keep_best):
             if not (checkpoints / checkpoint_name(kept.step)).exists():
                 self._bring_one(kept, checkpoints, warn)
+        return newest
 
-    def _bring_one(self, kept: Kept, checkpoints: Path, warn: Callable[[str], None]) -> bool:
+    def _bring_one(self, kept: Kept, checkpoints: Path, warn: Callable[[str], None]) -> Path | None:
         checkpoints.mkdir(exist_ok=True)
         final = checkpoints / checkpoint_name(kept.step)
         try:
             with files.replacing(final) as staging:
                 staging.mkdir()
                 for name, file in kept.files.items():
-                    self._fetch(file, staging / name)
-                files.fsync_directory(staging)
+                    self._fetch(file, staging / name, durable=False)  # every start verifies it, and the bucket has it
                 if final.exists():  # it does not verify
                     files.rename(final, final.with_name(f".old-{final.name}.{os.getpid()}"))
         except FileNotFoundError as error:
@@ -180,68 +204,95 @@ class ObjectStore(Bucket):
             warn(f"checkpoint is corrupt in the bucket and not used: {error}")
         else:
             store.clean(checkpoints)
-            return True
-        return False
+            return final
+        return None
 
     def _pieces(self, file: File) -> Iterator[memoryview]:
         return self.pieces(file.key, file.bytes, file.sha256, store.CorruptCheckpoint)
 
-    def _fetch(self, file: File, path: Path) -> None:
-        self.fetch(file.key, file.bytes, file.sha256, path, store.CorruptCheckpoint)
+    def _fetch(self, file: File, path: Path, durable: bool = True) -> None:
+        self.fetch(file.key, file.bytes, file.sha256, path, store.CorruptCheckpoint, durable)
 
-    def commit(self, path: Path, keep: int, keep_best: KeepBest) -> None:
-        """Sends a checkpoint of the run directory, reads it back, and makes it the newest. Older ones go after that.
+    def commit(self, path: Path, keep: int, keep_best: KeepBest) -> int:
+        """Sends a checkpoint of the run directory, reads it back, and has the head name it. Older ones go after that.
 
         Args:
-            path: verified, in the run directory's `checkpoints`.
+            path: in the run directory's `checkpoints`. It may be removed there meanwhile.
             keep, keep_best: as of `Writer`.
+
+        Returns:
+            Bytes of it; 0: the bucket has it, or would not keep it.
 
         Raises:
             TakenOver: another attempt has started.
+            FileNotFoundError: it is not in the run directory.
             OSError: it could not be sent.
         """
         before, sent = self._held(), list[File]()
-        try:
-            about = store.manifest(path)
-            settings = before.head.settings
-            if settings is None:
-                settings = self._send(path.parent.parent / RUN_FILE, RUN_FILE, sent)
+        with contextlib.ExitStack() as stack:
+            about, opened = _opened(path, stack)
+            sealed = {name: str(entry["sha256"]) for name, entry in about["files"].items()}
+            sealed[store.MANIFEST] = hashlib.sha256(opened[store.MANIFEST].read()).hexdigest()
+            opened[store.MANIFEST].seek(0)
+            kept = Kept(step=about["step"], files={}, score=about["score"], score_of=about["score_of"])
+            others = []
+            for other in self._standing(before.head):
+                if other.step != kept.step:
+                    others.append(other)
+                elif {name: file.sha256 for name, file in other.files.items()} == sealed:
+                    return 0
+            if kept not in _retained([kept, *others], keep, keep_best):
+                return 0
             self._number += 1
-            known = {name: entry["sha256"] for name, entry in about["files"].items()}
-            entries = {
-                name: self._send(path / name, path.name, sent, known.get(name)) for name in (*known, store.MANIFEST)
-            }
-            for file in sent:
-                for _ in self._pieces(file):
-                    pass
-        except (OSError, ValueError, store.CorruptCheckpoint) as error:
-            self.remove([file.key for file in sent])
-            raise OSError(str(error)) from None
-        kept = Kept(step=about["step"], files=entries, score=about["score"], score_of=about["score_of"])
-        # Newer ones were passed over when this attempt started: they are damaged.
-        others = [other for other in before.head.checkpoints if other.step < kept.step]
-        checkpoints = _retained([kept, *others], keep, keep_best)
+            try:
+                settings = before.head.settings
+                if settings is None:
+                    file = stack.enter_context(files.regular(self._run_dir / RUN_FILE))
+                    settings = self._send(file, RUN_FILE, RUN_FILE, files.sha256(self._run_dir / RUN_FILE), sent)
+                entries = {name: self._send(opened[name], path.name, name, sealed[name], sent) for name in sealed}
+                for sent_one in sent:
+                    for _ in self._pieces(sent_one):
+                        pass
+            except (OSError, store.CorruptCheckpoint) as error:
+                self.remove([file.key for file in sent])
+                raise OSError(str(error)) from None
+        checkpoints = _retained([kept.model_copy(update={"files": entries}), *others], keep, keep_best)
         head = before.head.model_copy(update={"commit": _token(), "settings": settings, "checkpoints": checkpoints})
         self._swap(head, before)
         named = {file.key for file in head.files()}
         self.remove([file.key for file in before.head.files() if file.key not in named])
+        return sum(file.bytes for file in entries.values())
+
+    def _standing(self, head: Head) -> Iterator[Kept]:
+        """Without the newer ones of other attempts, which were passed over when this one began: they are damaged."""
+        for kept in head.checkpoints:
+            if kept.step <= self._began or {file.key.partition("/")[0] for file in kept.files.values()} <= self._ours:
+                yield kept
 
     def _held(self) -> Found:
-        """The head that this attempt has written last. Raises `TakenOver`, `OSError`."""
-        assert self._found is not None
-        if self._unsure:
-            found = self.read_head()
-            if found is None or found.head.holder != self._found.head.holder:
-                raise TakenOver(f"another attempt has taken {self.url} over")
+        """The head that this rank has written last; of one that succeeds a lost one, the first time, swapped for its own. Raises
+        `TakenOver`, `OSError`."""
+        if self._found is not None and not self._unsure:
+            return self._found
+        found = self.read_head()
+        if found is None or found.head.holder not in self._ours:
+            raise TakenOver(f"another attempt has taken {self.url} over")
+        if self._found is None:
+            holder = _token()
+            self._ours.add(holder)
+            self._record(found.head.run)
+            self._swap(found.head.model_copy(update={"holder": holder, "commit": _token()}), found)
+            assert self._found is not None
+            self._clean()
+        else:
             self._found, self._unsure = found, False
         return self._found
 
-    def _send(self, path: Path, folder: str, sent: list[File], sha256: str | None = None) -> File:
+    def _send(self, file: BinaryIO, folder: str, name: str, sha256: str, sent: list[File]) -> File:
         assert self._found is not None
-        size, digest = path.stat().st_size, sha256 or files.sha256(path)
-        key = f"{self._found.head.holder}/{self._number}-{folder}/{path.name}"
-        self.send(path, key)
-        sent.append(File(key=key, sha256=digest, bytes=size))
+        key = f"{self._found.head.holder}/{self._number}-{folder}/{name}"
+        self.send(file, key)
+        sent.append(File(key=key, sha256=sha256, bytes=os.fstat(file.fileno()).st_size))
         return sent[-1]
 
     def _clean(self) -> None:
@@ -258,6 +309,70 @@ class ObjectStore(Bucket):
                     text, _ = self.read(key, MAX_HEAD_BYTES)
                     named.update(file.key for file in Head.model_validate_json(text).files())
             self.remove([key for key in sizes if re.fullmatch(KEY, key) and key not in named])
+
+
+class Sender:
+    """Brings the checkpoints of a run directory into the bucket while the training goes on: the newest one, then the best.
+
+    It reads their files, so it holds no more in memory than the parts under way. Where the bucket is slower than the saves, a checkpoint
+    that waits is passed over for the newer one: the training never waits for a bucket.
+    """
+
+    def __init__(self, objects: ObjectStore, directory: Path, keep: int, keep_best: KeepBest) -> None:
+        self._objects, self._directory, self._keep, self._keep_best = objects, directory, keep, keep_best
+        self._step = -1
+        _SENDING.begin()
+
+    def send(self, step: int, written: Future[SaveResult] | None = None) -> list[Future[SaveResult | None]]:
+        """Sends in the background what the run has saved up to `step`, once that is written.
+
+        Returns:
+            Of the newest one, and of the best one: what was sent, None where there was nothing to send, or a newer one waits by then.
+            `OSError`: it could not be sent. `TakenOver`: nothing can be sent any more.
+        """
+        self._step = step
+        newest = _SENDING.run(self._send, step, written, False)
+        return [newest, _SENDING.run(self._send, step, newest, True)] if self._keep_best else [newest]
+
+    def _send(self, step: int, after: Future[Any] | None, best: bool) -> SaveResult | None:
+        failed = after is not None and after.exception() is not None
+        if step < self._step or (best and failed):
+            return None
+        paths = [path for path in store.candidates(self._directory) if store.step_of(path) <= step]
+        path = next(iter(paths), None)
+        if best:
+            found = store.best(paths, Rule.of(self._keep_best))
+            path = found and found[0]
+        elif after is not None and not failed:
+            path = after.result().path
+        if path is None:
+            return None
+        began = time.perf_counter()
+        try:
+            size = self._objects.commit(path, self._keep, self._keep_best)
+        except FileNotFoundError:
+            if step < self._step:
+                return None  # it has made room for the newer one
+            raise
+        return SaveResult(path, time.perf_counter() - began, size) if size else None
+
+
+def _opened(path: Path, stack: contextlib.ExitStack) -> tuple[dict[str, Any], dict[str, BinaryIO]]:
+    """What a checkpoint says of itself, and its files, which can be read also when it has made room for newer ones.
+
+    Raises:
+        FileNotFoundError: it has before.
+        OSError: it cannot be read.
+    """
+    try:
+        with files.opened_folder(path) as folder:
+            about = store.manifest(folder, store.step_of(path))
+            names = (*about["files"], store.MANIFEST)
+            return about, {name: stack.enter_context(files.regular(folder / name)) for name in names}
+    except (OSError, store.CorruptCheckpoint) as error:
+        if not path.exists():
+            raise FileNotFoundError(f"{path} is not there any more") from None
+        raise OSError(str(error)) from None
 
 
 def _verifies(path: Path) -> bool:

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -82,15 +82,19 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
-def manifest(path: Path) -> dict[str, Any]:
-    """What a checkpoint says of its files; these are not read. Raises `CorruptCheckpoint`."""
+def manifest(path: Path, step: int | None = None) -> dict[str, Any]:
+    """What a checkpoint says of its files; these are not read. Raises `CorruptCheckpoint`.
+
+    Args:
+        step: of a folder whose name does not tell it.
+    """
     with files.reading(path / MANIFEST, CorruptCheckpoint):
         about = json.loads(files.read(path / MANIFEST, 1 << 20))
         if about.pop("sha256") != seal(about):
             raise ValueError("its content does not match its own sha256")
         if type(about["format"]) is not int or about["format"] != FORMAT:
             raise ValueError(f"it has format {about['format']!r}, and this version reads {FORMAT}")
-        if set(about["files"]) != {STATE, TENSORS} or about["step"] != step_of(path):
+        if set(about["files"]) != {STATE, TENSORS} or about["step"] != (step_of(path) if step is None else step):
             raise ValueError("it belongs to other files or to another step")
         about["files"] = {
             name: {"sha256": str(entry["sha256"]), "bytes": int(entry["bytes"])}
@@ -110,10 +114,15 @@ def verify(path: Path) -> dict[str, Any]:
     return about
 
 
-def newest_verified(directory: Path, warn: Callable[[str], None] = lambda _: None) -> Path | None:
+def newest_verified(
+    directory: Path, warn: Callable[[str], None] = lambda _: None, known: Path | None = None
+) -> Path | None:
     """The newest checkpoint whose every byte verifies; each bad one that is newer is reported through `warn`.
 
     Returns None where there is no checkpoint at all.
+
+    Args:
+        known: one that has just been verified, and is not read again.
 
     Raises:
         UserError: there are checkpoints, and none verifies. Starting over in silence would lose the run.
@@ -121,7 +130,8 @@ def newest_verified(directory: Path, warn: Callable[[str], None] = lambda _: Non
     paths = listed(directory)
     for path in paths:
         try:
-            verify(path)
+            if path != known:
+                verify(path)
         except CorruptCheckpoint as error:
             warn(f"checkpoint is corrupt and not used: {error}")
         else:
@@ -149,7 +159,7 @@ class SaveResult:
     bytes: int
 
 
-class _Worker:
+class Worker:
     """A thread that does one thing after the other, for as long as the process lives.
 
     A loader forks its workers at the beginning of an epoch, as the last one is saved. A thread that started or ended then could leave
@@ -170,7 +180,9 @@ class _Worker:
             threading.Thread(target=self._work, args=(self._calls,), name=self._name, daemon=True).start()
 
     def run(self, function: Callable[..., R], *arguments: Any) -> Future[R]:
-        self.begin()
+        """Behind what waits already."""
+        if self._process != os.getpid():
+            self.begin()
         self._last = future = Future[R]()
 
         def answer() -> None:
@@ -188,7 +200,7 @@ class _Worker:
             calls.get()()
 
 
-_WRITING, _HASHING, _SENDING = _Worker("checkpoint"), _Worker("checkpoint-hash"), _Worker("checkpoint-send")
+_WRITING, _HASHING = Worker("checkpoint"), Worker("checkpoint-hash")
 
 
 class Writer:
@@ -198,20 +210,15 @@ class Writer:
         directory: the run's `checkpoints/`.
         keep: newest checkpoints to keep.
         keep_best: also keep the one with the best `score`.
-        sends: brings a checkpoint that is on the disk to where it is also kept, while the next one may be written.
     """
 
-    def __init__(
-        self, directory: Path, keep: int, keep_best: KeepBest, sends: Callable[[Path], None] | None = None
-    ) -> None:
-        self.directory, self.keep, self.keep_best, self._sends = directory, keep, keep_best, sends
+    def __init__(self, directory: Path, keep: int, keep_best: KeepBest) -> None:
+        self.directory, self.keep, self.keep_best = directory, keep, keep_best
         self._rule = Rule.of(keep_best)
         self._buffers: list[torch.Tensor] = []
         self._pending: Future[SaveResult] | None = None
         _WRITING.begin()
         _HASHING.begin()
-        if sends is not None:
-            _SENDING.begin()
 
     def save(self, step: int, state: Any, score: float | None = None) -> Future[SaveResult]:
         """Copies the state now, writes it later. Waits for an earlier save, whose buffer it reuses.
@@ -221,20 +228,13 @@ class Writer:
             state: a tree as in `lockstep.training.parallel.exchange`.
             score: for `keep_best`; None where the state was not evaluated.
 
-        The future raises `OSError` if the checkpoint could not be written, verified or sent.
+        The future raises `OSError` if the checkpoint could not be written or verified.
         """
         self.wait()
         plain, tensors = split(state, _Names())
         self._snapshot(list(tensors.values()))
-        written = self._pending = _WRITING.run(self._write, step, plain, dict(zip(tensors, self._buffers)), score)
-        return written if self._sends is None else _SENDING.run(self._send, written, self._sends)
-
-    def send(self, path: Path) -> Future[SaveResult]:
-        """Sends a checkpoint that is on the disk already. The writer has a `sends`."""
-        assert self._sends is not None
-        written = Future[SaveResult]()
-        written.set_result(SaveResult(path, 0.0, 0))
-        return _SENDING.run(self._send, written, self._sends)
+        self._pending = _WRITING.run(self._write, step, plain, dict(zip(tensors, self._buffers)), score)
+        return self._pending
 
     def wait(self) -> None:
         """Returns when nothing is being written. Does not raise: the future does."""
@@ -253,12 +253,6 @@ class Writer:
             buffer.copy_(tensor, non_blocking=True)
         if any(tensor.is_cuda for tensor in tensors):
             torch.cuda.synchronize()
-
-    @staticmethod
-    def _send(written: Future[SaveResult], sends: Callable[[Path], None]) -> SaveResult:
-        began, result = time.perf_counter(), written.result()
-        sends(result.path)
-        return replace(result, seconds=max(result.seconds, time.perf_counter() - began))
 
     def _write(self, step: int, plain: Any, tensors: dict[str, torch.Tensor], score: float | None) -> SaveResult:
         began = time.perf_counter()

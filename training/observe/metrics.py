@@ -59,7 +59,7 @@ TABLE: dict[str, Row] = {
     "nonfinite_steps_total": Row("counter", "Steps whose gradient was NaN or infinite."),
     "preemptions_total": Row("counter", "Early ends of the run after a checkpoint, earlier attempts included."),
     "checkpoint_failures_total": Row(
-        "counter", "Checkpoints that could not be written.", {"reason": ("disk", "timeout")}
+        "counter", "Checkpoints that could not be written, or sent to the bucket.", {"reason": ("disk", "bucket", "timeout")}
     ),
     "corrupt_files_total": Row(
         "counter", "Files that did not have their checksum and were not used.", {"kind": ("checkpoint", "shard")}
@@ -67,7 +67,9 @@ TABLE: dict[str, Row] = {
     "ranks": Row("gauge", "Ranks that train, as this one knows it."),
     "ranks_lost_total": Row("counter", "Ranks that were lost while the others went on (launch --live)."),
     "hung_rank": Row("gauge", "The rank that the others wait for (of several the lowest), while none gets further.", since="later"),
-    "checkpoint_last_success_timestamp_seconds": Row("gauge", "Unix time at which the newest checkpoint was on the disk.", since="later"),
+    "checkpoint_last_success_timestamp_seconds": Row(
+        "gauge", "Unix time at which the newest checkpoint was on the disk, or in the bucket if there is one.", since="later"
+    ),
     "step_duration_seconds": Row("histogram", "Seconds of an optimizer step, waiting for data included."),
     "data_wait_seconds": Row("histogram", "Seconds a step waited for its batch."),
     "grad_ready_seconds": Row("histogram", "Seconds from the batch to the rank's own gradients: forward and backward."),

@@ -121,7 +121,7 @@ class Attempt:
         self.slow = SlowRank(context.world)
         self._named: tuple[int, str] | None = None
         """The slow rank that was told of, and its phase."""
-        self.saver = Saver(context, lambda: signals.since if signals is not None else None)
+        self.saver = Saver(context, lambda: signals.since if signals is not None else None, self._alive)
         self.reading = Reading(context.state.losses, context.world, of_all=context.state.of_all)
         self.before_save: Callable[[], None] = lambda: None
         """Called on every rank."""
@@ -268,12 +268,15 @@ class Attempt:
         self._compared = True
         self.meetings.be_at(places)
 
+    def _alive(self) -> None:
+        self.context.metrics.alive()
+        self.progress.advance(self.context.steps_done, self._steps)
+
     def poll(self, save_due: bool = False, score: bool | None = None) -> Decision:
         """What the ranks agreed on at the boundary before this one; and, of a score, at this one."""
-        self.context.metrics.alive()
+        self._alive()
         self.context.goodput.look()
         self._polls += 1
-        self.progress.advance(self.context.steps_done, self._steps)
         if self._steps >= FIRST_STEPS and not self._compared:
             self._compared, self.consensus.fingerprint = True, self._fingerprint()
         elif self.context.world.size > 1:

@@ -89,7 +89,7 @@ class RunContext:
         self.goodput.take_over(run)
         if (url := self.config.checkpoint.to) is not None:
             self.objects = ObjectStore(url)
-            self.objects.take(run.path, False, self.config.checkpoint.keep_best, self.console.warn)
+            self.objects.succeed(run.path)
         there = [_key(event) for event in run.last_events()]
         for _, key, action in self._untold:
             if key is None or key not in there:

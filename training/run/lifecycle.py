@@ -148,6 +148,7 @@ class Lifecycle:
         self.directory: RunDirectory | None = None
         self._objects: ObjectStore | None = None
         exporter: Exporter | None = None
+        verified: Path | None = None
         try:
             with failing_together(world):
                 first_of_node = world.local_rank == 0 and not world.replacement
@@ -163,7 +164,7 @@ class Lifecycle:
                 limit = settings.collective_timeout
                 with waiting_for_all(world, "bring the checkpoint from the bucket", 24 * 3600.0, limit):
                     if self._objects is not None and self.directory is not None:
-                        self._objects.take(
+                        verified = self._objects.take(
                             self.directory.path, fresh, kept.keep_best, lambda text: say(f"warning: {text}", sys.stderr)
                         )
             # Only now: a directory that is refused stays untouched. First where it is cleared of what earlier attempts left.
@@ -175,7 +176,7 @@ class Lifecycle:
             self.exporter = exporter
             with self.goodput.on(Bucket.RESTORED):
                 with failing_together(world):
-                    self._checkpoint = _newest_here(self.directory, world, exporter)
+                    self._checkpoint = _newest_here(self.directory, world, exporter, verified)
                 self.source = world.rank if world.replacement else newest_of_all(self._checkpoint, world)
             saved = self.directory.saved if self.directory else None
             if world.replacement:
@@ -390,8 +391,14 @@ _RANKS = 1 << 20
 """More than there are. A step of 12 digits and a rank below it fit into one whole number of 64 bits."""
 
 
-def _newest_here(directory: RunDirectory | None, world: World, exporter: Exporter) -> Path | None:
-    """This rank's newest verified checkpoint; None where it keeps none. Raises `UserError` where all are corrupt."""
+def _newest_here(
+    directory: RunDirectory | None, world: World, exporter: Exporter, verified: Path | None
+) -> Path | None:
+    """This rank's newest verified checkpoint; None where it keeps none. Raises `UserError` where all are corrupt.
+
+    Args:
+        verified: one that was read a moment ago.
+    """
     if directory is None:
         return None
     store.clean(directory.checkpoints)
@@ -401,7 +408,7 @@ def _newest_here(directory: RunDirectory | None, world: World, exporter: Exporte
         directory.event("corrupt_checkpoint", message=message)
         say(f"warning: rank {world.rank}: {message}", sys.stderr)
 
-    return store.newest_verified(directory.checkpoints, warn)
+    return store.newest_verified(directory.checkpoints, warn, verified)
 
 
 def newest_of_all(checkpoint: Path | None, world: World) -> int | None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 from lockstep.training.checkpoint import store
-from lockstep.training.checkpoint.object_store import TakenOver
+from lockstep.training.checkpoint.object_store import Sender, TakenOver
 from lockstep.training.checkpoint.state import gather
 from lockstep.training.checkpoint.store import SaveResult, Writer
 from lockstep.training.contract import UserError
@@ -25,6 +25,8 @@ from lockstep.training.run.context import RunContext
 
 LOOK_SECONDS = 0.25
 """During the wait for a save: seconds between two checks whether the run must end."""
+PATIENCE_SECONDS = 1.0
+"""During the wait for a bucket: seconds between two questions of the ranks whether it is over."""
 PRIOR_SECONDS = 86_400.0
 """The prior: one failure in a day of training. The run's own failures are added to it. So a run without failures does not
 get an infinite interval, and one failure in the first minute does not count as one failure per minute."""
@@ -87,15 +89,16 @@ class Saver:
 
     Args:
         asked_to_leave: when this rank was asked to end (`time.monotonic`); None: it was not. From then on the wait for a
-            disk is at most the grace period.
+            disk or a bucket is at most the grace period.
+        alive: called while this rank waits for a bucket, which may take long.
         now: seconds of a clock that never goes back.
     """
 
     def __init__(
         self, context: RunContext, asked_to_leave: Callable[[], float | None] = lambda: None,
-        now: Callable[[], float] = time.monotonic,
+        alive: Callable[[], None] = lambda: None, now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self._now = now
+        self._now, self._alive = now, alive
         self._asked_to_leave = asked_to_leave
         self._leaving_since: float | None = None
         settings = context.config.checkpoint
@@ -107,7 +110,11 @@ class Saver:
         self._lost = False
         """The last save was made by a rank that was lost, and is not on the disk."""
         self._future: Future[SaveResult] | None = None
-        self._begin_writing()
+        self._sender: Sender | None = None
+        self._sends: list[Future[SaveResult | None]] = []
+        """What has not been told yet, in order."""
+        self._last_sends = self._sends
+        """Of the last save."""
         self.last_step = context.steps_done
         """The newest state that was saved, or gone on from."""
         self._last_time = now()
@@ -119,15 +126,17 @@ class Saver:
         self._score: float | None = None
         self._on_disk = context.run is not None and bool(store.candidates(context.run.checkpoints))
         """Whether this rank's disk has a checkpoint. Those of earlier starts have been verified: else there is no attempt."""
+        self._begin_writing()
 
     def _begin_writing(self) -> None:
         if (run := self.context.run) is not None:
             keep, keep_best, objects = self.settings.keep, self.settings.keep_best, self.context.objects
-            sends = None if objects is None else lambda path: objects.commit(path, keep, keep_best)
-            self._writer = Writer(run.checkpoints, keep, keep_best, sends)
-            newest = store.candidates(run.checkpoints)[:1]
-            if objects is not None and newest and store.step_of(newest[0]) > objects.newest:
-                self._future = self._writer.send(newest[0])  # an earlier attempt could not
+            self._writer = Writer(run.checkpoints, keep, keep_best)
+            if objects is not None:
+                self._sender = Sender(objects, run.checkpoints, keep, keep_best)
+                # What an earlier attempt, or a rank that was lost, could not.
+                self._sends = self._sender.send(self.last_step)
+                self._last_sends = [*self._sends]
 
     def take_over(self) -> None:
         """Rank 0 was lost, and this one writes from here on. A save that the lost rank has not ended is due again."""
@@ -171,6 +180,9 @@ class Saver:
             self._writer is not None and gathered is not None and not self._hangs
         ):  # else it would wait for the save that hangs
             self._future = self._writer.save(self.context.steps_done, gathered, score)
+            if self._sender is not None:
+                self._last_sends = self._sender.send(self.context.steps_done, self._future)
+                self._sends += self._last_sends
             stalled = time.perf_counter() - began
             self.interval.stalled(stalled)
             self.context.event("checkpoint", step=self.context.steps_done, stall_seconds=round(stalled, 6))
@@ -179,6 +191,7 @@ class Saver:
         """Records the result of a save that has ended. Does not wait."""
         if self._future is not None and self._future.done():
             self._reap()
+        self._tell_sent()
 
     def _check_taken_over(self) -> None:
         """Raises `UserError`, on all ranks. Collective."""
@@ -192,13 +205,55 @@ class Saver:
         self._leaving_since = self._leaving_since or time.monotonic()
 
     def durable(self) -> bool:
-        """Waits for the last save. Whether every rank that writes has it on its disk; true where none was made. Collective."""
+        """Waits for the last save. Whether every rank that writes has it on its disk, and in the bucket if there is one; true where none
+        was made. Collective."""
+        world = self.context.world
         self._reap()
-        self._check_taken_over()
-        while self.context.world.live is not None and on_any(self._lost, self.context.world):
-            self.save(self._score)
-            self._reap()
-        return not on_any(self._last_failed, self.context.world)
+        while True:
+            generation = world.generation
+            while world.live is not None and on_any(self._lost, world):
+                self.save(self._score)
+                self._reap()
+            # An upload may take longer than a collective, so the others wait in many of them.
+            while self.settings.to is not None and on_any(self._waits_for_bucket(), world):
+                self._alive()
+            self._check_taken_over()
+            unsent = any(not sent.done() or sent.exception() is not None for sent in self._last_sends)
+            failed = on_any(self._last_failed or unsent, world)
+            if generation == world.generation:  # else another rank writes by now, and has waited for nothing yet
+                return not failed
+
+    def _waits_for_bucket(self) -> bool:
+        """Waits a moment. Whether the bucket may have the last save yet."""
+        if self._sends:
+            wait(self._sends, max(0.0, min(PATIENCE_SECONDS, self._left())))
+            self._tell_sent()
+        if self._sends and self._left() <= LOOK_SECONDS:
+            self._sends.clear()
+            self._not_sent(f"the bucket did not answer within the grace period of {self._grace:g} s", "timeout")
+        return bool(self._sends)
+
+    def _tell_sent(self) -> None:
+        """Records what has come of the uploads that are over."""
+        while self._sends and self._sends[0].done():
+            try:
+                result = self._sends.pop(0).result()
+            except OSError as error:
+                if isinstance(error, TakenOver):
+                    self._taken_over = str(error)
+                self._not_sent(str(error), "bucket")
+            else:
+                if result is not None:
+                    self._stands("checkpoint_sent", result)
+
+    def _not_sent(self, why: str, reason: str) -> None:
+        self._count_failure(why, reason)
+        self.context.console.warn(f"a checkpoint is not in the bucket, only on this node's disk: {why}")
+
+    def _count_failure(self, why: str, reason: str) -> None:
+        self.context.metrics.count("checkpoint_failures_total", reason)
+        self.failures += 1
+        self.context.event("checkpoint_failed", reason=why, failures=self.failures)
 
     def resumable(self) -> bool:
         """Whether any rank's disk has a checkpoint to resume from, of this start or of an earlier one. Collective."""
@@ -207,13 +262,17 @@ class Saver:
     def _result(self, future: Future[SaveResult]) -> SaveResult:
         """Waits for a save, on the way out no longer than the rest of the grace. Raises `_NoAnswer`, `OSError`."""
         while True:
-            asked = [since for since in (self._asked_to_leave(), self._leaving_since) if since is not None]
-            left = min(asked) + self._grace - time.monotonic() if asked else LOOK_SECONDS
+            left = self._left()
             wait([future], max(0.0, min(left, LOOK_SECONDS)))
             if future.done():
                 return future.result()
-            if left <= LOOK_SECONDS and asked:
+            if left <= LOOK_SECONDS:
                 raise _NoAnswer(f"the disk did not answer within the grace period of {self._grace:g} s")
+
+    def _left(self) -> float:
+        """Seconds of the grace that are left; infinite where nobody has asked this rank to leave."""
+        asked = [since for since in (self._asked_to_leave(), self._leaving_since) if since is not None]
+        return min(asked) + self._grace - time.monotonic() if asked else math.inf
 
     def _reap(self) -> None:
         """Waits for the last save and records its result. If the disk fails, this checkpoint is lost, and the run continues."""
@@ -223,22 +282,22 @@ class Saver:
             result = self._result(self._future)
         except (OSError, _NoAnswer) as error:
             self._hangs = isinstance(error, _NoAnswer)
-            self._taken_over = str(error) if isinstance(error, TakenOver) else ""
-            self.context.metrics.count("checkpoint_failures_total", "timeout" if self._hangs else "disk")
-            self.failures += 1
             self._last_failed = True
-            self.context.event("checkpoint_failed", reason=str(error), failures=self.failures)
+            self._count_failure(str(error), "timeout" if self._hangs else "disk")
             self.context.console.warn(f"a checkpoint could not be saved, the run continues: {error}")
         else:
             self._last_failed = self._hangs = False
             self._on_disk = True
+            self._stands("checkpoint_written", result)
+        self._future = None
+
+    def _stands(self, event: str, result: SaveResult) -> None:
+        """A checkpoint is on the disk, or in the bucket."""
+        self.context.event(event, path=result.path.name, seconds=round(result.seconds, 4), bytes=result.bytes)
+        if event == "checkpoint_sent" or self._sender is None:  # where it outlives this node
             self.context.metrics.checkpoint_written(result.seconds)
-            self.context.event(
-                "checkpoint_written", path=result.path.name, seconds=round(result.seconds, 4), bytes=result.bytes
-            )
             self.interval.written(result.seconds)
             self._tell_interval()
-        self._future = None
 
     def _tell_interval(self) -> None:
         """Reports the interval of `every_seconds: auto`, once, when the first save has been measured."""
@@ -262,3 +321,5 @@ class Saver:
             self._reap()
             if not self._hangs:
                 self._writer.wait()
+                while self._waits_for_bucket():
+                    pass

@@ -20,8 +20,8 @@ _BARS = 32
 MOST_LOGGED = 12
 """Most charts of values that users' own loops have logged."""
 _MOMENTS = (
-    "start", "resumed", "checkpoint_written", "checkpoint_failed", "preempted", "nonfinite", "corrupt_checkpoint", "hang",
-    "rank_lost", "rank_joined", "slow_rank", "slow_rank_over", "done",
+    "start", "resumed", "checkpoint_written", "checkpoint_sent", "checkpoint_failed", "preempted", "nonfinite", "corrupt_checkpoint",
+    "hang", "rank_lost", "rank_joined", "slow_rank", "slow_rank_over", "done",
 )  # fmt: skip
 """Events that the timeline marks."""
 _PHASES = {
