@@ -80,7 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     shard = commands.add_parser("shard", help=COMMANDS["shard"])
     shard.add_argument("recipe", help=_RECIPE)
     _add_set(shard)
-    shard.add_argument("--out", type=Path, help="folder to write; default: the folder where a run looks for them")
+    shard.add_argument(
+        "--out", help="folder to write, or s3://BUCKET/PREFIX; default: the folder where a run looks for them"
+    )
     shard.set_defaults(action=_shard)
 
     evaluate = commands.add_parser("evaluate", help=COMMANDS["evaluate"])
@@ -177,12 +179,17 @@ def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: AR
     data = configuration.load(args.recipe, args.assignments).data
     if args.out is None:
         manifest = making.prepare(data)
+    elif "://" in args.out:
+        manifest = making.send(data, args.out)
     else:
-        if args.out.exists():
-            raise UserError(f"{args.out} exists already: choose another folder, or remove it")
-        manifest = making.write(sources.stream(data), args.out, data.source, data.num_shards, split=data.split)
+        folder = Path(args.out)
+        if folder.exists():
+            raise UserError(f"{folder} exists already: choose another folder, or remove it")
+        manifest = making.write(sources.stream(data), folder, data.source, data.num_shards, split=data.split)
     for line in manifest.describe(data):
         say(line)
+    if args.out is not None and "://" in args.out:
+        say(f"sent to {args.out}")
     return EXIT_DONE
 
 

@@ -16,6 +16,7 @@ import functools
 import hashlib
 import itertools
 import os
+import re
 import threading
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -28,7 +29,7 @@ from typing import Annotated, Any, BinaryIO, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lockstep.training import extras, files
-from lockstep.training.contract import UserError, printable
+from lockstep.training.contract import EXIT_FAILED, UserError, printable
 
 HEAD = "head"
 MAX_HEAD_BYTES = 4 << 20
@@ -38,6 +39,7 @@ _PART = 16 << 20
 _AT_ONCE = 4
 _MOST_PARTS = 9000
 """S3 takes 10,000 parts of an object."""
+URL = re.compile(r"(s3|gs|az)://[A-Za-z0-9][A-Za-z0-9._-]{1,221}(/[A-Za-z0-9][A-Za-z0-9._=-]*)+/?")
 Tag: TypeAlias = Any
 """What the store compares: an entity tag, a generation."""
 KEY = r"[0-9a-f]{32}/\d{1,12}-[a-z0-9.-]{1,40}/[a-z][a-z.]{0,40}"
@@ -107,7 +109,7 @@ class Bucket:
             identity of the node or pod.
 
     Raises:
-        UserError: obstore is not installed, or it does not know this URL.
+        UserError: it is no such URL, or obstore is not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -115,6 +117,10 @@ class Bucket:
             import obstore
             from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
             from obstore.store import from_url
+        if not URL.fullmatch(url):
+            raise UserError(
+                f"expected s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, got {printable(url)}"
+            )
         self.url = url.rstrip("/")
         self._obstore, self._error, self._loop = obstore, BaseError, _loop(os.getpid())
         self._refused = (AlreadyExistsError, PreconditionError)
@@ -193,6 +199,11 @@ class Bucket:
         finally:
             self.remove([key])
 
+    def size(self, key: str) -> int:
+        """Bytes of an object. Raises `OSError`, `FileNotFoundError` without one."""
+        with self.asking(key):
+            return int(self._obstore.head(self._store, key)["size"])
+
     def send(self, file: Path | BinaryIO, key: str) -> None:
         """A file, in parts. One that is open is sent whatever becomes of its name. Raises `OSError`."""
         size = os.stat(file if isinstance(file, Path) else file.fileno()).st_size
@@ -205,9 +216,7 @@ class Bucket:
         """The bytes of an object, a part at a time. Raises `OSError`; after the last part `damaged` where they are not those that were
         sent."""
         digest = hashlib.sha256()
-        with self.asking(key):
-            found = self._obstore.head(self._store, key)["size"]
-        if found != size:
+        if (found := self.size(key)) != size:
             raise damaged(f"{self.url}/{key} has {found} bytes, expected {size}")
         for piece in self._parts(key, size):
             digest.update(piece)
@@ -273,6 +282,19 @@ def _loop(process: int) -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name=f"bucket-{process}", daemon=True).start()
     return loop
+
+
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Around what asks a bucket, in a run: an `OSError` becomes a `UserError` that begins with `what`. Another start may reach the bucket,
+    so its exit code is 1; 2 where an object is missing, or where other credentials are wanted."""
+    try:
+        yield
+    except OSError as error:
+        away = UserError(f"{what}: {error}")
+        if not isinstance(error, (FileNotFoundError, PermissionError)):
+            away.code = EXIT_FAILED
+        raise away from None
 
 
 def reason(error: BaseException) -> str:

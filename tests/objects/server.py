@@ -34,14 +34,14 @@ def environment(port: int, host: str = "127.0.0.1") -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def moto(folder: Path) -> Iterator[int]:
-    """The port of a server with the bucket `bucket`."""
+def moto(folder: Path, address: str = "127.0.0.1") -> Iterator[int]:
+    """The port of a server with the bucket `bucket`, on an address of this machine."""
     uv = shutil.which("uv", path=str(Path(PYTHON).parent)) or "uv"
     tool = run([uv, "tool", "run", "--from", MOTO, "moto_server", "--help"])
     require(tool.code == 0, f"needs a package index, or uv's cache: {tool.output}")
     port = free_port()
     log = folder / "moto.log"  # a pipe that nobody reads would hold it up
-    words = shlex.join([uv, "tool", "run", "--from", MOTO, "moto_server", "-H", "127.0.0.1", "-p", str(port)])
+    words = shlex.join([uv, "tool", "run", "--from", MOTO, "moto_server", "-H", address, "-p", str(port)])
     with started(["sh", "-c", f"exec {words} > {log} 2>&1"]):
 
         def bucket() -> bool:
@@ -118,7 +118,7 @@ class Proxy:
         if fault in ("cut", "kill before"):
             asked.close_connection = True
             return
-        if fault in ("500", "503"):
+        if fault in ("403", "500", "503"):
             status, headers, answer = int(fault), {}, b"<Error><Code>SlowDown</Code></Error>"
         else:
             status, headers, answer = self._ask(asked, body)

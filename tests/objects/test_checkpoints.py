@@ -10,7 +10,7 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ import pytest
 from tests import product
 from tests.events import events
 from tests.faults.test_launcher_nodes import two_namespaces
-from tests.objects.server import FAULTS, Proxy, environment, moto, objects, put, read
+from tests.objects.server import FAULTS, Proxy, environment, objects, put, read
 from tests.own.test_survivors import ranks_of
 from tests.printed import PAGES, Reader, marked
 from tests.processes import PYTHON, ROOT, Result, poll, started
@@ -30,26 +30,6 @@ pytestmark = pytest.mark.promise("object-stores")
 JOB = str(ROOT / "tests/objects/job.py")
 BOUND = 240
 _prefixes = iter(range(10**6))
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with moto(tmp_path_factory.mktemp("moto")) as port:
-        yield port
-
-
-@pytest.fixture(scope="module")
-def _proxy(server: int) -> Iterator[Proxy]:
-    proxy = Proxy(server)
-    yield proxy
-    proxy.close()
-
-
-@pytest.fixture
-def proxy(_proxy: Proxy) -> Iterator[Proxy]:
-    _proxy.reset()
-    yield _proxy
-    _proxy.reset()
 
 
 @pytest.fixture(scope="module")
@@ -141,12 +121,12 @@ def assert_killed_at(proxy: Proxy, number: int, when: str, expected: str, tmp_pa
 
 
 @pytest.fixture(scope="module")
-def requests(_proxy: Proxy, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
+def requests(shared_proxy: Proxy, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
     """Of an undisturbed run."""
-    _proxy.reset()
-    done = go(_proxy, tmp_path_factory.mktemp("count") / "run", new())
+    shared_proxy.reset()
+    done = go(shared_proxy, tmp_path_factory.mktemp("count") / "run", new())
     assert done.code == 0, done.output
-    return [*_proxy.requests]
+    return [*shared_proxy.requests]
 
 
 @pytest.mark.nightly
@@ -494,6 +474,9 @@ class Place(Reader):
     CHECKS: ClassVar[dict[str, Callable[[Any, Result], None]]] = {
         r".*runs/a": lambda _, done: done.output.index("Final validation accuracy"),
         r".*runs/b": lambda _, done: done.output.index("Resuming at step"),
+        r"lockstep shard": lambda _, done: done.output.index("sent to s3://bucket/shards/digits"),
+        r".*runs/c": lambda here, done: next((here.folder / "data/shards/fetched").glob("[0-9a-f]*")),
+        r"lockstep doctor": lambda _, done: done.output.index("one attempt writes"),
     }
 
     def own(self, text: str) -> str:

@@ -51,7 +51,8 @@ def _checkpoint(path: Path, verify: bool = True) -> Any:
 
 def _samples(path: Path, verify: bool = True) -> Any:
     manifest = _shards.Manifest.read(path)
-    return _shards.Samples.open(manifest, "train", 0, manifest.count("train"), verify)
+    manifest.bring(manifest.splits["train"], verify)
+    return _shards.Samples.open(manifest, "train", 0, manifest.count("train"))
 
 
 def _source(path: Path, of: str, **options: Any) -> Any:

@@ -26,6 +26,7 @@ from pydantic import (
 )
 from typing_extensions import Self, TypedDict
 
+from lockstep.training.bucket import URL
 from lockstep.training.config.settings import Section, shown
 
 GIVEN = ("digits", "synthetic", "cifar10", "fashion_mnist", "classification")
@@ -55,9 +56,13 @@ def _fits(value: int) -> int:
 
 
 def _bucket(value: str) -> str:
-    if not re.fullmatch(r"(s3|gs|az)://[A-Za-z0-9][A-Za-z0-9._-]{1,221}(/[A-Za-z0-9][A-Za-z0-9._=-]*)+/?", value):
+    if not URL.fullmatch(value):
         raise ValueError(f"must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, got {shown(value)}")
     return value
+
+
+def _folder_or_bucket(value: str) -> str:
+    return _bucket(value) if "://" in value else value
 
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:
@@ -148,6 +153,7 @@ Momentum = Annotated[FiniteFloat, Field(ge=0, le=1), BeforeValidator(_number)]
 Count = Annotated[int, Field(ge=0), AfterValidator(_fits)]
 Positive = Annotated[int, Field(ge=1), AfterValidator(_fits)]
 Bucket = Annotated[str, AfterValidator(_bucket)]
+FolderOrBucket = Annotated[str, AfterValidator(_folder_or_bucket)]
 Plain = Annotated[dict[str, Any], AfterValidator(_plain)]
 """Settings of something that this package does not know: they go into run.yaml and into the hash."""
 Items = Annotated[list[T], BeforeValidator(lambda value: list(value) if isinstance(value, tuple) else value)]
@@ -192,8 +198,11 @@ class Data(Section):
     """`honest`: the training and test samples of the source. `exercise`: the first tenth is used for both, so nothing is held out."""
     root: Free[str] = "data"
     """Folder of the downloaded data set; the shards are cached below it."""
-    shards: Free[str | None] = None
-    """Folder with ready shards (`lockstep shard`); null: made once below `root`."""
+    shards: Free[FolderOrBucket | None] = None
+    """Folder with ready shards (`lockstep shard`), or where they are in a bucket, `s3://BUCKET/PREFIX` (`gs://`, `az://`; needs
+    obstore): a node fetches each once, below `root`. null: made once below `root`."""
+    cache_gb: Free[PositiveNumber] = 100.0
+    """Gigabytes of shards from buckets that stay below `root` for other runs: the least recently used ones go first."""
     num_shards: Positive = 8
     """Files to cut the training set into when shards are made."""
     download: Free[bool] = True

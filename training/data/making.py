@@ -20,11 +20,12 @@ import filelock
 import numpy as np
 
 from lockstep.training import files
+from lockstep.training.bucket import Bucket, explained
 from lockstep.training.config import Data
 from lockstep.training.contract import UserError, say
 from lockstep.training.data import sources
 from lockstep.training.data.order import bounds
-from lockstep.training.data.shards import MANIFEST, SPLITS, Manifest
+from lockstep.training.data.shards import MANIFEST, MOST_MANIFEST, SPLITS, Manifest
 from lockstep.training.data.sources.raw import Raw, Stream, checked, cut, numbered
 
 MADE_FROM = "made-from.json"
@@ -55,6 +56,31 @@ def write(
     manifest = Manifest.read(directory)
     if manifest.num_left_out:
         say(f"warning: {manifest.left_out_message()}", sys.stderr)
+    return manifest
+
+
+def send(data: Data, url: str) -> Manifest:
+    """The shards of a source, which are copied into a bucket: the files, by their sha256, and last, on the condition that there is none,
+    the manifest.
+
+    Raises:
+        UserError: as `prepare`; there are shards already; the bucket cannot be reached (exit code 1).
+    """
+    bucket = Bucket(url)
+    taken = UserError(f"{bucket.url} exists already, and has shards: choose another prefix, or remove its {MANIFEST}")
+    with explained("the shards cannot be sent"):
+        with contextlib.suppress(FileNotFoundError):
+            bucket.read(MANIFEST, MOST_MANIFEST)
+            raise taken
+        manifest = prepare(data)
+        about = manifest.model_dump(mode="json", exclude={"directory"}, exclude_defaults=True)
+        for split, shards in manifest.splits.items():
+            for shard, entry in zip(shards, about["splits"][split]):
+                entry["file"] = f"{shard.sha256}.safetensors"
+                bucket.send(manifest.file(shard, verify=True), entry["file"])
+        text = (json.dumps(about, indent=1) + "\n").encode()
+        if not bucket.swap(MANIFEST, text, None) and bucket.read(MANIFEST, MOST_MANIFEST)[0] != text:
+            raise taken
     return manifest
 
 
@@ -124,7 +150,7 @@ def prepare(data: Data) -> Manifest:
         UserError: the data is missing or corrupt, the folder cannot be written, or the wait took too long.
     """
     if data.shards is not None:
-        return Manifest.read(Path(data.shards))
+        return Manifest.fetch(data) if "://" in data.shards else Manifest.read(Path(data.shards))
     directory = cache_directory(data)
     if _usable(directory, data):
         return Manifest.read(directory)

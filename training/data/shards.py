@@ -3,6 +3,7 @@
 Samples are uint8 images [n, h, w, c] or float32 feature vectors [n, f]; the tensor is called `images` in either case.
 
 manifest = making.prepare(config.data)                    # finds them, or makes them once a node under a file lock
+manifest.bring(manifest.splits["train"], verify=True)     # each is what its sha256 says; from a bucket it is fetched
 samples = Samples.open(manifest, "train", low, high)      # opens only the files that hold ids low … high − 1
 """
 
@@ -12,7 +13,7 @@ import hashlib
 import json
 import math
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -21,9 +22,11 @@ import torch
 from pydantic import AfterValidator, Field
 
 from lockstep.training import files
+from lockstep.training.bucket import Bucket, explained
 from lockstep.training.config import Data, settings
 from lockstep.training.config.settings import Section
 from lockstep.training.contract import UserError
+from lockstep.training.data.cache import FOLDER, Cache
 from lockstep.training.parallel.exchange import DTYPE_NAMES
 from lockstep.training.parallel.process import mapped_bytes
 
@@ -31,6 +34,7 @@ MANIFEST = "manifest.json"
 SPLITS = ("train", "test")
 MAPPED_BYTES = 128 << 20
 """Bytes of mapped files that `Samples.take` may add to a process' memory, about; one batch more is possible."""
+MOST_MANIFEST = 16 << 20
 _MOST_HEADER = 1 << 20
 """Bytes that say which tensors a file holds."""
 _NEAR = 0.02
@@ -61,9 +65,10 @@ def _splits(value: dict[str, list[Shard]]) -> dict[str, list[Shard]]:
 
 
 class Manifest(Section):
-    """What a folder of shards holds."""
+    """What a folder of shards holds, or what there is under a prefix in a bucket."""
 
     directory: Path
+    """Where its files are on this disk, or come to."""
     format: Literal[1]
     source: str
     classes: list[str] = Field(min_length=1)
@@ -77,6 +82,13 @@ class Manifest(Section):
     left_out: dict[str, str] = Field(default_factory=dict)
     """Name of each of the source's files that could not be used (the first 100), and why."""
     num_left_out: int = 0
+    _cache: Cache | None = None
+    """Of shards in a bucket."""
+
+    @property
+    def place(self) -> str:
+        """Where somebody finds them."""
+        return self._cache.url if self._cache is not None else str(self.directory)
 
     def count(self, split: str) -> int:
         return sum(shard.count for shard in self.splits[split])
@@ -125,7 +137,7 @@ class Manifest(Section):
         if len(self.shape) == 1:
             kind, layout = "samples", "float32 [features]"
         yield (
-            f"{self.directory}: {self.source}, {self.count('train')} training and {self.count('test')} test {kind} "
+            f"{self.place}: {self.source}, {self.count('train')} training and {self.count('test')} test {kind} "
             f"in {files} files, sha256 {self.checksum[:12]}…"
         )
         yield f"each {list(self.shape)}, {layout}"
@@ -133,9 +145,7 @@ class Manifest(Section):
             yield self.left_out_message()
         counts = []
         for split in SPLITS:
-            labels = torch.cat(
-                [file.labels for file in Samples.open(self, split, 0, self.count(split), verify=False).mapped]
-            )
+            labels = torch.cat([file.labels for file in Samples.open(self, split, 0, self.count(split)).mapped])
             counts.append(torch.bincount(labels, minlength=len(self.classes)).tolist())
         width = max(5, *map(len, self.classes))
         yield f"{'class':{width}} {'train':>9} {'test':>9}"
@@ -149,8 +159,60 @@ class Manifest(Section):
         """Raises `UserError` where the manifest is missing or malformed."""
         path = directory / MANIFEST
         with files.reading(path, then=f": no shards in {directory}, or {_MEND}"):
-            value = {**json.loads(files.read(path, 16 << 20)), "directory": directory}
-            return settings.build(cls, value, f"{path} is malformed ({_MEND})")
+            return cls._parsed(files.read(path, MOST_MANIFEST), directory, str(path))
+
+    @classmethod
+    def fetch(cls, data: Data) -> Manifest:
+        """Of the shards at the URL `data.shards`.
+
+        Raises:
+            UserError: it is missing or malformed, or the bucket cannot be reached (exit code 1).
+        """
+        assert data.shards is not None
+        bucket, folder = Bucket(data.shards), Path(data.root) / FOLDER
+        with explained("data.shards cannot be used"):
+            text, _ = bucket.read(MANIFEST, MOST_MANIFEST)
+        place = f"{bucket.url}/{MANIFEST}"
+        with files.reading(place, then=f": {_MEND}"):
+            manifest = cls._parsed(text, folder, place)
+        needed = frozenset(shard.sha256 for split in SPLITS for shard in manifest.splits[split])
+        manifest._cache = Cache(bucket, folder, int(data.cache_gb * 1e9), needed, data.prepare_timeout)
+        return manifest
+
+    @classmethod
+    def _parsed(cls, text: bytes, directory: Path, place: str) -> Manifest:
+        value = {**json.loads(text), "directory": directory}
+        return settings.build(cls, value, f"{place} is malformed ({_MEND})")
+
+    def overlapping(self, split: str, low: int, high: int) -> Iterator[tuple[int, Shard]]:
+        """The shards that hold any of the ids `low` … `high` − 1, each with its first id."""
+        start = 0
+        for shard in self.splits[split]:
+            if start < high and low < start + shard.count:
+                yield start, shard
+            start += shard.count
+
+    def bring(self, shards: Iterable[Shard], verify: bool) -> None:
+        """Fetches those of a bucket that this disk does not have, and reads the others where `verify` says so.
+
+        Raises:
+            UserError: one is missing or corrupt, or the bucket cannot be reached.
+        """
+        for shard in shards:
+            self.file(shard, verify)
+
+    def file(self, shard: Shard, verify: bool = False) -> Path:
+        """A shard's file; as `bring` for this one."""
+        if self._cache is not None:
+            largest = shard.count * (math.prod(self.shape) * self.dtype.itemsize + 8) + 8 + _MOST_HEADER
+            return self._cache.bring(shard.file, shard.sha256, largest, verify, CorruptShard)
+        path = self.directory / shard.file
+        if verify:
+            with files.reading(path, CorruptShard, f": {_MEND}"):
+                different = files.difference(path, shard.sha256)
+            if different:
+                raise CorruptShard(f"{path} {different}: {_MEND}")
+        return path
 
 
 class _Mapped:
@@ -204,16 +266,10 @@ class Samples:
         return sum(file.samples.numel() * file.samples.element_size() for file in self.mapped)
 
     @classmethod
-    def open(cls, manifest: Manifest, split: str, low: int, high: int, verify: bool = True) -> Samples:
-        """Opens the files that hold any of these ids. Raises `UserError` for one that is missing or corrupt."""
-        starts, maps = [], []
-        start = 0
-        for shard in manifest.splits[split]:
-            if start < high and low < start + shard.count:
-                starts.append(start)
-                maps.append(_open_shard(manifest, shard, verify))
-            start += shard.count
-        return cls(low, high, starts, maps)
+    def open(cls, manifest: Manifest, split: str, low: int, high: int) -> Samples:
+        """Opens the files that hold any of these ids. Raises `UserError` for one that is missing, or not of the manifest's shapes."""
+        found = list(manifest.overlapping(split, low, high))
+        return cls(low, high, [start for start, _ in found], [_opened(manifest, shard) for _, shard in found])
 
     def take(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(samples [b, …], labels [b]) of global ids, gathered on the CPU."""
@@ -255,26 +311,8 @@ class Samples:
         return ((start, file.samples, file.labels) for start, file in zip(self.starts, self.mapped))
 
 
-def verify(manifest: Manifest, splits: Sequence[str], part: int, parts: int) -> None:
-    """Reads every `parts`-th file of these splits, from number `part` on: the ranks of a node share its files out.
-
-    Raises `UserError` for one that is missing or corrupt.
-    """
-    for shard in [shard for split in splits for shard in manifest.splits[split]][part::parts]:
-        _verify(manifest.directory / shard.file, shard)
-
-
-def _verify(path: Path, shard: Shard) -> None:
-    with files.reading(path, CorruptShard, f": {_MEND}"):
-        different = files.difference(path, shard.sha256)
-    if different:
-        raise CorruptShard(f"{path} {different}: {_MEND}")
-
-
-def _open_shard(manifest: Manifest, shard: Shard, verify: bool) -> _Mapped:
-    path = manifest.directory / shard.file
-    if verify:
-        _verify(path, shard)
+def _opened(manifest: Manifest, shard: Shard) -> _Mapped:
+    path = manifest.file(shard)
     with files.reading(path, CorruptShard, f": {_MEND}"):
         mapped = _Mapped(path, shard.count, manifest.shape, manifest.dtype)
         if int(mapped.labels.min()) < 0 or int(mapped.labels.max()) >= len(manifest.classes):

@@ -21,7 +21,7 @@ from lockstep.training.data import order, sources
 from lockstep.training.data.augment import check_settings, normalise
 from lockstep.training.data.batches import fits
 from lockstep.training.data.making import prepare
-from lockstep.training.data.shards import Manifest, Samples, verify
+from lockstep.training.data.shards import Manifest, Samples
 from lockstep.training.models.arithmetic import autocast, real_type
 from lockstep.training.observe.rundir import recipe_of
 from lockstep.training.parallel.exchange import failing_together, waiting_for_all
@@ -65,7 +65,7 @@ class Evaluator:
         self._first, low, high = first, first * self._most, min(end * self._most, self._manifest.count("test"))
         self._images, self._labels = torch.empty(0), torch.empty(0)
         if high > low:
-            samples = Samples.open(self._manifest, "test", low, high, verify=False)
+            samples = Samples.open(self._manifest, "test", low, high)
             self._images, self._labels = samples.all()
             if fits(samples, world):
                 self._images, self._labels = self._images.to(world.device), self._labels.to(world.device)
@@ -189,15 +189,14 @@ def score_target(target: Path, config: Config, checksum: str | None, world: Worl
         tensors = weights.from_run(target, warn)[0] if target.is_dir() else weights.read(target)
     with waiting_for_all(world, "prepare the data", config.data.prepare_timeout, config.collective_timeout):
         manifest = prepare(config.data)
+        manifest.bring(manifest.splits["test"][world.local_rank :: world.local_size], config.data.verify)
     with failing_together(world):
         check_settings(config, manifest.shape)
         if checksum is not None and checksum != manifest.checksum:
-            raise UserError(f"{manifest.directory} holds other data than {target} was trained on: restore it")
+            raise UserError(f"{manifest.place} holds other data than {target} was trained on: restore it")
         model = models.build(config.model, config.model_options, len(manifest.classes), manifest.shape)
         weights.assign(model, tensors, target)
         model.to(device=world.device, dtype=real_type(config.precision))
-        if config.data.verify:
-            verify(manifest, ("test",), world.local_rank, world.local_size)
     with failing_together(world):
         evaluator = Evaluator(config, world, manifest)
     return evaluator.score(model.eval())

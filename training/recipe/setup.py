@@ -19,8 +19,7 @@ from lockstep.training.data.augment import augment, check_settings, draw_keys, n
 from lockstep.training.data.batches import Batches, Division, Stored, slices_of
 from lockstep.training.data.making import prepare as prepare_shards
 from lockstep.training.data.order import Parts
-from lockstep.training.data.shards import Manifest, Samples
-from lockstep.training.data.shards import verify as verify_shards
+from lockstep.training.data.shards import Manifest, Samples, Shard
 from lockstep.training.models.arithmetic import real_type
 from lockstep.training.parallel.exchange import (
     broadcast_tree,
@@ -58,13 +57,10 @@ def prepare(run: Session, config: Config) -> Prepared:
     world = run.world
     with waiting_for_all(world, "prepare the data", config.data.prepare_timeout, config.collective_timeout):
         manifest = prepare_shards(config.data)
+        manifest.bring(_own_part(config, manifest, world), config.data.verify)
     with failing_together(world):
         check_settings(config, manifest.shape)
     _check_same_data(manifest, run.facts.get("data"), world)
-    own_files = config.data.shuffle == "shard"  # of the training split, which its rank verifies alone
-    with failing_together(world):
-        if config.data.verify:
-            verify_shards(manifest, ("test",) if own_files else ("train", "test"), world.local_rank, world.local_size)
     size = run.facts.get("global_batch_size") or config.global_batch_size or (config.batch_size or 0) * world.size
     run.facts.update(global_batch_size=size, data={"name": manifest.source, "checksum": manifest.checksum})
     with failing_together(world):
@@ -78,6 +74,16 @@ def prepare(run: Session, config: Config) -> Prepared:
     return prepared
 
 
+def _own_part(config: Config, manifest: Manifest, world: World) -> list[Shard]:
+    """What this rank fetches and verifies: its part of the files that the ranks of its node share, and those that it reads alone."""
+    shared = [*manifest.splits["train"], *manifest.splits["test"]]
+    own: list[Shard] = []
+    if config.data.shuffle == "shard":
+        shared = manifest.splits["test"]
+        own = [shard for _, shard in manifest.overlapping("train", *slices_of(manifest, world.size)[world.rank])]
+    return own + shared[world.local_rank :: world.local_size]
+
+
 def _check_same_data(manifest: Manifest, saved: dict[str, str] | None, world: World) -> None:
     """Every rank has the data that the run began with. Collective."""
     if not same_on_all(manifest.checksum, world):
@@ -85,7 +91,7 @@ def _check_same_data(manifest: Manifest, saved: dict[str, str] | None, world: Wo
         raise UserError(broadcast_tree(None if checksums is None else _different_data(checksums), world))
     if saved and saved.get("checksum") != manifest.checksum:
         raise UserError(
-            f"{manifest.directory} holds other data than this run began with (sha256 {manifest.checksum[:12]}…, "
+            f"{manifest.place} holds other data than this run began with (sha256 {manifest.checksum[:12]}…, "
             f"the run's {str(saved.get('checksum'))[:12]}…): restore it, or choose another --run-dir"
         )
 
@@ -110,7 +116,7 @@ def _batches(
         multiple=multiple, slices=slices, parts=parts,
     )  # fmt: skip
     low, high = slices[world.rank] if slices else (0, count)
-    samples = Samples.open(manifest, "train", low, high, settings.verify and slices is not None)
+    samples = Samples.open(manifest, "train", low, high)
     return Batches(Stored(samples, world, config.seed, settings.resident, settings.prefetch), division)
 
 

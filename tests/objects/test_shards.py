@@ -1,0 +1,187 @@
+"""Shards in a bucket: sent once, fetched once a node, and verified."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.objects.server import FAULTS, Proxy, environment, objects, put, read
+from tests.processes import Result, poll
+from tests.ranks import gang, training
+from tests.warm.process import start
+
+pytestmark = pytest.mark.promise("bucket-shards")
+NAME = "shards"
+
+
+@pytest.fixture(scope="module")
+def sent(server: int, tiny: list[str]) -> str:
+    """The URL of the shards of the small run."""
+    done = training("shard", "smoke", "--out", f"s3://bucket/{NAME}", "--set", *tiny, env=environment(server))
+    assert done.code == 0 and f"sent to s3://bucket/{NAME}" in done.output, done.output
+    return f"s3://bucket/{NAME}"
+
+
+@pytest.fixture
+def here(proxy: Proxy, sent: str, tiny: list[str], tmp_path: Path) -> Node:
+    return Node(proxy, [*tiny, f"data.shards={sent}", "epochs=1"], tmp_path)
+
+
+class Node:
+    """Runs on a node with a disk of its own, and what they ask of the bucket."""
+
+    def __init__(self, proxy: Proxy, settings: list[str], folder: Path) -> None:
+        self.proxy, self.settings, self.folder = proxy, settings, folder
+
+    def go(self, name: str = "run", *words: str, ranks: int = 1) -> Result:
+        given = [*self.settings, f"data.root={self.folder / 'data'}", *words]
+        run = ["run", "smoke", "--run-dir", str(self.folder / name), "--set", *given]
+        return gang(ranks, *run, env=environment(self.proxy.port))
+
+    def weights(self, name: str = "run") -> str:
+        return str(json.loads((self.folder / name / "summary.json").read_text())["weights_sha256"])
+
+    @property
+    def kept(self) -> dict[str, Path]:
+        return {path.name: path for path in (self.folder / "data/shards/fetched").glob("[!.]*")}
+
+    def fetched(self) -> Counter[str]:
+        """How often the body of each shard was sent, in full or in part."""
+        found = [path for method, path in self.proxy.requests if method == "GET" and path.endswith(".safetensors")]
+        return Counter(found)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights of one rank that reads the shards of its own disk."""
+    run_dir = tmp_path_factory.mktemp("local") / "run"
+    assert gang(1, "run", "smoke", "--run-dir", str(run_dir), "--set", *tiny, "epochs=1").code == 0
+    return str(json.loads((run_dir / "summary.json").read_text())["weights_sha256"])
+
+
+def test_a_node_fetches_each_shard_once_and_trains_as_from_its_disk(here: Node, expected: str) -> None:
+    first = here.go("two", ranks=2)
+    assert first.code == 0, first.output
+    assert len(here.kept) == 4 and set(here.fetched().values()) == {1} and len(here.fetched()) == 4
+    here.proxy.reset()
+    second = here.go("one")
+    assert second.code == 0 and here.weights("one") == expected and not here.fetched(), second.output
+    file = next(iter(here.kept.values()))
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    third = here.go("again")
+    assert third.code == 0 and here.weights("again") == expected, third.output
+    assert list(here.fetched().values()) == [1]
+    done = training("evaluate", str(here.folder / "one"), "--trust-model", env=environment(here.proxy.port))
+    assert done.code == 0 and "of 50" in done.output, done.output
+
+
+def test_each_rank_fetches_the_shards_that_it_alone_reads(here: Node) -> None:
+    done = here.go("run", "data.shuffle=shard", ranks=3)
+    assert done.code == 0 and set(here.fetched().values()) == {1} and len(here.fetched()) == 4, done.output
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_lost_or_damaged_on_the_way_is_fetched_again(fault: str, here: Node, expected: str) -> None:
+    here.proxy.reset(lambda number, *_: fault if number % 4 == 1 else "")
+    done = here.go()
+    assert done.code == 0 and here.weights() == expected, done.output
+
+
+def test_what_stays_damaged_is_named(here: Node) -> None:
+    here.proxy.reset(lambda _, method, path: "flipped" if method == "GET" and "safetensors" in path else "")
+    done = here.go()
+    assert done.code == 2 and "is not what was written: its sha256 differs" in done.output, done.output
+    assert not here.kept
+    here.proxy.reset(lambda _, method, path: "503" if method == "GET" and "safetensors" in path else "")
+    done = here.go()
+    assert done.code == 1 and "data.shards cannot be used: s3://bucket/shards/" in done.output, done.output
+    here.proxy.reset()
+    done = here.go("run", "data.shards=s3://bucket/nothing-there")
+    assert done.code == 2 and "s3://bucket/nothing-there/manifest.json: there is no such object" in done.output
+    put(here.proxy.server, "strange/manifest.json", b'{"format": 1}')
+    done = here.go("run", "data.shards=s3://bucket/strange")
+    assert done.code == 2 and "s3://bucket/strange/manifest.json is malformed" in done.output, done.output
+    done = here.go("run", "data.shards=ftp://bucket/shards")
+    assert done.code == 2 and "must be s3://BUCKET/PREFIX" in done.output, done.output
+
+
+def test_an_object_that_is_too_large_is_not_fetched(here: Node) -> None:
+    about = json.loads(read(here.proxy.server, f"{NAME}/manifest.json"))
+    put(here.proxy.server, "large/manifest.json", json.dumps(about).encode())
+    for split in about["splits"].values():
+        for shard in split:
+            put(here.proxy.server, f"large/{shard['file']}", bytes(2 << 20))
+    done = here.go("run", "data.shards=s3://bucket/large")
+    assert done.code == 2 and "has 2097152 bytes, at most" in done.output and not here.fetched(), done.output
+
+
+def test_what_was_used_least_recently_makes_room(here: Node) -> None:
+    assert here.go("a").code == 0
+    own, size = set(here.kept), sum(path.stat().st_size for path in here.kept.values())
+    others = [f"{number:064x}" for number in range(3)]
+    for age, name in enumerate(others):
+        path = here.folder / "data/shards/fetched" / name
+        path.write_bytes(bytes(1000))
+        os.utime(path, (1000 - age, 1000 - age))
+    here.kept[min(own)].unlink()
+    done = here.go("b", f"data.cache_gb={(size + 2500) / 1e9}")
+    assert done.code == 0 and set(here.kept) == {*own, *others[:2]}, done.output
+    here.kept[min(own)].unlink()
+    done = here.go("c", "data.cache_gb=1e-9")
+    assert done.code == 0 and set(here.kept) == own, done.output
+
+
+def test_shards_are_there_with_their_manifest_or_not_at_all(proxy: Proxy, tiny: list[str], tmp_path: Path) -> None:
+    """The sender is killed before it; the next one sends them. One that finds them sends nothing; of two at once one has sent them."""
+    words = ["shard", "smoke", "--out", "s3://bucket/once", "--set", *tiny]
+    killed = []
+
+    def kill() -> None:
+        killed.append(1)
+        process.end()
+
+    proxy.kill = kill
+    proxy.reset(lambda _, method, path: "kill before" if method == "PUT" and path.endswith("manifest.json") else "")
+    with (tmp_path / "log").open("w") as log:
+        process = start(["-m", "lockstep.training", *words], environment(proxy.port), log.fileno(), cwd=tmp_path)
+        poll(lambda: process.poll() is not None, 120, "the end of the sender")
+    assert killed and len(objects(proxy.server, "once")) == 4
+    lost: list[str] = []
+
+    def once(_: int, method: str, path: str) -> str:
+        if lost or method != "PUT" or not path.endswith("manifest.json"):
+            return ""
+        lost.append(path)
+        return "lost"
+
+    proxy.reset(once)
+    done = training(*words, env=environment(proxy.port))
+    assert done.code == 0, done.output
+    before = objects(proxy.server, "once")
+    assert before.keys() == {
+        "manifest.json",
+        *(name for name in before if re.fullmatch(r"[0-9a-f]{64}\.safetensors", name)),
+    }
+    proxy.reset()
+    again = training(*words, env=environment(proxy.port))
+    assert again.code == 2 and "s3://bucket/once exists already, and has shards" in again.output, again.output
+    assert not [path for method, path in proxy.requests if method == "PUT"]
+
+    def late(number: int, method: str, path: str) -> str:
+        if method == "PUT" and "twice/manifest.json" in path:
+            put(proxy.server, "twice/manifest.json", b"of another one")
+        return ""
+
+    proxy.reset(late)
+    words[3] = "s3://bucket/twice"
+    done = training(*words, env=environment(proxy.port))
+    assert done.code == 2 and "exists already, and has shards" in done.output, done.output
+    assert read(proxy.server, "twice/manifest.json") == b"of another one"
+    words[3] = "s3://no-bucket/x"
+    done = training(*words, env=environment(proxy.port))
+    assert done.code == 1 and "there is no such bucket" in done.output and "Traceback" not in done.output, done.output
