@@ -152,7 +152,7 @@ smoke: image-cpu ## train in containers, check accuracy and metrics, leave nothi
 	  --set "$(SET)" $(if $(OUT),--out $(OUT)) $(if $(ACCURACY),--accuracy $(ACCURACY)) $(if $(PROMETHEUS_IMAGE),--prometheus-image $(PROMETHEUS_IMAGE))
 
 # uv resolves for the images' Python, not for this one. LOCK_FLAGS="--upgrade" takes newer versions.
-LOCK = $(VENV)/bin/uv pip compile --quiet pyproject.toml --extra train --extra slurm --generate-hashes --no-emit-index-url \
+LOCK = $(VENV)/bin/uv pip compile --quiet pyproject.toml --extra train --extra slurm --extra cloud --generate-hashes --no-emit-index-url \
   --python-version 3.11 --python-platform x86_64-manylinux_2_28 --custom-compile-command "make lock" $(LOCK_FLAGS)
 CPU_WHEELS ?= https://download.pytorch.org/whl/cpu/torch/
 

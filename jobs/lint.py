@@ -198,8 +198,8 @@ def run_directory(subject: Subject) -> Iterator[str]:
 def shards_mounted(subject: Subject) -> Iterator[str]:
     """In a container prepared shards must lie on a volume."""
     shards = subject.spec.shards
-    if subject.volumes and shards and volume_of(subject.spec, shards) is None:
-        yield f"shards {shards} is not on a volume: add one to volumes"
+    if subject.volumes and shards and not subject.spec.shards_in_a_bucket and volume_of(subject.spec, shards) is None:
+        yield f"shards {shards} is not on a volume: add one to volumes, or name a place in a bucket (s3://BUCKET/PREFIX)"
 
 
 @COMMON.rule("LJ009")

@@ -9,7 +9,8 @@ from pathlib import Path
 from tests.processes import ROOT
 
 SHARED = tuple(
-    f"lockstep.training.{name}" for name in ("contract", "config", "config.settings", "files", "extras", "cli")
+    f"lockstep.training.{name}"
+    for name in ("contract", "bucket", "config", "config.settings", "files", "extras", "cli")
 )
 """What `jobs` may import of `training`: the part that needs no torch."""
 

@@ -542,7 +542,11 @@ def list_jobs(backend: Backend, place: Place, as_json: Json = False) -> None:
 @flat
 def doctor(
     backend: Annotated[
-        str, typer.Argument(metavar="BACKEND", help="k8s, slurm or compose; or gpu: this machine's GPUs.")
+        str,
+        typer.Argument(
+            metavar="BACKEND",
+            help="k8s, slurm or compose; gpu: this machine's GPUs; or s3://BUCKET/PREFIX: what a run may do there.",
+        ),
     ],
     place: Place,
     file: File = None,
@@ -554,17 +558,24 @@ def doctor(
         typer.Option(metavar="ROW", help="gpu: only the rows whose names begin with this; repeat for more."),
     ] = None,
 ) -> None:
-    """Check whether a cluster can run a job, or what this machine's GPUs can do. Exit code 1 if something is missing."""
+    """Check whether a cluster can run a job, what this machine's GPUs can do, or what a bucket allows. Exit code 1 if something is
+    missing."""
     words = [word for row in only or () for word in ("--only", row)]
-    if backend == "gpu":
+    if backend == "gpu" or "://" in backend:
         places = {**{f"--{flag}": value for flag, value in vars(place).items()}, "--profile": profile}
         for name, unwanted in {"FILE": file, "--image": image, **places}.items():
             if unwanted is not None:
-                raise UserError(f"doctor gpu looks at this machine, and {name} belongs to a cluster: leave it out")
+                raise UserError(f"doctor {backend} looks at no cluster, and {name} belongs to one: leave it out")
+    if backend == "gpu":
         become(["doctor", "gpu", *(["--json"] if as_json else []), *words])
     if words:
         raise UserError(f"{words[0]} belongs to doctor gpu, not to {backend}")
+    if "://" in backend:
+        from lockstep.jobs import buckets
+
+        _answer(buckets.check(backend), as_json)
     from lockstep.jobs.code import store
+    from lockstep.jobs.status import Check
 
     found_in = cluster(backend, "doctor")
     spec = None
@@ -573,6 +584,13 @@ def doctor(
         spec, _ = store.pinned(job.spec(backend))
     check_flags(found_in, vars(place))
     found = found_in.doctor(spec, **found_in.place(spec, **vars(place)))
+    for url in spec.buckets if spec is not None else ():
+        found.append(Check("bucket", "note", f"lockstep doctor {url} tries it, with the credentials of this shell"))
+    _answer(found, as_json)
+
+
+def _answer(found: list[Check], as_json: bool) -> NoReturn:
+    """The rows of `doctor`, and its exit code."""
     if as_json:
         show([item.plain() for item in found])
     else:

@@ -63,7 +63,7 @@ def render_prepare(spec: JobSpec) -> Manifest:
     """The Compose file of one container that writes the recipe's shards. Raises `UserError`."""
     if spec.recipe is None or spec.shards is None:
         raise UserError(f"{spec.name} has no shards: set recipe and shards, e.g. shards: /data/shards")
-    if not on_volume(spec, spec.shards):
+    if not spec.shards_in_a_bucket and not on_volume(spec, spec.shards):
         raise UserError(f"shards {spec.shards} is not on a volume: add one to volumes")
     writable = spec.on_cpu().model_copy(
         update={

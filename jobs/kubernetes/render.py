@@ -379,7 +379,7 @@ def preparation(spec: JobSpec) -> Manifest:
     """
     if spec.recipe is None or spec.shards is None:
         raise UserError(f"{spec.name} has no shards: set recipe and shards, e.g. shards: /data/digits")
-    if not any(holds(volume.path, spec.shards) for volume in spec.volumes):
+    if not spec.shards_in_a_bucket and not any(holds(volume.path, spec.shards) for volume in spec.volumes):
         raise UserError(f"shards {spec.shards} is not on a volume: add one to volumes")
     if spec.image is None:
         raise UserError("image is not set: add it to the job, or pass --image")

@@ -136,8 +136,7 @@ def shared_run(subject: Subject) -> Iterator[str]:
 def _outlives_its_pod(subject: Subject) -> bool:
     """The run's checkpoints are on a volume or in a bucket."""
     spec = subject.spec
-    in_a_bucket = spec.config is not None and spec.config.checkpoint.to is not None
-    return in_a_bucket or volume_of(spec, spec.run_directory) is not None
+    return spec.checkpoints_bucket is not None or volume_of(spec, spec.run_directory) is not None
 
 
 @rule("LS024", kinds=PYTORCHJOB)

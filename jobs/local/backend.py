@@ -142,7 +142,7 @@ class LocalBackend(Backend):
 
     @staticmethod
     def _command(spec: JobSpec, run_dir: str) -> list[str]:
-        if spec.shard_folder is not None and not Path(spec.shard_folder).exists():
+        if spec.shards_missing_here:
             spec = spec.model_copy(update={"shards": None})  # a path of the cluster; here the data is made on the spot
         code = str(store.folder(commands.identity(spec))) if spec.code is not None else ""
         command = commands.launch(spec, run_dir, sys.executable, code=code, here=str(Path.cwd()))

@@ -167,7 +167,7 @@ class SlurmBackend(Cluster):
     def prepare(self, spec: JobSpec) -> Submitted:
         """Submits the job that writes the shards; jobs submitted while it is under way wait for it. Raises `UserError`."""
         own = render.preparation(spec, self.cluster)
-        if Path(str(spec.shard_folder)).exists():
+        if not spec.shards_in_a_bucket and not spec.shards_missing_here:
             return Submitted(own.name, False, f"the shards are in {spec.shard_folder}")
         return self.submit(own, "replace")
 

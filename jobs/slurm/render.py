@@ -172,7 +172,7 @@ def training_task(spec: JobSpec, prepared: bool = False, job: str = "", place: P
         job: identity of this submission.
         place: the cluster's folders; None: this machine is one of it.
     """
-    if spec.shard_folder is not None and not prepared and not Path(spec.shard_folder).exists():
+    if spec.shards_missing_here and not prepared:
         spec = spec.model_copy(update={"shards": None})  # not prepared: the data is made on the spot
     if spec.code is not None and spec.code.hash is None:  # a driver of one's own
         spec = store.kept(spec)
@@ -284,7 +284,9 @@ def preparation(spec: JobSpec, place: Place | None = None) -> JobSpec:
             "name": f"{spec.name[:55].rstrip('-')}-prepare", "command": commands.shard(spec, python),
             "cpus": spec.cpus, "memory": spec.memory, "time_limit": f"{max(1, limit // 60)}m", "max_restarts": 1,
             "image": spec.image, "grace_seconds": spec.grace_seconds, "env": dict(spec.env),
-            "run_dir": spec.shards, "slurm": slurm(spec).model_dump(mode="json", exclude_defaults=True),
+            "secrets": {name: source.model_dump() for name, source in spec.secrets.items()},
+            "run_dir": None if spec.shards_in_a_bucket else spec.shards,
+            "slurm": slurm(spec).model_dump(mode="json", exclude_defaults=True),
         }
     )  # fmt: skip
 
@@ -353,7 +355,7 @@ def code_folder(spec: JobSpec, place: Place) -> str:
 
 def _mounts(spec: JobSpec, folder: PurePath, place: Place) -> list[str]:
     run = PurePosixPath(run_directory(spec, place)).parent
-    own = [str(folder), str(run), *([spec.shards] if spec.shards else [])]
+    own = [str(folder), str(run), *([spec.shards] if spec.shards and not spec.shards_in_a_bucket else [])]
     own += [f"{code}:{code}:ro"] if (code := code_folder(spec, place)) else []
     return list(dict.fromkeys([*own, *slurm(spec).mounts]))
 

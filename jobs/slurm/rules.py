@@ -37,9 +37,10 @@ def look(spec: JobSpec, place: Place) -> dict[str, str]:
     Returns:
         `no_shards`: the folder that is missing. `no_submitit`: the image without it; "" where all is well or unknown.
     """
-    folder = spec.shard_folder
-    missing = folder is not None and not Path(folder).exists()
-    return {"no_shards": str(folder) if missing else "", "no_submitit": _without_submitit(spec, place)}
+    return {
+        "no_shards": str(spec.shard_folder) if spec.shards_missing_here else "",
+        "no_submitit": _without_submitit(spec, place),
+    }
 
 
 def _without_submitit(spec: JobSpec, place: Place) -> str:
@@ -84,8 +85,8 @@ def time_to_train(subject: Subject) -> Iterator[str]:
 def shared_run(subject: Subject) -> Iterator[str]:
     """A run directory on a node's own disk is gone when the job is started again elsewhere."""
     path = str(get(subject.job, "run_dir"))
-    if _is_node_local(path):
-        yield f"run_dir {path} is usually local to a node: choose a folder that all nodes see"
+    if _is_node_local(path) and subject.spec.checkpoints_bucket is None:
+        yield f"run_dir {path} is usually local to a node: choose a folder that all nodes see, or set checkpoint.to to a bucket"
 
 
 @rule("LS104", "warning")

@@ -21,6 +21,7 @@ from typing_extensions import Self
 from lockstep.jobs import registry
 from lockstep.jobs.spec.types import (
     AbsolutePath,
+    AbsolutePathOrBucket,
     AnyPath,
     Duration,
     Image,
@@ -174,8 +175,9 @@ class _JobSpec(Section):
     fresh: Word | None = None
     """Start over: the first start with this word renames an earlier run in run_dir, later starts resume. `submit --fresh`
     sets a new word."""
-    shards: AbsolutePath | None = None
-    """Folder of prepared shards, with one folder in it for each data source. `lockstep prepare` writes it."""
+    shards: AbsolutePathOrBucket | None = None
+    """Folder of prepared shards, or a place in a bucket (`s3://BUCKET/PREFIX`), with one folder in it for each data source.
+    `lockstep prepare` writes it."""
     volumes: list[Volume] = Field(default_factory=list, max_length=50)
     """Storage that is mounted on every node (Kubernetes, Compose). If run_dir is on none of them, Kubernetes deletes the run
     with its pod, and Compose makes a volume for it."""
@@ -247,7 +249,31 @@ class _JobSpec(Section):
     def shard_folder(self) -> str | None:
         """Where the shards of the recipe's data source lie: another recipe must not read another source's."""
         config = self.config
-        return f"{self.shards}/{config.data.shards_name}" if self.shards is not None and config is not None else None
+        if self.shards is None or config is None:
+            return None
+        return f"{self.shards.rstrip('/')}/{config.data.shards_name}"
+
+    @property
+    def shards_in_a_bucket(self) -> bool:
+        return self.shards is not None and "://" in self.shards
+
+    @property
+    def checkpoints_bucket(self) -> str | None:
+        """Where the run also keeps its checkpoints."""
+        given = self.overrides.get("checkpoint.to") if self.config is None else self.config.checkpoint.to
+        return None if given is None else str(given)
+
+    @property
+    def buckets(self) -> list[str]:
+        """What the job reads and writes there."""
+        places = [self.checkpoints_bucket, self.shards if self.shards_in_a_bucket else None]
+        return [place for place in places if place is not None]
+
+    @property
+    def shards_missing_here(self) -> bool:
+        """Whether this machine does not have the folder. A bucket is not asked."""
+        folder = self.shard_folder
+        return folder is not None and not self.shards_in_a_bucket and not Path(folder).exists()
 
     @property
     def deadline_seconds(self) -> int:

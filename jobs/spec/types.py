@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from lockstep.training.bucket import URL
 from lockstep.training.config import settings
 
 _UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
@@ -17,6 +18,7 @@ DURATION = r"^(?=.)([1-9][0-9]{0,3}d)?([1-9][0-9]{0,4}h)?([1-9][0-9]{0,5}m)?([1-
 LABEL = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 SUBDOMAIN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 PATH = r"^/[A-Za-z0-9._/-]*$"
+PATH_OR_BUCKET = f"{PATH}|^{URL.pattern}$"
 LOCAL_PATH = r"^[A-Za-z0-9._/][A-Za-z0-9._/ -]*$"
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]{0,254}$"
 IMAGE = r"^[a-z0-9]([a-zA-Z0-9._/:@-]{0,510}[a-zA-Z0-9])?$"
@@ -111,6 +113,14 @@ AbsolutePath = Annotated[
     _check(PATH, "an absolute path of letters, digits, . _ - and /", 1024),
     _schema(PATH),
     AfterValidator(lambda path: _no_dots(path)),
+]
+AbsolutePathOrBucket = Annotated[
+    str,
+    _check(
+        PATH_OR_BUCKET, "an absolute path of letters, digits, . _ - and /, or s3://BUCKET/PREFIX (gs://, az://)", 1024
+    ),
+    _schema(PATH_OR_BUCKET),
+    AfterValidator(lambda path: path if "://" in path else _no_dots(path)),
 ]
 AnyPath = Annotated[
     str, _check(LOCAL_PATH, "a path of letters, digits, spaces, . _ - and /", 1024), _schema(LOCAL_PATH)

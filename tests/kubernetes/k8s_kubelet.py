@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,6 +52,14 @@ class Idle:
     start = end = stop = ended
 
 
+def _inside(mounted: dict[str, str], word: str) -> str:
+    """A word of a command, with the folder of this machine in the place of what is mounted."""
+    for path, folder in mounted.items():
+        if word == path or word.startswith(f"{path}/"):
+            return folder + word.removeprefix(path)
+    return word
+
+
 @dataclass
 class _Running:
     process: subprocess.Popen[bytes]
@@ -67,10 +76,16 @@ class Processes(Idle):
         self._ports: dict[str, int] = {}
 
     def mounts(self, name: str, spec: Object) -> dict[str, str] | None:
-        """Mount path → a folder of this machine, of the ConfigMaps that a projected volume shows; None where one is missing."""
+        """Mount path → a folder of this machine: of a run directory that goes with its pod, which begins empty, and of the ConfigMaps
+        that a projected volume shows; None where one is missing."""
         found = {}
         for volume in spec.get("volumes", []):
             folder = self.folder / f"volume-{name}-{volume['name']}"
+            if volume == {"name": "run", "emptyDir": {}}:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                mount = next(one for one in spec["containers"][0]["volumeMounts"] if one["name"] == "run")
+                found[mount["mountPath"]] = str(folder)
             for source in volume.get("projected", {}).get("sources", []):
                 held = self.cluster.get("configmaps", source["configMap"]["name"], self.namespace)
                 if held is None:
@@ -84,13 +99,18 @@ class Processes(Idle):
 
     def start(self, pod: Object, node: int, job: str, mounted: dict[str, str], variables: Variables) -> None:
         name, container = pod["metadata"]["name"], pod["spec"]["containers"][0]
-        command = [mounted.get(word, word) for word in container["command"]]
+        command = [_inside(mounted, word) for word in container["command"]]
         command = [sys.executable if word == "python" else word.replace("$$", "$") for word in command]
         serves = "--serve" if node == 0 else "--no-serve"  # elsewhere the host's name says so
         at = command.index("launch") + 1
         command[at:at] = ["--address", f"127.0.0.{node + 2}", serves]
         env = {key: value for key, value in os.environ.items() if not key.startswith(("PET_", "LOCKSTEP_"))}
         env |= {item["name"]: item["value"].replace("$$", "$") for item in container["env"] if "value" in item}
+        env |= {
+            item["name"]: self._secret(**item["valueFrom"]["secretKeyRef"])
+            for item in container["env"]
+            if "valueFrom" in item
+        }
         env |= variables("127.0.0.2", self._ports.setdefault(job, free_port()))
         env |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.folder)}  # a pod that is killed leaves its /tmp behind
         process = subprocess.Popen(
@@ -104,6 +124,9 @@ class Processes(Idle):
         reader.start()
         self.pods[name] = _Running(process, reader)
         self.starts[name] = self.starts.get(name, 0) + 1  # last: who sees it finds the pod
+
+    def _secret(self, name: str, key: str) -> str:
+        return base64.b64decode(self.cluster.get("secrets", name, self.namespace)["data"][key]).decode()
 
     @staticmethod
     def _read(process: subprocess.Popen[bytes], lines: list[str]) -> None:

@@ -1,0 +1,71 @@
+"""What a bucket lets a job do: `lockstep doctor s3://BUCKET/PREFIX` tries it, with the credentials of this shell."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from lockstep.jobs.status import Check
+from lockstep.training.bucket import Bucket
+
+_KEY, _CONTENT = "probe", b"lockstep"
+
+
+def check(url: str) -> list[Check]:
+    """One row for each thing that a run does there. Below the prefix, so that nothing of anybody else's is listed or changed.
+
+    Raises:
+        UserError: it is no URL of a bucket, or obstore is not installed.
+    """
+    bucket = Bucket(f"{url.rstrip('/')}/doctor-{secrets.token_hex(8)}")
+    looks: dict[str, tuple[Callable[[], object], str]] = {
+        "write": (lambda: bucket.put(_KEY, _CONTENT), "an object was written"),
+        "read": (lambda: _read(bucket), "and read back"),
+        "list": (lambda: _listed(bucket), "it is listed"),
+        "conditions": (
+            lambda: bucket.check_conditions("conditions"),
+            "a second create and a swap with an old tag are refused: one attempt writes",
+        ),
+        "delete": (lambda: _deleted(bucket), "and removed"),
+    }
+    found: list[Check] = []
+    for name, (look, done) in looks.items():
+        try:
+            look()
+        except OSError as error:
+            found.append(Check(name, "missing", str(error)))
+            if name == "write":
+                break  # of the others nothing can be told
+        else:
+            found.append(Check(name, "ok", done))
+    return [*found, _unfinished(url)]
+
+
+def _read(bucket: Bucket) -> None:
+    if bucket.read(_KEY, len(_CONTENT))[0] != _CONTENT:
+        raise OSError(f"{bucket.url}/{_KEY} is not what was written")
+
+
+def _listed(bucket: Bucket) -> None:
+    listed = bucket.keys()
+    if _KEY not in listed:
+        raise OSError(f"{bucket.url}/{_KEY} was written, and is not listed: what a killed attempt has left would stay")
+
+
+def _deleted(bucket: Bucket) -> None:
+    bucket.remove([_KEY])
+    try:
+        bucket.size(_KEY)
+    except FileNotFoundError:
+        return
+    raise OSError(f"{bucket.url}/{_KEY} cannot be deleted: earlier checkpoints would stay")
+
+
+def _unfinished(url: str) -> Check:
+    """The library asks no store for its lifecycle rules."""
+    if url.startswith("az://"):
+        return Check("unfinished uploads", "ok", "Azure drops blocks that were not committed after a week")
+    rule = "AbortIncompleteMultipartUpload"
+    return Check(
+        "unfinished uploads", "note", f"parts that a kill has left cost money: give the bucket a lifecycle rule {rule}"
+    )

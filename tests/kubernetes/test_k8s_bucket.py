@@ -1,0 +1,79 @@
+"""A job without any volume: what its pods write goes with them, and a bucket has the shards and the checkpoints."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from k8s_cluster import Cluster
+from k8s_operator import Running, until
+
+from tests.objects.server import environment, moto, objects, read
+from tests.processes import ROOT
+from tests.product import JobSpec
+from tests.ranks import training
+
+BOUND = 240
+pytestmark = pytest.mark.promise("object-stores")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with moto(tmp_path_factory.mktemp("moto")) as port:
+        yield port
+
+
+def job(store: int, folder: Path, name: str, **more: Any) -> JobSpec:
+    """The example, small, with two nodes that share nothing."""
+    plain = yaml.safe_load((ROOT / "examples/bucket.yaml").read_text().replace("s3://BUCKET", "s3://bucket"))
+    variables = environment(store)
+    plain["env"] = {key: variables[key] for key in ("AWS_REGION", "AWS_ENDPOINT_URL")} | more.pop("env", {})
+    plain["overrides"] |= {
+        "checkpoint.to": f"s3://bucket/runs/{name}", "checkpoint.every_steps": 4, "epochs": 3, "evaluate.every": 3, "threads": 1,
+        "data.root": str(folder / f"data-{name}"), "model": "tests.kubernetes.k8s_nets:PacedNormed", "model_options": {},
+        "metrics.port": 0,
+    }  # fmt: skip
+    own = {"name": name, "image": "localhost:5000/local:1", "nodes": 2, "run_dir": f"/runs/{name}", "k8s": {}}
+    return JobSpec.of({**plain, **own, **more})
+
+
+def committed(store: int, prefix: str) -> list[int]:
+    """The steps of the checkpoints that a run's head names."""
+    if "head" not in objects(store, prefix):
+        return []
+    return [kept["step"] for kept in json.loads(read(store, f"{prefix}/head"))["checkpoints"]]
+
+
+@pytest.mark.promise("kill-resume")
+def test_a_lost_pod_resumes_on_an_empty_disk_from_the_bucket(
+    store: int, backend: Any, running: Running, cluster: Cluster, tmp_path: Path
+) -> None:
+    data = {key: base64.b64encode(value).decode() for key, value in {"id": b"name", "key": b"secret"}.items()}
+    cluster.put("secrets", {"metadata": {"name": "bucket"}, "data": data})
+    shards = job(store, tmp_path, "calm").shard_folder
+    done = training("shard", "smoke", "--out", str(shards), "--set", f"data.root={tmp_path}", env=environment(store))
+    assert done.code == 0, done.output
+    assert backend.submit(job(store, tmp_path, "calm")).created
+    found = backend.wait("calm", BOUND)
+    assert found.state == "succeeded", (found, *backend.logs("calm"))
+
+    file = tmp_path / "slow"
+    file.touch()
+    env = {"LOCKSTEP_TEST_PACE": "0.25", "LOCKSTEP_TEST_PACE_FILE": str(file)}
+    backend.submit(job(store, tmp_path, "stormy", env=env))
+    until(lambda: committed(store, "runs/stormy"), BOUND, "a checkpoint in the bucket")
+    running.kubelet.lose("stormy-worker-0")
+    file.unlink()
+    found = backend.wait("stormy", BOUND)
+    assert found.state == "succeeded", (found, *backend.logs("stormy"))
+    assert running.kubelet.starts["stormy-worker-0"] >= 2
+    starts = [event["step"] for event in map(json.loads, backend.logs("stormy", rank=0)) if event["event"] == "start"]
+    assert max(starts) > 0, "it began anew"
+    calm, stormy = (backend.summary(name)["weights_sha256"] for name in ("calm", "stormy"))
+    assert calm == stormy
+    assert (tmp_path / "data-calm/shards/fetched").is_dir() and not (tmp_path / "data-calm/shards/digits").exists()

@@ -1,0 +1,99 @@
+"""What the dispatcher does with a bucket: `doctor` tries it, and the example needs no volume on any backend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.events import events
+from tests.jobs.helpers import lockstep
+from tests.objects.server import Proxy, environment, objects
+from tests.processes import PYTHON, ROOT, run
+
+pytestmark = pytest.mark.promise("object-stores")
+EXAMPLE = str(ROOT / "examples/bucket.yaml")
+IMAGE = "localhost:5000/lockstep@sha256:" + "0" * 64
+PROGRAM = str(Path(PYTHON).parent / "lockstep")
+
+
+def doctor(proxy: Proxy, *words: str, url: str = "s3://bucket/doctor") -> tuple[int, dict[str, str], str]:
+    """(exit code, row → result, all that it printed)"""
+    done = run([PROGRAM, "doctor", url, "--json", *words], environment(proxy.port))
+    rows = json.loads(done.output) if done.output.startswith("[") else []
+    return done.code, {row["name"]: row["result"] for row in rows}, done.output
+
+
+def test_doctor_tries_what_a_run_does(proxy: Proxy) -> None:
+    code, rows, said = doctor(proxy)
+    tried = ("write", "read", "list", "conditions", "delete")
+    assert code == 0 and rows == {**dict.fromkeys(tried, "ok"), "unfinished uploads": "note"}, said
+    assert "AbortIncompleteMultipartUpload" in said and not objects(proxy.server, "doctor")
+
+
+@pytest.mark.parametrize(
+    ("row", "method", "path"), [("delete", "POST", "?delete"), ("list", "GET", "list-type"), ("read", "GET", "/probe")]
+)
+def test_doctor_names_what_is_not_allowed(row: str, method: str, path: str, proxy: Proxy) -> None:
+    proxy.reset(lambda _, asked, place: "403" if asked == method and path in place else "")
+    code, rows, said = doctor(proxy)
+    assert code == 1 and [name for name, result in rows.items() if result == "missing"] == [row], said
+
+
+@pytest.mark.parametrize("header", ["if-match", "if-none-match"])
+def test_doctor_names_a_store_without_conditional_writes(header: str, proxy: Proxy) -> None:
+    proxy.unconditional = header
+    code, rows, said = doctor(proxy)
+    assert code == 1 and rows["conditions"] == "missing" and "the store has no conditional writes" in said, said
+
+
+def test_doctor_of_no_bucket(proxy: Proxy) -> None:
+    code, rows, said = doctor(proxy, url="s3://no-bucket/x")
+    assert code == 1 and rows == {"write": "missing", "unfinished uploads": "note"} and "no such bucket" in said, said
+    for url, words, expected in (
+        ("ftp://bucket/x", (), "expected s3://BUCKET/PREFIX"),
+        ("s3://bucket/x", ("--image", "a"), "--image belongs to one: leave it out"),
+        ("s3://bucket/x", ("--only", "read"), "--only belongs to doctor gpu, not to s3://bucket/x"),
+    ):
+        code, _, said = doctor(proxy, *words, url=url)
+        assert code == 2 and expected in said and "Traceback" not in said, said
+
+
+@pytest.mark.parametrize("backend", ["k8s", "compose", "slurm"])
+def test_the_example_without_a_volume(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "secret-value")
+    home = {"LOCKSTEP_HOME": str(tmp_path / "home")}
+    checked = lockstep(tmp_path, "lint", EXAMPLE, "--image", IMAGE, "--json", **home)
+    assert not [row for row in json.loads(checked.stdout) if row["level"] == "error"], checked.stdout
+    job = lockstep(tmp_path, "render", backend, EXAMPLE, "--image", IMAGE, **home)
+    assert job.returncode == 0 and "data.shards=s3://BUCKET/shards/digits" in job.stdout, job.stderr
+    assert "checkpoint.to=s3://BUCKET/runs/bucket" in job.stdout and "secret-value" not in job.stdout
+    assert "persistentVolumeClaim" not in job.stdout
+    shards = lockstep(tmp_path, "prepare", backend, EXAMPLE, "--image", IMAGE, "--dry-run", **home)
+    assert shards.returncode == 0 and "secret-value" not in shards.stdout, shards.stderr
+    assert "s3://BUCKET/shards/digits" in shards.stdout and "checkpoint.to" not in shards.stdout.partition("--set")[0]
+
+
+def test_the_example_on_this_machine(server: int, tmp_path: Path) -> None:
+    """Its second start is on an empty disk: the bucket has the data and the state."""
+    text = Path(EXAMPLE).read_text().replace("s3://BUCKET", "s3://bucket").replace("eu-central-1", "us-east-1")
+    (tmp_path / "job.yaml").write_text(text)
+    env: dict[str, Any] = {**environment(server), "LOCKSTEP_HOME": str(tmp_path / "home")}
+
+    def go(*words: str) -> str:
+        done = run([PROGRAM, *words], env, 240, cwd=tmp_path)
+        assert done.code == 0, done.output
+        return done.output
+
+    go("shard", "smoke", "--out", "s3://bucket/shards/digits")
+    for epochs in (1, 2):
+        node = tmp_path / str(epochs)
+        words = [f"overrides.epochs={epochs}", f"run_dir={node / 'run'}", f"overrides.data.root={node / 'data'}"]
+        go("submit", "local", "job.yaml", "--replace", *(word for text in words for word in ("--set", text)))
+        go("wait", "local", "bucket", "--timeout", "200")
+        assert (node / "data/shards/fetched").is_dir()
+        (start,) = events(node / "run", "start")
+        assert (start["step"] > 0) == (epochs == 2)
