@@ -10,7 +10,8 @@ steps and ten others take turns, so that both meet the same machine.
 throttled ones.
 *gained*: mean seconds of a throttled step less those of an undisturbed one, of a throttled one; with its standard error, from the turns.
 *false names*: the steps of a run of QUIET-STEPS without a throttle, cut into 200 windows that are judged alone; and what that run told.
-*overhead*: CPU seconds in what watches the ranks, on rank 0, of all seconds of that run's steps.
+*overhead*: seconds that rank 0 spends in what watches the ranks (this, goodput, and what a hang is seen by), of all seconds of that run's
+steps, waits included; and CPU seconds of the launcher, which looks for hangs.
 """
 
 from __future__ import annotations
@@ -43,21 +44,31 @@ SETTLES, TURN = 100, 10
 """Undisturbed steps at first, by whose median the rank is throttled; steps of a turn, the first and last of which are left out."""
 JOB = (
     """
-import sys, time
+import os, sys, time
+from pathlib import Path
 import numpy as np
 import torch
 from lockstep import Session
 from lockstep.training.observe import slow
+from lockstep.training.observe.goodput import GoodputRecorder
+from lockstep.wire.progress import Progress
 
 run_dir, out, phase, share, steps = *sys.argv[1:4], float(sys.argv[4]), int(sys.argv[5])
-spent, told, blocks, marks = [0.0], [], [], []
+spent, told, blocks, marks, launcher = [0.0, 0.0, 0.0], [], [], [], []
 
-def timed(self, *words, add=slow.SlowRank.add):
-    began = time.thread_time()
-    try:
-        return add(self, *words)
-    finally:
-        spent[0] += time.thread_time() - began
+def timed(part, owner, name):
+    call = getattr(owner, name)
+    def replaced(self, *words):
+        began = time.perf_counter()
+        try:
+            return call(self, *words)
+        finally:
+            spent[part] += time.perf_counter() - began
+    setattr(owner, name, replaced)
+
+def launchers_seconds():
+    fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 def noted(self, own, seconds, step, now, add=slow.History.add):
     add(self, own, seconds, step, now)
@@ -66,7 +77,9 @@ def noted(self, own, seconds, step, now, add=slow.History.add):
     told.append((step + len(own), -1, 0, 0, 0) if found is None else
                 (step + len(own), found.rank, found.share, found.since, slow.PHASES.index(found.phase)))
 
-slow.SlowRank.add, slow.History.add = timed, noted
+slow.History.add = noted
+for part, owner, name in ((0, slow.SlowRank, "add"), (1, GoodputRecorder, "step"), (1, GoodputRecorder, "look"), (2, Progress, "advance")):
+    timed(part, owner, name)
 
 def throttle(where):
     number = len(marks)
@@ -97,11 +110,15 @@ with Session(run_dir, "log.report=false") as run:
         for x in run.iterate(Loader()):
             run.step(loss, x, samples=len(x))
             marks.append(time.time())
+            if len(marks) == SETTLES:
+                spent[:] = [0.0, 0.0, 0.0]
+                launcher.append(launchers_seconds())
+    launcher.append(launchers_seconds())
     if run.rank == 0:
         own = np.concatenate([own for own, *_ in blocks])
         rest = np.array([block[1:] for block in blocks])
         numbers = np.concatenate([step - 1 + np.arange(len(own)) for own, _, step, _ in blocks])  # from 0, as in `marks`
-        np.savez(out, marks=marks, told=told, spent=spent, numbers=numbers, own=own, rest=rest)
+        np.savez(out, marks=marks, told=told, spent=spent, launcher=np.diff(launcher), numbers=numbers, own=own, rest=rest)
 """.replace("SETTLES", str(SETTLES))
     .replace("TURN", str(TURN))
     .replace("DEVICE", str(DEVICE))
@@ -186,11 +203,13 @@ def quiet(steps: int) -> dict[str, Any]:
         parts = np.array_split(window, BLOCKS)
         windows.append(judged(parts, [mean * len(part) for part in parts]))
     costs = [found.share for found in windows if found is not None]
+    watched = float(marks[-1] - marks[SETTLES - 1])
+    spent = dict(zip(("slow_rank", "goodput", "hang"), (float(seconds) / watched for seconds in noted["spent"])))
     online = [rank for rank, _ in groupby(row[1] for row in noted["told"]) if rank >= 0]
     return {
         "windows": WINDOWS, "steps_of_window": len(own) // WINDOWS, "false_names": len(costs), "their_shares": costs,
         "seconds": float(marks[-1] - marks[0]), "named_by_the_run": len(online), "looks": len(noted["told"]),
-        "overhead": float(noted["spent"][0] / (marks[-1] - marks[0])), "blocks_needed": LEAST_BLOCKS,
+        "overhead": spent, "launcher": float(noted["launcher"][0] / watched), "blocks_needed": LEAST_BLOCKS,
     }  # fmt: skip
 
 

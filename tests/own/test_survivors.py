@@ -124,7 +124,9 @@ def disturb(launcher: Process, run_dir: Path, draw: random.Random, moments: list
     lost_at, ranks = 0.0, RANKS
     for kind, moment in moments:
         number, pause = draw.choice((1, 1, 1, 2)), draw.choice((0.0, 0.001, 0.01, 0.05))
-        which = signal.SIGSTOP if draw.random() < 0.2 else signal.SIGKILL
+        which = {0: signal.SIGSTOP, 1: signal.SIGSTOP, 9: signal.SIGTERM}.get(int(10 * draw.random()), signal.SIGKILL)
+        # So many that the others cannot go on end the run, saved.
+        number = 1 if which == signal.SIGTERM else number
         after = draw.choice(("weights", "evaluation", "checkpoint", "log", "regrouped")) if kind == AGAIN else kind
         waited_from: float | None = None
         deadline = time.monotonic() + BOUND
@@ -151,7 +153,7 @@ def disturb(launcher: Process, run_dir: Path, draw: random.Random, moments: list
         time.sleep(draw.choice((0.0, 0.0, 0.003, 0.01, 0.03)))
         for _ in range(number):
             living = ranks_of(launcher.pid)
-            if len(living) < 2 or launcher.poll() is not None:
+            if len(living) < (2 if which != signal.SIGTERM else RANKS) or launcher.poll() is not None:
                 break
             rank = draw.choice(sorted(living))
             with contextlib.suppress(ProcessLookupError):
@@ -270,6 +272,33 @@ def test_a_signal_after_a_loss_saves_and_the_run_resumes(tmp_path: Path) -> None
         done = gang.wait(BOUND)
     assert done.code == 75, done.output
     with live(*command(run_dir, "part", "config.hold=30")) as gang:
+        done = gang.wait(BOUND)
+    assert done.code == 0 and "Resuming at step" in done.output, done.output
+    assert hashes(run_dir) == wanted
+
+
+@pytest.mark.promise("survivors")
+def test_a_signal_to_one_rank_has_it_replaced_and_one_to_all_ends_the_run(tmp_path: Path) -> None:
+    require(hasattr(os, "pidfd_open"), "needs Linux")
+    run_dir, slow, wanted = tmp_path / "run", tmp_path / "slow", undisturbed("net")
+    slow.touch()
+    with live(*command(run_dir, "net", restarts=1)) as gang:
+        launcher = gang.processes[0]
+
+        def told(kind: str) -> list[dict[str, Any]]:
+            return [event for event in readable(run_dir) if event["event"] == kind]
+
+        poll(lambda: told("weights") or launcher.poll() is not None, BOUND, "the first step")
+        os.kill(ranks_of(launcher.pid)[0], signal.SIGTERM)
+        poll(lambda: told("rank_joined") or launcher.poll() is not None, BOUND, "the replacement")
+        for pid in ranks_of(launcher.pid).values():
+            os.kill(pid, signal.SIGUSR1)
+        done = gang.wait(BOUND)
+    assert done.code == 75 and "rank 0 was told to leave by SIGTERM: 3 of 4 ranks continue" in done.output, done.output
+    (lost,) = told("rank_lost")
+    assert (lost["rank"], lost["how"]) == (0, "told to leave by SIGTERM")
+    slow.unlink()
+    with live(*command(run_dir, "net")) as gang:
         done = gang.wait(BOUND)
     assert done.code == 0 and "Resuming at step" in done.output, done.output
     assert hashes(run_dir) == wanted

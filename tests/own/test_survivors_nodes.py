@@ -22,7 +22,8 @@ from tests.runs import Job
 
 LOST_SECONDS = 4
 TIMES = 6
-FAULTS = ("kill", "kill", "stop", "crash", "launcher", "stop launcher", "cut", "term")
+_OF_RANKS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term rank": signal.SIGTERM}
+FAULTS = ("kill", "kill", "stop", "term rank", "crash", "launcher", "stop launcher", "cut", "term")
 
 
 class Node:
@@ -61,10 +62,10 @@ class Node:
 def lose(node: Node, fault: str, draw: random.Random, cable: str) -> bool:
     """Returns whether its launcher is gone."""
     process = node.process
-    if fault in ("kill", "stop"):
+    if fault in _OF_RANKS:
         if ranks := node.ranks():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(ranks[draw.choice(sorted(ranks))], signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+                os.kill(ranks[draw.choice(sorted(ranks))], _OF_RANKS[fault])
     elif fault == "crash":
         node.crash()
     elif fault == "cut":
@@ -108,7 +109,7 @@ def check(tmp_path: Path, seed: int, wanted: list[tuple[int, str]]) -> list[str]
         until(draw.randrange(3, 30))
         for _ in range(draw.choice((1, 2, 3))):
             fault = draw.choice(FAULTS)
-            node = first if fault in ("kill", "stop") and draw.random() < 0.5 else second
+            node = first if fault in _OF_RANKS and draw.random() < 0.5 else second
             done.append(f"{fault} node {node.number} after step {steps()}")
             if lose(node, fault, draw, "ls1"):
                 poll(lambda: node.process.poll() is not None, BOUND, f"the end of its launcher: {said()}")

@@ -32,6 +32,8 @@ class Follower(Gang):
         self._processes, self._connect, self._lost_seconds = processes, connect, lost_seconds
         self._leaves = False
         """This node was told to leave, and the others may go on."""
+        self._signalled = False
+        """It has handed on a signal that is for all ranks."""
         self._connecting = False
         self.place = -1
         """Among the nodes; -1: it has none yet."""
@@ -69,6 +71,7 @@ class Follower(Gang):
         if self._connecting and self._ends(number):
             raise SignalException(f"signal {number}", signal.Signals(number))
         if self._pids() and not alone:
+            self._signalled = True
             super()._forward(number, frame)
         elif self._ends(number):
             self._leaves = True
@@ -110,6 +113,7 @@ class Follower(Gang):
                     ended=self._ended,
                     stopped=self._processes.stopped(),
                     leaves=self._leaves,
+                    signalled=self._signalled,
                     idle=not self._pids(),
                     parts=over,
                 )

@@ -1,10 +1,10 @@
 """`launch --live`: where a rank or a node is lost, the others go on without it. This is the launcher that decides: of the only node, or
 of the one that serves the rendezvous.
 
-A rank is lost when a signal has ended it that its launcher did not send, when it stands stopped while others run, or with its node. Its
-launcher kills its process group, whose data loaders hold its sockets, and this one says in the ranks' store, which it serves, who
-remains: a *generation*. What the ranks make of that is theirs (`parallel/live.py`). All else that happens to a rank is as without `--live`:
-all end, and start again from the last checkpoint.
+A rank is lost when a signal has ended it that its launcher did not send, when it stands stopped while others run, when a signal to it alone
+has told it to leave, or with its node. Its launcher kills its process group, whose data loaders hold its sockets, and this one says in the
+ranks' store, which it serves, who remains: a *generation*. What the ranks make of that is theirs (`parallel/live.py`). All else that happens
+to a rank is as without `--live`: all end, and start again from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from lockstep.training.launch.ending import (
 from lockstep.training.launch.follower import Follower
 from lockstep.training.launch.gang import STOP_SECONDS, Gang, handle, interrupted, leave_while_waiting
 from lockstep.training.launch.nodes import (
+    LEAVE_SECONDS,
     LOOK_SECONDS,
     Ending,
     Hello,
@@ -90,6 +91,8 @@ class Supervisor(Gang):
         """Signals that came while not all ranks were there."""
         self._waits = True
         """Not all are there."""
+        self._for_all = False
+        """A signal that the ranks have got was for all."""
         self._run_id = uuid.uuid4().hex
 
     def run(self) -> dict[int, int]:
@@ -135,6 +138,7 @@ class Supervisor(Gang):
         return self._processes.pids()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._for_all = True
         if self._waits or not self._running:
             self._came.append(number)
         elif self._pids() or not self._ends(number):
@@ -154,6 +158,7 @@ class Supervisor(Gang):
         self._started_after = self._restarts
         self._generation, self._still, self._looked = 0, dict[int, float](), time.monotonic()
         self._replacements = self._admissions = 0
+        self._ending, self._handed_over, self._told_to_leave = False, 0, dict[int, float]()
         self._store = stores.tcp_store(self._address, 0, serves=True, seconds=STORE_SECONDS)
         self._store.set(stores.NODES, json.dumps([seat.ranks for seat in self._seats]))
         self._running, self._spares = {rank: Place(rank) for rank in range(size(self._seats))}, {}
@@ -211,7 +216,8 @@ class Supervisor(Gang):
         generation = self._generation + 1
         for one in prepared:
             self._running[one.rank] = self._spares.pop(one.rank)
-            self._store.delete_key(stores.ended(one.rank))
+            for key_of in (stores.ended, stores.leaving):  # of the one before it
+                self._store.delete_key(key_of(one.rank))
             self._store.set(stores.admitted(one.replacement), f"{self._admissions} {generation}")
         self._store.set(f"{key}/answer", str(generation))
         self._announce()
@@ -240,8 +246,9 @@ class Supervisor(Gang):
             failed = any(rank not in lost for rank in codes)
             said = deaths(lost, None, lost)
             nodes_gone = {} if failed else self._without_nodes(news, said)
-            lost.update(nodes_gone)
-            codes.update(nodes_gone)
+            leaving = {} if failed else self._hand_over(news, said)
+            lost.update({**nodes_gone, **leaving})
+            codes.update({**nodes_gone, **leaving})
             if failed or (lost and not self._go_on(lost, said, set(nodes_gone))):
                 return codes
             self._take_newcomers()
@@ -272,6 +279,32 @@ class Supervisor(Gang):
             else:
                 to_stderr(f"launch: node {gone.address} {gone.why}: the others train on without it")
         return found
+
+    def _hand_over(self, news: News, said: list[str]) -> dict[int, int]:
+        """The ranks that a signal has reached which was for them alone: rank → a code for that. Where it was for all, or the others cannot
+        go on without them, they hear that all end."""
+        if self._ending:
+            return {}
+        if not (self._for_all or news.signalled):
+            if int(self._store.add(stores.LEAVING, 0)) == self._handed_over:
+                return {}
+            now = time.monotonic()
+            told = [rank for rank in self._running if self._store.check([stores.leaving(rank)])]
+            self._told_to_leave = {rank: self._told_to_leave.get(rank, now) for rank in told}
+            if not told or now - min(self._told_to_leave.values()) < LEAVE_SECONDS:
+                return {}
+            if not self._why_not(len(self._running) - len(told)):
+                for rank in told:
+                    name = stores.said(self._store, stores.leaving(rank), r"SIG[A-Z0-9]+")
+                    self._store.delete_key(stores.leaving(rank))
+                    self._store.set(stores.ended(rank), f"told to leave by {name}")
+                    said.append(f"rank {rank} was told to leave by {name}")
+                    self._handed_over += 1
+                    del self._running[rank]
+                return dict.fromkeys(told, -signal.SIGKILL)
+        self._ending = True
+        self._store.set(stores.ENDING, "1")
+        return {}
 
     def _take_newcomers(self) -> None:
         """Gives the seat of a node that is gone to one that has come since."""

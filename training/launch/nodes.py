@@ -30,7 +30,7 @@ LOOK_SECONDS = 0.05
 LEASE = 0.5
 """A launcher that is not heard kills its ranks after this part of the time after which it is taken for lost."""
 LEAVE_SECONDS = 1.0
-"""A node that is told to leave does so alone, if the first one is not told within this time, too."""
+"""A node or a rank that is told to leave does so alone, if the first node is not told within this time, too."""
 HEARD_SECONDS = 5.0
 """How long the nodes have to read how the job has ended."""
 _MOST_NEW = 64
@@ -63,6 +63,8 @@ class Report(_Document):
     """Ranks that stand stopped."""
     leaves: bool = False
     """It was told to."""
+    signalled: bool = False
+    """Its launcher has handed a signal on that is for all ranks."""
     idle: bool = False
     """None of its ranks runs."""
     parts: bool = False
@@ -167,6 +169,7 @@ class News:
     """Exit code, and whether by a signal that was handed on."""
     stopped: list[int] = field(default_factory=list)
     gone: list[Gone] = field(default_factory=list)
+    signalled: bool = False
 
 
 class Nodes:
@@ -246,6 +249,7 @@ class Nodes:
                         news.ended[Place(rank, replacement)] = (code, handed_on)
                 other.taken = len(report.ended)
                 news.stopped += report.stopped
+                news.signalled |= report.signalled
             leaves = other.leaving > LEAVE_SECONDS
             if leaves or other.silent > self._lost_seconds:
                 what = "was told to leave" if leaves else f"was not heard of for {self._lost_seconds:g} s"

@@ -114,6 +114,8 @@ class Live:
         before = process.connections()
         self._listening = stores.tcp_store(*world.master, serves=False, seconds=timeout)
         self._listens = process.new_connections(before)
+        self._asked_to_leave: float | None = None
+        """When this rank has said that a signal has reached it."""
         self._over = False
         self._thread = threading.Thread(target=self._listen, name="live", daemon=True)
         self._thread.start()
@@ -121,6 +123,15 @@ class Live:
     def ready(self) -> None:
         """From here on this rank may be lost without a restart of all."""
         self._store.set(stores.ready(self.rank), "1")
+
+    def ends(self, signalled: str) -> bool:
+        """Whether a signal that has reached this rank ends all of them. One that was for this rank alone does not: the launcher ends this
+        rank, and the others train on. Asked between two steps until that happens."""
+        if self._asked_to_leave is None:
+            self._asked_to_leave = time.monotonic()
+            self._store.set(stores.leaving(self.rank), signalled)
+            self._store.add(stores.LEAVING, 1)
+        return self._store.check([stores.ENDING]) or time.monotonic() - self._asked_to_leave > self._announced_seconds
 
     def close(self) -> None:
         """The attempt is over. A thread that were still in torch would, where it woke as Python ends, abort the process."""

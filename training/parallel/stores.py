@@ -130,6 +130,17 @@ def admitted(replacement: int) -> str:
     return f"lockstep/live/admitted/{replacement}"
 
 
+LEAVING = "lockstep/live/leaving"
+"""The key there at which ranks that a signal has reached count themselves, once they have said which (`leaving`)."""
+ENDING = "lockstep/live/ending"
+"""The key there at which the launcher says that such a signal ends all ranks."""
+
+
+def leaving(rank: int) -> str:
+    """The key there at which a rank says which signal has reached it."""
+    return f"{LEAVING}/{rank}"
+
+
 def said(store: dist.Store, key: str, shape: str, most: int = SAID) -> str:
     """What stands under a key that is there, if it is a text of that shape (a regular expression); "" for anything else.
 

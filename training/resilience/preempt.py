@@ -173,8 +173,9 @@ class Consensus:
         """A best score was given by some ranks only, so the ranks could not save its weights together."""
 
     def _wants_stop(self) -> bool:
-        if self.reason is None and self.signals is not None and self.signals.received:
-            self.reason = f"{self.signals.received} on rank {self.world.rank}"
+        received, live = self.signals.received if self.signals is not None else None, self.world.live
+        if self.reason is None and received and (live is None or live.ends(received)):
+            self.reason = f"{received} on rank {self.world.rank}"
         if self.reason is None and self.stop_file is not None and self.world.leader:
             now = self._now()
             if now - self._looked >= 1.0:
