@@ -322,16 +322,16 @@ def progress(said: Said | None) -> str:
     restarted. An attempt that has ended may be the last one, or be followed by another."""
     if said is None:
         return "starting"
-    ended = (
-        "" if said["code"] is None else ", ending" if said["code"] == contract.EXIT_DONE else ", the attempt has ended"
-    )
-    return step(said) + (f", restart {again}" if (again := restarts(said)) else "") + ended + hang(said)
+    return step(said) + (f", restart {again}" if (again := restarts(said)) else "") + trouble(said)
 
 
-def hang(said: Said) -> str:
-    """What is said of a rank that gets no further, behind a semicolon."""
-    text = said.get("hang", "") if said["code"] is None else ""
-    return f"; {contract.printable(text)}" if text else ""
+def trouble(said: Said) -> str:
+    """How the attempt has ended, where it has; else what is said of a rank that gets no further."""
+    if said["code"] == contract.EXIT_DONE:
+        return ", ending"
+    if said["code"] is not None:
+        return f", the attempt has ended: {contract.printable(said['reason'])}"
+    return f"; {contract.printable(text)}" if (text := said.get("hang", "")) else ""
 
 
 def step(said: Said) -> str:

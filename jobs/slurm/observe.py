@@ -444,7 +444,7 @@ def _progress(said: Said | None, found: Known, restarts: int) -> str:
         return f"is ending{where}{again}"
     step = records.step(said) if said is not None else "starting"
     other = "" if found.state == "RUNNING" else f" ({found.state.lower()})"
-    return f"{step}{where}{again}{other}{records.hang(said) if said is not None else ''}"
+    return f"{step}{where}{again}{other}{records.trouble(said) if said is not None else ''}"
 
 
 def _plain(found: Known) -> str:

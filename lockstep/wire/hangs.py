@@ -86,19 +86,22 @@ def told(data: bytes) -> Hang | None:
     """What the lines of the file say together; None where there is none that can be read."""
     found: dict[int, Standing] = {}
     step = size = 0
-    seconds = 0.0
+    began = seconds = 0.0
     for line in data.splitlines():
         with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
             value = files.parsed(line)
             ranks = [_standing_of(one) for one in value["ranks"]]
-            step, size, seconds = int(value["step"]), int(value["size"]), max(seconds, float(value["seconds"]))
+            step, size, quiet = int(value["step"]), int(value["size"]), float(value["seconds"])
+            if quiet > seconds:
+                began, seconds = float(value["time"]) - quiet, quiet
             found.update((one.rank, one) for one in ranks)
-    return _hang(found.values(), seconds, step, size) if found else None
+    return _hang(found.values(), began, seconds, step, size) if found else None
 
 
-def _hang(found: Iterable[Standing], seconds: float, step: int, size: int) -> Hang:
+def _hang(found: Iterable[Standing], began: float, seconds: float, step: int, size: int) -> Hang:
     ranks = sorted(found, key=lambda one: (one.waits, one.rank))
-    return Hang(_sentence(ranks, seconds, size), step, ranks)
+    since = time.strftime("%H:%M:%S", time.localtime(began))
+    return Hang(f"no step for {seconds:.0f} s, since {since}, after step {step}: {_sentence(ranks, size)}", step, ranks)
 
 
 def _standing_of(value: dict[str, Any]) -> Standing:
@@ -115,20 +118,20 @@ def of_run(run_dir: Path) -> Hang | None:
         return None
 
 
-def _sentence(ranks: list[Standing], seconds: float, size: int) -> str:
+def _sentence(ranks: list[Standing], size: int) -> str:
     causes, waiting = [one for one in ranks if not one.waits], [one.rank for one in ranks if one.waits]
-    began = f"no step for {seconds:.0f} s: "
     if causes:
         said = "; ".join(f"rank {one.rank} {one.what}{f' ({one.where})' if one.where else ''}" for one in causes)
-        return began + said + (f", and rank {named(waiting)} waits" if waiting else "")
+        others = f"rank {named(waiting)} waits" if len(waiting) == 1 else f"ranks {named(waiting)} wait"
+        return f"{said}, and {others}" if waiting else said
     places: dict[str, list[int]] = {}
     for one in ranks:
         places.setdefault(one.where, []).append(one.rank)
     said = "; ".join(f"rank {named(there)} ({where})" for where, there in places.items())
     silent = sorted(set(range(size)) - set(waiting)) if max(waiting) < size <= MOST_RANKS else []
     if silent:
-        return f"{began}{said} waits for others, and nothing is heard of rank {named(silent)}"
-    return f"{began}all ranks wait for others: {said}"
+        return f"{said} waits for others, and nothing is heard of rank {named(silent)}"
+    return f"all ranks wait for others: {said}"
 
 
 def of_process(rank: int, pid: int) -> dict[str, Any]:
@@ -269,7 +272,7 @@ class Hangs:
         first, about = finding.first, finding.first.about
         hang = self._told(first)
         where = f" (stacks: {_file(first)})" if hang is not None else ""
-        hang = hang or _hang(finding.ranks.values(), seconds, first.steps, about.size)
+        hang = hang or _hang(finding.ranks.values(), time.time() - seconds, seconds, first.steps, about.size)
         to_stderr(f"hang: {hang.said}{where}")
         event = {
             "event": "hang", "time": round(time.time(), 3), "attempt": about.attempt, "step": hang.step,

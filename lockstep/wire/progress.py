@@ -192,7 +192,12 @@ def stacks(folder: Path, ranks: Mapping[int, Seen], of_loaders: bool = False) ->
                 if text and text == texts[rank]:  # nothing was added since the last look
                     del waits[rank]
                 texts[rank] = text
-    return texts
+    return {rank: _main_first(text, ranks[rank].thread) for rank, text in texts.items()}
+
+
+def _main_first(text: str, thread: int) -> str:
+    """The stacks with those of this thread, which `faulthandler` writes last, before the others."""
+    return "\n\n".join(sorted(text.strip().split("\n\n"), key=lambda one: f"0x{thread:016x} " not in one))
 
 
 def _ask(folder: Path, rank: int, pids: list[int]) -> int | None:

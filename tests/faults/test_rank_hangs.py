@@ -52,7 +52,7 @@ def test_the_rank_that_hangs_is_named_and_ended(tmp_path: Path, kind: str, launc
         assert not [path for path in Path(folder).iterdir() if path.name.startswith("lockstep-")]
     # The attempt that begins anew does not hang.
     assert done.code == 0, done.output
-    sentence = rf"no step for \d+ s: {SAID[kind]}, and rank 0 waits"
+    sentence = rf"no step for \d+ s, since \d\d:\d\d:\d\d, after step \d+: {SAID[kind]}, and rank 0 waits"
     assert re.search(rf"hang: {sentence} \(stacks: ", done.output), done.output
     *_, hang = events(run_dir, "hang")  # before, one that waits may have said so
     assert re.fullmatch(sentence, hang["reason"]) and hang["ranks"] == [1] and hang["step"] >= 29, hang

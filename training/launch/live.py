@@ -3,8 +3,8 @@ of the one that serves the rendezvous.
 
 A rank is lost when a signal has ended it that its launcher did not send, when it stands stopped while others run, when a signal to it alone
 has told it to leave, or with its node. Its launcher kills its process group, whose data loaders hold its sockets, and this one says in the
-ranks' store, which it serves, who remains: a *generation*. What the ranks make of that is theirs (`parallel/live.py`). All else that happens
-to a rank is as without `--live`: all end, and start again from the last checkpoint.
+ranks' store, which it serves, who remains: a *generation*. What the ranks make of that is theirs (`parallel/live.py`). All else that
+happens to a rank is as without `--live`: all end, and start again from the last checkpoint.
 """
 
 from __future__ import annotations

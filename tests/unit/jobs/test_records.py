@@ -1,4 +1,4 @@
-"""Whose a folder above the jobs may be."""
+"""Whose a folder above the jobs may be, and what is said of a run."""
 
 from __future__ import annotations
 
@@ -23,3 +23,11 @@ def test_a_group_of_ones_own_is_nobody_else(monkeypatch: pytest.MonkeyPatch) -> 
     for mode, group_is_mine in ((0o775, False), (0o777, True)):
         with pytest.raises(UserError, match="can be changed by other users"):
             records._judge_step(Path("/home/ann"), 1000, mode, 1000, group_is_mine)
+
+
+def test_why_an_attempt_has_ended_that_another_may_follow() -> None:
+    said = records.Said(code=1, step=262, attempt=1, reason="the run diverged at step 263: rank 3: loss is not finite")
+    assert records.progress(said) == f"step 262, the attempt has ended: {said['reason']}"
+    assert records.progress({**said, "code": 0, "reason": "complete"}) == "step 262, ending"
+    running = records.Said(code=None, step=250, attempt=2, reason="running", restart=1, hang="no step for 10 s")
+    assert records.progress(running) == "step 250, restart 1; no step for 10 s"
