@@ -75,7 +75,9 @@ def render_prepare(spec: JobSpec) -> Manifest:
     service = {**_node(writable, 0), "entrypoint": words[:4], "command": words[4:], "healthcheck": {"disable": True}}
     service["labels"] = {"lockstep/role": "prepare", **MANAGED}  # not one of the job's nodes
     volumes = {volume.claim: {"name": volume.claim, "external": True} for volume in spec.volumes}
-    if not on_volume(spec, spec.run_directory):
+    if spec.shards_in_a_bucket and not on_volume(spec, spec.run_directory):  # data.root may be there
+        volumes[RUN] = {"name": run_volume(spec), "external": True}
+    elif not on_volume(spec, spec.run_directory):
         service["volumes"] = [item for item in service["volumes"] if item["source"] != RUN]
     name = f"{project(spec.name)}-prepare"
     return {"name": name, "services": {"prepare": service}, "volumes": volumes}

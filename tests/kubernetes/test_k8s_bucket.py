@@ -34,7 +34,7 @@ def job(store: int, folder: Path, name: str, **more: Any) -> JobSpec:
     variables = environment(store)
     plain["env"] = {key: variables[key] for key in ("AWS_REGION", "AWS_ENDPOINT_URL")} | more.pop("env", {})
     plain["overrides"] |= {
-        "checkpoint.to": f"s3://bucket/runs/{name}", "checkpoint.every_steps": 4, "epochs": 3, "evaluate.every": 3, "threads": 1,
+        "checkpoint.to": f"s3://bucket/runs/{name}", "checkpoint.every_steps": 4, "epochs": 2, "evaluate.every": 2, "threads": 1,
         "data.root": str(folder / f"data-{name}"), "model": "tests.kubernetes.k8s_nets:PacedNormed", "model_options": {},
         "metrics.port": 0,
     }  # fmt: skip

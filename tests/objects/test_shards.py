@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.objects.server import FAULTS, Proxy, environment, objects, put, read
+from tests.objects.server import Proxy, environment, objects, put, read
 from tests.processes import Result, poll
 from tests.ranks import gang, training
 from tests.warm.process import start
@@ -85,7 +85,7 @@ def test_each_rank_fetches_the_shards_that_it_alone_reads(here: Node) -> None:
     assert done.code == 0 and set(here.fetched().values()) == {1} and len(here.fetched()) == 4, done.output
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["cut", "truncated", "flipped"])
 def test_what_is_lost_or_damaged_on_the_way_is_fetched_again(fault: str, here: Node, expected: str) -> None:
     here.proxy.reset(lambda number, *_: fault if number % 4 == 1 else "")
     done = here.go()
