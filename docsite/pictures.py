@@ -42,7 +42,7 @@ def top(folder: Path) -> None:
     from rich.console import Console
     from rich.terminal_theme import DEFAULT_TERMINAL_THEME, DIMMED_MONOKAI
 
-    from lockstep.training.observe.ranks import Reader, between
+    from lockstep.training.observe.ranks import Reader
     from lockstep.training.observe.top import picture
 
     run = Path("runs/smoke")
@@ -60,7 +60,7 @@ def top(folder: Path) -> None:
             before = Reader(run).read() if run.joinpath("run.yaml").exists() else {}
         time.sleep(15)
         os.environ["COLUMNS"] = "118"
-        table = picture(run, between(before, Reader(run).read(), Reader(run).straggler()))
+        table = picture(str(run), Reader(run).judged(before, Reader(run).read()))
     finally:
         os.chdir(here)
         os.killpg(training.pid, signal.SIGTERM)

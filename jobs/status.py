@@ -20,6 +20,7 @@ from lockstep.training.contract import (
     EXIT_FAILED,
     EXIT_PREEMPTED,
     EXIT_TIMED_OUT,
+    EXIT_UNREACHABLE,
     EXIT_USAGE,
     UserError,
     printable,
@@ -28,8 +29,6 @@ from lockstep.training.contract import (
 
 EXIT_UNSCHEDULABLE = 3
 EXIT_LOST = 4
-EXIT_UNREACHABLE = 69
-"""The cluster does not answer, or not with sense: try again later (sysexits.h: EX_UNAVAILABLE). Never from a job itself."""
 
 State = Literal[
     "pending", "queued", "unschedulable", "running", "restarting",

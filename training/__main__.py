@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from lockstep.wire.signals import FORWARDED, command_of, end_with_launcher
 
@@ -43,8 +43,12 @@ from lockstep.training.contract import (
     printable,
     rank_of,
     say,
+    to_stderr,
 )  # fmt: skip
 from lockstep.training.files import keep_out_others
+
+if TYPE_CHECKING:
+    from lockstep.training.run.opened import Run
 
 _BEGAN = time.perf_counter()
 
@@ -52,6 +56,7 @@ _BEGAN = time.perf_counter()
 _APART = {"launch": "launch.command", "bench": "recipe.scaling", "doctor": "doctor", "torture": "torture.command"}
 """Commands that parse their own arguments: the module that has their `main(argv)`."""
 _RECIPE = "a recipe's name, or the path of a YAML file"
+_RUN = "a run directory, or what its checkpoint.to says (s3://…)"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     shard.set_defaults(action=_shard)
 
     evaluate = commands.add_parser("evaluate", help=COMMANDS["evaluate"])
-    evaluate.add_argument("target", type=Path, metavar="RUN|FILE", help="a run directory, or a file of weights")
+    evaluate.add_argument("target", type=_opened, metavar="RUN|FILE", help=f"{_RUN}, or a file of weights")
     evaluate.add_argument("--recipe", help="the recipe that a FILE of weights belongs to")
     _add_set(evaluate, "data.root=DIR")
     evaluate.add_argument(
@@ -97,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(action=_evaluate)
 
     export = commands.add_parser("export", help=COMMANDS["export"])
-    export.add_argument("target", type=Path, metavar="RUN", help="a run directory")
+    export.add_argument("target", type=_opened, metavar="RUN", help=_RUN)
     export.add_argument("out", type=Path, metavar="OUT", help="a new file: .safetensors, or .pth for torch.load")
     which = export.add_mutually_exclusive_group()
     which.add_argument("--best", action="store_true", help="the checkpoint with the best score (checkpoint.keep_best); "
@@ -106,19 +111,23 @@ def _parser() -> argparse.ArgumentParser:
     export.set_defaults(action=_export)
 
     top = commands.add_parser("top", help=COMMANDS["top"])
-    top.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    top.add_argument("run", type=_opened, metavar="RUN", help=_RUN)
     top.add_argument("--every", type=_seconds, default=2.0, help="seconds between two updates, from 0.2; default: 2")
     top.add_argument("--once", action="store_true", help="print one table and exit")
     top.add_argument("--json", action="store_true", help="print one JSON value with stable fields")
     top.set_defaults(action=_top)
 
     report = commands.add_parser("report", help=COMMANDS["report"])
-    report.add_argument("runs", type=Path, metavar="RUN", nargs="+", help="run directories")
-    report.add_argument("--out", type=Path, help="default: RUN/report.html; report.html here for several runs")
+    report.add_argument("runs", type=_opened, metavar="RUN", nargs="+", help=f"{_RUN}; several are compared")
+    report.add_argument(
+        "--out", type=Path, help="default: RUN/report.html; report.html here for several runs, and of a bucket"
+    )
     report.set_defaults(action=_report)
 
     goodput = commands.add_parser("goodput", help=COMMANDS["goodput"])
-    goodput.add_argument("runs", type=Path, metavar="RUN", nargs="+", help="run directories, such as those of a sweep")
+    goodput.add_argument(
+        "runs", type=_opened, metavar="RUN", nargs="+", help=f"{_RUN}; several, such as those of a sweep"
+    )
     goodput.add_argument("--json", action="store_true", help="print one JSON value with stable fields")
     goodput.set_defaults(action=_goodput)
 
@@ -137,6 +146,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_set(parser: argparse.ArgumentParser, example: str = "epochs=2 lr=0.1") -> None:
     add_set(parser, f"change settings, e.g. --set {example} (all names: {PROGRAM} settings)")
+
+
+def _opened(text: str) -> Run:
+    from lockstep.training.run.opened import opened
+
+    return opened(text)
 
 
 def _closeness(text: str) -> str:
@@ -197,10 +212,12 @@ def _evaluate(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     from lockstep.training.parallel import world
     from lockstep.training.recipe import evaluate as scoring
 
-    config, checksum = scoring.config_of(args.target, args.recipe, args.assignments, args.trust_model)
+    run: Run = args.target
+    config, checksum = scoring.config_of(run.path, args.recipe, args.assignments, args.trust_model)
+    run.bring(warn=to_stderr)
     with world.joined(world.detect(env), config.device, config.collective_timeout) as joined:
         world.set_threads(joined, config.threads, env)
-        score = scoring.score_target(args.target, config, checksum, joined)
+        score = scoring.score_target(run.path, config, checksum, joined)
         if joined.leader:
             print(f"accuracy {score.accuracy:.4f} ({score.correct} of {score.count}), loss {score.loss:.4f}")
     return EXIT_DONE
@@ -211,9 +228,11 @@ def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: A
     from lockstep.training.checkpoint.score import Rule
     from lockstep.training.observe import rundir
 
-    config = rundir.read_run(args.target)["config"]
+    run: Run = args.target
+    config = rundir.read_run(run.path)["config"]
     wanted = Rule.of(config.checkpoint.keep_best) if args.best else args.step
-    tensors, step, values = weights.from_run(args.target, wanted=wanted)
+    run.bring(wanted)
+    tensors, step, values = weights.from_run(run.path, wanted=wanted)
     weights.write(tensors, args.out, values)
     print(printable(f"{args.out}: {len(tensors)} tensors of step {step}"))
     return EXIT_DONE
@@ -232,8 +251,9 @@ def _top(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG0
 def _report(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
     from lockstep.training.observe import report
 
-    out = args.out or (args.runs[0] / REPORT_FILE if len(args.runs) == 1 else Path(REPORT_FILE))
-    report.write(args.runs, out)
+    runs: list[Run] = args.runs
+    out = args.out or (runs[0].report if len(runs) == 1 else Path(REPORT_FILE))
+    report.write([run.path for run in runs], out)
     print(printable(str(out)))
     return EXIT_DONE
 

@@ -3,9 +3,11 @@
     PREFIX/head                                   a JSON object: which attempt may write, and which checkpoints there are
     PREFIX/<holder>/<n>-step-00000100/<file>      the files of a checkpoint, as on a disk
     PREFIX/<holder>/<n>-run.yaml/run.yaml         the settings that the run was begun with
+    PREFIX/<holder>/0-directory/snapshot          the run directory, as that attempt has seen it last
+    PREFIX/directory/<run>/<sha256>               parts of files of the run directory
     PREFIX/replaced/<commit>                      the head of a run that `--fresh` has replaced
 
-`checkpoint/object_store.py` writes them, and says what holds there.
+`checkpoint/object_store.py` writes them, and says what holds there; of the run directory `observe/mirror.py`.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ _AT_ONCE = 4
 _MOST_PARTS = 9000
 """S3 takes 10,000 parts of an object."""
 URL = re.compile(r"(s3|gs|az)://[A-Za-z0-9][A-Za-z0-9._-]{1,221}(/[A-Za-z0-9][A-Za-z0-9._=-]*)+/?")
+_NO_CREDENTIALS = re.compile(r"169\.254\.|latest/api/token|computeMetadata|Account must be specified")
+"""Of errors where the environment has none, and the store's library has looked for an identity of this machine."""
 Tag: TypeAlias = Any
 """What the store compares: an entity tag, a generation."""
 KEY = r"[0-9a-f]{32}/\d{1,12}-[a-z0-9.-]{1,40}/[a-z][a-z.]{0,40}"
@@ -68,6 +72,9 @@ class Kept(_Strict):
     score: float | None
     score_of: str
 
+    def scored(self, rule: str) -> float | None:
+        return self.score if self.score_of == rule else None
+
 
 class Head(_Strict):
     """What `head` holds. `commit` is drawn anew each time; `sha256` is that of the rest."""
@@ -76,6 +83,8 @@ class Head(_Strict):
     run: _Token
     holder: _Token
     commit: _Token
+    before: _Token | None = None
+    """The attempt whose copy of the run directory counts until the holder has sent one."""
     settings: File | None = None
     checkpoints: list[Kept] = []
     """Newest first."""
@@ -87,6 +96,16 @@ class Head(_Strict):
 
     def seal(self) -> str:
         return hashlib.sha256(self.model_dump_json(exclude={"sha256"}).encode()).hexdigest()
+
+    @property
+    def snapshots(self) -> list[str]:
+        """The keys of the run directory's copies; the first one that is there counts."""
+        return [f"{holder}/0-directory/snapshot" for holder in (self.holder, self.before) if holder is not None]
+
+    @property
+    def keys(self) -> set[str]:
+        """Of what an attempt has sent and the head leads to."""
+        return {*self.snapshots, *(file.key for file in self.files())}
 
     def files(self) -> Iterator[File]:
         if self.settings is not None:
@@ -107,15 +126,22 @@ class Bucket:
     Args:
         url: `s3://BUCKET/PREFIX`, `gs://…`, `az://CONTAINER/PREFIX`. Endpoint and credentials come from the environment, or from the
             identity of the node or pod.
+        retries: of a request that has no answer.
 
     Raises:
         UserError: it is no such URL, or obstore is not installed.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, retries: int = 6) -> None:
         with extras.explained():
             import obstore
-            from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+            from obstore.exceptions import (
+                AlreadyExistsError,
+                BaseError,
+                PermissionDeniedError,
+                PreconditionError,
+                UnauthenticatedError,
+            )
             from obstore.store import from_url
         if not URL.fullmatch(url):
             raise UserError(
@@ -124,19 +150,21 @@ class Bucket:
         self.url = url.rstrip("/")
         self._obstore, self._error, self._loop = obstore, BaseError, _loop(os.getpid())
         self._refused = (AlreadyExistsError, PreconditionError)
+        self._denied = (PermissionDeniedError, UnauthenticatedError)
         plain = any(value.startswith("http://") for name, value in os.environ.items() if "ENDPOINT" in name)
         try:
             self._store = from_url(
                 self.url,
                 client_options={"timeout": "60s", "connect_timeout": "10s", "allow_http": plain},
-                retry_config={"max_retries": 6, "retry_timeout": timedelta(seconds=60)},
+                retry_config={"max_retries": retries, "retry_timeout": timedelta(seconds=60)},
             )
         except (BaseError, ValueError) as error:
             raise UserError(f"{self.url} cannot be used: {reason(error)}") from None
 
     @contextlib.contextmanager
     def asking(self, key: str) -> Iterator[None]:
-        """Raises `OSError` for whatever goes wrong, `FileNotFoundError` where there is no such object."""
+        """Raises `OSError` for whatever goes wrong, `FileNotFoundError` where there is no such object, `PermissionError` where the store
+        wants other credentials."""
         try:
             yield
         except FileNotFoundError as error:
@@ -144,7 +172,11 @@ class Bucket:
                 raise OSError(f"{self.url}/{key}: there is no such bucket") from None
             raise FileNotFoundError(f"{self.url}/{key}: there is no such object") from None
         except (self._error, OSError, ValueError) as error:
-            raise OSError(f"{self.url}/{key}: {reason(error)}") from None
+            why = reason(error)
+            if none := _NO_CREDENTIALS.search(why) is not None:
+                why = f"the environment has no credentials, and this machine has no identity ({why})"
+            kind = PermissionError if none or isinstance(error, self._denied) else OSError
+            raise kind(f"{self.url}/{key}: {why}") from None
 
     def read_head(self) -> Found | None:
         """The head as it is now; None: there is none. Read again where it was damaged on the way. Raises `OSError`."""

@@ -21,6 +21,8 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 """Wrong usage, config or data. Running it again gives the same error, so nobody may retry it."""
+EXIT_UNREACHABLE = 69
+"""A cluster or a bucket does not answer, or not with sense: try again later (sysexits.h: EX_UNAVAILABLE). Never from a job itself."""
 EXIT_PREEMPTED = 75
 """The state is saved; run the same command again to resume (sysexits.h: EX_TEMPFAIL)."""
 EXIT_TIMED_OUT = 124

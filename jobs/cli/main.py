@@ -16,11 +16,12 @@ from typing import Annotated, NoReturn
 import typer
 
 from lockstep.jobs.cli import commands
-from lockstep.jobs.status import EXIT_UNREACHABLE, Unreachable
+from lockstep.jobs.status import Unreachable
 from lockstep.training import extras
 from lockstep.training.cli import COMMANDS, INSIDE, answering
 from lockstep.training.contract import (
     ENV_DEBUG,
+    EXIT_UNREACHABLE,
     EXIT_USAGE,
     VERSION,
     UserError,

@@ -27,9 +27,18 @@ from lockstep.jobs.process import Streams
 from lockstep.jobs.slurm.section import VARIABLE, slurm
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.spec.types import SSH_HOST
-from lockstep.jobs.status import EXIT_UNREACHABLE, Disconnected, LoggedOut, Unreachable, seconds_to_answer
+from lockstep.jobs.status import Disconnected, LoggedOut, Unreachable, seconds_to_answer
 from lockstep.training.config import settings
-from lockstep.training.contract import ENV_EXEC, EXIT_DONE, EXIT_USAGE, VERSION, UserError, printable, to_stderr
+from lockstep.training.contract import (
+    ENV_EXEC,
+    EXIT_DONE,
+    EXIT_UNREACHABLE,
+    EXIT_USAGE,
+    VERSION,
+    UserError,
+    printable,
+    to_stderr,
+)
 from lockstep.wire import archive
 
 CONNECT_SECONDS = 15

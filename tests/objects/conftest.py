@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
 
 from tests.objects.server import Proxy, moto
+from tests.processes import ROOT
+from tests.warm.gang import running
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +32,15 @@ def proxy(shared_proxy: Proxy) -> Iterator[Proxy]:
     shared_proxy.reset()
     yield shared_proxy
     shared_proxy.reset()
+
+
+@pytest.fixture(scope="session")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The sha256 of the weights at the end of a run of `job.py` without a bucket."""
+    run_dir = tmp_path_factory.mktemp("plain") / "run"
+    with running(
+        [[str(ROOT / "tests/objects/job.py"), str(run_dir), "s3://bucket/none", "checkpoint.to=null"]]
+    ) as gang:
+        done = gang.wait(240)
+    assert done.code == 0, done.output
+    return str(json.loads((run_dir / "summary.json").read_text())["weights_sha256"])

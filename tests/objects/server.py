@@ -19,8 +19,8 @@ from tests.processes import PYTHON, clean_env, free_port, poll, require, run, st
 MOTO = "moto[server]>=5.1.11"
 """From there on it compares the tag of a conditional write."""
 Fault = Callable[[int, str, str], str]
-"""(number of the request from 0, method, path) → what happens to it: "" or one of `FAULTS`; or `kill…`, which calls `Proxy.kill`; or
-`held`, for as long as `Proxy.held` is not set."""
+"""(number of the request from 0, method, path) → what happens to it: "" or one of `FAULTS`, or a status; or `kill…`, which calls
+`Proxy.kill`; or `held`, for as long as `Proxy.held` is not set."""
 FAULTS = ("500", "503", "cut", "lost", "truncated", "flipped")
 """A server's error; told to slow down; cut before the server has it; done, and the answer lost; half an answer; one byte changed in it."""
 
@@ -118,7 +118,7 @@ class Proxy:
         if fault in ("cut", "kill before"):
             asked.close_connection = True
             return
-        if fault in ("403", "500", "503"):
+        if fault.isdigit():
             status, headers, answer = int(fault), {}, b"<Error><Code>SlowDown</Code></Error>"
         else:
             status, headers, answer = self._ask(asked, body)

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from lockstep.training import files
 from lockstep.training.bucket import HEAD, KEY, MAX_HEAD_BYTES, TRIES, Bucket, File, Found, Head, Kept
 from lockstep.training.checkpoint import store
-from lockstep.training.checkpoint.score import KeepBest, Rule
+from lockstep.training.checkpoint.score import KeepBest, Rule, chosen
 from lockstep.training.checkpoint.store import SaveResult, Worker
 from lockstep.training.contract import CHECKPOINTS, EXIT_FAILED, RUN_FILE, UserError, checkpoint_name
 
@@ -59,6 +59,8 @@ class ObjectStore(Bucket):
         self._unsure = False
         """The last swap had no answer: it may be done, or be done yet."""
         self._number = 0
+        self.before_commit: Callable[[], None] = lambda: None
+        """Sends the run directory: a checkpoint comes with all that was written down before it."""
 
     def _swap(self, head: Head, before: Found | None) -> None:
         """Puts `head` in the place of the one that was read. Raises `TakenOver`, `OSError`."""
@@ -90,7 +92,7 @@ class ObjectStore(Bucket):
         Raises:
             UserError: the bucket holds another run, or cannot be read (exit code 1).
         """
-        with self._explained():
+        with self.explained():
             found = self.read_head()
             if found is None or found.head.settings is None or self._starts_over(found.head, fresh):
                 return
@@ -115,16 +117,18 @@ class ObjectStore(Bucket):
         Raises:
             UserError: the bucket cannot be read or written (exit code 1), or has no checkpoint that verifies.
         """
-        with self._explained():
+        with self.explained():
             for _ in range(TRIES):
                 before = self.read_head()
                 old = before.head if before is not None else None
                 if old is not None and self._starts_over(old, fresh):
                     self.put(f"replaced/{old.commit}", old.text())
                     old = None
-                new = Head(run=_token(), holder=_token(), commit=_token())
-                head = new if old is None else old.model_copy(update={"holder": new.holder, "commit": new.commit})
+                head = Head(run=_token(), holder=_token(), commit=_token())
                 self._ours = {head.holder}
+                if old is not None:
+                    begun = self._shown_by(old)
+                    head = old.model_copy(update={"holder": head.holder, "commit": head.commit, "before": begun})
                 try:
                     self._swap(head, before)
                 except TakenOver:
@@ -153,8 +157,33 @@ class ObjectStore(Bucket):
         record = {"url": self.url, "run": run, "holders": sorted(self._ours), "step": self._began}
         files.replace_json(self._run_dir / RECORD, record)
 
+    @property
+    def head(self) -> Head | None:
+        """As this rank has written it last; None: it does not hold the run yet."""
+        return None if self._found is None else self._found.head
+
+    def bring_one(self, run_dir: Path, wanted: int | Rule | None, warn: Callable[[str], None]) -> None:
+        """Brings a checkpoint for somebody who reads a run: the newest one that verifies, that of a step, or the best by a rule.
+
+        Raises:
+            UserError: there is none.
+            OSError: the bucket cannot be read.
+        """
+        before = ""
+        for _ in range(TRIES):
+            found = self.read_head()
+            if found is None or not found.head.checkpoints:
+                raise UserError(f"{self.url} has no checkpoint yet")
+            if found.head.commit == before:
+                break
+            before = found.head.commit
+            kept = found.head.checkpoints if wanted is None else [_chosen(found.head.checkpoints, wanted, self.url)]
+            if any(self._bring_one(one, run_dir / CHECKPOINTS, warn) for one in kept):
+                return  # else the run may have removed them meanwhile
+        raise UserError(f"no checkpoint in {self.url} that was asked for can be read and verified")
+
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def explained(self) -> Iterator[None]:
         """Another start may find the bucket again, so what is not the user's mistake ends with 1."""
         try:
             yield
@@ -162,6 +191,14 @@ class ObjectStore(Bucket):
             away = UserError(f"checkpoint.to cannot be used: {error}")
             away.code = EXIT_FAILED
             raise away from None
+
+    def _shown_by(self, head: Head) -> str | None:
+        """The attempt whose copy of the run directory counts. Raises `OSError`."""
+        try:
+            self.size(head.snapshots[0])
+        except FileNotFoundError:
+            return head.before
+        return head.holder
 
     def _starts_over(self, head: Head, fresh: bool | str) -> bool:
         """Whether `--fresh` replaces the run: not where it was begun with the same word. Raises `OSError`, `CorruptCheckpoint`."""
@@ -258,6 +295,7 @@ class ObjectStore(Bucket):
                 raise OSError(str(error)) from None
         checkpoints = _retained([kept.model_copy(update={"files": entries}), *others], keep, keep_best)
         head = before.head.model_copy(update={"commit": _token(), "settings": settings, "checkpoints": checkpoints})
+        self.before_commit()
         self._swap(head, before)
         named = {file.key for file in head.files()}
         self.remove([file.key for file in before.head.files() if file.key not in named])
@@ -281,7 +319,8 @@ class ObjectStore(Bucket):
             holder = _token()
             self._ours.add(holder)
             self._record(found.head.run)
-            self._swap(found.head.model_copy(update={"holder": holder, "commit": _token()}), found)
+            begun = self._shown_by(found.head)
+            self._swap(found.head.model_copy(update={"holder": holder, "commit": _token(), "before": begun}), found)
             assert self._found is not None
             self._clean()
         else:
@@ -303,11 +342,11 @@ class ObjectStore(Bucket):
             found = self.read_head()  # after the listing: what another attempt has sent since it took over is not in it
             if found is None or found.head.holder != self._found.head.holder:
                 return
-            named = {file.key for file in found.head.files()}
+            named = found.head.keys
             for key in sizes:
                 if key.startswith("replaced/"):
                     text, _ = self.read(key, MAX_HEAD_BYTES)
-                    named.update(file.key for file in Head.model_validate_json(text).files())
+                    named |= Head.model_validate_json(text).keys
             self.remove([key for key in sizes if re.fullmatch(KEY, key) and key not in named])
 
 
@@ -383,10 +422,15 @@ def _verifies(path: Path) -> bool:
     return True
 
 
+def _chosen(all_of_them: list[Kept], wanted: int | Rule, url: str) -> Kept:
+    kept = {one.step: one for one in all_of_them}
+    return kept[chosen(kept, wanted, lambda step, rule: kept[step].scored(rule.name), url)]
+
+
 def _retained(all_of_them: list[Kept], keep: int, keep_best: KeepBest) -> list[Kept]:
     """The newest ones, and the best: what `Writer` keeps on a disk."""
     rule = Rule.of(keep_best)
     newest = sorted(all_of_them, key=lambda kept: -kept.step)
     stay = newest[:keep]
-    best = rule.best({k.step: k.score for k in newest if k.score is not None and k.score_of == rule.name})
+    best = rule.best({kept.step: score for kept in newest if (score := kept.scored(rule.name)) is not None})
     return [*stay, *(kept for kept in newest[keep:] if keep_best and kept.step == best)]

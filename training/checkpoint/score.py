@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+from lockstep.training.contract import UserError
 
 KeepBest: TypeAlias = "bool | Mapping[str, str]"
 """The setting `checkpoint.keep_best`: {name: max or min}; true means {accuracy: max}."""
@@ -30,6 +32,30 @@ class Rule:
 
     def better(self, value: float, than: float | None) -> bool:
         return math.isfinite(value) and (than is None or self.sign * value > self.sign * than)
+
+
+def chosen(
+    steps: Collection[int], wanted: int | Rule, score: Callable[[int, Rule], float | None], where: object
+) -> int:
+    """The step of the checkpoint that is wanted: that step itself, or the best by a rule.
+
+    Args:
+        steps: of all checkpoints that there are.
+        score: of one of them; None: it was not measured by that rule.
+        where: they are, for the error.
+
+    Raises:
+        UserError: it is not there. Another one never stands in for it.
+    """
+    there = f"there are {', '.join(map(str, sorted(steps)))}"
+    if isinstance(wanted, int):
+        if wanted not in steps:
+            raise UserError(f"{where} has no checkpoint of step {wanted}; {there}")
+        return wanted
+    best = wanted.best({step: value for step in steps if (value := score(step, wanted)) is not None})
+    if best is None:
+        raise UserError(f"no checkpoint of {where} has a score ({wanted.name}): choose one with --step; {there}")
+    return best
 
 
 class Scores:

@@ -275,7 +275,7 @@ class Writer:
                     TENSORS: _write_file(staging / TENSORS, tensor_file(tensors)),
                 }
                 if score is None and final.exists():
-                    score = _score(final, self._rule)  # the same step, saved again: its score still holds
+                    score = score_of(final, self._rule)  # the same step, saved again: its score still holds
                 about: dict[str, Any] = {"format": FORMAT, "step": step, "score": score, "files": entries}
                 about["score_of"] = self._rule.name
                 about["sha256"] = seal(about)
@@ -319,12 +319,13 @@ def clean(directory: Path) -> None:
 
 def best(paths: list[Path], rule: Rule) -> tuple[Path, float] | None:
     """The checkpoint with the best score and that score, the newest of several; None where none was measured by that rule."""
-    scores = {step_of(path): (path, score) for path in paths if (score := _score(path, rule)) is not None}
+    scores = {step_of(path): (path, score) for path in paths if (score := score_of(path, rule)) is not None}
     found = rule.best({step: score for step, (_, score) in scores.items()})
     return None if found is None else scores[found]
 
 
-def _score(path: Path, rule: Rule) -> float | None:
+def score_of(path: Path, rule: Rule) -> float | None:
+    """None where it was not measured by that rule."""
     about = files.read_json(path / MANIFEST, 1 << 20)
     score = about.get("score") if isinstance(about, dict) and about.get("score_of") == rule.name else None
     return float(score) if isinstance(score, (int, float)) and math.isfinite(score) else None

@@ -19,7 +19,7 @@ from torch import nn
 
 from lockstep.training import files
 from lockstep.training.checkpoint import store
-from lockstep.training.checkpoint.score import Rule
+from lockstep.training.checkpoint.score import Rule, chosen
 from lockstep.training.checkpoint.state import checked, evaluated_weights
 from lockstep.training.contract import UserError
 
@@ -117,7 +117,12 @@ def from_run(
     if wanted is None:
         path = store.newest_verified(run_dir / "checkpoints", warn)
     else:
-        path = _chosen(store.listed(run_dir / "checkpoints"), wanted, run_dir)
+        paths = {store.step_of(path): path for path in store.listed(run_dir / "checkpoints")}
+        path = (
+            paths[chosen(paths, wanted, lambda step, rule: store.score_of(paths[step], rule), run_dir)]
+            if paths
+            else None
+        )
     if path is None:
         raise UserError(f"{run_dir} has no checkpoint yet")
     try:
@@ -127,22 +132,6 @@ def from_run(
         return evaluated_weights(gathered), store.step_of(path), gathered["shared"]["kept"]["values"]
     except (store.CorruptCheckpoint, ValueError) as error:
         raise UserError(f"{path}: {error}") from error
-
-
-def _chosen(paths: list[Path], wanted: int | Rule, run_dir: Path) -> Path | None:
-    """Raises `UserError` with the steps that there are, where the wanted one is not among them."""
-    steps = ", ".join(str(store.step_of(path)) for path in reversed(paths))
-    if isinstance(wanted, Rule):
-        found = store.best(paths, wanted)
-        if paths and found is None:
-            raise UserError(
-                f"no checkpoint of {run_dir} has a score ({wanted.name}): choose one with --step; there are {steps}"
-            )
-        return None if found is None else found[0]
-    path = next((path for path in paths if store.step_of(path) == wanted), None)
-    if paths and path is None:
-        raise UserError(f"{run_dir} has no checkpoint of step {wanted}; there are {steps}")
-    return path
 
 
 def write(weights: dict[str, torch.Tensor], path: Path, values: Mapping[str, Any] | None = None) -> None:

@@ -16,10 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.training import contract, files
 from lockstep.training.contract import UserError, goodput_line, printable
+
+if TYPE_CHECKING:
+    from lockstep.training.run.opened import Run
 
 
 class Bucket(str, Enum):
@@ -229,21 +232,21 @@ def started(process: str) -> float | None:
     return int(fields[19]) / os.sysconf("SC_CLK_TCK") if len(fields) > 19 else None
 
 
-def show(runs: Sequence[Path], as_json: bool) -> None:
+def show(runs: Sequence[Run], as_json: bool) -> None:
     """Prints where the time of some runs went: of each, and of all together. Raises `UserError`."""
-    accounts = [of_run(run) for run in runs]
+    accounts = [of_run(run.path) for run in runs]
     for run, account in zip(runs, accounts):
         if not account.parts:
             raise UserError(
-                f"{run} has no {contract.TIME_FILE} that can be read: give a run directory whose run has begun"
+                f"{run.name} has no {contract.TIME_FILE} that can be read: give a run directory whose run has begun"
             )
     total = plain(accounts)
     if as_json:
-        each = [{"run": str(run), **account.plain()} for run, account in zip(runs, accounts)]
+        each = [{"run": run.name, **account.plain()} for run, account in zip(runs, accounts)]
         print(json.dumps({"runs": each, "total": total}, indent=1))
         return
     for run, account in zip(runs, accounts):
-        print(printable(f"{run}: {goodput_line(account.shares())}, of {account.wall:.0f} s"))
+        print(printable(f"{run.name}: {goodput_line(account.shares())}, of {account.wall:.0f} s"))
     if len(runs) > 1:
         print(f"{len(runs)} runs: {goodput_line(total)}, of {total['wall_seconds']:.0f} s")
     print(f"{'':12} {'SECONDS':>12} {'SHARE':>7} {'RANK-SECONDS':>14}")

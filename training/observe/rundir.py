@@ -119,12 +119,7 @@ class RunDirectory:
         self._lock = lock
         self._warned = False
         self.disk = Background("run-directory", lambda: self._warn("the disk does not answer"))
-        status = files.read_json(path / contract.STATUS_FILE)
-        before = (
-            {name: value for name, value in status.items() if type(value) is int} if isinstance(status, dict) else {}
-        )
-        self.attempt: int = before.get("attempt", 0) + 1
-        self.step_before: int = before.get("step", 0)
+        self.count_attempt()
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
         """Get every event from now on, each as the mapping that was written. What they raise ends the run."""
         self.ranks: list[int] | None = None
@@ -221,6 +216,15 @@ class RunDirectory:
                     if isinstance(event := json.loads(line), dict):
                         found.append(event)
         return found
+
+    def count_attempt(self) -> None:
+        """After what status.json says of the one before."""
+        status = files.read_json(self.path / contract.STATUS_FILE)
+        before = (
+            {name: value for name, value in status.items() if type(value) is int} if isinstance(status, dict) else {}
+        )
+        self.attempt: int = before.get("attempt", 0) + 1
+        self.step_before: int = before.get("step", 0)
 
     @property
     def checkpoints(self) -> Path:

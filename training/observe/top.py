@@ -7,7 +7,6 @@ import math
 import shutil
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.training.contract import UserError, printable, slow_rank_line
@@ -15,6 +14,8 @@ from lockstep.training.observe.ranks import Rank, Reader, Snapshot
 
 if TYPE_CHECKING:
     from rich.console import Group
+
+    from lockstep.training.run.opened import Run
 
 STUCK_SECONDS = 60
 MOST_LOGGED = 4
@@ -42,21 +43,22 @@ _HEAD = (
 _NUMBERS = ("DATA", "COMPUTE", "SYNC", "MEMORY")
 
 
-def show(run: Path, every: float, once: bool, as_json: bool) -> None:
+def show(run: Run, every: float, once: bool, as_json: bool) -> None:
     """The ranks of a run: live, or one table or JSON value of what they do within `every` seconds. Raises `UserError`."""
-    reader = Reader(run)
+    reader = Reader(run.path)
     before = reader.read()
     if not before:
-        raise UserError(f"{run} has no metrics yet: check that it has started, and that metrics.enabled is true")
+        raise UserError(f"{run.name} has no metrics yet: check that it has started, and that metrics.enabled is true")
     if not once and not as_json:
         _live(run, reader, before, every)
         return
     time.sleep(0.0 if all(snapshot.values.get("finished") for snapshot in before.values()) else every)
+    run.look()
     ranks = reader.judged(before, reader.read() or before)
     if as_json:
         print(json.dumps([asdict(rank) for rank in ranks], indent=1))
         return
-    print(title(run, ranks))
+    print(title(run.name, ranks))
     rows = [_HEAD, *map(row, ranks)]
     widths = [max(map(len, column)) for column in zip(*rows)]
     for cells in rows:
@@ -64,17 +66,18 @@ def show(run: Path, every: float, once: bool, as_json: bool) -> None:
     print(legend(ranks))
 
 
-def _live(run: Path, reader: Reader, before: dict[int, Snapshot], every: float) -> None:
+def _live(run: Run, reader: Reader, before: dict[int, Snapshot], every: float) -> None:
     from rich.live import Live
 
     # One more reading back, so that a slow step still falls between two of them.
     readings = [before]
-    with Live(picture(run, reader.judged({}, before)), auto_refresh=False, screen=False) as live:
+    with Live(picture(run.name, reader.judged({}, before)), auto_refresh=False, screen=False) as live:
         while True:
             time.sleep(every)
+            run.look()
             readings = [*readings[-2:], reader.read() or readings[-1]]
             ranks = reader.judged(readings[0], readings[-1])
-            live.update(picture(run, ranks), refresh=True)
+            live.update(picture(run.name, ranks), refresh=True)
             if all(rank.exit_code is not None for rank in ranks):
                 return
 
@@ -95,18 +98,18 @@ def fitting(ranks: list[Rank], rows: int) -> list[Rank]:
     return sorted(found[:rows], key=lambda rank: rank.rank)
 
 
-def title(run: Path, ranks: list[Rank], width: int = 10_000) -> str:
+def title(run: str, ranks: list[Rank], width: int = 10_000) -> str:
     """How far the run is, how fast, and what it has logged itself. A path that does not fit loses its beginning."""
     images = sum(rank.images_per_second or 0 for rank in ranks)
     first = ranks[0]
     planned = f" of {first.steps_planned}" if first.steps_planned else ""
     logged = "".join(f", {printable(name)} {value:.4g}" for name, value in list(first.logged.items())[:MOST_LOGGED])
     told = f": step {first.step}{planned}, {images:.0f} images/s{logged}"
-    path, room = printable(str(run)), max(width - len(told), 2)
+    path, room = printable(run), max(width - len(told), 2)
     return (path if len(path) <= room else f"…{path[1 - room :]}") + told
 
 
-def picture(run: Path, ranks: list[Rank]) -> Group:
+def picture(run: str, ranks: list[Rank]) -> Group:
     """The live table, as large as the terminal is now."""
     from rich.console import Group
     from rich.table import Table

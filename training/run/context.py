@@ -18,6 +18,7 @@ from lockstep.training.observe.console import Console
 from lockstep.training.observe.exporter import Exporter
 from lockstep.training.observe.goodput import GoodputRecorder
 from lockstep.training.observe.metrics import Metrics
+from lockstep.training.observe.mirror import Mirror
 from lockstep.training.observe.rundir import RunDirectory
 from lockstep.training.parallel.world import World
 
@@ -38,6 +39,8 @@ class RunContext:
     goodput: GoodputRecorder
     objects: ObjectStore | None = None
     """On the rank that writes, where `checkpoint.to` says so."""
+    left: Callable[[], float]
+    """Seconds until this process must have ended; infinite where nobody has asked it to."""
     progressed: bool = False
     """A step was made, or an epoch ended, in this attempt."""
     scores: Scores = field(init=False)
@@ -90,11 +93,20 @@ class RunContext:
         if (url := self.config.checkpoint.to) is not None:
             self.objects = ObjectStore(url)
             self.objects.succeed(run.path)
+            mirrored(self.objects, run, self.left).begin()
         there = [_key(event) for event in run.last_events()]
         for _, key, action in self._untold:
             if key is None or key not in there:
                 action(run)
         self._untold.clear()
+
+
+def mirrored(objects: ObjectStore, run: RunDirectory, left: Callable[[], float]) -> Mirror:
+    """Keeps the copy of the run directory in the bucket, from its `begin` on."""
+    mirror = Mirror(objects, lambda: objects.head, run.path, left)
+    objects.before_commit = mirror.send
+    run.at_close.append(mirror.close)
+    return mirror
 
 
 _KEYS = ("step", "epoch", "batch", "path", "name")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -42,6 +43,7 @@ from lockstep.training.observe.clock import StepClock
 from lockstep.training.observe.console import Console
 from lockstep.training.observe.exporter import Exporter
 from lockstep.training.observe.goodput import GoodputRecorder
+from lockstep.training.observe.mirror import Mirror
 from lockstep.training.observe.rundir import RunDirectory, read_run
 from lockstep.training.parallel import process
 from lockstep.training.parallel.exchange import (
@@ -59,7 +61,7 @@ from lockstep.training.resilience import hang
 from lockstep.training.resilience.closeness import named_groups
 from lockstep.training.resilience.preempt import Signals
 from lockstep.training.run.attempt import Attempt, Ended, conclude, failed
-from lockstep.training.run.context import RunContext, note_corrupt_shard
+from lockstep.training.run.context import RunContext, mirrored, note_corrupt_shard
 from lockstep.training.run.loop import Loop
 from lockstep.training.run.recording import Recorder, capture_stream, obstacle
 from lockstep.training.run.replica import Replica
@@ -147,6 +149,7 @@ class Lifecycle:
             process.keep_freed()
         self.directory: RunDirectory | None = None
         self._objects: ObjectStore | None = None
+        self._mirror: Mirror | None = None
         exporter: Exporter | None = None
         verified: Path | None = None
         try:
@@ -167,6 +170,10 @@ class Lifecycle:
                         verified = self._objects.take(
                             self.directory.path, fresh, kept.keep_best, lambda text: say(f"warning: {text}", sys.stderr)
                         )
+                        self._mirror = mirrored(self._objects, self.directory, self._left)
+                        with self._objects.explained():
+                            self._mirror.bring()
+                        self.directory.count_attempt()
             # Only now: a directory that is refused stays untouched. First where it is cleared of what earlier attempts left.
             for sweeps in (True, False):
                 with failing_together(world):
@@ -194,6 +201,11 @@ class Lifecycle:
                 self.directory.status(code, str(error) or type(error).__name__, self.directory.step_before)
                 self.directory.close()
             raise
+
+    def _left(self) -> float:
+        """Seconds of the grace period; infinite while no signal has come."""
+        since = self._signals.since if self._signals is not None else None
+        return math.inf if since is None else since + self.settings.preempt.grace_seconds - time.monotonic()
 
     def begin(self, replica: Replica, things: Mapping[str, Any], of_rank: Mapping[str, Any]) -> Loop:
         """The loop from where the run directory says it stands. The model and its optimizers need not be among `things`.
@@ -265,7 +277,7 @@ class Lifecycle:
         by_step = settings.log.score_every > 0
         run = RunContext(
             config=settings, world=world, path=self.run_dir, run=directory, attempt=attempt, state=state, exporter=self.exporter,
-            goodput=self.goodput, objects=self._objects,
+            goodput=self.goodput, objects=self._objects, left=self._left,
             console=Console(settings.log, world, by_step, ["validation accuracy"] if isinstance(settings, Config) else None),
         )  # fmt: skip
         _tell_overruled(run, rates)
@@ -287,6 +299,8 @@ class Lifecycle:
             directory.told = run.console.on_status
             directory.status(None, "running", run.steps_done)
             directory.listeners.append(run.console.on_event)
+        if self._mirror is not None:
+            self._mirror.begin()
         run.console.line(f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {self.threads}")
         return run
 

@@ -1,0 +1,146 @@
+"""The run directory in the bucket: a run that another node goes on with has its whole history, and is looked at from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.objects.server import Proxy, environment, objects, put
+from tests.objects.test_checkpoints import BOUND, ended, go, head, new, start, steps
+from tests.processes import PYTHON, Result, clean_env, free_port, poll, run
+
+pytestmark = pytest.mark.promise("object-stores")
+METRICS = "metrics.enabled=true"
+
+
+def second_checkpoint(server: int, name: str) -> None:
+    """Waits until it is in the bucket. The job trains on to step 9."""
+    poll(lambda: "head" in objects(server, name) and steps(server, name) == [6], BOUND, "the second checkpoint")
+
+
+def lockstep(env: dict[str, str], cwd: Path, *words: str) -> Result:
+    return run([str(Path(PYTHON).with_name("lockstep")), *words], env, cwd=cwd)
+
+
+def shown(proxy: Proxy, cwd: Path, *words: str) -> str:
+    done = lockstep(environment(proxy.port), cwd, *words)
+    assert done.code == 0, done.output
+    return done.output
+
+
+def goodput(proxy: Proxy, cwd: Path, target: str) -> Any:
+    value = json.loads(shown(proxy, cwd, "goodput", target, "--json"))
+    assert [one.pop("run") for one in value["runs"]] == [target]
+    return value
+
+
+def lines(run_dir: Path) -> list[str]:
+    return (run_dir / "events.jsonl").read_text().splitlines()
+
+
+def attempts(run_dir: Path) -> list[int]:
+    return [event["attempt"] for event in map(json.loads, lines(run_dir)) if event["event"] == "start"]
+
+
+def assert_shown_alike(proxy: Proxy, run_dir: Path, url: str, cwd: Path) -> None:
+    """From a folder that holds nothing, with nothing but the credentials. The directory has the name of the prefix."""
+    assert goodput(proxy, cwd, url) == goodput(proxy, cwd, str(run_dir))
+    tables, pages = [], []
+    for number, target in enumerate((url, str(run_dir))):
+        tables.append(json.loads(shown(proxy, cwd, "top", target, "--once", "--json")))
+        shown(proxy, cwd, "report", target, "--out", str(cwd / f"{number}.html"))
+        pages.append(re.sub(r"[\d-]+ \d\d:\d\d UTC", "", (cwd / f"{number}.html").read_text()))
+    assert tables[0] == tables[1] and pages[0] == pages[1] and len(pages[0]) > 10_000
+
+
+def test_a_run_that_another_node_goes_on_with_has_its_whole_history(
+    server: int, proxy: Proxy, expected: str, tmp_path: Path
+) -> None:
+    name = new()
+    url, nodes, laptop = f"s3://bucket/{name}", [tmp_path / node / name for node in "ab"], tmp_path / "laptop"
+    laptop.mkdir()
+    with start(proxy, nodes[0], name, METRICS, WAIT=str(tmp_path / "never")) as first:
+        second_checkpoint(server, name)
+        running = goodput(proxy, laptop, url)["total"]
+        assert running["restarts"] == 0 and running["wall_seconds"] > 0
+        (rank,) = json.loads(shown(proxy, laptop, "top", url, "--once", "--json"))
+        assert rank["exit_code"] is None and rank["source"] == "textfile"
+        os.kill(first.rank_pid(0), signal.SIGKILL)
+        first.wait(BOUND)
+    done = go(proxy, nodes[1], name, METRICS)
+    assert done.code == 0 and ended(nodes[1]) == expected, done.output
+    before = [line for line in lines(nodes[0]) if json.loads(line).get("step", 6) < 6]
+    assert len(before) > 3 and set(before) <= set(lines(nodes[1]))
+    assert attempts(nodes[1]) == [1, 2] and json.loads((nodes[1] / "status.json").read_text())["attempt"] == 2
+    total = goodput(proxy, laptop, url)["total"]
+    assert total["restarts"] == 1 and total["wall_seconds"] > running["wall_seconds"]
+    assert_shown_alike(proxy, nodes[1], url, laptop)
+    # It comes back on the first node, whose disk is behind.
+    last = go(proxy, nodes[0], name, METRICS, STEPS="15")
+    assert last.code == 0 and attempts(nodes[0]) == [1, 2, 3], last.output
+    assert lines(nodes[0])[: len(lines(nodes[1]))] == lines(nodes[1])
+    for target, file in ((url, "a.safetensors"), (str(nodes[0]), "b.safetensors")):
+        shown(proxy, laptop, "export", target, file, "--best")
+    assert (laptop / "a.safetensors").read_bytes() == (laptop / "b.safetensors").read_bytes()
+    missing = lockstep(environment(proxy.port), laptop, "export", url, "x.pth", "--step", "7")
+    assert missing.code == 2 and f"{url} has no checkpoint of step 7; there are 6, 15" in missing.output, missing.output
+
+
+def test_a_bucket_that_does_not_take_the_run_directory_costs_a_warning(
+    server: int, proxy: Proxy, expected: str, tmp_path: Path
+) -> None:
+    name = new()
+    proxy.reset(lambda _, method, path: "403" if method == "PUT" and "0-directory" in path else "")
+    done = go(proxy, tmp_path / "a", name)
+    assert done.code == 0 and ended(tmp_path / "a") == expected and steps(server, name) == [12, 6], done.output
+    assert done.output.count("the run directory could not be sent") == 1, done.output
+    none = lockstep(environment(proxy.port), tmp_path, "goodput", f"s3://bucket/{name}")
+    assert none.code == 2 and "has not written anything down yet" in none.output, none.output
+    proxy.reset()
+    again = go(proxy, tmp_path / "a", name, STEPS="15")
+    assert again.code == 0 and "could not be sent" not in again.output, again.output
+    assert goodput(proxy, tmp_path, f"s3://bucket/{name}") == goodput(proxy, tmp_path, str(tmp_path / "a"))
+
+
+def test_a_writer_that_was_overtaken_changes_nothing_of_what_is_shown(
+    server: int, proxy: Proxy, tmp_path: Path
+) -> None:
+    name = new()
+    with start(proxy, tmp_path / "a", name, WAIT=str(tmp_path / "go")) as early:
+        second_checkpoint(server, name)
+        late = go(proxy, tmp_path / "b", name)
+        assert late.code == 0, late.output
+        before = goodput(proxy, tmp_path, f"s3://bucket/{name}")
+        (tmp_path / "go").touch()
+        assert early.wait(BOUND).code == 2
+    assert goodput(proxy, tmp_path, f"s3://bucket/{name}") == before == goodput(proxy, tmp_path, str(tmp_path / "b"))
+    assert go(proxy, tmp_path / "c", name, STEPS="15").code == 0 and attempts(tmp_path / "c") == [1, 2, 3]
+
+
+def test_what_cannot_be_shown_is_one_line(server: int, proxy: Proxy, tmp_path: Path) -> None:
+    env, name = environment(proxy.port), new()
+    assert go(proxy, tmp_path / "a", name, STEPS="3").code == 0
+    put(server, f"{name}/{head(server, name)['holder']}/0-directory/snapshot", b"of somebody else")
+    nowhere = environment(free_port())
+    nobody = clean_env(AWS_REGION="us-east-1", AWS_METADATA_ENDPOINT=f"http://127.0.0.1:{free_port()}")
+    for variables, target, code, says in (
+        (env, "https://bucket/run", 2, "expected s3://BUCKET/PREFIX"),
+        (env, "s3://bucket", 2, "expected s3://BUCKET/PREFIX"),
+        (env, "s3://bucket/nothing", 2, "s3://bucket/nothing has no run"),
+        (env, "s3://no-bucket/run", 69, "there is no such bucket"),
+        (env, f"s3://bucket/{name}", 2, "is not what a run writes"),
+        (nowhere, f"s3://bucket/{name}", 69, f"s3://bucket/{name} cannot be read"),
+        (nobody, f"s3://bucket/{name}", 2, "the environment has no credentials"),
+    ):
+        for command in ("top", "goodput") if target.startswith("https") else ("goodput",):
+            done = lockstep(variables, tmp_path, command, target)
+            assert (done.code, len(done.output.splitlines())) == (code, 1) and says in done.output, (
+                target,
+                done.output,
+            )
