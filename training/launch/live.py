@@ -158,7 +158,8 @@ class Supervisor(Gang):
         self._started_after = self._restarts
         self._generation, self._still, self._looked = 0, dict[int, float](), time.monotonic()
         self._replacements = self._admissions = 0
-        self._ending, self._handed_over, self._told_to_leave = False, 0, dict[int, float]()
+        self._ending, self._answered = False, 0
+        self._asked, self._leave = dict[int, float](), dict[int, str]()
         self._store = stores.tcp_store(self._address, 0, serves=True, seconds=STORE_SECONDS)
         self._store.set(stores.NODES, json.dumps([seat.ranks for seat in self._seats]))
         self._running, self._spares = {rank: Place(rank) for rank in range(size(self._seats))}, {}
@@ -216,8 +217,10 @@ class Supervisor(Gang):
         generation = self._generation + 1
         for one in prepared:
             self._running[one.rank] = self._spares.pop(one.rank)
-            for key_of in (stores.ended, stores.leaving):  # of the one before it
-                self._store.delete_key(key_of(one.rank))
+            left = stores.leaving(one.rank)
+            for key_of_the_last in (stores.ended(one.rank), left, f"{left}/alone"):
+                self._store.delete_key(key_of_the_last)
+            self._leave.pop(one.rank, None)
             self._store.set(stores.admitted(one.replacement), f"{self._admissions} {generation}")
         self._store.set(f"{key}/answer", str(generation))
         self._announce()
@@ -242,15 +245,16 @@ class Supervisor(Gang):
             codes.update(late)
             for rank, code in codes.items():
                 if code not in FINAL:  # else it has said why
-                    self._store.set(stores.ended(rank), how(code))
+                    self._store.set(stores.ended(rank), self._leave.get(rank) or how(code))
             failed = any(rank not in lost for rank in codes)
-            said = deaths(lost, None, lost)
+            said = [f"rank {rank} was {self._leave[rank]}" for rank in lost if rank in self._leave]
+            said += deaths({rank: code for rank, code in lost.items() if rank not in self._leave}, None, lost)
             nodes_gone = {} if failed else self._without_nodes(news, said)
-            leaving = {} if failed else self._hand_over(news, said)
-            lost.update({**nodes_gone, **leaving})
-            codes.update({**nodes_gone, **leaving})
+            lost.update(nodes_gone)
+            codes.update(nodes_gone)
             if failed or (lost and not self._go_on(lost, said, set(nodes_gone))):
                 return codes
+            self._answer_those_who_leave(news.signalled)
             self._take_newcomers()
             if self._told_of != self.signalled:
                 self._make_so()
@@ -280,31 +284,32 @@ class Supervisor(Gang):
                 to_stderr(f"launch: node {gone.address} {gone.why}: the others train on without it")
         return found
 
-    def _hand_over(self, news: News, said: list[str]) -> dict[int, int]:
-        """The ranks that a signal has reached which was for them alone: rank → a code for that. Where it was for all, or the others cannot
-        go on without them, they hear that all end."""
+    def _answer_those_who_leave(self, others_signalled: bool) -> None:
+        """A rank that a signal has reached trains on until it hears whether all end, or it alone. All do where the signal was for all, or
+        the others could not go on.
+
+        Args:
+            others_signalled: the launcher of another node has handed on a signal for all.
+        """
         if self._ending:
-            return {}
-        if not (self._for_all or news.signalled):
-            if int(self._store.add(stores.LEAVING, 0)) == self._handed_over:
-                return {}
+            return
+        if not (self._for_all or others_signalled):
+            if int(self._store.add(stores.LEAVING, 0)) == self._answered:
+                return
             now = time.monotonic()
             told = [rank for rank in self._running if self._store.check([stores.leaving(rank)])]
-            self._told_to_leave = {rank: self._told_to_leave.get(rank, now) for rank in told}
-            if not told or now - min(self._told_to_leave.values()) < LEAVE_SECONDS:
-                return {}
+            self._asked = {rank: self._asked.get(rank, now) for rank in told if rank not in self._leave}
+            if not self._asked or now - min(self._asked.values()) < LEAVE_SECONDS:
+                return
             if not self._why_not(len(self._running) - len(told)):
-                for rank in told:
+                for rank in self._asked:
                     name = stores.said(self._store, stores.leaving(rank), r"SIG[A-Z0-9]+")
-                    self._store.delete_key(stores.leaving(rank))
-                    self._store.set(stores.ended(rank), f"told to leave by {name}")
-                    said.append(f"rank {rank} was told to leave by {name}")
-                    self._handed_over += 1
-                    del self._running[rank]
-                return dict.fromkeys(told, -signal.SIGKILL)
+                    self._leave[rank] = f"told to leave by {name}"
+                    self._store.set(f"{stores.leaving(rank)}/alone", "1")
+                    self._answered += 1
+                return
         self._ending = True
         self._store.set(stores.ENDING, "1")
-        return {}
 
     def _take_newcomers(self) -> None:
         """Gives the seat of a node that is gone to one that has come since."""

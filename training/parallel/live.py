@@ -20,6 +20,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -125,12 +126,17 @@ class Live:
         self._store.set(stores.ready(self.rank), "1")
 
     def ends(self, signalled: str) -> bool:
-        """Whether a signal that has reached this rank ends all of them. One that was for this rank alone does not: the launcher ends this
-        rank, and the others train on. Asked between two steps until that happens."""
+        """Whether a signal that has reached this rank ends all of them. Asked between two steps, until the launcher has said so. Where the
+        signal was for this rank alone, it is lost here: the others wait for it in their next collective, and none is under way.
+
+        gloo may miss that a connection is shut on which it is about to send (torch 2.15).
+        """
         if self._asked_to_leave is None:
             self._asked_to_leave = time.monotonic()
             self._store.set(stores.leaving(self.rank), signalled)
             self._store.add(stores.LEAVING, 1)
+        if self._store.check([f"{stores.leaving(self.rank)}/alone"]):
+            os.kill(os.getpid(), signal.SIGKILL)
         return self._store.check([stores.ENDING]) or time.monotonic() - self._asked_to_leave > self._announced_seconds
 
     def close(self) -> None:
@@ -200,9 +206,13 @@ class Live:
         key = stores.admission(self.admissions + 1)
 
         def compute() -> Results:
-            if self.world.rank == 0:
+            # The answer ends the collectives under way, and gloo may miss that: each rank is through with those before.
+            self._store.set(f"{key}/here/{self.rank}", "1")
+            asking = [rank for rank in self._members if rank not in self._newcomers]
+            here = self._until_said([f"{key}/here/{rank}" for rank in asking], self._timeout)
+            if here and self.world.rank == 0:
                 self._store.set(key, "1")
-            if not self._until_said([f"{key}/answer"], self._announced_seconds):
+            if not here or not self._until_said([f"{key}/answer"], self._announced_seconds):
                 raise CannotTakeAgain(
                     "the launcher has not admitted the replacements of lost ranks: all ranks start again"
                 )

@@ -137,7 +137,7 @@ ENDING = "lockstep/live/ending"
 
 
 def leaving(rank: int) -> str:
-    """The key there at which a rank says which signal has reached it."""
+    """The key there at which a rank says which signal has reached it, and `…/alone`, at which the launcher has it leave alone."""
     return f"{LEAVING}/{rank}"
 
 

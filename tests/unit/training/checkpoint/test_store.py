@@ -37,15 +37,17 @@ def writer(tmp_path: Path) -> Any:
 
 def test_a_save_starts_and_ends_no_thread(writer: Writer) -> None:
     """A process that a loader forks meanwhile could hang for ever (CPython 3.11)."""
-    before = {thread.ident for thread in threading.enumerate()}
+    before = set(threading.enumerate())
+    saving = {
+        thread for thread in before if thread.name.startswith("checkpoint")
+    }  # others may end: those of another test
+    seen = []
     for step in (1, 2):
-        seen = []
         pending = writer.save(step, _state(step))
         while not pending.done():
-            seen.append({thread.ident for thread in threading.enumerate()})
-        assert seen and all(each == before for each in seen), "while it is written"
+            seen.append(set(threading.enumerate()))
         pending.result()
-    assert {thread.ident for thread in threading.enumerate()} == before
+    assert saving and len(seen) > 2 and all(saving <= each <= before for each in [*seen, set(threading.enumerate())])
 
 
 def test_a_disk_that_hangs_keeps_no_other_run_of_the_process_waiting(
