@@ -129,7 +129,7 @@ def test_a_rank_that_hangs_is_named_though_each_task_sees_its_own_rank_alone(ben
     script, run = ROOT / "tests/faults/hanging.py", bench.folder / "hung"
     spec = bench.command("hung", "", command=[PYTHON, "-u", str(script), str(run), "held"], nodes=2, ranks_per_node=1)
     bench.backend.submit(spec)
-    bench.becomes("hung", "running", 120, "s: rank 1 waits (hanging.py:")
+    bench.becomes("hung", "running", 120, ": rank 1 waits (hanging.py:")
     done = lockstep("stacks", "slurm", "hung")
     assert done.returncode == 0 and re.search(
         r"(?m)^rank 1 waits \(hanging.py:\d+ in hang\) \[process \d+, step ", done.stdout
