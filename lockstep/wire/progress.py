@@ -197,7 +197,12 @@ def stacks(folder: Path, ranks: Mapping[int, Seen], of_loaders: bool = False) ->
 
 def _main_first(text: str, thread: int) -> str:
     """The stacks with those of this thread, which `faulthandler` writes last, before the others."""
-    return "\n\n".join(sorted(text.strip().split("\n\n"), key=lambda one: f"0x{thread:016x} " not in one))
+    return "\n\n".join(sorted(text.strip().split("\n\n"), key=lambda one: not _is_of(one, thread)))
+
+
+def _is_of(text: str, thread: int) -> bool:
+    """Whether it begins with the line above the stack of this thread."""
+    return (head := _THREAD.match(text)) is not None and int(head[1], 16) == thread
 
 
 def _ask(folder: Path, rank: int, pids: list[int]) -> int | None:
@@ -235,8 +240,8 @@ def main_frames(text: str, thread: int) -> list[Frame]:
     frames: list[Frame] = []
     inside = False
     for line in text.splitlines():
-        if (head := _THREAD.match(line)) is not None:
-            inside = int(head[1], 16) == thread
+        if _THREAD.match(line) is not None:
+            inside = _is_of(line, thread)
         elif inside and (match := _FRAME.match(line)) is not None:
             frames.append(Frame(match["file"], int(match["line"]), match["function"]))
     return frames

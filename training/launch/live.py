@@ -217,9 +217,9 @@ class Supervisor(Gang):
         generation = self._generation + 1
         for one in prepared:
             self._running[one.rank] = self._spares.pop(one.rank)
-            left = stores.leaving(one.rank)
-            for key_of_the_last in (stores.ended(one.rank), left, f"{left}/alone"):
-                self._store.delete_key(key_of_the_last)
+            leaving = stores.leaving(one.rank)
+            for of_the_lost_one in (stores.ended(one.rank), leaving, f"{leaving}/alone"):
+                self._store.delete_key(of_the_lost_one)
             self._leave.pop(one.rank, None)
             self._store.set(stores.admitted(one.replacement), f"{self._admissions} {generation}")
         self._store.set(f"{key}/answer", str(generation))

@@ -121,7 +121,7 @@ class Attempt:
         self.slow = SlowRank(context.world)
         self._named: tuple[int, str] | None = None
         """The slow rank that was told of, and its phase."""
-        self.saver = Saver(context, lambda: signals.since if signals is not None else None, self._alive)
+        self.saver = Saver(context, self._alive)
         self.reading = Reading(context.state.losses, context.world, of_all=context.state.of_all)
         self.before_save: Callable[[], None] = lambda: None
         """Called on every rank."""

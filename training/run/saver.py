@@ -88,18 +88,14 @@ class Saver:
     """Decides that a checkpoint is due, gathers it, and counts the ones that the disk refused.
 
     Args:
-        asked_to_leave: when this rank was asked to end (`time.monotonic`); None: it was not. From then on the wait for a
-            disk or a bucket is at most the grace period.
         alive: called while this rank waits for a bucket, which may take long.
         now: seconds of a clock that never goes back.
     """
 
     def __init__(
-        self, context: RunContext, asked_to_leave: Callable[[], float | None] = lambda: None,
-        alive: Callable[[], None] = lambda: None, now: Callable[[], float] = time.monotonic,
+        self, context: RunContext, alive: Callable[[], None] = lambda: None, now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._now, self._alive = now, alive
-        self._asked_to_leave = asked_to_leave
         self._leaving_since: float | None = None
         settings = context.config.checkpoint
         self.context, self.settings, self._grace = context, settings, context.config.preempt.grace_seconds
@@ -270,9 +266,10 @@ class Saver:
                 raise _NoAnswer(f"the disk did not answer within the grace period of {self._grace:g} s")
 
     def _left(self) -> float:
-        """Seconds of the grace that are left; infinite where nobody has asked this rank to leave."""
-        asked = [since for since in (self._asked_to_leave(), self._leaving_since) if since is not None]
-        return min(asked) + self._grace - time.monotonic() if asked else math.inf
+        """Seconds of the grace that are left, to wait for a disk or a bucket; infinite where nobody has asked the ranks to leave."""
+        since = self._leaving_since
+        agreed = math.inf if since is None else since + self._grace - time.monotonic()
+        return min(self.context.left(), agreed)
 
     def _reap(self) -> None:
         """Waits for the last save and records its result. If the disk fails, this checkpoint is lost, and the run continues."""
