@@ -31,7 +31,7 @@ for step in range(state["step"] + 1, 41):
             for letter in range(0, len(text := json.dumps(state)), 20_000):
                 file.write(text[letter : letter + 20_000])
                 file.flush()
-                time.sleep(0.004)
+                time.sleep(0.05 if flaw == "not-atomic" else 0.004)  # a machine that stalls must not miss the moment
         os.replace(target, saved)
 if helper is not None:
     helper.kill()
