@@ -23,7 +23,9 @@ from lockstep.training.contract import (
     EXIT_UNREACHABLE,
     EXIT_USAGE,
     UserError,
+    goodput_line,
     printable,
+    slow_rank_line,
     to_stderr,
 )
 
@@ -74,6 +76,13 @@ class Part:
     reason: str = ""
     restarts: int = 0
 
+    @property
+    def span(self) -> str:
+        """Its ranks, for people."""
+        if not self.ranks:
+            return "?"
+        return str(self.ranks[0]) if len(self.ranks) == 1 else f"{self.ranks[0]}–{self.ranks[-1]}"
+
 
 @dataclass(frozen=True, slots=True)
 class Status:
@@ -113,6 +122,17 @@ class Status:
     def line(self, name: str) -> str:
         """For people, one line."""
         return f"{name}: {self.state}{f' – {self.reason}' if self.reason else ''}"
+
+    def tell(self, name: str) -> None:
+        """Prints it for people: the line, the goodput, the slow rank, and a table where there are several nodes."""
+        say(self.line(name))
+        if self.goodput is not None:
+            say(goodput_line(self.goodput))
+        if self.slow_rank is not None:
+            say(slow_rank_line(self.slow_rank))
+        if len(self.ranks) > 1:
+            rows = [(part.name, part.span, part.state, str(part.restarts), part.reason) for part in self.ranks]
+            table(("NODE", "RANKS", "STATE", "RESTARTS", "REASON"), rows)
 
     def absent(self, rank: int) -> str:
         """Why a rank does not run, as the end of a sentence about its job; "" where it may run."""

@@ -22,15 +22,13 @@ from lockstep.training.contract import (
     EXIT_TIMED_OUT,
     EXIT_USAGE,
     UserError,
-    goodput_line,
-    slow_rank_line,
 )
 
 if TYPE_CHECKING:
     from lockstep.jobs.backend import Backend as JobBackend
     from lockstep.jobs.backend import Cluster, Mode
     from lockstep.jobs.spec.model import JobSpec
-    from lockstep.jobs.status import Check, Part, Status
+    from lockstep.jobs.status import Check, Status
 
 Backend = Annotated[str, typer.Argument(metavar="BACKEND", help="local, k8s, slurm or compose.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The job's name.")]
@@ -403,23 +401,8 @@ def report(name: str, found: Status, as_json: bool, waited: bool = False) -> Non
     if as_json:
         show({"name": name, **found.plain()})
     else:
-        say(found.line(name))
-        if found.goodput is not None:
-            say(goodput_line(found.goodput))
-        if found.slow_rank is not None:
-            say(slow_rank_line(found.slow_rank))
-        rows: list[tuple[str, ...]] = [
-            (part.name, _span(part), part.state, str(part.restarts), part.reason) for part in found.ranks
-        ]
-        if len(rows) > 1:
-            table(("NODE", "RANKS", "STATE", "RESTARTS", "REASON"), rows)
+        found.tell(name)
     raise typer.Exit(EXIT_TIMED_OUT if waited and found.unfinished else found.code)
-
-
-def _span(part: Part) -> str:
-    if not part.ranks:
-        return "?"
-    return str(part.ranks[0]) if len(part.ranks) == 1 else f"{part.ranks[0]}–{part.ranks[-1]}"
 
 
 @flat
