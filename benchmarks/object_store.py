@@ -1,8 +1,8 @@
 """python benchmarks/object_store.py URL [--sizes 10 100] [--rounds 9] [--out FILE]
 
 What `checkpoint.to` costs against a plain copy, with the same library, of the same bytes: the stall of a save while the one before is
-sent, and without a bucket; sending one (to the bucket, read back, commit); a whole save (to the disk, then that); and the start of a node
-that has nothing. URL: s3://…, gs://…, az://…; an empty prefix.
+sent, and without a bucket; sending one until it is committed; a whole save (to the disk, then that); reading it back, which comes after
+that; and the start of a node that has nothing. URL: s3://…, gs://…, az://…; an empty prefix.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def measure(megabytes: int, rounds: int, url: str, directory: Path) -> tuple[dic
     objects.take(run_dir, True, False, print)
     writer, sender = Writer(run_dir / "checkpoints", 1, False), Sender(objects, run_dir / "checkpoints", 1, False)
     alone = Writer(directory / f"alone-{megabytes}", 1, False)
-    names = ("stall", "stall, disk", "sent", "saved", "plain send", "start", "plain fetch")
+    names = ("stall", "stall, disk", "sent", "saved", "read back", "plain send", "start", "plain fetch")
     times: dict[str, list[float]] = {name: [] for name in names}
 
     def clock(name: str, began: float) -> None:
@@ -47,11 +47,13 @@ def measure(megabytes: int, rounds: int, url: str, directory: Path) -> tuple[dic
         clock("stall", began)
         before.result()
         written.result()
-        (sent,) = sender.send(step)
-        result = sent.result()
-        assert result is not None
-        times["sent"].append(result.seconds)
-        times["saved"].append(result.seconds + written.result().seconds)
+        began = time.perf_counter()
+        assert objects.commit(run_dir / f"checkpoints/step-{step:08d}", 1, False)
+        clock("sent", began)
+        times["saved"].append(times["sent"][-1] + written.result().seconds)
+        began = time.perf_counter()
+        objects.prune(1, False)
+        clock("read back", began)
         began = time.perf_counter()
         written = alone.save(step, state)
         clock("stall, disk", began)
@@ -78,6 +80,7 @@ def measure(megabytes: int, rounds: int, url: str, directory: Path) -> tuple[dic
         "send / plain send": ratios(times, "plain send", "sent", "more"),
         "save": figure([megabytes / seconds for seconds in times["saved"]], "MB/s", "more"),
         "save / plain send": ratios(times, "plain send", "saved", "more"),
+        "read back": figure([megabytes / seconds for seconds in times["read back"]], "MB/s", "more"),
         "start": figure([megabytes / seconds for seconds in times["start"]], "MB/s", "more"),
         "start / plain fetch": ratios(times, "plain fetch", "start", "more"),
     }

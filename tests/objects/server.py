@@ -22,7 +22,8 @@ Fault = Callable[[int, str, str], str]
 """(number of the request from 0, method, path) → what happens to it: "" or one of `FAULTS`, or a status; or `kill…`, which calls
 `Proxy.kill`; or `held`, for as long as `Proxy.held` is not set."""
 FAULTS = ("500", "503", "cut", "lost", "truncated", "flipped")
-"""A server's error; told to slow down; cut before the server has it; done, and the answer lost; half an answer; one byte changed in it."""
+"""A server's error; told to slow down; cut before the server has it; done, and the answer lost; half an answer; one byte changed in it.
+And `spoiled`: the server gets one byte changed, and keeps it."""
 
 
 def environment(port: int, host: str = "127.0.0.1") -> dict[str, str]:
@@ -118,6 +119,8 @@ class Proxy:
         if fault in ("cut", "kill before"):
             asked.close_connection = True
             return
+        if fault == "spoiled":
+            body = body[:-1] + bytes([body[-1] ^ 1])
         if fault.isdigit():
             status, headers, answer = int(fault), {}, b"<Error><Code>SlowDown</Code></Error>"
         else:

@@ -378,11 +378,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert less.code == 0 and "Resuming at step 6" in less.output and steps(server, name) == [9, 6], less.output
 
 
+@pytest.mark.parametrize("fault", ["500", "spoiled"])
 def test_what_could_not_be_sent_is_sent_by_the_next_start(
-    server: int, proxy: Proxy, expected: str, tmp_path: Path
+    fault: str, server: int, proxy: Proxy, expected: str, tmp_path: Path
 ) -> None:
     name = new()
-    proxy.reset(lambda _, method, path: "500" if method == "PUT" and "step-00000012" in path else "")
+    proxy.reset(lambda _, method, path: fault if method == "PUT" and "step-00000012/state.safe" in path else "")
     done = go(proxy, tmp_path / "a", name)
     assert done.code == 1 and "is not in the bucket" in done.output and steps(server, name) == [9, 6], done.output
     proxy.reset()

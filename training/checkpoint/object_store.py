@@ -59,6 +59,8 @@ class ObjectStore(Bucket):
         self._unsure = False
         """The last swap had no answer: it may be done, or be done yet."""
         self._number = 0
+        self._unread = set[int]()
+        """Steps in the head whose files this rank has not read in the bucket."""
         self.before_commit: Callable[[], None] = lambda: None
         """Sends the run directory: a checkpoint comes with all that was written down before it."""
 
@@ -214,6 +216,7 @@ class ObjectStore(Bucket):
     def _bring(self, run_dir: Path, keep_best: KeepBest, warn: Callable[[str], None]) -> Path | None:
         assert self._found is not None
         kept_there, checkpoints = self._found.head.checkpoints, run_dir / CHECKPOINTS
+        self._unread = {kept.step for kept in kept_there[:1]}
         store.clean(checkpoints)
         newest = next((path for path in store.candidates(checkpoints) if _verifies(path)), None)
         newer = [kept for kept in kept_there if newest is None or kept.step > store.step_of(newest)]
@@ -241,6 +244,7 @@ class ObjectStore(Bucket):
             warn(f"checkpoint is corrupt in the bucket and not used: {error}")
         else:
             store.clean(checkpoints)
+            self._unread.discard(kept.step)
             return final
         return None
 
@@ -251,7 +255,7 @@ class ObjectStore(Bucket):
         self.fetch(file.key, file.bytes, file.sha256, path, store.CorruptCheckpoint, durable)
 
     def commit(self, path: Path, keep: int, keep_best: KeepBest) -> int:
-        """Sends a checkpoint of the run directory, reads it back, and has the head name it. Older ones go after that.
+        """Sends a checkpoint of the run directory, and has the head name it beside those that are there: `prune` removes the older ones.
 
         Args:
             path: in the run directory's `checkpoints`. It may be removed there meanwhile.
@@ -286,26 +290,60 @@ class ObjectStore(Bucket):
                 if settings is None:
                     file = stack.enter_context(files.regular(self._run_dir / RUN_FILE))
                     settings = self._send(file, RUN_FILE, RUN_FILE, files.sha256(self._run_dir / RUN_FILE), sent)
+                    self._read_back(settings)
                 entries = {name: self._send(opened[name], path.name, name, sealed[name], sent) for name in sealed}
-                for sent_one in sent:
-                    for _ in self._pieces(sent_one):
-                        pass
             except (OSError, store.CorruptCheckpoint) as error:
                 self.remove([file.key for file in sent])
                 raise OSError(str(error)) from None
-        checkpoints = _retained([kept.model_copy(update={"files": entries}), *others], keep, keep_best)
-        head = before.head.model_copy(update={"commit": _token(), "settings": settings, "checkpoints": checkpoints})
         self.before_commit()
+        self._unread.add(kept.step)
+        self._replace(before, [kept.model_copy(update={"files": entries}), *others], settings)
+        return sum(file.bytes for file in entries.values())
+
+    def prune(self, keep: int, keep_best: KeepBest) -> None:
+        """Reads back what this attempt has committed, and then removes what need not be kept any more.
+
+        Raises:
+            TakenOver: another attempt has started.
+            OSError: it could not be read, or is damaged. Then the older ones stay.
+        """
+        before = self._held()
+        standing = list(self._standing(before.head))
+        stay = _retained(standing, keep, keep_best)
+        for kept in stay:
+            if kept.step in self._unread and (self._sent(kept) or stay != before.head.checkpoints):
+                try:
+                    for file in kept.files.values():
+                        self._read_back(file)
+                except store.CorruptCheckpoint as error:
+                    self._replace(before, [other for other in standing if other != kept], before.head.settings)
+                    raise OSError(str(error)) from None
+                self._unread.discard(kept.step)
+        if stay != before.head.checkpoints:
+            self._replace(before, stay, before.head.settings)
+
+    def _read_back(self, file: File) -> None:
+        for _ in self._pieces(file):
+            pass
+
+    def _replace(self, before: Found, checkpoints: list[Kept], settings: File | None) -> None:
+        """The head names these. What it named before and does not now is removed."""
+        newest_first = sorted(checkpoints, key=lambda kept: -kept.step)
+        changes = {"commit": _token(), "settings": settings, "checkpoints": newest_first}
+        head = before.head.model_copy(update=changes)
         self._swap(head, before)
         named = {file.key for file in head.files()}
         self.remove([file.key for file in before.head.files() if file.key not in named])
-        return sum(file.bytes for file in entries.values())
 
     def _standing(self, head: Head) -> Iterator[Kept]:
         """Without the newer ones of other attempts, which were passed over when this one began: they are damaged."""
         for kept in head.checkpoints:
-            if kept.step <= self._began or {file.key.partition("/")[0] for file in kept.files.values()} <= self._ours:
+            if kept.step <= self._began or self._sent(kept):
                 yield kept
+
+    def _sent(self, kept: Kept) -> bool:
+        """Whether this attempt has sent it."""
+        return {file.key.partition("/")[0] for file in kept.files.values()} <= self._ours
 
     def _held(self) -> Found:
         """The head that this rank has written last; of one that succeeds a lost one, the first time, swapped for its own. Raises
@@ -322,6 +360,7 @@ class ObjectStore(Bucket):
             begun = self._shown_by(found.head)
             self._swap(found.head.model_copy(update={"holder": holder, "commit": _token(), "before": begun}), found)
             assert self._found is not None
+            self._unread = {kept.step for kept in found.head.checkpoints[:1]}
             self._clean()
         else:
             self._found, self._unsure = found, False
@@ -366,7 +405,8 @@ class Sender:
         """Sends in the background what the run has saved up to `step`, once that is written.
 
         Returns:
-            Of the newest one, and of the best one: what was sent, None where there was nothing to send, or a newer one waits by then.
+            Of the newest one, and of the best one: what was sent and read back; None where there was nothing to send, or a newer one
+            waits by then.
             `OSError`: it could not be sent. `TakenOver`: nothing can be sent any more.
         """
         self._step = step
@@ -389,6 +429,7 @@ class Sender:
         began = time.perf_counter()
         try:
             size = self._objects.commit(path, self._keep, self._keep_best)
+            self._objects.prune(self._keep, self._keep_best)
         except FileNotFoundError:
             if step < self._step:
                 return None  # it has made room for the newer one
