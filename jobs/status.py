@@ -131,7 +131,9 @@ class Status:
         if self.slow_rank is not None:
             say(slow_rank_line(self.slow_rank))
         if len(self.ranks) > 1:
-            rows = [(part.name, part.span, part.state, str(part.restarts), part.reason) for part in self.ranks]
+            rows: list[tuple[str, ...]] = [
+                (part.name, part.span, part.state, str(part.restarts), part.reason) for part in self.ranks
+            ]
             table(("NODE", "RANKS", "STATE", "RESTARTS", "REASON"), rows)
 
     def absent(self, rank: int) -> str:
