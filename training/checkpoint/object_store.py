@@ -225,17 +225,20 @@ class ObjectStore(Bucket):
             raise UserError(f"none of the {len(newer)} checkpoints in {self.url} can be read and verified")
         for kept in _retained(kept_there, 0, keep_best):
             if not (checkpoints / checkpoint_name(kept.step)).exists():
-                self._bring_one(kept, checkpoints, warn)
+                self._bring_one(kept, checkpoints, warn, durable=True)
         return newest
 
-    def _bring_one(self, kept: Kept, checkpoints: Path, warn: Callable[[str], None]) -> Path | None:
+    def _bring_one(
+        self, kept: Kept, checkpoints: Path, warn: Callable[[str], None], durable: bool = False
+    ) -> Path | None:
+        """Whoever resumes verifies the newest one, so that need not be durable: after a crash it is fetched again."""
         checkpoints.mkdir(exist_ok=True)
         final = checkpoints / checkpoint_name(kept.step)
         try:
             with files.replacing(final) as staging:
                 staging.mkdir()
                 for name, file in kept.files.items():
-                    self._fetch(file, staging / name, durable=False)  # every start verifies it, and the bucket has it
+                    self._fetch(file, staging / name, durable)
                 if final.exists():  # it does not verify
                     files.rename(final, final.with_name(f".old-{final.name}.{os.getpid()}"))
         except FileNotFoundError as error:
