@@ -256,6 +256,7 @@ def assert_survives(proxy: Proxy, number: int, when: str, expected: str, tmp_pat
     """Rank 0 of two is killed at this request; with --live the other one trains on, and has the bucket."""
     name, run_dir = new(), tmp_path / "run"
     killed: list[int] = []
+    on_disk: list[str] = []
     env = {**environment(proxy.port), "SERVER": str(proxy.server), "PACE": str(BOUND)}
     words = ["--ranks", "2", "--max-restarts", "0", "--", PYTHON, JOB, str(run_dir), f"s3://bucket/{name}"]
     with live(*words, env=env) as gang:
@@ -263,6 +264,7 @@ def assert_survives(proxy: Proxy, number: int, when: str, expected: str, tmp_pat
         def kill() -> None:
             ranks = ranks_of(gang.processes[0].pid)
             if set(ranks) == {0, 1}:
+                on_disk.extend(path.name for path in (run_dir / "checkpoints").iterdir())
                 os.kill(ranks[0], signal.SIGKILL)
                 killed.append(number)
 
@@ -270,8 +272,12 @@ def assert_survives(proxy: Proxy, number: int, when: str, expected: str, tmp_pat
         proxy.reset(lambda count, *_: f"kill {when}" if count == number else "")
         done = gang.wait(BOUND)
     assert killed == [number] and done.code == 0, done.output
-    assert events(run_dir, "rank_lost") and "Resuming" not in done.output, done.output
-    assert ended(run_dir) == expected and steps(proxy.server, name) == [12, 6], done.output
+    (lost,) = events(run_dir, "rank_lost")
+    assert "Resuming" not in done.output, done.output
+    begun = [event["step"] for event in events(run_dir, "checkpoint") if event["time"] < lost["time"]]
+    best = (6, 9) if 6 in begun and "step-00000006" not in on_disk else (6,)  # rank 0 may have died as it wrote it
+    newest, kept = steps(proxy.server, name)
+    assert ended(run_dir) == expected and newest == 12 and kept in best, done.output
     proxy.reset()
     go(proxy, tmp_path / "c", name)
     assert_nothing_else(proxy.server, name)
