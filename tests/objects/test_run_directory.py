@@ -63,7 +63,7 @@ def test_a_run_that_another_node_goes_on_with_has_its_whole_history(
     server: int, proxy: Proxy, expected: str, tmp_path: Path
 ) -> None:
     name = new()
-    url, nodes, laptop = f"s3://bucket/{name}", [tmp_path / node / name for node in "ab"], tmp_path / "laptop"
+    url, nodes, laptop = f"s3://bucket/{name}", [tmp_path / node / name for node in "abc"], tmp_path / "laptop"
     laptop.mkdir()
     with start(proxy, nodes[0], name, METRICS, WAIT=str(tmp_path / "never")) as first:
         second_checkpoint(server, name)
@@ -73,8 +73,22 @@ def test_a_run_that_another_node_goes_on_with_has_its_whole_history(
         assert rank["exit_code"] is None and rank["source"] == "textfile"
         os.kill(first.rank_pid(0), signal.SIGKILL)
         first.wait(BOUND)
+    # One is lost that has taken over, and has sent nothing yet.
+    proxy.reset(lambda _, method, path: "kill before" if method == "PUT" and "0-directory" in path else "")
+    with start(proxy, nodes[2], name, METRICS) as lost:
+        proxy.kill = lambda: os.kill(lost.rank_pid(0), signal.SIGKILL)
+        assert lost.wait(BOUND).code == -signal.SIGKILL
+    asked = list[str]()
+
+    def asked_again(_: int, method: str, path: str) -> str:
+        """At the end the bucket says a few times that it has too much to do."""
+        late = method == "PUT" and "0-directory" in path and (nodes[1] / "summary.json").exists()
+        asked.extend([path] * late)
+        return "503" if late and len(asked) < 5 else ""
+
+    proxy.reset(asked_again)
     done = go(proxy, nodes[1], name, METRICS)
-    assert done.code == 0 and ended(nodes[1]) == expected, done.output
+    assert done.code == 0 and ended(nodes[1]) == expected and len(asked) > 4, done.output
     before = [line for line in lines(nodes[0]) if json.loads(line).get("step", 6) < 6]
     assert len(before) > 3 and set(before) <= set(lines(nodes[1]))
     assert attempts(nodes[1]) == [1, 2] and json.loads((nodes[1] / "status.json").read_text())["attempt"] == 2
