@@ -63,7 +63,7 @@ SUITES = {
     "slurm": Suite(
         "a real SLURM of two nodes",
         "-n 2 --dist loadfile tests/slurm",
-        "root, Debian: slurm-wlm slurmdbd mariadb-server munge openssh-server tcsh fish",
+        "root, Debian: slurm-wlm slurmdbd mariadb-server munge openssh-server tcsh fish; a package index, or uv's cache",
     ),
     "containers": Suite(
         "images and Compose jobs in a real engine",
