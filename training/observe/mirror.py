@@ -223,7 +223,10 @@ class Mirror:
             return
         table, rests, size = dict[str, Shown](), list[bytes](), 0
         for name, found in there.items():
-            path = self._directory / name
+            path, sent = self._directory / name, self._files.get(name)
+            if re.fullmatch(_IMAGE, name) and sent is not None and stamps[name] == self._stamps.get(name):
+                table[name] = sent  # it is not read again; nothing follows its parts
+                continue
             with contextlib.suppress(FileNotFoundError), files.opened_folder(path.parent) as folder:
                 with files.regular(folder / path.name) as file:
                     parts, rest = self._read(head.run, name, file)
@@ -242,7 +245,7 @@ class Mirror:
         image = re.fullmatch(_IMAGE, name) is not None
         number = min(-(-size // PART) if image else size // PART, _MOST_PARTS)
         sent = self._files[name].parts if name in self._files else []
-        parts = sent[:number] if image or name in _GROW else []
+        parts = sent[:number] if name in _GROW else []
         file.seek(len(parts) * PART)
         while len(parts) < number:
             data = file.read(PART)

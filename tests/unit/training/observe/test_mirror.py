@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import zlib
 from pathlib import Path
 
@@ -76,6 +77,24 @@ def test_what_has_not_changed_is_sent_once_and_nothing_else_is_sent(bucket: Buck
     assert not (tmp_path / "metrics/rank-00001.prom").exists() and not (tmp_path / "checkpoints").exists()
 
 
+def test_an_image_that_is_drawn_again_is_sent_again(bucket: Bucket, run: Path, tmp_path: Path) -> None:
+    """A start that goes on from an earlier step comes to the step of the image once more."""
+    other = tmp_path / "other"
+    other.mkdir()
+    mirror(bucket, FIRST, run).send()
+    goes_on = mirror(bucket, SECOND, run)
+    goes_on.bring()
+    for _ in range(2):
+        (run / "images/a-00000001.png").write_bytes(os.urandom(PART + 1))
+        goes_on.send()
+        Snapshot.of(bucket, SECOND).restore(other)
+        assert content(other) == content(run)
+    (run / "status.json").write_text("{}")
+    goes_on.send()
+    shown = Snapshot.of(bucket, SECOND).files["images/a-00000001.png"]
+    assert shown.bytes == PART + 1 and content(other).keys() == content(run).keys()
+
+
 def test_a_disk_that_is_behind_gets_all_and_one_that_is_ahead_keeps_what_it_has(
     bucket: Bucket, run: Path, tmp_path: Path
 ) -> None:
@@ -94,6 +113,25 @@ def test_a_disk_that_is_behind_gets_all_and_one_that_is_ahead_keeps_what_it_has(
     goes_on.send()
     mirror(bucket, SECOND, run).bring()
     assert content(run) == content(other)
+    with (run / "events.jsonl").open("r+b") as file:  # it differs in the middle alone
+        file.write(b"of another run")
+    mirror(bucket, SECOND, run).bring()
+    assert content(run) == content(other)
+
+
+@pytest.mark.parametrize(("bound", "left"), [(0.1, math.inf), (60.0, 0.1)])
+def test_a_bucket_that_does_not_answer_keeps_the_end_no_longer_than_a_bound(
+    bound: float, left: float, bucket: Bucket, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own, and the rest of the grace."""
+    hangs, answers = threading.Event(), list[bool]()
+    monkeypatch.setattr("lockstep.training.observe.mirror.LAST_SECONDS", bound)
+    monkeypatch.setattr(bucket, "put", lambda *_: answers.append(hangs.wait(30)))
+    sends = Mirror(bucket, lambda: FIRST, run, lambda: left)
+    sends.begin()
+    sends.close()
+    assert not answers
+    hangs.set()
 
 
 @pytest.mark.parametrize(
