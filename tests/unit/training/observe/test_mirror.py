@@ -110,6 +110,7 @@ def test_a_disk_that_is_behind_gets_all_and_one_that_is_ahead_keeps_what_it_has(
     assert (run / "events.jsonl").read_bytes().endswith(b"not sent before the kill\n")
     with (other / "events.jsonl").open("ab") as file:
         file.write(b"the second attempt\n")
+    (other / "status.json").write_bytes(b'{"attempt": 2}')
     goes_on.send()
     mirror(bucket, SECOND, run).bring()
     assert content(run) == content(other)
