@@ -262,11 +262,12 @@ def listed(directory: Path) -> dict[str, os.stat_result]:
     """The files of a run directory that are sent, and what the disk says of them. No links."""
     found = {}
     for folder in _FOLDERS:
-        with contextlib.suppress(OSError), files.opened_folder(directory / folder) as opened:
-            for entry in os.scandir(opened):
+        with contextlib.suppress(OSError), files.opened_folder(directory / folder) as at, os.scandir(at) as entries:
+            for entry in entries:
                 name = f"{folder}/{entry.name}".lstrip("/")
-                if re.fullmatch(NAME, name) and entry.is_file(follow_symlinks=False):
-                    found[name] = entry.stat(follow_symlinks=False)
+                with contextlib.suppress(FileNotFoundError):  # it has gone meanwhile
+                    if re.fullmatch(NAME, name) and entry.is_file(follow_symlinks=False):
+                        found[name] = entry.stat(follow_symlinks=False)
     return {name: found[name] for name in sorted(found, key=lambda name: (name.startswith(METRICS), name))}
 
 

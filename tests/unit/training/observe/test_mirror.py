@@ -13,7 +13,7 @@ import pytest
 from obstore.store import MemoryStore
 
 from lockstep.training.bucket import Bucket, Head
-from lockstep.training.observe.mirror import PART, Damaged, Mirror, Snapshot
+from lockstep.training.observe.mirror import PART, Damaged, Mirror, Snapshot, listed
 
 pytestmark = pytest.mark.promise("object-stores")
 FIRST = Head(run="0" * 32, holder="a" * 32, commit="c" * 32)
@@ -77,6 +77,24 @@ def test_what_has_not_changed_is_sent_once_and_nothing_else_is_sent(bucket: Buck
     assert not (tmp_path / "metrics/rank-00001.prom").exists() and not (tmp_path / "checkpoints").exists()
 
 
+def test_a_file_that_goes_meanwhile_takes_no_other_one_along(run: Path) -> None:
+    done = threading.Event()
+
+    def come_and_go() -> None:
+        while not done.is_set():
+            for number in range(9):
+                (run / f"metrics/rank-{number + 1:05d}.prom").touch()
+                (run / f"metrics/rank-{number + 1:05d}.prom").unlink()
+
+    expected = set(content(run))
+    (thread := threading.Thread(target=come_and_go)).start()
+    try:
+        assert all(expected <= listed(run).keys() for _ in range(1500))
+    finally:
+        done.set()
+        thread.join(30)
+
+
 def test_an_image_that_is_drawn_again_is_sent_again(bucket: Bucket, run: Path, tmp_path: Path) -> None:
     """A start that goes on from an earlier step comes to the step of the image once more."""
     other = tmp_path / "other"
@@ -98,12 +116,16 @@ def test_an_image_that_is_drawn_again_is_sent_again(bucket: Bucket, run: Path, t
 def test_a_disk_that_is_behind_gets_all_and_one_that_is_ahead_keeps_what_it_has(
     bucket: Bucket, run: Path, tmp_path: Path
 ) -> None:
-    other = tmp_path / "other"
+    other, before = tmp_path / "other", content(run)
     other.mkdir()
+    for name in ("run.yaml", "hang.jsonl"):  # of that attempt alone
+        (run / name).write_text("{}")
     mirror(bucket, FIRST, run).send()
     goes_on = mirror(bucket, SECOND, other)
     goes_on.bring()
-    assert content(other) == content(run)
+    assert content(other) == before
+    for name in ("run.yaml", "hang.jsonl"):
+        (run / name).unlink()
     with (run / "events.jsonl").open("ab") as file:
         file.write(b"not sent before the kill\n")
     mirror(bucket, SECOND, run).bring()  # it comes back on the same node
@@ -133,6 +155,7 @@ def test_a_bucket_that_does_not_answer_keeps_the_end_no_longer_than_a_bound(
     sends.close()
     assert not answers
     hangs.set()
+    sends._thread.join(30)
 
 
 @pytest.mark.parametrize(
