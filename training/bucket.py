@@ -262,11 +262,16 @@ class Bucket:
         """The bytes of an object, a part at a time. Raises `OSError`; after the last part `damaged` where they are not those that were
         sent."""
         digest = hashlib.sha256()
-        if (found := self.size(key)) != size:
-            raise damaged(f"{self.url}/{key} has {found} bytes, expected {size}")
-        for piece in self._parts(key, size):
-            digest.update(piece)
-            yield piece
+        try:
+            for piece in self._parts(key, size):
+                digest.update(piece)
+                yield piece
+        except FileNotFoundError:
+            raise
+        except OSError:
+            if (found := self.size(key)) != size:
+                raise damaged(f"{self.url}/{key} has {found} bytes, expected {size}") from None
+            raise
         if digest.hexdigest() != sha256:
             raise damaged(f"{self.url}/{key} is not what was written: its sha256 differs")
 
@@ -274,8 +279,11 @@ class Bucket:
         """In order, while those behind are fetched. Raises `OSError`."""
 
         async def part(start: int) -> memoryview:
-            length = min(_PART, size - start)
-            return memoryview(await self._obstore.get_range_async(self._store, key, start=start, length=length))
+            options = {"range": (start, min(start + _PART, size))}
+            answer = await self._obstore.get_async(self._store, key, options=options)
+            if answer.meta["size"] != size:
+                raise ValueError(f"it has {answer.meta['size']} bytes, expected {size}")
+            return memoryview(await answer.bytes_async())
 
         starts = iter(range(0, size, _PART))
         under_way = deque[Future[memoryview]]()

@@ -79,7 +79,7 @@ def test_the_example_without_a_volume(backend: str, tmp_path: Path, monkeypatch:
 
 
 def test_the_example_on_this_machine(server: int, tmp_path: Path) -> None:
-    text = Path(EXAMPLE).read_text().replace("s3://BUCKET", "s3://bucket").replace("eu-central-1", "us-east-1")
+    text = Path(EXAMPLE).read_text().replace("s3://BUCKET", "s3://bucket/local").replace("eu-central-1", "us-east-1")
     (tmp_path / "job.yaml").write_text(text)
     env: dict[str, Any] = {**environment(server), "LOCKSTEP_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
 
@@ -87,9 +87,9 @@ def test_the_example_on_this_machine(server: int, tmp_path: Path) -> None:
         done = run([PROGRAM, *words], env, 240, cwd=tmp_path)
         assert done.code == 0, done.output
 
-    go("shard", "smoke", "--out", "s3://bucket/shards/digits", "--set", f"data.root={tmp_path / 'elsewhere'}")
+    go("shard", "smoke", "--out", "s3://bucket/local/shards/digits", "--set", f"data.root={tmp_path / 'elsewhere'}")
     settings = ["epochs=1", f"data.root={tmp_path / 'data'}", "model=tests.nets:SmallConv", "model_options={}"]
     go("submit", "local", "job.yaml", *(word for text in settings for word in ("--set", f"overrides.{text}")))
     go("wait", "local", "bucket", "--timeout", "200")
     assert {path.name for path in (tmp_path / "data/shards").iterdir()} == {"fetched"}
-    assert "head" in objects(server, "runs/bucket")
+    assert "head" in objects(server, "local/runs/bucket")

@@ -61,6 +61,7 @@ class ObjectStore(Bucket):
         self._number = 0
         self._unread = set[int]()
         """Steps in the head whose files this rank has not read in the bucket."""
+        self._cleaned = False
         self.before_commit: Callable[[], None] = lambda: None
         """Sends the run directory: a checkpoint comes with all that was written down before it."""
 
@@ -73,7 +74,10 @@ class ObjectStore(Bucket):
         problem = ""
         for _ in range(TRIES):
             try:
-                self.swap(HEAD, text, before and before.tag)
+                if not self.swap(HEAD, text, before and before.tag):
+                    problem = (
+                        "the store refuses the tag that it tells itself: lockstep doctor tries its conditional writes"
+                    )
             except OSError as error:
                 problem = str(error)  # also where it was done, and the answer was lost
             found = self.read_head()
@@ -143,7 +147,6 @@ class ObjectStore(Bucket):
             newest = self._bring(run_dir, keep_best, warn)
             self._run_dir, self._began = run_dir, 0 if newest is None else store.step_of(newest)
             self._record(head.run)
-            self._clean()
             return newest
 
     def succeed(self, run_dir: Path) -> None:
@@ -304,7 +307,8 @@ class ObjectStore(Bucket):
         return sum(file.bytes for file in entries.values())
 
     def prune(self, keep: int, keep_best: KeepBest) -> None:
-        """Reads back what this attempt has committed, and then removes what need not be kept any more.
+        """Reads back what this attempt has committed, and then removes what need not be kept any more; the first time, also what earlier
+        attempts have sent and not committed.
 
         Raises:
             TakenOver: another attempt has started.
@@ -324,6 +328,9 @@ class ObjectStore(Bucket):
                 self._unread.discard(kept.step)
         if stay != before.head.checkpoints:
             self._replace(before, stay, before.head.settings)
+        if not self._cleaned:
+            self._clean()
+            self._cleaned = True
 
     def _read_back(self, file: File) -> None:
         for _ in self._pieces(file):
@@ -364,7 +371,6 @@ class ObjectStore(Bucket):
             self._swap(found.head.model_copy(update={"holder": holder, "commit": _token(), "before": begun}), found)
             assert self._found is not None
             self._unread = {kept.step for kept in found.head.checkpoints[:1]}
-            self._clean()
         else:
             self._found, self._unsure = found, False
         return self._found
@@ -377,7 +383,7 @@ class ObjectStore(Bucket):
         return sent[-1]
 
     def _clean(self) -> None:
-        """Removes what earlier attempts have sent and not committed. They can commit nothing any more."""
+        """Removes what earlier attempts have sent and not committed. They can commit nothing any more, and this one sends nothing now."""
         assert self._found is not None
         with contextlib.suppress(OSError, ValidationError):
             sizes = self.keys()
