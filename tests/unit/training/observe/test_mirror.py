@@ -14,6 +14,7 @@ from obstore.store import MemoryStore
 
 from lockstep.training.bucket import Bucket, Head
 from lockstep.training.observe.mirror import PART, Damaged, Mirror, Snapshot, listed
+from tests.processes import poll
 
 pytestmark = pytest.mark.promise("object-stores")
 FIRST = Head(run="0" * 32, holder="a" * 32, commit="c" * 32)
@@ -142,6 +143,20 @@ def test_a_disk_that_is_behind_gets_all_and_one_that_is_ahead_keeps_what_it_has(
     assert content(run) == content(other)
 
 
+def test_it_is_sent_at_once_and_then_again_and_again(
+    bucket: Bucket, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for head, seconds in ((FIRST, 60.0), (SECOND, 0.05)):
+        monkeypatch.setattr("lockstep.training.observe.mirror.SECONDS", seconds)
+        sends = mirror(bucket, head, run)
+        sends.begin()
+        poll(lambda head=head: bucket.keys().get(head.snapshots[0]), 30)  # type: ignore[misc]
+        if seconds < 1:
+            (run / "status.json").write_text("{}")
+            poll(lambda: Snapshot.of(bucket, SECOND).files["status.json"].bytes == 2, 30)
+        sends.close()
+
+
 @pytest.mark.parametrize(("bound", "left"), [(0.1, math.inf), (60.0, 0.1)])
 def test_a_bucket_that_does_not_answer_keeps_the_end_no_longer_than_a_bound(
     bound: float, left: float, bucket: Bucket, run: Path, monkeypatch: pytest.MonkeyPatch
@@ -189,3 +204,22 @@ def test_a_damaged_part_is_named(bucket: Bucket, run: Path, tmp_path: Path) -> N
     bucket.put(part, b"x")
     with pytest.raises(Damaged, match=part):
         Snapshot.of(bucket, FIRST).restore(tmp_path)
+
+
+def test_what_is_damaged_on_its_way_is_read_again(
+    bucket: Bucket, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror(bucket, FIRST, run).send()
+    read, damaged, other = bucket.read, set[str](), tmp_path / "other"
+    other.mkdir()
+
+    def once(key: str, limit: int) -> tuple[bytes, object]:
+        data, tag = read(key, limit)
+        if key in damaged:
+            return data, tag
+        damaged.add(key)
+        return data[:-1], tag
+
+    monkeypatch.setattr(bucket, "read", once)
+    Snapshot.of(bucket, FIRST).restore(other)
+    assert content(other) == content(run) and len(damaged) == 1 + 2 + 2
