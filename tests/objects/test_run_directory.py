@@ -106,7 +106,7 @@ def test_a_run_that_another_node_goes_on_with_has_its_whole_history(
     assert missing.code == 2 and f"{url} has no checkpoint of step 7; there are 6, 15" in missing.output, missing.output
 
 
-def test_a_bucket_that_does_not_take_the_run_directory_costs_a_warning(
+def test_a_bucket_that_does_not_take_the_run_directory_costs_a_warning_and_one_that_does_not_give_it_a_start(
     server: int, proxy: Proxy, expected: str, tmp_path: Path
 ) -> None:
     name = new()
@@ -120,6 +120,10 @@ def test_a_bucket_that_does_not_take_the_run_directory_costs_a_warning(
     again = go(proxy, tmp_path / "a", name, STEPS="15")
     assert again.code == 0 and "could not be sent" not in again.output, again.output
     assert goodput(proxy, tmp_path, f"s3://bucket/{name}") == goodput(proxy, tmp_path, str(tmp_path / "a"))
+    proxy.reset(lambda _, method, path: "503" if method == "GET" and "0-directory" in path else "")
+    unread = go(proxy, tmp_path / "b", name)
+    assert unread.code == 1 and "checkpoint.to cannot be used" in unread.output, unread.output
+    assert "Traceback" not in unread.output
 
 
 def test_a_writer_that_was_overtaken_changes_nothing_of_what_is_shown(

@@ -75,6 +75,8 @@ def test_what_has_not_changed_is_sent_once_and_nothing_else_is_sent(bucket: Buck
     Snapshot.of(bucket, FIRST).restore(tmp_path)
     expected["events.jsonl"] += more
     assert {name: data for name, data in content(tmp_path).items() if name in expected} == expected
+    times = [(folder / "metrics/rank-00000.prom").stat().st_mtime_ns for folder in (run, tmp_path)]
+    assert times[0] == times[1]  # when the rank has told it
     assert not (tmp_path / "metrics/rank-00001.prom").exists() and not (tmp_path / "checkpoints").exists()
 
 
