@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.checkpoint import _state
@@ -93,6 +95,7 @@ def main() -> int:
     options(parser, rounds=9)
     parser.add_argument("--sizes", type=int, nargs="+", default=[10, 100], help="megabytes of state")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # as a rank has on the CPU
     run = Run("object_store", args)
     rows: dict[str, Figure] = {}
     seconds: dict[str, Any] = {}

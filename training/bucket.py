@@ -39,6 +39,8 @@ TRIES = 5
 _PART = 16 << 20
 """Bytes of a request, of which `_AT_ONCE` are under way: that bounds the memory."""
 _AT_ONCE = 4
+_BACKOFF: Any = {"init_backoff": timedelta(seconds=0.5), "base": 3, "max_backoff": timedelta(seconds=15)}
+"""Between the tries of a request: 7 to 10 s in all. The library's own are over after 1 to 2 s, before a gateway has restarted."""
 _MOST_PARTS = 9000
 """S3 takes 10,000 parts of an object."""
 URL = re.compile(r"(s3|gs|az)://[A-Za-z0-9][A-Za-z0-9._-]{1,221}(/[A-Za-z0-9][A-Za-z0-9._=-]*)+/?")
@@ -157,7 +159,7 @@ class Bucket:
             self._store = from_url(
                 self.url,
                 client_options={"timeout": "60s", "connect_timeout": "10s", "allow_http": plain},
-                retry_config={"max_retries": retries, "retry_timeout": timedelta(seconds=60)},
+                retry_config={"max_retries": retries, "retry_timeout": timedelta(seconds=60), "backoff": _BACKOFF},
             )
         except (BaseError, ValueError) as error:
             raise UserError(f"{self.url} cannot be used: {reason(error)}") from None
