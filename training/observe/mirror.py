@@ -189,7 +189,7 @@ class Mirror:
         except FileNotFoundError:
             return
         except Damaged as error:
-            self._say(f"what earlier attempts have written down is lost: {error}")
+            self._say(f"what earlier attempts have written down is lost: {error}; the run continues")
 
     def begin(self) -> None:
         self._thread.start()
@@ -198,7 +198,13 @@ class Mirror:
         """Sends the last of it, and waits for that, within bounds."""
         self._ending.set()
         if self._thread.is_alive():
-            self._thread.join(max(0.0, min(LAST_SECONDS, self._left())))
+            seconds = max(0.0, min(LAST_SECONDS, self._left()))
+            self._thread.join(seconds)
+            if self._thread.is_alive() and not self._warned:
+                self._warned = True
+                self._say(
+                    f"the run directory could not be sent within {seconds:.0f} s: the next start on this node sends it"
+                )
 
     def _work(self) -> None:
         self.send()
@@ -214,7 +220,7 @@ class Mirror:
             except OSError as error:
                 if not self._warned:
                     self._warned = True
-                    self._say(f"the run directory could not be sent, it is tried again: {error}")
+                    self._say(f"the run directory could not be sent, it is tried again: {error}; the run continues")
 
     def _send(self) -> None:
         head, there = self._head(), listed(self._directory)
@@ -255,7 +261,7 @@ class Mirror:
         return parts, file.read(PART)
 
     def _say(self, message: str) -> None:
-        say(f"warning: {self._directory}: {message}; the run continues", sys.stderr)
+        say(f"warning: {self._directory}: {message}", sys.stderr)
 
 
 def listed(directory: Path) -> dict[str, os.stat_result]:

@@ -161,16 +161,21 @@ def test_it_is_sent_at_once_and_then_again_and_again(
 
 @pytest.mark.parametrize(("bound", "left"), [(0.1, math.inf), (60.0, 0.1)])
 def test_a_bucket_that_does_not_answer_keeps_the_end_no_longer_than_a_bound(
-    bound: float, left: float, bucket: Bucket, run: Path, monkeypatch: pytest.MonkeyPatch
+    bound: float,
+    left: float,
+    bucket: Bucket,
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Its own, and the rest of the grace."""
+    """Its own, and the rest of the grace. It is said."""
     hangs, answers = threading.Event(), list[bool]()
     monkeypatch.setattr("lockstep.training.observe.mirror.LAST_SECONDS", bound)
     monkeypatch.setattr(bucket, "put", lambda *_: answers.append(hangs.wait(30)))
     sends = Mirror(bucket, lambda: FIRST, run, lambda: left)
     sends.begin()
     sends.close()
-    assert not answers
+    assert not answers and capfd.readouterr().err.count("the run directory could not be sent within") == 1
     hangs.set()
     sends._thread.join(30)
 
