@@ -20,10 +20,9 @@ MOTO = "moto[server]>=5.1.11"
 """From there on it compares the tag of a conditional write."""
 Fault = Callable[[int, str, str], str]
 """(number of the request from 0, method, path) → what happens to it: "" or one of `FAULTS`, or a status; or `kill…`, which calls
-`Proxy.kill`; or `held`, for as long as `Proxy.held` is not set."""
+`Proxy.kill`; or `held`, for as long as `Proxy.held` is not set; or `spoiled`: the server gets one byte changed, and keeps it."""
 FAULTS = ("500", "503", "cut", "lost", "truncated", "flipped")
-"""A server's error; told to slow down; cut before the server has it; done, and the answer lost; half an answer; one byte changed in it.
-And `spoiled`: the server gets one byte changed, and keeps it."""
+"""A server's error; told to slow down; cut before the server has it; done, and the answer lost; half an answer; one byte changed in it."""
 
 
 def environment(port: int, host: str = "127.0.0.1") -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The bucket is away altogether in the middle of a run: the training goes on, and the bucket has all of it once it is back."""
+"""An outage of the bucket in the middle of a run: the training continues, and the bucket has all of it afterwards."""
 
 from __future__ import annotations
 

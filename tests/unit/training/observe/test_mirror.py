@@ -99,7 +99,7 @@ def test_a_file_that_goes_meanwhile_takes_no_other_one_along(run: Path) -> None:
 
 
 def test_an_image_that_is_drawn_again_is_sent_again(bucket: Bucket, run: Path, tmp_path: Path) -> None:
-    """A start that goes on from an earlier step comes to the step of the image once more."""
+    """A run that resumes from an earlier step reaches the step of the image once more."""
     other = tmp_path / "other"
     other.mkdir()
     mirror(bucket, FIRST, run).send()
@@ -152,7 +152,7 @@ def test_it_is_sent_at_once_and_then_again_and_again(
         monkeypatch.setattr("lockstep.training.observe.mirror.SECONDS", seconds)
         sends = mirror(bucket, head, run)
         sends.begin()
-        poll(lambda head=head: bucket.keys().get(head.snapshots[0]), 30)  # type: ignore[misc]
+        poll(lambda: bucket.keys().get(head.snapshots[0]), 30)
         if seconds < 1:
             (run / "status.json").write_text("{}")
             poll(lambda: Snapshot.of(bucket, SECOND).files["status.json"].bytes == 2, 30)
