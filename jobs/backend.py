@@ -36,7 +36,6 @@ from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import (
     GOES_ON,
     Check,
-    Disconnected,
     Listed,
     LoggedOut,
     Observer,
@@ -141,7 +140,7 @@ class Backend(abc.ABC):
     interval: float = 1.0
     """Seconds between two looks."""
     lost_after: float = 0.0
-    """Seconds without an answer after which a job that is waited for counts as lost; 0: the first one is an error."""
+    """Seconds for which a wait survives that a job is gone or the cluster does not answer; 0: the first time is an error."""
     survived: ClassVar[tuple[type[UserError], ...]] = (Unreachable,)
     """Errors that a wait survives until then."""
 
@@ -405,52 +404,56 @@ class Backend(abc.ABC):
     def wait(self, name: str, timeout: float, seen: Observer | None = None) -> Status:
         """The final status, or the one at the timeout (seconds). `seen` gets every status on the way, and the last.
 
-        A job that is gone, or does not answer, for `lost_after` seconds is lost.
+        A job that is gone, or whose node does not answer, for `lost_after` seconds is lost. A cluster that does not answer in this
+        time ends the wait: only its own word makes a job lost.
+
+        Raises:
+            Unreachable: the cluster does not answer: for `lost_after` seconds, or it never did.
         """
         deadline = time.monotonic() + timeout
-        known = False
-        status: Status | None = None
-        bad_since: float | None = None
+        known, heard = False, None
+        status = Status("pending", "")  # it was submitted, as far as anybody knows
+        trouble: tuple[bool, float] | None = None  # whether it is an outage, and since when
         while True:
-            problem, way = "", None
+            problem, outage = "", False
             try:
                 with answered_within(max(deadline - time.monotonic(), LOOK_SECONDS)):
                     # A name that never was is the caller's mistake, not a lost job.
                     job = self.find(name) if known and self.lost_after else self.require(name)
                     if job is not None:
                         known = True
-                        status = self.observe(job)
+                        status, heard = self.observe(job), time.monotonic()
                         problem = "" if status.final else status.silent
                     else:
                         problem = "it is gone from the cluster"
             except self.survived as error:
-                if not self.lost_after or (
-                    status is None and (isinstance(error, LoggedOut) or not isinstance(error, Unreachable))
-                ):
+                unanswered = isinstance(error, Unreachable)
+                if not self.lost_after or (heard is None and (isinstance(error, LoggedOut) or not unanswered)):
                     raise
-                problem, way = str(error), error if isinstance(error, (Disconnected, LoggedOut)) else None
-                if status is None and bad_since is None:
+                problem, outage = str(error), True
+                if heard is not None:
+                    last = f"{status.state} ({status.reason})" if status.reason else status.state
+                    problem += f"; {time.monotonic() - heard:.0f} s ago the job was {last}"
+                elif isinstance(error, Unreachable):
+                    status = error.status or status
+                if heard is None and trouble is None:
                     warn(f"{problem}; waiting")
             now = time.monotonic()
-            bad_since = (bad_since or now) if problem else None
-            lost = bad_since is not None and now - bad_since >= self.lost_after
             left = deadline - now
-            if not known:
-                if lost or left <= 0:
-                    raise way or Unreachable(problem)
-                time.sleep(min(self.interval, left))
-                continue
-            status = status or Status("running", "")  # it was submitted, and nobody says otherwise
-            if lost and way is not None:
-                raise way
-            if lost:
-                status = replace(status, state="lost", reason=f"{problem} (for {self.lost_after:g} s)")
-            elif problem:
-                status = replace(status, reason=problem)
-            if seen is not None:
-                seen(status)
-            if status.final or left <= 0:
-                return status
+            if not problem:
+                trouble = None
+            elif trouble is None or trouble[0] != outage:  # after an outage a cluster is slow to see its nodes again
+                trouble = outage, now
+            too_long = trouble is not None and now - trouble[1] >= self.lost_after
+            if outage and (too_long or (not known and left <= 0)):
+                raise Unreachable(problem)
+            shown = replace(status, reason=problem) if problem else status
+            if too_long:
+                shown = replace(status, state="lost", reason=f"{problem} (for {self.lost_after:g} s)")
+            if seen is not None and known:
+                seen(shown)
+            if shown.final or left <= 0:
+                return shown
             time.sleep(min(self.interval, left))
 
     def cancel(self, name: str) -> Status:

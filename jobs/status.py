@@ -190,7 +190,15 @@ Observer = Callable[[Status], None]
 
 
 class Unreachable(UserError):
-    """The cluster does not answer. This may be temporary, so a wait continues. Exit code 69."""
+    """The cluster does not answer. This may be temporary, so a wait continues. Exit code 69.
+
+    Args:
+        status: of the job, by what needs no answer.
+    """
+
+    def __init__(self, message: str, status: Status | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class LoggedOut(Unreachable):

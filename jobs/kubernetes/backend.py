@@ -68,7 +68,7 @@ class KubernetesBackend(Cluster):
 
     Args:
         interval: seconds between two looks.
-        lost_after: seconds of 404, silence or unknown nodes after which a job that was seen counts as lost.
+        lost_after: seconds of 404 or unknown nodes after which a job that was seen counts as lost, and of silence after which a wait ends.
     """
 
     name = "k8s"

@@ -46,7 +46,7 @@ class SlurmBackend(Cluster):
     Args:
         place: the cluster's folders; None: those of this machine. The nodes must see `place.jobs`.
         interval: seconds between two questions to the controller.
-        lost_after: seconds without an answer from the controller after which a job counts as lost.
+        lost_after: seconds without an answer from the controller after which a wait ends.
     """
 
     name = "slurm"
@@ -220,11 +220,12 @@ class SlurmBackend(Cluster):
         if record["job_id"] is None:
             new = observe.is_new(record) or submission.under_way(self.folder / record["array_name"])
             return observe.BEING_SUBMITTED if new else observe.BROKEN_OFF
-        forgotten: Unreachable | None = None
+        unanswered: Unreachable | None = None
         try:
             seen = look(str(record["job_id"]))
-        except observe.Forgotten as error:  # what it has left may say how it ended
-            seen, forgotten = None, error
+        except Unreachable as error:  # what it has left may say how it ended
+            seen, unanswered = None, error
+        outage = unanswered is not None and not isinstance(unanswered, observe.Forgotten)
         notes, before = observe.Notes(record), observe.ended(folder)
         parts = [Part(**part) for part in before["ranks"]] if before is not None else []
         noted = max((part.restarts for part in parts), default=0)
@@ -236,9 +237,12 @@ class SlurmBackend(Cluster):
         if before is not None and stands:
             return Status(before["state"], before["reason"], parts, before["exit_code"], before.get("goodput"))
         now, since = time.time(), record["since"]
-        told = observe.explain(spec, seen, notes.ends, notes.said, notes.cancelled, since, now, notes.saved)
-        if forgotten is not None and told.state == "lost":
-            raise forgotten
+        told = observe.explain(spec, seen, notes.ends, notes.said, notes.cancelled, since, now, notes.saved, outage)
+        if unanswered is not None and outage and not told.final:
+            last = f"by its files, {notes.age:.0f} s old, the job was {told.state} ({told.reason})"
+            raise Unreachable(f"{unanswered}; {last}", told)
+        if unanswered is not None and told.state == "lost":
+            raise unanswered
         plain = {key: value for key, value in told.plain().items() if key != "final"}
         with contextlib.suppress(OSError):
             if before is not None and not told.final:

@@ -20,7 +20,7 @@ from lockstep.jobs.records import Note, Said
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.jobs.status import Part, State, Status, Unreachable
 from lockstep.training import files
-from lockstep.training.contract import EXIT_DONE, EXIT_PREEMPTED, UserError
+from lockstep.training.contract import EXIT_DONE, EXIT_PREEMPTED, EXIT_USAGE, STATUS_FILE, UserError
 from lockstep.wire import submitit_api
 
 JOB = "job.json"
@@ -30,7 +30,10 @@ SECONDS = 60.0
 """How long an answer may take by default."""
 Told = subprocess.CompletedProcess[str]
 UNKNOWN_JOB = re.compile(r"invalid job id|jobs? (\S+ )?not found|does not exist", re.I)
-NO_CONTACT = re.compile(r"unable to contact|timed out|zero bytes|connection refused|standby mode", re.I)
+NO_CONTACT = re.compile(
+    r"unable to contact|timed out|zero bytes|connection refused|standby mode|resolve_ctls_from_dns_srv|"
+    r"could not establish a configuration source", re.I,
+)  # fmt: skip
 """What SLURM's commands say where they had no answer, and not one that is a refusal."""
 NO_ACCOUNTING = re.compile(r"accounting storage is disabled", re.I)
 
@@ -287,6 +290,14 @@ class Notes:
         return records.said(Path(self._record["run_dir"]), self._record["job"])
 
     @property
+    def age(self) -> float:
+        """Seconds since status.json was written, or since the submission."""
+        try:
+            return time.time() - (Path(self._record["run_dir"]) / STATUS_FILE).stat().st_mtime
+        except OSError:
+            return time.time() - float(self._record["since"])
+
+    @property
     def ends(self) -> dict[int, records.Note]:
         """What the tasks noted when their ranks ended: rank → {code, reason, restart, host, time}."""
         found: dict[int, records.Note] = {}
@@ -331,16 +342,18 @@ def is_new(record: dict[str, Any]) -> bool:
 
 def explain(
     spec: JobSpec, found: Known | None, ends: Ends, said: Said | None, cancelled: bool, since: float, now: float,
-    free: Collection[int] = (),
+    free: Collection[int] = (), outage: bool = False,
 ) -> Status:  # fmt: skip
     """The status.
 
     Args:
+        found: the job as SLURM knows it; None where SLURM does not know it, or does not answer.
         ends: what the tasks noted, by rank.
         said: status.json of this job; None where it has none (yet).
         cancelled: somebody asked lockstep to cancel it.
         since: seconds since the epoch when it was submitted.
         free: starts after which it had saved and got further, which do not count against `max_restarts`.
+        outage: SLURM does not answer. Then only the job's own files count, and it has ended where SLURM does not start it again.
     """
     total = 1 if spec.live else spec.nodes * spec.ranks
     latest = max((int(end.get("restart", 0)) for end in ends.values()), default=0)
@@ -360,6 +373,8 @@ def explain(
 
     # Its first node says how a live job has ended: any other one may be lost.
     code = _code(said, {task: end for task, end in ends.items() if task == 0 or not spec.live}, total, spec)
+    if outage and (code is None or not (code in (EXIT_DONE, EXIT_USAGE) or used_up or cancelled)):
+        return answer("running", records.step(said)) if said is not None else answer("pending", "no rank has reported")
     if found is None:
         if code is None and now - since < SETTLE_SECONDS:
             return answer("pending", "SLURM does not know it yet")

@@ -23,6 +23,10 @@ if [ -e "$name.down" ]; then cat "$name.down" >&2; exit 1; fi
 if [ -e "$name.does" ]; then . "./$name.does"; fi
 """
 DOWN = "error: Unable to contact slurm controller (connect failure)\n"
+NO_CONFIGURATION = """sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host
+sbatch: error: fetch_config: DNS SRV lookup failed
+sbatch: fatal: Could not establish a configuration source
+"""
 NO_ACCOUNTING = "Slurm accounting storage is disabled\n"
 NO_DATABASE = "sacct: error: Problem talking to the database: Connection refused\n"
 UNKNOWN = "slurm_load_jobs error: Invalid job id specified\n"

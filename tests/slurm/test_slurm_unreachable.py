@@ -9,12 +9,14 @@ import json
 import os
 import signal
 import subprocess
+import time
 
 import pytest
 
+from tests import product
 from tests.processes import PYTHON, poll
-from tests.product import PROGRAM
-from tests.slurm.stand_ins import COMMENT, NO_ACCOUNTING, NO_DATABASE, RUNNING, UNKNOWN, Site
+from tests.product import PROGRAM, Status, Unreachable
+from tests.slurm.stand_ins import COMMENT, DOWN, NO_ACCOUNTING, NO_CONFIGURATION, NO_DATABASE, RUNNING, UNKNOWN, Site
 
 pytestmark = pytest.mark.promise("slurm-truth")
 
@@ -55,6 +57,28 @@ def test_the_controller_does_not_answer(site: Site) -> None:
         unanswered(site, words)
 
 
+def test_an_outage_ends_no_job_and_what_was_known_last_is_said(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A waiting job was "running" and then lost, also one that had succeeded meanwhile."""
+    for name, value in site.env.items():
+        monkeypatch.setenv(name, value)
+    site.record(since=time.time())
+    site.shows("JobId=7 JobName=mine JobState=PENDING Reason=Priority Partition=main")
+    backend, seen = product.slurm(lost_after=0.1), list[str]()
+
+    def falls_silent(status: Status) -> None:
+        seen.append(status.state)
+        site.down("scontrol")
+
+    with pytest.raises(Unreachable, match=r"does not answer: .*; \d+ s ago the job was queued \(waits behind"):
+        backend.wait("mine", 60, falls_silent)
+    assert set(seen) == {"queued"} and backend.wait("mine", 0).state == "pending"
+    site.noted(0, 1)  # SLURM may start it again
+    with pytest.raises(Unreachable, match=r"by its files, \d+ s old, the job was pending"):
+        backend.wait("mine", 60)
+    site.noted(0, 0)
+    assert backend.wait("mine", 60).state == "succeeded"
+
+
 def test_the_accounting_does_not_answer_for_a_job_that_the_controller_has_forgotten(site: Site) -> None:
     site.record()
     site.down("scontrol", UNKNOWN)
@@ -81,10 +105,11 @@ def test_a_cancellation_that_slurm_has_not_heard(site: Site, program: str) -> No
     unanswered(site, CANCEL)
 
 
-def test_sbatch_does_not_reach_the_controller(site: Site) -> None:
-    site.down("sbatch")
+@pytest.mark.parametrize("said", [DOWN, NO_CONFIGURATION])
+def test_sbatch_does_not_reach_the_controller(site: Site, said: str) -> None:
+    site.down("sbatch", said)
     done = site.run("submit", "slurm", site.file)
-    assert done.returncode == EXIT_UNREACHABLE and "the SLURM controller does not answer: Unable" in done.stderr, done
+    assert done.returncode == EXIT_UNREACHABLE and "the SLURM controller does not answer: " in done.stderr, done
     assert not site.kept.exists(), "nothing was submitted, and nothing is left"
 
 
