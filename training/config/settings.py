@@ -12,6 +12,9 @@ import contextlib
 import copy
 import difflib
 import inspect
+import json
+import re
+import shlex
 import textwrap
 import types
 import typing
@@ -20,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import is_typeddict
 
 from lockstep.training import files
@@ -29,6 +32,9 @@ from lockstep.training.contract import UserError
 MAX_YAML_BYTES = 1 << 20
 MAX_DIGITS = 64
 """Of a number. (YAML's 1:1:1:… in base 60 takes quadratic time; whole numbers of 4,300 digits cannot be printed.)"""
+
+MAX_COMPLAINTS = 5
+"""That one error names."""
 
 Place = tuple[Any, ...]
 """Of a value among nested ones: the names of the groups that it is in, the numbers of the items, and its own."""
@@ -149,9 +155,12 @@ def build(
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        place, message = explain(error, model, prefix)
-    line = next((lines[place[:n]] for n in range(len(place), 0, -1) if place[:n] in lines), None) if lines else None
-    raise UserError(f"{where}, line {line}: {message}" if line else f"{where}: {message}")
+        complaints = explain(error, model, prefix)
+    told = []
+    for message, place in complaints.items():
+        line = next((lines[place[:n]] for n in range(len(place), 0, -1) if place[:n] in lines), None) if lines else None
+        told.append(f"line {line}: {message}" if line else message)
+    raise UserError(f"{where}{', ' if told[0].startswith('line ') else ': '}{'; '.join(told)}")
 
 
 def override(values: dict[str, Any], model: type[BaseModel], overrides: Iterable[str]) -> dict[str, Any]:
@@ -313,16 +322,17 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def explain(error: ValidationError, model: type[BaseModel], prefix: str) -> tuple[Place, str]:
-    """One complaint about values of `model`, and the place that it is about. The others are counted.
+def explain(error: ValidationError, model: type[BaseModel], prefix: str) -> dict[str, Place]:
+    """The complaints about values of `model`, each with the place that it is about. Behind `MAX_COMPLAINTS` they are counted.
 
     `prefix` stands before each name.
     """
-    complaints = error.errors(include_url=False)
     # An unknown name first: it may be why another one is missing.
-    first = min(complaints, key=lambda complaint: complaint["type"] not in ("extra_forbidden", "invalid_key"))
-    more = f" (and {len(complaints) - 1} more)" if len(complaints) > 1 else ""
-    return first["loc"], _sentence(dict(first), model, prefix) + more
+    complaints = sorted(
+        error.errors(include_url=False), key=lambda one: one["type"] not in ("extra_forbidden", "invalid_key")
+    )
+    found = {_sentence(dict(one), model, prefix): one["loc"] for one in complaints[:MAX_COMPLAINTS]}
+    return found | ({f"and {more} more": ()} if (more := len(complaints) - MAX_COMPLAINTS) > 0 else {})
 
 
 def _sentence(first: dict[str, Any], model: type[BaseModel], prefix: str) -> str:
@@ -348,7 +358,13 @@ def _sentence(first: dict[str, Any], model: type[BaseModel], prefix: str) -> str
     if fields(hint):
         return f"{name} is a group of settings, {got}; known: {', '.join(fields(hint))}"
     if error_type == "string_type" and value is not None and not isinstance(value, (list, dict)):
+        try:
+            TypeAdapter(hint).validate_python(str(value))
+        except ValidationError as error:  # quotes would not do
+            return _sentence({**error.errors()[0], "loc": place}, model, prefix)
         return f"{name} must be {type_name(hint)}, {got}: write it in quotes"
+    if error_type == "list_type" and isinstance(value, str) and bare(expected(model, (*place, 0))) is str:
+        return f"{name} must be {type_name(hint)}, {got}: write [{', '.join(_flow(word) for word in _words(value))}]"
     if (
         error_type.endswith("_type")
         or error_type in ("literal_error", "finite_number")
@@ -356,6 +372,19 @@ def _sentence(first: dict[str, Any], model: type[BaseModel], prefix: str) -> str
     ):
         return f"{name} must be {type_name(hint)}, {got}"
     return f"{name}: {message[:1].lower()}{message[1:]}, {got}"
+
+
+def _words(text: str) -> list[str]:
+    """As a shell has them."""
+    try:
+        return shlex.split(text)
+    except ValueError:  # an open quote
+        return text.split()
+
+
+def _flow(word: str) -> str:
+    """As an item of a list in YAML."""
+    return word if re.fullmatch(r"[A-Za-z0-9_./-]*[A-Za-z_./][A-Za-z0-9_./-]*", word) else json.dumps(word)
 
 
 def _dotted(place: Place) -> str:

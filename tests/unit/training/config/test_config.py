@@ -69,7 +69,7 @@ def test_numbers_and_short_names_as_people_write_them() -> None:
         ("epochs: 1\nepochs: 2\n", "line 2: key 'epochs'"), ("a: &x [1]\nb: *x\n", "line 2: aliases"), ("- 1\n", "a list"),
         ("epochs: [\n", "line 2"), ("? [1, 2]\n: 3\n", "plain names"), ("epochs: !!python/object/apply:os.system ['true']\n", "line 1"),
         ("optim: 3\n", "optim is a group"), ("\x00", "not valid YAML"),
-        ("seed: x\nepochs: 0\noptim: {lrr: 1}\n", r"'optim.lrr'; did you mean 'lr'\? \(and 2 more\)"),
+        ("seed: x\nepochs: 0\noptim: {lrr: 1}\n", r"'optim.lrr'; did you mean 'lr'\?; epochs must .*; seed must "),
     ],
 )  # fmt: skip
 def test_a_hostile_recipe_file_is_refused(tmp_path: Path, text: str, named: str) -> None:
