@@ -322,7 +322,7 @@ class Backend(abc.ABC):
     def dry_run(self, spec: JobSpec, mode: Mode = "attach") -> Checks:
         """Whether it would start, when, and why not. Nothing is sent. Raises `Unreachable`."""
         try:
-            job = self.prepared(store.pinned(spec)[0])
+            job = self.prepared(store.checked(spec)[0])
             refuse([job], self.name)
             self.check_secrets(job.spec)
             known, status = self._known(job.spec, mode)
@@ -538,8 +538,8 @@ class Cluster(Backend):
     @classmethod
     def lint(cls, spec: JobSpec) -> Findings:
         """What is wrong with a job, before it is submitted."""
-        spec, _ = store.pinned(spec)
-        return cls.rules().apply(spec, cls.manifests(spec))
+        spec, code = store.pinned(spec)
+        return cls.rules().apply(spec, cls.manifests(spec), code.paths if code is not None else None)
 
     def sent(self, spec: JobSpec, runs: Sequence[JobSpec]) -> Manifests:  # noqa: ARG002 - for a backend with arrays
         """`manifests` as this submission sends them."""

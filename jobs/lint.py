@@ -5,14 +5,17 @@ Rules read the *final* manifest: `patch` can replace any part of it.
 
 from __future__ import annotations
 
+import itertools
+import posixpath
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from lockstep.jobs.manifest import Manifest, holds
 from lockstep.jobs.spec.model import JobSpec, Volume
 from lockstep.jobs.spec.types import size_in_bytes
+from lockstep.training.config.settings import nearest
 
 Level = Literal["error", "warning"]
 SECRET = re.compile(r"(^|_)(TOKEN|PASSWORD|PASSWD|SECRET|SECRET_KEY|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS?)($|_)")
@@ -46,6 +49,9 @@ class Subject:
 
     volumes: bool = False
     """The job runs in an image, and sees no folder but those of its `volumes`."""
+
+    files: Collection[str] | None = None
+    """Paths of the code that travels; None where nobody has read it."""
 
     def __init__(self, spec: JobSpec, objects: list[Manifest]) -> None:
         self.spec, self.objects = spec, objects
@@ -101,9 +107,16 @@ class Rules(Generic[S]):
         found: dict[str, Rule[Any]] = {**COMMON._rules, **self._rules}
         return [found[id] for id in sorted(found)]
 
-    def apply(self, spec: JobSpec, objects: list[Manifest]) -> list[Finding]:
-        """All findings, in the order of their ids. Manifests may be anything: `patch` can replace any part."""
+    def apply(
+        self, spec: JobSpec, objects: list[Manifest], files: Collection[str] | None = None
+    ) -> list[Finding]:  # fmt: skip
+        """All findings, in the order of their ids. Manifests may be anything: `patch` can replace any part.
+
+        Args:
+            files: paths of the code that travels; None where nobody has read it.
+        """
         subject = self.subject(spec, objects)
+        subject.files = files
         found = [
             Finding(rule.id, rule.level, message)
             for rule in self.all()
@@ -208,6 +221,28 @@ def live(subject: Subject) -> Iterator[str]:
     spec = subject.spec
     if spec.live and spec.config is not None and spec.config.sync.name != "exact":
         yield f"live needs sync.name exact, and the recipe has {spec.config.sync.name}: set it in overrides, or remove live"
+
+
+@COMMON.rule("LJ010")
+def script_in_the_code(subject: Subject) -> Iterator[str]:
+    """The ranks start in the copy of the code, which must hold the script of `command`."""
+    if subject.files is not None and (missing := missing_script(subject.spec, subject.files)):
+        yield missing
+
+
+def missing_script(spec: JobSpec, files: Collection[str]) -> str:
+    """What to say if the code lacks the script that `command` starts; "" where it has it, or no script shows in the words."""
+    for before, word in itertools.pairwise(["", *(spec.command or [])]):
+        if word in ("-c", "-m"):
+            break
+        if re.fullmatch(r"[^-\s]\S*\.(py|sh)", word) and not before.startswith("--"):
+            if word.startswith("/") or posixpath.normpath(word) in files:
+                break
+            return (
+                f"command {word} is not part of the code{nearest(word, files)}: name a file inside the code's folder, by its path "
+                "from there"
+            )
+    return ""
 
 
 def volume_of(spec: JobSpec, path: str) -> Volume | None:

@@ -262,7 +262,8 @@ def lint(
         found = cluster(backend, "lint").lint(spec)
     else:
         spec.check_training(spec.name)
-        found = COMMON.apply(store.pinned(spec)[0], [])
+        spec, code = store.pinned(spec)
+        found = COMMON.apply(spec, [], code.paths if code is not None else None)
     if as_json:
         show([{"id": item.id, "level": item.level, "message": item.message} for item in found])
     for item in [] if as_json else found:

@@ -51,6 +51,10 @@ class Bundle:
     """The archive."""
 
     @property
+    def paths(self) -> set[str]:
+        return {file.path for file in self.files}
+
+    @property
     def size(self) -> int:
         """Bytes of all files."""
         return sum(len(file.data) for file in self.files)

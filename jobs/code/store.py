@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lockstep.jobs import records
 from lockstep.jobs.code.collect import Bundle, collect
+from lockstep.jobs.lint import missing_script
 from lockstep.jobs.manifest import get
 from lockstep.jobs.spec.model import Code, JobSpec
 from lockstep.jobs.status import warn
@@ -123,9 +124,17 @@ def pinned(spec: JobSpec) -> tuple[JobSpec, Bundle | None]:
     return _pinned(spec, bundle), bundle
 
 
-def kept(spec: JobSpec) -> JobSpec:
-    """`pinned`, and the code is kept for the job. Raises `UserError`, also where an identity is of no copy that is kept."""
+def checked(spec: JobSpec) -> tuple[JobSpec, Bundle | None]:
+    """`pinned`, for what is to be submitted: also raises `UserError` where the code lacks the command's script."""
     found, bundle = pinned(spec)
+    if bundle is not None and (missing := missing_script(spec, bundle.paths)):
+        raise UserError(missing)
+    return found, bundle
+
+
+def kept(spec: JobSpec) -> JobSpec:
+    """`checked`, and the code is kept for the job. Raises `UserError`, also where an identity is of no copy that is kept."""
+    found, bundle = checked(spec)
     if bundle is not None:
         keep(bundle.identity, bundle.packed)
     elif found.code is not None and found.code.hash is not None:

@@ -479,7 +479,7 @@ class FromLaptop(SlurmBackend):
         return self._send_off("prepare", [spec])[0]
 
     def dry_run(self, spec: JobSpec, mode: Mode = "attach") -> Checks:
-        found: Checks = self._asked("dry run", list[Check], [store.pinned(spec)[0]], b"", mode=mode)
+        found: Checks = self._asked("dry run", list[Check], [store.checked(spec)[0]], b"", mode=mode)
         return found
 
     def _send_off(self, do: str, specs: Specs, **values: str) -> Sent:

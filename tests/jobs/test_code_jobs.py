@@ -75,6 +75,20 @@ def test_one_byte_changes_the_specs_hash_and_its_place_does_not(
     assert JobSpec.recorded("own", json.loads(json.dumps(one.record()))) == one
 
 
+def test_a_script_that_does_not_travel_is_refused(folder: Path) -> None:
+    for words in ("python -u trian.py", "torchrun --nproc-per-node 2 ./trian.py 3", "sub/run.sh"):
+        with pytest.raises(UserError, match=r"command \S+ is not part of the code; "):
+            product.kept(spec(folder, command=words.split()))
+    done = lockstep(folder, "lint", "job.yaml", "--set", "command=[python, trian.py]")
+    assert done.returncode == 1 and "LJ010 error: command trian.py is not part of the code; did you" in done.stdout, (
+        done
+    )
+    done = lockstep(folder, "submit", "local", "job.yaml", "--dry-run", "--set", "command=[python, trian.py]")
+    assert done.returncode == 2 and "did you mean 'train.py'" in done.stdout, done
+    for command in (["python", "./train.py", "other.py"], ["python", "-c", "pass", "x.py"], ["tool", "--out", "x.py"]):
+        assert product.kept(spec(folder, command=command))
+
+
 def test_a_recipe_that_does_not_travel_is_refused(folder: Path) -> None:
     shutil.copy(ROOT / "training/recipes/smoke.yaml", folder / "mine.yaml")
     job = spec(folder, command=None, recipe="mine.yaml")
