@@ -46,6 +46,14 @@ def make(folder: Path) -> Path:
     return folder
 
 
+def make_way(run_dir: Path) -> None:
+    """Makes the folders above a run directory, which the run itself makes. Raises `UserError` if that cannot be."""
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run_dir: cannot make {run_dir}: {error.strerror}; choose another run_dir") from None
+
+
 def check(folder: Path) -> None:
     """Refuses a folder that somebody else could have put a payload into. Raises `UserError`, `OSError`."""
     _way(folder.absolute().parent)

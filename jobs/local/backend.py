@@ -96,19 +96,24 @@ class LocalBackend(Backend):
         if spec.gpus:
             gpus, needed = len(list(Path("/dev").glob("nvidia[0-9]*"))), spec.nodes * spec.gpus
             found.append(Check("gpus", "ok" if needed <= gpus else "missing", f"{needed} of {gpus}"))
+        if closed := self._closed(spec.run_directory_here):
+            found.append(Check("run_dir", "missing", closed))
         return [*found, Check("start", "ok", "at once")]
 
     def create(self, job: Prepared, old: KnownJob | None) -> Submitted:
         extras.require("torch")  # the launcher needs it, also for a `command:`
         spec, folder = job.spec, self.folder / job.spec.name
+        # The same job resumes where it was, from whatever folder it is submitted.
+        run_dir = old.record["run_dir"] if old is not None and old.hash == spec.hash() else spec.run_directory_here
+        records.make_way(Path(run_dir))
+        if closed := self._closed(run_dir):
+            raise UserError(f"run_dir: {closed}: choose another run_dir")
         if spec.code is not None:
             store.unpacked(commands.identity(spec))
         if old is not None:
             shutil.rmtree(folder)
         elif folder.exists():
             self._clear(folder)
-        # The same job resumes where it was, from whatever folder it is submitted.
-        run_dir = old.record["run_dir"] if old is not None and old.hash == spec.hash() else spec.run_directory_here
         folder.mkdir(mode=0o700)
         files.replace_json(
             folder / JOB,
@@ -130,6 +135,13 @@ class LocalBackend(Backend):
         # It is meant to outlive this process; where it does not, somebody has to take its exit code.
         threading.Thread(target=process.wait, daemon=True).start()
         return Submitted(spec.name, True, str(folder))
+
+    @staticmethod
+    def _closed(run_dir: str) -> str:
+        """Why the run cannot make its directory; "" if it can."""
+        place = next(folder for folder in (Path(run_dir), *Path(run_dir).parents) if os.path.lexists(folder))
+        writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+        return "" if writable else f"{place} is not a folder that this user may write to"
 
     @staticmethod
     def _clear(folder: Path) -> None:

@@ -153,9 +153,8 @@ class SlurmBackend(Cluster):
                 "since": time.time(), "comment": comment, "array_name": whole.name,
                 "element": element if len(runs) > 1 else None, "job": records.identity(spec.name),
             }  # fmt: skip
-        with _keeping(self.folder):  # a container mounts the folders above the runs
-            for record in written.values():
-                Path(record["run_dir"]).parent.mkdir(parents=True, exist_ok=True)
+        for record in written.values():  # a container mounts the folders above the runs
+            records.make_way(Path(record["run_dir"]))
         tasks = [
             render.training_task(spec, sent["after"] is not None, str(written[spec.name]["job"]), place)
             for spec in runs

@@ -52,6 +52,17 @@ def test_a_folder_without_a_record_takes_no_name(backend: Any) -> None:
     assert backend.wait("done", BOUND).state == "succeeded"
 
 
+def test_a_run_directory_that_cannot_be_made_is_refused_at_once(backend: Any, tmp_path: Path) -> None:
+    """It was running – starting, until the ranks had imported torch."""
+    (tmp_path / "file").touch()
+    job = _spec().model_copy(update={"run_dir": str(tmp_path / "file/run")})
+    with pytest.raises(UserError, match=r"run_dir: cannot make .*/file/run: "):
+        backend.submit(job)
+    assert not backend.list()
+    rows = {row.name: row.result for row in backend.dry_run(job)}
+    assert rows["run_dir"] == "missing", rows
+
+
 def test_a_folder_of_something_else_is_not_touched(backend: Any) -> None:
     (backend.folder / "done").mkdir()
     (backend.folder / "done/thesis.txt").write_text("mine")
