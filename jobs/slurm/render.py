@@ -50,7 +50,10 @@ OWN = {
     "stderr-to-stdout": "(lockstep reads the logs)", "export": "env", "kill-on-invalid-dep": "(it stays yes)",
     "setup": "slurm.setup", "teardown": "(lockstep needs the exit code)", "srun-args": "(lockstep needs its own)",
     "additional-parameters": "slurm.patch itself", "cpus-per-task": "cpus", "gpus-per-node": "gpus",
-    "tasks-per-node": "ranks_per_node", "mem": "memory", "timeout-min": "time_limit",
+    "tasks-per-node": "ranks_per_node", "mem": "memory", "timeout-min": "time_limit", "no-requeue": "max_restarts",
+    **dict.fromkeys(("num-gpus", "gpus", "gpus-per-task", "gpus-per-socket"), "gpus"), "cpus-per-gpu": "cpus",
+    **dict.fromkeys(("mem-per-cpu", "mem-per-gpu"), "memory"), "test-only": "submit --dry-run",
+    **dict.fromkeys(("help", "parsable", "quiet", "usage", "version", "wait", "wrap"), "(lockstep reads what sbatch answers)"),
 }  # fmt: skip
 """What `slurm.patch` may not touch, and what to use instead."""
 

@@ -109,6 +109,7 @@ def test_what_slurm_must_be_told() -> None:
     "change",
     [
         {"patch": {"signal": "B:KILL@1"}}, {"patch": {"output": "/tmp/x"}}, {"patch": {"cpus_per_task": 5}},
+        {"patch": {"num_gpus": 2}}, {"patch": {"test-only": True}}, {"patch": {"mem-per-cpu": "2G"}}, {"patch": {"quiet": True}},
         {"patch": {"mail_user": "a\n#SBATCH --uid=0"}}, {"patch": {"mail_user": "$(id)"}}, {"patch": {"mail_user": "a`id`"}},
         {"patch": {"mail_user": ["a"]}}, {"patch": {"Mail User": "a"}}, {"partition": "gpu --uid=0"}, {"partition": "gpu\n#SBATCH"},
         {"qos": "a\r#SBATCH"}, {"qos": 'a"b'},
