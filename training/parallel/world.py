@@ -98,8 +98,20 @@ def detect(env: Mapping[str, str]) -> World:
             f"PET_NPROC_PER_NODE={processes} asks for a launcher, but this process was started without one: "
             "start `python -m lockstep.training launch run …` (or torchrun) in the container"
         )
-    if "RANK" in env or "WORLD_SIZE" in env:
+    if "RANK" in env:
         return _from_torchrun(env)
+    world = _without_rank(env)
+    # A batch script may export it for all the ranks that srun starts.
+    if "WORLD_SIZE" in env and world.launcher == "none":
+        return _from_torchrun(env)  # which names what is missing
+    if env.get("WORLD_SIZE", str(world.size)) != str(world.size):
+        raise UserError(
+            f"WORLD_SIZE={env['WORLD_SIZE']}, but {world.launcher} has started {world.size} ranks: remove WORLD_SIZE"
+        )
+    return world
+
+
+def _without_rank(env: Mapping[str, str]) -> World:
     mpi = next(((launcher, names) for launcher, names in _MPI.items() if names[0] in env), None)
     if mpi is None and env.get("SUBMITIT_EXECUTOR") == "local" and "SUBMITIT_LOCAL_GLOBALID" in env:
         return _from_submitit(env)  # also within a step of SLURM, whose variables all its tasks have alike
@@ -242,17 +254,27 @@ def tasks_per_node(text: str) -> list[int]:
 
 def host_list(text: str) -> list[str]:
     """SLURM's compressed node list: `gpu[01-03,7],login` → [gpu01, gpu02, gpu03, gpu7, login]. Raises `UserError`."""
+    unknown = UserError(f"SLURM's node list {text!r} is not of the form node[01-03,7]")
+    if text and not re.fullmatch(rf"{_HOSTS}(,{_HOSTS})*", text):
+        raise unknown
     hosts: list[str] = []
-    for prefix, ranges, suffix in re.findall(r"([^,\[\]]+)(?:\[([^\]]*)\])?([^,\[\]]*)", text):
-        if not ranges:
-            hosts.append(prefix + suffix)
-        for part in filter(None, ranges.split(",")):
-            if not re.fullmatch(r"\d{1,6}(-\d{1,6})?", part):
-                raise UserError(f"SLURM's node list {text!r} is not of the form node[01-03,7]")
-            low, _, high = part.partition("-")
-            numbers = range(int(low), int(high or low) + 1)
-            hosts += [f"{prefix}{number:0{len(low)}d}{suffix}" for number in numbers]
+    for name in re.finditer(_HOSTS, text):
+        pieces: list[list[str]] = []
+        for ranges, fixed in re.findall(r"\[([^\]]*)\]|([^\[]+)", name[0]):
+            pieces.append([fixed] if fixed else [])
+            for part in ranges.split(",") if ranges else ():
+                low, _, high = part.partition("-")
+                numbers = range(int(low), int(high or low) + 1)
+                if not numbers:
+                    raise unknown
+                pieces[-1] += [f"{number:0{len(low)}d}" for number in numbers]
+        hosts += map("".join, itertools.product(*pieces))
     return hosts
+
+
+_RANGES = r"\d{1,6}(-\d{1,6})?"
+_HOSTS = rf"(?:[^,\[\]]|\[{_RANGES}(?:,{_RANGES})*\])+"
+"""A name, or the names of several nodes."""
 
 
 def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:

@@ -48,6 +48,9 @@ NODE07 = ("node07", 12000 + 41 * 7)
         # mpirun in an allocation of one task, and srun that speaks PMI itself
         ({**SLURM, **MPI, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, LAST_OF_TWO, None),
         ({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"}, LAST_OF_FOUR, NODE07),
+        # exported by a batch script before srun, or before mpiexec
+        ({**SLURM, "WORLD_SIZE": "4", "MASTER_ADDR": "x", "MASTER_PORT": "9"}, LAST_OF_FOUR, ("x", 9)),
+        ({**MPI, "WORLD_SIZE": "2"}, LAST_OF_TWO, None),
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, ALONE, None),  # a batch script without srun
     ],
 )
@@ -63,7 +66,8 @@ def test_each_launcher(env: dict[str, str], place: tuple[int, ...], master: tupl
 @pytest.mark.parametrize(
     ("env", "named"),
     [
-        ({"WORLD_SIZE": "2"}, "RANK"), ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2"),
+        ({"WORLD_SIZE": "2"}, "RANK"), ({**SLURM, "WORLD_SIZE": "8"}, "WORLD_SIZE=8, but slurm has started 4"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x'"), ({**TORCHRUN, "LOCAL_RANK": "5"}, "local rank 5 of 2"),
         ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT=99999"), ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR"),
         ({**MPI, "OMPI_COMM_WORLD_SIZE": "4"}, "MASTER_ADDR"), ({"PET_NPROC_PER_NODE": "2"}, "PET_NPROC_PER_NODE=2"),
@@ -78,6 +82,11 @@ def test_a_contradiction_names_the_variables(env: dict[str, str], named: str) ->
 def test_slurm_notations() -> None:
     assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
     assert host_list("gpu[01-03,7],login,a[1-2]b") == ["gpu01", "gpu02", "gpu03", "gpu7", "login", "a1b", "a2b"]
+    assert host_list("rack[1-2]node[01-02]") == ["rack1node01", "rack1node02", "rack2node01", "rack2node02"]
+    assert host_list("a[1]b2[3,5],c") == ["a1b23", "a1b25", "c"] and host_list("") == []
+    for text in ("gpu[3-1]", "gpu[]", "gpu[1", "gpu1]", "a,,b", "a[1]-[x]"):
+        with pytest.raises(UserError, match="node list"):
+            host_list(text)
 
 
 def test_threads_come_from_the_most_deliberate_source() -> None:
