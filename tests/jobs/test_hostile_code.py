@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +99,18 @@ def test_it_is_refused_in_one_line_and_soon(
         assert not (tmp_path / "home/code").exists() and not (tmp_path / "home/local").exists()
     finally:
         subprocess.run(["rm", "-rf", str(folder)], check=True, cwd="/")  # Python's own recursion is not deep enough
+
+
+def test_a_busy_machine_is_not_the_fault_of_the_patterns(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine tests failed at a load of 40."""
+    product.lower_limits_of_code(monkeypatch, seconds=1)
+    (slow := tmp_path / "python").write_text(f'#!/bin/sh\nsleep 1.2\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    (folder / ".lockstepignore").write_text("*.log\n")
+    assert lockstep(folder, "lint", "job.yaml").returncode == 0
 
 
 def test_a_name_cannot_write_a_line_of_the_list(folder: Path) -> None:
