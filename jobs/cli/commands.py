@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 Backend = Annotated[str, typer.Argument(metavar="BACKEND", help="local, k8s, slurm or compose.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The job's name.")]
+NameOrFile = Annotated[str, typer.Argument(metavar="NAME|FILE", help="The job's name, or its job file.")]
 File = Annotated[
     Path | None, typer.Argument(metavar="[FILE]", help="A job file. Without one, the options describe the job.")
 ]
@@ -58,6 +60,20 @@ class Place:
     namespace: Namespace = None
     context: Context = None
     host: Host = None
+
+    def job(self, backend: str, name: str) -> tuple[JobBackend, str]:
+        """The backend, and the name of the job; of a file, that in it. Warns if another job than the file's has that name."""
+        if not name.endswith((".yaml", ".yml")):
+            return self.open(backend), name
+        from lockstep.jobs.registry import backend as backend_of
+        from lockstep.jobs.status import Unreachable
+
+        spec = Job(Path(name), **vars(self)).spec(backend)
+        found = backend_of(backend).at(spec)
+        with contextlib.suppress(Unreachable):  # the command itself says so
+            if changed := [line for line in found.drift(spec) if not line.startswith("fresh: ")]:
+                warn(f"the job {spec.name} is another one than that of {name}: {'; '.join(changed[:8])}")
+        return found, spec.name
 
     def open(self, backend: str) -> JobBackend:
         """The backend, ready for questions. Raises `UserError`."""
@@ -387,14 +403,10 @@ def schema() -> None:
 
 
 @flat
-def status(
-    backend: Backend,
-    name: Name,
-    place: Place,
-    as_json: Json = False,
-) -> None:
+def status(backend: Backend, name: NameOrFile, place: Place, as_json: Json = False) -> None:
     """Show the state of a job, and the reason for it."""
-    report(name, place.open(backend).status(name), as_json)
+    found, name = place.job(backend, name)
+    report(name, found.status(name), as_json)
 
 
 def report(name: str, found: Status, as_json: bool, waited: bool = False) -> None:
@@ -409,7 +421,7 @@ def report(name: str, found: Status, as_json: bool, waited: bool = False) -> Non
 @flat
 def logs(
     backend: Backend,
-    name: Name,
+    name: NameOrFile,
     place: Place,
     rank: Annotated[int | None, typer.Option(help="Only the lines of this global rank.", min=0)] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log until the job has ended.")] = False,
@@ -428,7 +440,8 @@ def logs(
     import json
 
     silent = True
-    for text in place.open(backend).logs(name, rank, follow, tail):
+    found, name = place.job(backend, name)
+    for text in found.logs(name, rank, follow, tail):
         silent = False
         if as_json:
             print(json.dumps({"line": text}), flush=True)
@@ -479,7 +492,7 @@ def stacks(
 @flat
 def wait(
     backend: Backend,
-    name: Name,
+    name: NameOrFile,
     place: Place,
     timeout: Annotated[float, typer.Option(help="Longest time to wait, in seconds.", min=0)] = 86400,
     sweep: Annotated[bool, typer.Option("--sweep", help="NAME is a sweep: wait for all of its runs.")] = False,
@@ -490,21 +503,12 @@ def wait(
         from lockstep.jobs import sweep as sweeps
 
         raise typer.Exit(sweeps.wait_and_tell(place.open(backend), name, timeout, as_json))
-    report(
-        name,
-        place.open(backend).wait(name, timeout, teller(name)),
-        as_json,
-        waited=True,
-    )
+    found, name = place.job(backend, name)
+    report(name, found.wait(name, timeout, teller(name)), as_json, waited=True)
 
 
 @flat
-def cancel(
-    backend: Backend,
-    name: Name,
-    place: Place,
-    as_json: Json = False,
-) -> None:
+def cancel(backend: Backend, name: Name, place: Place, as_json: Json = False) -> None:
     """End a job. It gets the grace period to save its state."""
     found = place.open(backend).cancel(name)
     if as_json:

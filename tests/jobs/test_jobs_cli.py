@@ -135,6 +135,12 @@ def test_diff_compares_with_the_live_object(server: ApiServer, tmp_path: Path) -
     assert (same.returncode, json.loads(same.stdout)["differences"]) == (0, [])
     other = lockstep(tmp_path, "diff", "k8s", job(tmp_path), "--nodes", "4")
     assert (other.returncode, other.stdout.strip()) == (1, "nodes: 2 → 4")
+    for nodes in (2, 4):
+        file = job(tmp_path, f"name: smoke\nrecipe: smoke\nimage: localhost:5000/a:1\nnodes: {nodes}\n")
+        for verb, code, *words in (("status", 0), ("wait", 124, "--timeout", "0"), ("logs", 0)):
+            done = lockstep(tmp_path, verb, "k8s", file, *words)
+            told = f"warning: the job smoke is another one than that of {file}: nodes: 2 → 4" in done.stderr
+            assert (done.returncode, told) == (code, nodes == 4), done
     live["spec"]["runPolicy"] |= {
         "suspend": True,
         "ttlSecondsAfterFinished": 5,

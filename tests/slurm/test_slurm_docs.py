@@ -51,7 +51,7 @@ ENDS = {
     SWEEP: dict.fromkeys(("smoke-0", "smoke-1", "smoke-2", "grid-0", "grid-1", "grid-2", "grid-3"), "succeeded"),
     OWN: {"smoke": "succeeded"},
     PROJECT: {"mine": "succeeded"},
-    OWN_TUTORIAL: {"mine": "succeeded"},
+    OWN_TUTORIAL: {"two-nodes": "succeeded"},
     TUTORIAL: {"digits": "cancelled"},
 }
 """The jobs that the commands of a page leave, and how these end."""
