@@ -59,7 +59,8 @@ class Noisy(Dataset):  # from all generators
     def __len__(self):
         return COUNT
     def __getitem__(self, index):
-        return {"x": X[index] + torch.randn(40) + random.random() + numpy.random.rand(), "y": Y[index]}
+        x = X[index] + torch.randn(40) + random.random() + numpy.random.rand()
+        return {"x": x, "y": Y[index], "draw": index + torch.rand((), dtype=torch.float64)}
 
 def plain(scores, network):  # as anybody would write it
     totals = {}
@@ -75,7 +76,12 @@ def pair(samples):
 with Session(sys.argv[1], "log.report=false", sync=sys.argv[2]) as run:
     net = begin(run)
     for epoch in run.epochs(1):
-        train(run, net)
+        trained, evaluated = [], []
+        for batch in run.batches(Noisy(), 48):
+            run.step(lambda x, y: F.cross_entropy(net(x), y), batch["x"], batch["y"])
+            trained += batch["draw"].tolist()
+        run.evaluate(lambda batch: evaluated.extend(batch["draw"].tolist()) or 0, Noisy(), SIZE)
+        assert not set(evaluated) & set(trained), "an evaluation draws what no epoch has drawn"
         network, scores = scorer(run)
         found = run.evaluate(scores, DATA, SIZE)
         assert bits(found) == bits({name: torch.as_tensor(value) for name, value in plain(scores, network).items()})

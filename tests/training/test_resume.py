@@ -35,6 +35,7 @@ def test_killed_and_run_again(
         assert json.loads((job.run_dir / "status.json").read_text())["code"] in (None, 1)
     done = job.go()
     assert done.code == 0 and "Resuming at step" in done.output, done.output
+    assert json.loads((job.run_dir / "status.json").read_text())["failures"] == len(KILLS)
     assert_same(job.run_dir, undisturbed(ranks, strategy))
     summary = json.loads((job.run_dir / "summary.json").read_text())
     assert summary["restarts"] == len(KILLS) and summary["steps"] == FINAL
@@ -53,7 +54,7 @@ def test_every_single_step_can_be_the_last_one(undisturbed: Undisturbed, data_ro
     for step in range(1, 18):
         left = job.go(LOCKSTEP_TEST_FATE="0:1:TERM")
         assert left.code == 75 and job.steps()[0] == step, left.output
-    assert job.go().code == 0
+    assert job.go().code == 0 and json.loads((job.run_dir / "status.json").read_text())["failures"] == 0
     assert_same(job.run_dir, undisturbed(1))
 
 

@@ -130,6 +130,7 @@ class _History(_Part):
     stopped_of: _Count = 0
     preemptions: _Count = 0
     attempts: _Count = 0
+    failures: _Count = 0
 
 
 class _Group(_Part):

@@ -16,7 +16,7 @@ import torch
 
 from lockstep.training.config import Augment, Config, Data
 from lockstep.training.contract import UserError
-from lockstep.training.data.order import key, mix
+from lockstep.training.data.order import Salt, key, mix
 
 Keys: TypeAlias = Sequence[int] | torch.Tensor
 
@@ -43,7 +43,8 @@ def check_settings(config: Config, shape: tuple[int, ...]) -> None:
 
 def draw_keys(seed: int, epoch: int) -> list[int]:
     """What all draws of one epoch are keyed by: shift (y, x), flip, first flip, epoch."""
-    return [key(seed, epoch, 2), key(seed, 3), key(seed, 4), key(seed, 5), epoch]
+    unchanging = (key(seed, salt) for salt in (Salt.SHIFT_X, Salt.FLIP, Salt.FIRST_FLIP))
+    return [key(seed, epoch, Salt.SHIFT), *unchanging, epoch]
 
 
 def draws(keys: Keys, ids: torch.Tensor, crop: int, flip: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

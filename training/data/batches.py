@@ -33,7 +33,6 @@ from lockstep.wire.signals import FORWARDED
 
 DRAWN_AT_ONCE = 4096
 """Sample ids, of the steps to come."""
-_SALT = 11  # apart from the keys of the order and of the augmentation
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +144,7 @@ class Division:
         low, high = slices[rank]
         if not sizes[rank]:
             return torch.tensor([low]), sizes
-        secret = order.key(self.seed, rank, 8)
+        secret = order.key(self.seed, rank, order.Salt.ORDER_OF_SHARDS)
         return low + self._ids(high - low, secret, epoch, step, self._part_size(rank)), sizes
 
     def _ids(self, count: int, seed: int, epoch: int, step: int, batch: int) -> torch.Tensor:
@@ -386,7 +385,7 @@ class Batches:
         looks = self.warn is not None and self.collate is not None and self.division.parts is not None
         collate = _Apart(self.collate) if looks and self.collate is not None else self.collate
         ids = map(draw, steps)  # no generator: that would end for good
-        for item in loader(dataset, self.division.seed, epoch, ids, self.workers, collate, self._pins):
+        for item in loader(Seeded(dataset, self.division.seed, epoch), ids, self.workers, collate, self._pins):
             batch, depends = item if looks else (item, False)
             if depends and self.warn is not None:
                 self.warn(
@@ -399,12 +398,11 @@ class Batches:
 
 
 def loader(
-    dataset: Any, seed: int, epoch: int, ids: Iterable[Sequence[int]], workers: int,
-    collate: Callable[[list[Any]], Any] | None, pins: bool,
-) -> DataLoader[Any]:  # fmt: skip
-    """The batches with these samples, whose transforms draw by seed, epoch and id."""
+    dataset: Seeded, ids: Iterable[Sequence[int]], workers: int, collate: Callable[[list[Any]], Any] | None, pins: bool
+) -> DataLoader[Any]:
+    """The batches with these samples."""
     made: DataLoader[Any] = DataLoader(
-        _Seeded(dataset, seed, epoch),
+        dataset,
         batch_sampler=ids,  # type: ignore[arg-type]
         num_workers=workers,
         collate_fn=collate,
@@ -500,11 +498,11 @@ class _Apart:
         return batch, any(one.shape != own.shape or bool(((one != own) & (own == own)).any()) for one, own in pairs)
 
 
-class _Seeded(Dataset[Any]):
-    """A dataset whose samples draw from generators of their own; the program's are as they were before."""
+class Seeded(Dataset[Any]):
+    """A dataset whose samples draw by seed, epoch, id and salt; the program's generators are as they were before."""
 
-    def __init__(self, dataset: Dataset[Any], seed: int, epoch: int) -> None:
-        self.dataset, self.seed, self.epoch = dataset, seed, epoch
+    def __init__(self, dataset: Any, seed: int, epoch: int, salt: order.Salt = order.Salt.SAMPLE) -> None:
+        self.dataset, self.seed, self.epoch, self.salt = dataset, seed, epoch, salt
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         """The samples of a batch, as `DataLoader` asks for them."""
@@ -517,7 +515,7 @@ class _Seeded(Dataset[Any]):
             torch.set_rng_state(before[2])
 
     def _sample(self, index: int) -> Any:
-        secret = order.key(self.seed, self.epoch, index, _SALT)
+        secret = order.key(self.seed, self.epoch, index, self.salt)
         random.seed(secret)
         np.random.seed(secret)
         torch.default_generator.manual_seed(secret)  # torch.manual_seed asks every kind of device, 0.2 ms a sample

@@ -8,6 +8,7 @@ ranks share it: a rank takes its contiguous part of every global batch.
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass
 from typing import TypeVar
@@ -19,6 +20,22 @@ from lockstep.training.contract import UserError
 _MASK = 0xFFFFFFFF
 _ROUNDS = 6
 Bits = TypeVar("Bits", int, torch.Tensor)
+
+
+class Salt(enum.IntEnum):
+    """The last number of each `key`, so that no two purposes draw the same numbers. A value that changes changes weights."""
+
+    ORDER = 1
+    SHIFT = 2
+    SHIFT_X = 3
+    FLIP = 4
+    FIRST_FLIP = 5
+    ORDER_OF_SHARDS = 8
+    SAMPLE = 11
+    STEP = 12
+    PART = 13
+    EVALUATION = 14
+    EVALUATED_SAMPLE = 15
 
 
 def mix(x: Bits) -> Bits:
@@ -85,7 +102,7 @@ def global_ids(
     last = (step + 1) * batch
     positions = torch.arange(step * batch, last if uneven == "pad" else max(min(last, n), step * batch))
     positions = positions % n if uneven == "pad" else positions
-    return permute(positions, n, key(seed, epoch, 1)) if shuffle else positions
+    return permute(positions, n, key(seed, epoch, Salt.ORDER)) if shuffle else positions
 
 
 def bounds(count: int, rank: int, world: int, multiple: int = 1) -> tuple[int, int]:

@@ -194,7 +194,7 @@ class RunDirectory:
         return run
 
     @classmethod
-    def take_over(cls, path: Path, attempt: int) -> RunDirectory:
+    def take_over(cls, path: Path, attempt: int, failures: int) -> RunDirectory:
         """Of the rank that had it, which is dead: for the rest of the attempt. Raises `UserError`."""
         try:
             path = path.resolve()
@@ -203,7 +203,7 @@ class RunDirectory:
             raise UserError(f"{path} is in use by another run") from None
         except OSError as error:
             raise UserError(f"cannot use the run directory {path}: {error.strerror}") from None
-        run.attempt = attempt
+        run.attempt, run.failures = attempt, failures
         return run
 
     def last_events(self) -> list[dict[str, Any]]:
@@ -224,6 +224,10 @@ class RunDirectory:
             {name: value for name, value in status.items() if type(value) is int} if isinstance(status, dict) else {}
         )
         self.attempt: int = before.get("attempt", 0) + 1
+        failed = (
+            "attempt" in before and before.get("code", contract.EXIT_FAILED) == contract.EXIT_FAILED
+        )  # killed: its code is null
+        self.failures: int = max(0, before.get("failures", 0)) + failed
         self.step_before: int = before.get("step", 0)
 
     @property
@@ -302,7 +306,13 @@ class RunDirectory:
 
     def status(self, code: int | None, reason: str, step: int) -> None:
         """Replaces status.json, which backends trust above exit codes. `code` None: running."""
-        status: dict[str, Any] = {"code": code, "reason": reason, "step": step, "attempt": self.attempt}
+        status: dict[str, Any] = {
+            "code": code,
+            "reason": reason,
+            "step": step,
+            "attempt": self.attempt,
+            "failures": self.failures,
+        }
         if job := os.environ.get(contract.ENV_JOB):
             status["job"] = job
         restart = os.environ.get(contract.ENV_RESTARTS, "")

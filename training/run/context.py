@@ -86,7 +86,7 @@ class RunContext:
 
     def take_over(self) -> None:
         """Rank 0 was lost, and this one is in its place: it has the run directory from here on. Raises `UserError`."""
-        self.run = run = RunDirectory.take_over(self.path, self.attempt)
+        self.run = run = RunDirectory.take_over(self.path, self.attempt, self.state.history["failures"])
         run.told = self.console.on_status
         run.listeners.append(self.console.on_event)
         self.goodput.take_over(run)

@@ -17,7 +17,7 @@ import torch
 from lockstep.training.checkpoint.generators import Drawing
 from lockstep.training.contract import UserError
 from lockstep.training.data import order
-from lockstep.training.data.batches import loader
+from lockstep.training.data.batches import Seeded, loader
 from lockstep.training.data.trees import to_device
 from lockstep.training.parallel.exchange import all_gather_trees, raise_together
 from lockstep.training.parallel.world import World
@@ -36,7 +36,6 @@ _WANTED = (
     "the function of evaluate() gives sums over its samples, each a number, a tensor of at most one dimension, or a dict of "
     "them by names; it gave "
 )
-_SALT = 13  # of the generators' seeds, apart from those of the data and of the steps
 
 
 def summed(
@@ -70,7 +69,7 @@ def summed(
             if missing and error is None:
                 try:
                     with torch.no_grad(), drawing:  # what is drawn later, all ranks draw alike
-                        drawing.begin(order.key(seed, missing[0], _SALT))
+                        drawing.begin(order.key(seed, missing[0], order.Salt.EVALUATION))
                         found[missing.popleft()] = _checked(_call(function, next(batches)))
                 except Exception as caught:  # noqa: BLE001 - raised below, on all ranks
                     error = caught
@@ -154,11 +153,12 @@ def of_dataset(
         said = f"got {total} samples" if set(lengths) == {total} else f"got {lengths} samples, by rank"
         raise UserError(f"evaluate() needs the whole dataset, the same on every rank and not empty; {said}")
 
+    seeded = Seeded(dataset, seed, 0, order.Salt.EVALUATED_SAMPLE)
     pins = world.device.type == "cuda" and workers > 0  # else a dataset may be on the device already
 
     def load(numbers: list[int]) -> Iterator[Any]:
         batches = [range(number * size, min((number + 1) * size, total)) for number in numbers]
-        for batch in loader(dataset, seed, 0, batches, workers, collate, pins=pins):
+        for batch in loader(seeded, batches, workers, collate, pins):
             yield to_device(batch, world.device)
 
     sums = summed(function, -(-total // size), load, world, seed, boundary)

@@ -250,7 +250,7 @@ class Lifecycle:
             state.kept.add(of_rank, of_rank=True)
             _check_live(world, replica.sync, self.settings.checkpoint.write, of_rank)
             _check_parameters(replica.model, replica.optimizers)
-        attempt = broadcast_tree(directory.attempt if directory else None, world)
+        starts = broadcast_tree([directory.attempt, directory.failures] if directory else None, world)
         rates = _rates(replica.optimizers)
         if self.source is not None:
             self.goodput.enter(Bucket.RESTORED)
@@ -265,12 +265,12 @@ class Lifecycle:
                 scatter(gathered, state, source, resizable=not of_rank_alone)
             self.goodput.enter(Bucket.PREPARED)
         if self.source is not None:  # a node that has nothing but the checkpoint counts on
-            attempt = (
-                state.history["attempts"] if world.replacement else max(attempt, state.history.get("attempts", 0) + 1)
-            )
+            saved = [state.history.get("attempts", 0), state.history.get("failures", 0)]
+            starts = saved if world.replacement else [max(starts[0], saved[0] + 1), max(starts[1], saved[1])]
+        attempt, failures = starts
         if directory is not None:
-            directory.attempt = attempt
-        state.history["attempts"] = attempt
+            directory.attempt, directory.failures = attempt, failures
+        state.history.update(attempts=attempt, failures=failures)
         replica.model.train()
         replica.sync.zero_grad()
         self._saved_generators = generators.capture(world.device) if self.source is not None else None

@@ -19,8 +19,6 @@ from lockstep.training.run.context import RunContext
 from lockstep.training.run.replica import Replica
 from lockstep.training.sync.exact import TreeSum, nodes_of_ranks
 
-_SALT = 13  # of the generators' seeds, apart from those of steps that are not cut
-
 
 class InParts:
     """What the steps of an attempt share. All ranks call the same methods in the same order."""
@@ -113,7 +111,7 @@ class InParts:
 
     def begin_part(self, number: int) -> None:
         self.restore()
-        self._drawing.begin(order.key(self.run.config.seed, self.run.steps_done, number, _SALT))
+        self._drawing.begin(order.key(self.run.config.seed, self.run.steps_done, number, order.Salt.PART))
 
     @torch.no_grad()
     def restore(self) -> None:

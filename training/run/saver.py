@@ -42,11 +42,11 @@ class Interval:
     """The best seconds between two saves, so far.
 
     Args:
-        failures: starts of the run so far that ended neither well nor with their state saved.
+        failures: starts of the run so far that were killed, or ended with exit code 1.
     """
 
     def __init__(self, failures: int) -> None:
-        self.failures = max(0, failures)
+        self.failures = failures
         self._costs: deque[float] = deque(maxlen=_LAST)
         self._writes: deque[float] = deque(maxlen=_LAST)
         self.reported = False
@@ -114,10 +114,7 @@ class Saver:
         self.last_step = context.steps_done
         """The newest state that was saved, or gone on from."""
         self._last_time = now()
-        history = (
-            context.state.history
-        )  # failures: starts other than the first, without those that followed a preemption
-        self.interval = Interval(context.attempt - 1 - history.get("preemptions", 0))
+        self.interval = Interval(context.state.history["failures"])
         self._last_failed = self._hangs = self._saved = False
         self._score: float | None = None
         self._on_disk = context.run is not None and bool(store.candidates(context.run.checkpoints))

@@ -39,7 +39,6 @@ T = TypeVar("T")
 STEPS = "call run.step(loss) in place of loss.backward() and optimizer.step(), or run.backward(loss) and run.update()"
 LOWEST_SCALE = 2.0**-8
 """Of a loss in float16. A gradient that overflows at this scale is not finite by itself."""
-_SALT = 12  # of the generators' seeds, apart from those of the data
 
 
 class Step:
@@ -413,7 +412,7 @@ class Step:
     def _redraw(self) -> None:
         """What the function draws is a function of the seed, the step and the rank."""
         run = self.run
-        self._drawing.begin(order.key(run.config.seed, run.steps_done, run.world.rank, _SALT))
+        self._drawing.begin(order.key(run.config.seed, run.steps_done, run.world.rank, order.Salt.STEP))
 
     # A step in parts: `backward`, perhaps of several micro-batches, and `update`.
 
