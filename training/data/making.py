@@ -114,6 +114,13 @@ def _write(
             tested = train.cut(staging, "test", 1, trained, shrink=False)
         else:
             tested = test.cut(staging, "test", 1, len(test))
+        if len(absent := np.flatnonzero(np.bincount(train.labels[:trained], minlength=len(classes)) == 0)):
+            names = ", ".join(classes[number] for number in absent[:10]) + (", …" if len(absent) > 10 else "")
+            say(
+                f"warning: {source} has no training sample for {len(absent)} of {len(classes)} classes ({names}): the largest label is "
+                f"{most}, check the labels",
+                sys.stderr,
+            )
         about: dict[str, Any] = {
             "format": 1, "source": source, "classes": classes, "shape": list(train.shape),
             "splits": {"train": train.cut(staging, "train", num_shards, trained), "test": tested},

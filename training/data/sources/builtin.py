@@ -27,6 +27,8 @@ _RECORD = 1 + 3 * 32 * 32
 _FASHION_MNIST = [
     "T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
 ]  # fmt: skip
+_FIRST_OF_MNIST = [5, 0, 4, 1, 9, 2, 1, 3, 1, 4, 3, 5, 3, 6, 1, 7]
+"""Its first training labels: the files of both data sets have the same names."""
 _IDX_FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
@@ -208,7 +210,13 @@ def fashion_mnist(root: Path, download: bool) -> Raw:
 
         _download(FashionMNIST, "Fashion-MNIST", root, "the four idx files")
         folder = root / "FashionMNIST" / "raw"
-    return Raw(_idx_split(folder, *_IDX_FILES["train"]), _idx_split(folder, *_IDX_FILES["test"]), _FASHION_MNIST)
+    train, test = (_idx_split(folder, *names) for names in _IDX_FILES.values())
+    if train[1][: len(_FIRST_OF_MNIST)].tolist() == _FIRST_OF_MNIST:
+        raise UserError(
+            f"{folder} holds MNIST, expected Fashion-MNIST, whose files have the same names: choose another data.root, or read MNIST "
+            "with a function (data.source=package.module:function)"
+        )
+    return Raw(train, test, _FASHION_MNIST)
 
 
 def fashion_mnist_files(root: Path) -> list[Path]:

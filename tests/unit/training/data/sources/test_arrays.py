@@ -140,3 +140,13 @@ def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, object], nam
     np.savez(tmp_path / "vectors.npz", samples=VECTORS, labels=LABELS)
     with pytest.raises(UserError, match=named):
         _made(tmp_path, **options)
+
+
+def test_a_class_without_a_training_sample_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    labels = np.where(np.arange(120) == 7, 255, LABELS)  # the mark of a label that is to be ignored, say
+    np.savez(tmp_path / "train.npz", samples=IMAGES, labels=labels)
+    assert len(_made(tmp_path).classes) == 256
+    assert (
+        "for 252 of 256 classes (class 3, class 4," in (told := capfd.readouterr().err)
+        and "largest label is 255" in told
+    )
