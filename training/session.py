@@ -20,6 +20,7 @@ from torch import nn
 
 from lockstep.training.config import Config, own_settings
 from lockstep.training.contract import user_errors
+from lockstep.training.data.alike import check_alike
 from lockstep.training.data.batches import Batches, Part, of_dataset
 from lockstep.training.observe.account import Bucket
 from lockstep.training.parallel.exchange import all_gather_trees
@@ -319,17 +320,24 @@ class Session(Reporting):
         seed, the epoch and the sample. A rank whose part is empty gets one sample with weight 0.
 
         Args:
-            dataset: map-style: it has a length and `dataset[id]`. Or `Batches` that are made already.
+            dataset: map-style: it has a length and `dataset[id]`, and the same samples in the same order on every rank. Or `Batches`
+                that are made already.
             global_batch_size: samples per step, all ranks together.
             uneven: `drop`, `pad` or `weight`, as in a recipe: what happens to a batch that is short, or cannot be divided equally.
             workers: processes that load samples; 0: this one.
             collate: as `collate_fn` of torch's DataLoader.
+
+        Raises:
+            UserError: the ranks' datasets differ (at the first use of each a few samples are compared), or cannot be divided.
 
         Examples:
             >>> for x, y in run.batches(dataset, 512, uneven="weight", workers=2):
             ...     run.step(F.cross_entropy(model(x), y))
         """
         if not isinstance(dataset, Batches):
+            check_alike(
+                dataset, self.world, self.seed, workers, "run.batches()", "hand any other loader to run.iterate(loader)"
+            )
             dataset = of_dataset(
                 dataset, self.world, self.seed, global_batch_size, shuffle=shuffle, uneven=uneven, workers=workers,
                 collate=collate, parts=self._replicated().sync.batch_parts,
@@ -525,7 +533,7 @@ class Session(Reporting):
 
         Raises:
             TypeError: the function returns something else; or the dataset is not map-style.
-            UserError: the dataset is empty.
+            UserError: the dataset is empty, or another one on some rank.
 
         Examples:
             >>> network = run.for_evaluation()

@@ -270,6 +270,36 @@ with Session(sys.argv[1]) as run:
     assert "3 on rank 0, 4 on rank 1" in done.output, done.output
 
 
+def test_another_order_of_the_samples_on_a_rank_is_refused(tmp_path: Path) -> None:
+    """And no dataset that is the same: with transforms that draw, also from a generator of its own, and paths of this rank's disk."""
+    lines = """
+import numpy
+class Files(torch.utils.data.Dataset):
+    def __init__(self, names):
+        self.names, self.draws = names, numpy.random.default_rng()
+    def __len__(self):
+        return len(self.names)
+    def __getitem__(self, index):
+        name = self.names[index]
+        noisy = torch.full((3,), float(name)) + torch.randn(3)
+        own = {"drawn": self.draws.normal(), "path": f"/disk-{run.rank}/{name}"}
+        return {"noisy": noisy, "label": name % 3, "sparse": noisy.to_sparse(), **own}
+with Session(sys.argv[1]) as run:
+    m, o = make(run)
+    names = [*range(64)]
+    fine = Files(names[:])
+    for workers in (0, 1):
+        assert run.evaluate(lambda *samples: len(samples), fine, 32, workers=workers, collate=list) == 1.0
+    assert run.evaluate(lambda *samples: len(samples), ["a", "b", "c"], collate=list) == 1.0
+    names.sort(key=lambda name: (name * (5 + 2 * run.rank)) % 64)  # as a set of names comes, whose order each process draws
+    for _ in run.epochs(1):
+        for b in run.batches(Files(names), 16, collate=list): step(run, m, b)
+"""
+    done = script(2, SCRIPT + lines, tmp_path / "run")
+    said = "error: run.batches() needs the same dataset on every rank, in the same order, and rank 1 has other samples than rank 0"
+    assert done.code == 2 and done.output.count("error: ") == 1 and said in done.output, done.output
+
+
 def test_the_table_of_epochs_fits_the_terminal(tmp_path: Path) -> None:
     """What is logged besides is in the report."""
     lines = """

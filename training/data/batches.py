@@ -398,7 +398,11 @@ class Batches:
 
 
 def loader(
-    dataset: Seeded, ids: Iterable[Sequence[int]], workers: int, collate: Callable[[list[Any]], Any] | None, pins: bool
+    dataset: Dataset[Any],
+    ids: Iterable[Sequence[int]],
+    workers: int,
+    collate: Callable[[list[Any]], Any] | None,
+    pins: bool,
 ) -> DataLoader[Any]:
     """The batches with these samples."""
     made: DataLoader[Any] = DataLoader(
@@ -417,12 +421,7 @@ def of_dataset(
     dataset: Any, world: World, seed: int, batch: int, *, shuffle: bool, uneven: str, workers: int,
     collate: Callable[[list[Any]], Any] | None, parts: order.Parts | None = None,
 ) -> Batches:  # fmt: skip
-    """The batches of any map-style dataset. Raises `TypeError` for another one, `UserError` for a division that cannot be."""
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise TypeError(
-            f"batches() needs a dataset with a length and dataset[id], got a {type(dataset).__name__}: "
-            "hand any other loader to run.iterate(loader)"
-        )
+    """The batches of a map-style dataset. Raises `UserError` for a division that cannot be."""
     if uneven not in ("drop", "pad", "weight"):
         raise UserError(f"uneven is drop | pad | weight, got {uneven!r}")
     if type(batch) is not int or batch < 1:

@@ -17,6 +17,7 @@ import torch
 from lockstep.training.checkpoint.generators import Drawing
 from lockstep.training.contract import UserError
 from lockstep.training.data import order
+from lockstep.training.data.alike import check_alike
 from lockstep.training.data.batches import Seeded, loader
 from lockstep.training.data.trees import to_device
 from lockstep.training.parallel.exchange import all_gather_trees, raise_together
@@ -140,18 +141,13 @@ def of_dataset(
         TypeError: as `summed`; or the dataset is not map-style.
         UserError: it is empty, or has other lengths on other ranks; or `size` is below 1.
     """
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise TypeError(
-            f"evaluate() needs a dataset with a length and dataset[id], got a {type(dataset).__name__}: go over any other loader "
-            "yourself, and add up with run.sum()"
-        )
+    check_alike(
+        dataset, world, seed, workers, "run.evaluate()", "go over any other loader yourself, and add up with run.sum()"
+    )
     if type(size) is not int or size < 1:
         raise UserError(f"batch_size is a number of samples from 1, got {size!r}")
-    lengths = all_gather_trees(len(dataset), world)
-    total = lengths[0]
-    if set(lengths) != {total} or not total:
-        said = f"got {total} samples" if set(lengths) == {total} else f"got {lengths} samples, by rank"
-        raise UserError(f"evaluate() needs the whole dataset, the same on every rank and not empty; {said}")
+    if not (total := len(dataset)):
+        raise UserError("run.evaluate() needs the whole dataset on every rank, and got one without samples")
 
     seeded = Seeded(dataset, seed, 0, order.Salt.EVALUATED_SAMPLE)
     pins = world.device.type == "cuda" and workers > 0  # else a dataset may be on the device already

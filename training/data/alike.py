@@ -1,0 +1,150 @@
+"""Whether a dataset is the same on every rank: its length, and a few samples. File names that are not sorted, or an unseeded shuffle,
+give each rank another order: samples would be trained twice, and others never.
+
+Two things may differ: what a dataset draws from generators of its own, and the last bits of what two machines decode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from lockstep.training.contract import UserError
+from lockstep.training.data.batches import Seeded, loader
+from lockstep.training.parallel.exchange import all_gather_trees, raise_together
+from lockstep.training.parallel.world import World
+
+Values = list[Any]
+"""Of a sample: [shape, some numbers] of each of its tensors, arrays and numbers, or a hash of its texts; None: not comparable."""
+SAMPLES, SECONDS = 16, 0.25
+"""Samples that are compared: fewer if these take longer than so many seconds to load."""
+NUMBERS, LEAVES = 64, 32
+"""Numbers of a tensor, and tensors of a sample, that are compared."""
+TOLERANCE = 0.02
+"""Share of the largest number: two decoders may differ by a few of 255 levels."""
+_COMPARED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""The datasets that were compared, by their id."""
+
+
+def check_alike(dataset: Any, world: World, seed: int, workers: int, who: str, instead: str) -> None:
+    """Compares the ranks' datasets: their lengths, and at the first use a few samples. Collective.
+
+    Args:
+        workers: 0: this process loads the samples; else a worker does, because workers would share the files that are opened here.
+        who: the call that needs the dataset, for the error.
+        instead: what to do with a loader of another kind.
+
+    Raises:
+        TypeError: the dataset is not map-style.
+        UserError: on all ranks: the datasets differ.
+    """
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"{who} needs a dataset with a length and dataset[id], got a {type(dataset).__name__}: {instead}"
+        )
+    if world.size == 1:
+        return
+    new = _COMPARED.get(id(dataset)) is not dataset  # the ranks need not agree: a rank without values is not compared
+    values = _values(dataset, seed, workers) if new else []
+    every = all_gather_trees([len(dataset), values], world)
+    lengths = [length for length, _ in every]
+    different = len(set(lengths)) > 1
+    if what := f"it has {lengths} samples, by rank" if different else _difference([theirs for _, theirs in every]):
+        error = UserError(
+            f"{who} needs the same dataset on every rank, in the same order, and {what}: sort the names of files, and shuffle with a "
+            "seed that all ranks have"
+        )
+        raise_together(error, world)
+    with contextlib.suppress(TypeError):  # a list has no weak reference: it is compared again
+        _COMPARED[id(dataset)] = dataset
+
+
+def _difference(every: list[list[Values]]) -> str:
+    """Names a rank whose samples differ from those of the first rank that has any; empty if none does."""
+    first_rank, first = next(((rank, values) for rank, values in enumerate(every) if values), (0, []))
+    for rank, values in enumerate(every):
+        for number, (expected, found) in enumerate(zip(first, values)):
+            counts_differ = bool(expected and found) and len(expected) != len(found)
+            if counts_differ or not all(map(_near, expected, found)):
+                return f"rank {rank} has other samples than rank {first_rank} (number {number + 1} of {len(first)} that were compared)"
+    return ""
+
+
+def _near(expected: Any, found: Any, tolerance: float = TOLERANCE) -> bool:
+    if expected is None or found is None:
+        return True
+    if type(expected) is not type(found) or isinstance(expected, str):
+        return bool(expected == found)
+    (shape, numbers), (other_shape, others) = expected, found
+    if shape != other_shape:
+        return False
+    scale = max(float(values.nan_to_num().abs().max()) if len(values) else 0.0 for values in (numbers, others))
+    return torch.allclose(numbers, others, rtol=0.0, atol=tolerance * scale, equal_nan=True)
+
+
+def _values(dataset: Any, seed: int, workers: int) -> list[Values]:
+    """Of a few samples, which are spread over the dataset. Empty if a sample cannot be loaded: the loop raises that error."""
+    count = min(SAMPLES, len(dataset))
+    ids = [number * len(dataset) // count for number in range(count)]
+    compared = _Compared(Seeded(dataset, seed, 0))
+    try:
+        return next(iter(loader(compared, [ids], min(workers, 1), list, pins=False))) if ids else []
+    except Exception:  # noqa: BLE001
+        return []
+
+
+class _Compared(Dataset[Any]):
+    """What is compared of the samples of a dataset: a worker sends no more than that."""
+
+    def __init__(self, dataset: Seeded) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, ids: list[int]) -> list[Values]:
+        began, found = time.monotonic(), []
+        for index in ids:
+            first, second = (_of_sample(*self.dataset.__getitems__([index])) for _ in range(2))
+            same = len(first) == len(second)  # else it draws from a generator of its own
+            found.append([one if _near(one, other, 0.0) else None for one, other in zip(first, second)] if same else [])
+            if time.monotonic() - began > SECONDS:
+                break
+        return found
+
+
+def _of_sample(sample: Any) -> Values:
+    numbers: list[list[Any]] = []
+    texts, waiting = hashlib.sha256(), [sample]
+    while waiting and len(numbers) < LEAVES:
+        leaf = waiting.pop(0)
+        if isinstance(leaf, (str, bytes)):
+            texts.update(leaf.encode() if isinstance(leaf, str) else leaf)
+        elif isinstance(leaf, Mapping):
+            waiting += leaf.values()
+        elif isinstance(leaf, (list, tuple)) and not all(isinstance(one, (int, float)) for one in leaf):
+            waiting += leaf
+        elif dataclasses.is_dataclass(leaf):
+            waiting += [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
+        elif (values := _of_leaf(leaf)) is not None:
+            numbers.append(values)
+    return [*numbers] or [texts.hexdigest()]  # a text beside numbers may be a path, which differs between nodes
+
+
+def _of_leaf(leaf: Any) -> list[Any] | None:
+    """The shape, and float64 numbers that are spread over the leaf; None: it has none."""
+    if isinstance(leaf, torch.Tensor) and (leaf.layout is not torch.strided or leaf.is_complex()):
+        return None
+    array = leaf.detach() if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
+    if isinstance(array, np.ndarray) and array.dtype.kind not in "biuf":
+        return None
+    flat = array.reshape(-1)
+    some = flat[:: max(1, -(-len(flat) // NUMBERS))]
+    some = some.double().cpu() if isinstance(some, torch.Tensor) else torch.from_numpy(some.astype(np.float64))
+    return [list(array.shape), some]
