@@ -29,6 +29,7 @@ from lockstep.training.run.lifecycle import Lifecycle
 from lockstep.training.run.loop import Loop
 from lockstep.training.run.replica import Replica
 from lockstep.training.run.reporting import Reporting
+from lockstep.training.run.work import divisor_of_all
 from lockstep.wire.payload import SessionOptions
 
 T = TypeVar("T")
@@ -382,7 +383,7 @@ class Session(Reporting):
     def step(
         self, loss: torch.Tensor | Callable[..., torch.Tensor], *batch: Any,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (), samples: int | None = None,
-        divisor: float | None = None, clip: float = 0.0, scaler: Any = None,
+        divisor: float | torch.Tensor | None = None, clip: float = 0.0, scaler: Any = None,
     ) -> None:  # fmt: skip
         """One optimizer step.
 
@@ -398,8 +399,8 @@ class Session(Reporting):
             optimizer: steps these, not all. Their networks alone learn: the gradients of others are left alone.
             samples: number of this rank's samples. `batches` and `part` know it. Other loaders must give it, so that unequal
                 parts get the right weight.
-            divisor: the loss is a sum, and this is what the sum of all ranks is divided by, such as the number of tokens of the global
-                batch; 1: nothing.
+            divisor: the loss is a sum, and the sum of all ranks is divided by this number; 1: by nothing. A tensor [] is this rank's
+                own number, such as its tokens: the numbers of the ranks are summed, on the device. The quotient is also the loss shown.
             clip: largest norm of the gradient; 0: no clipping.
             scaler: a `torch.amp.GradScaler`. If it overflows on one rank, all ranks lower the scale; a function is then called
                 again, with a loss that was computed already the step is skipped. For a loss that is not finite `nonfinite`
@@ -412,6 +413,7 @@ class Session(Reporting):
         """
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
         step = self._started().step
+        divisor = divisor_of_all(divisor, step.part, self.world)
         if callable(loss) and not isinstance(loss, torch.Tensor):
             step.take(loss, batch, optimizers, samples=samples, divisor=divisor, clip=clip, scaler=scaler)
             return
@@ -431,6 +433,10 @@ class Session(Reporting):
             ...         run.backward(F.cross_entropy(model(a), b), samples=len(b))
             ...     run.update()
         """
+        if isinstance(divisor, torch.Tensor):
+            raise TypeError(
+                "backward() takes the divisor of all ranks, a number: run.sum(tokens), or run.step(function, …)"
+            )
         self._started().step.backward(loss, samples, divisor, scaler)
 
     def accumulate(self, parts: Iterable[T]) -> Iterator[T]:

@@ -186,3 +186,40 @@ def test_a_schedule_that_no_checkpoint_has_is_warned_of_and_may_come_between_two
     assert done.output.count("run.keep(schedule=") == 1, done.output
     done = train(tmp_path / "kept", steps=4, code=later.replace("run.keep(", "run.keep(schedule=schedule, "))
     assert done.code == 0 and "run.keep(schedule=" not in done.output, done.output
+
+
+TOKENS = """
+import sys, torch, torch.nn.functional as F
+from lockstep import Session
+draws = torch.Generator().manual_seed(1)
+X, Y = torch.randn(44, 8, 6, generator=draws), torch.randint(0, 3, (44, 8), generator=draws)
+Y[torch.rand(44, 8, generator=draws) < 0.4] = -100  # padding, which is no token
+with Session(sys.argv[1], "log.report=false", sync=sys.argv[2], micro_batch_size=int(sys.argv[3])) as run:
+    torch.manual_seed(0)
+    net, plain = run.replicate(torch.nn.Linear(6, 3)), torch.nn.Linear(6, 3)
+    plain.load_state_dict(net.state_dict())
+    mine, its = run.optimizer(lambda p: torch.optim.SGD(p, lr=0.5)), torch.optim.SGD(plain.parameters(), lr=0.5)
+    def loss(x, y, net=net):
+        return F.cross_entropy(net(x).flatten(0, 1), y.flatten(), ignore_index=-100, reduction="sum")
+    scaler, minimised, tokens = torch.amp.GradScaler("cpu", init_scale=4.0), 0.0, 0
+    for epoch in run.epochs(1):
+        for x, y, ids in run.batches(torch.utils.data.TensorDataset(X, Y, torch.arange(44)), 16, uneven="weight"):
+            run.step(loss, x, y, divisor=(y != -100).sum(), scaler=scaler)
+            ids = torch.cat(run.gather(ids))
+            total = loss(X[ids], Y[ids], plain)
+            its.zero_grad(); (total / (Y[ids] != -100).sum()).backward(); its.step()
+            minimised, tokens = minimised + total.item(), tokens + int((Y[ids] != -100).sum())
+    torch.testing.assert_close(list(net.parameters()), list(plain.parameters()))
+    assert abs(run.history["train_loss"] - minimised / tokens) < 1e-5, "the loss that is shown is the one that is minimised"
+"""
+
+
+@pytest.mark.promise("session-same")
+def test_a_divisor_may_be_what_each_rank_has_counted(tmp_path: Path) -> None:
+    hashes = []
+    for ranks, sync, micro in ((2, "flat", "3"), (1, "exact", "0"), (3, "exact", "0")):
+        run_dir = tmp_path / f"{sync}-{ranks}"
+        done = script(ranks, TOKENS, run_dir, sync, micro)
+        assert done.code == 0, done.output
+        hashes.append(json.loads((run_dir / "summary.json").read_text())["weights_sha256"])
+    assert hashes[1] == hashes[2]

@@ -12,7 +12,7 @@ from lockstep.training.checkpoint.kept import Kept
 from lockstep.training.checkpoint.object_store import ObjectStore
 from lockstep.training.checkpoint.score import Scores
 from lockstep.training.checkpoint.state import TrainState
-from lockstep.training.config import RunSettings
+from lockstep.training.config import Config, RunSettings
 from lockstep.training.data.shards import CorruptShard
 from lockstep.training.observe.console import Console
 from lockstep.training.observe.exporter import Exporter
@@ -58,6 +58,13 @@ class RunContext:
     def steps_done(self) -> int:
         """Optimizer steps of the run so far."""
         return self.state.kept.steps
+
+    def loss_weight(self, samples: float, divisor: Any) -> Any:
+        """Returns this rank's share of what a step's sum of losses is divided by, for the mean loss that the run shows: of the divisor,
+        if there is one. A recipe shows the mean over its samples, also if it minimises a sum."""
+        if divisor is None or isinstance(self.config, Config):
+            return samples
+        return divisor if self.world.leader or self.state.of_all else 0.0
 
     @property
     def metrics(self) -> Metrics:

@@ -176,6 +176,8 @@ class Recorder:
             raise ValueError(
                 "the size of the global batch is not known before the step: use run.batches() or run.part()"
             )
+        if isinstance(work.divisor, torch.Tensor):
+            raise ValueError("the ranks sum its divisor: give it a number")  # noqa: TRY004 - a value that cannot be recorded
         if not work.samples or work.weight != 1.0:
             raise ValueError("this rank has no sample of the batch")
         sync, checks = self._sync, step.looks or scaler is not None

@@ -31,7 +31,7 @@ from lockstep.training.run.context import RunContext
 from lockstep.training.run.dealt import Dealt
 from lockstep.training.run.parts import InParts
 from lockstep.training.run.replica import Replica, Several
-from lockstep.training.run.work import Compute, Total, Work, checked_loss, count_scaled_step, set_scale
+from lockstep.training.run.work import Compute, Divisor, Total, Work, checked_loss, count_scaled_step, set_scale
 from lockstep.training.sync.base import NotSummed
 from lockstep.training.sync.buckets import SentAlready
 
@@ -86,9 +86,10 @@ class Step:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=run.world.device)
         """Of this rank's samples in the step under way."""
         self._losses: list[torch.Tensor] = []
-        self._weighed = 0.0
-        """This rank's samples whose step has moved the weights."""
-        self._samples, self._accumulating, self._divided = 0, False, False
+        self._weighed: float | torch.Tensor = 0.0
+        """This rank's share of what the loss of the step is divided by (`RunContext.loss_weight`)."""
+        self._samples, self._accumulating = 0, False
+        self._divisor: Divisor = None
         if not replica.sync.replicas:  # no rank gets through its forward pass without the others
             replica.network.register_forward_pre_hook(self._begin_pass)
 
@@ -171,7 +172,7 @@ class Step:
 
     def take(
         self, compute: Compute, batch: tuple[Any, ...], optimizers: tuple[torch.optim.Optimizer, ...], *,
-        samples: int | None, divisor: float | None, clip: float, scaler: Any,
+        samples: int | None, divisor: Divisor, clip: float, scaler: Any,
     ) -> None:  # fmt: skip
         """One step, `compute(*batch)` being the loss. Raises as `backward` and `update` do."""
         if self.pending:
@@ -200,7 +201,7 @@ class Step:
                 norm = self.gradients(work, total, of, scaler)
                 if norm is None or bool(self.finite) or self._accepts(scaler):
                     norm = self.move(optimizers, of, clip, norm)
-                    self._moved(self._samples * work.weight if self.in_parts is None else work.total or 0)
+                    self._moved(self._samples * work.weight if self.in_parts is None else work.total or 0, divisor)
                     count_scaled_step(scaler, optimizers, False, self.replica.sync)
                     break
                 if scale is None and scaler is not None:
@@ -308,7 +309,7 @@ class Step:
                 self.in_parts.inside = False
 
     def _backpropagate(
-        self, loss: torch.Tensor, samples: int, weight: float, total: int | None, divisor: float | None, scaler: Any,
+        self, loss: torch.Tensor, samples: int, weight: float, total: int | None, divisor: Divisor, scaler: Any,
         scale: float | None = None,
     ) -> None:  # fmt: skip
         """Adds the gradient of these samples to that of the step, and their loss to its sum. Arguments as in `Work`.
@@ -369,9 +370,9 @@ class Step:
         """Whether a gradient that is not finite is used all the same."""
         return not self.looks and (scaler is None or scaler.get_scale() <= LOWEST_SCALE)
 
-    def _moved(self, samples: float) -> None:
+    def _moved(self, samples: float, divisor: Divisor) -> None:
         self.attempt.nonfinite_steps = 0
-        self._weighed = samples
+        self._weighed = self.run.loss_weight(samples, divisor)
         losses, weighed = self.run.state.losses.unbind()  # `[0] +=` would also copy each onto itself
         losses += self.loss_sum
         weighed += self._weighed
@@ -433,7 +434,7 @@ class Step:
         finally:
             self._micro_batches = False
 
-    def backward(self, loss: torch.Tensor, samples: int | None, divisor: float | None, scaler: Any) -> None:
+    def backward(self, loss: torch.Tensor, samples: int | None, divisor: Divisor, scaler: Any) -> None:
         """Raises `TypeError`, `ValueError` for arguments that cannot be meant; `UserError` where the strategy has sent the
         gradient of this step; `RuntimeError` for a call out of its order."""
         checked_loss(loss)
@@ -464,7 +465,7 @@ class Step:
         self._unsent, self.attempt.stage = self._micro_batches, 2
         self._check_same_samples(part, samples)
         weight, total = (part.weight, part.total) if part is not None else (1.0, None)
-        self.pending, self._divided, self._as_function = True, divisor is not None, False
+        self.pending, self._divisor, self._as_function = True, divisor, False
         try:
             self._backpropagate(loss, samples, weight, total, divisor, scaler)
         except SentAlready as error:
@@ -494,13 +495,13 @@ class Step:
         with run.state.clock.synchronizing(sync.watch):
             self._synchronize()
         total = Total(self._samples, part.total if part is not None else None).value
-        if part is None and not self._divided:
+        if part is None and self._divisor is None:
             self._divide_by(total)
         of = self._stepping(optimizers)
         norm = self.measure(of, scaler)
         if norm is None or bool(self.finite) or self._accepts(scaler):
             norm = self.move(optimizers, of, clip, norm)
-            self._moved(self._samples * (part.weight if part is not None else 1.0))
+            self._moved(self._samples * (part.weight if part is not None else 1.0), self._divisor)
             count_scaled_step(scaler, optimizers, False, self.replica.sync)
         elif not self._scale_too_high(None, optimizers, scaler) and scaler is not None:
             set_scale(scaler, scaler.get_scale(), self.replica.sync)
@@ -582,7 +583,7 @@ class Step:
 
     def last_loss(self) -> float | None:
         """The mean loss of the last step, over all ranks; None where it moved no weight. Collective."""
-        losses = torch.tensor([float(self.loss_sum), self._weighed], dtype=torch.float64)
+        losses = torch.tensor([float(self.loss_sum), float(self._weighed)], dtype=torch.float64)
         return mean_loss(*self.run.state.over_ranks(losses).tolist())
 
     def _check_same_samples(self, part: Part | None, samples: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,11 @@ import torch.distributed as dist
 from lockstep.training.config import RunSettings
 from lockstep.training.data import order, trees
 from lockstep.training.data.batches import Part
+from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import GradientSync
 
 Compute = Callable[..., torch.Tensor]
+Divisor = float | torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +29,8 @@ class Work:
     samples: int
     total: int | None
     """Samples of all ranks; None: not known yet."""
-    divisor: float | None
-    """`compute` gives a sum of losses, to be divided by this; None: their mean."""
+    divisor: Divisor
+    """`compute` gives a sum of losses, to be divided by this, of all ranks; None: their mean."""
     weight: float
     most: int
     """Samples of a micro-batch, about; 0: all at once."""
@@ -38,8 +41,8 @@ class Work:
 
     @classmethod
     def of(
-        cls, compute: Compute, batch: tuple[Any, ...], samples: int | None, divisor: float | None, part: Part | None,
-        settings: RunSettings, sync: GradientSync,
+        cls, compute: Compute, batch: tuple[Any, ...], samples: int | None, divisor: Divisor,
+        part: Part | None, settings: RunSettings, sync: GradientSync,
     ) -> Work:  # fmt: skip
         """Raises `TypeError`, `RuntimeError`, `UserError` where it is not known which samples these are, or they cannot be cut."""
         most, in_parts = settings.micro_batch_size, sync.batch_parts is not None
@@ -107,6 +110,24 @@ class Total:
                 self._summed.wait()
             self._known = int(self._sum)
         return self._known
+
+
+def divisor_of_all(divisor: Divisor, part: Part | None, world: World) -> Divisor:
+    """Sums a tensor, which is this rank's own count, over the ranks: a float64 scalar on the device, which nothing waits for.
+    A number is that of all ranks already. Collective. Raises `TypeError` for a tensor of another shape."""
+    if not isinstance(divisor, torch.Tensor):
+        return divisor
+    if divisor.numel() != 1:
+        raise TypeError(
+            f"divisor is one number, or this rank's own in a tensor, got a tensor of shape {list(divisor.shape)}"
+        )
+    total = divisor.detach().reshape(()).to(world.device, torch.float64, copy=True)
+    if part is not None and not part.samples:
+        total.zero_()  # a sample of another rank stands in
+    with contextlib.nullcontext() if world.live is None else world.live.once("a divisor that the ranks sum"):
+        if world.size > 1:
+            dist.all_reduce(total)
+    return total
 
 
 def checked_loss(loss: Any) -> torch.Tensor:
