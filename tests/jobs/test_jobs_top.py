@@ -172,8 +172,8 @@ def test_a_title_that_is_too_long_loses_the_beginning_of_the_path(tmp_path: Path
     with at_a_terminal([PYTHON, "-c", product.PROGRAM, "top", str(run), "--every", "0.2"], env) as (process, ours, _):
         shown = until_shown(ours, b"the rest", 60).decode()
         process.kill()
-    titles = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in shown.split("\r\n") if "images/s" in line]
-    assert titles and len(titles[0]) == SIZE[1] and re.fullmatch("….*/run: step 40 of 100, .*images/s", titles[0]), (
+    titles = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in shown.split("\r\n") if "samples/s" in line]
+    assert titles and len(titles[0]) == SIZE[1] and re.fullmatch("….*/run: step 40 of 100, .*samples/s", titles[0]), (
         titles
     )
 

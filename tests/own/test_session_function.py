@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.events import events
 from tests.own.job import assert_weights, script, shared
 from tests.processes import Result
 
@@ -208,6 +209,8 @@ with Session(sys.argv[1], "log.report=false", sync=sys.argv[2], micro_batch_size
             ids = torch.cat(run.gather(ids))
             total = loss(X[ids], Y[ids], plain)
             its.zero_grad(); (total / (Y[ids] != -100).sum()).backward(); its.step()
+            norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+            assert abs(run.grad_norm - norm) < 1e-5 * norm
             minimised, tokens = minimised + total.item(), tokens + int((Y[ids] != -100).sum())
     torch.testing.assert_close(list(net.parameters()), list(plain.parameters()))
     assert abs(run.history["train_loss"] - minimised / tokens) < 1e-5, "the loss that is shown is the one that is minimised"
@@ -222,4 +225,7 @@ def test_a_divisor_may_be_what_each_rank_has_counted(tmp_path: Path) -> None:
         done = script(ranks, TOKENS, run_dir, sync, micro)
         assert done.code == 0, done.output
         hashes.append(json.loads((run_dir / "summary.json").read_text())["weights_sha256"])
+        assert [event["step"] for event in events(run_dir, "step")] == [1, 3], (
+            "the first and the last, whatever log.every is"
+        )
     assert hashes[1] == hashes[2]

@@ -104,7 +104,7 @@ def title(run: str, ranks: list[Rank], width: int = 10_000) -> str:
     first = ranks[0]
     planned = f" of {first.steps_planned}" if first.steps_planned else ""
     logged = "".join(f", {printable(name)} {value:.4g}" for name, value in list(first.logged.items())[:MOST_LOGGED])
-    told = f": step {first.step}{planned}, {images:.0f} images/s{logged}"
+    told = f": step {first.step}{planned}, {images:.0f} samples/s{logged}"
     path, room = printable(run), max(width - len(told), 2)
     return (path if len(path) <= room else f"…{path[1 - room :]}") + told
 

@@ -100,6 +100,8 @@ class Attempt:
         """Steps in a row whose gradient was not finite."""
         self._steps = 0
         """Steps of this attempt."""
+        self.grad_norm: torch.Tensor | None = None
+        """Of the last step's gradient, a scalar on the device; None where it was not computed."""
         self._compares = context.world.size > 1 and context.state.sync.replicas
         """Whether there are replicas to compare."""
         self._compared = not self._compares
@@ -316,7 +318,7 @@ class Attempt:
         """
         context, state = self.context, self.context.state
         state.clock.end()
-        self._steps += 1
+        self._steps, self.grad_norm = self._steps + 1, grad_norm
         done = context.steps_done
         if (
             self._steps == 1 and context.world.live is not None
@@ -336,7 +338,7 @@ class Attempt:
         context.goodput.step(measured, done)
         if context.config.metrics.enabled:
             context.metrics.step(measured, done, lr, samples, state.sync.bytes_sent)
-        if done % context.config.log.every == 0:
+        if done % context.config.log.every == 0 or done in (1, context.console.planned):
             self.reading.take(state.losses, grad_norm, step=done, lr=lr)
         self.tell_readings()
         interval = context.config.log.weights_every

@@ -59,6 +59,18 @@ class Reporting(ABC):
         """
         return self._started().run.scores.best
 
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of the last step's gradient over the samples of all ranks, before `clip`; None before the first step, and with
+        `nonfinite=ignore` unless `clip` computes it. Waits for the device. Every `log.every` steps the events have it anyway.
+
+        Examples:
+            >>> if run.steps % 100 == 0:
+            ...     run.log(norm=run.grad_norm or 0.0)
+        """
+        norm = self._started().attempt.grad_norm
+        return None if norm is None else float(norm)
+
     def event(self, kind: str, **values: Any) -> None:
         """Appends a line to events.jsonl in the run directory (rank 0).
 

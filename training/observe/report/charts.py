@@ -129,7 +129,7 @@ def _curves(named: list[tuple[RunRecord, str]]) -> list[Chart]:
     return [
         Chart("Loss", "steps", "mean cross entropy", "line", loss),
         Chart("Test accuracy", "steps", "accuracy, 0 to 1", "line", accuracy),
-        Chart("Throughput", "steps", "images a second, all ranks", "line", speed, from_zero=True),
+        Chart("Throughput", "steps", "samples a second, all ranks", "line", speed, from_zero=True),
         *(Chart(f"Logged: {key}", "steps", key, "line", logged[key]) for key in others[:MOST_LOGGED]),
     ]
 
@@ -145,7 +145,7 @@ def _curve(label: str, number: int, points: Points, dashed: bool = False) -> Lin
 
 
 def _speeds(epochs: list[dict[str, Any]]) -> Points:
-    """[step, images/s within the epoch that ended there]"""
+    """[step, samples/s within the epoch that ended there]"""
     wanted = ("step", "examples_seen", "trained_seconds")
     known: Points = [[0.0, 0.0, 0.0], *([number_of(event.get(name)) for name in wanted] for event in epochs)]
     return [
