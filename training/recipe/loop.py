@@ -95,11 +95,13 @@ class Progress:
     An event `score` comes after the first step and every `log.score_every` steps from there: after step 1, 101, 201, … with 100.
     The table counts from 0, as the module's loop does (`if i % 100 == 0`), so its lines are those of steps 0, 100, 200, …
     `train_loss` is the mean loss of that step's global batch, before its update, and None where the step was left out;
-    `test_loss` is of the whole test split, after it. `step_seconds` is the mean seconds of a step since the last score.
+    `test_loss` is of the whole test split, after it.
+    With `data.split=exercise` both are of all its samples, after it. `step_seconds` is the mean seconds of a step since the last score.
     """
 
     def __init__(self, run: Session, config: Config, evaluator: Evaluator) -> None:
         self._run, self._every, self._evaluator = run, config.log.score_every, evaluator
+        self._same_samples = config.data.split == "exercise"
         self._last = (run.steps, run.seconds)
 
     def log(self, score: Score) -> None:
@@ -113,6 +115,8 @@ class Progress:
         loss, seconds = run.loss(), run.seconds
         with run._lifecycle.goodput.on(Bucket.EVALUATION):
             score = self._evaluator.score(run.for_evaluation())
+        if self._same_samples:
+            loss = score.loss
         self.log(score)
         steps, since = run.steps - self._last[0], seconds - self._last[1]
         self._last = (run.steps, seconds)
