@@ -1,4 +1,4 @@
-"""The modules' programs in examples/modules: collectives, matrix product, gathered predictions, inference, the toy."""
+"""The modules' programs in examples/modules: collectives, matrix product, early steps, gathered predictions, inference, the toy."""
 
 from __future__ import annotations
 
@@ -44,6 +44,14 @@ def test_each_collective_says_what_it_did() -> None:
         "all_gather   the numbers of all, on every rank: [1.0, 2.0, 3.0]",
     ):
         assert line in done.output, done.output
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_parameter_that_steps_when_its_sum_is_there_ends_where_the_plain_step_does(ranks: int) -> None:
+    done = _program(ranks, "step_early.py")
+    assert done.code == 0 and "the same weights" in done.output, done.output
+    most, whole = re.findall(r"[\d,]{5,}", done.output)
+    assert int(most.replace(",", "")) < int(whole.replace(",", "")) / 2, done.output
 
 
 def test_the_example_gathers_predictions_to_rank_0(tmp_path: Path) -> None:
