@@ -1,7 +1,11 @@
-"""`plain.py` in data parallel: torchrun --nproc-per-node 2 examples/parallel.py STRATEGY [OPTION=VALUE …] (or mpiexec, srun)."""
+"""`plain.py` in data parallel: torchrun --nproc-per-node 2 examples/parallel.py STRATEGY [OPTION=VALUE …] (or mpiexec, srun).
+
+At the end it prints what each rank has sent, and trains `plain.py` for the error: how far the weights are from those of one process.
+"""
 
 import sys
 
+import plain
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
@@ -27,7 +31,10 @@ def main(me):
     digits = load_digits()
     images, labels = torch.tensor(digits.images).float()[:, None] / 16, torch.tensor(digits.target)
     model = Net()
-    strategy = sync.from_words(sys.argv[1:])
+    words = sys.argv[1:]
+    if words[:1] == ["powersgd"]:
+        words.insert(1, "start=10")  # of 75 steps; by default the first 100 send whole gradients
+    strategy = sync.from_words(words)
     net = strategy.wrap(model, me, images[:2])
     optimizer = strategy.make_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
     for epoch in range(3):
@@ -38,13 +45,24 @@ def main(me):
             loss.backward()
             strategy.synchronize()
             optimizer.step()
+        whole = strategy.full_module(model)
         with torch.no_grad():
-            logits = strategy.full_module(model)(images[1500:])
+            logits = whole(images[1500:])
         accuracy = (logits.argmax(1) == labels[1500:]).float().mean()
         if me.leader:
             print(f"epoch {epoch + 1}: loss {F.cross_entropy(logits, labels[1500:]):.5f}, accuracy {accuracy:.4f}")
+    return whole, strategy.bytes_sent
+
+
+def compare(trained, sent):
+    """Trains in one process, and prints the bytes and the error."""
+    print(f"{sent:,} bytes sent by each rank. One process, for comparison:")
+    weights, expected = (nn.utils.parameters_to_vector(model.parameters()) for model in (trained, plain.main()))
+    print(f"error of the weights: {(weights - expected).norm() / expected.norm():.1e} of their norm")
 
 
 if __name__ == "__main__":
     with parallel.script() as me:
-        main(me)
+        trained, sent = main(me)
+        if me.leader:
+            compare(trained, sent)
