@@ -1,7 +1,8 @@
 """Does `nn.DataParallel` speed up inference? python examples/modules/inference.py --batches 1 16 64 256
 
-ResNet-18 alone on one device and wrapped in `DataParallel`, in turn, over batch sizes. Without at least two GPUs DataParallel
-hands the batch through to the module: the numbers then show that wrapping costs nothing and gives nothing.
+ResNet-18, or with --model the Fashion-MNIST network, alone on one device and wrapped in `DataParallel`, in turn, over batch sizes.
+Without at least two GPUs DataParallel hands the batch through to the module: the numbers then show that wrapping costs nothing and
+gives nothing.
 """
 
 import argparse
@@ -11,6 +12,10 @@ import time
 import torch
 from torch import nn
 from torchvision.models import resnet18
+
+from lockstep.training.models.fashion_cnn import FashionCNN
+
+MODELS = {"resnet18": (resnet18, (3, 32, 32)), "fashion_cnn": (FashionCNN, (1, 28, 28))}
 
 
 def timed(model, images):
@@ -49,19 +54,21 @@ def verdict(gpus, ratios):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="resnet18")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64, 256], help="images of a batch")
     parser.add_argument("--rounds", type=int, default=7, help="how often each is timed")
     args = parser.parse_args()
     gpus = torch.cuda.device_count()
     device = torch.device("cuda" if gpus else "cpu")
     torch.manual_seed(0)
-    alone = resnet18(num_classes=10).to(device).eval()
+    build, shape = MODELS[args.model]
+    alone = build(num_classes=10).to(device).eval()
     wrapped = nn.DataParallel(alone)
     print("batch   one device   DataParallel images/s   speed-up")
     ratios = {}
     with torch.inference_mode():
         for batch in args.batches:
-            images = torch.randn(batch, 3, 32, 32, device=device)
+            images = torch.randn(batch, *shape, device=device)
             one, many, ratios[batch] = speed_up(alone, wrapped, images, args.rounds)
             print(f"{batch:5d} {one:12.1f} {many:23.1f} {ratios[batch]:9.2f}×")
     print(verdict(gpus, ratios))

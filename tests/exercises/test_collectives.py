@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import runpy
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, Result, clean_env
+from tests.processes import PYTHON, ROOT, Result, clean_env, run
 from tests.warm.gang import python, running
 
 pytestmark = pytest.mark.promise("modules")
@@ -62,15 +63,30 @@ def test_the_example_gathers_predictions_to_rank_0(tmp_path: Path) -> None:
     assert len(written["predictions"]) == 359 and written["parts"] == [120, 120, 119] and written["accuracy"] > 0.85
 
 
-def test_inference_says_where_data_parallel_is_a_pass_through() -> None:
-    done = python(
-        str(MODULES / "inference.py"), "--batches", "1", "4", "--rounds", "1", env=clean_env(OMP_NUM_THREADS="1")
-    )
+@pytest.mark.parametrize("model", ["resnet18", "fashion_cnn"])
+def test_inference_says_where_data_parallel_is_a_pass_through(model: str) -> None:
+    words = ["--model", model, "--batches", "1", "4", "--rounds", "1"]
+    done = python(str(MODULES / "inference.py"), *words, env=clean_env(OMP_NUM_THREADS="1"))
     assert done.code == 0 and "DataParallel is a pass-through here: with no GPU(s)" in done.output, done.output
     assert re.findall(r"^ +(\d+) +[\d.]+ +[\d.]+ +[\d.]+×$", done.output, re.M) == ["1", "4"]
     verdict = runpy.run_path(str(MODULES / "inference.py"))["verdict"]
     assert verdict(4, {8: 0.5, 512: 1.5}) == "DataParallel over 4 GPUs pays from a batch of 512 on, at best 1.50×."
     assert "is not faster than one" in verdict(2, {8: 0.5}) and "pass-through" in verdict(1, {8: 0.5})
+
+
+@pytest.mark.parametrize("kind", ["ours", "lightning"])
+def test_lightnings_four_lines_and_ours_train_the_same_network(kind: str, tmp_path: Path) -> None:
+    words = [str(MODULES / "lightning_four.py"), kind]
+    if kind == "ours":
+        with running([words] * 2, cwd=tmp_path) as started:
+            done = started.wait(240)
+    else:
+        if find_spec("lightning") is None:
+            pytest.skip("Lightning is not installed: pip install -e '.[peers]'")
+        torchrun = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        done = run([*torchrun, *words], clean_env(PYTHONWARNINGS="ignore", OMP_NUM_THREADS="1"), cwd=tmp_path)
+    accuracy = re.findall(r"^accuracy (\S+)$", done.output, re.MULTILINE)
+    assert done.code == 0 and len(accuracy) == 1 and float(accuracy[0]) > 0.6, done.output
 
 
 def test_the_toy_prints_the_modules_lines_and_equals_one_process() -> None:
