@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,52 @@ def test_the_resnet9_script_under_mpiexec() -> None:
     found = re.findall(r"^acc: (\d\.\d+); avg_loss: (\d+\.\d+)$", done.output, re.M)
     assert len(found) == 6 and float(found[-1][0]) > 0.6 and float(found[-1][1]) < float(found[0][1]), done.output
     assert len(re.findall(r"^Training Time: \d+\.\d+ s$", done.output, re.M)) == 1
+
+
+MODULE = """
+import warnings
+warnings.simplefilter("error")
+from needle_shim import MPI, ResNet9, ddp, ndl
+import numpy as np
+
+assert (MPI is not None) == {with_mpi4py}
+np.random.seed(0)
+rank, device = ddp.init()
+dataset = ndl.data.CIFAR10Dataset("data/cifar-10-batches-py", train=True)
+batches, per_rank = ddp.partition_dataset(dataset, 128, device=device, dtype="float32")
+model = ResNet9(device=device, dtype="float32")
+ddp.broadcast_parameters(model)
+model.train()
+optimizer = ndl.optim.Adam(model.parameters(), lr=0.001, weight_decay=0.001)
+optimizer = ddp.DistributedOptimizer(optimizer)
+loss_function = ndl.nn.SoftmaxLoss()
+for epoch in range(2):
+    for batch in batches:
+        optimizer.reset_grad()
+        x, y = batch
+        out = model(x)
+        right = np.sum(np.argmax(out.numpy(), axis=1) == y.numpy())
+        loss = loss_function(out, y)
+        loss.backward()
+        optimizer.step()
+        if rank == 0:
+            print(f"acc: {{right / y.shape[0]}} of {{y.shape[0]}} of {{len(dataset)}}, loss: {{loss.data.numpy()}}")
+"""
+
+
+@pytest.mark.promise("horovod", "modules")
+@pytest.mark.parametrize("with_mpi4py", [False, True])
+def test_the_first_modules_script_runs_but_for_its_imports(with_mpi4py: bool, tmp_path: Path) -> None:
+    if with_mpi4py and find_spec("mpi4py") is None:
+        pytest.skip("mpi4py is not installed")
+    if not with_mpi4py:
+        (tmp_path / "mpi4py.py").write_text("raise ImportError\n")
+    folder = tmp_path / "data/cifar-10-batches-bin"
+    folder.mkdir(parents=True)
+    for name in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]:
+        (folder / f"{name}.bin").write_bytes(b"".join(bytes([label]) + os.urandom(3072) for label in range(2)))
+    (tmp_path / "train_resnet.py").write_text(MODULE.format(with_mpi4py=with_mpi4py))
+    env = clean_env(PYTHONPATH=f"{ROOT}:{ROOT / 'examples/modules'}", OMP_NUM_THREADS="1")
+    done = run([*_mpiexec(), "train_resnet.py"], env, 180, cwd=tmp_path)
+    found = re.findall(r"^acc: (\S+) of 5 of 10, loss: (\S+)$", done.output, re.M)
+    assert done.code == 0 and len(found) == 2 and float(found[1][1]) < 100, done.output
