@@ -147,9 +147,9 @@ push: ## push what image and image-cpu built of this revision: IMAGE=registry/na
 	@test -n "$(IMAGE)" || { echo "error: say where to: make push IMAGE=registry/name" >&2; exit 2; }
 	@$(PYTHON) docker/pushed.py push $(IMAGE) $(TAG)
 
-smoke: image-cpu ## train in containers, check accuracy and metrics, leave nothing: NODES=2 RANKS=2
+smoke: image-cpu ## train in containers, check accuracy and metrics, leave nothing: NODES=2 RANKS=2 TIMEOUT=seconds
 	@$(PYTHON) docker/smoke.py --image $(NAME_):cpu --nodes $(or $(NODES),2) --ranks $(if $(filter auto,$(RANKS)),2,$(RANKS)) \
-	  --set "$(SET)" $(if $(OUT),--out $(OUT)) $(if $(ACCURACY),--accuracy $(ACCURACY)) $(if $(PROMETHEUS_IMAGE),--prometheus-image $(PROMETHEUS_IMAGE))
+	  --set "$(SET)" $(if $(OUT),--out $(OUT)) $(if $(ACCURACY),--accuracy $(ACCURACY)) $(if $(TIMEOUT),--timeout $(TIMEOUT)) $(if $(PROMETHEUS_IMAGE),--prometheus-image $(PROMETHEUS_IMAGE))
 
 # uv resolves for the images' Python, not for this one. LOCK_FLAGS="--upgrade" takes newer versions.
 LOCK = $(VENV)/bin/uv pip compile --quiet pyproject.toml --extra train --extra slurm --extra cloud --generate-hashes --no-emit-index-url \

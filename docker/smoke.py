@@ -28,6 +28,10 @@ from typing import Any, NoReturn
 
 HERE = Path(__file__).parent
 RECIPE = "smoke"
+LEAST, STARTS = 600, 150
+"""Seconds that the nodes have at least, and how many starts of a container they may take where each rank has a core."""
+EVERY = 20
+"""Seconds between two lines that say what it waits for."""
 
 
 class Failed(Exception):
@@ -53,10 +57,23 @@ class Smoke:
         settings += [f"overrides.{one}" for one in ("threads=1", *args.set.split())]
         words = ["--name", self.name, "--recipe", RECIPE, "--image", args.image, "--nodes", str(args.nodes)]
         python = ("run", "--rm", "--network", "none", "--entrypoint", "python", args.image)
+        began = time.monotonic()
         rendered = self.docker(*python, "-m", "lockstep.jobs", "render", "compose", *words, "--set", *settings)
+        if args.timeout is None:
+            args.timeout = self.measured(time.monotonic() - began)
         self.docker("volume", "create", f"{self.project}-runs")  # as `lockstep submit` does
         self.file.write_bytes(rendered)
         self.compose("up", "--detach", "--no-build")
+
+    def measured(self, seconds: float) -> float:
+        """Seconds to wait for the nodes, where a container that starts Python has taken so many."""
+        cores = int(self.docker("info", "--format", "{{.NCPU}}"))
+        ranks = self.args.nodes * self.args.ranks
+        timeout = max(LEAST, STARTS * seconds * max(1, ranks / cores))
+        tell(
+            f"a container starts in {seconds:.1f} s, and {ranks} ranks share {cores} cores: the nodes have {timeout:.0f} s"
+        )
+        return timeout
 
     def docker(self, *words: str, timeout: float = 120) -> bytes:
         try:
@@ -80,12 +97,25 @@ class Smoke:
 
     def wait(self) -> list[dict[str, Any]]:
         """The nodes once they have ended."""
-        deadline = time.monotonic() + self.args.timeout
-        while any(node["State"]["Status"] in ("created", "running", "restarting") for node in self.nodes()):
-            if time.monotonic() > deadline:
-                raise Failed(f"the nodes have not ended within {self.args.timeout:g} s")
+        began = told = time.monotonic()
+        while True:
+            nodes = self.nodes()
+            states = {node["Name"].lstrip("/"): node["State"]["Status"] for node in nodes}
+            waiting = [
+                f"{name} ({state})" for name, state in states.items() if state in ("created", "running", "restarting")
+            ]
+            if not waiting:
+                return nodes
+            now = time.monotonic()
+            if now - began > self.args.timeout:
+                raise Failed(
+                    f"{' and '.join(waiting)} did not end within {self.args.timeout:g} s: read `docker logs`, or give more time "
+                    "with make smoke TIMEOUT=SECONDS"
+                )
+            if now - told >= EVERY:
+                told = now
+                tell(f"waits for {', '.join(waiting)}: {now - began:.0f} of {self.args.timeout:.0f} s")
             time.sleep(1.5)
-        return self.nodes()
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         """What Prometheus answers: a series each, with `metric` and `value`."""
@@ -112,6 +142,10 @@ class Smoke:
         }.items():
             if left := self.docker(*words, "--quiet", "--filter", own).split():
                 raise Failed(f"{len(left)} {kind}s of {self.project} are still there")
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def configuration(ranks: int) -> str:
@@ -174,11 +208,13 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2, help="ranks a node")
     parser.add_argument("--accuracy", type=float, default=0.98, help="the least that is right")
     parser.add_argument("--set", default="", help="more settings of the recipe: NAME=VALUE …")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for the training")
+    parser.add_argument("--timeout", type=float, help=f"seconds for the training; else measured, at least {LEAST}")
     parser.add_argument("--out", type=Path, help="copy the run directory there")
     args = parser.parse_args()
     if not (1 <= args.nodes <= 16 and 1 <= args.ranks <= 16):
         parser.error("--nodes and --ranks must be 1 … 16")
+    if args.timeout is not None and not args.timeout > 0:
+        parser.error(f"--timeout must be above 0 seconds, got {args.timeout:g}")
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
         raise Failed(f"stopped by {signal.Signals(number).name}")

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from tests.checkout import copy_to, environment
-from tests.processes import ROOT, run
+from tests.processes import ROOT, clean_env, run
 
 try:
     import tomllib
@@ -173,3 +173,38 @@ def test_the_lock_is_the_projects_with_a_hash_for_every_file(variant: str, exclu
         )
     assert left_out <= {wanted.name for wanted in needed}, "an exclusion that excludes nothing"
     assert any(name.startswith("nvidia-") for name in found) == (variant == "cuda")
+
+
+FAKE = """#!{python}
+import json, sys
+words = " ".join(sys.argv[1:])
+if words.startswith("info"):
+    print(2)
+elif words.startswith("ps --all --quiet --filter label=lockstep/job"):
+    print("one two")
+elif words.startswith("inspect"):
+    state = {{"Status": "{state}", "ExitCode": 3}}
+    print(json.dumps([{{"Id": "1", "Name": "/smoke-0", "State": state}}, {{"Id": "2", "Name": "/smoke-1", "State": state}}]))
+"""
+"""An engine whose two nodes stay in one state."""
+
+
+@pytest.mark.parametrize(("state", "words"), [("running", ["--timeout", "0.1"]), ("exited", [])])
+def test_smoke_says_what_it_waits_for_and_how_long(state: str, words: list[str], tmp_path: Path) -> None:
+    """By default as long as the machine needs: 150 starts of a container, times two where four ranks share two cores."""
+    docker = tmp_path / "docker"
+    docker.write_text(FAKE.format(python=sys.executable, state=state))
+    docker.chmod(0o755)
+    done = run(
+        [sys.executable, str(ROOT / "docker/smoke.py"), *words], clean_env(PATH=f"{tmp_path}:{os.environ['PATH']}")
+    )
+    if words:
+        assert done.code == 2 and "smoke-0 (running) and smoke-1 (running) did not end within 0.1 s" in done.output, (
+            done.output
+        )
+        assert "make smoke TIMEOUT=SECONDS" in done.output and "4 ranks" not in done.output
+    else:
+        assert re.search(
+            r"a container starts in \d+\.\d s, and 4 ranks share 2 cores: the nodes have \d{3,} s", done.output
+        ), done.output
+        assert done.code == 1 and re.search(r"^NOT +exit codes of the nodes +3 3$", done.output, re.M), done.output
