@@ -97,7 +97,7 @@ class Smoke:
 
     def wait(self) -> list[dict[str, Any]]:
         """The nodes once they have ended."""
-        began = told = time.monotonic()
+        began = printed = time.monotonic()
         while True:
             nodes = self.nodes()
             states = {node["Name"].lstrip("/"): node["State"]["Status"] for node in nodes}
@@ -112,8 +112,8 @@ class Smoke:
                     f"{' and '.join(waiting)} did not end within {self.args.timeout:g} s: read `docker logs`, or give more time "
                     "with make smoke TIMEOUT=SECONDS"
                 )
-            if now - told >= EVERY:
-                told = now
+            if now - printed >= EVERY:
+                printed = now
                 tell(f"waits for {', '.join(waiting)}: {now - began:.0f} of {self.args.timeout:.0f} s")
             time.sleep(1.5)
 

@@ -23,18 +23,8 @@ except ImportError:
     MPI = None  # the script imports it, and uses `ddp` alone
 
 __all__ = [
-    "MPI",
-    "DistributedOptimizer",
-    "ResNet9",
-    "broadcast_parameters",
-    "data",
-    "ddp",
-    "init",
-    "ndl",
-    "nn",
-    "optim",
-    "partition_dataset",
-]
+    "MPI", "DistributedOptimizer", "ResNet9", "broadcast_parameters", "data", "ddp", "init", "ndl", "nn", "optim", "partition_dataset",
+]  # fmt: skip
 
 
 class Tensor(torch.Tensor):

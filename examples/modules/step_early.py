@@ -2,7 +2,7 @@
 
     lockstep run --ranks 2 -- python examples/modules/step_early.py      # so do torchrun, srun and mpiexec
 
-It helps where gradients or the optimizer cost much beside the backward pass: a gradient is freed at once, so only a few are in memory,
+It helps where memory is short or the optimizer takes long: a gradient is freed at once, so only a few are in memory,
 and the optimizer works while other gradients travel. No gradient can be clipped by the norm of all, scaled or added up over several
 passes, and a step that turns out not to be finite cannot be left out: earlier parameters have taken it.
 
