@@ -22,15 +22,18 @@ from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.score import Rule, chosen
 from lockstep.training.checkpoint.state import checked, evaluated_weights
 from lockstep.training.contract import UserError
+from lockstep.training.parallel.names import matched
 
 SAFETENSORS = ".safetensors"
+ENVELOPES = ("state_dict", "model")
+"""Keys under which training scripts save a state dict, next to an epoch or an optimizer."""
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
     """A state dict. Only tensors are read, no code, and no file takes more memory than it has bytes.
 
     Raises:
-        UserError: the file is missing, or holds anything but named tensors.
+        UserError: the file is missing, or holds anything but named tensors: bare, or as the one state dict in an envelope.
     """
     with files.reading(path), files.regular(path) as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about files that are refused a line later
@@ -39,12 +42,24 @@ def read(path: Path) -> dict[str, torch.Tensor]:
                 return safetensors.torch.load_file(path)
             _refuse_bombs(file, path)
             value = torch.load(file, map_location="cpu", weights_only=True)
-    named = isinstance(value, dict) and value and all(isinstance(name, str) for name in value)
-    if not named or not all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
-        raise UserError(
-            f"{path} does not hold a state dict: expected names and tensors, as `training export` writes them"
-        )
-    return dict(value)
+    if _is_state_dict(value):
+        return dict(value)
+    inside = [name for name, inner in value.items() if _is_state_dict(inner)] if isinstance(value, dict) else []
+    if len(inside) == 1 and inside[0] in ENVELOPES:
+        return dict(value[inside[0]])
+    holds = f"holds {' and '.join(map(repr, inside))}" if inside else "does not hold a state dict"
+    raise UserError(
+        f"{path} {holds}: expected names and tensors, as `training export` writes them, or one state dict under "
+        f"{' or '.join(map(repr, ENVELOPES))}"
+    )
+
+
+def _is_state_dict(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items())
+    )
 
 
 def _refuse_bombs(file: BinaryIO, path: Path) -> None:
@@ -86,7 +101,7 @@ def _names(file: BinaryIO, pickles: int) -> Iterator[str]:
 
 
 def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> None:
-    """Copies weights into a model; a leading `module.` (of DDP) is dropped where the names fit only so.
+    """Copies weights into a model. Names that wrappers add (`module.`, `_orig_mod.`) make no difference.
 
     Raises:
         UserError: names the first weight that does not match, and what the model says of it (`misfit`). `path` is where
@@ -94,8 +109,7 @@ def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> No
     """
     hint = getattr(model, "misfit", "")
     model_state = model.state_dict()
-    if model_state.keys() != weights.keys():
-        weights = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
+    weights = matched(weights, model_state.keys())
     for name in sorted(model_state.keys() ^ weights.keys()):
         where = "is missing" if name in model_state else "is not in the model"
         raise UserError(f"{path}: {name} {where}{hint}")

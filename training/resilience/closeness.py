@@ -20,6 +20,7 @@ from torch import nn
 
 from lockstep.training.contract import named
 from lockstep.training.parallel.exchange import all_gather_trees, group_size, tensor_bytes
+from lockstep.training.parallel.names import plain_name
 from lockstep.training.parallel.world import World
 
 BATCH_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -142,7 +143,7 @@ def _tensors(model: nn.Module, batch_statistics: bool) -> Iterator[tuple[str, to
             if any(placement.is_shard() for placement in placements):
                 continue
             tensor = tensor.to_local()  # type: ignore[attr-defined]
-        yield name.removeprefix("module."), tensor
+        yield plain_name(model, name), tensor
 
 
 def _unlike_rank_0(values: torch.Tensor) -> dict[int, list[float]]:

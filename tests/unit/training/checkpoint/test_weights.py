@@ -7,6 +7,7 @@ import safetensors.torch
 import torch
 
 from lockstep.training.checkpoint import weights
+from lockstep.training.parallel import names
 from tests.product import UserError
 
 
@@ -45,3 +46,52 @@ def test_weight_files(tmp_path: Path) -> None:
         weights.read(path)
     with pytest.raises(UserError, match="cannot read"):
         weights.read(tmp_path / "none.pth")
+
+
+class Net(torch.nn.Module):
+    def __init__(self, parallel: type[torch.nn.Module] | None = None) -> None:
+        super().__init__()
+        self.module = torch.nn.Linear(2, 2)  # its own, and no wrapper's
+        self.tied = torch.nn.Sequential(self.module)
+        if parallel is not None:
+            self.tied = parallel(self.tied)  # type: ignore[assignment]
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+
+class Compiled(torch.nn.Module):
+    """As `torch.compile` keeps a module, without its compiler, which takes seconds to load."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = module
+
+
+def test_what_wrappers_add_to_names_makes_no_difference(tmp_path: Path) -> None:
+    net, path = Net(), tmp_path / "w.pth"
+    wrapped = Compiled(Net(torch.nn.DataParallel))
+    assert {*names.plain(wrapped, wrapped.state_dict())} == net.state_dict().keys()
+    for prefix in (
+        "",
+        "module.",
+        "_orig_mod.",
+        "_orig_mod.module.",
+        "_fsdp_wrapped_module.",
+        "tied._checkpoint_wrapped_module.",
+    ):
+        tensors = {
+            (prefix + name if "tied" not in prefix else name.replace("tied.", prefix)): tensor
+            for name, tensor in net.state_dict().items()
+        }
+        for content in (tensors, {"state_dict": tensors, "epoch": 3}, {"model": tensors, "optimizer": {"state": {}}}):
+            torch.save(content, path)
+            for other in (Net(), wrapped):
+                weights.assign(other, weights.read(path), path)
+                assert all(
+                    torch.equal(one, two) for one, two in zip(net.state_dict().values(), other.state_dict().values())
+                )
+    tensors = net.state_dict()
+    with pytest.raises(UserError, match="is not in the model"):
+        weights.assign(Net(), {**tensors, "_orig_mod.module.weight": tensors["module.weight"]}, path)
+    torch.save({"model": tensors, "model_ema": tensors, "epoch": 3}, path)
+    with pytest.raises(UserError, match="holds 'model' and 'model_ema'"):
+        weights.read(path)
