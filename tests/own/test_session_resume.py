@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests import product
 from tests.own.job import OwnJob, assert_same, script
 from tests.processes import poll
+from tests.ranks import training
 
 pytestmark = pytest.mark.promise("session-resume")
 
@@ -99,6 +101,62 @@ with Session(sys.argv[1]) as run:
         outputs.append([line for line in done.output.splitlines() if "learning rate" in line])
     assert [len(lines) for lines in outputs] == [0, 0, 1, 0], outputs
     assert "rank 0" in outputs[2][0] and "0.1 → 0.025" in outputs[2][0], outputs
+
+
+CHANGED = """
+import hashlib, sys, torch
+from lockstep import Session
+folder, sync, compiled = sys.argv[1:]
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.back, self.norm, self.head = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)
+        self.tied = torch.nn.ModuleList([self.back, self.norm])
+        self.register_buffer("transient", torch.zeros(1), persistent=False)
+    def forward(self, x):
+        return self.head(self.norm(self.back(x)).relu())
+def start(name, epochs):
+    with Session(f"{folder}/{name}", f"sync.name={sync}") as run:
+        net = Net()
+        net.back.requires_grad_(False)
+        model = run.replicate(torch.compile(net, backend="eager") if compiled and not run.resumed else net)
+        run.optimizer(lambda _: torch.optim.SGD(net.back.parameters(), lr=0.1, momentum=0.9))
+        trained = [*net.head.parameters(), *net.norm.parameters()] if run.resumed else [*net.head.parameters()]
+        added = run.optimizer(lambda _: torch.optim.Adam(trained, lr=0.01), "added")
+        run.average(0.9)
+        for epoch in run.epochs(epochs):
+            if epoch == 1:
+                net.back.requires_grad_(True)
+                net.norm.eval()
+                added.add_param_group({"params": net.norm.parameters(), "lr": 0.02})
+            for (x,) in run.batches(torch.utils.data.TensorDataset(torch.ones(32, 8) / torch.arange(1, 33)[:, None]), 16):
+                run.step(lambda x: model(x).square().mean(), x)
+            assert net.training and net.norm.training == (epoch < 1), epoch
+            net.eval()
+            run.boundary()
+            net.train()
+            net.norm.train(epoch < 1)
+        tensors = [*net.state_dict().values(), *run.for_evaluation().state_dict().values()]
+        groups = [(len(group["params"]), group["lr"]) for group in added.param_groups]
+        return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest(), groups
+calm = start("calm", 3)
+start("resumed", 2)
+print(f"same: {start('resumed', 3) == calm}", flush=True)
+print(sorted(Net().state_dict()))
+"""
+
+
+@pytest.mark.parametrize(("sync", "compiled"), [("exact", ""), ("flat", "compiled")])
+def test_what_a_script_unfreezes_adds_and_compiles_is_so_after_a_resume(
+    tmp_path: Path, sync: str, compiled: str
+) -> None:
+    """Which parameters are trained, which modules, and the optimizers' groups are those of the checkpoint, whatever a start makes."""
+    done = script(1, CHANGED, tmp_path, sync, compiled)
+    assert done.code == 0 and "same: True" in done.output, done.output
+    assert done.output.count("has changed the groups of parameters of added") == 1, done.output
+    exported = training("export", str(tmp_path / "calm"), str(tmp_path / "weights.safetensors"))
+    assert exported.code == 0, exported.output
+    assert str(sorted(load_file(tmp_path / "weights.safetensors"))) in done.output, "what the plain network loads"
 
 
 LATER = """

@@ -69,6 +69,8 @@ class Kept:
         """The same, of the epoch under way alone."""
         self.rates: dict[str, float] = {}
         """The learning rate of each group as the script made it, by the optimizer's name and the group's number."""
+        self.groups: dict[str, str] = {}
+        """By the optimizer's name, the sha256 of the parameters in its groups as the script made them."""
         self.epoch_generators: dict[str, Any] | None = None
         """This rank's generators at the start of the epoch under way."""
         self.cursor_generators: dict[str, Any] | None = None
@@ -99,7 +101,7 @@ class Kept:
             "objects": {name: stateful.state_dict() for name, stateful in self.objects.items()},
             "values": dict(self.values), "steps": self.steps, "samples": self.samples, "data": self.data,
             "logged": self.logged, "logged_in_epoch": self.logged_in_epoch, "summary": dict(self.summary),
-            "rates": self.rates,
+            "rates": self.rates, "groups": self.groups,
         }  # fmt: skip
 
     def rank_state(self) -> dict[str, Any]:
@@ -121,7 +123,7 @@ class Kept:
         self.summary.update(shared["summary"])
         self.steps, self.samples = shared["steps"], shared["samples"]
         self.data, self.logged, self.logged_in_epoch = shared["data"], shared["logged"], shared["logged_in_epoch"]
-        self.rates = shared["rates"]
+        self.rates, self.groups = shared["rates"], shared["groups"]
         if rank is not None:
             _load(self.rank_objects, rank["objects"])
             self.epoch_generators = rank["epoch_generators"]

@@ -7,7 +7,7 @@ the optimizer keeps for them, are keyed by name. A parameter that several module
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -23,6 +23,7 @@ from lockstep.training.observe.clock import StepClock
 from lockstep.training.optim.base import PlainOptimizer
 from lockstep.training.optim.ema import Ema
 from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree, gather_trees, reduced, scatter_trees
+from lockstep.training.parallel.names import plain, plain_name
 from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import GradientSync
 
@@ -39,7 +40,7 @@ class Cursor:
 class TrainState:
     world: World
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: Mapping[str, torch.optim.Optimizer]
     sync: GradientSync
     ema: Ema | None
     cursor: Cursor
@@ -52,6 +53,8 @@ class TrainState:
     """What the script keeps."""
     canary: dict[str, Any] = field(default_factory=dict)
     """What shows whether another machine computes the same bits (`run/canary.py`); empty: nothing asks for that."""
+    cursor_evaluating: set[nn.Module] | None = None
+    """The modules that are in evaluation mode where the cursor stands; None: those that are so now."""
 
     @property
     def of_all(self) -> bool:
@@ -73,8 +76,8 @@ def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None
     """
     rank_state: dict[str, Any] = {
         "rng": state.kept.cursor_generators or generators.capture(state.world.device),
-        "buffers": dict(state.model.named_buffers()),
-        "average_buffers": dict(state.ema.average.named_buffers()) if state.ema else {},
+        "buffers": _buffers(state.model),
+        "average_buffers": _buffers(state.ema.average) if state.ema else {},
         "losses": state.losses,
         "sync": state.sync.state_dict(),
         "kept": state.kept.rank_state(),
@@ -82,14 +85,26 @@ def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None
     ranks = all_gather_trees(rank_state, state.world) if everywhere else gather_trees(rank_state, state.world)
     model = state.sync.full_parameters(state.model, everywhere)
     average = state.sync.full_parameters(state.ema.average, everywhere) if state.ema else {}
-    optimizer = state.sync.optimizer_state(state.optimizer, everywhere)
-    if ranks is None or model is None or average is None or optimizer is None:
+    optimizers = {
+        name: state.sync.optimizer_state(optimizer, everywhere) for name, optimizer in state.optimizers.items()
+    }
+    if ranks is None or model is None or average is None:
         return None
+    named = {
+        name: _by_name(saved, parameter_names(state.sync, state.optimizers[name]))
+        for name, saved in optimizers.items()
+        if saved is not None
+    }
+    first = next(iter(named))
     shared = {
-        "model": model,
-        "average": average,
+        "model": plain(state.model, model),
+        "average": plain(state.model, average),
         "aliases": _aliases(state.model),
-        "optimizer": _by_name(optimizer, _names(state)),
+        "frozen": [name for name, parameter in _parameters(state.model).items() if not parameter.requires_grad],
+        "evaluating": _evaluating(state),
+        "transient": _transient(state.model),
+        "optimizer": named.pop(first),
+        "further_optimizers": named,
         "cursor": [state.cursor.epoch, state.cursor.step],
         "trained_seconds": state.clock.trained,
         "history": state.history,
@@ -99,9 +114,31 @@ def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None
     return {"shared": shared, "ranks": ranks}
 
 
-def _names(state: TrainState) -> list[list[str]]:
-    """Of the parameters in each of the optimizer's groups."""
-    return _in_groups(state.sync.parameter_groups(state.optimizer), state.model)
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return plain(model, dict(model.named_parameters()))
+
+
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    return plain(model, dict(model.named_buffers()))
+
+
+def _evaluating(state: TrainState) -> list[str]:
+    """The modules that are in evaluation mode, where the cursor stands."""
+    modules, at_cursor = state.model.named_modules(), state.cursor_evaluating
+    return [
+        plain_name(state.model, name)
+        for name, module in modules
+        if (not module.training if at_cursor is None else module in at_cursor)
+    ]
+
+
+def _transient(model: nn.Module) -> list[str]:
+    """The buffers that the model's `state_dict` leaves out."""
+    return [
+        plain_name(model, f"{prefix}.{name}".lstrip("."))
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in sorted(module._non_persistent_buffers_set)
+    ]
 
 
 class _Part(BaseModel):
@@ -152,6 +189,7 @@ class _KeptByScript(_Part):
     logged: dict[Any, Any]
     logged_in_epoch: dict[Any, Any]
     rates: dict[str, float | None]
+    groups: dict[str, str]
     summary: dict[Any, Any]
 
 
@@ -173,7 +211,11 @@ class _Shared(_Part):
     model: Annotated[_Tensors, Field(min_length=1)]
     average: _Tensors
     aliases: dict[str, str]
+    frozen: list[str]
+    evaluating: list[str]
+    transient: list[str]
     optimizer: _Optimizer
+    further_optimizers: dict[str, _Optimizer]
     cursor: Annotated[list[_Count], Field(min_length=2, max_length=2)]
     trained_seconds: float = Field(ge=0, lt=1e12)
     history: _History
@@ -214,7 +256,7 @@ def checked(gathered: Any) -> dict[str, Any]:
         place = error.errors(include_url=False, include_context=False, include_input=False)[0]["loc"]
         _expect(False, ", ".join(map(str, place)) or "outermost mapping")
     shared, first = state.shared, state.ranks[0]
-    _expect(shared.model.keys() >= set(shared.aliases.values()), "aliases")
+    _expect(shared.model.keys() | first.buffers.keys() >= set(shared.aliases.values()), "aliases")
     _expect(not shared.average or shared.average.keys() == shared.model.keys(), "average")
     for number, rank in enumerate(state.ranks):
         losses = rank.losses
@@ -311,16 +353,19 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
         if rank_state["misfit"] is not None:
             raise ValueError(rank_state["misfit"])
     shared = broadcast_tree(None if gathered is None else gathered["shared"], state.world, source)
-    _copy(shared["model"], dict(state.model.named_parameters()), state.sync.copy_into_shard)
-    _check_moments(shared["optimizer"], state.optimizer, {tensor.shape for tensor in shared["model"].values()})
-    saved = _by_number(shared["optimizer"], _names(state))
-    groups = _completed(saved["param_groups"], state.optimizer)
-    state.sync.load_optimizer_state(state.optimizer, {**saved, "param_groups": groups})
+    parameters = _parameters(state.model)
+    _copy(shared["model"], parameters, state.sync.copy_into_shard)
+    frozen, evaluating = set(shared["frozen"]), set(shared["evaluating"])
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name not in frozen)
+    for name, module in state.model.named_modules():
+        module.training = plain_name(state.model, name) not in evaluating
+    _load_optimizers(shared, state)
     state.cursor.epoch, state.cursor.step = shared["cursor"]
     state.clock.trained = shared["trained_seconds"]
     state.history.update(shared["history"])
     if state.ema:
-        _copy(shared["average"], dict(state.ema.average.named_parameters()), state.sync.copy_into_shard)
+        _copy(shared["average"], _parameters(state.ema.average), state.sync.copy_into_shard)
     alike = state.of_all
     if same_size or alike:
         generators.restore(rank_state["rng"], state.world.device)
@@ -331,9 +376,9 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
     if alike and not same_size:
         state.kept.epoch_generators = rank_state["epoch_generators"]
     state.canary = shared["canary"]
-    _copy(rank_state["buffers"], dict(state.model.named_buffers()))
+    _copy(rank_state["buffers"], _buffers(state.model))
     if state.ema:
-        _copy(rank_state["average_buffers"], dict(state.ema.average.named_buffers()))
+        _copy(rank_state["average_buffers"], _buffers(state.ema.average))
 
 
 def _merged(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
@@ -356,12 +401,13 @@ def _merged(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
 def evaluated_weights(gathered: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The weights that evaluation used: the average where there is one, with batch statistics averaged over the ranks.
 
-    A parameter that several modules share has an entry for each of its names, as in a `state_dict`.
+    The names are those of a `state_dict`: a parameter that several modules share has an entry for each of its names.
     """
     shared, ranks = gathered["shared"], gathered["ranks"]
     weights, buffers = ("average", "average_buffers") if shared["average"] else ("model", "buffers")
     tensors = {**shared[weights], **mean_of([rank[buffers] for rank in ranks])}
-    return {**tensors, **{alias: tensors[name] for alias, name in shared["aliases"].items()}}
+    tensors |= {alias: tensors[name] for alias, name in shared["aliases"].items()}
+    return {name: tensor for name, tensor in tensors.items() if name not in shared["transient"]}
 
 
 def mean_of(buffers: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -398,8 +444,8 @@ def averaged_buffers(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def _copy(
-    saved: dict[str, torch.Tensor],
-    targets: dict[str, torch.Tensor],
+    saved: Mapping[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor],
     write: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
 ) -> None:
     if saved.keys() != targets.keys():
@@ -439,36 +485,58 @@ def _by_name(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
     }
 
 
-def _by_number(saved: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
-    """The inverse of `_by_name`, for an optimizer whose groups have `names`.
+def _load_optimizers(shared: dict[str, Any], state: TrainState) -> None:
+    """The checkpoint's groups hold: a script may have added some, or moved a parameter, in the middle of the run.
 
     Raises:
-        ValueError: the groups are not those of this optimizer.
+        ValueError: the checkpoint has other optimizers, or an optimizer that does not fit.
     """
-    groups = saved["param_groups"]
-    if len(groups) != len(names):
-        raise ValueError(f"the optimizer has {len(names)} groups of parameters, and the checkpoint {len(groups)}")
-    for position, (group, group_names) in enumerate(zip(groups, names)):
-        if sorted(group["params"]) != sorted(group_names):
-            different = sorted(set(group["params"]) ^ set(group_names)) or group_names
+    first, *further = state.optimizers
+    saved_by_name = {first: shared["optimizer"], **shared["further_optimizers"]}
+    if different := sorted({*further} ^ shared["further_optimizers"].keys()):
+        where = "the script" if different[0] in further else "the checkpoint"
+        raise ValueError(f"the optimizer {different[0]} is in {where} only")
+    shapes = {tensor.shape for tensor in shared["model"].values()}
+    parameters = _parameters(state.model)
+    for name, optimizer in state.optimizers.items():
+        saved = saved_by_name[name]
+        _check_moments(saved, optimizer, shapes)
+        names = [name for group in saved["param_groups"] for name in group["params"]]
+        unknown = next((name for name in names if name not in parameters), None)
+        if unknown is not None or len({*names}) < len(names):
             raise ValueError(
-                f"{different[0]} is in group {position} of either the optimizer or the checkpoint, not of both"
+                f"the checkpoint's groups of parameters do not fit the model: {unknown or 'a name is double'}"
             )
-    number = {name: position for position, name in enumerate(name for group_names in names for name in group_names)}
+        state.sync.regroup(
+            optimizer,
+            [{**group, "params": [parameters[name] for name in group["params"]]} for group in saved["param_groups"]],
+        )
+        numbered = _by_number(saved)
+        groups = _completed(numbered["param_groups"], optimizer)
+        state.sync.load_optimizer_state(optimizer, {**numbered, "param_groups": groups})
+
+
+def _by_number(saved: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `_by_name`. Raises `ValueError` for the state of a parameter that is in no group."""
+    names = [name for group in saved["param_groups"] for name in group["params"]]
+    number = {name: position for position, name in enumerate(names)}
     if unknown := saved["state"].keys() - number:
         raise ValueError(f"the optimizer has no parameter {min(unknown)}")
     return {
         **{key: value for key, value in saved.items() if key != "own"},
         "state": {**{number[name]: kept for name, kept in saved["state"].items()}, **saved["own"]},
-        "param_groups": [
-            {**group, "params": [number[n] for n in group_names]} for group, group_names in zip(groups, names)
-        ],
+        "param_groups": [{**group, "params": [number[n] for n in group["params"]]} for group in saved["param_groups"]],
     }
 
 
-def _in_groups(groups: list[list[torch.Tensor]], model: nn.Module) -> list[list[str]]:
-    """The names of the parameters of each group. Raises `ValueError` for a tensor that is not a parameter of `model`."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+def parameter_names(sync: GradientSync, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The names of the parameters in each of the optimizer's groups.
+
+    Raises:
+        ValueError: a tensor is not a parameter of the model.
+    """
+    names = {id(parameter): name for name, parameter in _parameters(sync.model).items()}
+    groups = sync.parameter_groups(optimizer)
     strange = next((p for group in groups for p in group if id(p) not in names), None)
     if strange is not None:
         raise ValueError(
@@ -479,7 +547,8 @@ def _in_groups(groups: list[list[torch.Tensor]], model: nn.Module) -> list[list[
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
-    """The other names of shared parameters: alias → the name under which the checkpoint holds the parameter."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    named_parameters = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in named_parameters if first[id(parameter)] != name}
+    """The other names of shared parameters and buffers: alias → the name under which the checkpoint holds the tensor."""
+    first = {id(tensor): name for name, tensor in (_parameters(model) | _buffers(model)).items()}
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    names = {plain_name(model, name): first[id(tensor)] for name, tensor in every}
+    return {name: original for name, original in names.items() if name != original}

@@ -13,7 +13,7 @@ class Ema:
 
     def __init__(self, model: nn.Module, decay: float, every: int, duplicate: nn.Module | None = None) -> None:
         """`duplicate` is a copy of a sharded model, sharded in the same way; it becomes the average."""
-        self.average = (duplicate or copy.deepcopy(model)).requires_grad_(False).eval()
+        self.average = (copy.deepcopy(model) if duplicate is None else duplicate).requires_grad_(False).eval()
         self.every, self.weight = every, 1 - decay**every
         self._model = model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import math
 import os
 import sys
@@ -20,7 +21,7 @@ from torch import nn
 
 from lockstep.training.checkpoint import generators, store
 from lockstep.training.checkpoint.object_store import ObjectStore
-from lockstep.training.checkpoint.state import Cursor, TrainState, checked, scatter
+from lockstep.training.checkpoint.state import Cursor, TrainState, checked, parameter_names, scatter
 from lockstep.training.config import Config, RunSettings
 from lockstep.training.contract import (
     ENV_LIVE,
@@ -240,18 +241,18 @@ class Lifecycle:
 
     def _resume(self, replica: Replica, things: Mapping[str, Any], of_rank: Mapping[str, Any]) -> RunContext:
         settings, world, directory = self.settings, self._world, self.directory
-        first, *further = replica.optimizers.items()
         losses = torch.zeros(2, dtype=torch.float64, device=world.device)
         clock = StepClock(world.device)
-        state = TrainState(world, replica.model, first[1], replica.sync, replica.ema, Cursor(), clock, losses, {})
+        state = TrainState(
+            world, replica.model, replica.optimizers, replica.sync, replica.ema, Cursor(), clock, losses, {}
+        )
         with failing_together(world):
-            optimizers = {name: _FurtherOptimizer(replica.sync, optimizer) for name, optimizer in further}
-            state.kept.add({**things, **optimizers})
+            state.kept.add(things)
             state.kept.add(of_rank, of_rank=True)
             _check_live(world, replica.sync, self.settings.checkpoint.write, of_rank)
             _check_parameters(replica.model, replica.optimizers)
         starts = broadcast_tree([directory.attempt, directory.failures] if directory else None, world)
-        rates = _rates(replica.optimizers)
+        rates, groups = _rates(replica.optimizers), _groups(replica)
         if self.source is not None:
             self.goodput.enter(Bucket.RESTORED)
             with failing_together(world):
@@ -271,7 +272,8 @@ class Lifecycle:
         if directory is not None:
             directory.attempt, directory.failures = attempt, failures
         state.history.update(attempts=attempt, failures=failures)
-        replica.model.train()
+        if self.source is None:
+            replica.begin_training()
         replica.sync.zero_grad()
         self._saved_generators = generators.capture(world.device) if self.source is not None else None
         by_step = settings.log.score_every > 0
@@ -281,6 +283,7 @@ class Lifecycle:
             console=Console(settings.log, world, by_step, ["validation accuracy"] if isinstance(settings, Config) else None),
         )  # fmt: skip
         _tell_overruled(run, rates)
+        _tell_regrouped(run, groups, _groups(replica))
         run.metrics.set("info", 1, settings.title, settings.sync.name, str(world.size), VERSION)
         run.metrics.set("attempt", attempt)
         run.metrics.set("ranks", world.size)
@@ -505,6 +508,25 @@ def _tell_overruled(run: RunContext, rates: dict[str, float]) -> None:
         )
 
 
+def _groups(replica: Replica) -> dict[str, list[list[str]]]:
+    """The parameters in each optimizer's groups."""
+    return {name: parameter_names(replica.sync, optimizer) for name, optimizer in replica.optimizers.items()}
+
+
+def _tell_regrouped(run: RunContext, made: dict[str, list[list[str]]], current: dict[str, list[list[str]]]) -> None:
+    """Warns at a start that makes other groups than the last start did: those of the checkpoint hold."""
+    digests = {name: hashlib.sha256(repr(groups).encode()).hexdigest() for name, groups in made.items()}
+    before, run.kept.groups = run.kept.groups, digests
+    changed = [
+        name for name in made if before.get(name, digests[name]) != digests[name] and made[name] != current[name]
+    ]
+    if changed and run.world.leader:
+        run.console.warn(
+            f"the script has changed the groups of parameters of {', '.join(changed)}, and those of the checkpoint hold: change them "
+            "after run.keep(), or start over in another run directory"
+        )
+
+
 def _ended(loop: Loop, error: BaseException | None) -> Ended:
     """How the attempt ended, on all ranks together. Raises `error`, or what came at the end."""
     try:
@@ -518,16 +540,3 @@ def _ended(loop: Loop, error: BaseException | None) -> Ended:
         return ended
     except SentAlready as sent:  # of the script's own `backward`: `run.backward` says it otherwise
         raise RuntimeError(f"a backward() came whose step before had no run.update(): {STEPS}") from sent
-
-
-class _FurtherOptimizer:
-    """An optimizer beside the first one, in the form of what a script keeps."""
-
-    def __init__(self, sync: GradientSync, optimizer: torch.optim.Optimizer) -> None:
-        self._sync, self._optimizer = sync, optimizer
-
-    def state_dict(self) -> Any:
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self._sync.load_optimizer_state(self._optimizer, state)

@@ -156,7 +156,7 @@ class Loop:
         if (reason := next(filter(None, reasons), None)) is not None:
             state.history |= {"stopped": reason, "stopped_of": self.epochs_planned or self.steps_planned or 0}
         state.cursor.epoch, state.cursor.step, run.progressed = state.cursor.epoch + 1, 0, True
-        kept.data, kept.epoch_generators, kept.cursor_generators = {}, None, None
+        kept.data, kept.epoch_generators, kept.cursor_generators, state.cursor_evaluating = {}, None, None, None
         self._epoch_is_through = False
         logged, kept.logged_in_epoch = kept.logged_in_epoch, {}
         state.history.update(train_loss=loss)
@@ -241,10 +241,13 @@ class Loop:
         self._warn_of_schedules()
         self._resume_generators()
         run.goodput.train()
+        modules = [*run.state.model.modules()]
         try:
             while True:
+                run.state.cursor_evaluating = None
                 self._left_at_last_step = self._at_last_step and run.state.cursor.step != count
                 stopped = self._left_at_last_step or (run.state.cursor.step != count and self.attempt.boundary())
+                run.state.cursor_evaluating = {module for module in modules if not module.training}
                 clock.begin()
                 item, part = (self, None) if stopped else next(given, (self, None))
                 if item is self:

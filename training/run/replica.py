@@ -16,6 +16,7 @@ from lockstep.training import sync as strategies
 from lockstep.training.checkpoint.state import averaged_buffers
 from lockstep.training.config import Sync
 from lockstep.training.optim.ema import Ema
+from lockstep.training.parallel.names import unwrapped
 from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import BuildOptimizer, GradientSync
 
@@ -155,8 +156,14 @@ class Replica:
         return self.network
 
     def _part_of(self, network: nn.Module | None) -> str | None:
-        """The name of the model that `network` is, as the script wrote it or as it was wrapped; None: of none."""
-        return next((name for name, part in self._parts.items() if network in (self._networks[name], part.model)), None)
+        """The name of the model that `network` is, as the script wrote it or as it was wrapped or compiled; None: of none."""
+        inner = None if network is None else unwrapped(network)
+        names = (
+            name
+            for name, part in self._parts.items()
+            if network is self._networks[name] or inner in (self._networks[name], unwrapped(part.model))
+        )
+        return next(names, None)
 
     @property
     def networks(self) -> dict[str, nn.Module]:
@@ -201,6 +208,12 @@ class Replica:
                         "give each its own parameters, or name those that step, run.step(…, optimizer=[…])"
                     )
         return tuple(self.optimizers.values())
+
+    def begin_training(self) -> None:
+        """Sets training mode, but leaves submodules alone that a script keeps in evaluation mode inside a model that trains."""
+        for part in self._parts.values():
+            if not part.model.training:
+                part.model.train()
 
     def averaged(self, decay: float, every: int) -> None:
         if not 0 < decay < 1 or every < 1:

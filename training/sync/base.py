@@ -21,6 +21,7 @@ from lockstep.training.config import Sync
 from lockstep.training.config import settings as typed
 from lockstep.training.contract import UserError
 from lockstep.training.data import order
+from lockstep.training.parallel.names import COMPILED
 from lockstep.training.parallel.world import World
 from lockstep.training.sync.watch import GradientWatch
 
@@ -219,6 +220,17 @@ class GradientSync(ABC):
         """The parameters of each group, in the order in which the whole `state_dict` numbers them."""
         return [list(group["params"]) for group in optimizer.param_groups]
 
+    def regroup(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+        """Gives the optimizer these groups of parameters. The settings of a group count where the optimizer has none of its number."""
+        for live, group in zip(optimizer.param_groups, groups):
+            live.update({name: group[name] for name in ("params", "param_names") if name in group})
+        del optimizer.param_groups[len(groups) :]
+        for group in groups[len(optimizer.param_groups) :]:
+            names = group.get("param_names")
+            params = group["params"] if names is None else list(zip(names, group["params"]))
+            settings = {name: value for name, value in group.items() if name != "param_names"}
+            optimizer.add_param_group({**settings, "params": params})
+
     def optimizer_state(self, optimizer: torch.optim.Optimizer, everywhere: bool = False) -> dict[str, Any] | None:  # noqa: ARG002
         """The unsharded `state_dict` of the optimizer, on the ranks and in the way of `full_parameters`."""
         return optimizer.state_dict()
@@ -287,7 +299,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether `model` comes from `torch.compile`; asks without loading the compiler."""
-    return "_orig_mod" in model._modules
+    return COMPILED in model._modules
 
 
 def make_contiguous(model: nn.Module) -> None:

@@ -139,10 +139,7 @@ class Zero1(Flat):
                 "needs an optimizer that treats each parameter by itself, and LBFGS combines them",
                 "use another optimizer, or sync.name=ddp",
             )
-        # The parameters of all ranks; the optimizer keeps this rank's.
-        self._param_groups = [list(group["params"]) for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if self.owners.get(p) == self.world.rank]
+        self.regroup(optimizer, [{**group} for group in optimizer.param_groups])
         optimizer.register_step_post_hook(lambda *_: self._broadcast_parameters())
         return optimizer
 
@@ -166,6 +163,12 @@ class Zero1(Flat):
     def parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:  # noqa: ARG002
         return self._param_groups
 
+    def regroup(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+        # The parameters of all ranks; the optimizer keeps this rank's.
+        self._param_groups = [list(group["params"]) for group in groups]
+        owned = [[p for p in params if self.owners.get(p) == self.world.rank] for params in self._param_groups]
+        super().regroup(optimizer, [{**group, "params": params} for group, params in zip(groups, owned)])
+
     def optimizer_state(self, optimizer: torch.optim.Optimizer, everywhere: bool = False) -> dict[str, Any] | None:
         # As the plain optimizer's `state_dict` numbers them.
         number = {parameter: n for n, parameter in enumerate(itertools.chain.from_iterable(self._param_groups))}
@@ -180,10 +183,6 @@ class Zero1(Flat):
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         groups = []
-        if len(self._param_groups) != len(state["param_groups"]):
-            raise ValueError(
-                f"the optimizer has {len(self._param_groups)} groups, the checkpoint {len(state['param_groups'])}"
-            )
         for group, params in zip(state["param_groups"], self._param_groups):
             own_numbers = [n for n, p in zip(group["params"], params) if self.owners.get(p) == self.world.rank]
             groups.append({**group, "params": own_numbers})

@@ -18,7 +18,8 @@ def test_a_loss_that_is_no_number_is_no_damage() -> None:
     }  # fmt: skip
     shared = {
         "model": {"w": torch.ones(2)}, "average": {}, "aliases": {}, "cursor": [0, 1], "trained_seconds": 1.0,
-        "optimizer": {"state": {}, "own": {}, "param_groups": []},
+        "optimizer": {"state": {}, "own": {}, "param_groups": []}, "further_optimizers": {},
+        "frozen": [], "evaluating": [], "transient": [],
         "kept": Kept().shared_state(), "canary": {}, "history": {"train_loss": float("nan"), "test_loss": float("inf"), "accuracy": None},
     }  # fmt: skip
     assert checked({"shared": shared, "ranks": [rank]})["ranks"] == [rank]
