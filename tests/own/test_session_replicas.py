@@ -127,3 +127,50 @@ def test_learning_rates_that_differ_are_named_before_they_are_saved(
     )
     assert "run.sum()" in done.output and "Traceback" not in done.output, done.output
     assert steps_saved(tmp_path / "run") == ([8, 16] if every == 0 else [])
+
+
+OUTSIDE = """
+import sys, torch
+from lockstep import Session
+with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    model = run.replicate(net)
+    run.optimizer(lambda _: torch.optim.SGD((net[:2] if sys.argv[3] == "outside" else net).parameters(), lr=0.1))
+    run.average(0.9)
+    kept = torch.nn.Linear(1, 1)
+    of_kept = torch.optim.Adam(kept.parameters(), lr=0.1)
+    run.keep(kept=kept, of_kept=of_kept)
+    if sys.argv[3] == "outside":
+        temperature = torch.nn.Parameter(torch.ones(()))
+        by_hand = torch.optim.SGD([temperature], lr=0.01)
+    data = torch.utils.data.TensorDataset(torch.randn(32, 4))
+    for epoch in run.epochs(3):
+        for (x,) in run.batches(data, 8):
+            loss = kept(torch.ones(1)).square().sum()
+            of_kept.zero_grad()
+            loss.backward()
+            of_kept.step()
+            if sys.argv[3] == "outside":
+                by_hand.zero_grad()
+                (temperature * (1 + run.rank)).square().backward()
+                by_hand.step()
+            run.step(model(x).square().mean())
+        run.for_evaluation()
+"""
+
+
+@pytest.mark.parametrize(("sync", "what"), [("flat", "outside"), ("fsdp", "inside")])
+def test_what_is_trained_outside_of_the_session_is_named_once(tmp_path: Path, sync: str, what: str) -> None:
+    """An optimizer that no checkpoint has, a weight that each rank trains by itself, and a weight that no optimizer has; a module
+    that is trained alike on all ranks, and kept, is none of these."""
+    done = script(2, OUTSIDE, tmp_path / "run", sync, what)
+    named = [line for line in done.output.splitlines() if "warning" in line]
+    assert done.code == 0 and len(named) == (3 if what == "outside" else 0), done.output
+    if named:
+        unused, optimizer, weight = named
+        assert "2.weight and 1 more require a gradient, and no optimizer has them" in unused
+        assert "the optimizer by_hand (SGD) does not come from run.optimizer()" in optimizer
+        assert (
+            "temperature is trained outside of every replicated model: it differs between the ranks and is in no"
+            in weight
+        )

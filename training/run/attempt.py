@@ -54,6 +54,7 @@ from lockstep.training.resilience.hang import (
 from lockstep.training.resilience.preempt import Consensus, Decision, Signals
 from lockstep.training.run.context import RunContext, note_corrupt_shard
 from lockstep.training.run.saver import Saver
+from lockstep.training.run.unsaved import trained_outside
 from lockstep.wire.progress import About, Progress
 
 FIRST_STEPS = 3
@@ -125,6 +126,8 @@ class Attempt:
         """The slow rank that was told of, and its phase."""
         self.saver = Saver(context, self._alive)
         self.reading = Reading(context.state.losses, context.world, of_all=context.state.of_all)
+        self._looked_outside = False
+        """What the script trains outside of the session was named."""
         self.before_save: Callable[[], None] = lambda: None
         """Called on every rank."""
 
@@ -447,6 +450,11 @@ class Attempt:
             raise Ended(
                 EXIT_FAILED, f"a weight is NaN or infinite after step {step}: not saved; the last checkpoint is good"
             )
+        if not self._looked_outside:
+            self._looked_outside = True
+            for sentence in trained_outside(context.state):
+                if context.world.leader:
+                    context.console.warn(sentence)
         context.scores.saved(step)
         self.before_save()
         self.saver.save(context.scores.of(step))
