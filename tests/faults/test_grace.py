@@ -29,4 +29,5 @@ def test_ranks_that_do_not_end_are_killed_when_the_grace_is_over(tmp_path: Path)
         launcher.send_signal(signal.SIGTERM)
         output, _ = launcher.communicate(timeout=240)
     assert time.monotonic() - began >= 3 and launcher.returncode == 1, output
-    assert "rank 0, 1 was ended by SIGKILL" in output, output
+    assert "launch: the launcher killed rank 0, 1: the grace of 3 s was over\n" in output, output
+    assert "by hand" not in output, output

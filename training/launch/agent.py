@@ -87,6 +87,11 @@ class Agent(Gang, LocalElasticAgent):
         else:
             super()._forward(number, frame)
 
+    def _kill(self, number: int, frame: FrameType | None) -> None:
+        running = exit_codes(self._worker_group, self._pcontext)
+        self.overdue.update(rank for rank, code in running.items() if code is None)
+        super()._kill(number, frame)
+
     def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 - torch's signature
         self._end(signal.SIGTERM, STOP_SECONDS)
 

@@ -138,7 +138,7 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
     parser.add_argument("--linger", type=count, default="0", metavar="SECONDS",
                         help="seconds to stay after rank 0's node; for clusters that end a job with its first node")  # fmt: skip
     parser.add_argument(
-        "--grace", type=int, default=60, help="seconds that the ranks have after a signal, before they are killed"
+        "--grace", type=positive, default=60, help="seconds that the ranks have after a signal, before they are killed"
     )
     parser.add_argument("--live", action="store_true",
                         help="where a rank or a node is lost, the others go on (sync.name=exact)")  # fmt: skip

@@ -21,6 +21,7 @@ from lockstep.training.contract import (
     EXIT_PREEMPTED,
     EXIT_TIMED_OUT,
     EXIT_USAGE,
+    named,
     to_stderr,
 )
 from lockstep.training.launch.ending import FINAL, Attempts, deaths, too_early
@@ -52,6 +53,8 @@ class Gang:
         self.timed_out = False
         self.held = PendingSignals()
         """Signals for ranks that are starting."""
+        self.overdue: set[int] = set()
+        """Ranks that the launcher has killed because the grace was over."""
         self.starts = attempts.used
         """How often the ranks were started before, by this launcher or one that it replaced."""
 
@@ -119,7 +122,13 @@ class Gang:
         """
         if self.signalled is None:
             self.signalled = self.held.ending(codes.values())  # one that no rank has used for itself
-        for line in deaths(codes, self.signalled, failed, self.ours):
+        overdue = {rank for rank in self.overdue if codes.get(rank) == -signal.SIGKILL}
+        if overdue:
+            to_stderr(
+                f"launch: the launcher killed rank {named(sorted(overdue))}: the grace of {self.grace} s was over"
+            )
+        others = {rank: code for rank, code in codes.items() if rank not in overdue}
+        for line in deaths(others, self.signalled, failed, self.ours):
             to_stderr(f"launch: {line}")
         if not self.ours and (name := too_early(codes, self.signalled)):
             to_stderr(f"launch: the ranks were ended by {name}, which they did not catch")

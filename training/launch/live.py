@@ -352,6 +352,8 @@ class Supervisor(Gang):
         news = News() if self._nodes is None else self._nodes.look()
         found: dict[int, tuple[int, bool]] = {}
         for place, (code, handed_on) in {**ended, **news.ended}.items():
+            if handed_on and code == -signal.SIGKILL:
+                self.overdue.add(place.rank)
             if self._running.get(place.rank) == place:
                 del self._running[place.rank]
                 # What a replacement was started with is right for the others.
