@@ -19,7 +19,9 @@ import os
 import re
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lockstep.training.contract import EXIT_FAILED, UserError, named
+from lockstep.training.parallel import process
 from lockstep.training.parallel.world import World, detect
 
 DTYPES = {
@@ -40,9 +43,11 @@ _COLLECTIONS: dict[str, Callable[[Iterable[Any]], Any]] = {"$tuple": tuple, "$se
 
 _PLAIN = {int, float, str, bool, type(None)}
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-_OF_GLOO = re.compile(r"\[[^]\n]*\bgloo/[^]\n]*\.(cc|h):\d+\] |Application timeout caused pair closure$")
-"""Where in its sources a message of gloo's arose. It is before every message of its own but the one that it has where another collective
-has timed out before."""
+_TORCH = Path(torch.__file__).parent
+_WAITING_CODE = tuple(str(_TORCH / folder) + os.sep for folder in ("distributed", "nn/parallel", "autograd"))
+"""Python code of torch that calls collectives. DDP's reducer waits inside a backward pass, below autograd."""
+_OPS = str(_TORCH / "_ops.py")
+"""Between a functional collective and C++."""
 _OF_NCCL = re.compile(r"NCCL (communicator was aborted|operation timed out|Async Error)")
 """torch's own words where the communicator of a collective was aborted before it (2.15): a plain `RuntimeError`, too."""
 BEAT_SECONDS = 1.0
@@ -328,14 +333,21 @@ def failing_together(world: World) -> Iterator[None]:
 
 
 def is_collective(error: BaseException) -> bool:
-    """Whether an error comes out of a collective or the store, not of this rank's own work: by who raised it.
+    """Whether an error comes out of a collective or the store, not of this rank's own work: by its type and by where it was raised.
 
-    Words prove nothing: a data loader's worker times out, too. torch has a type for its own errors and NCCL's. What gloo throws
-    is a plain `RuntimeError`, also out of a backward pass, in which no Python is between DDP's reducer and the script.
+    torch has a type for its own errors and NCCL's. gloo throws a plain `RuntimeError`: in a call of torch.distributed, in a `wait()`, or
+    in a backward pass. Other errors are thrown there, too, but only gloo's leaves a connection to another rank broken.
     """
-    if type(error) is RuntimeError:
-        return bool(_OF_GLOO.match(str(error)) or _OF_NCCL.match(str(error)))
-    return isinstance(error, dist.DistError)
+    if type(error) is not RuntimeError:
+        return isinstance(error, dist.DistError)
+    return bool(_OF_NCCL.match(str(error))) or (_raised_in_waiting(error) and process.broken())
+
+
+def _raised_in_waiting(error: BaseException) -> bool:
+    """Whether the innermost frame of Python is in torch's code for collectives, or in a function that calls `wait()`."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    code = next((frame.f_code for frame in reversed(frames) if frame.f_code.co_filename != _OPS), None)
+    return code is not None and (code.co_filename.startswith(_WAITING_CODE) or "wait" in code.co_names)
 
 
 def raise_together(error: Exception | None, world: World) -> None:

@@ -88,7 +88,30 @@ def shut(some: Connections) -> None:
 def keep_from_children(some: Connections) -> None:
     """Processes that are forked from this one, such as a loader's, close these. They outlive a rank that is killed by seconds, and the
     other ranks would wait for it as long."""
+    forget_broken()
     _KEPT.update(some)
+
+
+def forget_broken() -> None:
+    """The ranks have met anew: connections that ended before prove nothing about the new group."""
+    for fd in [fd for fd, ends in _KEPT.items() if not _lives(fd, ends)]:
+        del _KEPT[fd]
+
+
+def broken() -> bool:
+    """Whether a connection of `keep_from_children` has ended. gloo closes its own after an error or a timeout.
+
+    True where the system does not show connections.
+    """
+    return not Path("/proc/self/fd").is_dir() or any(not _lives(fd, ends) for fd, ends in _KEPT.items())
+
+
+def _lives(fd: int, ends: tuple[Address, Address]) -> bool:
+    with contextlib.suppress(OSError):
+        if _ends(fd) == ends:
+            with socket.socket(fileno=os.dup(fd)) as copy:
+                return copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) == _ESTABLISHED
+    return False
 
 
 def _close_in_child() -> None:
@@ -99,6 +122,8 @@ def _close_in_child() -> None:
 
 
 _KEPT: Connections = {}
+_ESTABLISHED = b"\x01"
+"""The first byte of Linux' `struct tcp_info`."""
 os.register_at_fork(after_in_child=_close_in_child)
 if sys.version_info < (3, 12):
     # A thread of gloo's that enters Python holds the lock of the list of threads for a moment, without Python's own. A process that is

@@ -161,6 +161,7 @@ class Attempt:
     def _regrouped(self, lost: Mapping[int, str], joined: Sequence[int], seconds: Mapping[str, float]) -> None:
         """Ranks were lost or admitted, and the others have met again."""
         context, world = self.context, self.context.world
+        process.forget_broken()
         if world.leader and context.run is None:
             try:
                 context.take_over()

@@ -24,6 +24,8 @@ from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import make_contiguous
 from lockstep.training.sync.ddp import Ddp, DdpOptions
 
+_CALLBACK = "Got the following error when running the callback: RuntimeError: "
+
 
 class PowerSgdOptions(DdpOptions):
     rank: Positive = 2
@@ -86,7 +88,10 @@ class PowerSgd(Ddp):
         # torch's hook starts its second and third collective from callbacks, whose order among several buckets differs
         # by rank. So each bucket is waited for before the next one starts.
         since = self.watch.now()
-        done = powerSGD_hook(state, bucket).wait()
+        try:
+            done = powerSGD_hook(state, bucket).wait()
+        except RuntimeError as error:  # torch puts its own words before the cause, once for each callback
+            raise RuntimeError(str(error).replace(_CALLBACK, "")) from error
         self.watch.waited(since)
         sent = state.total_numel_after_compression - before if compresses else bucket.buffer().numel()
         if self.world.size > 1:
