@@ -88,6 +88,8 @@ MASTER_PORT = 29500
 
 RUN_FILE = "run.yaml"
 STATUS_FILE = "status.json"
+LOCK_FILE = ".lock"
+"""Rank 0 holds its lock as long as it lives."""
 EVENTS_FILE = "events.jsonl"
 TIME_FILE = "time.jsonl"
 SUMMARY_FILE = "summary.json"

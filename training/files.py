@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import math
@@ -248,6 +249,18 @@ def read(path: Path, limit: int) -> bytes:
     if size > limit or len(data) > limit:
         raise OSError(errno.EFBIG, f"it has {max(size, len(data))} bytes, at most {limit} are read", str(path))
     return data
+
+
+def is_locked(path: Path) -> bool | None:
+    """Whether a process of this machine holds the lock of that file; None: there is no such file."""
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False
 
 
 def read_json(path: Path, limit: int = 4 << 20) -> Any:

@@ -127,6 +127,8 @@ def test_a_killed_rank_is_a_sentence_a_node_and_no_stack(job: Job, rank: int, to
     assert done.code == 1 and f"launch: rank {rank} was ended by SIGKILL" in done.output, done.output
     assert done.output.count(told) == done.output.count("step 6: ") == 1 and "frame #" not in done.output, done.output
     assert "[c10d]" not in done.output, done.output
+    status = json.loads((job.run_dir / "status.json").read_text())
+    assert status["code"] == 1 and f"rank {rank} " in status["reason"], "rank 0 cannot say so where it was killed"
     assert f"launch: step {job.steps()[0]} is saved: the same command resumes there" in done.output, done.output
 
 

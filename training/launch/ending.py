@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -18,13 +19,23 @@ import time
 from collections.abc import Callable, Collection, Container, Mapping
 from pathlib import Path
 
+import filelock
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from lockstep.training import files
-from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError, named
+from lockstep.training.contract import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_PREEMPTED,
+    EXIT_USAGE,
+    LOCK_FILE,
+    STATUS_FILE,
+    UserError,
+    named,
+)
 from lockstep.training.launch.rendezvous import NotMet, Several, SignedStore
 from lockstep.training.parallel import stores
 
@@ -169,6 +180,19 @@ def _write_failures(host: str, port: int, failed: dict[int, int]) -> None:
         store = stores.tcp_store(host, port, serves=False, seconds=TELL_SECONDS)
         for rank, code in failed.items():
             store.set(stores.ended(rank), how(code))
+
+
+def note_end(note: Path, code: int, reason: str) -> None:
+    """Completes status.json of the run that rank 0 has noted there, if rank 0 was killed before it could.
+
+    Another launcher may have resumed the run: its rank 0 holds the lock then.
+    """
+    with contextlib.suppress(OSError, filelock.Timeout):
+        run = Path(os.fsdecode(note.read_bytes()))
+        with filelock.FileLock(run / LOCK_FILE, timeout=0):
+            status = files.read_json(run / STATUS_FILE)
+            if isinstance(status, dict) and status.get("code", code) is None:
+                files.replace_json(run / STATUS_FILE, {**status, "code": code, "reason": reason})
 
 
 class Attempts:

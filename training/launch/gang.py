@@ -9,12 +9,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from lockstep.training.contract import (
+    ENV_NOTE,
     ENV_RESTARTS,
     EXIT_DONE,
     EXIT_FAILED,
@@ -24,7 +26,7 @@ from lockstep.training.contract import (
     named,
     to_stderr,
 )
-from lockstep.training.launch.ending import FINAL, Attempts, deaths, too_early
+from lockstep.training.launch.ending import FINAL, Attempts, deaths, note_end, too_early
 from lockstep.wire.hangs import Hangs
 from lockstep.wire.signals import FORWARDED, PendingSignals
 
@@ -55,6 +57,8 @@ class Gang:
         """Signals for ranks that are starting."""
         self.overdue: set[int] = set()
         """Ranks that the launcher has killed because the grace was over."""
+        self._why: list[str] = []
+        """How ranks have failed, a sentence for each way."""
         self.starts = attempts.used
         """How often the ranks were started before, by this launcher or one that it replaced."""
 
@@ -123,12 +127,10 @@ class Gang:
         if self.signalled is None:
             self.signalled = self.held.ending(codes.values())  # one that no rank has used for itself
         overdue = {rank for rank in self.overdue if codes.get(rank) == -signal.SIGKILL}
-        if overdue:
-            to_stderr(
-                f"launch: the launcher killed rank {named(sorted(overdue))}: the grace of {self.grace} s was over"
-            )
         others = {rank: code for rank, code in codes.items() if rank not in overdue}
-        for line in deaths(others, self.signalled, failed, self.ours):
+        killed = f"the launcher killed rank {named(sorted(overdue))}: the grace of {self.grace} s was over"
+        self._why = [killed] * bool(overdue) + deaths(others, self.signalled, failed, self.ours)
+        for line in self._why:
             to_stderr(f"launch: {line}")
         if not self.ours and (name := too_early(codes, self.signalled)):
             to_stderr(f"launch: the ranks were ended by {name}, which they did not catch")
@@ -152,6 +154,8 @@ class Gang:
         if self.timed_out and code not in (EXIT_DONE, EXIT_USAGE):
             to_stderr(f"launch: the time limit of {self.time_limit} s is over")
             code = EXIT_TIMED_OUT
+        if code != EXIT_DONE:
+            note_end(Path(os.environ[ENV_NOTE]), code, "; ".join(self._why) or f"the ranks ended with exit code {code}")
         return code
 
 

@@ -97,7 +97,13 @@ class Reader:
         """What each rank did between two readings (`between`), and what those who watch the run say of those that hang."""
         ranks, hang = between(before, after, self._straggler()), of_run(self.run_dir)
         named = {one.rank: one for one in hang.named} if hang is not None else {}
+        status = files.read_json(self.run_dir / contract.STATUS_FILE)
+        locked = files.is_locked(self.run_dir / contract.LOCK_FILE)
+        code = status.get("code") if isinstance(status, dict) and not locked else None
+        ended = code if type(code) is int else None
         for rank in ranks:
+            if rank.exit_code is None and rank.source == "textfile" and ended is not None:
+                rank.exit_code = ended  # it was killed
             if (one := named.get(rank.rank)) is not None and rank.exit_code is None:
                 rank.hang = printable(f"{one.what} ({one.where})" if one.where else one.what)
         return ranks

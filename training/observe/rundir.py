@@ -392,7 +392,7 @@ def _locked(path: Path, seconds: float) -> filelock.FileLock:
     while True:
         path.mkdir(parents=True, exist_ok=True)
         waited_for = path.stat().st_ino
-        lock = filelock.FileLock(path / ".lock", timeout=max(0.0, deadline - time.monotonic()))
+        lock = filelock.FileLock(path / contract.LOCK_FILE, timeout=max(0.0, deadline - time.monotonic()))
         lock.acquire()
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_ino == waited_for:

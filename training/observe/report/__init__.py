@@ -12,9 +12,11 @@ numbers. The file holds all it needs, its charting library too, and asks no netw
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import re
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -39,6 +41,8 @@ _IMAGES = 8
 """Shown of each name."""
 _IMAGE_BYTES, _IMAGES_BYTES = 2 << 20, 16 << 20
 """Of one, and of all that a run shows."""
+GONE_SECONDS = 60.0
+"""Without a word of a run whose lock is free: on another machine a lock may not be seen."""
 _ENVIRONMENT = ("versions", "world", "threads", "git_revision", "global_batch_size", "data", "environment")
 """Parts of run.yaml."""
 
@@ -110,11 +114,26 @@ def _distinct(runs: Sequence[RunRecord]) -> list[str]:
 def _verdict(run: RunRecord) -> tuple[str, str]:
     """How a run ended, and what it was."""
     code, reason = number_of(run.status.get("code")), run.status.get("reason", "")
-    ending = "running" if code is None else {0: "complete", 2: "wrong usage", 75: "preempted"}.get(int(code), "failed")
+    gone = code is None and _gone(run.path)
+    if gone:
+        reason = "no process of this machine holds the run any more, and none has said how it ended"
+    ending = (
+        ("gone" if gone else "running")
+        if code is None
+        else {0: "complete", 2: "wrong usage", 75: "preempted"}.get(int(code), "failed")
+    )
     why = f": {reason}" if reason and reason not in (ending, "complete", "running") else ""
     began = f"{datetime.fromtimestamp(run.began, timezone.utc):%Y-%m-%d %H:%M} UTC, " if run.began else ""
     size, recipe = run.part("world").get("size", "?"), run.part("config").get("recipe")  # a user's own loop has none
     return ending + why, f"{began}{f'{recipe} ' if recipe else ''}on {size} rank{'' if size == 1 else 's'}"
+
+
+def _gone(path: Path) -> bool:
+    """Whether a run that has not ended has no process: rank 0 holds a lock, and writes its status every few seconds."""
+    with contextlib.suppress(OSError):
+        silent = time.time() - (path / contract.STATUS_FILE).stat().st_mtime
+        return silent > GONE_SECONDS and files.is_locked(path / contract.LOCK_FILE) is False
+    return False
 
 
 def _final(summary: dict[str, Any]) -> dict[str, Any]:
