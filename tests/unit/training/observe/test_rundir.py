@@ -9,6 +9,7 @@ import filelock
 import pytest
 
 from lockstep.training.observe import rundir
+from tests.warm.gang import python
 
 
 @pytest.mark.promise("fresh")
@@ -30,3 +31,19 @@ def test_a_lock_is_of_the_directory_that_has_the_name(tmp_path: Path, monkeypatc
         filelock.FileLock(path / ".lock", timeout=0).acquire()
     filelock.FileLock(aside / ".lock", timeout=0).acquire().lock.release()
     lock.release()
+
+
+STARVED = """
+import os, subprocess, time
+from lockstep.training.observe.rundir import Background
+late = []
+disk = Background("disk", lambda: late.append("late"))
+pause = f"kill -STOP {os.getpid()}; sleep 0.6; kill -CONT {os.getpid()}"
+done = disk.run(lambda: subprocess.run(["sh", "-c", pause]), seconds=0.4)
+print(done, disk.run(lambda: time.sleep(30), seconds=0.2), late)
+os._exit(0)
+"""
+
+
+def test_a_disk_is_not_blamed_for_time_in_which_the_process_had_no_cpu() -> None:
+    assert python("-c", STARVED).output == "True False ['late']\n"
