@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import PYTHON, clean_env, poll, processes, run, started
+from tests.processes import PYTHON, ROOT, clean_env, poll, processes, run, started
+from tests.warm.gang import running
 
 pytestmark = pytest.mark.promise("signals")
 
@@ -139,3 +140,37 @@ with lockstep.Session(sys.argv[1]) as run:
     done = run([PYTHON, "-uc", program, str(tmp_path / "run")], clean_env(LOCKSTEP_THREADS="1"), 240)
     first, *others = done.output.splitlines()
     assert done.code == 75 and first == "[]" and len(others) == 1 and "SIGTERM" in others[0], done.output
+
+
+LOADER = """
+import pathlib, sys, time
+here = pathlib.Path(sys.argv[1])
+if __name__ != "__main__":  # a loader's process, which imports the script
+    (here / "importing").touch()
+    while not (here / "go-on").exists():
+        time.sleep(0.02)
+import torch
+from lockstep import Session
+if __name__ == "__main__":
+    with Session(here / "run") as run:
+        net = run.replicate(torch.nn.Linear(1, 1))
+        run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+        loader = torch.utils.data.DataLoader(torch.ones(8, 1), 1, num_workers=1, multiprocessing_context=sys.argv[2])
+        for epoch in run.epochs(1):
+            for x in run.iterate(loader):
+                run.step(lambda x: net(x).mean(), x, samples=1)
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_signal_to_all_processes_while_a_loader_imports(tmp_path: Path, method: str) -> None:
+    """The loader's process would end, and the rank fail without it."""
+    script = tmp_path / "train.py"
+    script.write_text(LOADER)
+    with running([[str(script), str(tmp_path), method]], clean_env(LOCKSTEP_THREADS="1", PYTHONPATH=str(ROOT))) as gang:
+        poll((tmp_path / "importing").exists, what="a loader's process that imports")
+        for pid in gang.pids():
+            os.kill(pid, signal.SIGTERM)
+        (tmp_path / "go-on").touch()
+        done = gang.wait(240)
+    assert done.code == 75 and "Traceback" not in done.output, done.output

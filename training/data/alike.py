@@ -97,7 +97,7 @@ def _values(dataset: Any, seed: int, workers: int) -> list[Values]:
     ids = [number * len(dataset) // count for number in range(count)]
     compared = _Compared(Seeded(dataset, seed, 0))
     try:
-        return next(iter(loader(compared, [ids], min(workers, 1), list, pins=False))) if ids else []
+        return next(loader(compared, [ids], min(workers, 1), list, pins=False)) if ids else []
     except Exception:  # noqa: BLE001
         return []
 

@@ -9,6 +9,7 @@ they run ahead, or where a resumed run began.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ from lockstep.training.data import order, trees
 from lockstep.training.data.augment import Keys, draw_keys
 from lockstep.training.data.shards import Manifest, Samples
 from lockstep.training.parallel.world import World
-from lockstep.wire.signals import FORWARDED
+from lockstep.wire.signals import FORWARDED, signals_held_back
 
 DRAWN_AT_ONCE = 4096
 """Sample ids, of the steps to come."""
@@ -403,7 +405,7 @@ def loader(
     workers: int,
     collate: Callable[[list[Any]], Any] | None,
     pins: bool,
-) -> DataLoader[Any]:
+) -> Iterator[Any]:
     """The batches with these samples."""
     made: DataLoader[Any] = DataLoader(
         dataset,
@@ -413,8 +415,7 @@ def loader(
         pin_memory=pins,
         generator=torch.Generator(),  # else an iterator draws from the program's own
     )
-    leave_signals_to_the_rank(made)
-    return made
+    return begun(made)
 
 
 def of_dataset(
@@ -447,13 +448,19 @@ def _ahead(read: Iterator[tuple[Any, Part]], count: int, pins: bool) -> Iterator
         thread.shutdown(cancel_futures=True)
 
 
-def leave_signals_to_the_rank(loader: Any) -> None:
-    """Makes a `DataLoader`'s processes outlive the signals that ask for an early end; any other loader is left alone.
+def begun(loader: Iterable[Any]) -> Iterator[Any]:
+    """Returns the loader's iterator. A `DataLoader`'s processes outlive the signals that ask for an early end.
 
     A cluster sends them to every process of a job. A loader that lost its processes would fail, and the rank not save.
     """
-    if isinstance(loader, DataLoader) and loader.num_workers and not isinstance(loader.worker_init_fn, _Deaf):
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
+        return iter(loader)
+    if not isinstance(loader.worker_init_fn, _Deaf):
         loader.worker_init_fn = _Deaf(loader.worker_init_fn)
+    if (loader.multiprocessing_context or multiprocessing).get_start_method() != "fork":
+        resource_tracker.ensure_running()  # it unblocks signals where it starts
+    with signals_held_back():  # the processes inherit the mask: they import before they call `_Deaf`
+        return iter(loader)
 
 
 class _Deaf:
@@ -465,9 +472,11 @@ class _Deaf:
     def __call__(self, worker: int) -> None:
         for number in {*FORWARDED} - {signal.SIGTERM}:
             signal.signal(number, signal.SIG_IGN)
-        if hasattr(signal, "sigwaitinfo"):  # macOS has none; there a TERM ends the process, as torch has it
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-            threading.Thread(target=_end_with_the_rank, args=(os.getppid(),), daemon=True).start()
+        waits = hasattr(signal, "sigwaitinfo")  # macOS has none; there a TERM ends the process, as torch has it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*FORWARDED} - ({signal.SIGTERM} if waits else set()))
+        rank = multiprocessing.parent_process()  # under forkserver it is not the parent in the system's sense
+        if waits and rank is not None:
+            threading.Thread(target=_end_with_the_rank, args=(rank.pid,), daemon=True).start()
         if self._then is not None:
             self._then(worker)
 

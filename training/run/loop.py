@@ -16,7 +16,7 @@ from lockstep.training import contract, files
 from lockstep.training.checkpoint import generators
 from lockstep.training.config.sections import LOGGED
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError
-from lockstep.training.data.batches import Batches, Part, leave_signals_to_the_rank
+from lockstep.training.data.batches import Batches, Part, begun
 from lockstep.training.data.trees import to_device
 from lockstep.training.observe.account import Bucket
 from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree
@@ -198,8 +198,7 @@ class Loop:
             raise ValueError(f"accumulate is a number of batches from 1, got {accumulate!r}")
         self._expect_data({} if accumulate is None else {"accumulate": accumulate})
         length = _check_lengths(loader, self.run.world)
-        leave_signals_to_the_rank(loader)
-        passed, given = 0 if self.run.kept.has(loader) else self.run.state.cursor.step, iter(loader)
+        passed, given = 0 if self.run.kept.has(loader) else self.run.state.cursor.step, begun(loader)
         if accumulate is not None:
             given = _lists(given, accumulate)
         next(itertools.islice(given, passed, passed), None)  # takes `passed` of them
