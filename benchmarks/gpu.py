@@ -74,6 +74,7 @@ def steps(recipe: str, world: World, args: argparse.Namespace) -> dict[str, Any]
         variants = {"matmul": repeated(matmul(device, size), device, repeats)}
         with contextlib.ExitStack() as stack:
             for name, settings in forms(device, part == 1).items():
+                print(f"{recipe}, batch {batch}: {name} …", flush=True)  # compiling takes a minute
                 try:
                     step = stack.enter_context(our_step(recipe, batch, world, *settings))
                     for _ in range(1 if args.small else 5):  # compiles

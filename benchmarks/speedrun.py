@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,7 +206,8 @@ def trainings(
 ) -> dict[str, list[Outcome]]:
     """Trainings in turn, each contestant in a process that lives through all of them; the first of each is not counted.
 
-    Who fails goes into `failed` and does not run again.
+    A contestant that fails, or takes longer than `args.limit`, goes into `failed` and does not run again. After `deadline` each
+    has one training that counts.
     """
     found: dict[str, list[Outcome]] = {name: [] for name in names}
     builds: dict[str, tuple[Any, ...]] = {}
@@ -219,17 +219,22 @@ def trainings(
             builds[name] = (PEERS[name], (str(getattr(args, name)), str(args.data_root)))
     with contextlib.ExitStack() as stack:
         context = multiprocessing.get_context("spawn")
-        pools = {name: stack.enter_context(ProcessPoolExecutor(1, context)) for name in names}
+        pools = {name: stack.enter_context(context.Pool(1)) for name in names}
         for number in range(args.runs + 1):
             turn = number % len(names)
             for name in (one for one in names[turn:] + names[:turn] if one not in failed):
+                if time.monotonic() > deadline and found[name]:
+                    continue
                 try:
-                    outcome = pools[name].submit(_trained, name, *builds[name], number).result()
+                    outcome = pools[name].apply_async(_trained, (name, *builds[name], number)).get(args.limit)
+                except multiprocessing.TimeoutError:
+                    failed[name] = f"training {number} took longer than {args.limit:g} s (--limit)"
+                    pools[name].terminate()
                 except Exception as error:  # noqa: BLE001 - of another's code; it costs its own row alone
                     failed[name] = f"{error}\n{error.__cause__ or ''}"
-                    continue
-                if number:
-                    found[name].append(outcome)
+                else:
+                    print(f"{name} {number or 'warm-up'}: {outcome.whole:.2f} s, {outcome.accuracy:.4f}", flush=True)
+                    found[name] += [outcome] if number else []
             if time.monotonic() > deadline and number:
                 break
     return {name: outcomes for name, outcomes in found.items() if outcomes}
@@ -303,7 +308,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--airbench", type=Path, help="checkout of KellerJordan/cifar10-airbench")
     parser.add_argument("--ours", nargs="+", choices=list(AGAINST), default=list(AGAINST))
     parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=3600, help="no further round of warm runs after so long")
+    parser.add_argument("--seconds", type=float, default=3600, help="no further training after so long")
+    parser.add_argument("--limit", type=float, default=600, help="seconds of one training, with what it compiles the first time")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="further settings of ours")
     parser.add_argument("--out", type=Path, default=RESULTS / "speedrun.json")

@@ -17,8 +17,9 @@ DATA = Path(os.environ.get("DATA", "data"))
 SAME = 1e-3
 """Largest distance of one run's weights from another's, relative to these (L2). Kernels choose the order of their sums; a
 step that was left out, or took the data of another, is off by a tenth at least."""
-ACCURACY = 0.93
-"""Of one speedrun at least; published is a mean of 0.9401, and single ones scatter by some 0.0015."""
+ACCURACY = {"original": 0.93, "other": 0.89}
+"""Of one speedrun at least, on the original images and on copies of them, such as JPEG files. Published is a mean of 0.9401 on the
+original ones; single trainings scatter by some 0.0015. On JPEG files 0.907 was measured."""
 
 
 class Machine:
@@ -31,7 +32,8 @@ class Machine:
         self.env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(self.gpus)))}
 
     def job(self, name: str, **changes: object) -> Job:
-        plain = {"model": "tests.nets:DyingPlain", "ema.decay": 0, "device": self.device}
+        # Of torch's optimizers none can be recorded.
+        plain = {"model": "tests.nets:DyingPlain", "ema.decay": 0, "optim.name": "nesterov", "device": self.device}
         return Job(self.folder / name, self.data_root, self.ranks, **{**plain, **changes})
 
 
@@ -90,4 +92,6 @@ def test_the_speedrun_reaches_its_accuracy(machine: Machine) -> None:
     words = ["run", "speedrun", "--run-dir", str(machine.folder / "speedrun"), "--set", *fast]
     done = run([PYTHON, "-m", "lockstep.training", *words], clean_env(CUDA_VISIBLE_DEVICES="0"), 300)
     assert done.code == 0, done.output
-    assert json.loads((machine.folder / "speedrun/summary.json").read_text())["accuracy"] >= ACCURACY
+    accuracy = json.loads((machine.folder / "speedrun/summary.json").read_text())["accuracy"]
+    # Pickles are read only where they are the published files; binary files may hold copies of the images.
+    assert accuracy >= ACCURACY["original" if (DATA / "cifar-10-batches-py").is_dir() else "other"]

@@ -125,6 +125,11 @@ class Recorder:
         self.failure = ""
         """Why the steps are not recorded."""
 
+    @property
+    def recorded(self) -> bool:
+        """Whether a step is recorded."""
+        return self._recorded is not None
+
     def prepare(
         self, step: Step, work: Work, optimizers: tuple[torch.optim.Optimizer, ...], of: set[torch.Tensor] | None,
         clip: float, scaler: Any,
