@@ -309,7 +309,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ours", nargs="+", choices=list(AGAINST), default=list(AGAINST))
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=3600, help="no further training after so long")
-    parser.add_argument("--limit", type=float, default=600, help="seconds of one training, with what it compiles the first time")
+    parser.add_argument(
+        "--limit", type=float, default=600, help="seconds of one training, with what it compiles the first time"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="further settings of ours")
     parser.add_argument("--out", type=Path, default=RESULTS / "speedrun.json")
