@@ -215,7 +215,7 @@ def _evaluate(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     run: Run = args.target
     config, checksum = scoring.config_of(run.path, args.recipe, args.assignments, args.trust_model)
     run.bring(warn=to_stderr)
-    with world.joined(world.detect(env), config.device, config.collective_timeout) as joined:
+    with world.joined(world.detect(env), config.device, config.collective_timeout, config.backend) as joined:
         world.set_threads(joined, config.threads, env)
         score = scoring.score_target(run.path, config, checksum, joined)
         if joined.leader:

@@ -41,6 +41,8 @@ ELEMENTS, STEPS = 32_000_000, 6
 EXACT, LOSSY = 1e-3, {"powersgd": 0.5, "bf16_compress": 0.02}
 """Largest distance of the weights' way from that of one process, relative to it (L2). Kernels choose the order of their
 sums by the size of a batch; a gradient that was not summed, or divided wrongly, is off by a tenth at least."""
+NEEDS_NCCL = ("powersgd",)
+"""Strategies that fail over gloo with tensors on GPUs."""
 OPTIONS = {"powersgd": {"rank": 2, "start": 3}}
 PRECISIONS = {"tf32": 0.005, "bfloat16": 0.02, "float16": 0.005}
 """Largest distance of a precision's gradient from float32's, relative to it."""
@@ -58,13 +60,15 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`gpus`: how many it takes at least. `needs`: the row that has to be in order before it is tried."""
+    """`gpus`: how many it takes at least. `shares`: two ranks may share a single GPU. `needs`: the row that has to be in order before it is
+    tried."""
 
     name: str
     check: Callable[[World], Outcome]
     advice: str
     gpus: int = 1
     alone: bool = False
+    shares: bool = False
     needs: str = "visible"
 
 
@@ -153,7 +157,8 @@ def strategy(name: str, world: World) -> Outcome:
         synchroniser.synchronize()
         optimizer.step()
     begun, expected, actual = (_flat(one.parameters()) for one in (start, alone, synchroniser.full_module(model)))
-    after = f"from one process after {STEPS} steps on {world.size} GPUs"
+    where = f"{world.size} GPUs" if world.nccl else f"one GPU that {world.size} ranks share over gloo"
+    after = f"from one process after {STEPS} steps on {where}"
     return _compared(actual - begun, expected - begun, LOSSY.get(name, EXACT), after)
 
 
@@ -206,7 +211,10 @@ ROWS = (
     Row("visible", visible, _OF_A_GPU, alone=True),
     Row("peer access", peers, _OF_PEERS, gpus=2, alone=True),
     Row(_NCCL, all_reduce, _OF_NCCL, gpus=2),
-    *(Row(f"strategy {name}", partial(strategy, name), _OF_A_STRATEGY, 2, False, _NCCL) for name in STRATEGIES),
+    *(
+        Row(f"strategy {name}", partial(strategy, name), _OF_A_STRATEGY, 2, shares=name not in NEEDS_NCCL, needs=_NCCL)
+        for name in STRATEGIES
+    ),
     *(Row(f"precision {name}", partial(precision, name), _OF_A_PRECISION) for name in PRECISIONS),
 )
 """In the order in which they run. The first one is always there: it says what the others ran on."""
@@ -246,12 +254,12 @@ def table(rows: Sequence[Row], gpus: int, program: Sequence[str], stream: Any) -
     value: dict[str, Any] = {"date": date.today().isoformat(), "gpus": gpus, "rows": []}  # noqa: DTZ011 - the user's own day
     for row in rows:
         began = time.monotonic()
-        if row.gpus > gpus:
+        if row.gpus > gpus and not row.shares:
             outcome = Outcome("not tried", "one GPU")
         elif (row.needs, "failed") in [(earlier["name"], earlier["result"]) for earlier in value["rows"]]:
             outcome = Outcome("not tried", f"see the row {row.needs!r}")
         else:
-            outcome = _outcome(row.name, 1 if row.alone else gpus, program)
+            outcome = _outcome(row.name, 1 if row.alone else max(row.gpus, gpus), program)
         plain = {"name": row.name, **asdict(outcome), "seconds": time.monotonic() - began}
         if REHEARSAL in [gpu["name"] for gpu in outcome.facts.get("gpus", [])]:
             value["rehearsal"] = True
@@ -288,7 +296,8 @@ def _inside(name: str) -> int:
     (row,) = (row for row in ROWS if row.name == name)
     world = detect(os.environ)
     set_threads(world, 0, os.environ)
-    with joined(world, "cuda", SECONDS / 2) as world:
+    backend = "gloo" if world.local_size > torch.cuda.device_count() else "auto"
+    with joined(world, "cuda", SECONDS / 2, backend) as world:
         float32_on_gpus(tf32=False)  # as a run of ours
         try:
             outcome = row.check(world)

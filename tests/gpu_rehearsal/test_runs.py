@@ -142,3 +142,10 @@ def test_the_launcher_starts_a_rank_a_gpu(tmp_path: Path, data_root: Path, on_cp
     assert done.code == 0, done.output
     assert "2 ranks on cuda" in done.output
     assert differing(saved(tmp_path / "run"), on_cpu()) == []
+
+
+@pytest.mark.parametrize("strategy", ["flat", "zero1"])
+def test_ranks_share_a_gpu_over_gloo(tmp_path: Path, data_root: Path, on_cpu: OnCpu, strategy: str) -> None:
+    gang, found = trained(tmp_path, data_root, backend="gloo", sync__name=strategy, options={"devices": 1})
+    assert "2 ranks on cuda over gloo" in gang.ranks[0].output
+    assert differing(found, on_cpu(sync__name=strategy)) == []

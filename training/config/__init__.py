@@ -118,6 +118,9 @@ class RunSettings(Section):
     """Let cuDNN measure its convolution kernels and use the fastest. Another start may use another one: the last bits may differ."""
     device: Free[Literal["auto", "cpu", "cuda"]] = "auto"
     """Where to train; `auto` takes a GPU where one is visible."""
+    backend: Free[Literal["auto", "gloo"]] = "auto"
+    """What sends tensors between GPUs. `auto`: NCCL, a GPU for each rank. `gloo`: through the host, and ranks may share a GPU: slow, to try
+    several ranks where there is one GPU."""
     collective_timeout: Free[Number] = Field(default=600.0, ge=1, le=1_000_000)
     """Seconds after which a collective ends the job, if a rank has not joined it."""
     end_hangs: Free[bool] = False

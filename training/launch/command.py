@@ -198,13 +198,10 @@ def _serves(env: Mapping[str, str]) -> bool | None:
 
 def rank_count(text: str, command: list[str]) -> int:
     """`--ranks`: a number, or `auto` for the visible GPUs, else 2. Raises `UserError`."""
-    gpus = 0 if "device=cpu" in command else torch.cuda.device_count()
     if text == "auto":
-        return gpus or 2
+        return ("device=cpu" not in command and torch.cuda.device_count()) or 2
     if not re.fullmatch(r"[1-9]\d{0,3}", text):
         raise UserError(f"--ranks must be a number from 1, or auto; got {text!r}")
-    if gpus and int(text) > gpus and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        raise UserError(f"--ranks {text}, but {gpus} GPUs are visible: start at most one rank a GPU")
     return int(text)
 
 

@@ -187,7 +187,7 @@ class Live:
                 raise dist.DistBackendError(f"a collective of NCCL has failed ({error})")
 
     def _backend_of_gpus(self) -> Any:  # None without a GPU; the stubs of torch lack what NCCL's has
-        return self.world.group._get_backend(self.world.device) if self.world.device.type == "cuda" else None
+        return self.world.group._get_backend(self.world.device) if self.world.nccl else None
 
     @property
     def wanted(self) -> bool:
@@ -428,7 +428,7 @@ class Live:
             place: in the store.
             seconds: for the new process group.
         """
-        gpu = self.world.device if self.world.device.type == "cuda" else None
+        gpu = self.world.device if self.world.nccl else None
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):
             # Destroyed, NCCL would wait for kernels that wait for a rank which is lost.
             dist.destroy_process_group() if gpu is None else dist.distributed_c10d._abort_process_group()
@@ -441,7 +441,7 @@ class Live:
             )
         began = time.monotonic()
         dist.init_process_group(
-            backends(self.world.device), store=dist.PrefixStore(f"{place}/group", store), rank=members.index(self.rank),
+            backends(self.world.nccl), store=dist.PrefixStore(f"{place}/group", store), rank=members.index(self.rank),
             world_size=len(members), timeout=timedelta(seconds=seconds), device_id=gpu,
         )  # fmt: skip
         sockets = f"{place}/sockets"

@@ -59,6 +59,8 @@ class World:
     """Where rank 0 serves the store."""
     launcher: str = "none"
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
+    nccl: bool = False
+    """Collectives over tensors on GPUs are NCCL's; False: all are gloo's."""
     live: Live | None = None
     """What keeps the ranks together where some of them are lost; None: the loss of one ends all."""
     generation: int = 0
@@ -317,31 +319,43 @@ def set_threads(world: World, wanted: int, env: Mapping[str, str], exact: bool =
     return f"{threads} thread{'s' if threads > 1 else ''} a rank ({source})"
 
 
-def choose_device(world: World, wanted: str) -> torch.device:
-    """The rank's device, for `wanted` cpu, cuda or auto. Raises `UserError` without a GPU for cuda, or with too few GPUs."""
+def choose_device(world: World, wanted: str, shares: bool = False) -> torch.device:
+    """The rank's device, for `wanted` cpu, cuda or auto. Raises `UserError` without a GPU for cuda, or with too few GPUs.
+
+    Args:
+        shares: several ranks may have the same GPU.
+    """
     count = torch.cuda.device_count() if wanted != "cpu" else 0
     if wanted == "cuda" and count == 0:
         raise UserError("device is cuda, but no GPU is visible: use device=cpu, or check CUDA_VISIBLE_DEVICES")
     if count == 0:
         return torch.device("cpu")
+    if shares:
+        return torch.device("cuda", world.local_rank % count)
     if world.local_size > count > 1:  # all ranks of the node say so
         raise UserError(
-            f"{world.local_size} ranks on this node, but only {count} GPUs are visible: start {count} ranks"
+            f"{world.local_size} ranks on this node, but only {count} GPUs are visible: start {count} ranks, or set backend=gloo, "
+            "with which ranks share a GPU"
         )
     # With one visible GPU and several ranks, the launcher shows each rank its own; `joined` checks that it does.
     return torch.device("cuda", world.local_rank if count > 1 else 0)
 
 
-def backends(device: torch.device) -> str:
-    """Of a process group: gloo for tensors on the CPU, NCCL for those on GPUs."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+def backends(nccl: bool) -> str:
+    """Of a process group: gloo for tensors on the CPU, and for those on GPUs unless `nccl`."""
+    return "cpu:gloo,cuda:nccl" if nccl else "gloo"
 
 
 @contextlib.contextmanager
-def joined(world: World | None = None, device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
+def joined(
+    world: World | None = None, device: str = "auto", timeout: float = 600.0, backend: str = "auto",
+) -> Iterator[World]:  # fmt: skip
     """Joins the process group (of one, where nothing was launched) and leaves it at the end.
 
     Without a world, this process's environment says who it is, and it gets its share of the node's cores.
+
+    Args:
+        backend: `auto`: NCCL for tensors on GPUs. `gloo`: ranks may share a GPU.
 
     Raises:
         UserError: two ranks share one GPU, or there is none; this process was spawned by a rank of torchrun, or has joined already.
@@ -359,7 +373,8 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
     if (replacement := os.environ.get(ENV_REPLACEMENT, "")).isdigit() and int(replacement):
         # Alone until the others admit it, and never rank 0: the run directory is theirs.
         world = dataclasses.replace(world, rank=world.size, size=1, number=world.rank, replacement=int(replacement))
-    chosen = choose_device(world, device)
+    chosen = choose_device(world, device, shares=backend == "gloo")
+    nccl = chosen.type == "cuda" and backend == "auto"
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         if os.environ.get(ENV_LIVE):
@@ -377,15 +392,16 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
     leave: Callable[[], None] = lambda: None  # noqa: E731 - nothing to leave yet
     others = process.connections()
     try:
-        store, gpu = _store(world, timeout), chosen if chosen.type == "cuda" else None
-        if gpu is not None and world.size > 1:
-            _refuse_shared_gpus(world, gpu, store)
-        # With a device NCCL opens its communicator here, and on that one: else torch guesses `rank modulo GPUs`.
+        store = _store(world, timeout)
+        if nccl and world.size > 1:
+            _refuse_shared_gpus(world, chosen, store)
+        # With a device NCCL opens its communicator here, and on that one: else torch guesses `rank modulo GPUs`. One rank needs none:
+        # to open and to destroy it takes half a second.
         of_store = process.connections()
         try:
             dist.init_process_group(
-                backends(chosen), store=store, rank=min(world.rank, world.size - 1), world_size=world.size,
-                timeout=timedelta(seconds=timeout), device_id=gpu,
+                backends(nccl), store=store, rank=min(world.rank, world.size - 1), world_size=world.size,
+                timeout=timedelta(seconds=timeout), device_id=chosen if nccl and world.size > 1 else None,
             )  # fmt: skip
         except dist.DistError:
             raise
@@ -395,11 +411,11 @@ def joined(world: World | None = None, device: str = "auto", timeout: float = 60
             raise dist.DistError(f"the process group cannot be opened: {error}") from error
         leave = dist.destroy_process_group
         process.keep_from_children(process.new_connections(others))
-        peers = process.new_connections(of_store) if gpu is None or os.environ.get(ENV_LIVE) else {}
-        yield dataclasses.replace(world, device=chosen, peers=peers)
+        peers = process.new_connections(of_store) if not nccl or os.environ.get(ENV_LIVE) else {}
+        yield dataclasses.replace(world, device=chosen, nccl=nccl, peers=peers)
     except BaseException as error:
         done = isinstance(error, SystemExit) and not error.code
-        if chosen.type == "cuda" and not done and dist.is_initialized():
+        if nccl and not done and dist.is_initialized():
             # Destroyed, NCCL would wait for kernels that wait for a rank which may not come.
             leave = dist.distributed_c10d._abort_process_group
         raise
@@ -489,7 +505,7 @@ def _refuse_shared_gpus(world: World, device: torch.device, store: dist.Store) -
     raise UserError(message)
 
 
-_SHARED = "ranks {} and {} share one GPU: start one rank a GPU"
+_SHARED = "ranks {} and {} share one GPU: start one rank a GPU, or set backend=gloo, with which they may"
 
 
 def _shared(uuids: list[bytes]) -> str:

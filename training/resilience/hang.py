@@ -81,7 +81,7 @@ def naming_the_missing(
         say: gets the sentence, in another thread than this one.
         progress: a count of what this rank does between steps: an evaluation takes none for as long as it lasts.
     """
-    if world.size == 1 or world.device.type != "cuda" or world.live is not None:  # whose ranks look for themselves
+    if world.size == 1 or not world.nccl or world.live is not None:  # whose ranks look for themselves
         yield
         return
     telling, left = threading.Lock(), threading.Event()

@@ -118,7 +118,12 @@ class Lifecycle:
                 give_back()
             try:
                 world = self._joined or stack.enter_context(
-                    joined(detect(os.environ), self.settings.device, self.settings.collective_timeout)
+                    joined(
+                        detect(os.environ),
+                        self.settings.device,
+                        self.settings.collective_timeout,
+                        self.settings.backend,
+                    )
                 )
                 if self._signals is not None:
                     self._signals.meeting = False
@@ -304,7 +309,10 @@ class Lifecycle:
             directory.listeners.append(run.console.on_event)
         if self._mirror is not None:
             self._mirror.begin()
-        run.console.line(f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}, {self.threads}")
+        over_gloo = " over gloo" if world.device.type == "cuda" and not world.nccl else ""
+        run.console.line(
+            f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}{over_gloo}, {self.threads}"
+        )
         return run
 
     def _admitted(self) -> dict[str, Any]:

@@ -40,6 +40,8 @@ def obstacle(sync: GradientSync, optimizers: dict[str, torch.optim.Optimizer], w
     """Why the steps of this run cannot be recorded; None if they can."""
     if world.device.type != "cuda":
         return "there is no GPU"
+    if world.size > 1 and not world.nccl:
+        return "collectives of gloo cannot be recorded in a CUDA graph: use backend=auto, with a GPU for each rank"
     if not sync.capturable:
         return f"sync.name={sync.settings.name} cannot be recorded in a CUDA graph: use flat"
     if len(optimizers) != 1 or not all(isinstance(optimizer, RatedOptimizer) for optimizer in optimizers.values()):
