@@ -4,7 +4,7 @@
     checkpoints/step-00000100/state.json             the plain values around them
     checkpoints/step-00000100/manifest.json          format, step, score; size and sha256 of both; written last
 
-A save copies the state into a buffer that is allocated once, and a thread writes it: temporary directory → fsync of
+A save copies the state (`Writer._snapshot`), and a thread writes it: temporary directory → fsync of
 each file → manifest → rename → fsync of the parent. Older checkpoints are removed only after the new one was read back
 and verified. There is no pickle: a tensor file is safetensors, the rest is JSON.
 
@@ -216,6 +216,8 @@ class Writer:
         self.directory, self.keep, self.keep_best = directory, keep, keep_best
         self._rule = Rule.of(keep_best)
         self._buffers: list[torch.Tensor] = []
+        self._kinds: list[tuple[torch.Size, torch.dtype, bool]] = []
+        """Of the buffers."""
         self._pending: Future[SaveResult] | None = None
         _WRITING.begin()
         _HASHING.begin()
@@ -232,8 +234,8 @@ class Writer:
         """
         self.wait()
         plain, tensors = split(state, _Names())
-        self._snapshot(list(tensors.values()))
-        self._pending = _WRITING.run(self._write, step, plain, dict(zip(tensors, self._buffers)), score)
+        fetch = self._snapshot([*tensors.values()])
+        self._pending = _WRITING.run(self._write, step, plain, lambda: dict(zip(tensors, fetch())), score)
         return self._pending
 
     def wait(self) -> None:
@@ -242,20 +244,52 @@ class Writer:
             with contextlib.suppress(Exception):
                 self._pending.result()
 
-    def _snapshot(self, tensors: list[torch.Tensor]) -> None:
-        same = len(tensors) == len(self._buffers) and all(
-            a.shape == b.shape and a.dtype == b.dtype for a, b in zip(tensors, self._buffers)
-        )
-        if not same:
+    def _snapshot(self, tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Copies the state as it is now. Returns what the writer's thread calls for the copies on the CPU.
+
+        A GPU copies its tensors within its own memory, and the training goes on while they come to the CPU, on a stream of their
+        own. A GPU without room for that is waited for.
+        """
+        kinds = [(tensor.shape, tensor.dtype, tensor.is_cuda) for tensor in tensors]
+        if kinds != self._kinds:
+            self._kinds, self._buffers = kinds, []
+        gpus = [tensor.device for tensor in tensors if tensor.is_cuda]
+        if not gpus:
+            self._fill(tensors)
+            return lambda: self._buffers
+        try:
+            copies = [tensor.clone() for tensor in tensors]
+        except torch.cuda.OutOfMemoryError:
+            self._fill(tensors)
+            torch.cuda.synchronize()
+            return lambda: self._buffers
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def fetch() -> list[torch.Tensor]:
+            stream = torch.cuda.Stream(gpus[0])
+            with torch.cuda.stream(stream):
+                stream.wait_event(copied)
+                self._fill(copies)
+            stream.synchronize()
+            copies.clear()
+            return self._buffers
+
+        return fetch
+
+    def _fill(self, tensors: list[torch.Tensor]) -> None:
+        """Copies the tensors into the buffers, which are pinned for a GPU: such copies may still be under way."""
+        if not self._buffers:
             pinned = any(tensor.is_cuda for tensor in tensors)
             self._buffers = [torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned) for t in tensors]
         for buffer, tensor in zip(self._buffers, tensors):
             buffer.copy_(tensor, non_blocking=True)
-        if any(tensor.is_cuda for tensor in tensors):
-            torch.cuda.synchronize()
 
-    def _write(self, step: int, plain: Any, tensors: dict[str, torch.Tensor], score: float | None) -> SaveResult:
+    def _write(
+        self, step: int, plain: Any, fetch: Callable[[], dict[str, torch.Tensor]], score: float | None
+    ) -> SaveResult:  # fmt: skip
         began = time.perf_counter()
+        tensors = fetch()
         self.directory.mkdir(parents=True, exist_ok=True)
         with files.opened_folder(self.directory) as folder:  # another user may put a link in its place at any time
             size = self._write_into(folder, step, plain, tensors, score)
