@@ -58,7 +58,7 @@ class Smoke:
         words = ["--name", self.name, "--recipe", RECIPE, "--image", args.image, "--nodes", str(args.nodes)]
         python = ("run", "--rm", "--network", "none", "--entrypoint", "python", args.image)
         began = time.monotonic()
-        rendered = self.docker(*python, "-m", "lockstep.jobs", "render", "compose", *words, "--set", *settings)
+        rendered = self.docker(*python, "-m", "lockstep", "render", "compose", *words, "--set", *settings)
         if args.timeout is None:
             args.timeout = self.measured(time.monotonic() - began)
         self.docker("volume", "create", f"{self.project}-runs")  # as `lockstep submit` does

@@ -42,8 +42,8 @@ def top(folder: Path) -> None:
     from rich.console import Console
     from rich.terminal_theme import DEFAULT_TERMINAL_THEME, DIMMED_MONOKAI
 
-    from lockstep.training.observe.ranks import Reader
-    from lockstep.training.observe.top import picture
+    from lockstep.tools.ranks import Reader
+    from lockstep.tools.top import picture
 
     run = Path("runs/smoke")
     settings = ["model=tests.prometheus.slow:Paced", "model_options={}", "epochs=400", "optim.lr=1e-4", "capture=never"]

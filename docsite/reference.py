@@ -21,6 +21,7 @@ from lockstep.jobs import registry
 from lockstep.jobs.backend import Cluster
 from lockstep.jobs.cli.main import app
 from lockstep.jobs.spec.model import JobSpec
+from lockstep.tools import COMMANDS as TOOLS
 from lockstep.training.cli import COMMANDS, INSIDE
 from lockstep.training.config import Config, OwnSettings, recipes
 from lockstep.training.config.sections import FREE
@@ -136,6 +137,10 @@ def _helps(program: str, commands: list[list[str]]) -> dict[tuple[str, ...], str
     return {(program, *words): _tidy(text) for words, text in zip(commands, json.loads(done.stdout))}
 
 
+OF_THEIR_OWN = (*TOOLS, "torture")
+"""Commands of `lockstep` that parse their own words."""
+
+
 def _tidy(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
@@ -147,7 +152,13 @@ def _of_lockstep() -> dict[tuple[str, ...], str]:
     above = group.make_context("lockstep", [], resilient_parsing=True, terminal_width=_WIDTH, max_content_width=_WIDTH)
     found["lockstep",] = _tidy(group.get_help(above))
     for name, command in group.commands.items():
-        if name not in COMMANDS or name in INSIDE:
+        if name in OF_THEIR_OWN:
+            done = subprocess.run(
+                [sys.executable, "-m", "lockstep", name, "--help"], cwd=ROOT, env={**os.environ, "COLUMNS": str(_WIDTH), "NO_COLOR": "1"},
+                capture_output=True, text=True, check=True, timeout=60,
+            )  # fmt: skip
+            found["lockstep", name] = _tidy(done.stdout)
+        elif name not in COMMANDS or name in INSIDE:
             context = command.make_context(name, [], parent=above, resilient_parsing=True)
             found["lockstep", name] = _tidy(command.get_help(context))
     return found
@@ -160,8 +171,7 @@ def commands() -> str:
     texts |= _helps("python -m lockstep.training", [[name] for name in INSIDE])
     parts = [
         "# Commands\n",
-        "What each command prints with `--help`. Those of `lockstep` that look at a run are also commands of "
-        "`python -m lockstep.training`. [Exit codes](exit-codes.md) are the same everywhere.\n",
+        "What each command prints with `--help`. [Exit codes](exit-codes.md) are the same everywhere.\n",
         f"```text\n{texts.pop(('lockstep',))}\n```\n",
     ]
     parts += [f"## {' '.join(words)}\n\n```text\n{texts[words]}\n```\n" for words in sorted(texts)]

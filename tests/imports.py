@@ -16,7 +16,7 @@ SHARED = tuple(
 
 
 def modules(package: str) -> dict[str, Path]:
-    """Dotted name → file of each module of a package of ours: `training`, `jobs`, or `wire`."""
+    """Dotted name → file of each module of a package of ours."""
     folder = ROOT / "lockstep" / package  # a link, for all but `wire`
     return {
         ".".join(("lockstep", package, *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__"): path
@@ -25,26 +25,46 @@ def modules(package: str) -> dict[str, Path]:
     }
 
 
-def imported(tree: ast.AST, known: dict[str, Path]) -> Iterator[str]:
-    """What is imported at run time, in functions too; `if TYPE_CHECKING:` is not."""
+PACKAGES = ("training", "jobs", "tools", "torture", "wire")
+
+
+def all_modules() -> dict[str, Path]:
+    """Those of all packages of ours."""
+    return {name: path for package in PACKAGES for name, path in modules(package).items()}
+
+
+def imported(tree: ast.AST, known: dict[str, Path], package: str = "") -> Iterator[str]:
+    """Yields what is imported at run time, in functions too; `if TYPE_CHECKING:` is not.
+
+    Args:
+        package: the package that relative imports start from.
+    """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             for other in node.orelse:
-                yield from imported(other, known)
+                yield from imported(other, known, package)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            module = ".".join(filter(None, [*above, node.module]))
             for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                yield whole if whole in known else str(node.module)
+                whole = f"{module}.{alias.name}"
+                yield whole if whole in known else module
         else:
-            yield from imported(node, known)
+            yield from imported(node, known, package)
+
+
+def imports_of(name: str, path: Path, known: dict[str, Path]) -> set[str]:
+    """Returns what a module of ours imports, by full names."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    return set(imported(ast.parse(path.read_text()), known, package))
 
 
 def graph() -> dict[str, set[str]]:
     """Each module of ours, and those of ours that it imports, in functions too."""
-    known = modules("training") | modules("jobs") | modules("wire")
+    known = all_modules()
     return {
-        name: {other for other in imported(ast.parse(path.read_text()), known) if other in known and other != name}
+        name: {other for other in imports_of(name, path, known) if other in known and other != name}
         for name, path in known.items()
     }

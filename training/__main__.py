@@ -1,4 +1,4 @@
-"""python -m lockstep.training run | launch | shard | evaluate | export | top | report | goodput | settings | torture | bench | doctor
+"""python -m lockstep.training run | launch | shard | evaluate | export | report | settings
 
 Exit codes: 0 done; 2 wrong usage, config or data (one line says what to do); 75 saved, run the same command again;
 1 anything else.
@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import io
 import json
-import math
 import os
 import signal
 import sys
@@ -53,8 +52,6 @@ if TYPE_CHECKING:
 _BEGAN = time.perf_counter()
 
 
-_APART = {"launch": "launch.command", "bench": "recipe.scaling", "doctor": "doctor", "torture": "torture.command"}
-"""Commands that parse their own arguments: the module that has their `main(argv)`."""
 _RECIPE = "a recipe's name, or the path of a YAML file"
 _RUN = "a run directory, or what its checkpoint.to says (s3://…)"
 
@@ -110,26 +107,12 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--step", type=count, metavar="N", help="the checkpoint of step N")
     export.set_defaults(action=_export)
 
-    top = commands.add_parser("top", help=COMMANDS["top"])
-    top.add_argument("run", type=_opened, metavar="RUN", help=_RUN)
-    top.add_argument("--every", type=_seconds, default=2.0, help="seconds between two updates, from 0.2; default: 2")
-    top.add_argument("--once", action="store_true", help="print one table and exit")
-    top.add_argument("--json", action="store_true", help="print one JSON value with stable fields")
-    top.set_defaults(action=_top)
-
     report = commands.add_parser("report", help=COMMANDS["report"])
     report.add_argument("runs", type=_opened, metavar="RUN", nargs="+", help=f"{_RUN}; several are compared")
     report.add_argument(
         "--out", type=Path, help="default: RUN/report.html; report.html here for several runs, and of a bucket"
     )
     report.set_defaults(action=_report)
-
-    goodput = commands.add_parser("goodput", help=COMMANDS["goodput"])
-    goodput.add_argument(
-        "runs", type=_opened, metavar="RUN", nargs="+", help=f"{_RUN}; several, such as those of a sweep"
-    )
-    goodput.add_argument("--json", action="store_true", help="print one JSON value with stable fields")
-    goodput.set_defaults(action=_goodput)
 
     settings = commands.add_parser("settings", help=COMMANDS["settings"])
     settings.add_argument(
@@ -139,8 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     settings.add_argument("--schema", action="store_true", help="print the JSON Schema of a recipe, for editors")
     settings.set_defaults(action=_settings)
 
-    for name in _APART:
-        commands.add_parser(name, help=COMMANDS[name], add_help=False)
+    commands.add_parser("launch", help=COMMANDS["launch"], add_help=False)
     return parser
 
 
@@ -156,16 +138,6 @@ def _opened(text: str) -> Run:
 
 def _closeness(text: str) -> str:
     return f"check_closeness={text.removeprefix('every=')}"
-
-
-def _seconds(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0.2 <= found < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0.2, got {text!r}")
-    return found
 
 
 def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
@@ -238,16 +210,6 @@ def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: A
     return EXIT_DONE
 
 
-def _top(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
-    from lockstep.training.observe import top
-
-    try:
-        top.show(args.run, args.every, args.once, args.json)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return EXIT_DONE
-
-
 def _report(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
     from lockstep.training.observe import report
 
@@ -255,13 +217,6 @@ def _report(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: A
     out = args.out or (runs[0].report if len(runs) == 1 else Path(REPORT_FILE))
     report.write([run.path for run in runs], out)
     print(printable(str(out)))
-    return EXIT_DONE
-
-
-def _goodput(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
-    from lockstep.training.observe import account
-
-    account.show(args.runs, args.json)
     return EXIT_DONE
 
 
@@ -292,10 +247,9 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
         keep_out_others()
         with extras.explained():
             command, *arguments = command_of(argv) or [""]
-            if command == "launch":
+            if command == "launch":  # it parses its own arguments
                 _import_torch_silently()
-            if command in _APART:
-                return int(importlib.import_module(f"lockstep.training.{_APART[command]}").main(arguments))
+                return int(importlib.import_module("lockstep.training.launch.command").main(arguments))
             args = _parser().parse_args(argv)
             action: Callable[[argparse.Namespace, Mapping[str, str]], int] = args.action
             return action(args, env)

@@ -1,4 +1,4 @@
-"""The commands of `python -m lockstep.training`, which `lockstep` has too, and the parser of their arguments. Imports no torch.
+"""The commands of `python -m lockstep.training`, which `lockstep` has too, and their parser. Imports no torch.
 
 Usage errors are one line, like every other error that a person can mend.
 """
@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import errno
 import os
-import re
 import sys
 from collections.abc import Iterator
 from typing import NoReturn
@@ -22,18 +21,13 @@ COMMANDS = {
     "shard": "preprocess a data set once into shard files",
     "evaluate": "score a run, or a file of weights, on the test split",
     "export": "write a run's weights as a plain file",
-    "top": "show the ranks of a run live: their steps, where the time goes, and which rank slows the others down",
     "report": "show one or several runs as one HTML file",
-    "goodput": "show where the time of one or several runs went, over all attempts",
     "settings": "list every setting with its meaning and default, or a recipe's",
     "launch": "start the ranks of a node and wait for their end",
-    "doctor": "what the GPUs of this machine can do, and what to do where they cannot",
-    "torture": "kill, stop and signal a training at seeded moments, and compare the weights it ends in",
-    "bench": "where the time of a step goes at 1, 2, 4 … ranks",
 }
 """Each with a line of help."""
-INSIDE = ("run", "launch", "doctor")
-"""Those that `lockstep` has in a form of its own (`lockstep run`, `lockstep doctor gpu`)."""
+INSIDE = ("run", "launch")
+"""Those that `lockstep` has in another form (`lockstep run`)."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,12 +70,6 @@ def add_set(parser: argparse.ArgumentParser, help_text: str) -> None:
     )
 
 
-def about(docstring: str | None) -> str:
-    """What the first paragraph of a command's module says, without how it is called: that is in the usage line."""
-    first = re.sub(r"^(python -m lockstep.training|lockstep) [^:]*: ", "", (docstring or "").partition("\n\n")[0])
-    return first[:1].upper() + first[1:]
-
-
 def positive(text: str) -> int:
     """A whole number from 1, for `type=`."""
     if not text.isdecimal() or not 1 <= int(text) < 1 << 31:
@@ -94,8 +82,3 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) >= 1 << 31:
         raise argparse.ArgumentTypeError(f"must be a whole number from 0, got {text!r}")
     return int(text)
-
-
-def several(text: str) -> list[int]:
-    """`1,2,4` → [1, 2, 4], for `type=`."""
-    return [positive(part) for part in text.split(",")]

@@ -46,7 +46,7 @@ def tortured(peer: str, python: str, seed: int, cases: int) -> dict[str, Any]:
         "--steps-pattern", r"step (\d+) loss", "--loss-pattern", r"step \d+ loss (\S+)",
     ]  # fmt: skip
     options += ["--rank-process", "ray::.*TrainWorker"] if peer == "Ray Train" else []
-    torture = [sys.executable, "-m", "lockstep.training", "torture", *options, "--", *command]
+    torture = [sys.executable, "-m", "lockstep", "torture", *options, "--", *command]
     done = subprocess.run(torture, capture_output=True, text=True, timeout=BOUND, check=False)
     if done.returncode == 2:
         raise RuntimeError(f"{peer}: {done.stderr}")

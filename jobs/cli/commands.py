@@ -555,7 +555,9 @@ def doctor(
             if unwanted is not None:
                 raise UserError(f"doctor {backend} looks at no cluster, and {name} belongs to one: leave it out")
     if backend == "gpu":
-        become(["doctor", "gpu", *(["--json"] if as_json else []), *words])
+        from lockstep.tools import doctor as gpus  # torch
+
+        raise typer.Exit(gpus.main(only or (), as_json))
     if words:
         raise UserError(f"{words[0]} belongs to doctor gpu, not to {backend}")
     if "://" in backend:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -10,11 +11,13 @@ import shlex
 import signal
 import sys
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
+from lockstep import tools, torture
 from lockstep.jobs.cli import commands
 from lockstep.jobs.status import Unreachable
 from lockstep.training import extras
@@ -172,20 +175,37 @@ def serve() -> None:
     show(SlurmBackend.serve(sys.stdin.buffer))
 
 
-def _inside(command: str, summary: str) -> None:
-    """A command of `python -m lockstep.training`, which takes this process's place. Its words and its help are its own."""
-
-    def start(context: typer.Context) -> None:
-        commands.become([command, *context.args])
-
+def _with_words_of_its_own(command: str, summary: str, start: Callable[[list[str]], NoReturn]) -> None:
+    """A command that parses its own words, and has its own help. click would take a `--` out of them."""
     taken = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
     help_ = f"{summary[0].upper()}{summary[1:]}."
-    app.command(command, help=help_, add_help_option=False, context_settings=taken, options_metavar="…")(start)
+
+    def begin(context: typer.Context) -> NoReturn:  # noqa: ARG001 - typer gives the words to it
+        start(command_of(sys.argv[1:])[1:])
+
+    app.command(command, help=help_, add_help_option=False, context_settings=taken, options_metavar="…")(begin)
+
+
+def _inside(command: str) -> Callable[[list[str]], NoReturn]:
+    """`python -m lockstep.training COMMAND` takes this process's place."""
+    return lambda words: commands.become([command, *words])
+
+
+def _tool(module: str) -> Callable[[list[str]], NoReturn]:
+    """A module that has `main(argv)`, in this process."""
+
+    def start(words: list[str]) -> NoReturn:
+        raise typer.Exit(importlib.import_module(module).main(words))
+
+    return start
 
 
 for _name, _summary in COMMANDS.items():
     if _name not in INSIDE:
-        _inside(_name, _summary)
+        _with_words_of_its_own(_name, _summary, _inside(_name))
+for _name, _summary in tools.COMMANDS.items():
+    _with_words_of_its_own(_name, _summary, _tool(f"lockstep.tools.{_name}"))
+_with_words_of_its_own("torture", torture.SUMMARY, _tool("lockstep.torture.command"))
 
 
 def spread(words: list[str]) -> list[str]:

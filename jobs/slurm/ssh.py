@@ -1,4 +1,4 @@
-"""Lockstep on a login node, through the OpenSSH client: `ssh HOST PYTHON -m lockstep.jobs …`, the same commands there as here.
+"""Lockstep on a login node, through the OpenSSH client: `ssh HOST PYTHON -m lockstep …`, the same commands there as here.
 
 `serve` takes a request on standard input: a line of JSON, and behind it the archive of the job's code. ssh reads the user's own
 ~/.ssh/config, with its keys, agents and jump hosts; nobody is asked for anything.
@@ -221,7 +221,7 @@ class Login:
         return process.returncode
 
     def _words(self, words: list[str]) -> str:
-        return shlex.join([self.python, "-m", "lockstep.jobs", *words])
+        return shlex.join([self.python, "-m", "lockstep", *words])
 
     # ssh itself.
 

@@ -14,7 +14,7 @@ from tests.runs import settings
 
 pytestmark = pytest.mark.promise("torture")
 SCRIPT = ROOT / "tests/faults/tortured.py"
-TORTURE = [PYTHON, "-m", "lockstep.training", "torture"]
+TORTURE = [PYTHON, "-m", "lockstep", "torture"]
 OURS = ["--weights", "{run}/state.json", "--steps-pattern", r"^step (\d+)", "--loss-pattern", "loss ([0-9.]+)"]
 
 

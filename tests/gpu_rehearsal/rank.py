@@ -1,4 +1,5 @@
-"""python -m tests.gpu_rehearsal.rank WORDS: `python -m lockstep.training WORDS`, or `python SCRIPT.py …`, its CUDA operators computed.
+"""python -m tests.gpu_rehearsal.rank WORDS: `python -m lockstep.training WORDS`, `python SCRIPT.py …`, or `python -m MODULE …`, its CUDA
+operators computed.
 
 REHEARSAL_FOUND=file gets what the emulation has found, as JSON. REHEARSAL_FAULT=module:Class.method plants a fault: that
 method does nothing.
@@ -23,10 +24,14 @@ def _plant(fault: str) -> None:
 
 
 def _script(path: str, *words: str) -> int:
-    """The exit code of a program of a user's own."""
-    sys.argv = [path, *words]
+    """The exit code of a program of a user's own, or of a module."""
     try:
-        runpy.run_path(path, run_name="__main__")
+        if path == "-m":
+            sys.argv = [*words]
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = [path, *words]
+            runpy.run_path(path, run_name="__main__")
     except SystemExit as ended:
         return int(ended.code or 0)
     return 0
@@ -38,7 +43,8 @@ if __name__ == "__main__":
     emulation = Emulation()
     try:
         with emulation:
-            code = _script(*sys.argv[1:]) if sys.argv[1].endswith(".py") else product.program(sys.argv[1:])
+            words = sys.argv[3:] if sys.argv[1:3] == ["-m", "lockstep.training"] else sys.argv[1:]
+            code = _script(*words) if words[0] == "-m" or words[0].endswith(".py") else product.program(words)
     finally:
         if "REHEARSAL_FOUND" in os.environ:
             emulation.write(Path(os.environ["REHEARSAL_FOUND"]))

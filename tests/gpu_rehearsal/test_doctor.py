@@ -19,8 +19,7 @@ def _doctor(folder: Path, devices: int, *only: str, **extra: str) -> tuple[int, 
         LD_PRELOAD=preload(), STANDIN_DEVICES=str(devices), LOCKSTEP_THREADS="1", TMPDIR=str(folder), **extra
     )
     del env["CUDA_VISIBLE_DEVICES"]
-    words = [word for row in only for word in ("--only", row)]
-    done = run([PYTHON, "-m", "tests.gpu_rehearsal.doctor", "gpu", "--json", *words], env, 1000)
+    done = run([PYTHON, "-m", "tests.gpu_rehearsal.doctor", *only], env, 1000)
     value: dict[str, Any] = json.loads(done.output[done.output.index("{\n") :])
     assert value["rehearsal"] is True and not any({"rates", "seconds"} & set(row) for row in value["rows"])
     assert "GB/s" not in done.output

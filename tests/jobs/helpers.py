@@ -33,7 +33,7 @@ def lockstep(folder: Path, *words: str, encoding: str = "utf-8", **env: str) -> 
 
 def top(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """`lockstep top WORDS`, which takes the place of the process it is typed in."""
-    command = [PYTHON, "-m", "lockstep.training", "top", *words]
+    command = [PYTHON, "-m", "lockstep", "top", *words]
     return subprocess.run(command, cwd=folder, env=clean_env(), capture_output=True, text=True, timeout=120)
 
 

@@ -47,7 +47,7 @@ def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def _goodput(*runs: Path) -> dict[str, Any]:
-    done = run([PYTHON, "-m", "lockstep.training", "goodput", *map(str, runs), "--json"])
+    done = run([PYTHON, "-m", "lockstep", "goodput", *map(str, runs), "--json"])
     assert done.code == 0, done.output
     found: dict[str, Any] = json.loads(done.output)
     return found
@@ -84,10 +84,10 @@ def test_a_kill_costs_a_restart_and_the_steps_since_the_checkpoint(tmp_path: Pat
     assert [each["run"] for each in both["runs"]] == [str(tmp_path / "killed")] * 2
     assert both["total"]["wall_seconds"] == pytest.approx(2 * told["wall_seconds"], abs=0.01)
     assert both["total"]["fraction"] == told["fraction"] and both["total"]["restarts"] == 2
-    words = run([PYTHON, "-m", "lockstep.training", "goodput", str(tmp_path / "killed")]).output
+    words = run([PYTHON, "-m", "lockstep", "goodput", str(tmp_path / "killed")]).output
     assert "lost to 1 restart" in words and "taken again" in words
     for missing in (tmp_path, tmp_path / "none"):
-        done = run([PYTHON, "-m", "lockstep.training", "goodput", str(missing)])
+        done = run([PYTHON, "-m", "lockstep", "goodput", str(missing)])
         assert done.code == 2 and "time.jsonl" in done.output and len(done.output.splitlines()) == 1, done.output
 
 

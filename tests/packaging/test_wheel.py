@@ -29,7 +29,7 @@ from tests.processes import PYTHON, ROOT, clean_env, run
 
 pytestmark = pytest.mark.promise("installing")
 DISTRIBUTION = project()["name"]
-LINKED = ("training", "jobs")
+LINKED = ("training", "jobs", "tools", "torture")
 """Folders of the checkout that `lockstep/` has links to: in the wheel they are folders of it."""
 WHEEL = f"{DISTRIBUTION.replace('-', '_')}-{project()['version']}-py3-none-any.whl"
 JOB = ["--recipe", "smoke", "--image", "localhost:5000/lockstep@sha256:" + "0" * 64]

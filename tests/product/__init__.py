@@ -43,7 +43,7 @@ AS_THEY_ARE = {
     "clean": "training.checkpoint.store:clean",  # of a folder of checkpoints: what killed saves have left
     "goodput": "training.observe.account:of_run",  # run directory → its account
     "data": "training.config:Data",  # the settings of that group, checked
-    "doctor_gpu": "training.doctor:main",  # its words, and the command that starts a rank
+    "doctor_gpu": "tools.doctor:main",  # rows, whether to print JSON, and the Python of its processes
     "leave": "training.__main__:leave",  # ends a rank as the program does: without the interpreter's teardown
     "prepared": "training.data.making:prepare",  # settings of the group `data` → shards
     "report": "training.observe.report:write",

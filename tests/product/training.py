@@ -212,7 +212,7 @@ SUM_OF_ALLREDUCE = "lockstep.training.sync.teaching.strategies:AllReduce.synchro
 
 def gpu_checks() -> dict[str, int]:
     """The rows of `lockstep doctor gpu`, and how many GPUs each needs."""
-    return {row.name: 1 if row.shares else row.gpus for row in Inside("training.doctor").ROWS}
+    return {row.name: 1 if row.shares else row.gpus for row in Inside("tools.doctor").ROWS}
 
 
 def late_inputs(seconds: float) -> None:

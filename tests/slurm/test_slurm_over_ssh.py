@@ -200,7 +200,7 @@ def test_followed_lines_come_at_once_and_nobody_follows_for_a_laptop_that_has_go
         process.kill()
 
     def followers() -> list[int]:
-        words = b"\0".join((b"lockstep.jobs", b"logs", b"slurm", b"mine", b"--follow"))
+        words = b"\0".join((b"lockstep", b"logs", b"slurm", b"mine", b"--follow"))
         found = []
         for pid, *_ in processes():
             with contextlib.suppress(OSError):

@@ -9,7 +9,7 @@ from graphlib import TopologicalSorter
 import pytest
 
 from tests import product
-from tests.imports import SHARED, graph, imported, modules
+from tests.imports import SHARED, all_modules, graph, imported, imports_of, modules
 from tests.processes import ROOT
 
 ENTRANCE = 10
@@ -52,12 +52,15 @@ FORBIDDEN = {
 WIRE = tuple(f"lockstep.training.{name}" for name in ("contract", "files", "cli"))
 """What `wire` may import of `training`."""
 
+ABOVE = ("lockstep.tools", "lockstep.torture")
+"""What never runs in a rank: it reads run directories, and imports no torch (`doctor` tries a GPU)."""
+
 
 def test_who_may_import_whom() -> None:
     assert not (ROOT / "training/__init__.py").read_text().count("import lockstep")
-    known = modules("training") | modules("jobs") | modules("wire")
+    known = all_modules()
     for name, path in known.items():
-        imports = set(imported(ast.parse(path.read_text()), known))
+        imports = imports_of(name, path, known)
         part = name.removeprefix("lockstep.training.")
         bad = [rule for place, rule in FORBIDDEN.items() if f"{part}.".startswith(f"{place}.")]
         assert not [one for one in imports for rule in bad if one.startswith(rule)], name
@@ -67,17 +70,22 @@ def test_who_may_import_whom() -> None:
             assert not [one for one in ours if not one.startswith(allowed)] and "torch" not in imports, name
         if not name.startswith("lockstep.jobs"):
             assert not [one for one in imports if one.startswith("lockstep.jobs")], name
+        if name.startswith(("lockstep.training", "lockstep.wire")):
+            assert not [one for one in imports if one.startswith(ABOVE)], name
+        if name.startswith(ABOVE) and name != "lockstep.tools.doctor":
+            assert "torch" not in imports or name == "lockstep.torture.weights", name
 
 
 def test_only_one_module_of_the_tests_reaches_inside() -> None:
     """Unit tests may import what they test; the others take the public names, or `tests/product`."""
-    known = modules("training") | modules("jobs") | modules("wire")
+    known = all_modules()
     found = {
         f"{path.relative_to(ROOT)}: {name}"
         for path in sorted((ROOT / "tests").rglob("*.py"))
         if path.parts[len(ROOT.parts) + 1] not in {"unit", "product"}
         for name in imported(ast.parse(path.read_text()), known)
-        if name.startswith(("lockstep.training", "lockstep.jobs", "lockstep.wire")) and name not in product.PUBLIC
+        if name.startswith(("lockstep.training", "lockstep.jobs", "lockstep.wire", *ABOVE))
+        and name not in product.PUBLIC
     }
     assert not found
 

@@ -1,4 +1,4 @@
-"""lockstep goodput RUN …: where the time of a job went, from the lines of its time.jsonl. Imports no torch.
+"""Where the time of a job went, from the lines of its time.jsonl. Imports no torch.
 
 The job's wall clock is that of rank 0, over all attempts. Every second of it is in exactly one bucket. A line has the seconds of each
 bucket since the line before. Once an attempt says from which step it resumes, the steps after that one have been lost, and
@@ -8,7 +8,6 @@ are `taken_again`: no line is ever changed.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections import defaultdict
@@ -16,13 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.training import contract, files
-from lockstep.training.contract import UserError, goodput_line, printable
-
-if TYPE_CHECKING:
-    from lockstep.training.run.opened import Run
 
 
 class Bucket(str, Enum):
@@ -230,30 +225,6 @@ def started(process: str) -> float | None:
     """When a process was started ("self": this one), by the clock of the boot; None where that is not known."""
     fields = contract.stat_of(process or "-")
     return int(fields[19]) / os.sysconf("SC_CLK_TCK") if len(fields) > 19 else None
-
-
-def show(runs: Sequence[Run], as_json: bool) -> None:
-    """Prints where the time of some runs went: of each, and of all together. Raises `UserError`."""
-    accounts = [of_run(run.path) for run in runs]
-    for run, account in zip(runs, accounts):
-        if not account.parts:
-            raise UserError(
-                f"{run.name} has no {contract.TIME_FILE} that can be read: give a run directory whose run has begun"
-            )
-    total = plain(accounts)
-    if as_json:
-        each = [{"run": run.name, **account.plain()} for run, account in zip(runs, accounts)]
-        print(json.dumps({"runs": each, "total": total}, indent=1))
-        return
-    for run, account in zip(runs, accounts):
-        print(printable(f"{run.name}: {goodput_line(account.shares())}, of {account.wall:.0f} s"))
-    if len(runs) > 1:
-        print(f"{len(runs)} runs: {goodput_line(total)}, of {total['wall_seconds']:.0f} s")
-    print(f"{'':12} {'SECONDS':>12} {'SHARE':>7} {'RANK-SECONDS':>14}")
-    for name, seconds in sorted(total["seconds"].items(), key=lambda item: -item[1]):
-        share, of_ranks = seconds / max(total["wall_seconds"], 1e-9), total["rank_seconds"][name]
-        if seconds or of_ranks or name == Bucket.UNKNOWN:
-            print(f"{name.replace('_', ' '):12} {seconds:12.1f} {100 * share:5.1f} % {of_ranks:14.1f}")
 
 
 def _joined(parts: list[Part]) -> list[Part]:

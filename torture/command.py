@@ -20,10 +20,11 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 
-from lockstep.training.cli import PROGRAM, Parser, count, positive, several
+from lockstep.training.cli import Parser, count, positive
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError, printable, say
-from lockstep.training.torture.attempt import FAULTS, Job
-from lockstep.training.torture.cases import MOMENTS, Case, Torture
+
+from .attempt import FAULTS, Job
+from .cases import MOMENTS, Case, Torture
 
 WEIGHTS = "{run}/**/checkpoints/*/state.safetensors"
 """Of a Lockstep run."""
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> int:
     """Prints what was found, and returns 0 where all has held, else 1. Raises `UserError` for wrong arguments."""
     args = _parse(argv)
     if not hasattr(os, "pidfd_open"):
-        raise UserError(f"{PROGRAM} torture needs Linux: it looks for processes in /proc")
+        raise UserError("lockstep torture needs Linux: it looks for processes in /proc")
     job = _job(args)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # nothing of it stays
     folder = args.keep or Path(tempfile.mkdtemp(prefix="torture-"))
@@ -82,7 +83,7 @@ def _run(args: argparse.Namespace, torture: Torture) -> int:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
-        prog=f"{PROGRAM} torture", description="Disturbs a training at seeded moments, starts it again, and says whether it ends in the "
+        prog="lockstep torture", description="Disturbs a training at seeded moments, starts it again, and says whether it ends in the "
         "weights of an undisturbed run. Exit codes: 0 all held, 1 something did not.",
         epilog="COMMAND is `-- PROGRAM …` for your own program, or `RECIPE [--set …]`. {run} in it is the folder of a run, fresh in each "
         "case; a program that does not name it runs in that folder. {ranks} is the number of ranks. Faults: " + ", ".join(FAULTS) + ".",
@@ -109,7 +110,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
                         "a --hang-seconds longer than the time limit of your collectives")  # fmt: skip
     parser.add_argument("--moments", type=_of(MOMENTS), default=list(MOMENTS), metavar="NAME,…",
                         help=f"which to draw from; default: all of {', '.join(MOMENTS)} that are seen")  # fmt: skip
-    parser.add_argument("--ranks", type=several, default=[2], metavar="N[,M]",
+    parser.add_argument("--ranks", type=_several, default=[2], metavar="N[,M]",
                         help="ranks for {ranks}; with a second number some cases go on with that; default: 2")  # fmt: skip
     parser.add_argument("--rank-process", default="", metavar="REGEX", help="found in the command line of a rank, where a launcher "
                         "does not set RANK for it")  # fmt: skip
@@ -163,6 +164,11 @@ def _of(names: Collection[str]) -> Callable[[str], list[str]]:
     return parse
 
 
+def _several(text: str) -> list[int]:
+    """`1,2` → [1, 2], for `type=`."""
+    return [positive(part) for part in text.split(",")]
+
+
 def _job(args: argparse.Namespace) -> Job:
     words = args.command[1:]
     if args.command[0] != "--":
@@ -203,4 +209,4 @@ def _again(args: argparse.Namespace, case: Case) -> str:
     written = {str(path) for path in (args.report, args.keep) if path}
     words = [word for word in args.words if word not in {"--json", "--report", "--keep", *written}]
     words += ["--seed", str(args.seed), "--case", str(case.case)]
-    return f"{PROGRAM} torture {shlex.join([*words, *args.command])}"
+    return f"lockstep torture {shlex.join([*words, *args.command])}"

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.training.contract import EVENTS_FILE
-from lockstep.training.torture import processes
-from lockstep.training.torture.disk import Disk, Tree
-from lockstep.training.torture.processes import Process
+
+from . import processes
+from .disk import Disk, Tree
+from .processes import Process
 
 WATCH_SECONDS = 0.002
 COUNT_SECONDS = 0.5

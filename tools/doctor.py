@@ -5,7 +5,6 @@ Each row runs in separate processes and has two minutes: what fails or hangs kee
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import os
@@ -26,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.training import sync
-from lockstep.training.cli import PROGRAM, Parser, about
+from lockstep.training.__main__ import leave
 from lockstep.training.config import Sync
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT, UserError, printable
 from lockstep.training.models.arithmetic import autocast, float32_on_gpus
@@ -220,36 +219,31 @@ ROWS = (
 """In the order in which they run. The first one is always there: it says what the others ran on."""
 
 
-def main(argv: list[str], program: Sequence[str] = (sys.executable, "-u", "-m", "lockstep.training")) -> int:
-    """Prints the table, and returns 1 where a row failed. `program` stands for `python -m lockstep.training`.
+def main(only: Sequence[str], as_json: bool, python: Sequence[str] = (sys.executable, "-u")) -> int:
+    """Prints the table, and returns 1 where a row failed.
+
+    Args:
+        only: the beginnings of the rows' names; none: all rows.
+        as_json: prints JSON; the table goes to stderr.
+        python: starts the processes of a row.
 
     Raises:
-        UserError: there is no GPU; wrong arguments.
+        UserError: there is no GPU, or no such row.
     """
-    parser = Parser(prog=f"{PROGRAM} doctor", description=about(__doc__))
-    parser.add_argument("what", metavar="gpu", help="what to look at: this machine's GPUs")
-    parser.add_argument("--only", action="append", metavar="ROW", help="rows that begin with this; repeat for more")
-    parser.add_argument("--json", action="store_true", help="print JSON; the table goes to stderr")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # for the processes that it starts
-    args = parser.parse_args(argv)
-    if args.inside:
-        return _inside(args.what)
-    if args.what != "gpu":
-        raise UserError(f"doctor looks at `gpu`, got {args.what!r}")
-    for word in args.only or ():
+    for word in only:
         if not any(row.name.startswith(word) for row in ROWS):
             raise UserError(f"--only {word}: there is no such row; known: {', '.join(row.name for row in ROWS)}")
     gpus = torch.cuda.device_count()
     if gpus == 0:
         raise UserError(f"nothing to look at: torch {torch.__version__} sees no GPU (nvidia-smi, CUDA_VISIBLE_DEVICES)")
-    rows = [row for row in ROWS if row is ROWS[0] or row.name.startswith(tuple(args.only or [""]))]
-    value = table(rows, gpus, program, sys.stderr if args.json else sys.stdout)
-    if args.json:
+    rows = [row for row in ROWS if row is ROWS[0] or row.name.startswith(tuple(only) or "")]
+    value = table(rows, gpus, python, sys.stderr if as_json else sys.stdout)
+    if as_json:
         print(json.dumps(value, indent=1))
     return EXIT_FAILED if any(row["result"] == "failed" for row in value["rows"]) else EXIT_DONE
 
 
-def table(rows: Sequence[Row], gpus: int, program: Sequence[str], stream: Any) -> dict[str, Any]:
+def table(rows: Sequence[Row], gpus: int, python: Sequence[str], stream: Any) -> dict[str, Any]:
     """Runs the rows and shows each on `stream`. Returns plain values; those of a rehearsal say so, and have no rates."""
     value: dict[str, Any] = {"date": date.today().isoformat(), "gpus": gpus, "rows": []}  # noqa: DTZ011 - the user's own day
     for row in rows:
@@ -259,7 +253,7 @@ def table(rows: Sequence[Row], gpus: int, program: Sequence[str], stream: Any) -
         elif (row.needs, "failed") in [(earlier["name"], earlier["result"]) for earlier in value["rows"]]:
             outcome = Outcome("not tried", f"see the row {row.needs!r}")
         else:
-            outcome = _outcome(row.name, 1 if row.alone else max(row.gpus, gpus), program)
+            outcome = _outcome(row.name, 1 if row.alone else max(row.gpus, gpus), python)
         plain = {"name": row.name, **asdict(outcome), "seconds": time.monotonic() - began}
         if REHEARSAL in [gpu["name"] for gpu in outcome.facts.get("gpus", [])]:
             value["rehearsal"] = True
@@ -275,10 +269,21 @@ def table(rows: Sequence[Row], gpus: int, program: Sequence[str], stream: Any) -
     return value
 
 
-def _outcome(name: str, ranks: int, program: Sequence[str]) -> Outcome:
+def _outcome(name: str, ranks: int, python: Sequence[str]) -> Outcome:
     """What became of a row in fresh processes, with the rank's name where not all of them failed."""
-    launch = ["launch", "--ranks", str(ranks), "--time-limit", str(SECONDS), "--grace", "5", "--"]
-    command = [*program, *launch, *program, "doctor", "--inside", name]
+    launch = [
+        "-m",
+        "lockstep.training",
+        "launch",
+        "--ranks",
+        str(ranks),
+        "--time-limit",
+        str(SECONDS),
+        "--grace",
+        "5",
+        "--",
+    ]
+    command = [*python, *launch, *python, "-m", "lockstep.tools.doctor", name]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     lines = done.stdout.decode(errors="backslashreplace").strip().splitlines() or ["it wrote nothing"]
     found = dict(json.loads(line[line.index('["rank ') :]) for line in lines if '["rank ' in line)
@@ -291,7 +296,7 @@ def _outcome(name: str, ranks: int, program: Sequence[str]) -> Outcome:
     return replace(outcome, detail=f"{rank}: {outcome.detail}") if 0 < len(failed) < ranks else outcome
 
 
-def _inside(name: str) -> int:
+def rank(name: str) -> None:
     """Runs a row in this rank, which prints what became of it."""
     (row,) = (row for row in ROWS if row.name == name)
     world = detect(os.environ)
@@ -306,4 +311,8 @@ def _inside(name: str) -> int:
             raise  # then nothing waits in NCCL for ranks that do not come
         finally:
             print(json.dumps([f"rank {world.rank}", asdict(outcome)]), flush=True)
-    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    rank(sys.argv[1])
+    leave(EXIT_DONE)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.training.torture.processes import Process
+from .processes import Process
 
 BALLAST = ".lockstep-torture-ballast"
 _SIZE_OF_A_SAVE = 0.1

@@ -1,4 +1,4 @@
-"""`lockstep bench scaling`: what it prints adds up. No test here looks at a speed."""
+"""`python -m benchmarks.scaling`: what it prints adds up. No test here looks at a speed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from lockstep.training.recipe.scaling import Row, why
-from tests.ranks import training
+from benchmarks.scaling import Row, why
+from tests.warm.gang import python
 
 
 def test_the_sentence_is_arithmetic_on_what_was_measured() -> None:
@@ -38,7 +38,7 @@ def test_it_prints_a_row_for_each_way_to_train_also_where_one_fails(tiny: list[s
         "data_parallel,allreduce",
     ]
     settings = [word for word in tiny if not word.startswith(("data.", "model="))]
-    done = training("bench", "scaling", *words, "--set", *settings, "model=tests.nets:Sociable", timeout=400)
+    done = python("-m", "benchmarks.scaling", *words, "--set", *settings, "model=tests.nets:Sociable", timeout=400)
     assert done.code == 0 and re.search(r"^data_parallel .*nobody is here", done.output, re.M), done.output
     rows = re.findall(ROW, done.output, re.M)
     assert [values[:3] for values in rows] == [("batch fixed", "2", "12"), ("allreduce", "2", "12")], done.output

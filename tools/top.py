@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import shutil
@@ -9,13 +10,14 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from lockstep.training.contract import UserError, printable, slow_rank_line
-from lockstep.training.observe.ranks import Rank, Reader, Snapshot
+from lockstep.training.contract import EXIT_DONE, UserError, printable, slow_rank_line
+from lockstep.training.run.opened import Run, opened
+
+from . import RUN, parser
+from .ranks import Rank, Reader, Snapshot
 
 if TYPE_CHECKING:
     from rich.console import Group
-
-    from lockstep.training.run.opened import Run
 
 STUCK_SECONDS = 60
 MOST_LOGGED = 4
@@ -41,6 +43,28 @@ _HEAD = (
     "NOTE",
 )
 _NUMBERS = ("DATA", "COMPUTE", "SYNC", "MEMORY")
+
+
+def main(argv: list[str]) -> int:
+    """Shows the ranks. Raises `UserError` for wrong arguments, and for a run without metrics."""
+    parsed = parser("top")
+    parsed.add_argument("run", type=opened, metavar="RUN", help=RUN)
+    parsed.add_argument("--every", type=_seconds, default=2.0, help="seconds between two updates, from 0.2; default: 2")
+    parsed.add_argument("--once", action="store_true", help="print one table and exit")
+    parsed.add_argument("--json", action="store_true", help="print one JSON value with stable fields")
+    args = parsed.parse_args(argv)
+    show(args.run, args.every, args.once, args.json)
+    return EXIT_DONE
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0.2 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0.2, got {text!r}")
+    return found
 
 
 def show(run: Run, every: float, once: bool, as_json: bool) -> None:

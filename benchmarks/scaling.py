@@ -1,4 +1,4 @@
-"""lockstep bench scaling --ranks 1,2,4: how much faster are more ranks, and where does the time go?
+"""python -m benchmarks.scaling --ranks 1,2,4: how much faster are more ranks, and where does the time go?
 
 Each number of ranks trains the same recipe on synthetic images, with the global batch fixed and with the batch a rank
 fixed; `--strategies` adds a row for each gradient-sync strategy. Every rank has the same number of CPU threads at every
@@ -18,8 +18,8 @@ from statistics import median_low
 
 from lockstep.training import config as configuration
 from lockstep.training import sync
-from lockstep.training.cli import PROGRAM, Parser, about, add_set, positive, several
-from lockstep.training.contract import EVENTS_FILE, EXIT_DONE
+from lockstep.training.cli import add_set, positive
+from lockstep.training.contract import EVENTS_FILE, user_errors
 from lockstep.training.parallel.world import cores
 
 PHASES = ("data", "compute", "waiting", "rest")
@@ -56,12 +56,14 @@ class Row:
         return [*parts, step - sum(parts)]
 
 
-def main(argv: list[str]) -> int:
-    """Measures and prints. Raises `UserError` for wrong arguments."""
-    parser = Parser(prog=f"{PROGRAM} bench", description=about(__doc__))
-    parser.add_argument("what", choices=["scaling"], metavar="scaling", help="trainings at 1, 2, 4 … ranks")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--ranks", type=several, default=[1, 2], metavar="1,2,4", help="numbers of ranks (default: 1,2)"
+        "--ranks",
+        type=lambda text: [*map(positive, text.split(","))],
+        default=[1, 2],
+        metavar="1,2,4",
+        help="numbers of ranks (default: 1,2)",
     )
     parser.add_argument("--recipe", default="smoke", help="what to train (default: smoke)")
     parser.add_argument("--batch", type=positive, help="at the smallest number of ranks; default: the recipe's")
@@ -75,7 +77,7 @@ def main(argv: list[str]) -> int:
         help='strategies to compare, or all; with options: "exact parts=4"',
     )
     add_set(parser, "change settings of the recipe")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     ranks, most = sorted(set(args.ranks)), max(args.ranks)
     settings = configuration.load(args.recipe, args.assignments)
     batch = args.batch or settings.global_batch_size or (settings.batch_size or 0) * ranks[0]
@@ -107,7 +109,6 @@ def main(argv: list[str]) -> int:
         print(f"{row.name:14}{row.ranks:5}  {rates} |{phases} | {row.memory / 1e6:9.1f} {row.sent / 1e6:8.2f}")
     if not any(row.failed for row in rows[: len(ranks)]):
         print(f"\n{why(rows[: len(ranks)])}")
-    return EXIT_DONE
 
 
 def _run(row: Row, args: argparse.Namespace, folder: Path, run: Path) -> None:
@@ -147,3 +148,8 @@ def why(rows: list[Row]) -> str:
         f"Why is it not {ratio:g}×? At {last.ranks} ranks and the same global batch a step takes {1000 * last.step:.1f} ms where "
         f"1/{ratio:g} of the step on {first.ranks} would be {1000 * first.step / ratio:.1f} ms. The difference: {parts}."
     )
+
+
+if __name__ == "__main__":
+    with user_errors():
+        main()

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from lockstep.training import doctor
-from tests.ranks import training
+from lockstep.tools import doctor
+from tests.processes import PYTHON, run
 
 PLAYED = """
 import json, sys, time
 ranks, name = int(sys.argv[sys.argv.index("--ranks") + 1]), sys.argv[-1]
-assert sys.argv[1] == "launch" and sys.argv[-3:-1] == ["doctor", "--inside"]
+assert sys.argv[3] == "launch" and sys.argv[-3:-1] == ["-m", "lockstep.tools.doctor"]
 facts = {"gpus": [{"name": "%s"}]} if name == "visible" else {}
 for rank in range(ranks):
     lost = name == "dies" or (name == "one dies" and rank == 1)
@@ -62,5 +62,5 @@ def test_only_what_a_gpu_did_has_rates(tmp_path: Path, name: str, rates: object)
 
 def test_what_it_cannot_do_is_one_line() -> None:
     for words, named in (([], "nothing to look at"), (["--only", "nothing"], "--only nothing")):
-        told = training("doctor", "gpu", *words)
+        told = run([PYTHON, "-m", "lockstep", "doctor", "gpu", *words])
         assert told.code == 2 and told.output.count("\n") == 1 and named in told.output, told

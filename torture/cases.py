@@ -14,9 +14,10 @@ from typing import Any
 
 from lockstep.training.contract import UserError
 from lockstep.training.imported import imported
-from lockstep.training.torture import weights
-from lockstep.training.torture.attempt import Attempt, Disturbance, Job
-from lockstep.training.torture.disk import Disk, kind_of
+
+from . import weights
+from .attempt import Attempt, Disturbance, Job
+from .disk import Disk, kind_of
 
 MOMENTS = ("start", "training", "step", "save", "line", "end")
 AGAIN = 0.3

@@ -1,0 +1,44 @@
+"""lockstep goodput RUN …: where the time of one or several runs went, over all attempts. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from lockstep.training.contract import EXIT_DONE, TIME_FILE, UserError, goodput_line, printable
+from lockstep.training.observe.account import Bucket, of_run, plain
+from lockstep.training.run.opened import Run, opened
+
+from . import RUN, parser
+
+
+def main(argv: list[str]) -> int:
+    """Prints the table, or JSON. Raises `UserError` for wrong arguments, and for a run without a record of its time."""
+    parsed = parser("goodput")
+    parsed.add_argument("runs", type=opened, metavar="RUN", nargs="+", help=f"{RUN}; several, such as those of a sweep")
+    parsed.add_argument("--json", action="store_true", help="print one JSON value with stable fields")
+    args = parsed.parse_args(argv)
+    show(args.runs, args.json)
+    return EXIT_DONE
+
+
+def show(runs: Sequence[Run], as_json: bool) -> None:
+    """Prints where the time of some runs went: of each, and of all together. Raises `UserError`."""
+    accounts = [of_run(run.path) for run in runs]
+    for run, account in zip(runs, accounts):
+        if not account.parts:
+            raise UserError(f"{run.name} has no {TIME_FILE} that can be read: give a run directory whose run has begun")
+    total = plain(accounts)
+    if as_json:
+        each = [{"run": run.name, **account.plain()} for run, account in zip(runs, accounts)]
+        print(json.dumps({"runs": each, "total": total}, indent=1))
+        return
+    for run, account in zip(runs, accounts):
+        print(printable(f"{run.name}: {goodput_line(account.shares())}, of {account.wall:.0f} s"))
+    if len(runs) > 1:
+        print(f"{len(runs)} runs: {goodput_line(total)}, of {total['wall_seconds']:.0f} s")
+    print(f"{'':12} {'SECONDS':>12} {'SHARE':>7} {'RANK-SECONDS':>14}")
+    for name, seconds in sorted(total["seconds"].items(), key=lambda item: -item[1]):
+        share, of_ranks = seconds / max(total["wall_seconds"], 1e-9), total["rank_seconds"][name]
+        if seconds or of_ranks or name == Bucket.UNKNOWN:
+            print(f"{name.replace('_', ' '):12} {seconds:12.1f} {100 * share:5.1f} % {of_ranks:14.1f}")

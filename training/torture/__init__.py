@@ -1,1 +1,0 @@
-"""`lockstep torture`: somebody's script, disturbed at seeded moments, and compared with itself undisturbed."""
