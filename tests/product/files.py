@@ -67,7 +67,7 @@ _READERS: dict[str, Callable[..., Any]] = {
     "recipe": _recipe,
     "run": lambda path: (_rundir.read_run(path), _record.read(path))[1],
     "report": lambda path: _record.read(path),
-    "metrics": lambda path: Inside("training.observe.ranks").Reader(path).read(),
+    "metrics": lambda path: Inside("tools.ranks").Reader(path).read(),
     "weights": _read_weights,
     "checkpoint": _checkpoint,
     "shards": _samples,

@@ -9,7 +9,7 @@ from graphlib import TopologicalSorter
 import pytest
 
 from tests import product
-from tests.imports import SHARED, all_modules, graph, imported, imports_of, modules
+from tests.imports import SHARED, all_modules, graph, imported, imports_of
 from tests.processes import ROOT
 
 ENTRANCE = 10
