@@ -374,6 +374,69 @@ def test_habits_that_depend_on_the_ranks_are_refused_or_warned_of(
     assert named or "warning" not in done.output, done.output
 
 
+HIDDEN = """
+import sys, torch
+import torch.distributed as dist
+from torch import nn
+from lockstep import Session
+run_dir, how = sys.argv[1:]
+class Net(nn.Module):
+    passes, mean, first, last = 0, None, None, None
+    def __init__(self):
+        super().__init__()
+        self.layer, self.follower = nn.Linear(4, 3), nn.Linear(4, 3).requires_grad_(False)
+        self.register_buffer("moved", torch.zeros(3))
+        self.follower.load_state_dict(self.layer.state_dict())
+    def forward(self, x):
+        y = self.layer(x)
+        mean = y.detach().mean(0)
+        self.last, self.rows = mean, len(x)  # made anew by each pass
+        if how == "number" or (how == "late" and run.steps == 4):
+            self.passes += 1
+        elif how == "tensor":
+            self.mean = mean if self.mean is None else 0.7 * self.mean + 0.3 * mean
+        elif how == "first" and self.first is None:
+            self.first = mean
+        elif how == "data":
+            self.moved.data.mul_(0.7).add_(mean, alpha=0.3)
+        elif how == "follower":
+            self.follower.weight.data = self.follower.weight * 0.5 + self.layer.weight.detach() * 0.5
+        return y
+table = torch.arange(12.0).view(-1, 1)
+with Session(run_dir, "log.weights_every=1", "checkpoint.every_steps=4", sync="exact", config={}) as run:
+    net = run.replicate(Net())
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    def loss(x, *more):
+        if how == "backward":
+            net(x).square().mean().backward()
+        if how == "collective":
+            dist.all_reduce(torch.zeros(1))
+        return net(x).square().mean()
+    for epoch in run.epochs(1):
+        for x in run.batches(torch.randn(120, 4, generator=torch.Generator().manual_seed(1)), 24):
+            run.step(loss, x, *([table] if how == "table" else [x[:, 0], torch.ones(len(x))]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "steps", "named"),
+    [
+        ("number", 1, 0, "attribute passes"), ("late", 2, 4, "attribute passes"), ("tensor", 2, 1, "attribute mean"),
+        ("first", 2, 0, "attribute first"), ("data", 2, 0, "the buffer moved"), ("follower", 2, 1, "changes follower.weight"),
+        ("backward", 2, 0, "layer.weight has one before"), ("collective", 1, 0, "calls allreduce"),
+        ("collective", 3, 0, "calls allreduce"), ("table", 1, 0, "argument 2 has 12 entries"),
+        ("table", 2, 0, "argument 2 has the same entries on all ranks"), ("", 2, 5, ""),
+    ],
+)  # fmt: skip
+def test_a_function_of_more_than_its_samples_is_refused_by_name(
+    tmp_path: Path, how: str, ranks: int, steps: int, named: str
+) -> None:
+    """Before the step is used. An average that begins with its first value is known by its second step, what begins later after a save."""
+    done = script(ranks, HIDDEN, tmp_path / "run", how)
+    assert done.code == (2 if named else 0) and named in done.output and "Traceback" not in done.output, done.output
+    assert len(hashes(tmp_path / "run")) == steps
+
+
 UNFROZEN = """
 import sys, torch
 import torch.nn.functional as F

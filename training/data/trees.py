@@ -111,6 +111,17 @@ def cut(item: Any, low: int, high: int, count: int, copies: bool = False) -> Any
     return piece.clone() if copies and isinstance(piece, torch.Tensor) else piece
 
 
+def pieces(item: Any) -> list[Any]:
+    """What `cut` takes entries of: tensors, arrays and lists of samples; nothing that has a `cut`."""
+    if hasattr(item, "cut"):
+        return []
+    if isinstance(item, Mapping):
+        return [piece for value in item.values() for piece in pieces(value)]
+    if isinstance(item, tuple) or (isinstance(item, list) and item and isinstance(item[0], torch.Tensor)):
+        return [piece for value in item for piece in pieces(value)]
+    return [item] if hasattr(item, "__getitem__") and getattr(item, "shape", None) != () else []
+
+
 def recorded(item: Any) -> Any:
     """A copy whose tensors a recorded step reads. Raises `TypeError` for a part that is no tensor: a replay would not see it."""
     if hasattr(item, "recorded"):

@@ -11,7 +11,7 @@ is where a gradient was not summed, a seed differed, or memory went bad – long
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -85,13 +85,19 @@ def check_parameter_closeness(
 @torch.no_grad()
 def fingerprint(*modules: nn.Module) -> int:
     """A whole number from 0, below 2**56, of the bits of all parameters. No collective; waits for the device once."""
-    sums = []
-    for module in modules:
-        for parameter in module.parameters():
-            values = torch.view_as_real(parameter) if parameter.is_complex() else parameter.detach()
-            sums.append(values.contiguous().view(_OF_SIZE[values.element_size()]).sum(dtype=torch.int64))
-    found = torch.stack(sums).tolist() if sums else []
+    found = sums_of_bits(parameter for module in modules for parameter in module.parameters()).tolist()
     return int.from_bytes(hashlib.sha256(repr(found).encode()).digest()[:7], "big")
+
+
+@torch.no_grad()
+def sums_of_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """A whole number for each tensor [n], int64, on the device of the first."""
+    sums: list[torch.Tensor] = []
+    for tensor in tensors:
+        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
+        total = values.contiguous().view(_OF_SIZE[values.element_size()]).sum(dtype=torch.int64)
+        sums.append(total.to(sums[0].device) if sums else total)
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
 
 
 def named_groups(optimizers: Mapping[str, torch.optim.Optimizer]) -> Iterator[tuple[str, dict[str, Any]]]:

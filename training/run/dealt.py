@@ -16,6 +16,8 @@ from lockstep.training.parallel.live import CannotTakeAgain
 from lockstep.training.parallel.world import World
 from lockstep.training.run.work import Work
 
+_LAST = 64
+
 
 class Dealing(Iterator[tuple[Any, "Part | None"]]):
     """The batches of an epoch, for this rank among those that there are.
@@ -91,6 +93,8 @@ class Dealt:
         self._again: Callable[[], tuple[Any, Part | None]] | None = None
         self._wholes: list[tuple[Any, Any]] = []
         """What `run.part` has given, and of what."""
+        self._parts: deque[int] = deque(maxlen=_LAST)
+        """The `id` of each of the last ones."""
 
     def begin(self, item: Any, given: Iterator[Any]) -> None:
         """A batch is there: `item`, of these."""
@@ -100,11 +104,16 @@ class Dealt:
     def part(self, whole: Any) -> tuple[Any, Part]:
         """This rank's part of what every rank has, and how it counts."""
         mine, part = self._part(whole)
+        self._parts.append(id(mine))
         if self._again is None and not self._wholes:
             self.generation = self._world.generation
         if self._world.live is not None:
             self._wholes.append((mine, whole))
         return mine, part
+
+    def gave(self, piece: Any) -> bool:
+        """Whether this very object is of the batch, or was given by `part`."""
+        return id(piece) in self._parts or _place(piece, self._item) is not None
 
     def _part(self, whole: Any) -> tuple[Any, Part]:
         low, high, part = share(len(whole), self._world, self._cut)

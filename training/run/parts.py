@@ -7,16 +7,21 @@ loss. So neither depends on the number of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 
 from lockstep.training.checkpoint.generators import Drawing
 from lockstep.training.contract import UserError
 from lockstep.training.data import order
 from lockstep.training.data.batches import Part
-from lockstep.training.parallel.exchange import raise_together
+from lockstep.training.parallel.exchange import all_gather_trees, raise_together
 from lockstep.training.resilience.closeness import BATCH_STATISTICS
 from lockstep.training.run.context import RunContext
+from lockstep.training.run.proof import Proof, changed, due
 from lockstep.training.run.replica import Replica
+from lockstep.training.run.work import Work
 from lockstep.training.sync.exact import TreeSum, nodes_of_ranks
 
 
@@ -37,6 +42,10 @@ class InParts:
         """The statistics that the last step of the epoch ended with."""
         self.inside = False
         """The function of a step is called for a part."""
+        self.proof: Proof | None = None
+        """Of the step under way, if it has one."""
+        self._call_is_first = False
+        """The next call of the function is the first one of a part."""
 
     def check_outside(self) -> None:
         """Raises `RuntimeError` within a function that some ranks call more often than others: they would wait for one another."""
@@ -52,11 +61,12 @@ class InParts:
             self._epoch, self._after = self.run.state.cursor.epoch, None
             self._drawing.look()
 
-    def begin(self, part: Part, before: list[torch.Tensor]) -> None:
+    def begin(self, part: Part, before: list[torch.Tensor], after_save: bool) -> None:
         """A step over the parts of a global batch, of which `part` has this rank's.
 
         Args:
             before: copies of the model's buffers as they are now (`kept_buffers`).
+            after_save: the step follows a save, or a start.
         """
         if not self._told_cost:
             self._told_cost = True
@@ -77,7 +87,10 @@ class InParts:
         self._before = {name: kept for name, kept in zip(buffers, before, strict=True) if name in statistics}
         others = {name: buffer for name, buffer in buffers.items() if name not in statistics}
         others |= dict(self.replica.model.named_parameters())
-        self._others = {name: (id(tensor), tensor._version) for name, tensor in others.items()}
+        self._note_versions(others)
+        self._last, self._total = part.first + len(part.parts) - 1, part.total
+        proves = after_save or due(self.run.config.seed, self.run.steps_done)
+        self.proof = Proof(self.replica.model, self.replica.sync.refuse, others, after_save) if proves else None
         if self._after is not None and not torch.equal(self._after, self._values(statistics)):
             self._warn(
                 "batch statistics were changed between two steps. A forward pass of the network in training mode sees the samples of its "
@@ -91,6 +104,9 @@ class InParts:
         self._sum.release()
         self._sum.begin(part.of)
         self.replica.sync.begin_parts(part.of)
+
+    def _note_versions(self, others: Mapping[str, torch.Tensor]) -> None:
+        self._others = {name: (id(tensor), tensor._version) for name, tensor in others.items()}
 
     def _tell_cost(self, part: Part) -> None:
         world = self.run.world
@@ -109,9 +125,55 @@ class InParts:
             self._warned.add(text)
             self.run.console.warn(text)
 
-    def begin_part(self, number: int) -> None:
+    def prove(self, number: int, loss: Callable[[], torch.Tensor], work: Work, given: Callable[[Any], bool]) -> None:
+        """Calls the function for the first part of this rank, and notes what `finish` raises on all ranks.
+
+        Args:
+            loss: calls the function with the part's first samples.
+            given: whether `run.batches()` or `run.part()` has given an argument.
+        """
+        assert self.proof is not None and self._sum is not None
+
+        def call() -> torch.Tensor:
+            self.begin_part(number, sums=True)
+            return loss()
+
+        proof, sync = self.proof, self.replica.sync
+        self._other = self._other or proof.look_at_arguments(work.batch, work.samples, self._total, given)
+        self._other = self._other or proof.look_for_collectives(call)
+        self._note_versions(proof.alone)  # an error in that call has put buffers back
+        if self._other is None:
+            error = proof.prove(call)
+            self._look_at_others(self._buffers())  # a better reason, where there is one
+            self._other = self._other or error
+        sync.zero_grad()
+        sync.begin_parts(self._sum.parts)
+
+    @property
+    def refused(self) -> bool:
+        """Nothing more needs to be computed: `finish` raises."""
+        return self._other is not None
+
+    def begin_part(self, number: int, sums: bool) -> None:
+        """Puts back the statistics and the generators with which each part begins.
+
+        Args:
+            sums: `take` follows, so that the part has no gradients yet.
+        """
         self.restore()
         self._drawing.begin(order.key(self.run.config.seed, self.run.steps_done, number, order.Salt.PART))
+        self._call_is_first = sums
+
+    def end_call(self) -> None:
+        """Looks for gradients after the first call of the function in a part: no backward pass of ours has made them."""
+        first, self._call_is_first = self._call_is_first, False
+        if first and self._other is None and self.replica.sync.has_gradients:
+            names = [name for name, p in self.replica.model.named_parameters() if p.grad is not None]
+            self._other = self.replica.sync.refuse(
+                f"needs each gradient from the loss that the function returns, and {names[0]} has one before",
+                "add the losses up in the function in place of a backward() in it, and after a backward() between two steps call "
+                "model.zero_grad()",
+            )
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -144,7 +206,8 @@ class InParts:
         """
         self.replica.sync.take(number)
         buffers, before = self._buffers(), self._before
-        self._look_at_others(buffers)
+        if number == self._last:
+            self._look_at_others(buffers)
         device = self.run.world.device
         means = [buffers[name].double().flatten() * share for name in self._means]
         changed = [(buffers[name] != before[name]).any().double().view(1) for name in self._means]
@@ -156,18 +219,6 @@ class InParts:
         torch.cat([*means, *changed, *counted, *squares, *ends], out=leaf[: self._sum.length])
         self._sum.add(number, leaf)
 
-    def check_again(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        """The function was called twice with the same samples. Where its losses differ, `finish` says so to all ranks."""
-        self._look_at_others(self._buffers())  # a better reason, where there is one
-        losses = [loss.detach().double().view(1) for loss in (first, second)]
-        if self._other is None and not torch.equal(*(loss.view(torch.int64) for loss in losses)):
-            self._other = self.replica.sync.refuse(
-                f"needs a function that gives the same loss for the same samples, and this one gave {float(losses[0]):.9g}, then "
-                f"{float(losses[1]):.9g}",
-                "draw random numbers from the generators of torch, numpy and Python (torch.randn, np.random, random), which are seeded "
-                "for each part, not from one of your own, and keep nothing from one call to the next",
-            )
-
     def _look_at_others(self, buffers: dict[str, torch.Tensor]) -> None:
         parameters = dict(self.replica.model.named_parameters())
         now = {**buffers, **parameters}
@@ -175,17 +226,7 @@ class InParts:
             tensor = now.get(name)
             if self._other is not None or (tensor is not None and (id(tensor), tensor._version) == was):
                 continue
-            if name in parameters:
-                self._other = self.replica.sync.refuse(
-                    f"needs weights that a step alone changes, and a forward or backward pass changes {name}",
-                    "the next part would begin with other ones. Change them after run.step(…), on all ranks alike",
-                )
-            else:
-                self._other = self.replica.sync.refuse(
-                    f"does not know how to put together the buffer {name}, which a forward pass changes",
-                    "each part begins with the same buffers, and only batch norm's are averaged over the parts. If a mean is right "
-                    f"for it, set sync.options.mean=[{name}]; else use sync.name=flat",
-                )
+            self._other = changed(self.replica.sync.refuse, name, name in parameters)
 
     def sum(self) -> torch.Tensor:
         """What `finish` takes, of all parts. Collective."""
@@ -200,7 +241,7 @@ class InParts:
             total: what `sum` has given on any rank.
 
         Raises:
-            UserError: on all ranks: a buffer cannot be put together.
+            UserError: on all ranks: the function of the step depends on more than its samples, or a buffer cannot be put together.
         """
         assert self._sum is not None
         parts = self._sum.parts
@@ -218,6 +259,11 @@ class InParts:
                     "a layer that some parts of a batch leave out keeps other statistics at other numbers of ranks: use sync.name=flat",
                 )
             raise_together(error, self.run.world)
+        if self.proof is not None:
+            error = self.proof.compare(all_gather_trees(self.proof.record, self.run.world), self._total)
+            if error is not None:
+                error.shared = True
+                raise error
         moves = counted.split([buffer.numel() for buffer in self._counts.values()])
         for name, move in zip(self._counts, moves):
             before = self._before[name]

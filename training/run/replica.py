@@ -84,6 +84,10 @@ class Several(GradientSync):
         for part in self.learning:
             part.begin_parts(count)
 
+    @property
+    def has_gradients(self) -> bool:
+        return any(part.has_gradients for part in self.learning)
+
     def take(self, part: int) -> None:
         for model in self.learning:
             model.take(part)

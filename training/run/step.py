@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
@@ -265,20 +266,18 @@ class Step:
             self._forward_backward(work, 0, work.samples, scaler, scale)
             return
         if sums:
-            parts.begin(part, self._before)
+            parts.begin(part, self._before, self.attempt.saver.last_step == self.run.steps_done)
         live = self.run.world.live if sums else None
         for number, (low, high) in enumerate(part.parts, part.first):
             if live is not None:
                 live.check()
-            again = None
-            if sums and number == 0 and not self.run.steps_done:  # for all ranks, and for all starts
-                parts.begin_part(number)
-                again = self._loss(work, *work.micro_batches(low, high)[0])
-            parts.begin_part(number)
+            if sums and number == part.first and parts.proof is not None:
+                first = work.micro_batches(low, high)[0]
+                parts.prove(number, functools.partial(self._loss, work, *first), work, self.dealt.gave)
+            parts.begin_part(number, sums)
             self.loss_sum.zero_()
-            self._forward_backward(work, low, high, scaler, scale)
-            if again is not None:
-                parts.check_again(again, self._losses[0])
+            if not (sums and parts.refused):
+                self._forward_backward(work, low, high, scaler, scale)
             if sums:
                 parts.take(number, (high - low) / part.total, self.loss_sum)
 
@@ -297,7 +296,7 @@ class Step:
         if self.in_parts is not None:
             self.in_parts.inside = True
         try:
-            return work.loss(first, end, copies=cut)
+            loss = work.loss(first, end, copies=cut)
         except Exception:  # the script may catch it, and call the step again
             self.attempt.stage = 0
             self.replica.sync.zero_grad()
@@ -307,6 +306,9 @@ class Step:
             self.part = before
             if self.in_parts is not None:
                 self.in_parts.inside = False
+        if self.in_parts is not None:
+            self.in_parts.end_call()
+        return loss
 
     def _backpropagate(
         self, loss: torch.Tensor, samples: int, weight: float, total: int | None, divisor: Divisor, scaler: Any,

@@ -112,6 +112,11 @@ class GradientSync(ABC):
         """A step over so many parts begins (`batch_parts`)."""
         raise NotImplementedError
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a parameter has a gradient that `take` has not taken away (`batch_parts`)."""
+        raise NotImplementedError
+
     def take(self, part: int) -> None:
         """The gradients are those of this part of the batch alone: the strategy takes them away (`batch_parts`)."""
         raise NotImplementedError

@@ -184,6 +184,10 @@ class Exact(GradientSync):
         for group in self._groups:
             group.sum.begin(count)
 
+    @property
+    def has_gradients(self) -> bool:
+        return any(p.grad is not None for group in self._groups for p in group.params)
+
     def take(self, part: int) -> None:
         for group in self._groups:
             group.take(part)

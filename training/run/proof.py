@@ -1,0 +1,272 @@
+"""Proves under `sync.name=exact`, by example, that the function of a step depends on its samples alone.
+
+At some steps every rank calls the function twice more with the samples of its first part. Both calls begin with the same buffers and
+generators. The function must give the same loss twice, leave the weights and buffers alone, and leave the same values in the attributes
+of the modules. After a start or a save it is called once more, to find collectives. The ranks then compare the attributes that the
+second call leaves alone, and the arguments of the function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.training.contract import UserError, named
+from lockstep.training.data import order, trees
+from lockstep.training.parallel.exchange import tensor_bytes
+from lockstep.training.resilience.closeness import sums_of_bits
+
+FIRST_STEPS = 3
+"""Steps at the beginning of a run, each with a proof: at the first one a moving average may still equal what it follows."""
+EVERY = 256
+"""Later steps for each proof, on average. A proof takes at most as long as a step, if each rank has one part."""
+_SALT = 14
+_MOST_BYTES = 1 << 24
+"""Of an attribute that is hashed. Of a larger one the sum of its bits is compared."""
+_DEPTH = 5
+"""Levels of lists and dictionaries in an attribute."""
+_OF_TORCH = {*vars(nn.Module()), "_flat_weights"}
+"""Attributes that torch keeps for itself."""
+
+Refuse = Callable[[str, str], UserError]
+Digests = dict[str, str]
+
+
+def due(seed: int, step: int) -> bool:
+    """Whether the seed draws a proof at this step. The same on all ranks, and at every start."""
+    return step < FIRST_STEPS or order.key(seed, step, _SALT) % EVERY == 0
+
+
+class Proof:
+    """Of one step, on one rank.
+
+    Args:
+        refuse: makes the error of the strategy.
+        alone: the parameters and buffers that no call may change, by name.
+        after_save: look for collectives, too.
+    """
+
+    def __init__(self, model: nn.Module, refuse: Refuse, alone: Mapping[str, torch.Tensor], after_save: bool) -> None:
+        self.model, self._refuse, self._after_save = model, refuse, after_save
+        self.alone = alone
+        self._states: Digests | None = None
+        """Attributes that no call has assigned. None: this rank has no part."""
+        self._arguments: list[list[Any]] = []
+        """Of each tensor that is cut: the argument's number, its digest, whether it may be a table."""
+
+    def look_for_collectives(self, call: Callable[[], torch.Tensor]) -> UserError | None:
+        """Calls the function after a start or a save. Returns which collective it calls, and does not make it."""
+        name = _collective(call) if self._after_save else None
+        if name is None:
+            return None
+        return self._refuse(
+            f"takes no collective inside the function of a step, and this one calls {name}",
+            "each rank calls the function for each of its own parts. Compare samples within a part, or use sync.name=flat",
+        )
+
+    def prove(self, call: Callable[[], torch.Tensor]) -> UserError | None:
+        """Calls the function twice. Returns what is wrong with it."""
+        alone = {name: tensor for name, tensor in self.alone.items() if _has_bytes(tensor)}
+        contents = sums_of_bits(alone.values())
+        losses = [call().detach().double().view(1)]
+        first = attributes(self.model)
+        with _assignments(self.model) as assigned:
+            losses.append(call().detach().double().view(1))
+        second = attributes(self.model)
+        self._states = {name: value for name, value in second.items() if name not in assigned}
+        moved = (sums_of_bits(alone.values()) != contents).tolist()
+        for (name, tensor), has_moved in zip(alone.items(), moved):
+            if has_moved:
+                return changed(self._refuse, name, isinstance(tensor, nn.Parameter))
+        for name, value in second.items():
+            if first.get(name, value) != value:
+                return self._refuse(
+                    f"needs a network that keeps nothing from one forward pass to the next, and each pass moves its attribute {name}",
+                    "ranks make different numbers of passes. Change it after run.step(…), on all ranks alike",
+                )
+        if not torch.equal(*(loss.view(torch.int64) for loss in losses)):
+            return self._refuse(
+                f"needs a function that gives the same loss for the same samples, and this one gave {float(losses[0]):.9g}, then "
+                f"{float(losses[1]):.9g}",
+                "draw random numbers from the generators of torch, numpy and Python (torch.randn, np.random, random), which are seeded "
+                "for each part, not from one of your own, and keep nothing from one call to the next",
+            )
+        return None
+
+    def look_at_arguments(
+        self, batch: tuple[Any, ...], samples: int, total: int, given: Callable[[Any], bool]
+    ) -> UserError | None:
+        """Notes what the function is called with. Returns what is wrong with it.
+
+        Args:
+            given: whether `run.batches()` or `run.part()` has given an argument.
+        """
+        self._arguments.clear()
+        for number, argument in enumerate(batch, 1):
+            for piece in trees.pieces(argument):
+                if len(piece) != samples:
+                    return self._foreign(f"{number} has {len(piece)} entries", total)
+                if isinstance(piece, torch.Tensor):
+                    self._arguments.append([number, _digest(piece), not given(piece) and _rows_differ(piece)])
+        return None
+
+    def _foreign(self, what: str, total: int) -> UserError:
+        return self._refuse(
+            f"cuts each argument of the function as the {total} samples of the global batch, and argument {what}",
+            "what does not belong to samples is no argument: the function may use it all the same",
+        )
+
+    @property
+    def record(self) -> Any:
+        """What the ranks compare; None: this rank has no part."""
+        return None if self._states is None else [self._states, self._arguments]
+
+    def compare(self, records: list[Any], total: int) -> UserError | None:
+        """Returns which attribute is not the same on all ranks, or which argument is: no two ranks have the same samples."""
+        of_rank = {rank: record for rank, record in enumerate(records) if record is not None}
+        if len(of_rank) < 2:
+            return None
+        states = {rank: states for rank, (states, _) in of_rank.items()}
+        base = min(states)
+        for name in sorted(set.intersection(*map(set, states.values()))):
+            if other := [rank for rank, values in states.items() if values[name] != states[base][name]]:
+                return self._refuse(
+                    f"needs the same network on all ranks, and its attribute {name} has another value on rank {named(other)} than on "
+                    f"rank {base}",
+                    "set it alike on all ranks, and not from the samples of one",
+                )
+        arguments = list(zip(*(arguments for _, arguments in of_rank.values())))
+        same = [of_ranks[0] for of_ranks in arguments if len({digest for _, digest, _ in of_ranks}) == 1]
+        tables = [number for number, _, is_table in same if is_table]
+        if tables and len(same) < len(arguments):
+            return self._foreign(f"{tables[0]} has the same entries on all ranks", total)
+        return None
+
+
+def _rows_differ(tensor: torch.Tensor) -> bool:
+    """Whether each row is another one: ones for all samples are no table."""
+    if not _has_bytes(tensor) or not tensor.numel():
+        return False
+    return len({row.numpy().tobytes() for row in tensor_bytes(tensor).view(len(tensor), -1)}) == len(tensor)
+
+
+def changed(refuse: Refuse, name: str, is_parameter: bool) -> UserError:
+    """A call has changed this parameter or buffer."""
+    if is_parameter:
+        return refuse(
+            f"needs weights that a step alone changes, and a forward or backward pass changes {name}",
+            "the next part would begin with other ones. Change them after run.step(…), on all ranks alike",
+        )
+    return refuse(
+        f"does not know how to put together the buffer {name}, which a forward pass changes",
+        "each part begins with the same buffers, and only batch norm's are averaged over the parts. If a mean is right "
+        f"for it, set sync.options.mean=[{name}]; else use sync.name=flat",
+    )
+
+
+def attributes(model: nn.Module) -> Digests:
+    """What stands for each attribute of the modules, by name: numbers, texts, tensors, arrays, generators, and what lists and dictionaries
+    hold of them. Parameters and buffers are left out, and so are other objects."""
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    found = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in _OF_TORCH and id(value) not in own and (text := _text(value, _DEPTH)) is not None:
+                found[f"{path}.{name}".lstrip(".")] = text
+    return found
+
+
+def _text(value: Any, depth: int) -> str | None:
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return _digest(value)
+    if isinstance(value, np.ndarray):
+        return (
+            None
+            if value.dtype.hasobject
+            else _digest(torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy()))
+        )
+    if isinstance(value, torch.Generator):
+        return _digest(value.get_state())
+    if isinstance(value, random.Random):
+        return hashlib.sha256(repr(value.getstate()).encode()).hexdigest()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if not depth:
+        return None
+    if isinstance(value, Mapping):
+        return repr([(str(key), _text(inner, depth - 1)) for key, inner in value.items()])
+    if isinstance(value, (list, tuple, deque)):
+        return repr([_text(inner, depth - 1) for inner in value])
+    if isinstance(value, (set, frozenset)):
+        return repr(sorted(str(_text(inner, depth - 1)) for inner in value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return repr([_text(getattr(value, field.name, None), depth - 1) for field in dataclasses.fields(value)])
+    return None
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return plain and not (tensor.is_nested or tensor.is_meta or tensor.is_conj() or tensor.is_neg())
+
+
+@torch.no_grad()
+def _digest(tensor: torch.Tensor) -> str:
+    about = f"{tensor.dtype}{'' if tensor.is_nested else [*tensor.shape]}"
+    if not _has_bytes(tensor):
+        return about
+    if tensor.numel() * tensor.element_size() > _MOST_BYTES:
+        return f"{about}{sums_of_bits([tensor]).tolist()}"
+    return about + hashlib.sha256(tensor_bytes(tensor).numpy().tobytes()).hexdigest()
+
+
+@contextlib.contextmanager
+def _assignments(model: nn.Module) -> Iterator[set[str]]:
+    """The attributes of modules that are assigned inside, by name. A pass that assigns an attribute again each time, such as the last
+    attention, passes nothing on to the next one, and the ranks may have other values there."""
+    assign, names = nn.Module.__setattr__, {id(module): path for path, module in model.named_modules()}
+    found: set[str] = set()
+
+    def note(module: nn.Module, name: str, value: Any) -> None:
+        found.add(f"{names.get(id(module), '')}.{name}".lstrip("."))
+        assign(module, name, value)
+
+    nn.Module.__setattr__ = note  # type: ignore[method-assign, assignment]
+    try:
+        yield found
+    finally:
+        nn.Module.__setattr__ = assign  # type: ignore[method-assign]
+
+
+class _Collective(Exception):
+    """A collective was called, and not made."""
+
+
+class _WithoutCollectives(TorchDispatchMode):
+    found: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            self.found = func._opname.strip("_")
+            raise _Collective(self.found)
+        return func(*args, **(kwargs or {}))
+
+
+def _collective(call: Callable[[], torch.Tensor]) -> str | None:
+    """The first collective that the function calls. It is not made, on any number of ranks."""
+    mode: Any = _WithoutCollectives()  # type: ignore[no-untyped-call]
+    with contextlib.suppress(Exception), mode:  # an error of the function's own comes again
+        call()
+    name: str | None = mode.found
+    return name
