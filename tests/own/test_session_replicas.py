@@ -174,3 +174,52 @@ def test_what_is_trained_outside_of_the_session_is_named_once(tmp_path: Path, sy
             "temperature is trained outside of every replicated model: it differs between the ranks and is in no"
             in weight
         )
+
+
+ALIKE = """
+import sys, torch, torch.nn.functional as F
+from lockstep import Session
+run_dir, how, sync = sys.argv[1:]
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm, self.drop = torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3), torch.nn.Dropout()
+        self.register_buffer("scale", torch.ones(3))
+        self.register_buffer("seen", torch.zeros(3))  # a rank's own, as batch norm's
+    def forward(self, x):
+        y = self.norm(self.layer(x))
+        if self.training and how != "exact":
+            self.seen.lerp_(y.detach().mean(0), 0.1)
+        return self.drop(y) * self.scale
+with Session(run_dir, "checkpoint.every_steps=5", f"sync.name={sync}", "log.report=false") as run:
+    torch.manual_seed(3)
+    data = torch.randn(64, 6)
+    net = run.replicate(Net())
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05))
+    for epoch in run.epochs(1):
+        for x in run.batches(data, 8):
+            run.step(lambda x: net(x).square().mean(), x)
+            net.eval()  # each rank looks at its own scores
+            if not (how == "mode" and run.rank and run.steps == 5):
+                net.train()
+            if how in ("buffer", "exact") and run.steps == 5:
+                net.scale.fill_(1.0 + run.rank)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "sync", "named", "saved"),
+    [
+        ("mode", "flat", "step 7: the model has training mode on rank 0, evaluation mode on rank 1. It is not saved", [5]),
+        ("mode", "fsdp", "the modes are not the same after step 7: the model has", [5]),
+        ("buffer", "flat", "the buffer scale on rank 1 differs from rank 0's", []),
+        ("exact", "exact", "the buffer scale on rank 1 differs from rank 0's", []), ("", "flat", "", [5, 8]),
+    ],
+)  # fmt: skip
+def test_modes_and_buffers_that_must_be_the_same_are_compared(
+    tmp_path: Path, how: str, sync: str, named: str, saved: list[int]
+) -> None:
+    """What a step changes is a rank's own, but for `exact`; and a mode counts in a step only."""
+    done = script(2, ALIKE, tmp_path / "run", how, sync)
+    assert done.code == (1 if named else 0) and named in done.output and "Traceback" not in done.output, done.output
+    assert steps_saved(tmp_path / "run") == saved

@@ -350,7 +350,7 @@ with Session(run_dir, sync="exact", config={}) as run:
             run.step(loss, x)
             if how == "train":
                 model(x)
-        model(x)
+        model(data)
         torch.randn(1)
 """
 
@@ -359,7 +359,7 @@ with Session(run_dir, sync="exact", config={}) as run:
     ("how", "code", "named"),
     [
         ("numpy", 0, "draws random numbers between two steps"), ("python", 0, "draws random numbers between two steps"),
-        ("one batch", 0, "draws random numbers between two steps"), ("train", 0, "batch statistics were changed between two steps"),
+        ("one batch", 0, "draws random numbers between two steps"), ("train", 2, "batch statistics were changed between two steps"),
         ("collate: mean", 0, "the collate function makes another entry"), ("collate: draw", 0, "the collate function makes another entry"),
         ("own", 2, "the same loss for the same samples"), ("clamp", 2, "changes 0.weight"), ("sum", 1, "use them after run.step"),
         ("", 0, ""),
@@ -422,7 +422,7 @@ with Session(run_dir, "log.weights_every=1", "checkpoint.every_steps=4", sync="e
     ("how", "ranks", "steps", "named"),
     [
         ("number", 1, 0, "attribute passes"), ("late", 2, 4, "attribute passes"), ("tensor", 2, 1, "attribute mean"),
-        ("first", 2, 0, "attribute first"), ("data", 2, 0, "the buffer moved"), ("follower", 2, 1, "changes follower.weight"),
+        ("first", 2, 0, "first has another value"), ("data", 2, 0, "the buffer moved"), ("follower", 2, 1, "changes follower.weight"),
         ("backward", 2, 0, "layer.weight has one before"), ("collective", 1, 0, "calls allreduce"),
         ("collective", 3, 0, "calls allreduce"), ("table", 1, 0, "argument 2 has 12 entries"),
         ("table", 2, 0, "argument 2 has the same entries on all ranks"), ("", 2, 5, ""),

@@ -113,17 +113,69 @@ def learning_rates(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str,
     return {name: float(group["lr"]) for name, group in groups if isinstance(group.get("lr"), (int, float))}
 
 
-def check_learning_rates(optimizers: Mapping[str, torch.optim.Optimizer], world: World) -> None:
-    """Raises `ReplicasDiffer` on all ranks where a rate is not the same on all, with each value. Collective."""
-    of_ranks = all_gather_trees(learning_rates(optimizers), world)
+def check_same(values: Mapping[str, Any], world: World) -> None:
+    """Raises `ReplicasDiffer` on all ranks where a value is not the same on all, with each rank's. Collective."""
+    of_ranks = all_gather_trees(dict(values), world)
     for name in of_ranks[0]:
-        values = [rates.get(name) for rates in of_ranks]
-        if len(set(values)) > 1:
+        values_of = [found.get(name) for found in of_ranks]
+        if len(set(values_of)) > 1:
             said = ", ".join(
-                f"{value} on rank {named([rank for rank, other in enumerate(values) if other == value])}"
-                for value in dict.fromkeys(values)
+                f"{value} on rank {named([rank for rank, other in enumerate(values_of) if other == value])}"
+                for value in dict.fromkeys(values_of)
             )
             raise ReplicasDiffer(f"{name} has {said}")
+
+
+class Buffers:
+    """The buffers that are the same on all ranks: those that no step of any rank changes, such as a table; or all.
+
+    Args:
+        alike: each rank has what all have put together, batch statistics too.
+    """
+
+    def __init__(self, model: nn.Module, alike: bool) -> None:
+        self._alike = alike
+        self._places = [
+            (f"{path}.{name}".lstrip("."), module, name)
+            for path, module in model.named_modules()
+            for name in module._buffers
+            if alike or name not in BATCH_STATISTICS
+        ]
+        self._moved: set[str] = set()
+        self.begin()
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for place, module, name in self._places:
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.layout is torch.strided:
+                yield place, buffer
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._before = {} if self._alike else {name: (tensor, tensor._version) for name, tensor in self._tensors()}
+
+    def end(self) -> None:
+        """The step ends. What it has changed is the rank's own."""
+        before = self._before
+        self.begin()
+        for name, (tensor, version) in self._before.items():
+            was, at = before.get(name, (None, version))
+            if tensor is not was or version != at:
+                self._moved.add(name)
+
+    def check(self, world: World) -> None:
+        """Raises `ReplicasDiffer` on all ranks where a buffer is not the same on all. Collective, where there are any."""
+        if not self._places:
+            return
+        tensors = dict(self._tensors())
+        sums = sums_of_bits(tensors.values()).tolist()
+        found = {name: [name in self._moved, total] for name, total in zip(tensors, sums)}
+        of_ranks = all_gather_trees(found, world)
+        for name, (_, total) in of_ranks[0].items():
+            values = [found.get(name, [True, 0]) for found in of_ranks]
+            other = [rank for rank, value in enumerate(values) if value[1] != total]
+            if other and not any(moved for moved, _ in values):
+                raise ReplicasDiffer(f"the buffer {name} on rank {named(other)} differs from rank 0's")
 
 
 @torch.no_grad()

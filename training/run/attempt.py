@@ -17,7 +17,7 @@ import contextlib
 import os
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -37,9 +37,10 @@ from lockstep.training.parallel.exchange import all_gather_trees, is_collective,
 from lockstep.training.parallel.live import CannotTakeAgain, Live
 from lockstep.training.resilience import divergence
 from lockstep.training.resilience.closeness import (
+    Buffers,
     ReplicasDiffer,
-    check_learning_rates,
     check_parameter_closeness,
+    check_same,
     fingerprint,
     learning_rates,
     sha256,
@@ -67,6 +68,8 @@ SAME_NUMBER = (
     "A schedule that is given a number, such as ReduceLROnPlateau, needs the same one on all ranks: run.sum() adds up what "
     "each has measured"
 )
+SAME_MODE = "Call train() and eval() on all ranks alike before a step"
+_MODES = ("evaluation mode", "training mode")
 REPORT_SECONDS = 60.0
 """For the report, at the end of a run."""
 STATUS_SECONDS = 10.0
@@ -107,6 +110,10 @@ class Attempt:
         """Whether there are replicas to compare."""
         self._compared = not self._compares
         """Whether they were compared after the first steps."""
+        self.buffers = Buffers(context.state.model, alike=context.state.of_all)
+        self._modules = dict(context.state.model.named_modules())
+        self._modes = self._earlier_modes = b""
+        """Whether each module was in training mode in the last step, and in the one before."""
         self.stage = 0
         """Of the step under way: 1: its forward pass, which no rank gets through alone; 2: the ranks sum its gradient."""
         self._polls = 0
@@ -263,13 +270,15 @@ class Attempt:
             return torch.empty(0)
         gathered["ranks"] = [rank for rank in gathered["ranks"] if rank is not None]
         places = {"polls": self._polls, "last_step": self.saver.last_step, "save_agreed": self._save_agreed,
-                  "nonfinite_steps": self.nonfinite_steps, "looked_outside": self._looked_outside}  # fmt: skip
+                  "nonfinite_steps": self.nonfinite_steps, "looked_outside": self._looked_outside,
+                  "modes": self._modes}  # fmt: skip
         return pack({**gathered, "places": {**places, **self.meetings.places}})
 
     def be_at(self, places: Mapping[str, Any]) -> None:
         """Where the ranks are that have admitted this one."""
         self._polls, self._save_agreed = places["polls"], places["save_agreed"]
         self.nonfinite_steps, self._looked_outside = places["nonfinite_steps"], places["looked_outside"]
+        self._modes = places["modes"]
         self.saver.last_step = places["last_step"]
         self._compared = True
         self.meetings.be_at(places)
@@ -285,6 +294,7 @@ class Attempt:
         self._polls += 1
         if self._steps >= FIRST_STEPS and not self._compared:
             self._compared, self.consensus.fingerprint = True, self._fingerprint()
+            self._check_buffers()
         elif self.context.world.size > 1:
             self.consensus.fingerprint = self._rates()
         told, decision = self.consensus.some_without_score, self.consensus.poll(save_due, score)
@@ -323,6 +333,9 @@ class Attempt:
         context, state = self.context, self.context.state
         state.clock.end()
         self._steps, self.grad_norm = self._steps + 1, grad_norm
+        self.buffers.end()
+        self._earlier_modes = self._modes
+        self._modes = bytes([module.training for module in self._modules.values()])
         done = context.steps_done
         if (
             self._steps == 1 and context.world.live is not None
@@ -350,7 +363,7 @@ class Attempt:
             context.event("weights", step=done, sha256=sha256(state.model))
         interval = context.config.check_closeness
         if interval and done % interval == 0:
-            self._check_closeness(done)
+            self._check_closeness()
 
     def _tell_slow_rank(self) -> None:
         """Rank 0 has looked at the times of all ranks."""
@@ -369,7 +382,7 @@ class Attempt:
             context.event("slow_rank_over", step=context.steps_done, rank=before[0])
             context.console.line(f"Rank {before[0]} is slow no longer")
 
-    def _check_closeness(self, done: int) -> None:
+    def _check_closeness(self) -> None:
         self.context.state.clock.settle()
         live = self.context.world.live
 
@@ -379,20 +392,32 @@ class Attempt:
                 check_parameter_closeness(self.context.state.ema.average, batch_statistics=False)
             return []
 
-        try:
+        with self._telling("replicas", EACH_ALONE):
             compare() if live is None else live.together(compare)
-        except ReplicasDiffer as error:
-            raise Ended(
-                EXIT_FAILED, f"the replicas are not the same after step {done}: {error}. It is not saved. {EACH_ALONE}"
-            ) from error
 
     def _fingerprint(self) -> int:
         state = self.context.state
         return fingerprint(state.model, *([state.ema.average] if state.ema is not None else []))
 
+    def _check_buffers(self) -> None:
+        """Raises `Ended` where those differ that no step changes. Collective."""
+        with self._telling("replicas", EACH_ALONE):
+            self.buffers.check(self.context.world)
+
+    @contextlib.contextmanager
+    def _telling(self, what: str, remedy: str) -> Iterator[None]:
+        """Raises `Ended` in place of `ReplicasDiffer`."""
+        try:
+            yield
+        except ReplicasDiffer as error:
+            done = self.context.steps_done
+            raise Ended(
+                EXIT_FAILED, f"the {what} are not the same after step {done}: {error}. It is not saved. {remedy}"
+            ) from error
+
     def _rates(self) -> int:
-        """A whole number from 1 of the learning rates."""
-        return 1 + zlib.crc32(repr(learning_rates(self._optimizers)).encode())
+        """A whole number from 1 of the learning rates, and the modes in the last step."""
+        return 1 + zlib.crc32(repr(learning_rates(self._optimizers)).encode() + self._modes)
 
     def _same_replicas(self) -> bool:
         """Collective."""
@@ -401,16 +426,14 @@ class Attempt:
         return same_on_all([self._rates(), self._fingerprint() if self._compares else 0], self.context.world)
 
     def _replicas_differ(self) -> NoReturn:
-        """Their fingerprints do, on all ranks, by learning rates or weights. Raises `Ended`. Collective."""
-        done = self.context.steps_done
-        try:
-            check_learning_rates(self._optimizers, self.context.world)
-        except ReplicasDiffer as error:
-            raise Ended(
-                EXIT_FAILED,
-                f"the learning rates are not the same after step {done}: {error}. It is not saved. {SAME_NUMBER}",
-            ) from error
-        self._check_closeness(done)
+        """Their fingerprints do, on all ranks, by learning rates, modes or weights. Raises `Ended`. Collective."""
+        with self._telling("learning rates", SAME_NUMBER):
+            check_same(learning_rates(self._optimizers), self.context.world)
+        for modes in (self._earlier_modes, self._modes):  # what the ranks have just compared may be a step old
+            of_modules = {name or "the model": _MODES[mode] for name, mode in zip(self._modules, modes)}
+            with self._telling("modes", SAME_MODE):
+                check_same(of_modules, self.context.world)
+        self._check_closeness()
         raise Ended(EXIT_FAILED, f"the replicas were not the same. {EACH_ALONE}")
 
     def tell_readings(self, wait: bool = False) -> None:
@@ -445,6 +468,7 @@ class Attempt:
         context, step = self.context, self.context.steps_done
         if self.consensus.look() or not self._same_replicas():
             self._replicas_differ()
+        self._check_buffers()
         if context.config.nonfinite != "ignore" and not divergence.finite_everywhere(
             context.state.model, context.world
         ):

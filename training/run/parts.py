@@ -7,7 +7,8 @@ loss. So neither depends on the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -90,7 +91,8 @@ class InParts:
         self._note_versions(others)
         self._last, self._total = part.first + len(part.parts) - 1, part.total
         proves = after_save or due(self.run.config.seed, self.run.steps_done)
-        self.proof = Proof(self.replica.model, self.replica.sync.refuse, others, after_save) if proves else None
+        model, refuse = self.replica.model, self.replica.sync.refuse
+        self.proof = Proof(model, refuse, others, self._before, after_save) if proves else None
         if self._after is not None and not torch.equal(self._after, self._values(statistics)):
             self._warn(
                 "batch statistics were changed between two steps. A forward pass of the network in training mode sees the samples of its "
@@ -164,8 +166,15 @@ class InParts:
         self._drawing.begin(order.key(self.run.config.seed, self.run.steps_done, number, order.Salt.PART))
         self._call_is_first = sums
 
-    def end_call(self) -> None:
-        """Looks for gradients after the first call of the function in a part: no backward pass of ours has made them."""
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """The function is called inside. The first call in a part is followed by a look for gradients, which no backward pass of ours
+        has made."""
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
         first, self._call_is_first = self._call_is_first, False
         if first and self._other is None and self.replica.sync.has_gradients:
             names = [name for name, p in self.replica.model.named_parameters() if p.grad is not None]

@@ -53,14 +53,18 @@ class Proof:
     Args:
         refuse: makes the error of the strategy.
         alone: the parameters and buffers that no call may change, by name.
+        before: the batch statistics that the step began with.
         after_save: look for collectives, too.
     """
 
-    def __init__(self, model: nn.Module, refuse: Refuse, alone: Mapping[str, torch.Tensor], after_save: bool) -> None:
+    def __init__(
+        self, model: nn.Module, refuse: Refuse, alone: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor],
+        after_save: bool,
+    ) -> None:  # fmt: skip
         self.model, self._refuse, self._after_save = model, refuse, after_save
-        self.alone = alone
+        self.alone, self._before = alone, before
         self._states: Digests | None = None
-        """Attributes that no call has assigned. None: this rank has no part."""
+        """Attributes that the second call has not assigned, and batch statistics. None: this rank has no part."""
         self._arguments: list[list[Any]] = []
         """Of each tensor that is cut: the argument's number, its digest, whether it may be a table."""
 
@@ -83,7 +87,9 @@ class Proof:
         with _assignments(self.model) as assigned:
             losses.append(call().detach().double().view(1))
         second = attributes(self.model)
+        statistics = zip(self._before, sums_of_bits(self._before.values()).tolist())
         self._states = {name: value for name, value in second.items() if name not in assigned}
+        self._states.update((name, str(total)) for name, total in statistics)
         moved = (sums_of_bits(alone.values()) != contents).tolist()
         for (name, tensor), has_moved in zip(alone.items(), moved):
             if has_moved:
@@ -141,8 +147,7 @@ class Proof:
         for name in sorted(set.intersection(*map(set, states.values()))):
             if other := [rank for rank, values in states.items() if values[name] != states[base][name]]:
                 return self._refuse(
-                    f"needs the same network on all ranks, and its attribute {name} has another value on rank {named(other)} than on "
-                    f"rank {base}",
+                    f"needs the same network on all ranks, and {name} has another value on rank {named(other)} than on rank {base}",
                     "set it alike on all ranks, and not from the samples of one",
                 )
         arguments = list(zip(*(arguments for _, arguments in of_rank.values())))

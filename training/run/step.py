@@ -116,6 +116,7 @@ class Step:
             self._before = kept_buffers(self.replica.model)
         self._given += 1
         self._seen.clear()
+        self.attempt.buffers.begin()
         self._counted, self.attempt.stage = False, 0
         if self.in_parts is not None:
             self.in_parts.begin_batch()
@@ -188,6 +189,7 @@ class Step:
         if self._canary is not None:
             self._canary.before_step()
         self._as_function, self.attempt.stage = True, 2
+        self.attempt.buffers.begin()
         with self.replica.training(optimizers), self._drawing:
             self._redraw()
             if self.recorder is not None:
@@ -293,10 +295,9 @@ class Step:
         before, part, cut = self.part, work.part, self.in_parts is not None
         if part is not None and part.samples:
             self.part = dataclasses.replace(part, samples=end - first)
-        if self.in_parts is not None:
-            self.in_parts.inside = True
         try:
-            loss = work.loss(first, end, copies=cut)
+            with self.in_parts.calling() if self.in_parts is not None else contextlib.nullcontext():
+                return work.loss(first, end, copies=cut)
         except Exception:  # the script may catch it, and call the step again
             self.attempt.stage = 0
             self.replica.sync.zero_grad()
@@ -304,11 +305,6 @@ class Step:
             raise
         finally:
             self.part = before
-            if self.in_parts is not None:
-                self.in_parts.inside = False
-        if self.in_parts is not None:
-            self.in_parts.end_call()
-        return loss
 
     def _backpropagate(
         self, loss: torch.Tensor, samples: int, weight: float, total: int | None, divisor: Divisor, scaler: Any,
