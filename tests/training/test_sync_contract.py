@@ -80,8 +80,10 @@ class Row:
     """What a rank hands to collectives in a step: bytes for each element of the parameters, or a function."""
     sent_early: bool = False
     """Gradients are sent from autograd's hooks (`Reducer`), so a second pass that is not announced is refused."""
-    unused: Literal["zero", "left out", "refused"] = "zero"
+    unused: Literal["zero", "left out", "refused"] = "left out"
     """What a parameter that no rank used is: given a gradient of zero, left out of the step, or refused by name."""
+    unfreezes: bool = True
+    """A parameter may begin to train later. Else it is refused by name."""
     ranks: bool = True
     """Works on more than one rank."""
     variants_only: bool = False
@@ -93,20 +95,20 @@ class Row:
 
 _POWERSGD = {"rank": 2, "start": 3}
 ROWS: dict[str, Row] = {
-    "ddp": Row(unused="refused"),
+    "ddp": Row(unused="refused", unfreezes=False),
     "allreduce": Row(),
     "flat": Row(sent_early=True),
     "hooks": Row(sent_early=True),
     "horovod": Row(sent_early=True),
     "zero1": Row(sent_early=True, step_bytes=_gradients_and_parameters),
-    "powersgd": Row(error=0.35, unused="refused", step_bytes=_low_rank, options=_POWERSGD),
+    "powersgd": Row(error=0.35, unused="refused", unfreezes=False, step_bytes=_low_rank, options=_POWERSGD),
     "bf16_compress": Row(error=0.01, sum_error=2**-8, sent_early=True, step_bytes=2),
-    "exact": Row(unused="left out", step_bytes=_exact),
-    "fsdp": Row(step_bytes=_by_blocks),
+    "exact": Row(step_bytes=_exact),
+    "fsdp": Row(unused="zero", step_bytes=_by_blocks),
     "data_parallel": Row(ranks=False),
-    "ddp, find_unused": Row(unused="left out", variants_only=True, options={"find_unused": True}, bucket_mb=25),
+    "ddp, find_unused": Row(unfreezes=False, variants_only=True, options={"find_unused": True}, bucket_mb=25),
     "powersgd, find_unused": Row(
-        error=0.35, unused="left out", variants_only=True, options={**_POWERSGD, "find_unused": True}, bucket_mb=25
+        error=0.35, unfreezes=False, variants_only=True, options={**_POWERSGD, "find_unused": True}, bucket_mb=25
     ),
 }
 """One row for each strategy, under its name, and for each further case of one: `NAME, what is different`."""
@@ -185,12 +187,16 @@ def _fresh(build: Callable[[], nn.Module] = Net, seed: int = 1) -> nn.Module:
 
 @functools.cache
 def _reference(
-    build: Callable[[], nn.Module], steps: int, clip: float = 0.0, mark: int = 0, fill: bool = False, few: int = 0
-) -> Tensors:
-    """Plain PyTorch in one process. With `fill`, a gradient that is not there counts as zero; `few`: samples in step `FEW`."""
+    build: Callable[[], nn.Module], steps: int, clip: float = 0.0, mark: int = 0, fill: bool = False, few: int = 0,
+    toggle: int = -1,
+) -> Tensors:  # fmt: skip
+    """Plain PyTorch in one process. With `fill`, a gradient that is not there counts as zero; `few`: samples in step `FEW`;
+    `toggle`: the step before which a layer is frozen, or unfrozen."""
     model = _fresh(build)
     optimizer = _sgd(model.parameters())
     for step in range(steps):
+        if step == toggle:
+            _toggle(model)
         x, y = (part[:few] if few and step == FEW else part for part in _batch(step, mark))
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
@@ -271,7 +277,7 @@ def _case(world: World, name: str, folder: Path) -> dict[str, Any]:
 
 
 def _variants(world: World, name: str) -> dict[str, Any]:
-    """Micro-batches, clipping, the layout, what is not finite, and parameters without a gradient."""
+    """Micro-batches, clipping, the layout, and what is not finite."""
     found: dict[str, Any] = {}
     run = Run(name, _fresh(), world)
     for number in range(4):  # in one step rank 0 has fewer samples, and so passes, than the others
@@ -290,12 +296,40 @@ def _variants(world: World, name: str) -> dict[str, Any]:
         spoilt = run.steps(3, spoil=value if world.rank == world.size - 1 else None)  # in which powersgd compresses
         finite = [parameter for parameter, weights in spoilt.items() if bool(weights.isfinite().all())]
         found[f"{value}"] = finite, float(run.sync.grad_norm())
+    return found
+
+
+def _without_gradient(world: World, name: str) -> dict[str, Any]:
+    """Parameters without a gradient: on all or on some ranks, from some step on, or until then."""
+    found: dict[str, Any] = {}
     for mark in (0, 2) if world.size == 2 else (2,):
         try:  # marked samples are rank 0's: with mark=2 only that rank has a gradient of `somebody`
             found[f"unused, {mark} marked"] = Run(name, _fresh(Spare), world, mark).steps(*range(4))
         except UserError as error:
             found[f"unused, {mark} marked"] = str(error)
+    for change in ("freezes", "unfreezes"):
+        try:
+            run = Run(name, _fresh(functools.partial(_partly_frozen, change)), world)
+            run.steps(0, 1)
+            _toggle(run.sync.model)
+            found[change] = run.steps(2, 3)
+        except UserError as error:
+            found[change] = str(error)
     return found
+
+
+def _partly_frozen(change: str) -> nn.Module:
+    model = Net()
+    if change == "unfreezes":
+        _toggle(model)
+    return model
+
+
+def _toggle(model: nn.Module) -> None:
+    """Freezes the first layer, or unfreezes it."""
+    for name, parameter in model.named_parameters():
+        if name.startswith("conv."):
+            parameter.requires_grad_(not parameter.requires_grad)
 
 
 def _embedded() -> nn.Module:
@@ -350,6 +384,8 @@ def _all(world: World, names: list[str], folder: str) -> dict[str, Any]:
         found[name] = (_variants(world, name) if world.size > 1 else {}) | (
             _case(world, name, Path(folder)) if name in CASES else {}
         )
+        if name not in RANKLESS:
+            found[name] |= _without_gradient(world, name)
         if ROWS[name].sum_error is not None:
             found[name]["one sum"] = _one_sum(world, name)
         dist.barrier()
@@ -484,7 +520,7 @@ def test_what_is_not_finite_on_one_rank_reaches_all(by_size: Any, name: str) -> 
 def test_sparse_and_missing_gradients_are_summed_or_refused_by_name(by_size: Any, name: str) -> None:
     """Parameters without a gradient, on all or on some ranks; sparse ones."""
     unused = ROWS[name].unused
-    for place in _places(by_size, name, least=2):
+    for place in _places(by_size, name):
         for mark in (0, 2) if place.size == 2 else (2,):
             what = f"unused, {mark} marked"
             found = place.found[what]
@@ -492,6 +528,7 @@ def test_sparse_and_missing_gradients_are_summed_or_refused_by_name(by_size: Any
                 assert "nobody" in found and "find_unused: true" in found and "\n" not in found, f"{place}: {found}"
             else:
                 place.check(what, _reference(Spare, 4, mark=mark, fill=unused != "left out"), _fresh(Spare))
+    for place in _places(by_size, name, least=2):
         expected = _embedded()
         optimizer = _plain_step(expected.parameters())
         for rank in range(place.size):
@@ -501,6 +538,22 @@ def test_sparse_and_missing_gradients_are_summed_or_refused_by_name(by_size: Any
             assert found.startswith("0.weight has a sparse gradient") and "\n" not in found, f"{place}: {found}"
         else:
             place.check("sparse", {of: weights.detach() for of, weights in expected.named_parameters()}, _embedded())
+
+
+@pytest.mark.parametrize("change", ["freezes", "unfreezes"])
+@pytest.mark.parametrize("name", VARIED)
+@pytest.mark.promise("missing-gradients")
+def test_a_layer_that_is_frozen_stands_still_and_one_that_is_unfrozen_trains(
+    by_size: Any, name: str, change: str
+) -> None:
+    row, build = ROWS[name], functools.partial(_partly_frozen, change)
+    refused = row.unused == "refused" if change == "freezes" else not row.unfreezes
+    for place in _places(by_size, name):
+        if refused:
+            found = place.found[change]
+            assert "conv." in found and "sync.name=flat" in found and "\n" not in found, f"{place}: {found}"
+        else:
+            place.check(change, _reference(build, 4, toggle=2), _fresh(build))
 
 
 REFUSED = {

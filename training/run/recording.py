@@ -5,8 +5,9 @@ steps is copied into tensors that the recording reads: the batch, and the learni
 NaN the step is two graphs, gradients and update, with one look at the device between them; with `nonfinite: ignore` it is one.
 
 Steps of another shape (the short last one of an epoch) run eagerly, and so does everything where a recording fails. A
-recording reads a tensor again, but no Python variable: a step whose function, or what it closes over, is another one than was
-recorded runs eagerly, too. The weights' average has a launch of its own every few steps, outside.
+recording reads a tensor again, but no Python variable: a step that trains other parameters than were recorded, or whose
+function, or what it closes over, is another one, runs eagerly, too. The weights' average has a launch of its own every few
+steps, outside.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class Recorder:
             with step.run.goodput.on(Bucket.FIRST_STEP):
                 self._record_on_all_ranks(step, work, optimizers, of, clip, scaler)
         recorded = self._recorded
-        if recorded is None or _identity(work, clip, scaler) != recorded.identity:
+        if recorded is None or _identity(step, work, clip, scaler) != recorded.identity:
             return
         if trees.fill(recorded.work.batch, list(work.batch)):
             self.replays = recorded
@@ -189,7 +190,8 @@ class Recorder:
             raise ValueError("this rank has no sample of the batch")
         sync, checks = self._sync, step.looks or scaler is not None
         inputs = replace(work, batch=tuple(trees.recorded(item) for item in work.batch))
-        recorded = _Recorded(inputs, _identity(work, clip, scaler), [scaler, *_closure(work)])
+        held = [scaler, *_closure(work), *_trained(step)]
+        recorded = _Recorded(inputs, _identity(step, work, clip, scaler), held)
         self.before = kept_buffers(step.replica.model) if checks else []
         norm: torch.Tensor | None = None
 
@@ -255,7 +257,11 @@ def _closure(work: Work) -> list[Any]:
     return [getattr(compute, "__code__", compute), getattr(compute, "__self__", None), *cells, *defaults]
 
 
-def _identity(work: Work, clip: float, scaler: Any) -> tuple[Any, ...]:
+def _trained(step: Step) -> list[torch.Tensor]:
+    return [parameter for parameter in step.replica.model.parameters() if parameter.requires_grad]
+
+
+def _identity(step: Step, work: Work, clip: float, scaler: Any) -> tuple[Any, ...]:
     """What a recording has of the step but its tensors: where it differs, a replay would compute something else."""
     settings = (
         work.samples,
@@ -267,4 +273,4 @@ def _identity(work: Work, clip: float, scaler: Any) -> tuple[Any, ...]:
         clip,
         id(scaler),
     )
-    return (*map(id, _closure(work)), *settings)
+    return (*map(id, _closure(work)), *map(id, _trained(step)), *settings)

@@ -74,6 +74,15 @@ class GradientSync(ABC):
         """What the loop multiplies the loss by: the world size where the strategy averages, else 1."""
         return float(self.world.size) if self.averages else 1.0
 
+    def check_summed(self, known: Parameters) -> None:
+        """Raises `UserError` for a parameter that trains and is not among these, which the strategy sums."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and parameter not in known:
+                raise self.refuse(
+                    f"has not summed the gradient of {name}, which did not train yet when the model was wrapped",
+                    "let it train at replicate() or wrap(), or use sync.name=flat",
+                )
+
     def refuse(self, problem: str, remedy: str) -> UserError:
         return UserError(f"sync.name={self.settings.name} {problem}: {remedy}")
 
@@ -133,8 +142,8 @@ class GradientSync(ABC):
     def synchronize(self) -> None:
         """Returns when every `.grad` that the optimizer reads is the gradient of the global batch.
 
-        Called once a step, between the last `backward` and the optimizer's `step`. A parameter that no sample used has a
-        gradient of zero, or none.
+        Called once a step, between the last `backward` and the optimizer's `step`. A parameter without a gradient on any rank
+        has none afterwards, so that the optimizer leaves it alone.
 
         A NaN or an infinity in one rank's gradient of a parameter leaves that parameter's gradient non-finite on every rank that
         holds it, so that `grad_norm` shows it to all. A strategy that scales or compresses must keep it so: a maximum, a
@@ -323,6 +332,22 @@ def placed(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     parameter with gaps in memory, such as a slice of columns, gets one without."""
     like = parameter if parameter.is_contiguous() else torch.empty_like(parameter, device="meta")
     return piece.as_strided(parameter.shape, like.stride(), piece.storage_offset())
+
+
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A 1-d view of a tensor without gaps, in the order in which its elements lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def stands_for_none(firsts: torch.Tensor) -> torch.Tensor:
+    """Whether no rank has a gradient, for each first element of a sum: it is -0.0 then (`buckets.py`)."""
+    return (firsts.real == 0) & firsts.real.signbit()
+
+
+def refuse_recording(parameter: torch.Tensor, problem: str) -> None:
+    """Raises `RuntimeError` while a CUDA graph is recorded."""
+    if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(problem)
 
 
 def nbytes(tensor: torch.Tensor) -> int:

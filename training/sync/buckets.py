@@ -4,6 +4,9 @@ Collectives match by their order alone, and two ranks may get their gradients in
 buckets start strictly in one order, the same on all ranks, each as soon as its gradients are complete: one that is
 complete early waits for its turn, and a gradient that does not come is sent as zero by `synchronize`.
 
+A zero has a sign, and a sum is -0.0 only if all its terms are. So the first element of a gradient that did not come is sent as
+-0.0, and that of every other gradient as any other number: a sum that begins with -0.0 tells that no rank has a gradient.
+
     autograd has a gradient  →  on_grad (watch.py)  →  Reducer.on_gradient  →  Reducer.send  →  dist.all_reduce
 
 After S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020), §3.2 and §4.2.
@@ -12,15 +15,15 @@ After S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Paral
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lockstep.training.contract import UserError
-from lockstep.training.sync.base import GradientSync, nbytes
+from lockstep.training.sync.base import GradientSync, in_memory, nbytes, refuse_recording, stands_for_none
 from lockstep.training.sync.watch import on_grad
 
 
@@ -42,6 +45,19 @@ class Bucket:
     """The collective, while it is under way."""
     rounded: torch.Tensor | None = None
     """What is sent in place of the payload, where that is another type."""
+    lacking: dict[nn.Parameter, int] = field(default_factory=dict)
+    """Parameters without a gradient on this rank in this step, and where each begins in the payload."""
+    starts: list[int] = field(init=False)
+    """Where each parameter's gradient begins in the payload."""
+    firsts: torch.Tensor | slice = field(default_factory=lambda: slice(0, 1))
+    """The first element of each gradient in the payload."""
+
+    def __post_init__(self) -> None:
+        self.starts = [0]
+        if self.buffer is not None and self.views is not None:
+            self.starts = [int(view.storage_offset() - self.buffer.storage_offset()) for view in self.views]
+            starts = [start for start, parameter in zip(self.starts, self.params) if parameter.numel()]
+            self.firsts = torch.tensor(starts, dtype=torch.long, device=self.buffer.device)
 
     @property
     def payload(self) -> torch.Tensor:
@@ -55,7 +71,7 @@ class Bucket:
         return self.work is None or self.work.is_completed()
 
     def fill(self) -> None:
-        """A gradient that has not come is zero."""
+        """Zeros stand for a gradient that has not come."""
         for index, parameter in enumerate(self.params):
             if parameter.grad is None:
                 if self.views is None:
@@ -63,6 +79,8 @@ class Bucket:
                 else:
                     self.views[index].zero_()  # has an old gradient
                     parameter.grad = self.views[index]
+                if parameter.numel():
+                    self.lacking[parameter] = self.starts[index]
 
 
 class SentAlready(UserError, AssertionError):
@@ -73,8 +91,9 @@ class Reducer:
     """Sums gradients over the ranks.
 
     Args:
-        named: names and parameters, in the same order on all ranks. Those without `requires_grad` are left alone.
-        buckets: in the order in which they start; by default one a parameter, last layers first.
+        named: gives names and parameters, in the same order on all ranks. Those without `requires_grad` are left alone until
+            they have it.
+        cut: makes buckets of parameters, last layers first, in the order in which they start; by default one a parameter.
         mean: the sum is divided by the number of ranks.
         passes: backward passes whose gradients are added up before a parameter is sent.
         sent_as: the element type in which gradients are sent; None: their own.
@@ -85,21 +104,46 @@ class Reducer:
     """
 
     def __init__(
-        self, named: Iterable[tuple[str, nn.Parameter]], buckets: list[Bucket] | None = None, *,
+        self, named: Callable[[], Iterable[tuple[str, nn.Parameter]]],
+        cut: Callable[[list[nn.Parameter]], list[Bucket]] | None = None, *,
         mean: bool = False, passes: int = 1, sent_as: torch.dtype | None = None, owners: dict[nn.Parameter, int] | None = None,
     ) -> None:  # fmt: skip
-        self.names = {parameter: name for name, parameter in named if parameter.requires_grad}
-        self.buckets = [Bucket([p]) for p in reversed(self.names)] if buckets is None else buckets
+        self._named = named
+        self._cut = cut or (lambda params: [Bucket([p]) for p in params])
         self.mean, self.passes, self.sent_as, self.owners = mean, passes, sent_as, owners
         self.weight = 1.0
         """What this rank's gradients are multiplied with before they are summed."""
         self.bytes_sent = 0
         self.paused_now = False
+        self.names: dict[nn.Parameter, str] = {}
+        self._begun = False
+        """Whether the buckets are those of this step."""
+        self._group()
+        self.reset()
+
+    def _group(self) -> None:
+        """Puts what trains now into buckets, and what has trained before, as far as the model still has it."""
+        before = self.names
+        self.names = {p: name for name, p in self._named() if p.requires_grad or p in before}
+        self._ids = set(map(id, self.names))  # a tensor's own hash is a function in Python
+        self.buckets = self._cut(list(reversed(self.names)))
         self._bucket = {parameter: bucket for bucket in self.buckets for parameter in bucket.params}
         self._view = {p: view for bucket in self.buckets for p, view in zip(bucket.params, bucket.views or ())}
-        for parameter in self._bucket:
+        for parameter in self.names.keys() - before.keys():
             on_grad(parameter, self.on_gradient)
-        self.reset()
+
+    def _begin(self) -> None:
+        """Before the first gradient of a step: a script may unfreeze, replace or add layers between two steps."""
+        if self._begun:
+            return
+        self._begun = True
+        for name, parameter in self._named():
+            if parameter.requires_grad and id(parameter) not in self._ids:
+                refuse_recording(parameter, f"{name} trains since this step only")
+                self._group()
+                self.reset()
+                self._begun = True
+                return
 
     @property
     def size(self) -> int:
@@ -109,9 +153,11 @@ class Reducer:
     def reset(self) -> None:
         """Forgets what has come. Nothing may be under way."""
         self._started = self._finished = 0
+        self._begun = False
         self._passes_left = dict.fromkeys(self._bucket, self.passes)
         for bucket in self.buckets:
             bucket.missing, bucket.work = len(bucket.params), None
+            bucket.lacking.clear()
 
     @property
     def pending(self) -> bool:
@@ -121,6 +167,9 @@ class Reducer:
 
     def on_gradient(self, parameter: nn.Parameter) -> None:
         """A gradient has come: starts the buckets that are complete, as far as it is their turn."""
+        self._begin()
+        if parameter not in self._bucket:  # of a layer that was replaced
+            return
         self._accept(parameter)
         if self.paused_now:
             return
@@ -136,17 +185,21 @@ class Reducer:
 
     def _accept(self, parameter: nn.Parameter) -> None:
         """Puts the gradient into its bucket. Raises where it came too often, or cannot be summed."""
-        left, grad, view = self._passes_left[parameter], parameter.grad, self._view.get(parameter)
-        assert grad is not None
-        if left <= 0:  # the bucket is, or may be, under way
+        if self._passes_left[parameter] <= 0:  # the bucket is, or may be, under way
             raise SentAlready(
                 f"{self.names[parameter]} got a gradient in more than {self.passes} backward passes since the last "
                 "synchronize(), and has been sent: run all passes of a step but the last inside accumulate() (no_sync() of "
                 "a wrapped module, backward_passes_per_step of Horovod's optimizer), and synchronize() after it"
             )
+        self._place(parameter)
+
+    def _place(self, parameter: nn.Parameter) -> None:
+        """Puts the gradient into its bucket. Raises where it cannot be summed."""
+        grad, view = parameter.grad, self._view.get(parameter)
+        assert grad is not None
         if grad.is_sparse:
             raise UserError(f"{self.names[parameter]} has a sparse gradient, which cannot be summed: use sparse=False")
-        if view is not None and grad is not view:  # autograd's own tensor, or one that somebody put there
+        if view is not None and grad is not view:  # autograd's own tensor, or one that a script put there
             view.copy_(grad)
             parameter.grad = view
 
@@ -162,6 +215,10 @@ class Reducer:
                 bucket.rounded = torch.empty_like(sent, dtype=self.sent_as)
             sent = bucket.rounded.copy_(sent)
         self.bytes_sent += nbytes(sent)
+        flat = in_memory(sent)
+        flat[bucket.firsts] += 0.0  # makes 0.0 of -0.0
+        if bucket.lacking:
+            flat[list(bucket.lacking.values())] = -0.0
         if self.owners is not None:
             return dist.reduce(sent, self.owners[bucket.params[0]], async_op=True)
         return dist.all_reduce(sent, async_op=True)
@@ -179,13 +236,31 @@ class Reducer:
 
     def synchronize(self) -> None:
         """Sends the buckets that have not been sent, with zero for missing gradients; returns when all sums are complete."""
+        self._begin()
         for bucket in self.buckets[self._started :]:
+            for parameter in bucket.params:
+                if parameter.grad is not None:  # came before its bucket was made
+                    self._place(parameter)
             bucket.fill()
             bucket.work = self.send(bucket)
             self._started += 1
         while self._finished < self._started:
             self._finish_next()
+        self._leave_out()
         self.reset()
+
+    def _leave_out(self) -> None:
+        """Parameters that no rank has a gradient of have none. Waits for the device where this rank lacks one."""
+        lacking = [parameter for bucket in self.buckets for parameter in bucket.lacking]
+        if self.size > 1 and lacking:
+            refuse_recording(lacking[0], f"{self.names[lacking[0]]} has no gradient, and another rank may have one")
+            sums = [in_memory(b.payload)[list(b.lacking.values())] for b in self.buckets if b.lacking]
+            absent = torch.cat([stands_for_none(firsts) for firsts in sums]).tolist()
+        else:
+            absent = [True] * len(lacking)
+        for parameter, is_absent in zip(lacking, absent, strict=True):
+            if is_absent:
+                parameter.grad = None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -212,7 +287,8 @@ class Bucketed(GradientSync):
 
     def zero_grad(self) -> None:
         self.reducer.reset()
-        super().zero_grad()
+        for parameter in self.reducer.names:
+            parameter.grad = None
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         return self.reducer.paused()

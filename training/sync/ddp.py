@@ -110,6 +110,7 @@ class Ddp(GradientSync):
     def synchronize(self) -> None:
         if self.watch.past:
             self._refuse_past()
+        self.check_summed(self._names)
         self._check_all_used()  # DDP itself has waited within the backward pass
         self.watch.announced = set()
         self._begin()
@@ -147,7 +148,7 @@ class Ddp(GradientSync):
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise self.refuse(
             f"needs a gradient for every parameter in each step, and {shown} got none",
-            "use sync.name=flat, where such a gradient counts as zero, or set sync.options={find_unused: true}",
+            "use sync.name=flat, which leaves such a parameter alone, or set sync.options={find_unused: true}",
         )
 
 

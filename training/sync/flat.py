@@ -8,7 +8,7 @@ that place. The buffer is cut into buckets of `sync.bucket_mb`, which the engine
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -38,17 +38,19 @@ class Flat(Bucketed):
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         self.model, self.world = model, world
         broadcast_module(model)
+        self.reducer = Reducer(model.named_parameters, self._cut, sent_as=self.sent_as, owners=self.owners)
+        self.zero_grad()
+        return model
+
+    def _cut(self, trained: list[nn.Parameter]) -> list[Bucket]:
+        # The backward pass reaches the last layers first, so the buffer begins with them.
         self._flats: list[torch.Tensor] = []
         buckets: list[Bucket] = []
-        # The backward pass reaches the last layers first, so the buffer begins with them.
-        trained = trainable(model)
         for params in self.groups(trained):
             flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
             self._flats.append(flat)
             buckets += cut(flat, params, self.settings.bucket_mb * 1e6, small_last=params[-1] is trained[-1])
-        self.reducer = Reducer(model.named_parameters(), buckets, sent_as=self.sent_as, owners=self.owners)
-        self.zero_grad()
-        return model
+        return buckets
 
     def groups(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         """The parameters that share a buffer, each group of one element type."""
@@ -114,8 +116,18 @@ class Zero1(Flat):
     sums_in_parts = True
     owners: dict[nn.Parameter, int]
 
+    def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:
+        # Also of what is frozen: it may train later.
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        self.owners = _assign_owners(trainable(model), world.size) | _assign_owners(frozen, world.size)
+        return super().wrap(model, world, example)
+
     def groups(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        self.owners = _assign_owners(params, self.world.size)
+        if any(parameter not in self.owners for parameter in params):
+            raise self.refuse(
+                "gives each parameter to a rank when the model is wrapped, and the model has a new one",
+                "add and replace layers before replicate(), or use sync.name=flat",
+            )
         self._owned: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
         for parameter in params:
             self._owned.setdefault((self.owners[parameter], parameter.dtype), []).append(parameter)
@@ -141,7 +153,14 @@ class Zero1(Flat):
             )
         self.regroup(optimizer, [{**group} for group in optimizer.param_groups])
         optimizer.register_step_post_hook(lambda *_: self._broadcast_parameters())
+        optimizer.add_param_group = self._refuse_group  # type: ignore[assignment,method-assign]
         return optimizer
+
+    def _refuse_group(self, _: Any) -> NoReturn:
+        raise self.refuse(
+            "shares the optimizer's parameters among the ranks when it is made, and cannot take a further group",
+            "give run.optimizer() all groups, also of what is frozen, or use sync.name=flat",
+        )
 
     @torch.no_grad()
     def _broadcast_parameters(self) -> None:
@@ -193,7 +212,7 @@ class Zero1(Flat):
 
 def _assign_owners(params: list[nn.Parameter], size: int) -> dict[nn.Parameter, int]:
     """Parameter → owner. Each rank owns a contiguous stretch, so that the first stretch is complete early in backward."""
-    total, before, owner = sum(p.numel() for p in params), 0, {}
+    total, before, owner = max(sum(p.numel() for p in params), 1), 0, {}
     for parameter in params:
         owner[parameter] = min((2 * before + parameter.numel()) * size // (2 * total), size - 1)
         before += parameter.numel()

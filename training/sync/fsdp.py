@@ -275,6 +275,7 @@ class Fsdp(GradientSync):
     def synchronize(self) -> None:
         """Raises `UserError` on all ranks where they have run different blocks: one has used the parameters of another."""
         self.watch.clear()  # FSDP itself has waited within the forward and backward passes
+        self.check_summed(set(self._sharded))
         if not same_on_all(self._root.order, self.world):
             raise self.refuse(
                 "gathers blocks in the order in which they run, and the ranks have run different ones",

@@ -288,7 +288,7 @@ def DistributedOptimizer(
     cls = type(optimizer)
     twin: Any = object.__new__(type(cls.__name__, (_Distributed, cls), {}))
     twin.__dict__.update(optimizer.__dict__)
-    twin._reducer = Reducer(reduced, mean=op == Average, passes=backward_passes_per_step)
+    twin._reducer = Reducer(lambda: reduced, mean=op == Average, passes=backward_passes_per_step)
     # A script that continues with the original optimizer must fail (on its second gradient), not train each rank alone.
     optimizer._reducer = twin._reducer  # type: ignore[attr-defined]
     distributed: torch.optim.Optimizer = twin
@@ -305,7 +305,8 @@ class _Distributed:
     """Whether `set_samples` was called, or the user was warned that it was not."""
 
     def synchronize(self) -> None:
-        """Returns when all gradients are reduced. A parameter that got none on this rank counts as zero."""
+        """Returns when all gradients are reduced. A parameter that got none on this rank counts as zero, and has none if no rank
+        has one."""
         self._reducer.synchronize()
         self._synchronized = True
 
@@ -378,5 +379,10 @@ class Horovod(Bucketed):
         optimizer = super().make_optimizer(build)
         distributed: Any = DistributedOptimizer(optimizer, named_parameters=self.model.named_parameters())
         self.reducer = distributed._reducer
+        self._known = {*self.reducer.names, *(p for p in self.model.parameters() if p.requires_grad)}
         broadcast_optimizer_state(optimizer)
         return optimizer  # the loop calls `synchronize` before its step
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        self.check_summed(self._known | self.reducer.names.keys())

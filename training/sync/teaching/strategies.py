@@ -11,7 +11,15 @@ from torch import nn
 
 from lockstep.training.parallel.exchange import group_size
 from lockstep.training.parallel.world import World
-from lockstep.training.sync.base import GradientSync, broadcast_module, is_compiled, nbytes, trainable
+from lockstep.training.sync.base import (
+    GradientSync,
+    broadcast_module,
+    in_memory,
+    is_compiled,
+    nbytes,
+    stands_for_none,
+    trainable,
+)
 from lockstep.training.sync.buckets import Bucketed, Reducer
 from lockstep.training.sync.watch import on_grad
 
@@ -23,7 +31,7 @@ class AllReduce(GradientSync):
     """
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
-        self.model, self.world, self._trainable = model, world, trainable(model)
+        self.model, self.world = model, world
         broadcast_module(model)
         return model
 
@@ -31,12 +39,15 @@ class AllReduce(GradientSync):
         return contextlib.nullcontext()  # only `synchronize` sends
 
     def synchronize(self) -> None:
-        for parameter in self._trainable:
-            if parameter.grad is None:  # not used on this rank; the others may have used it
-                parameter.grad = torch.zeros_like(parameter)
-            if self.world.size > 1:
-                dist.all_reduce(parameter.grad)
-                self.bytes_sent += nbytes(parameter.grad)
+        for parameter in trainable(self.model) if self.world.size > 1 else ():
+            if is_lacking := parameter.grad is None:  # not used on this rank; the others may have used it
+                parameter.grad = torch.full_like(parameter, -0.0)
+            elif not parameter.grad.is_sparse:
+                in_memory(parameter.grad)[:1] += 0.0  # makes 0.0 of -0.0
+            dist.all_reduce(parameter.grad)
+            self.bytes_sent += nbytes(parameter.grad)
+            if is_lacking and bool(stands_for_none(in_memory(parameter.grad)[:1]).all()):
+                parameter.grad = None
 
 
 class Hooks(Bucketed):
@@ -48,7 +59,7 @@ class Hooks(Bucketed):
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         self.model, self.world = model, world
         broadcast_module(model)
-        self.reducer = Reducer(model.named_parameters())  # the loop's losses make the sum the gradient
+        self.reducer = Reducer(model.named_parameters)  # the loop's losses make the sum the gradient
         return model
 
 
@@ -70,7 +81,7 @@ class HookedDataParallel(nn.Module):
         self.module = module
         if group_size() > 1:
             broadcast_module(module)
-        self.reducer = Reducer(module.named_parameters(), mean=True)
+        self.reducer = Reducer(module.named_parameters, mean=True)
         self._queued = self._complete = False
         for parameter in self.reducer.names:
             on_grad(parameter, self._wait_at_the_end)
