@@ -425,7 +425,8 @@ class Session(Reporting):
     def backward(
         self, loss: torch.Tensor, samples: int | None = None, scaler: Any = None, divisor: float | None = None
     ) -> None:
-        """The gradients of this rank's part, or of a micro-batch of it (inside `accumulate`). Arguments as in `step`.
+        """The gradients of this rank's part, or of a micro-batch of it (inside `accumulate`). Arguments as in `step`. After the last
+        one each `.grad` is the gradient of the global batch.
 
         Examples:
             >>> for x, y in run.batches(dataset, 512):

@@ -193,6 +193,13 @@ WRONG = {
     "a parameter in two models": (
         "n = torch.nn.Linear(1, 1); run.replicate(n, name='a'); run.replicate(torch.nn.Sequential(n), name='b')",
         "ValueError", "replicate(b)"),
+    "a second backward": (
+        LOOP + "for x, y in run.batches(DATA, 16): [run.backward(F.cross_entropy(m(x), y)) for _ in 'ab']",
+        "error", "run.accumulate(batches)"),
+    "clipping by hand what a rank has in part": (
+        "run.settings.sync.name = 'zero1'; " + LOOP + "for x, y in run.batches(DATA, 16):\n"
+        "            run.backward(F.cross_entropy(m(x), y)); torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0); run.update()",
+        "error", "run.update(clip=…)"),
     "an optimizer that is not saved": (
         LOOP + "o = torch.optim.SGD(m.parameters(), lr=0.1)\n"
         "        for x, y in run.batches(DATA, 16): run.step(lambda x, y: F.cross_entropy(m(x), y), x, y, optimizer=o)",

@@ -1,4 +1,4 @@
-"""Steps over several batches of a loader of one's own: the sums of the plain loop, also after a kill, or an error."""
+"""Steps over several batches of a loader of one's own: the sums of the plain loop, also clipped by hand, after a kill, or an error."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ with Session(run_dir, *overrides) as run:
                 passes += 1
                 if passes == int(os.environ.get("LEAVE", "0")):
                     sys.exit()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             run.update()
 """.replace("SIZE", str(SIZE)).replace("EPOCHS", str(EPOCHS))
 
@@ -67,6 +68,7 @@ def _plain() -> dict[str, torch.Tensor]:
                 ids = torch.cat(step)
                 optimizer.zero_grad()
                 F.cross_entropy(model(data.images[ids]), data.labels[ids]).backward()
+                assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
                 optimizer.step()
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
     finally:

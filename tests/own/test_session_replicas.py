@@ -21,21 +21,12 @@ def past(step):
 with Session(run_dir, "checkpoint.every_steps=1", *words, config={"name": "replicas"}) as run:
     torch.manual_seed(3)
     data = torch.utils.data.TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
-    if how == "twice":
-        net = torch.nn.ModuleDict({"a": torch.nn.Linear(6, 8), "b": torch.nn.Linear(8, 3)})
-        net.forward = lambda x: net["b"](net["a"](x))
-    else:
-        net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
     model = run.replicate(net, example=torch.ones(2, 6) if "powersgd" in " ".join(words) else None)
     optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05))
     for epoch in run.epochs(1):
         for x, y in run.batches(data, 8):
-            if how == "twice":  # the second pass is of a network that the first one left out
-                run.backward(model(x).sum(), samples=0)
-                loss = F.cross_entropy(net["b"](net["a"](x)), y)
-            else:
-                loss = F.cross_entropy((net if past(run.steps) else model)(x), y)
-            run.step(loss)
+            run.step(F.cross_entropy((net if past(run.steps) else model)(x), y))
 print("THE END\\n", end="")
 """
 
@@ -46,10 +37,9 @@ def train(run_dir: Path, how: str, *words: str) -> Result:
 
 PAST = [
     ("ddp", "all", "{}", "ignore"), ("ddp", "rank1", "{}", "stop"), ("ddp", "all:3", "{find_unused: true}", "stop"),
-    ("ddp", "twice", "{find_unused: true}", "stop"), ("powersgd", "rank1:3", "{find_unused: true}", "stop"),
+    ("powersgd", "rank1:3", "{find_unused: true}", "stop"),
 ]  # fmt: skip
-"""rank1: the other one waits for that rank's gradients in its backward pass, and is told at the same step. twice: DDP has summed
-for the first pass, and leaves what the second one adds to the ranks."""
+"""rank1: the other one waits for that rank's gradients in its backward pass, and is told at the same step."""
 
 
 @pytest.mark.parametrize(("sync", "how", "options", "looks"), PAST)

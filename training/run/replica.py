@@ -219,6 +219,23 @@ class Replica:
             if not part.model.training:
                 part.model.train()
 
+    def known(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> tuple[torch.optim.Optimizer, ...]:
+        """These, or all. Raises `ValueError` for one that no checkpoint would hold, and where all would move a parameter twice."""
+        known = tuple(self.optimizers.values())
+        if not all(any(one is other for other in known) for one in optimizers):
+            raise ValueError("a step takes optimizers that run.optimizer() returned: the state of no other is saved")
+        return optimizers or self.together
+
+    def parameters_of(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> set[torch.Tensor] | None:
+        """The parameters of these optimizers, whose gradients make the step; None: every one that is trained.
+
+        The others' gradients belong to no step: those of a second network, say, which this one's loss has gone through.
+        """
+        groups = itertools.chain.from_iterable(map(self.sync.parameter_groups, optimizers))
+        of = list(itertools.chain.from_iterable(groups))
+        ids = set(map(id, of))  # a tensor's own hash is a function in Python
+        return None if all(id(p) in ids for p in self.model.parameters() if p.requires_grad) else set(of)
+
     def averaged(self, decay: float, every: int) -> None:
         if not 0 < decay < 1 or every < 1:
             raise ValueError(f"average() takes a decay in (0, 1) and every from 1, got {decay} and {every}")

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -34,7 +32,6 @@ from lockstep.training.run.parts import InParts
 from lockstep.training.run.replica import Replica, Several
 from lockstep.training.run.work import Compute, Divisor, Total, Work, checked_loss, count_scaled_step, set_scale
 from lockstep.training.sync.base import NotSummed
-from lockstep.training.sync.buckets import SentAlready
 
 T = TypeVar("T")
 STEPS = "call run.step(loss) in place of loss.backward() and optimizer.step(), or run.backward(loss) and run.update()"
@@ -71,8 +68,10 @@ class Step:
         """Batches of this attempt."""
         self._micro_batches = False
         """Backward passes run inside `accumulate`, before the last micro-batch: they send nothing."""
-        self._unsent = False
-        """Whether the last backward pass was one of these."""
+        self._total: int | None = None
+        """Samples of all ranks, once the gradients of a step in parts are summed."""
+        self._versions: list[int] = []
+        """Of these gradients, where a rank has some of them only: whether a script has changed them."""
         self._counted = True
         """Whether the cursor is beyond the batch under way."""
         self._seen: dict[int, tuple[int, int]] = {}
@@ -182,9 +181,9 @@ class Step:
         work = Work.of(compute, batch, samples, divisor, self.part, self.run.config, self.replica.sync)
         work = dataclasses.replace(work, generation=self.dealt.generation)
         self._check_same_samples(work.part, work.samples)
-        optimizers = self._known(optimizers)
+        optimizers = self.replica.known(optimizers)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        of = self._stepping(optimizers)
+        of = self.replica.parameters_of(optimizers)
         total = Total(work.samples, work.total)
         if self._canary is not None:
             self._canary.before_step()
@@ -433,10 +432,17 @@ class Step:
             self._micro_batches = False
 
     def backward(self, loss: torch.Tensor, samples: int | None, divisor: Divisor, scaler: Any) -> None:
-        """Raises `TypeError`, `ValueError` for arguments that cannot be meant; `UserError` where the strategy has sent the
-        gradient of this step; `RuntimeError` for a call out of its order."""
+        """Returns with the gradient of the global batch, but of a micro-batch that is not the last one.
+
+        Raises `TypeError`, `ValueError` for arguments that cannot be meant; `UserError` where the gradient of this step is
+        summed; `RuntimeError` for a call out of its order."""
         checked_loss(loss)
         part = self.part
+        if self._total is not None:
+            raise self.replica.sync.refuse(
+                "has summed the gradient of this step's first backward()",
+                "to add up several batches, go over run.iterate(loader, accumulate=k) and run.accumulate(batches)",
+            )
         if isinstance(self.replica.sync, Several):
             raise TypeError(
                 "several models need a step that can be called, so that one learns and the others do not: "
@@ -460,27 +466,35 @@ class Step:
             samples = 0
         if not self.pending:
             self._forget()
-        self._unsent, self.attempt.stage = self._micro_batches, 2
+        self.attempt.stage = 2
         self._check_same_samples(part, samples)
         weight, total = (part.weight, part.total) if part is not None else (1.0, None)
         self.pending, self._divisor, self._as_function = True, divisor, False
-        try:
-            self._backpropagate(loss, samples, weight, total, divisor, scaler)
-        except SentAlready as error:
-            raise self.replica.sync.refuse(
-                "has sent the gradient of this step's first backward()",
-                "to add up several batches, go over run.iterate(loader, accumulate=k) and run.accumulate(batches)",
-            ) from error
+        self._backpropagate(loss, samples, weight, total, divisor, scaler)
+        if self._micro_batches:
+            return
+        sync = self.replica.sync
+        with self.run.state.clock.synchronizing(sync.watch):
+            self._synchronize()
+        self._total = Total(self._samples, total).value
+        if total is None and divisor is None:
+            self._divide_by(self._total)
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        sync = self.replica.sync
+        return [gradient._version for gradient in sync.gradients()] if sync.sums_in_parts and sync.replicas else []
 
     def update(self, optimizers: tuple[torch.optim.Optimizer, ...], clip: float, scaler: Any) -> None:
         """With these optimizers, or all. Raises `Ended` where the gradient is not finite and the run is to end; `RuntimeError`
         without a `backward`."""
-        optimizers = self._known(optimizers)
-        run, sync, part = self.run, self.replica.sync, self.part
+        optimizers = self.replica.known(optimizers)
+        sync, part = self.replica.sync, self.part
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         if not self.pending:
             raise RuntimeError("update() was called without backward(): there is no gradient")
-        if self._unsent:
+        total = self._total
+        if total is None:
             raise RuntimeError(
                 "update() was called before the last micro-batch of accumulate(), whose backward() sends the gradient: go "
                 "over all micro-batches, and call backward() for each"
@@ -490,12 +504,12 @@ class Step:
                 f"the losses were said to be of {self._samples} samples, but this rank's part of the batch has {part.samples}. "
                 "Micro-batches are cut from the part; batches of several parts need samples of their own, without run.part()"
             )
-        with run.state.clock.synchronizing(sync.watch):
-            self._synchronize()
-        total = Total(self._samples, part.total if part is not None else None).value
-        if part is None and self._divisor is None:
-            self._divide_by(total)
-        of = self._stepping(optimizers)
+        if self._versions_now() != self._versions:
+            raise sync.refuse(
+                "sums each gradient on one rank only, and the gradients were changed between backward() and update()",
+                "clip them with run.update(clip=…), or use sync.name=flat",
+            )
+        of = self.replica.parameters_of(optimizers)
         norm = self.measure(of, scaler)
         if norm is None or bool(self.finite) or self._accepts(scaler):
             norm = self.move(optimizers, of, clip, norm)
@@ -514,13 +528,6 @@ class Step:
         self.replica.sync.abandon()
         put_back(self.replica.model, self._before)
         raise_together(self._not_summed, self.run.world)
-
-    def _known(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> tuple[torch.optim.Optimizer, ...]:
-        """These, or all. Raises `ValueError` for one that no checkpoint would hold, and where all would move a parameter twice."""
-        known = tuple(self.replica.optimizers.values())
-        if not all(any(one is other for other in known) for one in optimizers):
-            raise ValueError("a step takes optimizers that run.optimizer() returned: the state of no other is saved")
-        return optimizers or self.replica.together
 
     def _synchronize(self) -> None:
         try:
@@ -547,6 +554,7 @@ class Step:
         if self.replica.ema is not None:
             self.replica.ema.update(run.steps_done)
         self.pending, self._accumulating, self._not_summed, self._samples, self._losses = False, False, None, 0, []
+        self._total = None
         self._count()
         lr = float(next(iter(self.replica.optimizers.values())).param_groups[0]["lr"])
         self.attempt.step_done(lr, samples, norm)
@@ -562,16 +570,6 @@ class Step:
                 self._seen[id(optimizer)] = self._samples, total
         mine, everywhere = map(max, zip((0, 0), *self._seen.values(), strict=True))
         return mine - before[0], everywhere - before[1]
-
-    def _stepping(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> set[torch.Tensor] | None:
-        """The parameters of these optimizers, whose gradients make the step; None: every one that is trained.
-
-        The others' gradients belong to no step: those of a second network, say, which this one's loss has gone through.
-        """
-        groups = itertools.chain.from_iterable(map(self.replica.sync.parameter_groups, optimizers))
-        of = list(itertools.chain.from_iterable(groups))
-        ids = set(map(id, of))  # a tensor's own hash is a function in Python
-        return None if all(id(p) in ids for p in self.replica.model.parameters() if p.requires_grad) else set(of)
 
     def _divide_by(self, total: int) -> None:
         """The sum of the gradients, which were not divided by the size of the global batch before."""
