@@ -218,6 +218,8 @@ class Reducer:
         flat = in_memory(sent)
         flat[bucket.firsts] += 0.0  # makes 0.0 of -0.0
         if bucket.lacking:
+            parameter = next(iter(bucket.lacking))
+            refuse_recording(parameter, f"{self.names[parameter]} has no gradient, and another rank may have one")
             flat[list(bucket.lacking.values())] = -0.0
         if self.owners is not None:
             return dist.reduce(sent, self.owners[bucket.params[0]], async_op=True)
@@ -253,7 +255,6 @@ class Reducer:
         """Parameters that no rank has a gradient of have none. Waits for the device where this rank lacks one."""
         lacking = [parameter for bucket in self.buckets for parameter in bucket.lacking]
         if self.size > 1 and lacking:
-            refuse_recording(lacking[0], f"{self.names[lacking[0]]} has no gradient, and another rank may have one")
             sums = [in_memory(b.payload)[list(b.lacking.values())] for b in self.buckets if b.lacking]
             absent = torch.cat([stands_for_none(firsts) for firsts in sums]).tolist()
         else:
