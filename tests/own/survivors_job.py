@@ -2,7 +2,7 @@
 
 KIND: `net` (loader processes, transforms that draw, batch norm, dropout, an average, a schedule, an evaluation each epoch), `gan` (two
 models that step in turn), `float16` (a loss scale that overflows at first), `part` (every rank draws the whole batch, and takes its part).
-`thrown`: a step that is thrown away. `twice`: two Sessions. `summed`, `changed`, `of_rank`: what cannot go on.
+`thrown`: a step that is thrown away. `twice`: two Sessions. `summed`, `changed`, `grouped`, `of_rank`: what cannot go on.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
@@ -128,8 +129,8 @@ def thrown(run: Session) -> None:
 
 
 def lose_one(run: Session) -> None:
-    """Rank 2 of the first start is killed, once 9 steps are done."""
-    if run.steps == 9 and run.rank == 2 and not run.resumed:
+    """A rank of the first start is killed, once 9 steps are done."""
+    if run.steps == 9 and run.rank == run.config["victim"] and not run.resumed:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -155,7 +156,7 @@ def twice(folder: str, *words: str) -> None:
     """Two runs, one after the other. In one of them, `lose`, rank 2 is killed."""
     data = Noisy()
     for name in ("one", "two"):
-        with Session(f"{folder}/{name}", *SETTINGS, *words, config={"lose": "", "joins": False}) as run:
+        with Session(f"{folder}/{name}", *SETTINGS, *words, config={"lose": "", "joins": False, "victim": 2}) as run:
             model = small(run)
             for _ in run.epochs(1):
                 for x, _ in run.batches(data, 16):
@@ -170,6 +171,16 @@ def changed(run: Session) -> None:
     for _ in run.epochs(2):
         for x, _ in run.batches(data, 16):
             run.step(lambda x: lose_one(run) or model(x).square().mean(), x * 2)
+
+
+def grouped(run: Session) -> None:
+    """The script has a process group of its own."""
+    model, data, group = small(run), Noisy(), dist.new_group() if run.size > 1 else None
+    for _ in run.epochs(1):
+        for x, _ in run.batches(data, 16):
+            run.step(lambda x: lose_one(run) or model(x).square().mean(), x)
+            if group is not None:
+                dist.all_reduce(torch.ones(1), group=group)
 
 
 def of_rank(run: Session) -> None:
@@ -190,9 +201,13 @@ if __name__ == "__main__":
         "thrown": thrown,
         "summed": summed,
         "changed": changed,
+        "grouped": grouped,
         "of_rank": of_rank,
     }
     with Session(
-        run_dir, *SETTINGS, *words, config={"kind": kind, "times": 1, "hold": 0, "joins": False, "lose": False}
+        run_dir,
+        *SETTINGS,
+        *words,
+        config={"kind": kind, "times": 1, "hold": 0, "joins": False, "lose": False, "victim": 2},
     ) as run:
         kinds[kind](run)

@@ -230,19 +230,24 @@ def test_a_rank_that_has_missed_a_result_gets_it_from_one_that_has_it(tmp_path: 
 
 @pytest.mark.promise("survivors")
 @pytest.mark.parametrize(
-    ("kind", "why"),
+    ("kind", "ranks", "why"),
     [
-        ("summed", "run.sum() after rank 2 was lost (ended by SIGKILL"),
-        ("changed", "a Tensor that run.step(function, …) was called with is nothing that run.batches() or run.part() has given"),
+        ("summed", 2, "run.sum() after rank 1 was lost (ended by SIGKILL"),
+        ("grouped", 2, "and a collective of the script's own needs it"),
+        ("changed", 3, "a Tensor that run.step(function, …) was called with is nothing that run.batches() or run.part() has given"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_taken_again_is_a_restart_with_a_reason(kind: str, why: str, tmp_path: Path) -> None:
+def test_what_cannot_be_taken_again_is_one_restart_with_a_reason(
+    kind: str, ranks: int, why: str, tmp_path: Path
+) -> None:
     require(hasattr(os, "pidfd_open"), "needs Linux")
     alone = python(str(JOB), str(tmp_path / "alone"), kind, timeout=BOUND)
-    with live(*command(tmp_path / "live", kind, restarts=2, ranks=3)) as gang:
+    words = command(tmp_path / "live", kind, f"config.victim={ranks - 1}", restarts=1, ranks=ranks)
+    with live(*words) as gang:
         done = gang.wait(BOUND)
     assert alone.code == done.code == 0, alone.output + done.output
-    assert why in done.output and "all ranks start again" in done.output, done.output
+    assert why in done.output and "Traceback" not in done.output, done.output
+    assert "launch: all ranks start again; restarts left after that: 0" in done.output, done.output
     expected, found = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("alone", "live"))
     assert (found["weights_sha256"], found["restarts"]) == (expected["weights_sha256"], 1)
 
@@ -313,7 +318,7 @@ def test_a_script_may_have_several_sessions(lose: str, tmp_path: Path) -> None:
     require(hasattr(os, "pidfd_open"), "needs Linux")
     alone = python(str(JOB), str(tmp_path / "alone"), "twice", timeout=BOUND)
     assert alone.code == 0, alone.output
-    with live(*command(tmp_path / "live", "twice", f"config.lose={lose}", restarts=2, ranks=3)) as gang:
+    with live(*command(tmp_path / "live", "twice", f"config.lose={lose}", restarts=1, ranks=3)) as gang:
         done = gang.wait(BOUND)
     assert done.code == 0, done.output
     for name in ("one", "two"):

@@ -87,6 +87,8 @@ class Supervisor(Gang):
         self._spares: dict[int, Place] = {}
         """Replacements of lost ranks that the others have not admitted yet."""
         self._replacements = self._admissions = 0
+        self._counted = False
+        """The newest loss of this start has counted as a restart: where the others cannot go on after it, it is not another one."""
         self._came: list[int] = []
         """Signals that came while not all ranks were there."""
         self._waits = True
@@ -111,9 +113,11 @@ class Supervisor(Gang):
                 codes = {**failed, **self._end(failed)}
                 if not self.held.delivered:
                     codes = without_ended(codes, failed)
-                if not codes or not self._start_again(codes, failed, self.attempts.left):
+                counted = self._counted and self._store.check([stores.AGAIN])
+                if not codes or not self._start_again(codes, failed, self.attempts.left + counted):
                     return codes
-                self._count_restart()
+                if not counted:
+                    self._count_restart()
         finally:
             self._processes.kill_all()
 
@@ -154,7 +158,7 @@ class Supervisor(Gang):
                 self._join_seconds, over=lambda: any(self._ends(number) for number in self._came)
             )
             self._end_if_signalled()
-        self._all_ready = self._leaving = False
+        self._all_ready = self._leaving = self._counted = False
         self._started_after = self._restarts
         self._generation, self._still, self._looked = 0, dict[int, float](), time.monotonic()
         self._replacements = self._admissions = 0
@@ -200,9 +204,10 @@ class Supervisor(Gang):
 
     def _replace(self, ranks: Iterable[int]) -> None:
         """Has a process started in the place of each of these, which the others admit when it is prepared. It counts as one restart."""
-        if self.attempts.left <= 0 or self.signalled is not None or not ranks:
+        if self.attempts.left <= 0 or self.signalled is not None:
             return
         self._count_restart()
+        self._counted = True
         for rank in ranks:
             self._replacements += 1
             self._spares[rank] = Place(rank, self._replacements)
@@ -338,6 +343,7 @@ class Supervisor(Gang):
             return False
         self._announce()
         to_stderr(f"launch: {'; '.join(said)}: {len(self._running)} of {size(self._seats)} ranks continue")
+        self._counted = False
         for rank in sorted(lost):
             if rank not in of_nodes:
                 self._replace([rank])

@@ -350,6 +350,12 @@ def _raised_in_waiting(error: BaseException) -> bool:
     return code is not None and (code.co_filename.startswith(_WAITING_CODE) or "wait" in code.co_names)
 
 
+def is_of_torch_distributed(error: BaseException) -> bool:
+    """Whether a function of torch.distributed has raised it, such as for a process group that is gone."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("torch.distributed")
+
+
 def raise_together(error: Exception | None, world: World) -> None:
     """Every rank calls this after a step that may fail on some of them; all raise, or none does.
 

@@ -214,7 +214,7 @@ class Live:
                 self._store.set(key, "1")
             if not here or not self._until_said([f"{key}/answer"], self._announced_seconds):
                 raise CannotTakeAgain(
-                    "the launcher has not admitted the replacements of lost ranks: all ranks start again"
+                    "the launcher has not admitted the replacements of lost ranks: all ranks have to start again"
                 )
             if int(stores.said(self._store, f"{key}/answer", r"\d{1,9}") or 0) > self.world.generation:
                 raise _Superseded
@@ -240,7 +240,7 @@ class Live:
         with self._news:  # before it is told, this rank would meet nobody, and make the call alone
             if not self._news.wait_for(lambda: self._announced[0] > world.generation, self._announced_seconds):
                 raise CannotTakeAgain(
-                    "the launcher has admitted this replacement, and has not said so to the ranks: all ranks start again"
+                    "the launcher has admitted this replacement, and has not said so to the ranks: all ranks have to start again"
                 )
 
         def compute() -> Results:
@@ -252,7 +252,7 @@ class Live:
         (state,) = self.together(compute)
         if not len(state):
             raise CannotTakeAgain(
-                "the ranks that trained were lost before their replacements had the state: all ranks start again"
+                "the ranks that trained were lost before their replacements had the state: all ranks have to start again"
             )
         self._seat, world.rank, world.size = (world.rank, world.size), world.size, 1
         world.replacement = number
@@ -278,8 +278,8 @@ class Live:
         """
         if self.world.generation:
             raise CannotTakeAgain(
-                f"{what} after {self._who()}: what that rank had measured is gone, so that all ranks start again. run.evaluate(function, "
-                "dataset) and run.loss() do not depend on which ranks there are"
+                f"{what} after {self._who()}: what that rank had measured is gone, so that all ranks have to start again. "
+                "run.evaluate(function, dataset) and run.loss() do not depend on which ranks there are"
             )
         inside, self._inside = self._inside, True
         try:
@@ -292,15 +292,32 @@ class Live:
         if self._announced[0] > self.world.generation:
             raise _Superseded
 
-    def why(self) -> str:
-        """A sentence for a collective outside a call that has failed because a rank was lost; "" where none was."""
+    def why(self, error: BaseException) -> str:
+        """Returns a sentence if this error means that the ranks cannot continue without a lost one, and tells the launcher; else ""."""
+        if isinstance(error, CannotTakeAgain):
+            return self._all_again(str(error))
+        if not is_collective(error):
+            return self.of_gone_group(str(error).partition("\n")[0][:200])
         with self._news:
             self._news.wait_for(lambda: self._announced[0] > self.world.generation, self._announced_seconds)
             generation, members = self._announced
         if generation <= self.world.generation:
             return ""
         self._note_lost(members)
-        return f"{self._who()} in a collective of the script's own, which cannot be taken again: all ranks start again"
+        return self._all_again(
+            f"{self._who()} in a collective of the script's own, which cannot be taken again: all ranks have to start again"
+        )
+
+    def of_gone_group(self, cause: str) -> str:
+        """The sentence for a failed collective of the script after a loss, where every rank that remains is present."""
+        return self._all_again(
+            f"{self._who()}, and a collective of the script's own needs it ({cause}): all ranks have to start again"
+        )
+
+    def _all_again(self, reason: str) -> str:
+        with contextlib.suppress(RuntimeError):  # the launcher is gone
+            self._store.set(stores.AGAIN, "1")
+        return reason
 
     def _who(self) -> str:
         return "; ".join(f"rank {rank} was lost" + (f" ({how})" if how else "") for rank, how in self._gone.items())
@@ -363,7 +380,7 @@ class Live:
                 raise failure
             told = time.monotonic()
             if self.rank not in members:
-                raise CannotTakeAgain(f"the launcher takes rank {self.rank} for lost: all ranks start again")
+                raise CannotTakeAgain(f"the launcher takes rank {self.rank} for lost: all ranks have to start again")
             self.world.generation = generation
             new = [rank for rank in members if rank not in self._members]
             joined = [rank for rank in [*joined, *new] if rank in members]
@@ -418,7 +435,7 @@ class Live:
                 reason = str(error).partition("\n")[0]
             self.check()
         raise CannotTakeAgain(
-            f"{self._who()}, and the others could not connect again ({reason}): all ranks start again"
+            f"{self._who()}, and the others could not connect again ({reason}): all ranks have to start again"
         )
 
     def _join(self, place: str, members: list[int], seconds: float) -> float:
@@ -437,7 +454,8 @@ class Live:
         if not self._until_said([f"{place}/here/{member}" for member in members], self._timeout):
             missing = [str(member) for member in members if not store.check([f"{place}/here/{member}"])]
             raise CannotTakeAgain(
-                f"{self._who()}, and rank {', '.join(missing)} has not met the others within {self._timeout:g} s: all ranks start again"
+                f"{self._who()}, and rank {', '.join(missing)} has not met the others within {self._timeout:g} s: "
+                "all ranks have to start again"
             )
         began = time.monotonic()
         dist.init_process_group(
@@ -501,7 +519,7 @@ class Live:
             return None
         if newest - oldest > 1:
             raise CannotTakeAgain(
-                f"{self._who()}, and the others are {newest - oldest} calls apart: all ranks start again"
+                f"{self._who()}, and the others are {newest - oldest} calls apart: all ranks have to start again"
             )
         source, behind = done.tolist().index(newest), self.done < newest
         known = [[tensor, tensor.is_cuda] for tensor in self._result]

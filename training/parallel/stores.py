@@ -136,6 +136,10 @@ ENDING = "lockstep/live/ending"
 """The key there at which the launcher says that such a signal ends all ranks."""
 
 
+AGAIN = "lockstep/live/again"
+"""The key there at which a rank says that it ends because the ranks cannot continue without a lost one."""
+
+
 def leaving(rank: int) -> str:
     """The key there at which a rank says which signal has reached it, and `…/alone`, at which the launcher has it leave alone."""
     return f"{LEAVING}/{rank}"

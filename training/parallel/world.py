@@ -449,8 +449,9 @@ def _store(world: World, timeout: float) -> dist.Store:
     store = _STORES[place]
     store.set_timeout(timedelta(seconds=timeout))
     if os.environ.get(ENV_LIVE) and store.check([stores.generation(1)]):
+        store.set(stores.AGAIN, "1")
         lost = UserError(
-            "ranks were lost in an earlier Session of this script, and the next one begins with all of them: all ranks start again"
+            "ranks were lost in an earlier Session of this script, and the next one begins with all of them: all ranks have to start again"
         )
         lost.code = EXIT_FAILED
         raise lost

@@ -51,8 +51,11 @@ class Heartbeat:
 def describe_failed_collective(world: World, step: int, error: BaseException) -> str:
     """A sentence for an error that struck in a collective: which ranks did not report, and where they were last seen."""
     cause = _PLACE.sub("", (str(error) or type(error).__name__).splitlines()[0]).split(". ")[0][:200]
-    sentence = _about_the_missing(world, step, "failed", cause)
-    return sentence or f"step {step}: a collective failed, although every rank is present ({cause})"
+    if sentence := _about_the_missing(world, step, "failed", cause):
+        return sentence
+    if world.live is not None and world.generation:
+        return f"step {step}: {world.live.of_gone_group(cause)}"
+    return f"step {step}: a collective failed, although every rank is present ({cause})"
 
 
 def _about_the_missing(world: World, step: int, report_name: str, cause: str) -> str:

@@ -33,8 +33,16 @@ from lockstep.training.observe.clock import Times
 from lockstep.training.observe.reading import Reading, mean_loss
 from lockstep.training.observe.slow import SlowRank
 from lockstep.training.parallel import process
-from lockstep.training.parallel.exchange import all_gather_trees, is_collective, on_any, pack, same_on_all
+from lockstep.training.parallel.exchange import (
+    all_gather_trees,
+    is_collective,
+    is_of_torch_distributed,
+    on_any,
+    pack,
+    same_on_all,
+)
 from lockstep.training.parallel.live import CannotTakeAgain, Live
+from lockstep.training.parallel.world import World
 from lockstep.training.resilience import divergence
 from lockstep.training.resilience.closeness import (
     Buffers,
@@ -173,7 +181,7 @@ class Attempt:
             try:
                 context.take_over()
             except UserError as error:
-                raise CannotTakeAgain(f"rank 0 was lost, and {error}: all ranks start again") from None
+                raise CannotTakeAgain(f"rank 0 was lost, and {error}: all ranks have to start again") from None
             assert context.run is not None
             trackers.attach(context.config, context.run, context.steps_done, lambda: context.console.planned)
             self.saver.take_over()
@@ -546,11 +554,14 @@ def failed(context: RunContext, error: BaseException) -> int | None:
     context.console.close()
     note_corrupt_shard(context.metrics, error)
     context.exporter.close(EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED)
-    if world.size > 1 and is_collective(error):
+    collective = _failed_collective(world, error)
+    if collective is not None:
         process.shut(world.peers)  # also where the attempt had ended before
-        why = str(error) if isinstance(error, CannotTakeAgain) else world.live.why() if world.live is not None else ""
+        why = "" if world.live is None else world.live.why(collective)
         reason = (
-            f"step {context.steps_done}: {why}" if why else describe_failed_collective(world, context.steps_done, error)
+            f"step {context.steps_done}: {why}"
+            if why
+            else describe_failed_collective(world, context.steps_done, collective)
         )
         if run is not None:
             run.status(EXIT_FAILED, reason, context.steps_done)
@@ -562,6 +573,19 @@ def failed(context: RunContext, error: BaseException) -> int | None:
     elif run is not None:
         run.status(EXIT_FAILED, f"{type(error).__name__}: {error}", context.steps_done)
     return None
+
+
+def _failed_collective(world: World, error: BaseException) -> BaseException | None:
+    """The error of a collective that has ended the attempt. Under `launch --live` the script may have raised another one from it.
+
+    After a loss that is also what torch raises itself: the script uses a process group, or a rank, that is gone.
+    """
+    if world.live is None:
+        return error if world.size > 1 and is_collective(error) else None
+    one: BaseException | None = error
+    while one is not None and not is_collective(one) and not (world.generation and is_of_torch_distributed(one)):
+        one = one.__cause__ or one.__context__
+    return one
 
 
 def _write_report(context: RunContext) -> None:
