@@ -274,7 +274,7 @@ class Session(Reporting):
             ...     run.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
             >>> run.log(loss=run.loss())
         """
-        self._go_on()
+        self._go_on("run.loss()")
         return self._started().step.last_loss()
 
     def stop(self, reason: str) -> None:
@@ -474,7 +474,7 @@ class Session(Reporting):
             ...     run.boundary()
         """
         self._check_outside()
-        self._started().boundary()
+        self._started().boundary("run.boundary()")
 
     def sum(self, *numbers: float) -> tuple[float, ...]:
         """Each number's sum over all ranks, in float64.
@@ -484,7 +484,7 @@ class Session(Reporting):
             >>> right / count
             0.93
         """
-        self._go_on()
+        self._go_on("run.sum()")
         total = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
         with self._of_this_rank("run.sum()"):
             dist.all_reduce(total)
@@ -496,7 +496,7 @@ class Session(Reporting):
         Examples:
             >>> predictions = torch.cat(run.gather(mine))
         """
-        self._go_on()
+        self._go_on("run.gather()")
         with self._of_this_rank("run.gather()"):
             return all_gather_trees(value, self.world)
 
@@ -511,7 +511,7 @@ class Session(Reporting):
             >>> network = run.for_evaluation()
             >>> accuracy = run.evaluate(lambda x, y: (network(x).argmax(1) == y).sum(), dataset)
         """
-        self._go_on()
+        self._go_on("run.for_evaluation()")
         with self._lifecycle.goodput.on(Bucket.EVALUATION):
             return self._replicated().for_evaluation(model)
 
@@ -550,7 +550,7 @@ class Session(Reporting):
             ...     return {"test_loss": loss, "accuracy": (logits.argmax(1) == y).sum()}
             >>> run.log(**run.evaluate(scores, dataset, 512))
         """
-        self._go_on()
+        self._go_on("run.evaluate()")
         loop = self._lifecycle.loop
 
         def called(*batch: Any) -> Any:
@@ -564,13 +564,13 @@ class Session(Reporting):
         with self._lifecycle.goodput.on(Bucket.EVALUATION):
             return evaluation.of_dataset(called, dataset, batch_size, self.world, self.seed, boundary, workers, collate)
 
-    def _go_on(self) -> None:
+    def _go_on(self, call: str) -> None:
         """Before a collective that the script may call after a loop which other ranks are still in."""
         self._check_outside()
         if self._lifecycle.loop is not None:
             if (parts := self._lifecycle.loop.step.in_parts) is not None:
                 parts.check_outside()
-            self._lifecycle.loop.attempt.meetings.go_on()
+            self._lifecycle.loop.attempt.meetings.go_on(call)
 
     def _of_this_rank(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Around a collective over values of the script's own: those of a lost rank are gone."""

@@ -44,6 +44,10 @@ with Session(sys.argv[1], sync=sync) as run:
             else:
                 run.step(lambda x: model(x).square().mean(), part, samples=len(part))
         run.sum(1.0)
+    if kind == "leader after the loop" and run.leader:
+        run.for_evaluation()
+    if kind == "calls after the loop":
+        run.sum(1.0) if run.leader else run.gather(1)
 """
 LEFT = "rank 1 left the loop over its batches after step 6, while rank "
 SKIPPED = "rank 1 asked for the next batch without a step after step 6, while rank "
@@ -51,6 +55,8 @@ SAYS = {
     "break": LEFT, "break from a sum": LEFT, "continue": SKIPPED,
     "exit": "rank 1 left the loop over the epochs after step 6, while rank ",
     "ways": "after step 6: rank 1 left the loop over its batches, and rank 0 asked for the next batch without a step",
+    "leader after the loop": "rank 0 called run.for_evaluation() after the loop, and rank 1 did not: all ranks make the same calls",
+    "calls after the loop": "rank 1 called run.gather() after the loop, and rank 0 called run.sum(): all ranks make the same calls",
 }  # fmt: skip
 
 
@@ -61,11 +67,11 @@ SAYS = {
 )
 def test_a_rank_that_leaves_alone_is_named_within_seconds(tmp_path: Path, kind: str, sync: str) -> None:
     """Not after `collective_timeout`, which is 600 s: `script` waits 240 s."""
-    ranks = 2 if kind == "ways" else 4
+    ranks = 2 if kind == "ways" or "after the loop" in kind else 4
     done = script(ranks, SCRIPT, tmp_path / "run", kind, sync)
     sentence = SAYS.get(kind, SKIPPED)
     assert done.code == 1 and done.output.count(sentence) == 1, "said once, and not by every rank"
-    assert "run.stop(reason)" in done.output, done.output
+    assert ("run.leader" if "after the loop" in kind else "run.stop(reason)") in done.output, done.output
     assert not any(words in done.output for words in ("Traceback", "did not arrive", "lost rank", "[c10d]")), (
         done.output
     )

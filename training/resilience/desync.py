@@ -35,10 +35,13 @@ _TAG = 4  # of the messages of a meeting
 _RANKS = 1 << 20  # more than there are
 _ATTEMPTS = itertools.count()
 _SHAPE = r"(\d{1,18}) (\d{1,18}) (\d{1,9}) ([0-3]) (\d{1,18}) (-?\d{1,9})"
+CALLS = ("", "run.sum()", "run.gather()", "run.loss()", "run.for_evaluation()", "run.evaluate()", "run.boundary()")
+"""The collectives of a script, by their numbers; "": the script has ended the epoch, or the run."""
 _REMEDY = (
     "all ranks make the same steps. Decide alike on all of them, with run.sum() or run.gather(), or end the run with "
     "run.stop(reason), which one rank may call alone"
 )
+_CALL_REMEDY = "all ranks make the same calls. Make this one on all of them, not only where run.leader is true"
 
 
 class Place(enum.IntEnum):
@@ -92,6 +95,8 @@ class Meetings:
         self._met = self._collectives = 0
         self._moves: Callable[[], int] = lambda: moves() + 4 * self._collectives
         self._waiting: _Waiting | None = None
+        self._outside = False
+        """The script has left the loop over its batches."""
         self._over, self._ending = threading.Event(), threading.Lock()
         self._key = f"lockstep/loop/{next(_ATTEMPTS)}"  # a process may have several runs over one store
         if world.size > 1:
@@ -110,23 +115,32 @@ class Meetings:
         with self._ending:
             self._over.set()
 
+    def in_loop(self) -> None:
+        """The script asks for a batch."""
+        self._outside = False
+
     def left(self) -> None:
         """The script has left the loop over its batches, perhaps with an error: so nothing waits until it goes on (`go_on`, `meet`)."""
+        self._outside = True
         self._waiting = _Waiting(self._met + 1, self._moves(), self._world.rank, Place.LEFT, self._steps())
 
-    def go_on(self) -> None:
-        """Before a collective that is called in the loop and after it: `meet`, where the loop was left. In the loop it counts as a move."""
-        if self._waiting is not None:
-            self.meet(Place.LEFT)
+    def go_on(self, call: str = "") -> None:
+        """Before a collective that is called in the loop and after it: `meet`, where the loop was left. In the loop it counts as a move.
+
+        Args:
+            call: of `CALLS`; "": a part of another one.
+        """
+        if call and self._outside:
+            self.meet(Place.LEFT, call)
         else:
             self._collectives += 1
 
-    def meet(self, place: Place) -> None:
+    def meet(self, place: Place, call: str = "") -> None:
         """Waits for the other ranks. Ends the process with a sentence where they are elsewhere. Collective, unless it is over."""
         world, moves, step = self._world, self._moves(), self._steps()
         if world.size > 1 and not self._over.is_set():
             self._waiting = _Waiting(self._met + 1, moves, world.rank, place, step)
-            number = ((moves >> 2) * len(Place) + place) * _RANKS + world.rank
+            number = (((moves >> 2) * len(Place) + place) * len(CALLS) + CALLS.index(call)) * _RANKS + world.rank
             self._compare(*reduced(torch.tensor([number, -number]), world, torch.maximum, _TAG).tolist())
         self._met += 1
         self._waiting = None
@@ -135,9 +149,8 @@ class Meetings:
         """Ends the process unless all ranks are at the same place: `last` and `-first` are those of two of them."""
         (behind, rank), (ahead, other) = divmod(-first, _RANKS), divmod(last, _RANKS)
         if behind != ahead:
-            one, another = (Place(code % len(Place)).words for code in (behind, ahead))
             with self._ending:
-                self._end(f"after step {self._steps()}: rank {rank} {one}, and rank {other} {another}: {_REMEDY}")
+                self._end(f"after step {self._steps()}: {_parted(behind, rank, ahead, other)}")
 
     def _watch(self) -> None:
         """Until the attempt is over, or the store is gone: then gloo says so."""
@@ -188,3 +201,18 @@ class Meetings:
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         os._exit(EXIT_FAILED)  # the thread that waits in a collective cannot be raised in
+
+
+def _parted(behind: int, rank: int, ahead: int, other: int) -> str:
+    """What `rank` and `other` did, which are not at the same place: one has made fewer moves, or has called something else."""
+    (one, call), (another, called) = (
+        (Place(code // len(CALLS) % len(Place)), CALLS[code % len(CALLS)]) for code in (behind, ahead)
+    )
+    if call != called and Place.SKIPPED not in (one, another):
+        if not called:
+            rank, other, call, called = other, rank, called, call
+        does = f"called {call}" if call else "did not"
+        return f"rank {other} called {called} after the loop, and rank {rank} {does}: {_CALL_REMEDY}"
+    if one != another:
+        return f"rank {rank} {one.words}, and rank {other} {another.words}: {_REMEDY}"
+    return f"rank {rank} {one.words} before rank {other} did: {_REMEDY}"

@@ -244,6 +244,7 @@ class Loop:
         try:
             while True:
                 run.state.cursor_evaluating = None
+                self.attempt.meetings.in_loop()
                 self._left_at_last_step = self._at_last_step and run.state.cursor.step != count
                 stopped = self._left_at_last_step or (run.state.cursor.step != count and self.attempt.boundary())
                 run.state.cursor_evaluating = {module for module in modules if not module.training}
@@ -285,9 +286,13 @@ class Loop:
         self.step.set_part(part)
         return mine  # type: ignore[no-any-return]
 
-    def boundary(self) -> None:
-        """Leaves where the ranks agreed to, but not within a step: no checkpoint could hold its gradients. Raises `Ended`."""
-        self.attempt.meetings.go_on()
+    def boundary(self, call: str = "") -> None:
+        """Leaves where the ranks agreed to, but not within a step: no checkpoint could hold its gradients. Raises `Ended`.
+
+        Args:
+            call: the script's; "": it is a part of another one.
+        """
+        self.attempt.meetings.go_on(call)
         if self.attempt.poll().stop and not self.step.pending:
             self.attempt.leave()
 
