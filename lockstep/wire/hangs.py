@@ -42,7 +42,9 @@ DISK_SECONDS = 2.0
 """For the run directory, whose disk may be what a rank waits for."""
 MOST_BYTES, MOST_RANKS = 64 << 20, 1 << 16
 """Of the file that is read, and of those that are named where nothing is heard of them."""
-LOADER = "waits for its data loader"
+LOADER, STOPPED, DISK = "waits for its data loader", "stands stopped", "waits for a disk or a device"
+STANDS = (LOADER, STOPPED, DISK)
+"""What is a hang also where no rank waits for another one."""
 _OURS = os.fspath(Path(contract.__file__).parent) + os.sep
 T = TypeVar("T")
 
@@ -184,7 +186,7 @@ class Hangs:
         self._ranks: dict[int, _Rank] = {}
         self._next = 0.0
         self._again = 0.0
-        """All compute here: when they are asked again."""
+        """No rank here waits for another one: when they are asked again."""
         self._finding: _Finding | None = None
         self._disk_answers = True
 
@@ -230,9 +232,9 @@ class Hangs:
         texts = stacks(self._folder, shown)
         ranks = {rank: _standing(rank, one, texts[rank]) for rank, one in shown.items()}
         waiting = [rank for rank, one in ranks.items() if one.waits]
-        if not waiting and not somebody_waits and all(one.what == "computes" for one in ranks.values()):
+        if not waiting and not somebody_waits and not all(one.what in STANDS for one in ranks.values()):
             self._again = time.monotonic() + HANG_SECONDS
-            return  # they do the same: an evaluation, a long step
+            return  # nobody waits for them: an evaluation, a long step, something else between two steps
         loaders = stacks(
             self._folder, {rank: shown[rank] for rank, one in ranks.items() if one.what == LOADER}, of_loaders=True
         )
@@ -328,9 +330,9 @@ def _standing(rank: int, found: Seen, text: str) -> Standing:
     frames = main_frames(text, found.thread)
     waits = _waits(frames, state)
     if state == "T":
-        what = "stands stopped"
+        what = STOPPED
     elif state == "D":
-        what = "waits for a disk or a device"
+        what = DISK
     elif not frames:
         what = "does not answer"
     elif waits:

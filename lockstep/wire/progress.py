@@ -54,29 +54,48 @@ class About:
 class Progress:
     """This rank's, as the launcher reads it. Where no launcher of ours has started the rank, this starts a process that watches it.
 
+    A script may have several Sessions that take turns. The newest one that is open is shown, and what any of them gets done counts.
+
     Args:
         number: of the rank, as its launcher knows it.
     """
 
     def __init__(self, number: int, about: About, environment: Mapping[str, str]) -> None:
         self._counts: mmap.mmap | None = None
-        self._done = 0
+        self._done = self._steps = self._of_attempt = 0
         self._watcher: subprocess.Popen[bytes] | None = None
         note = environment.get(ENV_NOTE)
         if not SIGNAL or (about.size == 1 and not note):  # nobody waits for it
             return
         with contextlib.suppress(OSError):
             self._folder = Path(note).parent if note else Path(tempfile.mkdtemp(prefix="lockstep-"))
-            place = self._folder / f"progress-{number}"
-            self._stacks = _stacks_file(self._folder, number).open("wb")
-            faulthandler.register(SIGNAL, self._stacks, all_threads=True)
-            counts = _COUNTS.pack(os.getpid(), threading.main_thread().ident or 0, 0, 0, 0)
-            place.with_suffix(".new").write_bytes(counts + json.dumps(asdict(about)).encode())
-            place.with_suffix(".new").rename(place)
-            with place.open("r+b") as file:
-                self._counts = mmap.mmap(file.fileno(), _COUNTS.size)
+            self._number, self._about = number, about
+            if _OPEN:
+                _OPEN[-1]._hide()
+            _OPEN.append(self)
+            self._show()
             if not note:
                 self._watcher = _watcher(self._folder, number, environment)
+
+    def _show(self) -> None:
+        """Raises `OSError`."""
+        place = self._folder / f"progress-{self._number}"
+        self._stacks = _stacks_file(self._folder, self._number).open("ab")  # a loader's process may hold it open
+        faulthandler.register(SIGNAL, self._stacks, all_threads=True)
+        thread = threading.main_thread().ident or 0
+        counts = _COUNTS.pack(os.getpid(), thread, self._done, self._steps, self._of_attempt)
+        place.with_suffix(".new").write_bytes(counts + json.dumps(asdict(self._about)).encode())
+        place.with_suffix(".new").rename(place)
+        with place.open("r+b") as file:
+            self._counts = mmap.mmap(file.fileno(), _COUNTS.size)
+
+    def _hide(self) -> None:
+        if self._counts is not None:
+            struct.pack_into("<Q", self._counts, 0, 0)  # no process: nobody asks it for stacks any more
+            self._counts.close()
+            self._counts = None
+            faulthandler.unregister(SIGNAL)
+            self._stacks.close()
 
     def advance(self, steps: int, of_attempt: int) -> None:
         """Something got done: a step, a batch of an evaluation, a look for signals.
@@ -85,17 +104,22 @@ class Progress:
             steps: of the run so far.
             of_attempt: of this attempt so far.
         """
+        self._steps, self._of_attempt = steps, of_attempt
+        if self in _OPEN:
+            _OPEN[-1]._count()
+
+    def _count(self) -> None:
         if self._counts is not None:
             self._done += 1
-            struct.pack_into("<QQQ", self._counts, 16, self._done, steps, of_attempt)
+            struct.pack_into("<QQQ", self._counts, 16, self._done, self._steps, self._of_attempt)
 
     def close(self) -> None:
-        if self._counts is not None:
-            struct.pack_into("<Q", self._counts, 0, 0)  # no process: nobody asks it for stacks any more
-            self._counts.close()
-            self._counts = None
-            faulthandler.unregister(SIGNAL)
-            self._stacks.close()
+        self._hide()
+        if self in _OPEN:
+            _OPEN.remove(self)
+        if _OPEN and _OPEN[-1]._counts is None:
+            with contextlib.suppress(OSError):
+                _OPEN[-1]._show()
         if self._watcher is not None:
             self._watcher.send_signal(SIGNAL)
             try:
@@ -104,6 +128,10 @@ class Progress:
                 self._watcher.kill()
             self._watcher = None
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+_OPEN: list[Progress] = []
+"""Of the Sessions of this process that are open, in their order."""
 
 
 def _watcher(folder: Path, number: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
