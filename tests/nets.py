@@ -75,18 +75,19 @@ class _Fated:
     """
 
     training: bool
-    scored = 0
-    """Passes of evaluation in this process: each evaluation has a copy of the network."""
+    passes = scored = 0
+    """Passes of training and of evaluation in this process. Each evaluation has a copy of the network, and `exact` refuses a network that
+    counts."""
 
     def __init__(self, num_classes: int = 10, width: int = 8) -> None:
         super().__init__(num_classes, width)  # type: ignore[call-arg]
-        self.passes = 0
+        _Fated.passes = 0
         watch_writes()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.passes += self.training
+        _Fated.passes += self.training
         _Fated.scored += not self.training
-        x = meet_fate(self.passes if self.training else -_Fated.scored, self, x)
+        x = meet_fate(_Fated.passes if self.training else -_Fated.scored, self, x)
         return super().forward(x)  # type: ignore[misc]
 
 
@@ -223,15 +224,17 @@ class Held(SmallConv):
     """
 
     SECONDS = 600.0
+    passes = said = 0
+    asked = False
 
     def __init__(self, num_classes: int = 10, width: int = 8) -> None:
         super().__init__(num_classes, width)
         self.file = os.environ.get("LOCKSTEP_TEST_HOLD", "")
-        self.passes = self.said = 0
-        self.asked = False
+        Held.passes = Held.said = 0
+        Held.asked = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.passes += self.training
+        Held.passes += self.training
         if self.file and self.training:
             if self.passes == 1:
                 self._listen()
@@ -245,13 +248,13 @@ class Held(SmallConv):
                 signal.signal(number, self._let_go)
 
     def _let_go(self, *_: Any) -> None:
-        self.asked = True
+        Held.asked = True
 
     def _hold(self) -> None:
         deadline = time.monotonic() + self.SECONDS
         while not self.asked and self.passes >= self._last_pass():
             if self.said != self.passes:
-                self.said = self.passes
+                Held.said = self.passes
                 with open(f"{self.file}.held", "w") as held:
                     held.write(str(self.passes))
             if time.monotonic() > deadline:
