@@ -168,7 +168,7 @@ class Live:
             except Exception as error:
                 if not isinstance(error, _Superseded) and not is_collective(error):
                     raise
-                failure = error.with_traceback(None)  # its frames hold the process group
+                failure = _without_frames(error)
             else:
                 self._keep(result, changes)
                 return result
@@ -394,7 +394,7 @@ class Live:
             except CannotTakeAgain:
                 raise
             except (_Superseded, RuntimeError, ValueError) as error:
-                failure = error.with_traceback(None)
+                failure = _without_frames(error)
                 continue
             seconds = {
                 "announced": told - began,
@@ -467,6 +467,7 @@ class Live:
         if not self._until_said([f"{sockets}/{member}" for member in members], seconds):
             raise RuntimeError("a rank has not connected")
         peers, nccl = self._connected_to_ranks(sockets, members), self._backend_of_gpus()
+        process.keep_from_children(peers)
         with self._news:
             self._peers, self._nccl = peers, nccl
         self.check()  # what was announced meanwhile has shut the connections before
@@ -529,3 +530,8 @@ class Live:
             self.done = newest
             self._through()
         return self._result if behind else None
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Returns the error of a collective without its frames, which hold the process group. Its type says what they showed."""
+    return dist.DistError(str(error)) if type(error) is RuntimeError else error.with_traceback(None)
