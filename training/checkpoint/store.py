@@ -49,7 +49,7 @@ MAX_STATE_BYTES = 64 << 20
 """Of `STATE`: 7 kB a rank for its generator's state, and 100 bytes a buffer, so 8,000 ranks of a small network."""
 MAX_HEADER_BYTES = 100_000_000
 """Of `TENSORS`, by the safetensors library: about a million tensors."""
-FORMAT = 2
+FORMAT = 3
 _CHUNK = 8 << 20
 _NAME = re.compile(r"step-(\d{8,12})")
 

@@ -370,7 +370,8 @@ class Log(Section):
     format: Free[Literal["table", "json"]] = "table"
     """`table` for people, `json` (one object per line) for clusters."""
     every: Free[Positive] = 50
-    """Steps between two readings of the loss and the gradient's norm (events `step`); the first and the last step are always read."""
+    """Steps between two readings of the loss and the gradient's norm (events `step`). The first step is always read, and the last one
+    if its number is known."""
     score_every: Free[Count] = 0
     """Steps between two lines `step N | train_loss | test_loss | step time`, instead of one line per epoch; 0: one line per epoch."""
     weights_every: Free[Count] = 0

@@ -36,6 +36,7 @@ class Salt(enum.IntEnum):
     PART = 13
     EVALUATION = 14
     EVALUATED_SAMPLE = 15
+    PROOF = 16
 
 
 def mix(x: Bits) -> Bits:

@@ -189,7 +189,7 @@ def note_end(note: Path, code: int, reason: str) -> None:
     """
     with contextlib.suppress(OSError, filelock.Timeout):
         run = Path(os.fsdecode(note.read_bytes()))
-        with filelock.FileLock(run / LOCK_FILE, timeout=0):
+        with filelock.FileLock(run / LOCK_FILE, timeout=1):
             status = files.read_json(run / STATUS_FILE)
             if isinstance(status, dict) and status.get("code", code) is None:
                 files.replace_json(run / STATUS_FILE, {**status, "code": code, "reason": reason})

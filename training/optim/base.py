@@ -87,6 +87,8 @@ class RatedOptimizer(PlainOptimizer):
     def publish_rates(self) -> None:
         """Copies the groups' rates to where steps read them, after `use_tensor`."""
         if self.rates is not None:
+            if len(self.rates) != len(self.param_groups):  # a script has added a group
+                self.use_tensor(self.rates.device)
             self.rates.copy_(torch.tensor([group["lr"] for group in self.param_groups]), non_blocking=True)
 
     def rate(self, group: int) -> float | torch.Tensor:

@@ -127,7 +127,8 @@ def check_same(values: Mapping[str, Any], world: World) -> None:
 
 
 class Buffers:
-    """The buffers that are the same on all ranks: those that no step of any rank changes, such as a table; or all.
+    """The buffers that are the same on all ranks: those that no step of any rank changes, such as a table; or all. A cache, which no
+    `state_dict` holds, is a rank's own.
 
     Args:
         alike: each rank has what all have put together, batch statistics too.
@@ -139,7 +140,7 @@ class Buffers:
             (f"{path}.{name}".lstrip("."), module, name)
             for path, module in model.named_modules()
             for name in module._buffers
-            if alike or name not in BATCH_STATISTICS
+            if alike or (name not in BATCH_STATISTICS and name not in module._non_persistent_buffers_set)
         ]
         self._moved: set[str] = set()
         self.begin()
@@ -147,7 +148,7 @@ class Buffers:
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for place, module, name in self._places:
             buffer = module._buffers.get(name)
-            if buffer is not None and buffer.layout is torch.strided:
+            if buffer is not None and buffer.layout is torch.strided and not buffer.is_inference():
                 yield place, buffer
 
     def begin(self) -> None:
@@ -164,9 +165,7 @@ class Buffers:
                 self._moved.add(name)
 
     def check(self, world: World) -> None:
-        """Raises `ReplicasDiffer` on all ranks where a buffer is not the same on all. Collective, where there are any."""
-        if not self._places:
-            return
+        """Raises `ReplicasDiffer` on all ranks where a buffer is not the same on all. Collective."""
         tensors = dict(self._tensors())
         sums = sums_of_bits(tensors.values()).tolist()
         found = {name: [name in self._moved, total] for name, total in zip(tensors, sums)}

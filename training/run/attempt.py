@@ -78,8 +78,6 @@ SAME_NUMBER = (
 )
 SAME_MODE = "Call train() and eval() on all ranks alike before a step"
 _MODES = ("evaluation mode", "training mode")
-REPORT_SECONDS = 60.0
-"""For the report, at the end of a run."""
 STATUS_SECONDS = 10.0
 """Between two writings of status.json while the run trains: `lockstep status` reads the step there."""
 
@@ -268,6 +266,7 @@ class Attempt:
             self.save()
         if live is not None and decision.admit and not decision.final:
             live.admit(self._state)
+            self._compared = True  # as the rank that was admitted: it compares at saves only
         return decision.final
 
     def _state(self) -> torch.Tensor:
@@ -344,6 +343,7 @@ class Attempt:
         self.buffers.end()
         self._earlier_modes = self._modes
         self._modes = bytes([module.training for module in self._modules.values()])
+        state.cursor_evaluating = {module for module in self._modules.values() if not module.training}
         done = context.steps_done
         if (
             self._steps == 1 and context.world.live is not None
@@ -536,7 +536,7 @@ def conclude(context: RunContext, signals: Signals | None, ended: Ended) -> int:
     if ended.code != EXIT_DONE and world.leader:
         context.console.warn(ended.reason)
     on_any(False, world)  # every rank has written what goes into the report
-    _write_report(context)
+    context.write_report()
     on_any(False, world)  # when one rank has ended, a launcher may end the others
     if world.device.type == "cuda":
         torch.cuda.synchronize()
@@ -586,20 +586,3 @@ def _failed_collective(world: World, error: BaseException) -> BaseException | No
     while one is not None and not is_collective(one) and not (world.generation and is_of_torch_distributed(one)):
         one = one.__cause__ or one.__context__
     return one
-
-
-def _write_report(context: RunContext) -> None:
-    """Rank 0 writes report.html, when the others have written what goes into it. An error here does not change how the run ended."""
-    run = context.run
-    if run is None or not context.world.leader or not context.config.log.report:
-        return
-
-    def write() -> None:
-        try:
-            from lockstep.training.observe import report
-
-            report.write([run.path], run.path / contract.REPORT_FILE)
-        except Exception as error:  # noqa: BLE001
-            context.console.warn(f"no {contract.REPORT_FILE}: {error}")
-
-    run.disk.run(write, seconds=REPORT_SECONDS)

@@ -13,6 +13,7 @@ from lockstep.training.checkpoint.object_store import ObjectStore
 from lockstep.training.checkpoint.score import Scores
 from lockstep.training.checkpoint.state import TrainState
 from lockstep.training.config import Config, RunSettings
+from lockstep.training.contract import REPORT_FILE
 from lockstep.training.data.shards import CorruptShard
 from lockstep.training.observe.console import Console
 from lockstep.training.observe.exporter import Exporter
@@ -21,6 +22,9 @@ from lockstep.training.observe.metrics import Metrics
 from lockstep.training.observe.mirror import Mirror
 from lockstep.training.observe.rundir import RunDirectory
 from lockstep.training.parallel.world import World
+
+REPORT_SECONDS = 60.0
+"""For the report, at the end of a run."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,6 +90,22 @@ class RunContext:
             while self._untold and self._untold[0][0] < done - 1:  # no rank is two calls behind
                 self._untold.popleft()
             self._untold.append((done, key, action))
+
+    def write_report(self) -> None:
+        """Rank 0 writes report.html, when the others have written what goes into it. An error here does not change how the run ended."""
+        if self.run is None or not self.world.leader or not self.config.log.report:
+            return
+        run = self.run
+
+        def write() -> None:
+            try:
+                from lockstep.training.observe import report
+
+                report.write([run.path], run.path / REPORT_FILE)
+            except Exception as error:  # noqa: BLE001
+                self.console.warn(f"no {REPORT_FILE}: {error}")
+
+        run.disk.run(write, seconds=REPORT_SECONDS)
 
     def forget_untold(self) -> None:
         """What this rank has told before it was one of the others."""

@@ -240,14 +240,12 @@ class Loop:
         self._warn_of_schedules()
         self._resume_generators()
         run.goodput.train()
-        modules = [*run.state.model.modules()]
         try:
             while True:
                 run.state.cursor_evaluating = None
                 self.attempt.meetings.in_loop()
                 self._left_at_last_step = self._at_last_step and run.state.cursor.step != count
                 stopped = self._left_at_last_step or (run.state.cursor.step != count and self.attempt.boundary())
-                run.state.cursor_evaluating = {module for module in modules if not module.training}
                 clock.begin()
                 item, part = (self, None) if stopped else next(given, (self, None))
                 if item is self:
@@ -393,7 +391,7 @@ def _check_name(name: str) -> None:
 
 
 def _check_lengths(loader: Any, world: World) -> int | None:
-    """The number of batches; None: a loader does not know it. Collective.
+    """The number of batches, the same on all ranks; None: a rank's loader does not know it. Collective.
 
     Raises `ValueError` where the ranks' loaders have different lengths: the ranks would wait for one another.
     """
@@ -408,7 +406,7 @@ def _check_lengths(loader: Any, world: World) -> int | None:
             f"the loaders of the ranks have different numbers of batches ({said}): give each rank the same number, for "
             "example with torch's DistributedSampler and drop_last=True, or use run.batches()"
         )
-    return length
+    return None if None in lengths else length
 
 
 def _same_samples(batch: Any, world: World) -> int:

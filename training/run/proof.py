@@ -30,7 +30,6 @@ FIRST_STEPS = 3
 """Steps at the beginning of a run, each with a proof: at the first one a moving average may still equal what it follows."""
 EVERY = 256
 """Later steps for each proof, on average. A proof takes at most as long as a step, if each rank has one part."""
-_SALT = 14
 _MOST_BYTES = 1 << 24
 """Of an attribute that is hashed. Of a larger one the sum of its bits is compared."""
 _DEPTH = 5
@@ -44,7 +43,7 @@ Digests = dict[str, str]
 
 def due(seed: int, step: int) -> bool:
     """Whether the seed draws a proof at this step. The same on all ranks, and at every start."""
-    return step < FIRST_STEPS or order.key(seed, step, _SALT) % EVERY == 0
+    return step < FIRST_STEPS or order.key(seed, step, order.Salt.PROOF) % EVERY == 0
 
 
 class Proof:

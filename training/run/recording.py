@@ -144,7 +144,7 @@ class Recorder:
             with step.run.goodput.on(Bucket.FIRST_STEP):
                 self._record_on_all_ranks(step, work, optimizers, of, clip, scaler)
         recorded = self._recorded
-        if recorded is None or _identity(step, work, clip, scaler) != recorded.identity:
+        if recorded is None or _identity(step, work, clip, scaler, self._optimizer.rates) != recorded.identity:
             return
         if trees.fill(recorded.work.batch, list(work.batch)):
             self.replays = recorded
@@ -190,8 +190,9 @@ class Recorder:
             raise ValueError("this rank has no sample of the batch")
         sync, checks = self._sync, step.looks or scaler is not None
         inputs = replace(work, batch=tuple(trees.recorded(item) for item in work.batch))
-        held = [scaler, *_closure(work), *_trained(step)]
-        recorded = _Recorded(inputs, _identity(step, work, clip, scaler), held)
+        # The graph reads these rates, and writes into these gradients also after the strategy has made others.
+        held = [scaler, *_closure(work), *_trained(step), self._optimizer.rates, *sync.gradients()]
+        recorded = _Recorded(inputs, _identity(step, work, clip, scaler, self._optimizer.rates), held)
         self.before = kept_buffers(step.replica.model) if checks else []
         norm: torch.Tensor | None = None
 
@@ -261,7 +262,7 @@ def _trained(step: Step) -> list[torch.Tensor]:
     return [parameter for parameter in step.replica.model.parameters() if parameter.requires_grad]
 
 
-def _identity(step: Step, work: Work, clip: float, scaler: Any) -> tuple[Any, ...]:
+def _identity(step: Step, work: Work, clip: float, scaler: Any, rates: Any) -> tuple[Any, ...]:
     """What a recording has of the step but its tensors: where it differs, a replay would compute something else."""
     settings = (
         work.samples,
@@ -272,5 +273,6 @@ def _identity(step: Step, work: Work, clip: float, scaler: Any) -> tuple[Any, ..
         work.part and work.part.multiple,
         clip,
         id(scaler),
+        id(rates),
     )
     return (*map(id, _closure(work)), *map(id, _trained(step)), *settings)

@@ -42,7 +42,8 @@ def trained_outside(state: TrainState) -> list[str]:
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
-    return {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    groups = getattr(optimizer, "param_groups", ())  # none where its constructor has failed
+    return {p for group in groups for p in group["params"] if p.requires_grad}
 
 
 def _alive(state: TrainState) -> tuple[list[nn.Parameter], list[torch.optim.Optimizer]]:
@@ -125,7 +126,7 @@ def _name_of(thing: object) -> str | None:
         for name, value in variables.items():
             if value is thing:
                 return name
-            if issubclass(type(value), nn.Module):
+            if issubclass(type(value), nn.Module) and "_modules" in vars(value):  # else it is not constructed
                 for inner, parameter in value.named_parameters():
                     if parameter is thing:
                         return f"{name}.{inner}"

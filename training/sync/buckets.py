@@ -23,7 +23,14 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.training.contract import UserError
-from lockstep.training.sync.base import GradientSync, in_memory, nbytes, refuse_recording, stands_for_none
+from lockstep.training.sync.base import (
+    GradientSync,
+    in_memory,
+    nbytes,
+    refuse_recording,
+    stands_for_none,
+    trains_another,
+)
 from lockstep.training.sync.watch import on_grad
 
 
@@ -91,8 +98,8 @@ class Reducer:
     """Sums gradients over the ranks.
 
     Args:
-        named: gives names and parameters, in the same order on all ranks. Those without `requires_grad` are left alone until
-            they have it.
+        model: its parameters, or names and parameters, in the same order on all ranks. Those without `requires_grad` are left
+            alone until they have it.
         cut: makes buckets of parameters, last layers first, in the order in which they start; by default one a parameter.
         mean: the sum is divided by the number of ranks.
         passes: backward passes whose gradients are added up before a parameter is sent.
@@ -104,11 +111,11 @@ class Reducer:
     """
 
     def __init__(
-        self, named: Callable[[], Iterable[tuple[str, nn.Parameter]]],
+        self, model: nn.Module | Iterable[tuple[str, nn.Parameter]],
         cut: Callable[[list[nn.Parameter]], list[Bucket]] | None = None, *,
         mean: bool = False, passes: int = 1, sent_as: torch.dtype | None = None, owners: dict[nn.Parameter, int] | None = None,
     ) -> None:  # fmt: skip
-        self._named = named
+        self._model = model
         self._cut = cut or (lambda params: [Bucket([p]) for p in params])
         self.mean, self.passes, self.sent_as, self.owners = mean, passes, sent_as, owners
         self.weight = 1.0
@@ -120,6 +127,9 @@ class Reducer:
         """Whether the buckets are those of this step."""
         self._group()
         self.reset()
+
+    def _named(self) -> Iterable[tuple[str, nn.Parameter]]:
+        return self._model.named_parameters() if isinstance(self._model, nn.Module) else self._model
 
     def _group(self) -> None:
         """Puts what trains now into buckets, and what has trained before, as far as the model still has it."""
@@ -137,6 +147,8 @@ class Reducer:
         if self._begun:
             return
         self._begun = True
+        if isinstance(self._model, nn.Module) and not trains_another(self._model, self._ids):
+            return
         for name, parameter in self._named():
             if parameter.requires_grad and id(parameter) not in self._ids:
                 refuse_recording(parameter, f"{name} trains since this step only")

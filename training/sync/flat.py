@@ -38,7 +38,7 @@ class Flat(Bucketed):
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         self.model, self.world = model, world
         broadcast_module(model)
-        self.reducer = Reducer(model.named_parameters, self._cut, sent_as=self.sent_as, owners=self.owners)
+        self.reducer = Reducer(model, self._cut, sent_as=self.sent_as, owners=self.owners)
         self.zero_grad()
         return model
 

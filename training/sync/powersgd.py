@@ -91,6 +91,8 @@ class PowerSgd(Ddp):
         try:
             done = powerSGD_hook(state, bucket).wait()
         except RuntimeError as error:  # torch puts its own words before the cause, once for each callback
+            if type(error) is not RuntimeError:
+                raise
             raise RuntimeError(str(error).replace(_CALLBACK, "")) from error
         self.watch.waited(since)
         sent = state.total_numel_after_compression - before if compresses else bucket.buffer().numel()

@@ -288,7 +288,7 @@ def DistributedOptimizer(
     cls = type(optimizer)
     twin: Any = object.__new__(type(cls.__name__, (_Distributed, cls), {}))
     twin.__dict__.update(optimizer.__dict__)
-    twin._reducer = Reducer(lambda: reduced, mean=op == Average, passes=backward_passes_per_step)
+    twin._reducer = Reducer(reduced, mean=op == Average, passes=backward_passes_per_step)
     # A script that continues with the original optimizer must fail (on its second gradient), not train each rank alone.
     optimizer._reducer = twin._reducer  # type: ignore[attr-defined]
     distributed: torch.optim.Optimizer = twin

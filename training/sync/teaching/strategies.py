@@ -59,7 +59,7 @@ class Hooks(Bucketed):
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         self.model, self.world = model, world
         broadcast_module(model)
-        self.reducer = Reducer(model.named_parameters)  # the loop's losses make the sum the gradient
+        self.reducer = Reducer(model)  # the loop's losses make the sum the gradient
         return model
 
 
@@ -81,7 +81,7 @@ class HookedDataParallel(nn.Module):
         self.module = module
         if group_size() > 1:
             broadcast_module(module)
-        self.reducer = Reducer(module.named_parameters, mean=True)
+        self.reducer = Reducer(module, mean=True)
         self._queued = self._complete = False
         for parameter in self.reducer.names:
             on_grad(parameter, self._wait_at_the_end)
