@@ -242,7 +242,7 @@ def _main() -> NoReturn:
             code = app(spread(sys.argv[1:]), standalone_mode=False)
     except UserError as error:
         print_error(error)
-        sys.exit(EXIT_UNREACHABLE if isinstance(error, Unreachable) else EXIT_USAGE)
+        sys.exit(EXIT_UNREACHABLE if isinstance(error, Unreachable) else error.code)
     except typer.Exit as ending:
         sys.exit(ending.exit_code)
     except (KeyboardInterrupt, typer.Abort):

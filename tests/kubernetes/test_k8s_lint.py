@@ -47,6 +47,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS037", {"k8s": {}}),
     ("LJ008", {"shards": "/elsewhere"}),
     ("LJ009", {"live": True, "nodes": 1}),
+    ("LJ010", {"recipe": None, "shards": None, "command": ["python", "other.py"], "code_folder": True}),
     *(("LJ001", {"image": f"{host}/a@sha256:{'a' * 64}"}) for host in ("registry.example", "a.invalid:5000", "example.com")),
     *(("LJ002", {"image": f"localhost:5000/a:{tag}"}) for tag in ("cpu", "0123-cpu", "cpu@sha256:" + "a" * 64)),
     ("LJ003", {"ranks_per_node": 2}),
@@ -119,7 +120,10 @@ def findings(change: dict[str, Any], folder: Path) -> set[str]:
     if change.get("recipe_file"):
         (folder / "own.yaml").write_text("batch_size: 8\n")
         values["recipe"] = str(folder / "own.yaml")
-    for key in ("volume", "container", "patch", "recipe_file"):
+    if change.get("code_folder"):
+        (folder / "train.py").write_text("")
+        values["code"] = str(folder)
+    for key in ("volume", "container", "patch", "recipe_file", "code_folder"):
         values.pop(key, None)
     if part is not None or volume is not None:  # a patch replaces whole lists, so it repeats what is there
         (_, job), _ = product.manifests("k8s", JobSpec.of(values))

@@ -58,7 +58,7 @@ def test_a_run_writes_its_report_with_the_numbers_of_its_files(runs: tuple[Path,
         "Where the time of the job went",
     }  # fmt: skip
     assert charts["Test accuracy"]["lines"][0]["points"][-1] == [64, summary["accuracy"]]
-    assert len(charts["Loss"]["lines"][0]["points"]) == 32  # every second of 64 steps
+    assert len(charts["Loss"]["lines"][0]["points"]) == 33  # the first and every second of 64 steps
     moments = [point[2] for point in charts["Progress, checkpoints, restarts and preemptions"]["lines"][0]["points"]]
     assert [moment for moment in moments if moment in ("start", "preempted", "restart", "done")] == [
         "start",

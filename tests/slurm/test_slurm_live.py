@@ -49,7 +49,7 @@ class Live(Training):
 
 
 def test_a_rank_then_a_node_is_lost_and_the_others_go_on(bench: Bench, undisturbed: Path) -> None:
-    job = Live(bench, "going", max_restarts=0)
+    job = Live(bench, "going", max_restarts=0, at=14)  # beyond the first step, until which a loss ends all
     job.hold.reached()
     for rank in (0, 3):
         place = said("going", "echo $RANK $WORLD_SIZE $LOCAL_RANK $SLURMD_NODENAME", rank).split()
