@@ -63,7 +63,9 @@ def manifests(name: str, spec: JobSpec) -> tuple[list[dict[str, Any]], str]:
 def findings(name: str, spec: JobSpec, objects: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     """What the rules of a cluster's backend find in a job, or in other objects for it: id → finding."""
     rules = _registry.backend(name).rules()
-    return {item.id: item for item in rules.apply(spec, manifests(name, spec)[0] if objects is None else objects)}
+    spec, code = _store.pinned(spec)
+    given = manifests(name, spec)[0] if objects is None else objects
+    return {item.id: item for item in rules.apply(spec, given, None if code is None else code.paths)}
 
 
 def rules(name: str) -> set[str]:
