@@ -14,8 +14,8 @@ if __name__ != "lockstep.jobs":  # else each class would exist twice
     raise ImportError(f"the package {__name__} is imported as lockstep.jobs: from lockstep import JobSpec, submit")
 
 if TYPE_CHECKING:
-    from lockstep.jobs.job import Job, submit
-    from lockstep.jobs.spec.model import JobSpec
+    from .job import Job, submit
+    from .spec.model import JobSpec
 
 __all__ = ["Job", "JobSpec", "submit"]
 
@@ -23,11 +23,11 @@ __all__ = ["Job", "JobSpec", "submit"]
 def __getattr__(name: str) -> Any:
     # The command line imports this package for every command; pydantic is for those that need it.
     if name == "JobSpec":
-        from lockstep.jobs.spec.model import JobSpec
+        from .spec.model import JobSpec
 
         return JobSpec
     if name in ("Job", "submit"):
-        from lockstep.jobs import job as driver
+        from . import job as driver
 
         return getattr(driver, name)
     raise AttributeError(f"module 'lockstep.jobs' has no attribute {name!r}")

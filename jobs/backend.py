@@ -27,13 +27,17 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
-from lockstep.jobs import records
-from lockstep.jobs.code import store
-from lockstep.jobs.lint import Finding, Rules, errors
-from lockstep.jobs.manifest import Manifest, differences, to_yaml
-from lockstep.jobs.process import Streams
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import (
+from lockstep.training import contract, files
+from lockstep.training.contract import UserError
+from lockstep.wire.exec import STACKS
+
+from . import records
+from .code import store
+from .lint import Finding, Rules, errors
+from .manifest import Manifest, differences, to_yaml
+from .process import Streams
+from .spec.model import JobSpec
+from .status import (
     GOES_ON,
     Check,
     Listed,
@@ -45,9 +49,6 @@ from lockstep.jobs.status import (
     answered_within,
     warn,
 )
-from lockstep.training import contract, files
-from lockstep.training.contract import UserError
-from lockstep.wire.exec import STACKS
 
 Mode = Literal["attach", "replace", "new"]
 """What to do about a job of the same name: attach to the same one, replace a finished one, or take a numbered name."""

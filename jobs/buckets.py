@@ -5,8 +5,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-from lockstep.jobs.status import Check
 from lockstep.training.bucket import Bucket
+
+from .status import Check
 
 _KEY, _CONTENT = "probe", b"lockstep"
 

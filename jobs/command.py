@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.jobs.spec.model import CODE_PARTS, JobSpec
 from lockstep.training.contract import UserError
 from lockstep.wire.payload import SessionOptions
+
+from .spec.model import CODE_PARTS, JobSpec
 
 IN_A_CONTAINER = "/tmp"  # noqa: S108 - the container's own, and the only place that is always writable
 GRACE_MARGIN = 30

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.jobs import registry
-from lockstep.jobs.backend import Backend, Mode
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import Observer, Status
 from lockstep.training import extras
+
+from . import registry
+from .backend import Backend, Mode
+from .spec.model import JobSpec
+from .status import Observer, Status
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from lockstep.jobs.manifest import Manifest, holds
-from lockstep.jobs.spec.model import JobSpec, Volume
-from lockstep.jobs.spec.types import size_in_bytes
 from lockstep.training.config.settings import nearest
+
+from .manifest import Manifest, holds
+from .spec.model import JobSpec, Volume
+from .spec.types import size_in_bytes
 
 Level = Literal["error", "warning"]
 SECRET = re.compile(r"(^|_)(TOKEN|PASSWORD|PASSWD|SECRET|SECRET_KEY|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS?)($|_)")

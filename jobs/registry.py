@@ -13,13 +13,14 @@ import importlib.metadata
 import importlib.util
 from typing import TYPE_CHECKING
 
-from lockstep.jobs.status import warn
 from lockstep.training.config import settings
 from lockstep.training.contract import UserError
 
+from .status import warn
+
 if TYPE_CHECKING:
-    from lockstep.jobs.backend import Backend
-    from lockstep.jobs.spec.types import Section
+    from .backend import Backend
+    from .spec.types import Section
 
 BUILT_IN = {
     "local": "lockstep.jobs.local",

@@ -9,14 +9,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lockstep.jobs import registry
-from lockstep.jobs.backend import Backend, Mode
-from lockstep.jobs.job import Job
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import WORST, Status, say, show, table, teller, warn
 from lockstep.training import extras
 from lockstep.training.config import settings
 from lockstep.training.contract import EXIT_TIMED_OUT, UserError
+
+from . import registry
+from .backend import Backend, Mode
+from .job import Job
+from .spec.model import JobSpec
+from .status import WORST, Status, say, show, table, teller, warn
 
 MAX_RUNS = 1000
 METRICS = ("accuracy", "best_accuracy", "test_loss", "train_loss", "steps")

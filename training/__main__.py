@@ -29,9 +29,9 @@ if __name__ == "__main__" and command_of(sys.argv[1:])[:1] in (["run"], ["launch
     # handlers would not get them at all.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
 
-from lockstep.training import extras
-from lockstep.training.cli import COMMANDS, PROGRAM, Parser, add_set, answering, count
-from lockstep.training.contract import (
+from . import extras
+from .cli import COMMANDS, PROGRAM, Parser, add_set, answering, count
+from .contract import (
     ENV_DEBUG,
     EXIT_DONE,
     EXIT_NO_READER,
@@ -44,10 +44,10 @@ from lockstep.training.contract import (
     say,
     to_stderr,
 )  # fmt: skip
-from lockstep.training.files import keep_out_others
+from .files import keep_out_others
 
 if TYPE_CHECKING:
-    from lockstep.training.run.opened import Run
+    from .run.opened import Run
 
 _BEGAN = time.perf_counter()
 
@@ -131,7 +131,7 @@ def _add_set(parser: argparse.ArgumentParser, example: str = "epochs=2 lr=0.1") 
 
 
 def _opened(text: str) -> Run:
-    from lockstep.training.run.opened import opened
+    from .run.opened import opened
 
     return opened(text)
 
@@ -141,7 +141,7 @@ def _closeness(text: str) -> str:
 
 
 def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
-    from lockstep.training import config as configuration
+    from . import config as configuration
 
     try:
         config = configuration.load(args.recipe, args.assignments)
@@ -150,7 +150,7 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG0
         raise
 
     # It imports torch: only when the arguments are known to be valid.
-    from lockstep.training.recipe import loop
+    from .recipe import loop
 
     try:
         loop.train(config, args.run_dir or Path("runs") / config.recipe, args.fresh_once or args.fresh, _BEGAN)
@@ -160,8 +160,8 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG0
 
 
 def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
-    from lockstep.training import config as configuration
-    from lockstep.training.data import making, sources
+    from . import config as configuration
+    from .data import making, sources
 
     data = configuration.load(args.recipe, args.assignments).data
     if args.out is None:
@@ -181,8 +181,8 @@ def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: AR
 
 
 def _evaluate(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    from lockstep.training.parallel import world
-    from lockstep.training.recipe import evaluate as scoring
+    from .parallel import world
+    from .recipe import evaluate as scoring
 
     run: Run = args.target
     config, checksum = scoring.config_of(run.path, args.recipe, args.assignments, args.trust_model)
@@ -196,9 +196,9 @@ def _evaluate(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 
 def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
-    from lockstep.training.checkpoint import weights
-    from lockstep.training.checkpoint.score import Rule
-    from lockstep.training.observe import rundir
+    from .checkpoint import weights
+    from .checkpoint.score import Rule
+    from .observe import rundir
 
     run: Run = args.target
     config = rundir.read_run(run.path)["config"]
@@ -211,7 +211,7 @@ def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: A
 
 
 def _report(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
-    from lockstep.training.observe import report
+    from .observe import report
 
     runs: list[Run] = args.runs
     out = args.out or (runs[0].report if len(runs) == 1 else Path(REPORT_FILE))
@@ -221,8 +221,8 @@ def _report(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: A
 
 
 def _settings(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
-    from lockstep.training import config as configuration
-    from lockstep.training.config import settings
+    from . import config as configuration
+    from .config import settings
 
     if args.schema:
         print(json.dumps(settings.json_schema(configuration.Config), indent=1))

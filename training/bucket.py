@@ -30,8 +30,8 @@ from typing import Annotated, Any, BinaryIO, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lockstep.training import extras, files
-from lockstep.training.contract import EXIT_FAILED, UserError, printable
+from . import extras, files
+from .contract import EXIT_FAILED, UserError, printable
 
 HEAD = "head"
 MAX_HEAD_BYTES = 4 << 20

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
-from lockstep.training.contract import ENV_PROGRAM, EXIT_NO_READER, EXIT_USAGE, UserError, to_stderr
+from .contract import ENV_PROGRAM, EXIT_NO_READER, EXIT_USAGE, UserError, to_stderr
 
 PROGRAM = os.environ.get(ENV_PROGRAM, "python -m lockstep.training")
 COMMANDS = {

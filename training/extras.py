@@ -10,7 +10,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
 
-from lockstep.training.contract import UserError
+from .contract import UserError
 
 DISTRIBUTION = "lockstep-torch"
 """The name that pip knows; `lockstep` on the public index is another project."""

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lockstep.training.contract import UserError, printable
+from .contract import UserError, printable
 
 
 def keep_out_others() -> None:

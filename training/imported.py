@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from lockstep.training.config import settings
-from lockstep.training.contract import UserError
+from .config import settings
+from .contract import UserError
 
 
 def imported(name: str, kind: str) -> Any:

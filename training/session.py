@@ -18,19 +18,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.training.config import Config, own_settings
-from lockstep.training.contract import user_errors
-from lockstep.training.data.alike import check_alike
-from lockstep.training.data.batches import Batches, Part, of_dataset
-from lockstep.training.observe.account import Bucket
-from lockstep.training.parallel.exchange import all_gather_trees
-from lockstep.training.run import evaluation
-from lockstep.training.run.lifecycle import Lifecycle
-from lockstep.training.run.loop import Loop
-from lockstep.training.run.replica import Replica
-from lockstep.training.run.reporting import Reporting
-from lockstep.training.run.work import divisor_of_all
 from lockstep.wire.payload import SessionOptions
+
+from .config import Config, own_settings
+from .contract import user_errors
+from .data.alike import check_alike
+from .data.batches import Batches, Part, of_dataset
+from .observe.account import Bucket
+from .parallel.exchange import all_gather_trees
+from .run import evaluation
+from .run.lifecycle import Lifecycle
+from .run.loop import Loop
+from .run.replica import Replica
+from .run.reporting import Reporting
+from .run.work import divisor_of_all
 
 T = TypeVar("T")
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
-from lockstep.jobs.status import note, say, show, table, teller, warn
 from lockstep.training.contract import (
     ENV_PROGRAM,
     EXIT_DONE,
@@ -25,11 +24,13 @@ from lockstep.training.contract import (
     UserError,
 )
 
+from ..status import note, say, show, table, teller, warn
+
 if TYPE_CHECKING:
-    from lockstep.jobs.backend import Backend as JobBackend
-    from lockstep.jobs.backend import Cluster, Mode
-    from lockstep.jobs.spec.model import JobSpec
-    from lockstep.jobs.status import Check, Status
+    from ..backend import Backend as JobBackend
+    from ..backend import Cluster, Mode
+    from ..spec.model import JobSpec
+    from ..status import Check, Status
 
 Backend = Annotated[str, typer.Argument(metavar="BACKEND", help="local, k8s, slurm or compose.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The job's name.")]
@@ -65,8 +66,8 @@ class Place:
         """The backend, and the name of the job; of a file, that in it. Warns if another job than the file's has that name."""
         if not name.endswith((".yaml", ".yml")):
             return self.open(backend), name
-        from lockstep.jobs.registry import backend as backend_of
-        from lockstep.jobs.status import Unreachable
+        from ..registry import backend as backend_of
+        from ..status import Unreachable
 
         spec = Job(Path(name), **vars(self)).spec(backend)
         found = backend_of(backend).at(spec)
@@ -77,7 +78,7 @@ class Place:
 
     def open(self, backend: str) -> JobBackend:
         """The backend, ready for questions. Raises `UserError`."""
-        from lockstep.jobs.registry import backend as backend_of  # and pydantic with it: `--help` does without
+        from ..registry import backend as backend_of  # and pydantic with it: `--help` does without
 
         found = backend_of(backend)
         check_flags(found, vars(self))
@@ -117,10 +118,11 @@ class Job:
         Raises:
             UserError: a flag of another backend, or what is no job.
         """
-        from lockstep.jobs.registry import backend as backend_of
-        from lockstep.jobs.spec import profile as profiles
-        from lockstep.jobs.spec.model import JobSpec, place
         from lockstep.training.config import settings
+
+        from ..registry import backend as backend_of
+        from ..spec import profile as profiles
+        from ..spec.model import JobSpec, place
 
         flags = {"namespace": self.namespace, "context": self.context, "host": self.host}
         if backend is not None:
@@ -145,7 +147,7 @@ class Job:
 
 def check_flags(found: type[JobBackend], flags: Mapping[str, str | None]) -> None:
     """Raises `UserError` for a flag that says where another backend's cluster is."""
-    from lockstep.jobs import registry
+    from .. import registry
 
     for flag in (name for name, value in flags.items() if value is not None and name not in found.places):
         owner = next(other for name in registry.packages() if flag in (other := registry.backend(name)).places)
@@ -156,8 +158,8 @@ def check_flags(found: type[JobBackend], flags: Mapping[str, str | None]) -> Non
 
 def cluster(name: str, command: str) -> type[Cluster]:
     """A backend that renders. Raises `UserError` where `command` has nothing to do for it."""
-    from lockstep.jobs import registry
-    from lockstep.jobs.backend import Cluster
+    from .. import registry
+    from ..backend import Cluster
 
     found = registry.backend(name)
     if not issubclass(found, Cluster):
@@ -205,9 +207,9 @@ def render(
     """Print the manifest that submit would apply. No cluster is needed."""
     if with_code and out is None:
         raise UserError("--with-code needs -o DIR: it writes several files")
-    from lockstep.jobs import sweep as sweeps
-    from lockstep.jobs.code import store
-    from lockstep.jobs.manifest import to_yaml
+    from .. import sweep as sweeps
+    from ..code import store
+    from ..manifest import to_yaml
 
     found = cluster(backend, "render")
     spec, code = store.pinned(job.spec(backend))
@@ -259,10 +261,10 @@ def lint(
     as_json: Json = False,
 ) -> None:
     """Check a job for known mistakes. Exit code 1 if submit would refuse it."""
-    from lockstep.jobs import registry
-    from lockstep.jobs.backend import Cluster
-    from lockstep.jobs.code import store
-    from lockstep.jobs.lint import COMMON, errors
+    from .. import registry
+    from ..backend import Cluster
+    from ..code import store
+    from ..lint import COMMON, errors
 
     if rules:
         backends = [registry.backend(name) for name in registry.packages()]
@@ -320,10 +322,10 @@ def submit(
     if dry_run and (sweep or wait is not None):
         raise UserError("--dry-run is of one job, and waits for none: leave out --sweep and --wait")
     if sweep:
-        from lockstep.jobs import sweep as sweeps
+        from .. import sweep as sweeps
 
         raise typer.Exit(sweeps.submit_and_tell(spec, backend, sweep, mode, wait, as_json))
-    from lockstep.jobs.registry import backend as backend_of
+    from ..registry import backend as backend_of
 
     found = backend_of(backend).at(spec)
     if dry_run:
@@ -360,7 +362,7 @@ def diff(
 ) -> None:
     """Compare a job file with the job that was submitted. Exit code 1 if they differ."""
     spec = job.spec(backend)
-    from lockstep.jobs.registry import backend as backend_of
+    from ..registry import backend as backend_of
 
     changed = backend_of(backend).at(spec).drift(spec)
     if as_json:
@@ -397,7 +399,7 @@ def prepare(
 
 def schema() -> None:
     """Print the JSON Schema of job.yaml, for editors."""
-    from lockstep.jobs.spec.model import json_schema
+    from ..spec.model import json_schema
 
     show(json_schema())
 
@@ -500,7 +502,7 @@ def wait(
 ) -> None:
     """Wait until a job has ended. The exit code says how it ended. Changes of its state are printed to stderr."""
     if sweep:
-        from lockstep.jobs import sweep as sweeps
+        from .. import sweep as sweeps
 
         raise typer.Exit(sweeps.wait_and_tell(place.open(backend), name, timeout, as_json))
     found, name = place.job(backend, name)
@@ -561,11 +563,11 @@ def doctor(
     if words:
         raise UserError(f"{words[0]} belongs to doctor gpu, not to {backend}")
     if "://" in backend:
-        from lockstep.jobs import buckets
+        from .. import buckets
 
         _answer(buckets.check(backend), as_json)
-    from lockstep.jobs.code import store
-    from lockstep.jobs.status import Check
+    from ..code import store
+    from ..status import Check
 
     found_in = cluster(backend, "doctor")
     spec = None

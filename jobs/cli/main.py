@@ -18,8 +18,6 @@ from typing import Annotated, NoReturn
 import typer
 
 from lockstep import tools, torture
-from lockstep.jobs.cli import commands
-from lockstep.jobs.status import Unreachable
 from lockstep.training import extras
 from lockstep.training.cli import COMMANDS, INSIDE, answering
 from lockstep.training.contract import (
@@ -35,6 +33,9 @@ from lockstep.training.contract import (
 )
 from lockstep.training.files import keep_out_others
 from lockstep.wire.signals import command_of, signals_held_back
+
+from ..status import Unreachable
+from . import commands
 
 app = typer.Typer(
     name="lockstep", pretty_exceptions_enable=False, add_completion=True,
@@ -142,8 +143,8 @@ def init(
     name: Annotated[str | None, typer.Option(help="Name of its job; by default the folder's.")] = None,
 ) -> None:
     """Begin a project: a training, its test, and a job for every backend."""
-    from lockstep.jobs.project import create
-    from lockstep.jobs.status import say
+    from ..project import create
+    from ..status import say
 
     created = create(folder, "recipe" if recipe else "loop", name)
     say(f"{folder}: {', '.join(created)}")
@@ -169,8 +170,8 @@ app.command(epilog="Examples: lockstep doctor k8s job.yaml · lockstep doctor gp
 @app.command(hidden=True)
 def serve() -> None:
     """Answer the request of a laptop that comes on standard input."""
-    from lockstep.jobs.slurm.backend import SlurmBackend
-    from lockstep.jobs.status import show
+    from ..slurm.backend import SlurmBackend
+    from ..status import show
 
     show(SlurmBackend.serve(sys.stdin.buffer))
 

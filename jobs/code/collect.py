@@ -12,11 +12,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.jobs.code import listing
-from lockstep.jobs.code.tree import Changed, Entry, Tree, Unfit, seen
 from lockstep.training.contract import UserError
 from lockstep.wire import archive
 from lockstep.wire.archive import MAX_BYTES, MAX_PACKED, File
+
+from . import listing
+from .tree import Changed, Entry, Tree, Unfit, seen
 
 NAMED = 10
 """How many of the largest files an error names."""

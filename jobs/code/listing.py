@@ -22,12 +22,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from lockstep.jobs import records
-from lockstep.jobs.code import tree
 from lockstep.training import files
 from lockstep.training.contract import EVENTS_FILE, RUN_FILE, STATUS_FILE, UserError
 from lockstep.wire import archive
 from lockstep.wire.archive import DERIVED, MAX_FILES
+
+from .. import records
+from . import tree
 
 IGNORE_FILE = ".lockstepignore"
 NEVER = (".git", ".venv", DERIVED)

@@ -11,15 +11,16 @@ import os
 import time
 from pathlib import Path
 
-from lockstep.jobs import records
-from lockstep.jobs.code.collect import Bundle, collect
-from lockstep.jobs.lint import missing_script
-from lockstep.jobs.manifest import get
-from lockstep.jobs.spec.model import Code, JobSpec
-from lockstep.jobs.status import warn
 from lockstep.training import files
 from lockstep.training.contract import UserError
 from lockstep.wire import archive
+
+from .. import records
+from ..lint import missing_script
+from ..manifest import get
+from ..spec.model import Code, JobSpec
+from ..status import warn
+from .collect import Bundle, collect
 
 FOLDER = "code"
 KEPT_SECONDS = 7 * 86400

@@ -17,22 +17,23 @@ import uuid
 from collections.abc import Iterator
 from queue import Queue
 
-from lockstep.jobs import command as commands
-from lockstep.jobs import records
-from lockstep.jobs.backend import Checks, Cluster, KnownJob, Lines, Manifests, Prepared, check_name
-from lockstep.jobs.code import store
-from lockstep.jobs.command import GRACE_MARGIN
-from lockstep.jobs.compose import checks, engine, rules
-from lockstep.jobs.compose import render as rendering
-from lockstep.jobs.compose.observe import explain, moment
-from lockstep.jobs.lint import Rules
-from lockstep.jobs.logs import newest, of_rank
-from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, missing_from, spec_in, to_yaml
-from lockstep.jobs.process import Streams, run
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import Check, Listed, Status, Submitted
 from lockstep.training import contract, files
 from lockstep.wire import hangs
+
+from .. import command as commands
+from .. import records
+from ..backend import Checks, Cluster, KnownJob, Lines, Manifests, Prepared, check_name
+from ..code import store
+from ..command import GRACE_MARGIN
+from ..lint import Rules
+from ..logs import newest, of_rank
+from ..manifest import HASH, JOB, MANAGED, Manifest, get, missing_from, spec_in, to_yaml
+from ..process import Streams, run
+from ..spec.model import JobSpec
+from ..status import Check, Listed, Status, Submitted
+from . import checks, engine, rules
+from . import render as rendering
+from .observe import explain, moment
 
 CANCELLED = "lockstep/cancelled"
 CODE = "lockstep/code"

@@ -7,12 +7,13 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from lockstep.jobs.compose import engine
-from lockstep.jobs.manifest import get, holds
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.spec.types import size_in_bytes
-from lockstep.jobs.status import Check
 from lockstep.training.contract import UserError
+
+from ..manifest import get, holds
+from ..spec.model import JobSpec
+from ..spec.types import size_in_bytes
+from ..status import Check
+from . import engine
 
 OLDEST = (2, 20)
 """From here on `--progress quiet`, `--no-recreate` and a file from standard input work together."""

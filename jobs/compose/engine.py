@@ -11,9 +11,10 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lockstep.jobs.logs import BLOCK, STAMPED, Pieces
-from lockstep.jobs.status import Unreachable
 from lockstep.training.contract import UserError
+
+from ..logs import BLOCK, STAMPED, Pieces
+from ..status import Unreachable
 
 _INSIDE = "/volume"
 _NO_ANSWER = re.compile(
@@ -187,7 +188,7 @@ def succeeds(*words: str) -> bool:
 
 def send_signal(container: str, token: str, number: int) -> None:
     """A signal to the processes that were started in a container with that token. Raises `EngineError`."""
-    from lockstep.jobs import command as commands  # and pydantic with it: `make push` does without
+    from .. import command as commands  # and pydantic with it: `make push` does without
 
     docker("exec", container, *commands.signal("python", token, number))
 

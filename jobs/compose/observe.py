@@ -5,11 +5,12 @@ from __future__ import annotations
 import datetime
 import signal
 
-from lockstep.jobs import records
-from lockstep.jobs.manifest import Manifest, get
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import Part, State, Status
 from lockstep.training import contract
+
+from .. import records
+from ..manifest import Manifest, get
+from ..spec.model import JobSpec
+from ..status import Part, State, Status
 
 _RUNNING = ("running", "paused", "restarting")
 

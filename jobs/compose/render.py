@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from lockstep.jobs import command as commands
-from lockstep.jobs.command import GRACE_MARGIN
-from lockstep.jobs.compose.section import compose
-from lockstep.jobs.manifest import HASH, JOB, MANAGED, SPEC, Manifest, holds, merge
-from lockstep.jobs.spec.model import CODE_PARTS, JobSpec
-from lockstep.jobs.spec.types import size_in_bytes
 from lockstep.training.contract import ENV_METRICS_PORT, ENV_SECRET, MASTER_PORT, METRICS_PORT, UserError
+
+from .. import command as commands
+from ..command import GRACE_MARGIN
+from ..manifest import HASH, JOB, MANAGED, SPEC, Manifest, holds, merge
+from ..spec.model import CODE_PARTS, JobSpec
+from ..spec.types import size_in_bytes
+from .section import compose
 
 NODE = "lockstep/node"
 """Label of a node's container; its value is the node's number."""

@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lockstep.jobs import lint
-from lockstep.jobs.compose import render
-from lockstep.jobs.compose.render import IMAGE_FOLDERS
-from lockstep.jobs.compose.section import Compose, compose
-from lockstep.jobs.lint import tag_of
-from lockstep.jobs.manifest import changes, get
+from .. import lint
+from ..lint import tag_of
+from ..manifest import changes, get
+from . import render
+from .render import IMAGE_FOLDERS
+from .section import Compose, compose
 
 HOST_PATHS = ("/", ".", "~", "$")
 """How a path of the host begins; Compose expands `~` and `$NAME`."""

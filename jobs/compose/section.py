@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from lockstep.jobs.spec.types import (
+from ..spec.types import (
     Section,
     Values,
 )
 
 if TYPE_CHECKING:
-    from lockstep.jobs.spec.model import JobSpec
+    from ..spec.model import JobSpec
 
 
 class Compose(Section):

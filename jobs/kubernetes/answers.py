@@ -14,8 +14,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lockstep.jobs.status import Unreachable
 from lockstep.training.contract import UserError
+
+from ..status import Unreachable
 
 MOST_PODS = 1_000_000
 """Of a job: far above what a cluster holds, and a list of their names still fits into memory."""

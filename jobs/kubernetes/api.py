@@ -22,11 +22,12 @@ import yaml
 from kubernetes import client as kube
 from kubernetes import config as kubeconfig
 
-from lockstep.jobs.kubernetes.answers import ApiError, Gone, Item, Listing, Shape, checked
-from lockstep.jobs.logs import STAMPED, Pieces
-from lockstep.jobs.manifest import get
-from lockstep.jobs.status import LoggedOut, Unreachable, seconds_to_answer
 from lockstep.training.contract import UserError
+
+from ..logs import STAMPED, Pieces
+from ..manifest import get
+from ..status import LoggedOut, Unreachable, seconds_to_answer
+from .answers import ApiError, Gone, Item, Listing, Shape, checked
 
 RETRIED = (429, 500, 502, 503, 504)
 PAGE = 500

@@ -16,13 +16,22 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from lockstep.jobs import records
-from lockstep.jobs.backend import Checks, Cluster, KnownJob, Lines, Manifests, Prepared, check_name
-from lockstep.jobs.code import store
-from lockstep.jobs.command import identity
-from lockstep.jobs.kubernetes import render, rules
-from lockstep.jobs.kubernetes.answers import METADATA_LIST, ApiError, Listing, explained
-from lockstep.jobs.kubernetes.observe import (
+from lockstep.training import files
+from lockstep.training.contract import UserError
+
+from .. import records
+from ..backend import Checks, Cluster, KnownJob, Lines, Manifests, Prepared, check_name
+from ..code import store
+from ..command import identity
+from ..lint import Rules
+from ..logs import PREFIX
+from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, missing_from, spec_in, to_yaml
+from ..process import Streams
+from ..spec.model import JobSpec
+from ..status import FINAL, Listed, Status, Submitted, Unreachable, warn
+from . import render, rules
+from .answers import METADATA_LIST, ApiError, Listing, explained
+from .observe import (
     INCOMPLETE,
     belongs,
     brief,
@@ -35,20 +44,12 @@ from lockstep.jobs.kubernetes.observe import (
     seen_at,
     slim,
 )  # fmt: skip
-from lockstep.jobs.kubernetes.render import CODE_KEY, CODE_PART_BYTES, RENDERED, SUBMISSION, k8s
-from lockstep.jobs.kubernetes.section import CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE
-from lockstep.jobs.lint import Rules
-from lockstep.jobs.logs import PREFIX
-from lockstep.jobs.manifest import HASH, JOB, MANAGED, Manifest, get, merge, missing_from, spec_in, to_yaml
-from lockstep.jobs.process import Streams
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import FINAL, Listed, Status, Submitted, Unreachable, warn
-from lockstep.training import files
-from lockstep.training.contract import UserError
+from .render import CODE_KEY, CODE_PART_BYTES, RENDERED, SUBMISSION, k8s
+from .section import CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE
 
 if TYPE_CHECKING:
-    from lockstep.jobs.kubernetes.api import Api
-    from lockstep.jobs.kubernetes.logs import Reader
+    from .api import Api
+    from .logs import Reader
 
 DELETION_MARGIN = 90.0
 """Seconds above its pods' grace that a job which is being deleted may stay."""
@@ -85,7 +86,7 @@ class KubernetesBackend(Cluster):
     def connect(cls, **place: str | None) -> KubernetesBackend:
         """Reads the kubeconfig (or the service account, inside a cluster). Raises `UserError`."""
         # The client takes longer to import than to render.
-        from lockstep.jobs.kubernetes.api import Api, load_configuration
+        from .api import Api, load_configuration
 
         load, default = load_configuration(place.get("context"))
         return cls(Api(load), place.get("namespace") or default)
@@ -109,7 +110,7 @@ class KubernetesBackend(Cluster):
 
     @classmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:
-        from lockstep.jobs.kubernetes import checks
+        from . import checks
 
         try:
             connected = cls.connect(**place)
@@ -168,7 +169,7 @@ class KubernetesBackend(Cluster):
 
     def outlook(self, job: Prepared) -> Checks:
         """The server's own dry run, and then what it tells of the job's queue and of the nodes."""
-        from lockstep.jobs.kubernetes import checks
+        from . import checks
 
         policy, rendered = job.manifests
         with explained(self.api.host, rendered["kind"]):
@@ -398,7 +399,7 @@ class KubernetesBackend(Cluster):
         return [names[rank // spec.ranks]] if rank is not None and spec is not None and not spec.elastic else names
 
     def _reader(self, known: KnownJob) -> Reader:
-        from lockstep.jobs.kubernetes.logs import Reader
+        from .logs import Reader
 
         gone_since: list[float] = []
 
@@ -417,7 +418,7 @@ class KubernetesBackend(Cluster):
         )  # fmt: skip
 
     def exec(self, known: KnownJob, rank: int, command: Lines, streams: Streams) -> int:
-        from lockstep.jobs.kubernetes.exec import Rank
+        from .exec import Rank
 
         place, run_dir = self._of_rank(known, rank), known.spec.run_directory if known.spec is not None else ""
         with explained(self.api.host):

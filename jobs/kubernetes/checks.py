@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from lockstep.jobs.kubernetes.answers import METADATA, ApiError, Listing, Shape
-from lockstep.jobs.kubernetes.render import k8s, kind_of
-from lockstep.jobs.kubernetes.rules import unpublished
-from lockstep.jobs.kubernetes.section import KINDS, KUEUE
-from lockstep.jobs.lint import Finding
-from lockstep.jobs.manifest import Manifest, get, mappings
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import Check, LoggedOut, Result
 from lockstep.training.contract import UserError
 
+from ..lint import Finding
+from ..manifest import Manifest, get, mappings
+from ..spec.model import JobSpec
+from ..status import Check, LoggedOut, Result
+from .answers import METADATA, ApiError, Listing, Shape
+from .render import k8s, kind_of
+from .rules import unpublished
+from .section import KINDS, KUEUE
+
 if TYPE_CHECKING:
-    from lockstep.jobs.kubernetes.api import Api
+    from .api import Api
 
 
 class Reached(Protocol):

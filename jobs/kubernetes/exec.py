@@ -26,13 +26,14 @@ from kubernetes import client as kube
 from kubernetes.stream import stream
 from kubernetes.stream.ws_client import ABNF, V5_CHANNEL_PROTOCOL, WebSocketConnectionClosedException, WSClient
 
-from lockstep.jobs import command as commands
-from lockstep.jobs.kubernetes.answers import ApiError
-from lockstep.jobs.kubernetes.api import Api
-from lockstep.jobs.manifest import Manifest, get, mappings
-from lockstep.jobs.process import PASSED_ON, Interrupt, Streams, heard
-from lockstep.jobs.status import LoggedOut, Unreachable
 from lockstep.training.contract import UserError
+
+from .. import command as commands
+from ..manifest import Manifest, get, mappings
+from ..process import PASSED_ON, Interrupt, Streams, heard
+from ..status import LoggedOut, Unreachable
+from .answers import ApiError
+from .api import Api
 
 STDIN, STDOUT, STDERR, ERROR, RESIZE, CLOSE = 0, 1, 2, 3, 4, 255
 PIECE = 1 << 15

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-from lockstep.jobs.kubernetes.answers import ApiError
-from lockstep.jobs.kubernetes.api import Api
-from lockstep.jobs.kubernetes.observe import host
-from lockstep.jobs.logs import PREFIX, Stamped, newest, of_rank
-from lockstep.jobs.manifest import get
-from lockstep.jobs.status import Unreachable
 from lockstep.training.contract import UserError
+
+from ..logs import PREFIX, Stamped, newest, of_rank
+from ..manifest import get
+from ..status import Unreachable
+from .answers import ApiError
+from .api import Api
+from .observe import host
 
 MOST_PODS = 100
 SILENCE = 300.0

@@ -6,10 +6,11 @@ import datetime
 import re
 from typing import Any
 
-from lockstep.jobs.kubernetes.section import CONTAINERS, KUEUE_QUEUE
-from lockstep.jobs.manifest import get, mappings
-from lockstep.jobs.status import Part, State, Status
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_TIMED_OUT, EXIT_USAGE
+
+from ..manifest import get, mappings
+from ..status import Part, State, Status
+from .section import CONTAINERS, KUEUE_QUEUE
 
 Object = dict[str, Any]
 INCOMPLETE = "lockstep/incomplete"

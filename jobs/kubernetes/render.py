@@ -10,13 +10,14 @@ import base64
 import json
 from typing import Any
 
-from lockstep.jobs import command as commands
-from lockstep.jobs.command import GRACE_MARGIN
-from lockstep.jobs.kubernetes.section import CONTAINERS, KINDS, KUEUE_QUEUE, Kubernetes
-from lockstep.jobs.manifest import HASH, JOB, MANAGED, SPEC, Manifest, holds, merge, without_none
-from lockstep.jobs.spec.model import CODE_PARTS, JobSpec
-from lockstep.jobs.spec.types import seconds
 from lockstep.training.contract import ENV_METRICS_PORT, METRICS_PORT, UserError
+
+from .. import command as commands
+from ..command import GRACE_MARGIN
+from ..manifest import HASH, JOB, MANAGED, SPEC, Manifest, holds, merge, without_none
+from ..spec.model import CODE_PARTS, JobSpec
+from ..spec.types import seconds
+from .section import CONTAINERS, KINDS, KUEUE_QUEUE, Kubernetes
 
 RENDEZVOUS_PORT = 23456
 CODE_PART_BYTES = 900 << 10

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-from lockstep.jobs import lint
-from lockstep.jobs.kubernetes import render
-from lockstep.jobs.kubernetes.render import k8s, kind_of
-from lockstep.jobs.kubernetes.section import CONTAINERS
-from lockstep.jobs.lint import tag_of, volume_of
-from lockstep.jobs.manifest import Manifest, changes, get, mappings
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.spec.types import size_in_bytes
+from .. import lint
+from ..lint import tag_of, volume_of
+from ..manifest import Manifest, changes, get, mappings
+from ..spec.model import JobSpec
+from ..spec.types import size_in_bytes
+from . import render
+from .render import k8s, kind_of
+from .section import CONTAINERS
 
 PYTORCHJOB = ("PyTorchJob",)
 TRAINJOB = ("TrainJob",)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from lockstep.jobs.spec.types import (
+from ..spec.types import (
     Device,
     Duration,
     Label,

@@ -18,19 +18,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.jobs import command as commands
-from lockstep.jobs import records
-from lockstep.jobs.backend import Backend, Checks, KnownJob, Lines, Prepared, check_name
-from lockstep.jobs.code import store
-from lockstep.jobs.local import supervise
-from lockstep.jobs.local.supervise import ENDED, RUNNING, Looks, alive, here, living, note_end, start_ticks
-from lockstep.jobs.logs import PREFIX, Pieces, begin, of_rank
-from lockstep.jobs.process import Streams, run
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.spec.types import size_in_bytes
-from lockstep.jobs.status import Check, Listed, Part, State, Status, Submitted, warn
 from lockstep.training import contract, extras, files
 from lockstep.training.contract import UserError
+
+from .. import command as commands
+from .. import records
+from ..backend import Backend, Checks, KnownJob, Lines, Prepared, check_name
+from ..code import store
+from ..logs import PREFIX, Pieces, begin, of_rank
+from ..process import Streams, run
+from ..spec.model import JobSpec
+from ..spec.types import size_in_bytes
+from ..status import Check, Listed, Part, State, Status, Submitted, warn
+from . import supervise
+from .supervise import ENDED, RUNNING, Looks, alive, here, living, note_end, start_ticks
 
 JOB, SUPERVISOR = "job.json", "supervisor.json"
 POLL_SECONDS = 0.1

@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.jobs import records
 from lockstep.training import contract, files
+
+from .. import records
 
 RUNNING = "running.json"
 ENDED = "ended.json"

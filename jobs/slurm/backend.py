@@ -20,22 +20,23 @@ from typing import IO, Any, ClassVar
 
 from typing_extensions import NotRequired, TypedDict
 
-from lockstep.jobs import command as commands
-from lockstep.jobs import process, records
-from lockstep.jobs.backend import Checks, Cluster, KnownJob, Lines, Manifests, Mode, Prepared, Sent, Specs, check_name
-from lockstep.jobs.code import store
-from lockstep.jobs.lint import Rules
-from lockstep.jobs.process import Streams
-from lockstep.jobs.slurm import checks, observe, render, rules, submission
-from lockstep.jobs.slurm.observe import Look
-from lockstep.jobs.slurm.render import Place
-from lockstep.jobs.slurm.section import VARIABLE, slurm
-from lockstep.jobs.slurm.ssh import Login, received
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import Check, Disconnected, Listed, Part, State, Status, Submitted, Unreachable, warn
 from lockstep.training import contract
 from lockstep.training.contract import UserError
 from lockstep.wire import archive
+
+from .. import command as commands
+from .. import process, records
+from ..backend import Checks, Cluster, KnownJob, Lines, Manifests, Mode, Prepared, Sent, Specs, check_name
+from ..code import store
+from ..lint import Rules
+from ..process import Streams
+from ..spec.model import JobSpec
+from ..status import Check, Disconnected, Listed, Part, State, Status, Submitted, Unreachable, warn
+from . import checks, observe, render, rules, submission
+from .observe import Look
+from .render import Place
+from .section import VARIABLE, slurm
+from .ssh import Login, received
 
 Rows = list[Listed]  # named here, because `list` is a method below
 

@@ -9,15 +9,16 @@ import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lockstep.jobs import records
-from lockstep.jobs.slurm import render
-from lockstep.jobs.slurm.observe import NO_ACCOUNTING, answer, ask, one_line, silent
-from lockstep.jobs.slurm.render import Place
-from lockstep.jobs.slurm.section import Slurm, slurm
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import Check, Unreachable
 from lockstep.training import contract
 from lockstep.training.contract import UserError
+
+from .. import records
+from ..spec.model import JobSpec
+from ..status import Check, Unreachable
+from . import render
+from .observe import NO_ACCOUNTING, answer, ask, one_line, silent
+from .render import Place
+from .section import Slurm, slurm
 
 NODE_SECONDS = 60
 IMAGE_SECONDS = 600

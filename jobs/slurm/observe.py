@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.jobs import records
-from lockstep.jobs.records import Note, Said
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.status import Part, State, Status, Unreachable
 from lockstep.training import files
 from lockstep.training.contract import EXIT_DONE, EXIT_PREEMPTED, EXIT_USAGE, STATUS_FILE, UserError
 from lockstep.wire import submitit_api
+
+from .. import records
+from ..records import Note, Said
+from ..spec.model import JobSpec
+from ..status import Part, State, Status, Unreachable
 
 JOB = "job.json"
 ENDED = "ended.json"

@@ -17,17 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
-from lockstep.jobs import command as commands
-from lockstep.jobs import records
-from lockstep.jobs.code import store
-from lockstep.jobs.slurm.section import slurm
-from lockstep.jobs.slurm.task import TrainingTask
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.spec.types import size_in_bytes
 from lockstep.training import contract
 from lockstep.training.config import settings
 from lockstep.training.contract import UserError
 from lockstep.wire import submitit_api
+
+from .. import command as commands
+from .. import records
+from ..code import store
+from ..spec.model import JobSpec
+from ..spec.types import size_in_bytes
+from .section import slurm
+from .task import TrainingTask
 
 MARGIN_SECONDS = 30
 """The signal comes this much before `grace_seconds` are left: the requeue needs time too, on a busy controller."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from lockstep.jobs import lint
-from lockstep.jobs.manifest import Manifest, get
-from lockstep.jobs.slurm.render import Place
-from lockstep.jobs.slurm.section import slurm
-from lockstep.jobs.spec.model import JobSpec
+from .. import lint
+from ..manifest import Manifest, get
+from ..spec.model import JobSpec
+from .render import Place
+from .section import slurm
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - places that a job should not use
 RUN_SECONDS = 60

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo
 
-from lockstep.jobs.spec.types import (
+from ..spec.types import (
     AbsolutePath,
     Constraint,
     ContainerImage,
@@ -23,7 +23,7 @@ from lockstep.jobs.spec.types import (
 )
 
 if TYPE_CHECKING:
-    from lockstep.jobs.spec.model import JobSpec
+    from ..spec.model import JobSpec
 
 
 VARIABLE = "LOCKSTEP_SLURM_HOST"

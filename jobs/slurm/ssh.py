@@ -21,13 +21,6 @@ from typing import IO, Any
 
 from pydantic import TypeAdapter
 
-from lockstep.jobs import process, records
-from lockstep.jobs.logs import Pieces
-from lockstep.jobs.process import Streams
-from lockstep.jobs.slurm.section import VARIABLE, slurm
-from lockstep.jobs.spec.model import JobSpec
-from lockstep.jobs.spec.types import SSH_HOST
-from lockstep.jobs.status import Disconnected, LoggedOut, Unreachable, seconds_to_answer
 from lockstep.training.config import settings
 from lockstep.training.contract import (
     ENV_EXEC,
@@ -40,6 +33,14 @@ from lockstep.training.contract import (
     to_stderr,
 )
 from lockstep.wire import archive
+
+from .. import process, records
+from ..logs import Pieces
+from ..process import Streams
+from ..spec.model import JobSpec
+from ..spec.types import SSH_HOST
+from ..status import Disconnected, LoggedOut, Unreachable, seconds_to_answer
+from .section import VARIABLE, slurm
 
 CONNECT_SECONDS = 15
 """Seconds for the connection itself; and seconds that a silent one counts as alive."""

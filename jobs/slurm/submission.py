@@ -20,14 +20,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
-from lockstep.jobs.logs import PREFIX, Pieces, begin, of_rank, shares
-from lockstep.jobs.slurm import observe, render
-from lockstep.jobs.slurm.task import TrainingTask
-from lockstep.jobs.status import Check, Unreachable
 from lockstep.training import files
 from lockstep.training.contract import ENV_SECRET, OF_A_JOB, UserError
 from lockstep.wire import submitit_api
 from lockstep.wire.signals import signals_held_back
+
+from ..logs import PREFIX, Pieces, begin, of_rank, shares
+from ..status import Check, Unreachable
+from . import observe, render
+from .task import TrainingTask
 
 NEW = "new"
 """Stands in the names of the files for the job's number until sbatch has given one."""

@@ -27,12 +27,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.jobs.logs import PREFIX
 from lockstep.training import contract, files
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, to_stderr
 from lockstep.wire import submitit_api
 from lockstep.wire.payload import SessionOptions, environment
 from lockstep.wire.signals import PendingSignals
+
+from ..logs import PREFIX
 
 OTHERS_SECONDS = 3.0
 """How long a rank that failed checks whether another one found the arguments or the data unusable: that is final."""

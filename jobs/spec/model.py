@@ -18,8 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import BeforeValidator, Field, create_model, model_validator
 from typing_extensions import Self
 
-from lockstep.jobs import registry
-from lockstep.jobs.spec.types import (
+from lockstep.training import config as configuration
+from lockstep.training.config import settings
+from lockstep.training.contract import METRICS_PORT, UserError
+
+from .. import registry
+from .types import (
     AbsolutePath,
     AbsolutePathOrBucket,
     AnyPath,
@@ -36,9 +40,6 @@ from lockstep.jobs.spec.types import (
     Word,
     seconds,
 )
-from lockstep.training import config as configuration
-from lockstep.training.config import settings
-from lockstep.training.contract import METRICS_PORT, UserError
 
 _S = TypeVar("_S", bound=Section)
 

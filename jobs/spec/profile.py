@@ -10,9 +10,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lockstep.jobs.spec.model import JobSpec
 from lockstep.training.config import settings
 from lockstep.training.contract import UserError
+
+from .model import JobSpec
 
 ALLOWED = ("slurm", "env", "cpus", "memory", "time_limit", "max_restarts", "grace_seconds", "shards", "gpus")
 

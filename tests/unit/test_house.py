@@ -9,7 +9,7 @@ from graphlib import TopologicalSorter
 import pytest
 
 from tests import product
-from tests.imports import SHARED, all_modules, graph, imported, imports_of
+from tests.imports import SHARED, all_modules, graph, imported, imports_of, modules
 from tests.processes import ROOT
 
 ENTRANCE = 10
@@ -74,6 +74,19 @@ def test_who_may_import_whom() -> None:
             assert not [one for one in imports if one.startswith(ABOVE)], name
         if name.startswith(ABOVE) and name != "lockstep.tools.doctor":
             assert "torch" not in imports or name == "lockstep.torture.weights", name
+
+
+@pytest.mark.parametrize("package", ["training", "jobs", "tools", "torture"])
+def test_a_package_imports_its_own_modules_relatively(package: str) -> None:
+    """So whatever reads imports sees them, although the packages are links in `lockstep/`."""
+    absolute = f"lockstep.{package}"
+    found = [
+        f"{path}: {node.module}"
+        for path in modules(package).values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and not node.level and f"{node.module}.".startswith(f"{absolute}.")
+    ]
+    assert not found
 
 
 def test_only_one_module_of_the_tests_reaches_inside() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from lockstep.training.parallel.exchange import split
+from ..parallel.exchange import split
 
 
 @runtime_checkable

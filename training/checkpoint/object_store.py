@@ -23,12 +23,12 @@ from typing import Any, BinaryIO
 import yaml
 from pydantic import ValidationError
 
-from lockstep.training import files
-from lockstep.training.bucket import HEAD, KEY, MAX_HEAD_BYTES, TRIES, Bucket, File, Found, Head, Kept
-from lockstep.training.checkpoint import store
-from lockstep.training.checkpoint.score import KeepBest, Rule, chosen
-from lockstep.training.checkpoint.store import SaveResult, Worker
-from lockstep.training.contract import CHECKPOINTS, EXIT_FAILED, RUN_FILE, UserError, checkpoint_name
+from .. import files
+from ..bucket import HEAD, KEY, MAX_HEAD_BYTES, TRIES, Bucket, File, Found, Head, Kept
+from ..contract import CHECKPOINTS, EXIT_FAILED, RUN_FILE, UserError, checkpoint_name
+from . import store
+from .score import KeepBest, Rule, chosen
+from .store import SaveResult, Worker
 
 RECORD = "bucket.json"
 """In the run directory: which bucket, and which run there, it is a copy of; who has held it in this attempt, and from which step

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from lockstep.training.contract import UserError
+from ..contract import UserError
 
 KeepBest: TypeAlias = "bool | Mapping[str, str]"
 """The setting `checkpoint.keep_best`: {name: max or min}; true means {accuracy: max}."""

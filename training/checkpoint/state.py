@@ -16,16 +16,16 @@ import torch.distributed as dist
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
-from lockstep.training.checkpoint import generators
-from lockstep.training.checkpoint.kept import Kept
-from lockstep.training.contract import UserError
-from lockstep.training.observe.clock import StepClock
-from lockstep.training.optim.base import PlainOptimizer
-from lockstep.training.optim.ema import Ema
-from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree, gather_trees, reduced, scatter_trees
-from lockstep.training.parallel.names import plain, plain_name
-from lockstep.training.parallel.world import World
-from lockstep.training.sync.base import GradientSync
+from ..contract import UserError
+from ..observe.clock import StepClock
+from ..optim.base import PlainOptimizer
+from ..optim.ema import Ema
+from ..parallel.exchange import all_gather_trees, broadcast_tree, gather_trees, reduced, scatter_trees
+from ..parallel.names import plain, plain_name
+from ..parallel.world import World
+from ..sync.base import GradientSync
+from . import generators
+from .kept import Kept
 
 
 @dataclass(slots=True)

@@ -35,10 +35,10 @@ from typing import Any, TypeVar
 import safetensors
 import torch
 
-from lockstep.training import files
-from lockstep.training.checkpoint.score import KeepBest, Rule
-from lockstep.training.contract import UserError, checkpoint_name
-from lockstep.training.parallel.exchange import DTYPE_NAMES, join, split
+from .. import files
+from ..contract import UserError, checkpoint_name
+from ..parallel.exchange import DTYPE_NAMES, join, split
+from .score import KeepBest, Rule
 
 R = TypeVar("R")
 

@@ -17,12 +17,12 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from lockstep.training import files
-from lockstep.training.checkpoint import store
-from lockstep.training.checkpoint.score import Rule, chosen
-from lockstep.training.checkpoint.state import checked, evaluated_weights
-from lockstep.training.contract import UserError
-from lockstep.training.parallel.names import matched
+from .. import files
+from ..contract import UserError
+from ..parallel.names import matched
+from . import store
+from .score import Rule, chosen
+from .state import checked, evaluated_weights
 
 SAFETENSORS = ".safetensors"
 ENVELOPES = ("state_dict", "model")

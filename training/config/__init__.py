@@ -18,8 +18,9 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from lockstep.training.config import settings
-from lockstep.training.config.sections import (
+from ..contract import UserError
+from . import settings
+from .sections import (
     FREE,
     Augment,
     Checkpoint,
@@ -39,8 +40,7 @@ from lockstep.training.config.sections import (
     Preempt,
     Sync,
 )  # fmt: skip
-from lockstep.training.config.settings import Section
-from lockstep.training.contract import UserError
+from .settings import Section
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 __all__ = [

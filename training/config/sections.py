@@ -26,8 +26,8 @@ from pydantic import (
 )
 from typing_extensions import Self, TypedDict
 
-from lockstep.training.bucket import URL
-from lockstep.training.config.settings import Section, shown
+from ..bucket import URL
+from .settings import Section, shown
 
 GIVEN = ("digits", "synthetic", "cifar10", "fashion_mnist", "classification")
 SOURCES = (*GIVEN, "images", "arrays")

@@ -26,8 +26,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import is_typeddict
 
-from lockstep.training import files
-from lockstep.training.contract import UserError
+from .. import files
+from ..contract import UserError
 
 MAX_YAML_BYTES = 1 << 20
 MAX_DIGITS = 64

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lockstep.training.contract import UserError
-from lockstep.training.data.batches import Seeded, loader
-from lockstep.training.parallel.exchange import all_gather_trees, raise_together
-from lockstep.training.parallel.world import World
+from ..contract import UserError
+from ..parallel.exchange import all_gather_trees, raise_together
+from ..parallel.world import World
+from .batches import Seeded, loader
 
 Values = list[Any]
 """Of a sample: [shape, some numbers] of each of its tensors, arrays and numbers, or a hash of its texts; None: not comparable."""

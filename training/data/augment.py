@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 import torch
 
-from lockstep.training.config import Augment, Config, Data
-from lockstep.training.contract import UserError
-from lockstep.training.data.order import Salt, key, mix
+from ..config import Augment, Config, Data
+from ..contract import UserError
+from .order import Salt, key, mix
 
 Keys: TypeAlias = Sequence[int] | torch.Tensor
 

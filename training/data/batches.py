@@ -26,12 +26,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lockstep.training.contract import UserError
-from lockstep.training.data import order, trees
-from lockstep.training.data.augment import Keys, draw_keys
-from lockstep.training.data.shards import Manifest, Samples
-from lockstep.training.parallel.world import World
 from lockstep.wire.signals import FORWARDED, signals_held_back
+
+from ..contract import UserError
+from ..parallel.world import World
+from . import order, trees
+from .augment import Keys, draw_keys
+from .shards import Manifest, Samples
 
 DRAWN_AT_ONCE = 4096
 """Sample ids, of the steps to come."""

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import filelock
 
-from lockstep.training import files
-from lockstep.training.bucket import Bucket, explained
-from lockstep.training.contract import UserError
+from .. import files
+from ..bucket import Bucket, explained
+from ..contract import UserError
 
 FOLDER = "shards/fetched"
 """Below `data.root`."""

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from lockstep.training import files
+from .. import files
 
 SECONDS = 60.0
 """For one image. There are small files that take hours."""

@@ -19,14 +19,14 @@ from typing import Any
 import filelock
 import numpy as np
 
-from lockstep.training import files
-from lockstep.training.bucket import Bucket, explained
-from lockstep.training.config import Data
-from lockstep.training.contract import UserError, say
-from lockstep.training.data import sources
-from lockstep.training.data.order import bounds
-from lockstep.training.data.shards import MANIFEST, MOST_MANIFEST, SPLITS, Manifest
-from lockstep.training.data.sources.raw import Raw, Stream, checked, cut, numbered
+from .. import files
+from ..bucket import Bucket, explained
+from ..config import Data
+from ..contract import UserError, say
+from . import sources
+from .order import bounds
+from .shards import MANIFEST, MOST_MANIFEST, SPLITS, Manifest
+from .sources.raw import Raw, Stream, checked, cut, numbered
 
 MADE_FROM = "made-from.json"
 """Beside the manifest of cached shards: size and time of each file of the source that they were made from."""

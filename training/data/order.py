@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from lockstep.training.contract import UserError
+from ..contract import UserError
 
 _MASK = 0xFFFFFFFF
 _ROUNDS = 6

@@ -21,14 +21,14 @@ from typing import Annotated, Literal
 import torch
 from pydantic import AfterValidator, Field
 
-from lockstep.training import files
-from lockstep.training.bucket import Bucket, explained
-from lockstep.training.config import Data, settings
-from lockstep.training.config.settings import Section
-from lockstep.training.contract import UserError
-from lockstep.training.data.cache import FOLDER, Cache
-from lockstep.training.parallel.exchange import DTYPE_NAMES
-from lockstep.training.parallel.process import mapped_bytes
+from .. import files
+from ..bucket import Bucket, explained
+from ..config import Data, settings
+from ..config.settings import Section
+from ..contract import UserError
+from ..parallel.exchange import DTYPE_NAMES
+from ..parallel.process import mapped_bytes
+from .cache import FOLDER, Cache
 
 MANIFEST = "manifest.json"
 SPLITS = ("train", "test")

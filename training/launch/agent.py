@@ -18,9 +18,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 
-from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, to_stderr
-from lockstep.training.launch import rendezvous
-from lockstep.training.launch.ending import (
+from lockstep.wire.hangs import Hangs
+from lockstep.wire.signals import FORWARDED
+
+from ..contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, to_stderr
+from . import rendezvous
+from .ending import (
     ERROR_SECONDS,
     Attempts,
     ExitBarrier,
@@ -30,10 +33,8 @@ from lockstep.training.launch.ending import (
     tell_ranks,
     without_ended,
 )
-from lockstep.training.launch.gang import STOP_SECONDS, Gang, handle, interrupted, leave_while_waiting
-from lockstep.training.launch.rendezvous import NotMet, Several
-from lockstep.wire.hangs import Hangs
-from lockstep.wire.signals import FORWARDED
+from .gang import STOP_SECONDS, Gang, handle, interrupted, leave_while_waiting
+from .rendezvous import NotMet, Several
 
 
 class Agent(Gang, LocalElasticAgent):

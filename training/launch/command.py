@@ -23,8 +23,12 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from lockstep.training.cli import PROGRAM, Parser, count, positive
-from lockstep.training.contract import (
+from lockstep.wire import payload
+from lockstep.wire.hangs import Hangs
+from lockstep.wire.signals import FORWARDED
+
+from ..cli import PROGRAM, Parser, count, positive
+from ..contract import (
     CHECKPOINTS,
     ENV_LAUNCHER,
     ENV_LIVE,
@@ -37,15 +41,12 @@ from lockstep.training.contract import (
     UserError,
     to_stderr,
 )  # fmt: skip
-from lockstep.training.launch import agent, guard, lines, live, rendezvous
-from lockstep.training.launch.ending import Attempts, ExitBarrier, cluster_code
-from lockstep.training.launch.gang import handle, leave_while_waiting, nothing
-from lockstep.training.launch.rendezvous import NotMet
-from lockstep.training.observe import account
-from lockstep.training.parallel.world import cores
-from lockstep.wire import payload
-from lockstep.wire.hangs import Hangs
-from lockstep.wire.signals import FORWARDED
+from ..observe import account
+from ..parallel.world import cores
+from . import agent, guard, lines, live, rendezvous
+from .ending import Attempts, ExitBarrier, cluster_code
+from .gang import handle, leave_while_waiting, nothing
+from .rendezvous import NotMet
 
 
 def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
@@ -217,7 +218,7 @@ def _why_not(program: str) -> str:
 
 def _tell_where_it_resumes(note: Path) -> None:
     """Says what is saved of the run that rank 0 has noted there, if it was on this node and came so far."""
-    from lockstep.training.checkpoint import store
+    from ..checkpoint import store
 
     with contextlib.suppress(OSError):
         for newest in store.candidates(Path(os.fsdecode(note.read_bytes()), CHECKPOINTS))[:1]:

@@ -25,8 +25,8 @@ from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-from lockstep.training import files
-from lockstep.training.contract import (
+from .. import files
+from ..contract import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_PREEMPTED,
@@ -36,8 +36,8 @@ from lockstep.training.contract import (
     UserError,
     named,
 )
-from lockstep.training.launch.rendezvous import NotMet, Several, SignedStore
-from lockstep.training.parallel import stores
+from ..parallel import stores
+from .rendezvous import NotMet, Several, SignedStore
 
 FINAL = (EXIT_USAGE, EXIT_PREEMPTED)
 """Codes of a rank after which the gang is not started again."""

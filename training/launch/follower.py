@@ -11,10 +11,10 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from lockstep.training.contract import EXIT_PREEMPTED, to_stderr
-from lockstep.training.launch.gang import STOP_SECONDS, Gang
-from lockstep.training.launch.nodes import LEASE, LOOK_SECONDS, Ending, Link, Report, Seat, Word, environment, of_seat
-from lockstep.training.launch.processes import Processes
+from ..contract import EXIT_PREEMPTED, to_stderr
+from .gang import STOP_SECONDS, Gang
+from .nodes import LEASE, LOOK_SECONDS, Ending, Link, Report, Seat, Word, environment, of_seat
+from .processes import Processes
 
 
 class Follower(Gang):

@@ -15,7 +15,10 @@ from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from lockstep.training.contract import (
+from lockstep.wire.hangs import Hangs
+from lockstep.wire.signals import FORWARDED, PendingSignals
+
+from ..contract import (
     ENV_NOTE,
     ENV_RESTARTS,
     EXIT_DONE,
@@ -26,9 +29,7 @@ from lockstep.training.contract import (
     named,
     to_stderr,
 )
-from lockstep.training.launch.ending import FINAL, Attempts, deaths, note_end, too_early
-from lockstep.wire.hangs import Hangs
-from lockstep.wire.signals import FORWARDED, PendingSignals
+from .ending import FINAL, Attempts, deaths, note_end, too_early
 
 STOP_SECONDS = 30
 """Time that ranks have to end before they are started again."""

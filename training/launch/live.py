@@ -24,9 +24,13 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, named, to_stderr
-from lockstep.training.launch import rendezvous
-from lockstep.training.launch.ending import (
+from lockstep.wire.hangs import Hangs
+from lockstep.wire.signals import FORWARDED
+
+from ..contract import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, named, to_stderr
+from ..parallel import stores
+from . import rendezvous
+from .ending import (
     ERROR_SECONDS,
     FINAL,
     Attempts,
@@ -36,9 +40,9 @@ from lockstep.training.launch.ending import (
     raising,
     without_ended,
 )
-from lockstep.training.launch.follower import Follower
-from lockstep.training.launch.gang import STOP_SECONDS, Gang, handle, interrupted, leave_while_waiting
-from lockstep.training.launch.nodes import (
+from .follower import Follower
+from .gang import STOP_SECONDS, Gang, handle, interrupted, leave_while_waiting
+from .nodes import (
     LEAVE_SECONDS,
     LOOK_SECONDS,
     Ending,
@@ -52,10 +56,7 @@ from lockstep.training.launch.nodes import (
     of_seat,
     size,
 )  # fmt: skip
-from lockstep.training.launch.processes import Place, Processes
-from lockstep.training.parallel import stores
-from lockstep.wire.hangs import Hangs
-from lockstep.wire.signals import FORWARDED
+from .processes import Place, Processes
 
 STORE_SECONDS = 60.0
 

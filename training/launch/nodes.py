@@ -21,9 +21,9 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.distributed import TCPStore
 
-from lockstep.training.contract import ENV_LIVE, to_stderr
-from lockstep.training.launch.processes import Place
-from lockstep.training.launch.rendezvous import REPORT_SECONDS, NotMet, Secret, SignedStore
+from ..contract import ENV_LIVE, to_stderr
+from .processes import Place
+from .rendezvous import REPORT_SECONDS, NotMet, Secret, SignedStore
 
 LOOK_SECONDS = 0.05
 """Between two reports of a node, and two looks of the first one."""

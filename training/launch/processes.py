@@ -11,10 +11,11 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from lockstep.training.contract import ENV_REPLACEMENT
-from lockstep.training.launch.lines import Copies
 from lockstep.wire.progress import state_of
 from lockstep.wire.signals import FORWARDED
+
+from ..contract import ENV_REPLACEMENT
+from .lines import Copies
 
 POLL_SECONDS = 0.05
 """Between two looks at processes, where the system has no descriptors of them (before Linux 5.3)."""

@@ -45,8 +45,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
-from lockstep.training.contract import ENV_SECRET, MASTER_PORT, UserError, say
-from lockstep.training.parallel import stores
+from ..contract import ENV_SECRET, MASTER_PORT, UserError, say
+from ..parallel import stores
 
 REPORT_SECONDS = 60.0
 """Between two lines about nodes that are missing."""

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.training.config import settings
-from lockstep.training.contract import UserError
-from lockstep.training.imported import check_options, imported
+from ..config import settings
+from ..contract import UserError
+from ..imported import check_options, imported
 
 MODELS = {
     "bag_of_tricks": "lockstep.training.models.bag_of_tricks:BagOfTricks",

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from lockstep.training.contract import UserError
+from ..contract import UserError
 
 
 def real_type(precision: str) -> torch.dtype:

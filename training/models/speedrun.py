@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.training.models.bag_of_tricks import whitening_filters
+from .bag_of_tricks import whitening_filters
 
 
 class _Norm(nn.BatchNorm2d):

@@ -17,7 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from lockstep.training import contract, files
+from .. import contract, files
 
 
 class Bucket(str, Enum):

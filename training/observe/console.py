@@ -15,10 +15,10 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lockstep.training.config import Log
-from lockstep.training.contract import say
-from lockstep.training.files import json_text
-from lockstep.training.parallel.world import World
+from ..config import Log
+from ..contract import say
+from ..files import json_text
+from ..parallel.world import World
 
 PROGRESS_SECONDS = 60.0
 """Between two lines of progress, where there is no terminal with a bar."""

@@ -29,13 +29,14 @@ from pathlib import Path
 
 from prometheus_client.exposition import choose_encoder
 
-from lockstep.training import config as configuration
-from lockstep.training import contract, files
-from lockstep.training.contract import UserError, say
-from lockstep.training.observe.metrics import Metrics
-from lockstep.training.observe.rundir import SECONDS
-from lockstep.training.parallel.world import World
 from lockstep.wire.hangs import of_run
+
+from .. import config as configuration
+from .. import contract, files
+from ..contract import UserError, say
+from ..parallel.world import World
+from .metrics import Metrics
+from .rundir import SECONDS
 
 ANY_ADDRESS = "any"
 MAX_CONNECTIONS = 16

@@ -19,12 +19,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from lockstep.training import contract
-from lockstep.training.observe.account import PRECEDENCE, Account, Bucket, Line, boot, boot_seconds, of_run, started
 from lockstep.wire.hangs import HANG_SECONDS
 
+from .. import contract
+from .account import PRECEDENCE, Account, Bucket, Line, boot, boot_seconds, of_run, started
+
 if TYPE_CHECKING:
-    from lockstep.training.observe.rundir import RunDirectory
+    from .rundir import RunDirectory
 
 SHARE, LEAST_SECONDS, MOST_SECONDS = 0.01, 0.2, 60.0
 """Between two lines: this share of the attempt so far, within these bounds. A kill loses no more."""

@@ -10,7 +10,7 @@ import numpy as np
 import PIL.Image
 import torch
 
-from lockstep.training import files
+from .. import files
 
 SIDE = 512
 """Pixels of the longer side, at most: 1 MB, where every pixel is noise."""

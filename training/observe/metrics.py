@@ -19,10 +19,10 @@ import torch
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lockstep.training.observe.account import Bucket
-from lockstep.training.observe.clock import Times
-from lockstep.training.observe.slow import PHASES
-from lockstep.training.parallel.process import resident_bytes
+from ..parallel.process import resident_bytes
+from .account import Bucket
+from .clock import Times
+from .slow import PHASES
 
 PREFIX = "training_"
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)

@@ -23,10 +23,10 @@ from typing import Annotated, Any, BinaryIO, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from lockstep.training import files
-from lockstep.training.bucket import TRIES, Bucket, Head
-from lockstep.training.config.sections import LOGGED
-from lockstep.training.contract import (
+from .. import files
+from ..bucket import TRIES, Bucket, Head
+from ..config.sections import LOGGED
+from ..contract import (
     EVENTS_FILE,
     HANG_FILE,
     METRICS,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.training.parallel.world import World
+from ..parallel.world import World
 
 
 @dataclass(slots=True)

@@ -33,11 +33,11 @@ import filelock
 import torch
 import yaml
 
-from lockstep.training import config as configuration
-from lockstep.training import contract, files
-from lockstep.training.config import Config, RunSettings, settings
-from lockstep.training.contract import UserError, say
-from lockstep.training.parallel.world import World
+from .. import config as configuration
+from .. import contract, files
+from ..config import Config, RunSettings, settings
+from ..contract import UserError, say
+from ..parallel.world import World
 
 START_SECONDS = 30.0
 """For `run.yaml`, without which no run begins."""

@@ -30,8 +30,8 @@ import numpy as np
 import numpy.typing as npt
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lockstep.training.observe.clock import Times
-from lockstep.training.parallel.world import World
+from ..parallel.world import World
+from .clock import Times
 
 PHASES: tuple[Literal["data", "compute", "update"], ...] = ("data", "compute", "update")
 """Of a rank's own time: waiting for its batch; forward and backward, with what a script does between two batches; the rest of the step."""

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.training import config as configuration
-from lockstep.training import contract, files
-from lockstep.training.config import RunSettings
-from lockstep.training.contract import UserError, say
-from lockstep.training.observe.rundir import Background, RunDirectory
+from .. import config as configuration
+from .. import contract, files
+from ..config import RunSettings
+from ..contract import UserError, say
+from .rundir import Background, RunDirectory
 
 TENSORBOARD = "tensorboard"
 """Folder of its event files in the run directory."""

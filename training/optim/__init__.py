@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.training.config import Config, Optim, settings
-from lockstep.training.contract import UserError
-from lockstep.training.optim.base import SGD, Adam, Nesterov
-from lockstep.training.optim.muon import Muon
+from ..config import Config, Optim, settings
+from ..contract import UserError
+from .base import SGD, Adam, Nesterov
+from .muon import Muon
 
 
 def build(

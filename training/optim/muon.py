@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.training.optim.base import RatedOptimizer
+from .base import RatedOptimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic a·X + b·XXᵀX + c·(XXᵀ)²X: steep at zero, and it maps [0, 1] near 1 without converging to it."""

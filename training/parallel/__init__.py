@@ -1,5 +1,5 @@
 """The ranks: who they are, how they meet, and small collectives over plain values."""
 
-from lockstep.training.parallel.world import World, detect, joined, script
+from .world import World, detect, joined, script
 
 __all__ = ["World", "detect", "joined", "script"]

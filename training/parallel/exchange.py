@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lockstep.training.contract import EXIT_FAILED, UserError, named
-from lockstep.training.parallel import process
-from lockstep.training.parallel.world import World, detect
+from ..contract import EXIT_FAILED, UserError, named
+from . import process
+from .world import World, detect
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,

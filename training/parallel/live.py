@@ -30,10 +30,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.training.contract import ENV_LIVE
-from lockstep.training.parallel import process, stores
-from lockstep.training.parallel.exchange import broadcast_bytes, is_collective, pack, unpack
-from lockstep.training.parallel.world import World, backends
+from ..contract import ENV_LIVE
+from . import process, stores
+from .exchange import broadcast_bytes, is_collective, pack, unpack
+from .world import World, backends
 
 ANNOUNCED_SECONDS = 10.0
 """How long a rank whose collective has failed waits for the launcher to say that a rank is lost; longer by the time after which a node is,

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from lockstep.training.contract import (
+from ..contract import (
     ENV_LIVE,
     ENV_REPLACEMENT,
     ENV_THREADS,
@@ -36,10 +36,10 @@ from lockstep.training.contract import (
     user_errors,
     variables_of,
 )
-from lockstep.training.parallel import process, stores
+from . import process, stores
 
 if TYPE_CHECKING:
-    from lockstep.training.parallel.live import Live
+    from .live import Live
 
 
 @dataclass(kw_only=True, eq=False)

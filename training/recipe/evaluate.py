@@ -12,21 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.training import config as configuration
-from lockstep.training import models
-from lockstep.training.checkpoint import weights
-from lockstep.training.config import Config, settings
-from lockstep.training.contract import UserError, to_stderr
-from lockstep.training.data import order, sources
-from lockstep.training.data.augment import check_settings, normalise
-from lockstep.training.data.batches import fits
-from lockstep.training.data.making import prepare
-from lockstep.training.data.shards import Manifest, Samples
-from lockstep.training.models.arithmetic import autocast, real_type
-from lockstep.training.observe.rundir import recipe_of
-from lockstep.training.parallel.exchange import failing_together, waiting_for_all
-from lockstep.training.parallel.world import World
-from lockstep.training.run.evaluation import summed
+from .. import config as configuration
+from .. import models
+from ..checkpoint import weights
+from ..config import Config, settings
+from ..contract import UserError, to_stderr
+from ..data import order, sources
+from ..data.augment import check_settings, normalise
+from ..data.batches import fits
+from ..data.making import prepare
+from ..data.shards import Manifest, Samples
+from ..models.arithmetic import autocast, real_type
+from ..observe.rundir import recipe_of
+from ..parallel.exchange import failing_together, waiting_for_all
+from ..parallel.world import World
+from ..run.evaluation import summed
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,17 +13,17 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from lockstep.training import optim
-from lockstep.training.config import Config
-from lockstep.training.data.augment import augment
-from lockstep.training.data.batches import Batch
-from lockstep.training.models.arithmetic import autocast, compiled, real_type
-from lockstep.training.observe.account import Bucket
-from lockstep.training.optim import set_rates
-from lockstep.training.parallel.exchange import failing_together
-from lockstep.training.recipe import setup
-from lockstep.training.recipe.evaluate import Evaluator, Score
-from lockstep.training.session import Session
+from .. import optim
+from ..config import Config
+from ..data.augment import augment
+from ..data.batches import Batch
+from ..models.arithmetic import autocast, compiled, real_type
+from ..observe.account import Bucket
+from ..optim import set_rates
+from ..parallel.exchange import failing_together
+from ..session import Session
+from . import setup
+from .evaluate import Evaluator, Score
 
 
 def train(config: Config, run_dir: Path, fresh: bool | str, began: float) -> None:

@@ -11,25 +11,25 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lockstep.training import models, sync
-from lockstep.training.checkpoint import generators, weights
-from lockstep.training.config import Config
-from lockstep.training.contract import MOST_NAMED, UserError, named
-from lockstep.training.data.augment import augment, check_settings, draw_keys, normalise
-from lockstep.training.data.batches import Batches, Division, Stored, slices_of
-from lockstep.training.data.making import prepare as prepare_shards
-from lockstep.training.data.order import Parts
-from lockstep.training.data.shards import Manifest, Samples, Shard
-from lockstep.training.models.arithmetic import real_type
-from lockstep.training.parallel.exchange import (
+from .. import models, sync
+from ..checkpoint import generators, weights
+from ..config import Config
+from ..contract import MOST_NAMED, UserError, named
+from ..data.augment import augment, check_settings, draw_keys, normalise
+from ..data.batches import Batches, Division, Stored, slices_of
+from ..data.making import prepare as prepare_shards
+from ..data.order import Parts
+from ..data.shards import Manifest, Samples, Shard
+from ..models.arithmetic import real_type
+from ..parallel.exchange import (
     broadcast_tree,
     failing_together,
     gather_trees,
     same_on_all,
     waiting_for_all,
 )
-from lockstep.training.parallel.world import World
-from lockstep.training.session import Session
+from ..parallel.world import World
+from ..session import Session
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.training.contract import named
-from lockstep.training.parallel.exchange import all_gather_trees, group_size, tensor_bytes
-from lockstep.training.parallel.names import plain_name
-from lockstep.training.parallel.world import World
+from ..contract import named
+from ..parallel.exchange import all_gather_trees, group_size, tensor_bytes
+from ..parallel.names import plain_name
+from ..parallel.world import World
 
 BATCH_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers of batch norm, ours and torch's: without SyncBatchNorm a rank's own."""

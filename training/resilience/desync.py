@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lockstep.training.contract import EXIT_FAILED
-from lockstep.training.parallel import stores
-from lockstep.training.parallel.exchange import reduced
-from lockstep.training.parallel.world import World
+from ..contract import EXIT_FAILED
+from ..parallel import stores
+from ..parallel.exchange import reduced
+from ..parallel.world import World
 
 LOOK_SECONDS = 1.0
 """Between two looks of a rank that gets no further, or waits for the others."""

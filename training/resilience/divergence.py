@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from lockstep.training.parallel.exchange import all_gather_trees, on_any
-from lockstep.training.parallel.world import World
-from lockstep.training.sync.base import GradientSync
+from ..parallel.exchange import all_gather_trees, on_any
+from ..parallel.world import World
+from ..sync.base import GradientSync
 
 
 def finite_everywhere(model: nn.Module, world: World) -> bool:

@@ -25,9 +25,9 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lockstep.training.contract import ENV_NOTE, ENV_RESTARTS, EXIT_FAILED, UserError, to_stderr
-from lockstep.training.parallel import stores
-from lockstep.training.parallel.world import World
+from ..contract import ENV_NOTE, ENV_RESTARTS, EXIT_FAILED, UserError, to_stderr
+from ..parallel import stores
+from ..parallel.world import World
 
 REPORT_SECONDS = 5.0
 RAISED_SECONDS = 2.0

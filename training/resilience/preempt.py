@@ -22,10 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.training.contract import EXIT_PREEMPTED, say
-from lockstep.training.parallel.exchange import reduced
-from lockstep.training.parallel.world import World
 from lockstep.wire.signals import FORWARDED, taken
+
+from ..contract import EXIT_PREEMPTED, say
+from ..parallel.exchange import reduced
+from ..parallel.world import World
 
 ONE_SIGNAL_SECONDS = 2.0
 """Signals within this time count as one: launchers and clusters send the same one to a process twice."""

@@ -24,16 +24,18 @@ from typing import Any, NoReturn
 
 import torch
 
-from lockstep.training import contract
-from lockstep.training.checkpoint.state import gather
-from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError, named
-from lockstep.training.observe import trackers
-from lockstep.training.observe.account import Bucket
-from lockstep.training.observe.clock import Times
-from lockstep.training.observe.reading import Reading, mean_loss
-from lockstep.training.observe.slow import SlowRank
-from lockstep.training.parallel import process
-from lockstep.training.parallel.exchange import (
+from lockstep.wire.progress import About, Progress
+
+from .. import contract
+from ..checkpoint.state import gather
+from ..contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError, named
+from ..observe import trackers
+from ..observe.account import Bucket
+from ..observe.clock import Times
+from ..observe.reading import Reading, mean_loss
+from ..observe.slow import SlowRank
+from ..parallel import process
+from ..parallel.exchange import (
     all_gather_trees,
     is_collective,
     is_of_torch_distributed,
@@ -41,10 +43,10 @@ from lockstep.training.parallel.exchange import (
     pack,
     same_on_all,
 )
-from lockstep.training.parallel.live import CannotTakeAgain, Live
-from lockstep.training.parallel.world import World
-from lockstep.training.resilience import divergence
-from lockstep.training.resilience.closeness import (
+from ..parallel.live import CannotTakeAgain, Live
+from ..parallel.world import World
+from ..resilience import divergence
+from ..resilience.closeness import (
     Buffers,
     ReplicasDiffer,
     check_parameter_closeness,
@@ -53,18 +55,17 @@ from lockstep.training.resilience.closeness import (
     learning_rates,
     sha256,
 )
-from lockstep.training.resilience.desync import Meetings
-from lockstep.training.resilience.hang import (
+from ..resilience.desync import Meetings
+from ..resilience.hang import (
     Heartbeat,
     describe_failed_collective,
     first_of_node,
     naming_the_missing,
 )
-from lockstep.training.resilience.preempt import Consensus, Decision, Signals
-from lockstep.training.run.context import RunContext, note_corrupt_shard
-from lockstep.training.run.saver import Saver
-from lockstep.training.run.unsaved import trained_outside
-from lockstep.wire.progress import About, Progress
+from ..resilience.preempt import Consensus, Decision, Signals
+from .context import RunContext, note_corrupt_shard
+from .saver import Saver
+from .unsaved import trained_outside
 
 FIRST_STEPS = 3
 """Steps of an attempt after which the replicas are compared: at the first one a schedule's rate may be 0."""

@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.training.checkpoint.generators import Drawing
-from lockstep.training.contract import UserError, named
-from lockstep.training.data import trees
-from lockstep.training.data.batches import Part
-from lockstep.training.models.arithmetic import kept_buffers, put_back
-from lockstep.training.parallel.exchange import all_gather_trees, split, tensor_bytes
-from lockstep.training.run.context import RunContext
-from lockstep.training.run.replica import Replica
+from ..checkpoint.generators import Drawing
+from ..contract import UserError, named
+from ..data import trees
+from ..data.batches import Part
+from ..models.arithmetic import kept_buffers, put_back
+from ..parallel.exchange import all_gather_trees, split, tensor_bytes
+from .context import RunContext
+from .replica import Replica
 
 MOST_BYTES = 64 << 20
 """Of what is kept of the calls of one network."""

@@ -8,20 +8,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.training.checkpoint.kept import Kept
-from lockstep.training.checkpoint.object_store import ObjectStore
-from lockstep.training.checkpoint.score import Scores
-from lockstep.training.checkpoint.state import TrainState
-from lockstep.training.config import Config, RunSettings
-from lockstep.training.contract import REPORT_FILE
-from lockstep.training.data.shards import CorruptShard
-from lockstep.training.observe.console import Console
-from lockstep.training.observe.exporter import Exporter
-from lockstep.training.observe.goodput import GoodputRecorder
-from lockstep.training.observe.metrics import Metrics
-from lockstep.training.observe.mirror import Mirror
-from lockstep.training.observe.rundir import RunDirectory
-from lockstep.training.parallel.world import World
+from ..checkpoint.kept import Kept
+from ..checkpoint.object_store import ObjectStore
+from ..checkpoint.score import Scores
+from ..checkpoint.state import TrainState
+from ..config import Config, RunSettings
+from ..contract import REPORT_FILE
+from ..data.shards import CorruptShard
+from ..observe.console import Console
+from ..observe.exporter import Exporter
+from ..observe.goodput import GoodputRecorder
+from ..observe.metrics import Metrics
+from ..observe.mirror import Mirror
+from ..observe.rundir import RunDirectory
+from ..parallel.world import World
 
 REPORT_SECONDS = 60.0
 """For the report, at the end of a run."""
@@ -99,7 +99,7 @@ class RunContext:
 
         def write() -> None:
             try:
-                from lockstep.training.observe import report
+                from ..observe import report
 
                 report.write([run.path], run.path / REPORT_FILE)
             except Exception as error:  # noqa: BLE001

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from lockstep.training.data import order
-from lockstep.training.data.batches import Batches, Part, share
-from lockstep.training.data.trees import to_device
-from lockstep.training.parallel.live import CannotTakeAgain
-from lockstep.training.parallel.world import World
-from lockstep.training.run.work import Work
+from ..data import order
+from ..data.batches import Batches, Part, share
+from ..data.trees import to_device
+from ..parallel.live import CannotTakeAgain
+from ..parallel.world import World
+from .work import Work
 
 _LAST = 64
 

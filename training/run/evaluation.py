@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.training.checkpoint.generators import Drawing
-from lockstep.training.contract import UserError
-from lockstep.training.data import order
-from lockstep.training.data.alike import check_alike
-from lockstep.training.data.batches import Seeded, loader
-from lockstep.training.data.trees import to_device
-from lockstep.training.parallel.exchange import all_gather_trees, raise_together
-from lockstep.training.parallel.world import World
+from ..checkpoint.generators import Drawing
+from ..contract import UserError
+from ..data import order
+from ..data.alike import check_alike
+from ..data.batches import Seeded, loader
+from ..data.trees import to_device
+from ..parallel.exchange import all_gather_trees, raise_together
+from ..parallel.world import World
 
 Sums = dict[str, torch.Tensor]
 """By name, float64, 0-d or 1-d."""

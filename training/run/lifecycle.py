@@ -19,11 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.training.checkpoint import generators, store
-from lockstep.training.checkpoint.object_store import ObjectStore
-from lockstep.training.checkpoint.state import Cursor, TrainState, checked, parameter_names, scatter
-from lockstep.training.config import Config, RunSettings
-from lockstep.training.contract import (
+from lockstep.wire import submitit_api
+from lockstep.wire.signals import end_with_launcher, give_back
+
+from ..checkpoint import generators, store
+from ..checkpoint.object_store import ObjectStore
+from ..checkpoint.state import Cursor, TrainState, checked, parameter_names, scatter
+from ..config import Config, RunSettings
+from ..contract import (
     ENV_LIVE,
     ENV_NOTE,
     ENV_RESTARTS,
@@ -36,18 +39,18 @@ from lockstep.training.contract import (
     say,
     user_errors,
 )  # fmt: skip
-from lockstep.training.files import keep_out_others
-from lockstep.training.models.arithmetic import float32_on_gpus
-from lockstep.training.observe import trackers
-from lockstep.training.observe.account import Bucket
-from lockstep.training.observe.clock import StepClock
-from lockstep.training.observe.console import Console
-from lockstep.training.observe.exporter import Exporter
-from lockstep.training.observe.goodput import GoodputRecorder
-from lockstep.training.observe.mirror import Mirror
-from lockstep.training.observe.rundir import RunDirectory, read_run
-from lockstep.training.parallel import process
-from lockstep.training.parallel.exchange import (
+from ..files import keep_out_others
+from ..models.arithmetic import float32_on_gpus
+from ..observe import trackers
+from ..observe.account import Bucket
+from ..observe.clock import StepClock
+from ..observe.console import Console
+from ..observe.exporter import Exporter
+from ..observe.goodput import GoodputRecorder
+from ..observe.mirror import Mirror
+from ..observe.rundir import RunDirectory, read_run
+from ..parallel import process
+from ..parallel.exchange import (
     all_gather_trees,
     broadcast_tree,
     failing_together,
@@ -56,21 +59,19 @@ from lockstep.training.parallel.exchange import (
     unpack,
     waiting_for_all,
 )
-from lockstep.training.parallel.live import Live
-from lockstep.training.parallel.world import World, detect, joined, set_threads
-from lockstep.training.resilience import hang
-from lockstep.training.resilience.closeness import named_groups
-from lockstep.training.resilience.preempt import Signals
-from lockstep.training.run.attempt import Attempt, Ended, conclude, failed
-from lockstep.training.run.context import RunContext, mirrored, note_corrupt_shard
-from lockstep.training.run.loop import Loop
-from lockstep.training.run.recording import Recorder, capture_stream, obstacle
-from lockstep.training.run.replica import Replica
-from lockstep.training.run.step import STEPS, Step
-from lockstep.training.sync.base import GradientSync
-from lockstep.training.sync.buckets import SentAlready
-from lockstep.wire import submitit_api
-from lockstep.wire.signals import end_with_launcher, give_back
+from ..parallel.live import Live
+from ..parallel.world import World, detect, joined, set_threads
+from ..resilience import hang
+from ..resilience.closeness import named_groups
+from ..resilience.preempt import Signals
+from ..sync.base import GradientSync
+from ..sync.buckets import SentAlready
+from .attempt import Attempt, Ended, conclude, failed
+from .context import RunContext, mirrored, note_corrupt_shard
+from .loop import Loop
+from .recording import Recorder, capture_stream, obstacle
+from .replica import Replica
+from .step import STEPS, Step
 
 
 class Lifecycle:

@@ -12,21 +12,21 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import torch
 
-from lockstep.training import contract, files
-from lockstep.training.checkpoint import generators
-from lockstep.training.config.sections import LOGGED
-from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError
-from lockstep.training.data.batches import Batches, Part, begun
-from lockstep.training.data.trees import to_device
-from lockstep.training.observe.account import Bucket
-from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree
-from lockstep.training.parallel.world import World
-from lockstep.training.resilience.closeness import sha256
-from lockstep.training.resilience.desync import Place
-from lockstep.training.run.attempt import Attempt, Ended
-from lockstep.training.run.context import RunContext
-from lockstep.training.run.dealt import Dealing
-from lockstep.training.run.step import Step
+from .. import contract, files
+from ..checkpoint import generators
+from ..config.sections import LOGGED
+from ..contract import EXIT_DONE, EXIT_FAILED, UserError
+from ..data.batches import Batches, Part, begun
+from ..data.trees import to_device
+from ..observe.account import Bucket
+from ..parallel.exchange import all_gather_trees, broadcast_tree
+from ..parallel.world import World
+from ..resilience.closeness import sha256
+from ..resilience.desync import Place
+from .attempt import Attempt, Ended
+from .context import RunContext
+from .dealt import Dealing
+from .step import Step
 
 T = TypeVar("T")
 MOST_LOGGED = 100
@@ -320,7 +320,7 @@ class Loop:
 
     def log_image(self, name: str, image: Any) -> None:
         """Raises `ValueError`, `TypeError` for a name that no file can have, and anything but an image."""
-        from lockstep.training.observe import images  # the imaging library: not for runs that log none
+        from ..observe import images  # the imaging library: not for runs that log none
 
         _check_name(name)
         data = images.png(image)

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.training.bucket import TRIES, Bucket
-from lockstep.training.contract import EXIT_UNREACHABLE, REPORT_FILE, UserError
-from lockstep.training.observe.mirror import Damaged, Snapshot, listed
+from ..bucket import TRIES, Bucket
+from ..contract import EXIT_UNREACHABLE, REPORT_FILE, UserError
+from ..observe.mirror import Damaged, Snapshot, listed
 
 if TYPE_CHECKING:
-    from lockstep.training.checkpoint.score import Rule
+    from ..checkpoint.score import Rule
 
 
 class Run:
@@ -89,7 +89,7 @@ class _InBucket(Run):
         )
 
     def bring(self, wanted: int | Rule | None = None, warn: Callable[[str], None] = print) -> None:
-        from lockstep.training.checkpoint.object_store import ObjectStore
+        from ..checkpoint.object_store import ObjectStore
 
         with self._explained():
             ObjectStore(self.name).bring_one(self.path, wanted, warn)

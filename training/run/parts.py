@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from lockstep.training.checkpoint.generators import Drawing
-from lockstep.training.contract import UserError
-from lockstep.training.data import order
-from lockstep.training.data.batches import Part
-from lockstep.training.parallel.exchange import all_gather_trees, raise_together
-from lockstep.training.resilience.closeness import BATCH_STATISTICS
-from lockstep.training.run.context import RunContext
-from lockstep.training.run.proof import Proof, changed, due
-from lockstep.training.run.replica import Replica
-from lockstep.training.run.work import Work
-from lockstep.training.sync.exact import TreeSum, nodes_of_ranks
+from ..checkpoint.generators import Drawing
+from ..contract import UserError
+from ..data import order
+from ..data.batches import Part
+from ..parallel.exchange import all_gather_trees, raise_together
+from ..resilience.closeness import BATCH_STATISTICS
+from ..sync.exact import TreeSum, nodes_of_ranks
+from .context import RunContext
+from .proof import Proof, changed, due
+from .replica import Replica
+from .work import Work
 
 
 class InParts:

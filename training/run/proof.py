@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.training.contract import UserError, named
-from lockstep.training.data import order, trees
-from lockstep.training.parallel.exchange import tensor_bytes
-from lockstep.training.resilience.closeness import sums_of_bits
+from ..contract import UserError, named
+from ..data import order, trees
+from ..parallel.exchange import tensor_bytes
+from ..resilience.closeness import sums_of_bits
 
 FIRST_STEPS = 3
 """Steps at the beginning of a run, each with a proof: at the first one a moving average may still equal what it follows."""

@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.training.config import RunSettings
-from lockstep.training.data import trees
-from lockstep.training.models.arithmetic import kept_buffers
-from lockstep.training.observe.account import Bucket
-from lockstep.training.observe.clock import RecordedPoints
-from lockstep.training.optim.base import RatedOptimizer
-from lockstep.training.parallel.exchange import all_gather_trees
-from lockstep.training.parallel.world import World
-from lockstep.training.sync.base import GradientSync
+from ..config import RunSettings
+from ..data import trees
+from ..models.arithmetic import kept_buffers
+from ..observe.account import Bucket
+from ..observe.clock import RecordedPoints
+from ..optim.base import RatedOptimizer
+from ..parallel.exchange import all_gather_trees
+from ..parallel.world import World
+from ..sync.base import GradientSync
 
 if TYPE_CHECKING:
-    from lockstep.training.run.step import Step
-    from lockstep.training.run.work import Work
+    from .step import Step
+    from .work import Work
 
 WARM_UP = 3
 """Eager steps before the recording: they make optimizer state, choose algorithms and open the communicators."""

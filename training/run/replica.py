@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.training import sync as strategies
-from lockstep.training.checkpoint.state import averaged_buffers
-from lockstep.training.config import Sync
-from lockstep.training.optim.ema import Ema
-from lockstep.training.parallel.names import unwrapped
-from lockstep.training.parallel.world import World
-from lockstep.training.sync.base import BuildOptimizer, GradientSync
+from .. import sync as strategies
+from ..checkpoint.state import averaged_buffers
+from ..config import Sync
+from ..optim.ema import Ema
+from ..parallel.names import unwrapped
+from ..parallel.world import World
+from ..sync.base import BuildOptimizer, GradientSync
 
 ALLOWED = ("flat", "ddp", "allreduce", "bf16_compress", "exact")
 """Strategies that keep whole replicas and nothing from step to step."""

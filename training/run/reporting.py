@@ -7,7 +7,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.training.run.loop import Loop
+from .loop import Loop
 
 
 class Reporting(ABC):

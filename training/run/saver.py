@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
-from lockstep.training.checkpoint import store
-from lockstep.training.checkpoint.object_store import Sender, TakenOver
-from lockstep.training.checkpoint.state import gather
-from lockstep.training.checkpoint.store import SaveResult, Writer
-from lockstep.training.contract import UserError
-from lockstep.training.parallel.exchange import failing_together, on_any
-from lockstep.training.run.context import RunContext
+from ..checkpoint import store
+from ..checkpoint.object_store import Sender, TakenOver
+from ..checkpoint.state import gather
+from ..checkpoint.store import SaveResult, Writer
+from ..contract import UserError
+from ..parallel.exchange import failing_together, on_any
+from .context import RunContext
 
 LOOK_SECONDS = 0.25
 """During the wait for a save: seconds between two checks whether the run must end."""

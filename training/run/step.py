@@ -18,21 +18,21 @@ from typing import Any, TypeVar
 
 import torch
 
-from lockstep.training.checkpoint import generators
-from lockstep.training.data import order
-from lockstep.training.data.batches import Part
-from lockstep.training.models.arithmetic import kept_buffers, put_back, without_batch_statistics
-from lockstep.training.observe.reading import mean_loss
-from lockstep.training.parallel.exchange import all_gather_trees, raise_together
-from lockstep.training.resilience import divergence
-from lockstep.training.run.attempt import Attempt
-from lockstep.training.run.canary import Canary
-from lockstep.training.run.context import RunContext
-from lockstep.training.run.dealt import Dealt
-from lockstep.training.run.parts import InParts
-from lockstep.training.run.replica import Replica, Several
-from lockstep.training.run.work import Compute, Divisor, Total, Work, checked_loss, count_scaled_step, set_scale
-from lockstep.training.sync.base import NotSummed
+from ..checkpoint import generators
+from ..data import order
+from ..data.batches import Part
+from ..models.arithmetic import kept_buffers, put_back, without_batch_statistics
+from ..observe.reading import mean_loss
+from ..parallel.exchange import all_gather_trees, raise_together
+from ..resilience import divergence
+from ..sync.base import NotSummed
+from .attempt import Attempt
+from .canary import Canary
+from .context import RunContext
+from .dealt import Dealt
+from .parts import InParts
+from .replica import Replica, Several
+from .work import Compute, Divisor, Total, Work, checked_loss, count_scaled_step, set_scale
 
 T = TypeVar("T")
 STEPS = "call run.step(loss) in place of loss.backward() and optimizer.step(), or run.backward(loss) and run.update()"

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lockstep.training.checkpoint.kept import Stateful
-from lockstep.training.checkpoint.state import TrainState, parameter_names
-from lockstep.training.parallel.exchange import all_gather_trees
-from lockstep.training.parallel.names import plain
-from lockstep.training.resilience.closeness import fingerprint
+from ..checkpoint.kept import Stateful
+from ..checkpoint.state import TrainState, parameter_names
+from ..parallel.exchange import all_gather_trees
+from ..parallel.names import plain
+from ..resilience.closeness import fingerprint
 
 
 def trained_outside(state: TrainState) -> list[str]:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.training.config import RunSettings
-from lockstep.training.data import order, trees
-from lockstep.training.data.batches import Part
-from lockstep.training.parallel.world import World
-from lockstep.training.sync.base import GradientSync
+from ..config import RunSettings
+from ..data import order, trees
+from ..data.batches import Part
+from ..parallel.world import World
+from ..sync.base import GradientSync
 
 Compute = Callable[..., torch.Tensor]
 Divisor = float | torch.Tensor | None

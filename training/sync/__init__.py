@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import cast
 
-from lockstep.training.config import Sync
-from lockstep.training.config import settings as typed
-from lockstep.training.contract import UserError
-from lockstep.training.sync.base import GradientSync
+from ..config import Sync
+from ..config import settings as typed
+from ..contract import UserError
+from .base import GradientSync
 
 STRATEGIES = {
     "ddp": "lockstep.training.sync.ddp:Ddp",

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.training.config import Sync
-from lockstep.training.config import settings as typed
-from lockstep.training.contract import UserError
-from lockstep.training.data import order
-from lockstep.training.parallel.names import COMPILED
-from lockstep.training.parallel.world import World
-from lockstep.training.sync.watch import GradientWatch
+from ..config import Sync
+from ..config import settings as typed
+from ..contract import UserError
+from ..data import order
+from ..parallel.names import COMPILED
+from ..parallel.world import World
+from .watch import GradientWatch
 
 BuildOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Parameters = Collection[torch.Tensor]

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.training.contract import UserError
-from lockstep.training.sync.base import (
+from ..contract import UserError
+from .base import (
     GradientSync,
     in_memory,
     nbytes,
@@ -31,7 +31,7 @@ from lockstep.training.sync.base import (
     stands_for_none,
     trains_another,
 )
-from lockstep.training.sync.watch import on_grad
+from .watch import on_grad
 
 
 @dataclass(slots=True, eq=False)

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lockstep.training.config.settings import Section
-from lockstep.training.parallel.world import World
-from lockstep.training.sync.base import GradientSync, NotSummed, nbytes, undisturbed
-from lockstep.training.sync.watch import GradientWatch
+from ..config.settings import Section
+from ..parallel.world import World
+from .base import GradientSync, NotSummed, nbytes, undisturbed
+from .watch import GradientWatch
 
 _KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
 _NEW = "forward_sync_buffers" in _KNOWN  # torch 2.15 renamed it

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import nn
 
-from lockstep.training.config import Sync, settings
-from lockstep.training.config.sections import Positive
-from lockstep.training.data import order
-from lockstep.training.parallel.world import World
-from lockstep.training.sync.base import GradientSync, broadcast_module, is_compiled, nbytes, placed, trainable
-from lockstep.training.sync.tree import Node, Tree, whole_nodes
+from ..config import Sync, settings
+from ..config.sections import Positive
+from ..data import order
+from ..parallel.world import World
+from .base import GradientSync, broadcast_module, is_compiled, nbytes, placed, trainable
+from .tree import Node, Tree, whole_nodes
 
 
 @functools.lru_cache(maxsize=64)  # of the few sizes of a run's batches; every sum of a step asks for it

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.training.parallel.exchange import all_gather_trees, gather_trees
-from lockstep.training.parallel.world import World
-from lockstep.training.sync.base import (
+from ..parallel.exchange import all_gather_trees, gather_trees
+from ..parallel.world import World
+from .base import (
     BuildOptimizer,
     Parameters,
     broadcast_module,
@@ -25,7 +25,7 @@ from lockstep.training.sync.base import (
     placed,
     trainable,
 )
-from lockstep.training.sync.buckets import Bucket, Bucketed, Reducer
+from .buckets import Bucket, Bucketed, Reducer
 
 
 class Flat(Bucketed):

@@ -25,11 +25,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from lockstep.training.config.settings import Section
-from lockstep.training.contract import UserError
-from lockstep.training.parallel.exchange import on_any, same_on_all
-from lockstep.training.parallel.world import World
-from lockstep.training.sync.base import (
+from ..config.settings import Section
+from ..contract import UserError
+from ..parallel.exchange import on_any, same_on_all
+from ..parallel.world import World
+from .base import (
     GradientSync,
     Parameters,
     broadcast_module,
@@ -37,7 +37,7 @@ from lockstep.training.sync.base import (
     make_contiguous,
     undisturbed,
 )
-from lockstep.training.sync.watch import GradientWatch
+from .watch import GradientWatch
 
 
 class FsdpOptions(Section):

@@ -19,10 +19,10 @@ from pydantic import Field
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from lockstep.training.config.sections import Number, Positive
-from lockstep.training.parallel.world import World
-from lockstep.training.sync.base import make_contiguous
-from lockstep.training.sync.ddp import Ddp, DdpOptions
+from ..config.sections import Number, Positive
+from ..parallel.world import World
+from .base import make_contiguous
+from .ddp import Ddp, DdpOptions
 
 _CALLBACK = "Got the following error when running the callback: RuntimeError: "
 

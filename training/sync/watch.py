@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from lockstep.training.observe.clock import Mark, mark
-from lockstep.training.parallel.world import World
+from ..observe.clock import Mark, mark
+from ..parallel.world import World
 
 
 def on_grad(parameter: torch.Tensor, method: Callable[[Any], None]) -> None:

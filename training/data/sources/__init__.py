@@ -19,11 +19,11 @@ import filelock
 import torch
 from torch.utils.data import Dataset
 
-from lockstep.training.config import Data, settings
-from lockstep.training.contract import UserError
-from lockstep.training.data.sources import arrays, builtin, function, images
-from lockstep.training.data.sources.raw import Raw, Stream
-from lockstep.training.imported import check_options
+from ...config import Data, settings
+from ...contract import UserError
+from ...imported import check_options
+from . import arrays, builtin, function, images
+from .raw import Raw, Stream
 
 SOURCES: dict[str, Callable[..., Raw]] = {
     "digits": builtin.digits, "synthetic": builtin.synthetic, "classification": builtin.classification,

@@ -19,12 +19,12 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from lockstep.training import files
-from lockstep.training.config.sections import Items
-from lockstep.training.config.settings import Section
-from lockstep.training.contract import UserError
-from lockstep.training.data.order import mix
-from lockstep.training.data.sources.raw import Piece, Share, Stream, rows_of_a_piece
+from ... import files
+from ...config.sections import Items
+from ...config.settings import Section
+from ...contract import UserError
+from ..order import mix
+from .raw import Piece, Share, Stream, rows_of_a_piece
 
 MOST_SAMPLE = 256 << 20
 """Bytes of one sample: some are in memory at once."""

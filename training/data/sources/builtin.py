@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.training import files
-from lockstep.training.contract import UserError
-from lockstep.training.data.sources.raw import Raw, numbered
+from ... import files
+from ...contract import UserError
+from .raw import Raw, numbered
 
 _CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 _RECORD = 1 + 3 * 32 * 32

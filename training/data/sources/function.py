@@ -19,11 +19,11 @@ from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
 
-from lockstep.training import files
-from lockstep.training.config import settings
-from lockstep.training.contract import UserError
-from lockstep.training.data.sources.raw import Piece, Stream
-from lockstep.training.imported import add_working_directory, check_options, imported
+from ... import files
+from ...config import settings
+from ...contract import UserError
+from ...imported import add_working_directory, check_options, imported
+from .raw import Piece, Stream
 
 _MOST_BYTES = 64 << 20
 

@@ -22,12 +22,12 @@ from typing import Annotated
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from lockstep.training.config.sections import Items
-from lockstep.training.config.settings import Section
-from lockstep.training.contract import UserError, say
-from lockstep.training.data.decoders import Decoders, Item
-from lockstep.training.data.sources.raw import Piece, Share, Stream, rows_of_a_piece
-from lockstep.training.parallel.world import cores
+from ...config.sections import Items
+from ...config.settings import Section
+from ...contract import UserError, say
+from ...parallel.world import cores
+from ..decoders import Decoders, Item
+from .raw import Piece, Share, Stream, rows_of_a_piece
 
 MOST_SIDE = 4096
 KINDS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP"}

@@ -10,8 +10,8 @@ from typing import Annotated, Any, TypeAlias
 import numpy as np
 from pydantic import Field
 
-from lockstep.training.config.sections import Number
-from lockstep.training.contract import UserError
+from ...config.sections import Number
+from ...contract import UserError
 
 Piece: TypeAlias = tuple[np.ndarray, np.ndarray]
 """(samples, labels [n]): some of a split, in its order."""

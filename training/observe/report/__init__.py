@@ -26,13 +26,13 @@ from typing import Any
 
 import jinja2
 
-from lockstep.training import contract, files
-from lockstep.training.config import settings
-from lockstep.training.config.sections import LOGGED
-from lockstep.training.contract import UserError
-from lockstep.training.observe.report import charts, record
-from lockstep.training.observe.report.charts import Row, Table
-from lockstep.training.observe.report.record import RunRecord, number_of
+from ... import contract, files
+from ...config import settings
+from ...config.sections import LOGGED
+from ...contract import UserError
+from . import charts, record
+from .charts import Row, Table
+from .record import RunRecord, number_of
 
 FOLDER = Path(__file__).parent
 MARK = '<meta name="generator" content="lockstep report">'

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from lockstep.training.contract import goodput_line, slow_rank_line, slow_rank_of
-from lockstep.training.observe.account import STARTING, Bucket
-from lockstep.training.observe.report.record import RunRecord, number_of, thinned
+from ...contract import goodput_line, slow_rank_line, slow_rank_of
+from ..account import STARTING, Bucket
+from .record import RunRecord, number_of, thinned
 
 _POINTS = 400
 """Most points of a curve."""

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep.training import contract, files
-from lockstep.training.config import settings
-from lockstep.training.contract import UserError
-from lockstep.training.observe import account
-from lockstep.training.observe.account import Account
+from ... import contract, files
+from ...config import settings
+from ...contract import UserError
+from .. import account
+from ..account import Account
 
 _EVENT_BYTES = 128 << 20
 """Read of events.jsonl, at most: about 600,000 lines. What follows is left out."""

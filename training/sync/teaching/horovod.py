@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
-from lockstep.training.data.order import bounds, global_ids
-from lockstep.training.parallel import world as worlds
-from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree
-from lockstep.training.parallel.world import World
-from lockstep.training.sync.base import BuildOptimizer, broadcast_tensors, load_optimizer
-from lockstep.training.sync.buckets import Bucketed, Reducer
+from ...data.order import bounds, global_ids
+from ...parallel import world as worlds
+from ...parallel.exchange import all_gather_trees, broadcast_tree
+from ...parallel.world import World
+from ..base import BuildOptimizer, broadcast_tensors, load_optimizer
+from ..buckets import Bucketed, Reducer
 
 __all__ = [
     "Average", "Compression", "DistributedOptimizer", "Sum", "allgather", "allreduce", "broadcast", "broadcast_optimizer_state",

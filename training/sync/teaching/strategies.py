@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.training.parallel.exchange import group_size
-from lockstep.training.parallel.world import World
-from lockstep.training.sync.base import (
+from ...parallel.exchange import group_size
+from ...parallel.world import World
+from ..base import (
     GradientSync,
     broadcast_module,
     in_memory,
@@ -20,8 +20,8 @@ from lockstep.training.sync.base import (
     stands_for_none,
     trainable,
 )
-from lockstep.training.sync.buckets import Bucketed, Reducer
-from lockstep.training.sync.watch import on_grad
+from ..buckets import Bucketed, Reducer
+from ..watch import on_grad
 
 
 class AllReduce(GradientSync):
