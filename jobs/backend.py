@@ -546,18 +546,9 @@ class Cluster(Backend):
         """`manifests` as this submission sends them."""
         return self.manifests(spec)
 
-    def changes(self, known: KnownJob, spec: JobSpec) -> Lines:  # noqa: ARG002 - where nothing but the record exists
-        """What somebody has changed in the submitted job since: `place: submitted → live`."""
-        return []
-
     def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Prepared:
         manifests = self.sent(spec, runs)
         return Prepared(spec, runs, manifests, self.rules().apply(spec, manifests))
-
-    def drift(self, spec: JobSpec) -> Lines:
-        """`setting: submitted → now` of the job of that name; where none differs, its `changes`."""
-        known, spec = self.require(spec.name), store.pinned(spec)[0]
-        return known.differences(spec) or self.changes(known, spec)
 
 
 def refuse(jobs: Sequence[Prepared], backend: str) -> None:

@@ -27,7 +27,7 @@ from ..code import store
 from ..command import GRACE_MARGIN
 from ..lint import Rules
 from ..logs import newest, of_rank
-from ..manifest import HASH, JOB, MANAGED, Manifest, get, missing_from, spec_in, to_yaml
+from ..manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
 from ..process import Streams, run
 from ..spec.model import JobSpec
 from ..status import Check, Listed, Status, Submitted
@@ -282,16 +282,6 @@ class ComposeBackend(Cluster):
             known = KnownJob(name, None, spec_in(get(nodes[0], "Config", "Labels")), _sorted(nodes), _where(name))
             rows.append(Listed(name, self.observe(known).state, len(nodes), created))
         return rows
-
-    def changes(self, known: KnownJob, spec: JobSpec) -> Lines:
-        """Limits changed by `docker update`, and images whose name now means other bytes."""
-        wanted = rendering.render(spec)["services"]
-        lines: Lines = []
-        for node, service in zip(known.record, wanted.values()):
-            limits = {"Memory": service.get("mem_limit"), "NanoCpus": round(float(service.get("cpus", 0)) * 1e9)}
-            live = {key: get(node, "HostConfig", key) for key in limits}
-            lines += missing_from(limits, live, str(get(node, "Config", "Hostname")))
-        return lines
 
 
 def _where(name: str) -> str:

@@ -25,7 +25,7 @@ from ..code import store
 from ..command import identity
 from ..lint import Rules
 from ..logs import PREFIX
-from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, missing_from, spec_in, to_yaml
+from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, spec_in, to_yaml
 from ..process import Streams
 from ..spec.model import JobSpec
 from ..status import FINAL, Listed, Status, Submitted, Unreachable, warn
@@ -461,11 +461,6 @@ class KubernetesBackend(Cluster):
             query = {"labelSelector": MANAGED_SELECTOR, "resourceVersion": "0", "limit": None}
             jobs = self._of_each_kind(lambda kind: [*self.api.pages(self.path(kind), **query)])
             return sorted((_row(job) for of_kind in jobs for job in of_kind), key=lambda row: row.name)
-
-    def changes(self, known: KnownJob, spec: JobSpec) -> Lines:
-        _, wanted = render.manifests(spec, submission_of(known.record) or RENDERED)
-        wanted = {key: wanted[key] for key in ("apiVersion", "spec")}
-        return missing_from(wanted, known.record)
 
     def _find(self, name: str) -> Manifest | None:
         live = self._of_each_kind(lambda kind: {**self.api.get(self.path(kind, name)), "kind": kind})

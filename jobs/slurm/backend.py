@@ -9,7 +9,6 @@ import contextlib
 import datetime
 import getpass
 import os
-import re
 import tempfile
 import time
 import uuid
@@ -359,24 +358,6 @@ class SlurmBackend(Cluster):
             ended: State = end["state"]
             return ended
         return self._observed(known, look).state
-
-    def changes(self, known: KnownJob, spec: JobSpec) -> Lines:
-        """What `scontrol update` has changed in the waiting or running job."""
-        job_id = known.record["job_id"]
-        if job_id is None:
-            return []
-        shown = observe.answer("scontrol", "show", "job", "-o", job_id)
-        wanted = {
-            "JobName": known.record["array_name"],
-            "Partition": slurm(spec).partition,
-            "Account": slurm(spec).account,
-        }
-        lines: Lines = []
-        for key, value in wanted.items():
-            match = re.search(rf"(?:^|\s){key}=(\S*)", shown)
-            if value is not None and match is not None and match[1] != value:
-                lines.append(f"{key}: {value} → {match[1]}")
-        return lines
 
     @classmethod
     def serve(cls, source: IO[bytes]) -> object:
