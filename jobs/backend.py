@@ -530,13 +530,6 @@ class Cluster(Backend):
         return to_yaml(found), found
 
     @classmethod
-    def code_manifests(cls, spec: JobSpec, packed: bytes) -> Manifests:  # noqa: ARG003 - for a backend that sends it
-        """The objects that carry the archive of the job's code to a cluster. Raises `UserError` where there are none."""
-        raise UserError(
-            f"render {cls.name} has no code to write: --with-code is for backends that send code as objects (k8s)"
-        )
-
-    @classmethod
     def lint(cls, spec: JobSpec) -> Findings:
         """What is wrong with a job, before it is submitted."""
         spec, code = store.pinned(spec)

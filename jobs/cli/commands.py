@@ -199,17 +199,11 @@ def render(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write to this file instead of standard output.")
     ] = None,
-    with_code: Annotated[
-        bool, typer.Option("--with-code", help="Write the job and the objects with its code into the folder --out.")
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print the manifest that submit would apply. No cluster is needed."""
-    if with_code and out is None:
-        raise UserError("--with-code needs -o DIR: it writes several files")
     from .. import sweep as sweeps
     from ..code import store
-    from ..manifest import to_yaml
 
     found = cluster(backend, "render")
     spec, code = store.pinned(job.spec(backend))
@@ -219,14 +213,6 @@ def render(
     for item in found.lint(spec):
         warn(f"{item.id}: {item.message}")
     text, objects = found.render(spec, runs)
-    if with_code and out is not None:
-        if spec.code is None or spec.code.hash is None:
-            raise UserError(f"--with-code: {spec.name} has no code: add `code: .` to the job")
-        packed = code.packed if code is not None else store.packed(spec.code.hash)
-        pieces = [piece for run in runs for piece in found.code_manifests(run, packed)]
-        named = {f"0-code-{index:03d}.yaml": to_yaml([piece]) for index, piece in enumerate(pieces)}
-        write_folder(out, {**named, "1-job.yaml": text})  # in the order in which kubectl applies a folder
-        return
     if as_json:
         show(objects)
         return
@@ -237,18 +223,6 @@ def render(
             out.write_text(text, encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write {out}: {error.strerror}") from None
-
-
-def write_folder(folder: Path, texts: dict[str, str]) -> None:
-    """A new folder with these files. Raises `UserError`."""
-    try:
-        folder.mkdir(parents=True)
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
-    except FileExistsError:
-        raise UserError(f"{folder} is there already: name a new folder, or remove it") from None
-    except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror}") from None
 
 
 @flat

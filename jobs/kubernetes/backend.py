@@ -96,10 +96,6 @@ class KubernetesBackend(Cluster):
         return render.manifests(spec)
 
     @classmethod
-    def code_manifests(cls, spec: JobSpec, packed: bytes) -> Manifests:
-        return render.code_maps(spec, RENDERED, packed)
-
-    @classmethod
     def rules(cls) -> Rules[Any]:
         return rules.RULES
 

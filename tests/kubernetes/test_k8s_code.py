@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from k8s_cluster import Cluster, Fault
 from k8s_operator import Running, until
 
 from tests import product
-from tests.jobs.helpers import lockstep
 from tests.product import JobSpec, UserError
 
 BOUND = 60
@@ -203,15 +201,3 @@ def test_limits_of_the_cluster_are_named_and_nothing_is_left(backend: Any, clust
     with pytest.raises(UserError, match="exceeded quota: team"):
         backend.submit(spec(folder))
     until(lambda: none_left(cluster) and job(cluster) is None, 60, "the garbage collection")
-
-
-def test_render_with_code_writes_what_a_cluster_needs(folder: Path, tmp_path: Path) -> None:
-    (folder / "job.yaml").write_text(yaml.safe_dump({**spec(folder).plain(), "code": "."}))
-    words, out = ("render", "k8s", "job.yaml", "--with-code"), tmp_path / "out"
-    told = lockstep(folder, *words, "-o", str(out))
-    assert told.returncode == 0, told
-    objects = [item for path in sorted(out.iterdir()) for item in yaml.safe_load_all(path.read_text())]
-    assert [item["kind"] for item in objects] == ["ConfigMap", "ConfigMap", "NetworkPolicy", "PyTorchJob"]
-    packed = whole({item["metadata"]["name"]: item for item in objects[:2]}, objects[3])
-    identity = yaml.safe_load(objects[3]["metadata"]["annotations"]["lockstep/spec"])["code"]["hash"]
-    assert identity in told.stderr and "train.py" in product.files_of_code(packed, identity)
