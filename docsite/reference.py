@@ -262,7 +262,7 @@ def recipe_page() -> str:
 
 def rules() -> list[Any]:
     """The lint rules of all backends, by id."""
-    found = [registry.backend(name) for name in registry.packages()]
+    found = [registry.backend(name) for name in registry.BACKENDS]
     known = {rule.id: rule for one in found if issubclass(one, Cluster) for rule in one.rules().all()}
     return [known[id] for id in sorted(known)]
 

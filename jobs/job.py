@@ -90,7 +90,7 @@ def submit(spec: JobSpec, backend: str | Backend = "local", mode: Mode = "attach
     """Submits a job, or attaches to the same one.
 
     Args:
-        backend: `"local"`, `"compose"`, `"k8s"`, `"slurm"`, one of another package, or a backend as an object.
+        backend: `"local"`, `"compose"`, `"k8s"`, `"slurm"`, or a backend as an object.
         mode: where a job of that name has ended: `"attach"` refuses, `"replace"` submits it again, `"new"` takes another name.
 
     Raises:

@@ -150,7 +150,7 @@ def check_flags(found: type[JobBackend], flags: Mapping[str, str | None]) -> Non
     from .. import registry
 
     for flag in (name for name, value in flags.items() if value is not None and name not in found.places):
-        owner = next(other for name in registry.packages() if flag in (other := registry.backend(name)).places)
+        owner = next(other for name in registry.BACKENDS if flag in (other := registry.backend(name)).places)
         owned = " and ".join(f"--{name}" for name in owner.places)
         verb = "is" if len(owner.places) == 1 else "are"
         raise UserError(f"{owned} {verb} for {owner.name}, not for {found.name}")
@@ -163,7 +163,7 @@ def cluster(name: str, command: str) -> type[Cluster]:
 
     found = registry.backend(name)
     if not issubclass(found, Cluster):
-        others = [other for other in registry.packages() if issubclass(registry.backend(other), Cluster)]
+        others = [other for other in registry.BACKENDS if issubclass(registry.backend(other), Cluster)]
         raise UserError(f"{command} knows {', '.join(others[:-1])} and {others[-1]}, got {name!r}")
     return found
 
@@ -241,7 +241,7 @@ def lint(
     from ..lint import COMMON, errors
 
     if rules:
-        backends = [registry.backend(name) for name in registry.packages()]
+        backends = [registry.backend(name) for name in registry.BACKENDS]
         known = {rule.id: rule for found in backends if issubclass(found, Cluster) for rule in found.rules().all()}
         rows = [{"id": id, "level": known[id].level, "title": known[id].title} for id in sorted(known)]
         if as_json:

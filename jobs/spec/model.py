@@ -411,11 +411,7 @@ class _JobSpec(Section):
                 f"the spec that {name} was submitted with is of version {version!r}, this lockstep reads {VERSION}: use the "
                 "lockstep that submitted it"
             )
-        # Without the settings of a backend that is no longer installed: no other one's job needs them.
-        values = {
-            setting: value for setting, value in values.items()
-            if setting != "version" and (setting in cls.model_fields or not isinstance(value, dict))
-        }  # fmt: skip
+        values = {setting: value for setting, value in values.items() if setting != "version"}
         return settings.build(cls, values, f"job.json of {name}")  # not `of`: the recipe may have changed since
 
     def check_training(self, where: str) -> None:
@@ -464,7 +460,7 @@ def place(values: dict[str, Any], name: str, value: Any) -> None:
 if TYPE_CHECKING:
 
     class JobSpec(_JobSpec):
-        """Which backends there are is known at run time alone: their settings are read by `section`."""
+        """The settings of backends are read by `section`."""
 
 else:
     JobSpec = create_model(

@@ -76,16 +76,12 @@ def here(backend: Any, folder: Path) -> Iterator[Bench]:
         backend.cancel(row.name)
 
 
-OTHERS = os.environ.get("LOCKSTEP_BACKENDS", "").split()
-"""Backends of other packages that start their jobs on this machine, e.g. LOCKSTEP_BACKENDS=queue."""
-
-
-@pytest.fixture(params=["local", "k8s", pytest.param("compose", marks=pytest.mark.containers), *OTHERS])
+@pytest.fixture(params=["local", "k8s", pytest.param("compose", marks=pytest.mark.containers)])
 def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
-    if request.param in ("local", *OTHERS):
-        with here(product.backend(request.param)(tmp_path / "jobs"), tmp_path) as found:  # type: ignore[call-arg]
+    if request.param == "local":
+        with here(product.backend("local")(tmp_path / "jobs"), tmp_path) as found:  # type: ignore[call-arg]
             yield found
     elif request.param == "compose":
         with composed(request.getfixturevalue("cpu_image").name, tmp_path / "volume") as found:
