@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -113,19 +112,6 @@ def submit_and_tell(
         return 0
     runs = {one.name: {name: one.overrides[name] for name in values} for one in specs}
     return _to_the_end(opened, runs, wait, as_json)
-
-
-def wait_and_tell(backend: Backend, name: str, seconds: float, as_json: bool) -> int:
-    """Waits for the runs NAME-0, NAME-1, … of a sweep, and shows the table. Raises `UserError` where there are none."""
-    numbers = (re.fullmatch(rf"{re.escape(name)}-(0|[1-9]\d*)", row.name) for row in backend.list())
-    names = sorted((match[0] for match in numbers if match), key=lambda run: int(run.rpartition("-")[2]))
-    if not names:
-        raise UserError(f"there is no sweep {name}: no job is called {name}-0; see `lockstep list {backend.name}`")
-    overrides = {run: spec.overrides if (spec := backend.require(run).spec) is not None else {} for run in names}
-    settings = dict.fromkeys(setting for run in overrides.values() for setting in run)
-    changed = [one for one in settings if len({str(run.get(one)) for run in overrides.values()}) > 1]
-    runs = {run: {one: overrides[run].get(one) for one in changed or settings} for run in names}
-    return _to_the_end(backend, runs, seconds, as_json)
 
 
 def _to_the_end(backend: Backend, runs: dict[str, dict[str, Any]], seconds: float, as_json: bool) -> int:

@@ -471,14 +471,9 @@ def wait(
     name: NameOrFile,
     place: Place,
     timeout: Annotated[float, typer.Option(help="Longest time to wait, in seconds.", min=0)] = 86400,
-    sweep: Annotated[bool, typer.Option("--sweep", help="NAME is a sweep: wait for all of its runs.")] = False,
     as_json: Json = False,
 ) -> None:
     """Wait until a job has ended. The exit code says how it ended. Changes of its state are printed to stderr."""
-    if sweep:
-        from .. import sweep as sweeps
-
-        raise typer.Exit(sweeps.wait_and_tell(place.open(backend), name, timeout, as_json))
     found, name = place.job(backend, name)
     report(name, found.wait(name, timeout, teller(name)), as_json, waited=True)
 
