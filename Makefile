@@ -101,9 +101,7 @@ else
 	$(RUN) benchmarks/metrics.py
 endif
 
-generate: $(READY) ## write anew what is made from the code: schemas, examples in deploy/, Kubernetes' alert rules, docs/guarantees.md
-	$(VENV)/bin/lockstep schema > job.schema.json
-	$(RUN) -m lockstep.training settings --schema > recipe.schema.json
+generate: $(READY) ## write anew what is made from the code: examples in deploy/, Kubernetes' alert rules, docs/guarantees.md
 	$(RUN) -m docsite.reference > docs/reference/session-settings.md
 	$(VENV)/bin/lockstep render k8s job.yaml -o deploy/k8s/example-pytorchjob.yaml
 	$(VENV)/bin/lockstep render k8s examples/rdma.yaml -o deploy/k8s/example-rdma.yaml
@@ -160,9 +158,11 @@ lock: $(READY) ## resolve docker/requirements-*.txt anew, with hashes; CPU_WHEEL
 	$(LOCK) -o docker/requirements-cuda.txt
 	$(LOCK) --excludes docker/excluded-cpu.txt -c docker/cpu.txt --find-links $(CPU_WHEELS) -o docker/requirements-cpu.txt
 
-release: $(READY) ## build dist/: wheel, sdist, notes of the version; images, too, with IMAGE=registry/name
+release: $(READY) ## build dist/: wheel, sdist, schemas, notes of the version; images, too, with IMAGE=registry/name
 	@test -z "$$(git status --porcelain)" || { echo "error: the working tree has changes, and a release has none: commit them" >&2; exit 2; }
 	@rm -rf dist && $(VENV)/bin/uv build --quiet
+	@$(VENV)/bin/lockstep schema > dist/job.schema.json
+	@$(RUN) -m lockstep.training settings --schema > dist/recipe.schema.json
 	@awk '/^## \[/ {inside = ++sections == 1; next} inside' CHANGELOG.md > dist/NOTES.md
 	@ls dist
 	$(if $(IMAGE),@$(MAKE) image image-cpu push)

@@ -25,6 +25,7 @@ from lockstep.tools import COMMANDS as TOOLS
 from lockstep.training.cli import COMMANDS, INSIDE
 from lockstep.training.config import Config, OwnSettings, recipes
 from lockstep.training.config.sections import FREE
+from lockstep.training.config.settings import json_schema
 from lockstep.training.contract import ENV_PROGRAM
 from lockstep.training.observe.metrics import BUCKETS, PREFIX, TABLE
 
@@ -36,7 +37,7 @@ API = {
     },
     "Dispatching": {
         "lockstep.jobs.status.Status": "Where a job stands.",
-        "lockstep.jobs.backend.Backend": "What a backend of your own is made from.",
+        "lockstep.jobs.backend.Backend": "The base class of backends.",
         "lockstep.jobs.sweep.parse": "The texts of `--sweep`. `from lockstep.jobs import sweep`, for all three.",
         "lockstep.jobs.sweep.expand": "The jobs of a sweep.",
         "lockstep.jobs.sweep.submit": "Submits the jobs of a sweep.",
@@ -80,6 +81,12 @@ API = {
 FOOTER = "\n<!-- Made from the code by docsite/reference.py. -->\n"
 
 
+def schemas() -> dict[str, str]:
+    """Path on the site → JSON Schema, for editors."""
+    made = {"recipe": json_schema(Config), "job": json_schema(JobSpec)}
+    return {f"reference/{name}.schema.json": json.dumps(schema, indent=1) + "\n" for name, schema in made.items()}
+
+
 @functools.cache
 def pages() -> dict[str, str]:
     """Path on the site → text."""
@@ -89,13 +96,14 @@ def pages() -> dict[str, str]:
             Config,
             "Settings of a recipe",
             "Set them in a recipe's YAML file, with `--set name=value`, or below `overrides:` in a job file. "
-            "`lockstep settings RECIPE` prints them with the values of that recipe.",
+            "`lockstep settings RECIPE` prints them with the values of that recipe. Editors read [its schema](recipe.schema.json).",
         ),
         "session-settings": session_settings(),
         "job-settings": settings(
             JobSpec,
             "Settings of a job",
-            "Set them in `job.yaml` or with `--set name=value`. The sections `k8s`, `slurm` and `compose` belong to one backend each.",
+            "Set them in `job.yaml` or with `--set name=value`. The sections `k8s`, `slurm` and `compose` belong to one backend each. "
+            "Editors read [its schema](job.schema.json).",
             free=False,
         ),
         "recipes": recipe_page(),

@@ -119,6 +119,7 @@ def listed(page: str, texts: dict[str, str]) -> str:
 def write(out: Path) -> None:
     """Writes the sources below `out`; a file that has not changed keeps its time, so that `serve` does not run in circles."""
     everything = {f"pages/{name}": text.encode() for name, text in pages().items()}
+    everything |= {f"pages/{name}": text.encode() for name, text in reference.schemas().items()}
     for folder in (ROOT / "docs/pictures", ROOT / "docsite/theme"):
         for path in folder.rglob("*"):
             if path.is_file() and path.suffix in (".svg", ".png", ".css", ".js"):

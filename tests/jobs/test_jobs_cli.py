@@ -160,8 +160,6 @@ def test_lint_the_rules_and_the_schema(tmp_path: Path) -> None:
     assert len({rule["id"] for rule in rules}) == len(rules) >= 30 and all(rule["title"] for rule in rules)
     schema = json.loads(lockstep(tmp_path, "schema").stdout)
     assert schema["additionalProperties"] is False and "nodes" in schema["properties"]
-    assert json.loads((ROOT / "job.schema.json").read_text()) == schema, "make schema"
-    assert "job.schema.json" in (ROOT / "job.yaml").read_text()
 
 
 @pytest.mark.promise("bad-input")
