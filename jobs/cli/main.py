@@ -137,16 +137,13 @@ def _program(
 @app.command(epilog="Example: lockstep init mine && cd mine && make train && make test")
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that is new or empty.")],
-    recipe: Annotated[
-        bool, typer.Option("--recipe", help="A recipe with a network and data of your own, in place of a script.")
-    ] = False,
     name: Annotated[str | None, typer.Option(help="Name of its job; by default the folder's.")] = None,
 ) -> None:
     """Begin a project: a training, its test, and a job for every backend."""
     from ..project import create
     from ..status import say
 
-    created = create(folder, "recipe" if recipe else "loop", name)
+    created = create(folder, name)
     say(f"{folder}: {', '.join(created)}")
     say(f"Now: cd {shlex.quote(str(folder))} && make train && make test")
 

@@ -6,38 +6,24 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.training.contract import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
-COMMON = "common"
 NAMES = {
     "gitignore": ".gitignore", "lockstepignore": ".lockstepignore", "workflow.yml": ".github/workflows/test.yml",
     "test_train.py.template": "test_train.py",
 }  # fmt: skip
 """Templates that have another name in the project: a package leaves out files whose names begin with a point, and no test of
 ours shall be found here."""
-KINDS = {
-    "loop": {
-        "recipe": "", "program": " -- python train.py", "recipe_words": "", "program_words": ', "--", "python", "train.py"',
-        "setting": "config.lr", "epochs": "config.epochs",
-    },
-    "recipe": {
-        "recipe": " recipe.yaml", "program": "", "recipe_words": ', "recipe.yaml"', "program_words": "",
-        "setting": "optim.lr", "epochs": "epochs",
-    },
-}  # fmt: skip
-"""What stands at the places @…@ of the templates: `loop`, a script with a Session; `recipe`, with a network and data of its own."""
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 
 
-def create(folder: Path, kind: str, name: str | None = None) -> list[str]:
+def create(folder: Path, name: str | None = None) -> list[str]:
     """The files of the project in `folder`, which is new or empty, as paths seen from there.
 
     Args:
-        kind: one of `KINDS`.
         name: of the job; by default the folder's.
 
     Raises:
@@ -53,7 +39,11 @@ def create(folder: Path, kind: str, name: str | None = None) -> list[str]:
     if there or (not folder.is_dir() and os.path.lexists(folder)):
         what = f"holds {there.name} already" if there else "is not a folder"
         raise UserError(f"{folder} {what}: name a folder that is new or empty")
-    files = {target: _filled(text, {"name": name, **KINDS[kind]}) for target, text in _files(kind)}
+    files = {
+        NAMES.get(path.name, path.name): path.read_text(encoding="utf-8").replace("@name@", name)
+        for path in TEMPLATES.iterdir()
+        if path.is_file()
+    }
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -71,17 +61,6 @@ def create(folder: Path, kind: str, name: str | None = None) -> list[str]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return sorted(files)
-
-
-def _files(kind: str) -> Iterator[tuple[str, str]]:
-    for part in (COMMON, kind):
-        for path in sorted((TEMPLATES / part).iterdir()):
-            if path.is_file():
-                yield NAMES.get(path.name, path.name), path.read_text(encoding="utf-8")
-
-
-def _filled(text: str, places: dict[str, str]) -> str:
-    return re.sub(r"@([a-z_]+)@", lambda found: places[found[1]], text)
 
 
 def _umask() -> int:

@@ -22,10 +22,9 @@ def _lockstep(folder: Path, *words: str, code: int = 0) -> Result:
     return done
 
 
-@pytest.mark.parametrize("kind", ["loop", pytest.param("recipe", marks=pytest.mark.nightly)])
-def test_a_new_project_trains_passes_its_own_test_and_is_a_job_for_every_backend(tmp_path: Path, kind: str) -> None:
+def test_a_new_project_trains_passes_its_own_test_and_is_a_job_for_every_backend(tmp_path: Path) -> None:
     """With nothing but the environment on the path, as the README of it says."""
-    made = _lockstep(tmp_path, "init", "My Project_2", *(["--recipe"] if kind == "recipe" else []))
+    made = _lockstep(tmp_path, "init", "My Project_2")
     assert "make train && make test" in made.output
     folder = tmp_path / "My Project_2"
     subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
