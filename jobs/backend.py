@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from typing_extensions import Self
 
@@ -120,6 +120,15 @@ class Prepared:
     """The elements of an array; of a single job there are none."""
     manifests: Manifests = field(default_factory=list)
     findings: Findings = field(default_factory=list)
+
+
+class _Decision(NamedTuple):
+    """What a submission does under a name."""
+
+    job: Prepared
+    known: KnownJob | None
+    """The job of that name: the new one attaches to it, or replaces it."""
+    attaches: bool = False
 
 
 class Backend(abc.ABC):
@@ -222,31 +231,33 @@ class Backend(abc.ABC):
         (spec,) = self._with_code([spec])
         job = self.prepared(spec)
         refuse([job], self.name)
-        return self._submit(job, mode)
+        return self._submit([job], mode)[0]
 
     def sweep(self, name: str, specs: Specs, mode: Mode = "attach") -> Sent:
         """Submits the runs of a sweep: as one job array, all new or all the same as before, or else one by one.
 
         Raises:
-            UserError: before the first.
+            UserError: before the first. A cluster that refuses a later one ends the sweep; a warning names those before it.
         """
+        if mode == "new":
+            raise UserError("--new does not work with --sweep, whose runs are numbered already: choose another --name")
         specs = self._with_code(specs)
         if not self.arrays:
             jobs = [self.prepared(spec) for spec in specs]
             refuse(jobs, self.name)
-            return [self._submit(job, mode) for job in jobs]
+            return self._submit(jobs, mode)
         whole = self.prepared(specs[0].model_copy(update={"name": name}), specs)
         refuse([whole], self.name)
         with self.exclusive():
             if self.find(name) is not None:
                 raise UserError(f"{name} is already the name of a job: choose another --name for the sweep")
             placed = [self._decide(Prepared(spec), mode) for spec in specs]
-            there = [item for item in placed if isinstance(item, Submitted)]
+            there = [item for item in placed if item.attaches]
             if len(there) == len(specs):
-                return there
+                return [self._place(item) for item in there]
             if there:
                 raise UserError(
-                    f"{there[0].name} of this sweep is running already: wait for it, or choose another --name"
+                    f"{there[0].job.spec.name} of this sweep is running already: wait for it, or choose another --name"
                 )
             self.check_secrets(whole.spec)
             self.create(whole, None)
@@ -270,13 +281,26 @@ class Backend(abc.ABC):
         """Held while a job is submitted."""
         return contextlib.nullcontext() if self.lock is None else records.locked(*self.lock)
 
-    def _submit(self, job: Prepared, mode: Mode) -> Submitted:
+    def _submit(self, jobs: Sequence[Prepared], mode: Mode) -> Sent:
+        """Decides about all jobs before it creates one."""
+        done: Sent = []
         with self.exclusive():
-            placed = self._decide(job, mode)
-            if isinstance(placed, Submitted):
-                return placed
-            self.check_secrets(job.spec)
-            return self.create(*placed)
+            decided = [self._decide(job, mode) for job in jobs]
+            for item in decided:
+                if not item.attaches:
+                    self.check_secrets(item.job.spec)
+            try:
+                for item in decided:
+                    done.append(self._place(item))
+            except UserError:
+                if done:
+                    warn(f"submitted before the error: {', '.join(one.name for one in done)}")
+                raise
+        return done
+
+    def _place(self, decided: _Decision) -> Submitted:
+        job, known, attaches = decided
+        return self.attach(job, known) if known is not None and attaches else self.create(job, known)
 
     def check_secrets(self, spec: JobSpec) -> None:
         """Raises `UserError` where the value of a secret is missing."""
@@ -284,16 +308,14 @@ class Backend(abc.ABC):
         if missing and self.secrets_from is not None:
             raise UserError(f"the job needs the secret {missing[0]}: {self.secrets_from}")
 
-    def _decide(self, job: Prepared, mode: Mode) -> tuple[Prepared, KnownJob | None] | Submitted:
-        """The job to create, and the one that it replaces; or the same job, if it exists already."""
+    def _decide(self, job: Prepared, mode: Mode) -> _Decision:
+        """Changes nothing. Raises `UserError` where another job has the name."""
         spec = job.spec
         known, status = self._known(spec, mode)
         if known is not None and mode == "new":
             name = next_name(spec.name, self._taken)
-            return self.prepared(spec.model_copy(update={"name": name, "run_dir": None})), None
-        if known is None or status is None or status.final:
-            return job, known
-        return self.attach(job, known)
+            return _Decision(self.prepared(spec.model_copy(update={"name": name, "run_dir": None})), None)
+        return _Decision(job, known, attaches=status is not None and not status.final)
 
     def _known(self, spec: JobSpec, mode: Mode) -> tuple[KnownJob | None, Status | None]:
         """The job of that name, and its status if that matters. Raises `UserError` where it is in the way."""

@@ -98,8 +98,6 @@ def submit_and_tell(
     spec: JobSpec, backend: str, texts: list[str], mode: Mode, wait: float | None, as_json: bool
 ) -> int:
     """Submits the runs, as one array where the backend can; with `wait`, to the end and a table. Returns the exit code."""
-    if mode == "new":
-        raise UserError("--new does not work with --sweep, whose runs are numbered already: choose another --name")
     opened = registry.backend(backend).at(spec)
     values = parse(texts)
     specs = expand(spec, values)

@@ -95,8 +95,9 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
             backend.api.close()
 
 
-def test_a_dry_run_says_what_a_submission_would_meet_and_sends_nothing(bench: Bench) -> None:
-    backend, spec = bench.backend, bench.spec("dry", LONG)
+def test_what_would_be_refused_sends_nothing(bench: Bench) -> None:
+    """A dry run says what a submission would meet. Of a sweep one run is enough."""
+    backend, spec = bench.backend, bench.spec("dry-1", LONG)
 
     def met(spec: JobSpec) -> dict[str, tuple[str, str]]:
         return {row.name: (row.result, row.detail) for row in backend.dry_run(spec)}
@@ -108,7 +109,10 @@ def test_a_dry_run_says_what_a_submission_would_meet_and_sends_nothing(bench: Be
     assert met(spec)["job"][0] == "note", "a submission would attach"
     result, detail = met(spec.model_copy(update={"grace_seconds": 7}))["job"]
     assert result == "missing" and "another spec (grace_seconds: 5 → 7)" in detail
-    backend.cancel("dry")
+    with pytest.raises(UserError, match="dry-1 exists with another spec"):
+        backend.sweep("dry", [bench.spec("dry-0", LONG), spec.model_copy(update={"grace_seconds": 7})])
+    assert [row.name for row in bench.listed()] == ["dry-1"]
+    backend.cancel("dry-1")
 
 
 def test_a_job_from_submit_to_summary(bench: Bench) -> None:
