@@ -27,7 +27,7 @@ def launch(
     """
     command = [python, "-m", "lockstep.training", "launch", "--max-restarts", str(spec.max_restarts)]
     command += ["--grace", str(spec.grace_seconds), *(["--live"] if spec.live else [])]
-    if spec.nodes > 1 or spec.elastic is not None:
+    if spec.nodes > 1:
         command += ["--join-timeout", str(spec.join_seconds)]
         command += ["--linger", str(linger)] if linger else []
     if exit_codes != "plain":

@@ -141,12 +141,12 @@ class Status:
         why = f" ({self.reason})" if self.reason else ""
         if self.final:
             return f"has ended: {self.state}{why}; its ranks are gone"
-        own = [part for part in self.ranks if rank in part.ranks or not part.ranks]  # in an elastic job it may be any
+        own = [part for part in self.ranks if rank in part.ranks]
         if any(part.state == "running" for part in own):
             return ""
         if self.state not in ("running", "restarting"):
             return f"has not started: {self.state}{why}; wait until it runs"
-        ended = next((part for part in own if part.ranks and part.state in FINAL), None)
+        ended = next((part for part in own if part.state in FINAL), None)
         return f"goes on without rank {rank}: {ended.name} has {ended.state}" if ended is not None else ""
 
     def plain(self) -> dict[str, Any]:

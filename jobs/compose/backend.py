@@ -200,8 +200,8 @@ class ComposeBackend(Cluster):
     def _ids(known: KnownJob, rank: int | None) -> Lines:
         """The containers that a rank may be in, or all."""
         nodes, spec = known.record, known.spec
-        if rank is not None and spec is not None and spec.elastic is None:
-            nodes = [nodes[rank // spec.ranks]]  # elsewhere the rank may be on any of them: its prefix tells
+        if rank is not None and spec is not None:
+            nodes = [nodes[rank // spec.ranks]]  # without a spec the rank may be on any of them: its prefix tells
         return [str(node["Id"]) for node in nodes]
 
     def _lines(self, name: str, since: dict[str, str], rank: int | None, follow: bool) -> Iterator[str]:
@@ -242,14 +242,12 @@ class ComposeBackend(Cluster):
             lines.put(error)
 
     def exec(self, known: KnownJob, rank: int, command: Lines, streams: Streams) -> int:
-        run_dir = known.spec.run_directory if known.spec is not None else ""
-        ids = self._ids(known, rank)
-        looks = commands.execute("python", rank, [], "", "--find")
-        place = ids[0] if len(ids) == 1 else next((id for id in ids if engine.succeeds("exec", id, *looks)), ids[0])
+        spec = known.spec or JobSpec.recorded(known.name, known.plain)
+        (place,) = self._ids(known, rank)
         token = uuid.uuid4().hex
         terminal = ["--tty"] if streams.terminal else []
         words = ["docker", "exec", "--interactive", *terminal, place]
-        words += commands.execute("python", rank, command, run_dir, "--token", token)
+        words += commands.execute("python", rank, command, spec.run_directory, "--token", token)
         # Without a terminal the engine passes no signals on.
         code = run(words, streams, interrupt=functools.partial(engine.send_signal, place, token))
         if code:

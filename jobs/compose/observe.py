@@ -95,8 +95,7 @@ def _worst(codes: list[int]) -> int:
 def _part(node: Manifest, index: int, spec: JobSpec | None, restarts: int) -> Part:
     name = str(get(node, "Config", "Hostname"))
     width = spec.ranks if spec else 1
-    ranks = [] if spec is not None and spec.elastic else list(range(index * width, (index + 1) * width))
-    return Part(name, ranks, *_state(node, name), restarts)
+    return Part(name, list(range(index * width, (index + 1) * width)), *_state(node, name), restarts)
 
 
 def _state(node: Manifest, name: str) -> tuple[str, str]:

@@ -68,7 +68,7 @@ def render_prepare(spec: JobSpec) -> Manifest:
         raise UserError(f"shards {spec.shards} is not on a volume: add one to volumes")
     writable = spec.on_cpu().model_copy(
         update={
-            "nodes": 1, "ranks_per_node": 1, "elastic": None, "code": None,
+            "nodes": 1, "ranks_per_node": 1, "code": None,
             "volumes": [volume.model_copy(update={"read_only": False}) for volume in spec.volumes],
         }
     )  # fmt: skip
@@ -100,9 +100,8 @@ def on_volume(spec: JobSpec, path: str) -> bool:
 
 def _node(spec: JobSpec, index: int) -> Manifest:
     words = [_literal(word) for word in commands.launch(spec, spec.run_directory)]
-    low, high = (spec.elastic.min_nodes, spec.elastic.max_nodes) if spec.elastic else (spec.nodes, spec.nodes)
-    own = ["--ranks", str(spec.ranks), "--nodes", str(low) if low == high else f"{low}:{high}"]
-    own += ["--rendezvous", f"{node_name(spec, 0)}:{MASTER_PORT}"] if high > 1 else []
+    own = ["--ranks", str(spec.ranks), "--nodes", str(spec.nodes)]
+    own += ["--rendezvous", f"{node_name(spec, 0)}:{MASTER_PORT}"] if spec.nodes > 1 else []
     own += ["--job-id", f"{spec.name}-{spec.hash()}", "--time-limit", str(spec.deadline_seconds)]
     text = json.dumps(spec.record(), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     service = {
@@ -155,7 +154,7 @@ def environment(spec: JobSpec) -> dict[str, Any]:
             own_port
         )  # the recipe's wins in the ranks: the image's health check must ask there
     values = {name: None if value is None else _literal(value) for name, value in values.items()}
-    secrets = [*spec.secrets, *([ENV_SECRET] if spec.nodes > 1 or spec.elastic is not None else [])]
+    secrets = [*spec.secrets, *([ENV_SECRET] if spec.nodes > 1 else [])]
     return dict(sorted({**values, **dict.fromkeys(secrets)}.items()))
 
 

@@ -139,12 +139,10 @@ class KubernetesBackend(Cluster):
         """`k8s.kind: auto` is the kind of the job that has the name, else the first that the cluster has. Raises `UserError`."""
         if k8s(spec).kind != "auto":
             return spec
-        kind = "PyTorchJob"  # a TrainJob cannot be elastic
-        if not spec.elastic:
-            with explained(self.api.host):
-                live = self._find(spec.name)
-                served = self._of_each_kind(lambda kind: (kind, self.api.get(self.path(kind), Listing, limit=1)))
-                kind = live["kind"] if live is not None else next(served, ("", None))[0]
+        with explained(self.api.host):
+            live = self._find(spec.name)
+            served = self._of_each_kind(lambda kind: (kind, self.api.get(self.path(kind), Listing, limit=1)))
+            kind = live["kind"] if live is not None else next(served, ("", None))[0]
         if not kind:
             raise UserError(f"the cluster has neither {' nor '.join(KINDS)}: see `lockstep doctor k8s`")
         return spec.model_copy(update={"k8s": k8s(spec).model_copy(update={"kind": kind})})
@@ -327,7 +325,7 @@ class KubernetesBackend(Cluster):
 
     def _said(self, known: KnownJob) -> records.Said | None:
         """The newest status.json in the log of the first pod, by whichever rank leads there."""
-        if known.spec is None or known.spec.elastic:
+        if known.spec is None:
             return None
         for line in reversed([*self._reader(known).tail(hosts(known.record)[:1], None, False, SAID_LINES)]):
             if '"event": "status"' in line:
@@ -336,10 +334,10 @@ class KubernetesBackend(Cluster):
         return None
 
     def _observe(self, job: Manifest, spec: JobSpec | None) -> Status:
-        pods, names, elastic = self._pods(job), hosts(job), spec is not None and spec.elastic is not None
+        pods, names = self._pods(job), hosts(job)
         ranks, now, live = spec.ranks if spec else 1, self.api.now(), spec is not None and spec.live
         events = self._events(get(job, "metadata", "uid"), "uid") if brief(job) != "succeeded" else []
-        status = explain(job, pods, events, None, names, ranks, elastic, now, live=live)
+        status = explain(job, pods, events, None, names, ranks, now, live=live)
         if status.final or status.state == "running":
             return status
         workload = self._workload(job) if get(job, "metadata", "labels", KUEUE_QUEUE) else None
@@ -351,7 +349,7 @@ class KubernetesBackend(Cluster):
         missing = [name for name in names if len(pods) < len(names) <= MOST_ASKED and name not in again]
         for name in [*pending, *again, *missing][:MOST_ASKED]:  # of a pod that is gone, too
             events += self._events(name, "name")
-        return explain(job, pods, events, workload, names, ranks, elastic, now, maker, live)
+        return explain(job, pods, events, workload, names, ranks, now, maker, live)
 
     def _events(self, about: Any, key: str) -> Manifests:
         """Of an object by its uid, or of all that had this name; the latest last."""
@@ -390,9 +388,9 @@ class KubernetesBackend(Cluster):
 
     @staticmethod
     def _of_rank(known: KnownJob, rank: int | None) -> Lines:
-        """The hosts that a rank may be on: in an elastic job it may be on any of them, and its prefix tells."""
+        """The hosts that a rank may be on: without a spec it may be on any of them, and its prefix tells."""
         names, spec = hosts(known.record), known.spec
-        return [names[rank // spec.ranks]] if rank is not None and spec is not None and not spec.elastic else names
+        return [names[rank // spec.ranks]] if rank is not None and spec is not None else names
 
     def _reader(self, known: KnownJob) -> Reader:
         from .logs import Reader
@@ -416,10 +414,11 @@ class KubernetesBackend(Cluster):
     def exec(self, known: KnownJob, rank: int, command: Lines, streams: Streams) -> int:
         from .exec import Rank
 
-        place, run_dir = self._of_rank(known, rank), known.spec.run_directory if known.spec is not None else ""
+        spec = known.spec or JobSpec.recorded(known.name, known.plain)
+        host = hosts(known.record)[rank // spec.ranks]
         with explained(self.api.host):
             pod, container = partial(self._pod, known.record), CONTAINERS[known.record["kind"]]
-            return Rank(self.api, self.namespace, pod, container, place, rank).run(command, run_dir, streams)
+            return Rank(self.api, self.namespace, pod, container, host, rank).run(command, spec.run_directory, streams)
 
     def stop(self, known: KnownJob) -> Status:
         with explained(self.api.host):

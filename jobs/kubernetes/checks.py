@@ -344,9 +344,8 @@ def _volumes(backend: Reached, spec: JobSpec) -> Iterator[Check]:
             continue
         modes = get(claim, "spec", "accessModes") or []
         shared = bool({"ReadWriteMany", "ReadOnlyMany"} & set(modes)) if volume.read_only else "ReadWriteMany" in modes
-        alone = spec.nodes == 1 and not spec.elastic
         detail = f"{volume.claim}: {', '.join(modes)}, {get(claim, 'status', 'phase')}"
-        if shared or alone:
+        if shared or spec.nodes == 1:
             yield Check("volume", "ok", detail)
         else:
             yield Check("volume", "missing", f"{detail}: {spec.nodes} nodes need ReadWriteMany")

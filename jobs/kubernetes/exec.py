@@ -58,14 +58,14 @@ class Rank:
     Args:
         pod: the pod of a host, None where there is none.
         container: the one of its containers that the ranks run in.
-        hosts: where it may be; in an elastic job it is looked for.
+        host: of its pod.
     """
 
     api: Api
     namespace: str
     pod: Callable[[str], Manifest | None]
     container: str
-    hosts: list[str]
+    host: str
     rank: int
 
     def run(self, command: list[str], run_dir: str, streams: Streams) -> int:
@@ -82,28 +82,20 @@ class Rank:
 
     def _place(self) -> str:
         """The name of the rank's pod. Raises `UserError` where it does not run."""
-        running, why = [], ""
-        for host in self.hosts:
-            found = self.pod(host)
-            phase = get(found, "status", "phase") if found is not None else None
-            if phase == "Running":
-                running.append(str(get(found, "metadata", "name")))
-            else:
-                state = {"Succeeded": "has ended", "Failed": "has ended"}.get(str(phase), "has not started")
-                why = f"rank {self.rank} does not run: the pod {host} {state if found is not None else 'is gone'}"
-        if len(self.hosts) == 1 and running:
-            return running[0]
-        looks = commands.execute("python", self.rank, [], "", "--find")
-        place = next((pod for pod in running if self._quietly(pod, looks) == 0), None)
-        if place is None:
-            raise UserError(why or f"rank {self.rank} does not run: no pod of the job has it")
-        return place
+        pod = self.pod(self.host)
+        phase = get(pod, "status", "phase")
+        if phase != "Running":
+            state = {"Succeeded": "has ended", "Failed": "has ended"}.get(str(phase), "has not started")
+            raise UserError(
+                f"rank {self.rank} does not run: the pod {self.host} {state if pod is not None else 'is gone'}"
+            )
+        return str(get(pod, "metadata", "name"))
 
-    def _quietly(self, pod: str, words: list[str]) -> int:
+    def _quietly(self, pod: str, words: list[str]) -> None:
         nowhere = os.open(os.devnull, os.O_RDWR)
         try:
             client = _connect(self.api.client, self.namespace, pod, self.container, words, terminal=False)
-            return Conversation(client, pod, Streams(nowhere, nowhere, nowhere), False, None).run()
+            Conversation(client, pod, Streams(nowhere, nowhere, nowhere), False, None).run()
         finally:
             os.close(nowhere)
 

@@ -31,19 +31,18 @@ def condition(item: Object, kind: str) -> Object | None:
 
 def explain(
     job: Object, pods: list[Object], events: list[Object], workload: Object | None, hosts: list[str], ranks: int,
-    elastic: bool, now: float, maker: Object | None = None, live: bool = False,
+    now: float, maker: Object | None = None, live: bool = False,
 ) -> Status:  # fmt: skip
     """The status of a PyTorchJob or TrainJob.
 
     Args:
         hosts: host names of the job's pods in the order of their ranks.
         ranks: ranks a pod.
-        elastic: rank → pod is decided at run time, so parts carry no ranks.
         now: seconds since the epoch.
         maker: the batch Job that makes a TrainJob's pods, and has the events of those that are refused.
         live: where a pod is lost, the others go on, but for the first one.
     """
-    places = {host: node for node, host in enumerate(hosts)} if not elastic else {}
+    places = {host: node for node, host in enumerate(hosts)}
     replaced = _replaced(job, pods, events)
     pods = newest(pods)
     known = {None, *(get(item, "metadata", "uid") for item in [job, *pods, maker])}

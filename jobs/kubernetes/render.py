@@ -86,18 +86,13 @@ def _pytorchjob(spec: JobSpec, submission: str) -> Manifest:
             "ttlSecondsAfterFinished": seconds(k8s(spec).ttl),
             "activeDeadlineSeconds": spec.deadline_seconds,
             # A gang restart costs one of these a pod. With ExitCode the launcher counts, this is the backstop.
-            "backoffLimit": (spec.elastic.max_nodes if spec.elastic else spec.nodes) * spec.max_restarts + 1,
+            "backoffLimit": spec.nodes * spec.max_restarts + 1,
         },
-        "elasticPolicy": _elastic(spec),
+        "elasticPolicy": {
+            "rdzvBackend": "c10d", "rdzvId": f"{spec.name}-{spec.hash()}", "rdzvPort": RENDEZVOUS_PORT,
+            "minReplicas": spec.nodes, "maxReplicas": spec.nodes,
+        },
         "pytorchReplicaSpecs": {"Worker": _workers(spec, submission)},
-    }
-
-
-def _elastic(spec: JobSpec) -> Manifest:
-    low, high = (spec.elastic.min_nodes, spec.elastic.max_nodes) if spec.elastic else (spec.nodes, spec.nodes)
-    return {
-        "rdzvBackend": "c10d", "rdzvId": f"{spec.name}-{spec.hash()}", "rdzvPort": RENDEZVOUS_PORT,
-        "minReplicas": low, "maxReplicas": high,
     }  # fmt: skip
 
 
@@ -159,8 +154,8 @@ def labels(spec: JobSpec) -> dict[str, str]:
 
 def pod_annotations(spec: JobSpec) -> dict[str, str]:
     found = {"sidecar.istio.io/inject": "false"}  # a mesh's proxy never ends, and so would the pod
-    if not spec.elastic:  # with one of its pods all of them would start again
-        found |= {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+    # With one of its pods all of them would start again.
+    found |= {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
     if k8s(spec).topology:
         found[f"kueue.x-k8s.io/podset-{k8s(spec).topology}-topology"] = k8s(spec).topology_level
     return {**found, **k8s(spec).pod_annotations}
@@ -270,7 +265,7 @@ def cpu(cores: float) -> str:
 
 
 def _affinity(spec: JobSpec) -> Manifest | None:
-    if k8s(spec).spread == "none" or (spec.nodes == 1 and not spec.elastic):
+    if k8s(spec).spread == "none" or spec.nodes == 1:
         return None
     term = {"labelSelector": {"matchLabels": {JOB: spec.name}}, "topologyKey": "kubernetes.io/hostname"}
     if k8s(spec).spread == "required":
@@ -387,7 +382,7 @@ def preparation(spec: JobSpec) -> Manifest:
     spec = spec.model_copy(update={"code": None})  # shards need none of it
     writable = spec.on_cpu().model_copy(
         update={
-            "nodes": 1, "ranks_per_node": 1, "elastic": None,
+            "nodes": 1, "ranks_per_node": 1,
             "volumes": [volume.model_copy(update={"read_only": False}) for volume in spec.volumes],
             "k8s": k8s(spec).model_copy(update={"rdma": {}, "topology": None, "hugepages": None}),
         }

@@ -43,7 +43,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     r".*\.(procMount|sysctls|windowsOptions|ephemeralContainers)": ((), _CONTEXT),
     r".*\.readinessProbe": ((), "delays the DNS name that the workers wait for"),
     r".*\.template\.spec\.restartPolicy": ((), "is overwritten by the operator"),
-    r".*\.elasticPolicy\.standalone": ((), "injects an empty PET_STANDALONE, which torch refuses"),
     r".*\.annotations\.prometheus\.io/.*": ((), "carries one port only: use the PodMonitor of deploy/k8s"),
     r"(.*\.containers\[(pytorch|node)\]|spec\.trainer)\.(command\[[0-9]+\]|args)": (
         (),
@@ -117,26 +116,12 @@ def image_tag(subject: Subject) -> Iterator[str]:
 @rule("LS019", "warning")
 def durable_run(subject: Subject) -> Iterator[str]:
     """A run directory on no persistent volume is gone with the pod; what is kept in a bucket is not."""
-    if not _outlives_its_pod(subject):
+    spec = subject.spec
+    if spec.checkpoints_bucket is None and volume_of(spec, spec.run_directory) is None:
         yield (
-            f"run_dir {subject.spec.run_directory} is not on a volume: a restart would begin anew, uncounted; add one to volumes, or set "
+            f"run_dir {spec.run_directory} is not on a volume: a restart would begin anew, uncounted; add one to volumes, or set "
             "checkpoint.to to a bucket"
         )
-
-
-@rule("LS020")
-def shared_run(subject: Subject) -> Iterator[str]:
-    """The run directory must be shared where rank 0 may move."""
-    if subject.spec.elastic and not _outlives_its_pod(subject):
-        yield (
-            "an elastic job's rank 0 may move, so run_dir must lie on a shared volume: add one to volumes, or set checkpoint.to to a bucket"
-        )
-
-
-def _outlives_its_pod(subject: Subject) -> bool:
-    """The run's checkpoints are on a volume or in a bucket."""
-    spec = subject.spec
-    return spec.checkpoints_bucket is not None or volume_of(spec, spec.run_directory) is not None
 
 
 @rule("LS024", kinds=PYTORCHJOB)
@@ -199,9 +184,7 @@ def recipe_file(subject: Subject) -> Iterator[str]:
 
 @rule("LS036", kinds=TRAINJOB)
 def trainjob_limits(subject: Subject) -> Iterator[str]:
-    """A TrainJob cannot be elastic, and what its pods get beyond a patch is set in the runtime."""
-    if subject.spec.elastic:
-        yield "a TrainJob cannot be elastic: use k8s.kind PyTorchJob"
+    """What a TrainJob's pods get beyond a patch is set in the runtime."""
     given = subject.spec.plain().get("k8s", {})
     for name in ("priority_class", "scheduler_name", "image_pull_policy", "ttl"):
         if name in given:
@@ -243,14 +226,14 @@ def _efa(spec: JobSpec) -> bool:
 def image_registry(subject: Subject) -> Iterator[str]:
     """A name without a registry means Docker Hub's own images. What was built on one machine is on no other."""
     spec = subject.spec
-    if (spec.nodes > 1 or spec.elastic) and (problem := unpublished(spec)):
+    if spec.nodes > 1 and (problem := unpublished(spec)):
         yield problem
 
 
 @rule("LS044", "warning")
 def image_of_one_node(subject: Subject) -> Iterator[str]:
     """On one node an image may have been loaded by hand."""
-    if subject.spec.nodes == 1 and not subject.spec.elastic and (problem := unpublished(subject.spec)):
+    if subject.spec.nodes == 1 and (problem := unpublished(subject.spec)):
         yield problem
 
 

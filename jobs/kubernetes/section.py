@@ -86,9 +86,9 @@ class Kubernetes(Section):
     pod_labels: dict[Mark, LabelValue] = Field(default_factory=dict, max_length=50)
     """Further labels of the pods."""
     pod_annotations: dict[Mark, Text] = Field(default_factory=dict, max_length=50)
-    """Further annotations of the pods. Unless these say otherwise, the pods of a job that is not `elastic` ask autoscalers to
-    leave them where they are (`karpenter.sh/do-not-disrupt`, `cluster-autoscaler.kubernetes.io/safe-to-evict`): all ranks
-    would start again with one of them."""
+    """Further annotations of the pods. Unless these say otherwise, the pods ask autoscalers to leave them where they are
+    (`karpenter.sh/do-not-disrupt`, `cluster-autoscaler.kubernetes.io/safe-to-evict`): all ranks would start again with one
+    of them."""
     service_account: Subdomain | None = None
     """ServiceAccount of the pods; its token is not mounted. Null: the namespace's `default`."""
     image_pull_secrets: list[Subdomain] = Field(default_factory=list, max_length=20)

@@ -61,13 +61,6 @@ def _is_node_local(path: str) -> bool:
     return any(path == place or path.startswith(f"{place}/") for place in NODE_LOCAL)
 
 
-@rule("LS101")
-def fixed_size(subject: Subject) -> Iterator[str]:
-    """A SLURM job keeps its nodes: it is not elastic."""
-    if subject.spec.elastic is not None:
-        yield "elastic does not work on SLURM, where a job keeps its nodes: remove it"
-
-
 @rule("LS102")
 def time_to_train(subject: Subject) -> Iterator[str]:
     """The signal comes before the time limit; a limit that is hardly longer leaves no time to train."""

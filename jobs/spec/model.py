@@ -95,19 +95,6 @@ CodeOrNone = Annotated[Code | None, BeforeValidator(_folder), Field(json_schema_
 """`code: .` is `code: {path: .}`."""
 
 
-class Elastic(Section):
-    min_nodes: int = Field(ge=1, le=10000)
-    """Fewest nodes to train with."""
-    max_nodes: int = Field(ge=1, le=10000)
-    """Most nodes that may join."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Elastic:
-        if self.max_nodes < self.min_nodes:
-            raise ValueError(f"min_nodes {self.min_nodes} is above max_nodes {self.max_nodes}")
-        return self
-
-
 class Volume(Section):
     claim: Subdomain
     """The PersistentVolumeClaim (Kubernetes) or named volume (Compose)."""
@@ -169,8 +156,6 @@ class _JobSpec(Section):
     time_limit less grace_seconds."""
     grace_seconds: int = Field(default=60, ge=5, le=3600)
     """Seconds that a rank has to save after a signal. The cluster waits 30 s longer before it kills the rank."""
-    elastic: Elastic | None = None
-    """Let the number of nodes change while the job runs."""
     run_dir: AnyPath | None = None
     """Run directory; null: /runs/NAME in a container, runs/jobs/NAME on this machine."""
     fresh: Word | None = None
@@ -207,12 +192,6 @@ class _JobSpec(Section):
             raise ValueError("shards belong to a recipe: a command takes the folder as an argument of its own")
         if self.gpus and self.ranks_per_node is not None and self.ranks_per_node > self.gpus:
             raise ValueError(f"ranks_per_node {self.ranks_per_node} is above gpus {self.gpus}: one rank a GPU at most")
-        if self.live and self.elastic:
-            raise ValueError("live begins with all nodes, and goes on with any of them: remove elastic, or live")
-        if self.elastic and not self.elastic.min_nodes <= self.nodes <= self.elastic.max_nodes:
-            raise ValueError(
-                f"nodes {self.nodes} must lie within elastic {self.elastic.min_nodes} … {self.elastic.max_nodes}"
-            )
         both = sorted(set(self.env) & set(self.secrets))
         if both:
             raise ValueError(f"{both[0]} is in env and in secrets: keep one")

@@ -36,8 +36,6 @@ from lockstep.wire import hangs
 
 STACKS = "--stacks"
 """In place of a command: print what the ranks of the job on this node do, with their stacks. With a word behind it: that rank alone."""
-NOT_HERE = 3
-"""Exit code of `--find` where the rank is on another node."""
 _OF_THE_RANK = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS, ENV_SESSION, ENV_NOTE)
 """With the last two a Session of the command would write in the run of the job, and show its progress in the rank's place."""
 _ABSENT = "{} does not run: it has ended, or has not begun, or is being started again"
@@ -114,7 +112,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE",
                         help="where the rank's process is not to be seen: what is known of it, given once or more")  # fmt: skip
     parser.add_argument("--token", default="", help="what --signal finds the command by")
-    parser.add_argument("--find", action="store_true", help=f"only tell whether the rank is here: 0, or {NOT_HERE}")
     parser.add_argument("--signal", type=int, help="only send this signal to the command with that token")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args(argv)
@@ -139,8 +136,6 @@ def main(argv: list[str]) -> int:
     if args.command[:1] == [STACKS]:
         return _tell_stacks(args)
     rank_process = ranks(os.environ).get(args.rank)
-    if args.find:
-        return 0 if rank_process is not None else NOT_HERE
     if rank_process is None and not args.env:
         return _refuse(_ABSENT.format(f"rank {args.rank}"))
     pid, rank_env = rank_process if rank_process is not None else (os.getpid(), dict(os.environ))

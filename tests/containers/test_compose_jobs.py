@@ -253,9 +253,8 @@ TRAPS = "trap 'echo got; exit 5' INT; echo ready; while :; do sleep 0.05; done"
 
 @pytest.mark.promise("exec")
 def test_a_command_beside_a_rank_hears_signals_and_has_a_terminal(jobs: Jobs) -> None:
-    """In an elastic job, whose ranks are looked for: the engine itself passes no signal on without a terminal."""
-    elastic = {"min_nodes": 1, "max_nodes": 2}
-    spec = jobs.spec("inside", command=["python", "-c", WAITS], ranks_per_node=1, elastic=elastic)
+    """The engine itself passes no signal on without a terminal."""
+    spec = jobs.spec("inside", command=["python", "-c", WAITS], ranks_per_node=1)
     jobs.backend.submit(spec)
     poll(lambda: sum("begun" in line for line in jobs.backend.logs(spec.name)) == 2, BOUND, "the ranks")
     words = [*LOCKSTEP, "exec", "compose", spec.name]

@@ -31,7 +31,6 @@ SPECS: dict[str, dict[str, Any]] = {
         "name": "own", "command": ["python", "train.py", "--price", "$5"], "image": "own:1", "run_dir": "/runs/own",
         "compose": {"patch": {"services": {"node-0": {"ports": ["127.0.0.1:9470:9470"]}}}},
     },
-    "compose-elastic": {**PLAIN, "name": "flex", "nodes": 3, "elastic": {"min_nodes": 2, "max_nodes": 3}},
 }  # fmt: skip
 
 

@@ -48,9 +48,9 @@ def test_null_in_a_file_is_a_value_and_an_empty_heading_an_empty_group(tmp_path:
     assert (spec.slurm.account, spec.slurm.qos, spec.slurm.partition, spec.env) == (None, "q", "p", {"B": "b"})
     assert (spec.k8s.run_as_user, spec.k8s.patch) == (None, {"spec": {"runPolicy": {"activeDeadlineSeconds": None}}})
     assert (spec.overrides, list(spec.volumes)) == ({}, [])
-    path.write_text("name: a\nrecipe: smoke\ncommand: null\ncode: null\nelastic:\n")
+    path.write_text("name: a\nrecipe: smoke\ncommand: null\ncode: null\njoin_timeout:\n")
     spec = JobSpec.load(path)
-    assert (spec.command, spec.code, spec.elastic) == (None, None, None), "code: null sent the whole folder"
+    assert (spec.command, spec.code, spec.join_timeout) == (None, None, None), "code: null sent the whole folder"
     path.write_text("name: a\nrecipe: smoke\njoin_timeout: 10m\n")
     with pytest.raises(UserError, match=r"job\.yaml with its profile.*join_timeout 10m is above time_limit 5m"):
         JobSpec.load(path, below={"time_limit": "5m"})
@@ -62,7 +62,7 @@ def _set(folder: Path, *words: str) -> Any:
 
 def test_set_reads_as_that_of_a_recipe(tmp_path: Path) -> None:
     """Short names, text as it stands, all else as YAML."""
-    words = ["queue=gpu", "memory=8Gi", "time_limit=2h", "nodes=2", "max_nodes=3", "elastic.min_nodes=1", "container=null",
+    words = ["queue=gpu", "memory=8Gi", "time_limit=2h", "nodes=2", "container=null",
              "overrides.optim.lr=1e-3", "overrides.epochs=2", 'env.A="5"', "slurm.patch.a.b=[1]"]  # fmt: skip
     told = _set(tmp_path, *words, "--json")
     assert told.returncode == 0, told
@@ -70,7 +70,7 @@ def test_set_reads_as_that_of_a_recipe(tmp_path: Path) -> None:
     record = json.loads(file["services"]["node-0"]["labels"]["lockstep/spec"].replace("$$", "$"))
     spec = JobSpec.of({
         "name": "smoke", "recipe": "smoke", "image": "a:1", "memory": "8Gi", "time_limit": "2h", "nodes": 2, "env": {"A": "5"},
-        "elastic": {"min_nodes": 1, "max_nodes": 3}, "overrides": {"optim.lr": "1e-3", "epochs": 2},
+        "overrides": {"optim.lr": "1e-3", "epochs": 2},
         "k8s": {"queue": "gpu"}, "slurm": {"patch": {"a": {"b": [1]}}},
     })  # fmt: skip
     assert record == spec.record()
@@ -100,8 +100,7 @@ def test_live_reaches_the_launcher(tmp_path: Path) -> None:
         {"cpus": float("nan")}, {"run_dir": "/runs/$(x)"}, {"volumes": [{"claim": "a", "path": "/a/../etc"}]},
         {"volumes": [{"claim": "a", "path": "a"}]}, {"command": ["a"]}, {"metrics_port": 80}, {"run_dir": "/dev/shm"},
         {"env": {"A": "1"}, "secrets": {"A": {"secret": "s", "key": "k"}}}, {"secrets": {"A": "literal"}},
-        {"elastic": {"min_nodes": 3, "max_nodes": 2}}, {"elastic": {"min_nodes": 2, "max_nodes": 3}}, {"slurm": {"partition": "a b"}},
-        {"live": True, "elastic": {"min_nodes": 1, "max_nodes": 2}},
+        {"slurm": {"partition": "a b"}},
         {"slurm": {"account": "a\n#SBATCH --wrap=x"}}, {"k8s": {"run_as_user": 0}}, {"k8s": {"patch": {1: 2}}},
         {"k8s": {"rdma": {"rdma/a": 0}}}, {"k8s": {"node_selector": {"a": "b c"}}}, {"overrides": {"epochs": "x"}},
         {"env": {"A": "x" * 200_000}}, {"volumes": [{"claim": "a", "path": "/tmp/"}]},

@@ -22,17 +22,14 @@ pytestmark = pytest.mark.promise("exec")
 
 @pytest.fixture
 def pods(backend: Any, cluster: Cluster, tmp_path: Path) -> Iterator[Cluster]:
-    """A job of two pods with one rank each; rank 1 is in the first pod, as it may be in an elastic job."""
-    elastic = {"elastic": {"min_nodes": 2, "max_nodes": 2}, "volumes": [{"claim": "runs", "path": "/runs"}]}
-    backend.submit(
-        JobSpec.of({"name": "long", "command": ["true"], "image": "localhost:5000/a:1", "nodes": 2, **elastic})
-    )
+    """A job of two pods with one rank each."""
+    backend.submit(JobSpec.of({"name": "long", "command": ["true"], "image": "localhost:5000/a:1", "nodes": 2}))
     with ExitStack() as ranks:
         for number in range(2):
             name = f"long-worker-{number}"
             env = {**clean_env(), "POD": name, "LOCKSTEP_JOB": f"{name}-of-{os.getpid()}"}
             cluster.containers.there[name] = Container(env, tmp_path)
-            own = {"RANK": str(1 - number), "WORLD_SIZE": "2", "LOCKSTEP_LAUNCHER": "1"}
+            own = {"RANK": str(number), "WORLD_SIZE": "2", "LOCKSTEP_LAUNCHER": "1"}
             rank = ranks.enter_context(subprocess.Popen(["sleep", "600"], env={**env, **own}, cwd=tmp_path))
             ranks.callback(rank.kill)
             put(cluster, name, "Running")
@@ -57,18 +54,18 @@ def test_a_server_that_cannot_say_where_input_ends_is_refused(backend: Any, pods
         beside(backend, tmp_path, "true")
 
 
-def test_a_rank_of_an_elastic_job_is_looked_for(backend: Any, pods: Cluster, tmp_path: Path) -> None:
+def test_a_command_runs_in_the_pod_of_its_rank(backend: Any, pods: Cluster, tmp_path: Path) -> None:
     for rank in (0, 1):
         code, out, _ = beside(backend, tmp_path, "sh", "-c", "echo $POD $RANK", rank=rank)
-        assert (code, out.decode()) == (0, f"long-worker-{1 - rank} {rank}\n")
-    put(pods, "long-worker-0", "Pending")
-    with pytest.raises(UserError, match="rank 1 does not run: the pod long-worker-0"):
+        assert (code, out.decode()) == (0, f"long-worker-{rank} {rank}\n")
+    put(pods, "long-worker-1", "Pending")
+    with pytest.raises(UserError, match="long has not started: pending"):
         beside(backend, tmp_path, "true", rank=1)
 
 
 def test_a_connection_that_breaks_is_no_exit_code(backend: Any, pods: Cluster, tmp_path: Path) -> None:
-    pods.faults.append(Fault("GET", r"long-worker-1/exec\?.*yes", drop_after_lines=3, times=1))
-    with pytest.raises(Unreachable, match="long-worker-1 was lost"):
+    pods.faults.append(Fault("GET", r"long-worker-0/exec\?.*yes", drop_after_lines=3, times=1))
+    with pytest.raises(Unreachable, match="long-worker-0 was lost"):
         beside(backend, tmp_path, "yes")
     assert (tmp_path / "stream-out").read_bytes().startswith(b"y\ny\n"), "what came before is there"
 
@@ -77,7 +74,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[UserError], str]] = {
     "kubelet": (
         {"status": 500, "message": "error dialing backend: no route"},
         Unreachable,
-        "the node of long-worker-1",
+        "the node of long-worker-0",
     ),
     "busy": ({"status": 503, "message": "later"}, Unreachable, "later"),
     "dropped": ({"drop": True}, Unreachable, "cannot be reached"),
@@ -87,7 +84,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[UserError], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_a_server_refuses_is_one_line(backend: Any, pods: Cluster, tmp_path: Path, case: str) -> None:
     fault, kind, told = REFUSED[case]
-    pods.faults.append(Fault("GET", r"long-worker-1/exec\?.*marked", times=9, **fault))
+    pods.faults.append(Fault("GET", r"long-worker-0/exec\?.*marked", times=9, **fault))
     with pytest.raises(UserError, match=told) as caught:
         beside(backend, tmp_path, "echo", "marked")
     assert type(caught.value) is kind and "\n" not in str(caught.value)

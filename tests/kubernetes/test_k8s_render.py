@@ -42,7 +42,6 @@ SPECS: dict[str, dict[str, Any]] = {
             "pod_annotations": {"karpenter.sh/do-not-disrupt": "false", "example.com/note": "a b"},
         },
     },
-    "elastic": {**GPU, "name": "flex", "elastic": {"min_nodes": 1, "max_nodes": 4}},
     "kueue": {**GPU, "name": "queued", "k8s": {**GPU["k8s"], "queue": "gpu-queue", "topology": "required"}},
     "efa": {
         **GPU, "name": "efa", "k8s": {**GPU["k8s"], "rdma": {"vpc.amazonaws.com/efa": 4}, "hugepages": "5120Mi"},
@@ -185,7 +184,6 @@ spec_values = st.fixed_dictionaries(
         "nodes": st.integers(1, 4), "gpus": st.sampled_from([0, 4, 8]), "ranks_per_node": st.integers(1, 2),
         "cpus": st.floats(0.1, 200), "memory": sizes, "shm": sizes, "time_limit": st.sampled_from(["90s", "2h", "1d12h"]),
         "max_restarts": st.integers(0, 20), "grace_seconds": st.integers(5, 600),
-        "elastic": st.fixed_dictionaries({"min_nodes": st.just(1), "max_nodes": st.integers(3, 1200)}),
         "run_dir": st.sampled_from(["/runs/a", "/data/x", "relative", "/tmp/a"]),
         "volumes": st.lists(
             st.fixed_dictionaries(

@@ -75,8 +75,8 @@ def test_pods_that_are_refused_are_told(backend: Any, cluster: Cluster) -> None:
 def test_auto_takes_the_kind_that_the_cluster_has(backend: Any, cluster: Cluster) -> None:
     """The record keeps the answer: later it is the same job, whatever else has been installed."""
 
-    def auto(name: str, **more: Any) -> JobSpec:
-        return JobSpec.of({**SPEC.plain(), "name": name, "k8s": {"kind": "auto", "runtime": "lockstep"}, **more})
+    def auto(name: str) -> JobSpec:
+        return JobSpec.of({**SPEC.plain(), "name": name, "k8s": {"kind": "auto", "runtime": "lockstep"}})
 
     backend.submit(auto("both"))
     assert cluster.get("pytorchjobs", "both")
@@ -93,7 +93,3 @@ def test_auto_takes_the_kind_that_the_cluster_has(backend: Any, cluster: Cluster
         backend.submit(auto("none"))
     (_, job), _ = product.manifests("k8s", auto("none"))
     assert job["kind"] == "PyTorchJob", "no cluster is asked"
-    cluster.unknown = {"pytorchjobs"}
-    flex = {"elastic": {"min_nodes": 1, "max_nodes": 2}, "volumes": [{"claim": "runs", "path": "/runs"}]}
-    with pytest.raises(UserError, match="does not have PyTorchJob"):
-        backend.submit(auto("flex", **flex))

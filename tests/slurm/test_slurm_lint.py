@@ -16,7 +16,6 @@ GOOD: dict[str, Any] = {
     "slurm": {"socket_interface": "ib0"},
 }  # fmt: skip
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("LS101", {"elastic": {"min_nodes": 1, "max_nodes": 2}}),
     ("LS102", {"time_limit": "2m"}),
     ("LS102", {"time_limit": "10m", "grace_seconds": 600}),
     ("LS103", {"run_dir": "/tmp/run"}),
