@@ -70,11 +70,6 @@ class Api:
         """Seconds since the epoch by the server's clock: what its objects say is compared with that, not with ours."""
         return time.time() + self._ahead
 
-    @property
-    def client(self) -> kube.ApiClient:
-        """The official client, with credentials that have just been good."""
-        return self._client
-
     def close(self) -> None:
         self._client.close()
 

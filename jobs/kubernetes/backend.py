@@ -69,6 +69,7 @@ class KubernetesBackend(Cluster):
 
     Args:
         interval: seconds between two looks.
+        context: of the kubeconfig, for kubectl; None: the current one.
         lost_after: seconds of 404 or unknown nodes after which a job that was seen counts as lost, and of silence after which a wait ends.
     """
 
@@ -78,8 +79,11 @@ class KubernetesBackend(Cluster):
     secrets_from = None
     survived = (UserError,)  # rights may come back, too
 
-    def __init__(self, api: Api, namespace: str, interval: float = 2.0, lost_after: float = 300.0) -> None:
+    def __init__(
+        self, api: Api, namespace: str, interval: float = 2.0, lost_after: float = 300.0, context: str | None = None
+    ) -> None:
         self.api, self.namespace, self.interval, self.lost_after = api, namespace, interval, lost_after
+        self.context = context
         self.scope = f" in namespace {namespace}"
 
     @classmethod
@@ -88,8 +92,9 @@ class KubernetesBackend(Cluster):
         # The client takes longer to import than to render.
         from .api import Api, load_configuration
 
-        load, default = load_configuration(place.get("context"))
-        return cls(Api(load), place.get("namespace") or default)
+        context = place.get("context")
+        load, default = load_configuration(context)
+        return cls(Api(load), place.get("namespace") or default, context=context)
 
     @classmethod
     def manifests(cls, spec: JobSpec) -> Manifests:
@@ -412,13 +417,17 @@ class KubernetesBackend(Cluster):
         )  # fmt: skip
 
     def exec(self, known: KnownJob, rank: int, command: Lines, streams: Streams) -> int:
-        from .exec import Rank
+        from .exec import beside
 
         spec = known.spec or JobSpec.recorded(known.name, known.plain)
         host = hosts(known.record)[rank // spec.ranks]
         with explained(self.api.host):
-            pod, container = partial(self._pod, known.record), CONTAINERS[known.record["kind"]]
-            return Rank(self.api, self.namespace, pod, container, host, rank).run(command, spec.run_directory, streams)
+            pod = self._pod(known.record, host)
+        if pod is None:
+            raise UserError(f"rank {rank} does not run: the pod {host} is gone")
+        there = ["kubectl", "--namespace", self.namespace, *(["--context", self.context] if self.context else [])]
+        name, container = str(get(pod, "metadata", "name")), CONTAINERS[known.record["kind"]]
+        return beside(there, name, container, rank, command, spec.run_directory, streams)
 
     def stop(self, known: KnownJob) -> Status:
         with explained(self.api.host):

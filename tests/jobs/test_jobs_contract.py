@@ -89,6 +89,7 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     else:
         with ApiServer() as server:
             monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path / "kubeconfig")))
+            monkeypatch.setenv("PATH", server.cluster.kubectl.path)
             backend, operator = product.impatient_kubernetes(), Running(server.cluster, tmp_path)
             yield Bench(backend, tmp_path)
             operator.stop()

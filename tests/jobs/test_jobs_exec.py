@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from k8s_exec import Container
 from k8s_server import ApiServer
 
 from tests import product
@@ -56,7 +55,7 @@ class Place:
 def emulated(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Place]:
     """A pod whose only rank is a process of this machine."""
     with ApiServer() as server:
-        env = clean_env(KUBECONFIG=str(server.kubeconfig(folder / "kubeconfig")))
+        env = clean_env(KUBECONFIG=str(server.kubeconfig(folder / "kubeconfig")), PATH=server.cluster.kubectl.path)
         patch.setenv("KUBECONFIG", env["KUBECONFIG"])
         backend = product.impatient_kubernetes()
         spec = {"name": "long", "command": ["true"], "image": "localhost:5000/a:1", "run_dir": "/runs/long"}
@@ -64,7 +63,7 @@ def emulated(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Place]:
         backend.api.close()
         marked = {**env, "LOCKSTEP_JOB": f"long-of-{os.getpid()}"}
         rank = subprocess.Popen(["sleep", "600"], env={**marked, **RANK, "LOCKSTEP_LAUNCHER": "1"}, cwd=folder)
-        server.cluster.containers.there["long-worker-0"] = Container(marked, folder)
+        server.cluster.kubectl.put("long-worker-0", marked, folder)
         server.cluster.pod("long", "long-worker-0", {"phase": "Running"}, spec={"nodeName": "n"})
         try:
             yield Place("k8s", env)

@@ -17,7 +17,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 import k8s_admission
-import k8s_exec
+import k8s_kubectl
 
 KINDS = {
     kind.lower().removesuffix("y") + ("ies" if kind.endswith("y") else "s"): kind
@@ -63,7 +63,7 @@ class Cluster:
         self.logs: dict[str, list[str]] = {}
         self.unknown: set[str] = set()
         self.denied: set[str] = set()
-        self.containers = k8s_exec.Containers()
+        self.kubectl = k8s_kubectl.Kubectl()
         self.stopping = False
         self.role: set[tuple[str, str]] | None = None
         """(verb, resource) that may be done in the namespace `home`; None: everything, everywhere."""

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from k8s_cluster import Cluster
-from k8s_exec import Container
 
 from tests.processes import ROOT, free_port, processes
 
@@ -117,7 +116,7 @@ class Processes(Idle):
             command, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
         # A container shows the processes of its own pod alone; here the launcher's mark stands for that.
-        self.cluster.containers.there[name] = Container({**env, "LOCKSTEP_LAUNCHER": str(process.pid)}, self.folder)
+        self.cluster.kubectl.put(name, {**env, "LOCKSTEP_LAUNCHER": str(process.pid)}, self.folder)
         lines: list[str] = []
         self.cluster.logs[name] = lines
         reader = threading.Thread(target=self._read, args=(process, lines), daemon=True)

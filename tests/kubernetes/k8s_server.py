@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import threading
 import time
 from datetime import datetime
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import k8s_discovery
-import k8s_exec
 import k8s_schema
 from k8s_admission import Refused, check
 from k8s_cluster import KINDS, Cluster, Fault, matches
 
 _PATH = re.compile(
     r"/(?:api|apis)/(?P<group>[^/]+(?:/[^/]+)??)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[a-z]+)"
-    r"(?:/(?P<name>[^/]+))?(?:/(?P<sub>log|exec))?$"
+    r"(?:/(?P<name>[^/]+))?(?:/(?P<sub>log))?$"
 )
 _TOLD = (403, 404, 409, 422)
 """Only these failures are about an object or a kind."""
@@ -99,8 +96,6 @@ class _Handler(BaseHTTPRequestHandler):
         plural, role = match["plural"] + (f"/{match['sub']}" if match["sub"] else ""), self.cluster.role
         if role is None or plural.startswith("selfsubject"):
             return True  # everybody may ask for one's own rights
-        if match["sub"] == "exec":  # since 1.35 a WebSocket needs both
-            return {("get", plural), ("create", plural)} <= role
         reading = "get" if match["name"] else "list"
         verb = {"GET": reading, "POST": "create", "PATCH": "patch", "DELETE": "delete"}[self.command]
         return match["namespace"] == self.cluster.home and (verb, plural) in role
@@ -108,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _get(self, match: re.Match[str]) -> None:
         accepted, kubectl = self.headers.get("Accept", ""), self.headers.get("User-Agent", "").startswith("kubectl")
         if match["sub"]:
-            (self._log if match["sub"] == "log" else self._exec)()
+            self._log()
         elif self.plural in ("secrets", "configmaps") and not kubectl and "PartialObjectMetadata" not in accepted:
             self._fail(500, "Test", f"the content of {self.plural} was asked for")
         elif self.name:
@@ -185,36 +180,6 @@ class _Handler(BaseHTTPRequestHandler):
             with cluster.changed:
                 cluster.changed.wait(0.05)
         self._end_stream()
-
-    def _exec(self) -> None:
-        containers, name = self.cluster.containers, self.query["container"]
-        pod, container = self._there(), containers.there.get(self.name)
-        if pod is None:
-            return
-        known = (
-            [container.name] if container is not None else [one["name"] for one in pod["spec"].get("containers", [])]
-        )
-        keys = [self.headers.get(f"Sec-WebSocket-{key}", "") for key in ("Key", "Protocol")]
-        headers = k8s_exec.accept(*keys, containers)
-        if name not in (known or [name]):
-            self._fail(400, "BadRequest", f"container {name} is not valid for pod {self.name}")
-        elif headers is None:  # no protocol that both know
-            self._send(403, b"", {})
-        else:
-            self.send_response(101)
-            for key, value in headers.items():
-                self.send_header(key, value)
-            self.end_headers()
-            self.wfile.flush()
-            self.close_connection = True
-            session = k8s_exec.Session(containers, container, headers, self.rfile, self.wfile)  # type: ignore[arg-type]
-            session.drop_after = self.fault.drop_after_lines if self.fault is not None else None
-            session.broken = partial(self.connection.shutdown, socket.SHUT_RDWR)
-            words = parse_qs(urlsplit(self.path).query, keep_blank_values=True)["command"]
-            if container is None or pod["status"].get("phase") in ("Succeeded", "Failed"):
-                session.refuse(f"container not running ({self.name})")
-            else:
-                session.run(words, self.query.get("tty") == "true")
 
     def _post(self, match: re.Match[str]) -> None:
         cluster = self.cluster
@@ -381,7 +346,7 @@ class ApiServer:
             self.cluster.changed.notify_all()
         self._server.shutdown()
         self._server.server_close()
-        self.cluster.containers.stop()
+        self.cluster.kubectl.stop()
         self._thread.join(5)
 
     def kubeconfig(self, path: Path, token: str = "good", namespace: str = "team") -> Path:

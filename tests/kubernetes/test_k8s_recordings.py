@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import urllib3
-import websocket
 from k8s_cluster import KINDS, Cluster
-from k8s_exec import Container
 from k8s_operator import Operator, finish, until
 from k8s_server import ApiServer
 
@@ -96,29 +94,6 @@ def test_failures(server: ApiServer, cluster: Cluster, row: Recorded, request: p
     elif row["status"] == 403:
         cluster.denied.add(row["response_body"]["details"]["kind"])
     assert differs(server, row, "wrong" if row["status"] == 401 else "good") == []
-
-
-@pytest.mark.parametrize("row", recorded("execs"), ids=lambda row: row["step"])
-def test_a_command_that_cannot_be_started(server: ApiServer, cluster: Cluster, row: Recorded, tmp_path: Path) -> None:
-    """The connection is there; the kubelet's error comes on channel 3."""
-    name = row["path"].split("/")[-2]
-    put(cluster, "pods", name, "1")
-    pod = cluster.get("pods", name, "lockstep")
-    pod["spec"], pod["status"] = {"containers": [{"name": "pytorch"}]}, {"phase": "Running"}
-    if "not there" in row["step"]:
-        cluster.containers.there[name] = Container({}, tmp_path)
-    query = "&".join(f"{key}={value}" for key, value in row["query"].items())
-    address = f"{server.url.replace('http', 'ws')}{row['path']}?{query}"
-    headers = ["Authorization: Bearer good"]
-    client = websocket.create_connection(address, 10, header=headers, subprotocols=["v5.channel.k8s.io"])
-    frames = [client.recv_data(control_frame=True) for _ in row["frames"]["server"]]
-    client.shutdown()
-    for (opcode, data), real in zip(frames, row["frames"]["server"]):
-        assert opcode == real["op"]
-        if real.get("channel") == 3:
-            assert data[0] == 3 and [*differences(json.loads(real["data"]), json.loads(data[1:]))] == []
-        else:
-            assert data.hex() == (real["data"] if "channel" not in real else f"{real['channel']:02x}")
 
 
 def test_deletion_in_the_foreground(server: ApiServer, cluster: Cluster) -> None:

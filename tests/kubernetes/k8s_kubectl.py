@@ -1,0 +1,59 @@
+"""A stand-in for `kubectl exec`: the container of a pod is an environment and a folder of this machine.
+
+As kubectl 1.32 did against a server: a last line on standard error with an exit code that is not 0; its own failures end with 1
+and one line; without a terminal it passes no signal on, and with one Ctrl-C is a key of the command's terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+PROGRAM = f"""#!{sys.executable}
+import argparse, json, os, pathlib, signal, subprocess, sys
+cut = sys.argv.index("--")
+parser = argparse.ArgumentParser()
+for flag in ("--namespace", "--context", "--container"): parser.add_argument(flag, required=flag != "--context")
+for flag in ("--stdin", "--tty"): parser.add_argument(flag, action="store_true")
+parser.add_argument("verb", choices=["exec"])
+parser.add_argument("pod")
+given, command = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1:]
+place = pathlib.Path(__file__).parent / (given.pod + ".json")
+if not place.exists():
+    sys.exit(f"error: Internal error occurred: error executing command in container: container not running ({{given.pod}})")
+pod = json.loads(place.read_text())
+if pod["shows"]: print(pod["shows"], flush=True)
+if pod["fails"]: sys.exit(pod["fails"])
+signal.signal(signal.SIGINT, lambda *_: None)
+words = [sys.executable if command[0] == "python" else command[0], *command[1:]]
+how = dict(stderr=1) if given.tty else dict(start_new_session=True)
+code = subprocess.run(words, env=pod["env"], cwd=pod["folder"], stdin=None if given.stdin else subprocess.DEVNULL, **how).returncode
+code = 128 - code if code < 0 else code
+sys.exit(print(f"command terminated with exit code {{code}}", file=sys.stderr) or code if code else 0)
+"""
+
+
+class Kubectl:
+    """The pods that commands can be run in."""
+
+    def __init__(self) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="kubectl-")
+        self.folder = Path(self._scratch.name)
+        (self.folder / "kubectl").write_text(PROGRAM)
+        (self.folder / "kubectl").chmod(0o755)
+
+    @property
+    def path(self) -> str:
+        """$PATH with the stand-in."""
+        return f"{self.folder}:{os.environ['PATH']}"
+
+    def put(self, pod: str, env: dict[str, str], folder: Path, fails: str = "", shows: str = "") -> None:
+        """`fails`: what kubectl says before it fails, after it has printed `shows`."""
+        found = {"env": env, "folder": str(folder), "fails": fails, "shows": shows}
+        (self.folder / f"{pod}.json").write_text(json.dumps(found))
+
+    def stop(self) -> None:
+        self._scratch.cleanup()
