@@ -47,6 +47,7 @@ from .status import (
     Submitted,
     Unreachable,
     answered_within,
+    note,
     warn,
 )
 
@@ -567,14 +568,14 @@ class Cluster(Backend):
 
 
 def refuse(jobs: Sequence[Prepared], backend: str) -> None:
-    """Prints the warnings, each once for all runs of a sweep. Raises `UserError` for the first error."""
-    warned = set()
+    """Prints warnings and notes, each once for all runs of a sweep. Raises `UserError` for the first error."""
+    printed = set()
     for job in jobs:
         for item in job.findings:
-            alike = re.sub(r"\d+", "N", item.message)
-            if item.level == "warning" and alike not in warned:
-                warned.add(alike)
-                warn(f"{item.id}: {item.message}")
+            alike = item.message if item.level == "note" else re.sub(r"\d+", "N", item.message)
+            if item.level != "error" and alike not in printed:
+                printed.add(alike)
+                (warn if item.level == "warning" else note)(f"{item.id}: {item.message}")
         if found := errors(job.findings):
             more = f" (and {len(found) - 1} more: see `lockstep lint --backend {backend}`)" if len(found) > 1 else ""
             raise UserError(f"{job.spec.name}: {found[0]}{more}")

@@ -18,7 +18,7 @@ from .manifest import Manifest, holds
 from .spec.model import JobSpec, Volume
 from .spec.types import size_in_bytes
 
-Level = Literal["error", "warning"]
+Level = Literal["error", "warning", "note"]
 SECRET = re.compile(r"(^|_)(TOKEN|PASSWORD|PASSWD|SECRET|SECRET_KEY|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS?)($|_)")
 """Names of variables that look like a secret's."""
 _DOCUMENTATION = re.compile(r"(.*\.)?(example|test|invalid|example\.(com|net|org))(:\d+)?", re.IGNORECASE)
@@ -27,7 +27,7 @@ _DOCUMENTATION = re.compile(r"(.*\.)?(example|test|invalid|example\.(com|net|org
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One complaint: `message` says what was found and what to do. `submit` refuses errors, and prints warnings."""
+    """One complaint: `message` says what was found and what to do. `submit` refuses errors, and prints the others."""
 
     id: str
     level: Level

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import yaml
@@ -43,8 +43,15 @@ def to_yaml(objects: list[Manifest]) -> str:
     return "---\n".join(documents)
 
 
-def merge(target: Any, patch: Any) -> Any:
-    """JSON merge patch (RFC 7386): null removes, mappings merge, anything else replaces."""
+def merge(target: Any, patch: Any, keys: Sequence[str] = ()) -> Any:
+    """JSON merge patch (RFC 7386): null removes, mappings merge, anything else replaces.
+
+    Args:
+        keys: lists whose items all have one of these keys merge by it, as in kubectl's strategic merge. There `$patch: delete`
+            in an item removes the item.
+    """
+    if isinstance(patch, list) and isinstance(target, list):
+        return _merge_lists(target, patch, keys)
     if not isinstance(patch, dict):
         return patch
     result = dict(target) if isinstance(target, dict) else {}
@@ -52,8 +59,22 @@ def merge(target: Any, patch: Any) -> Any:
         if value is None:
             result.pop(key, None)
         else:
-            result[key] = merge(result.get(key), value)
+            result[key] = merge(result.get(key), value, keys)
     return result
+
+
+def _merge_lists(target: list[Any], patch: list[Any], keys: Sequence[str]) -> list[Any]:
+    items = [*target, *patch]
+    key = next((key for key in keys if all(isinstance(item, dict) and key in item for item in items)), None)
+    if key is None:
+        return patch
+    result = {item[key]: item for item in target}
+    for item in patch:
+        if item.get("$patch") == "delete":
+            result.pop(item[key], None)
+        else:
+            result[item[key]] = merge(result.get(item[key]), item, keys)
+    return list(result.values())
 
 
 def without_none(value: Any) -> Any:

@@ -56,7 +56,7 @@ def _rules(findings: list[Finding] | None) -> list[Check]:
     """What `submit` would refuse or warn of, which no cluster is needed for; nothing without a job."""
     if findings is None:
         return []
-    checks = [Check(item.id, "missing" if item.level == "error" else "warning", item.message) for item in findings]
+    checks = [Check(item.id, "missing" if item.level == "error" else item.level, item.message) for item in findings]
     return checks or [Check("rules", "ok", "lint finds nothing in the job")]
 
 

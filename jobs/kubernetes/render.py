@@ -14,7 +14,7 @@ from lockstep.training.contract import ENV_METRICS_PORT, METRICS_PORT, UserError
 
 from .. import command as commands
 from ..command import GRACE_MARGIN
-from ..manifest import HASH, JOB, MANAGED, SPEC, Manifest, holds, merge, without_none
+from ..manifest import HASH, JOB, MANAGED, SPEC, Manifest, get, holds, merge, without_none
 from ..spec.model import CODE_PARTS, JobSpec
 from ..spec.types import seconds
 from .section import CONTAINERS, KINDS, KUEUE_QUEUE, Kubernetes
@@ -28,6 +28,8 @@ SUBMISSION = "lockstep/submission"
 """Label of a ConfigMap and annotation of a job: which submission made it, and so which ones are the job's."""
 RENDERED = "rendered"
 """In place of a submission's word, where nothing is submitted."""
+MERGED_BY = ("mountPath", "name", "containerPort", "manager")
+"""Keys by which the items of a patch's lists merge with those that are rendered: the first that all items have."""
 LINGER_SECONDS = 30
 """The operator ends a job of workers with the first that it sees completed, and takes the logs of the others away: by then
 it has seen rank 0's pod."""
@@ -45,7 +47,7 @@ def kind_of(spec: JobSpec) -> str:
 
 def manifests(spec: JobSpec, submission: str = RENDERED) -> list[Manifest]:
     """[NetworkPolicy, PyTorchJob or TrainJob]: the objects of a job but those of its code, with `patch`."""
-    return [network_policy(spec, submission), merge(job(spec, submission), k8s(spec).patch)]
+    return [network_policy(spec, submission), merge(job(spec, submission), k8s(spec).patch, MERGED_BY)]
 
 
 def submission_in(policy: Manifest, spec: JobSpec) -> str:
@@ -146,6 +148,14 @@ def _trainjob(spec: JobSpec, submission: str) -> Manifest:
             {"manager": "lockstep", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}}}
         ],
     }
+
+
+def template(job: Manifest) -> Any:
+    """The pods' template in a job; None where a patch has left none."""
+    if job.get("kind") == "PyTorchJob":
+        return get(job, "spec", "pytorchReplicaSpecs", "Worker", "template")
+    jobs = get(job, "spec", "runtimePatches", 0, "trainingRuntimeSpec", "template", "spec", "replicatedJobs")
+    return get(jobs, 0, "template", "spec", "template")
 
 
 def labels(spec: JobSpec) -> dict[str, str]:

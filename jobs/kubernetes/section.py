@@ -123,8 +123,16 @@ class Kubernetes(Section):
     ttl: Duration = "7d"
     """How long a finished job stays before the cluster deletes it."""
     patch: Values = Field(default_factory=dict)
-    """JSON merge patch on the rendered job, for fields that have no setting here. It adds: what it changes of the rendered ones is
-    refused."""
+    """Patch on the rendered job, for fields that have no setting here, as `kubectl patch` merges: the items of a list (containers,
+    volumes, env, ports) by their `name`, volumeMounts by their `mountPath`; null removes a key, `$patch: delete` an item."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Kubernetes:
+        if self.topology and not self.queue:
+            raise ValueError("topology is Kueue's, and does nothing without a queue: set queue, or remove topology")
+        if self.hugepages is None and any(name.endswith("/efa") for name in self.rdma):
+            raise ValueError("EFA without huge pages falls back to sockets: set hugepages to 5120Mi")
+        return self
 
 
 SECTION = Kubernetes

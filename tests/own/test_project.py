@@ -37,7 +37,7 @@ def test_a_new_project_trains_passes_its_own_test_and_is_a_job_for_every_backend
         assert "my-project-2" in rendered and "error" not in rendered, rendered
     assert _lockstep(folder, "lint", "job.yaml").output == "", "what all backends have in common"
     pushed = _lockstep(folder, "lint", "job.yaml", "--backend", "k8s", "--image", "localhost:5000/mine:1").output
-    assert [line.split()[0] for line in pushed.splitlines()] == ["LS016"]
+    assert pushed == ""
     left = subprocess.run(
         ["git", "status", "--porcelain", "-uall"], cwd=folder, check=True, capture_output=True, text=True
     )
