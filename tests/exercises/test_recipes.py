@@ -1,4 +1,4 @@
-"""The recipes of the modules: the MLP's two tables, Fashion-MNIST from idx files, ResNet-9, and slices of one's own."""
+"""The recipes of the modules: the MLP's two tables, Fashion-MNIST from idx files, and ResNet-9."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from tests import product
-from tests.events import events
 from tests.idx import write_fashion
 from tests.processes import ROOT
 from tests.ranks import gang, training
@@ -101,22 +100,3 @@ def test_fashion_cnn_from_idx_files_with_the_accuracy_of_each_class(tmp_path: Pa
     assert summary["accuracy"] == pytest.approx(mean) and summary["accuracy"] > 0.5
     again = training("evaluate", str(tmp_path / "run"))
     assert f"accuracy {summary['accuracy']:.4f} (" in again.output, again.output
-
-
-@pytest.mark.promise("samplers")
-@pytest.mark.parametrize("uneven", ["drop", "weight"])
-def test_own_slices_of_unequal_size_are_logged_and_never_hang(data_root: Path, tmp_path: Path, uneven: str) -> None:
-    words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", f"data.root={data_root}"]
-    words += ["data.source=synthetic", "data.options={n: 101, n_test: 20, size: 8}", "crop=1"]
-    words += ["model=tests.nets:SmallConv", "model_options={}"]
-    words += ["data.num_shards=5", "data.shuffle=shard", "global_batch_size=12", "epochs=2", f"uneven={uneven}"]
-    done = gang(3, *words)
-    assert done.code == 0, done.output
-    slices = events(tmp_path / "run", "slices")[0]["slices"]
-    # 101 samples in 5 files of 20 or 21, of which the ranks have 1, 2 and 2
-    assert [own["samples"] for own in slices] == [20, 40, 41]
-    steps = 5 if uneven == "drop" else 11
-    assert events(tmp_path / "run", "epoch")[0]["step"] == steps
-    expected = [(5, 0), (5, 20), (5, 21)] if uneven == "drop" else [(5, 0), (10, 0), (11, 0)]
-    assert [(own["batches"], own["left_out"]) for own in slices] == expected
-    assert f"rank 1 keeps 40 samples of its own: {expected[1][0]} batches of 4 an epoch" in done.output

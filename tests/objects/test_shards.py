@@ -80,11 +80,6 @@ def test_a_node_fetches_each_shard_once_and_trains_as_from_its_disk(here: Node, 
     assert done.code == 0 and "of 50" in done.output, done.output
 
 
-def test_each_rank_fetches_the_shards_that_it_alone_reads(here: Node) -> None:
-    done = here.go("run", "data.shuffle=shard", ranks=3)
-    assert done.code == 0 and set(here.fetched().values()) == {1} and len(here.fetched()) == 4, done.output
-
-
 @pytest.mark.parametrize("fault", ["cut", "truncated", "flipped"])
 def test_what_is_lost_or_damaged_on_the_way_is_fetched_again(fault: str, here: Node, expected: str) -> None:
     here.proxy.reset(lambda number, *_: fault if number % 4 == 1 else "")

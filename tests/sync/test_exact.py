@@ -263,7 +263,6 @@ def test_what_would_depend_on_the_ranks_is_refused_or_warned_of(
     [
         "batch_size=16",
         "uneven=mean",
-        "data.shuffle=shard",
         "compile=true",
         "cudnn_benchmark=true",
         "capture=auto",

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
-from ..contract import UserError
 from ..observe.clock import StepClock
 from ..optim.base import PlainOptimizer
 from ..optim.ema import Ema
@@ -326,7 +325,7 @@ def _kind(value: Any) -> Any:
     return "number" if is_scalar or isinstance(value, (int, float)) else type(value)
 
 
-def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0, resizable: bool = True) -> None:
+def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0) -> None:
     """Gives every rank its part of the gathered state, which rank `source` has read from a checkpoint. Collective.
 
     At another world size than it was saved at, every rank gets the mean of the saved batch statistics; generators keep
@@ -334,17 +333,11 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0,
     (`merged_state`).
 
     Raises:
-        UserError: the world size differs from the saved one, and the run is not `resizable`.
         ValueError: the checkpoint has other parameters, shapes or optimizer groups than this run.
     """
     gathered = gathered if state.world.rank == source else None
     saved_by = broadcast_tree(None if gathered is None else len(gathered["ranks"]), state.world, source)
     same_size = saved_by == state.world.size
-    if not same_size and not resizable:
-        raise UserError(
-            f"the run was saved by {saved_by} ranks, and with shuffle=shard each rank has its own files: "
-            f"resume it on {saved_by} ranks, not {state.world.size}"
-        )
     ranks = None if gathered is None else gathered["ranks"]
     if same_size:  # each gets its own part alone
         rank_state = scatter_trees(ranks, state.world, source)

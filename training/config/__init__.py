@@ -185,15 +185,11 @@ class Config(RunSettings, Recipe):
 
     @model_validator(mode="after")
     def _of_any_ranks(self) -> Self:
-        bound = {
-            "batch_size": self.batch_size,
-            "uneven=mean": self.uneven == "mean",
-            "data.shuffle=shard": self.data.shuffle == "shard",
-        }
+        bound = {"batch_size": self.batch_size, "uneven=mean": self.uneven == "mean"}
         if self.exact and (of_ranks := [name for name, value in bound.items() if value]):
             raise ValueError(
                 f"sync.name=exact does not take {of_ranks[0]}, which is another thing at another number of ranks: set global_batch_size, "
-                "uneven=drop, pad or weight, and data.shuffle=global or none"
+                "and uneven=drop, pad or weight"
             )
         return self
 

@@ -213,8 +213,8 @@ class Data(Section):
     """Seconds to wait for another process, or another node, that prepares the same data."""
     verify: Free[bool] = True
     """Check the sha256 of every shard that a rank opens."""
-    shuffle: Literal["global", "shard", "none"] = "global"
-    """`global`: one order over all samples, the same at every world size. `shard`: each rank reads its own files. `none`: in order."""
+    shuffle: Literal["global", "none"] = "global"
+    """`global`: one order over all samples, the same at every world size. `none`: in order."""
     resident: Free[Literal["auto", "always", "never"]] = "auto"
     """Keep the uint8 images on the device: if they fit in a quarter of its free memory, always, or never."""
     prefetch: Free[Positive] = 2

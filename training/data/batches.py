@@ -32,7 +32,7 @@ from ..contract import UserError
 from ..parallel.world import World
 from . import order, trees
 from .augment import Keys, draw_keys
-from .shards import Manifest, Samples
+from .shards import Samples
 
 DRAWN_AT_ONCE = 4096
 """Sample ids, of the steps to come."""
@@ -81,7 +81,6 @@ class Division:
             leaves it out, `pad` fills it up from the epoch's start, `weight` gives the ranks unequal parts, and with `mean` each
             rank takes a whole part in turn, and their means are averaged.
         multiple: a rank's part comes in blocks of this many (32 for ghost batch norm).
-        slices: the range of ids that is each rank's own; None: all ranks share all samples.
         parts: cut each global batch into these, whole ones to each rank, so that any number of ranks can share it.
 
     Raises:
@@ -90,92 +89,45 @@ class Division:
 
     def __init__(
         self, count: int, batch: int, world: World, seed: int, *, uneven: str, shuffle: bool = True, multiple: int = 1,
-        slices: list[tuple[int, int]] | None = None, parts: order.Parts | None = None,
+        parts: order.Parts | None = None,
     ) -> None:  # fmt: skip
         if parts is None:
             order.check_division(batch, world.size, multiple, uneven)
         self.count, self.batch, self.world, self.seed = count, batch, world, seed
-        self.uneven, self.shuffle, self.multiple, self.slices, self.parts = uneven, shuffle, multiple, slices, parts
-        self.steps = self._steps()
+        self.uneven, self.shuffle, self.multiple, self.parts = uneven, shuffle, multiple, parts
+        self.steps = order.steps_per_epoch(count, batch, uneven)
         self._drawn: tuple[tuple[int, ...], torch.Tensor] = (), torch.empty(0)
-
-    def _steps(self) -> int:
-        if self.slices is None:
-            return order.steps_per_epoch(self.count, self.batch, self.uneven)
-        counts = [
-            order.steps_per_epoch(high - low, max(self._part_size(rank), 1), self.uneven)
-            for rank, (low, high) in enumerate(self.slices)
-        ]
-        return min(counts) if self.uneven == "drop" else max(counts)
-
-    def _part_size(self, rank: int) -> int:
-        low, high = order.bounds(self.batch, rank, self.world.size, self.multiple)
-        return high - low
 
     def part(self, epoch: int, step: int) -> tuple[torch.Tensor, Part]:
         """(the ids [≥ 1] of this rank's samples, how they count). An empty part has one sample, which counts nothing."""
+        ids = self._ids(epoch, step)
         if self.parts is not None:
-            ids = self._ids(self.count, self.seed, epoch, step, self.batch)
             low, high, part = share(len(ids), self.world, self.parts, self.multiple)
             return ids[low:high] if part.samples else ids[:1], part
-        ids, sizes = self._shared(epoch, step) if self.slices is None else self._of_slices(self.slices, epoch, step)
-        total = sum(sizes)
-        if not sizes[self.world.rank]:
-            return ids, Part(0, total, 0.0, self.multiple)
-        ranks = sum(size > 0 for size in sizes)
-        weight = total / (ranks * len(ids)) if self.uneven == "mean" else 1.0
-        return ids, Part(len(ids), total, weight, self.multiple)
-
-    def _shared(self, epoch: int, step: int) -> tuple[torch.Tensor, list[int]]:
-        """(this rank's ids, the number of samples of each rank), of an order that all ranks share."""
-        ids = self._ids(self.count, self.seed, epoch, step, self.batch)
+        total = len(ids)
         # With `mean` the ranks take whole batches in turn, as a loop over `i % world_size == rank` does.
-        divided = self.batch if self.uneven == "mean" else len(ids)
+        divided = self.batch if self.uneven == "mean" else total
         ranges = [order.bounds(divided, rank, self.world.size, self.multiple) for rank in range(self.world.size)]
-        sizes = [max(0, min(high, len(ids)) - low) for low, high in ranges]
         low, high = ranges[self.world.rank]
-        return ids[low:high] if sizes[self.world.rank] else ids[:1], sizes
+        mine = ids[low:high]
+        if not len(mine):
+            return ids[:1], Part(0, total, 0.0, self.multiple)
+        ranks = sum(low < min(high, total) for low, high in ranges)
+        weight = total / (ranks * len(mine)) if self.uneven == "mean" else 1.0
+        return mine, Part(len(mine), total, weight, self.multiple)
 
-    def _of_slices(self, slices: list[tuple[int, int]], epoch: int, step: int) -> tuple[torch.Tensor, list[int]]:
-        """The same, where each rank has samples of its own."""
-        sizes = []
-        for rank, (low, high) in enumerate(slices):
-            size = self._part_size(rank)
-            left = high - low - step * size
-            sizes.append(size if self.uneven == "pad" else max(0, min(size, left)))
-        rank = self.world.rank
-        low, high = slices[rank]
-        if not sizes[rank]:
-            return torch.tensor([low]), sizes
-        secret = order.key(self.seed, rank, order.Salt.ORDER_OF_SHARDS)
-        return low + self._ids(high - low, secret, epoch, step, self._part_size(rank)), sizes
-
-    def _ids(self, count: int, seed: int, epoch: int, step: int, batch: int) -> torch.Tensor:
+    def _ids(self, epoch: int, step: int) -> torch.Tensor:
         """`order.global_ids`, drawn for many steps at once: that costs hardly more than for one."""
-        steps = -(-DRAWN_AT_ONCE // batch)
+        steps = -(-DRAWN_AT_ONCE // self.batch)
         block, at = divmod(step, steps)
-        wanted = count, seed, epoch, block, batch * steps
-        drawn, ids = self._drawn
-        if drawn != wanted:
-            ids = order.global_ids(*wanted, self.uneven, self.shuffle)
-            self._drawn = wanted, ids
-        return ids[at * batch : (at + 1) * batch]
+        if self._drawn[0] != (epoch, block):
+            ids = order.global_ids(self.count, self.seed, epoch, block, self.batch * steps, self.uneven, self.shuffle)
+            self._drawn = (epoch, block), ids
+        return self._drawn[1][at * self.batch : (at + 1) * self.batch]
 
     def describe(self) -> dict[str, Any]:
         """What a start in the middle of an epoch must be the same in."""
         return {"samples": self.count, "global_batch_size": self.batch, "shuffle": self.shuffle, "uneven": self.uneven}
-
-    def describe_slices(self) -> list[dict[str, int]]:
-        """Each rank's own part: {rank, samples, batch_size, batches, left_out} an epoch; empty where all are shared."""
-        described = []
-        for rank, (low, high) in enumerate(self.slices or []):
-            size = self._part_size(rank)
-            batches = self.steps if self.uneven == "pad" else min(self.steps, -(-(high - low) // max(size, 1)))
-            left_out = max(0, high - low - self.steps * size)
-            described.append(
-                {"rank": rank, "samples": high - low, "batch_size": size, "batches": batches, "left_out": left_out}
-            )
-        return described
 
 
 class OrderSampler(Sampler[int]):
@@ -238,18 +190,6 @@ class OrderSampler(Sampler[int]):
         if left <= 0:
             return 0
         return (left - 1) * (self._division.batch // self._division.world.size) + len(self.step_ids(self.steps - 1))
-
-
-def slices_of(manifest: Manifest, ranks: int) -> list[tuple[int, int]]:
-    """The id range of each rank's own files. Raises `UserError` where there are fewer files than ranks."""
-    shards = manifest.splits["train"]
-    if len(shards) < ranks:
-        raise UserError(
-            f"shuffle=shard needs a file for each of {ranks} ranks, but there are {len(shards)}: set data.num_shards={ranks}"
-        )
-    starts = [sum(shard.count for shard in shards[:number]) for number in range(len(shards) + 1)]
-    ranges = [order.bounds(len(shards), rank, ranks) for rank in range(ranks)]
-    return [(starts[low], starts[high]) for low, high in ranges]
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,8 +265,7 @@ class Stored:
     def batch(self, ids: torch.Tensor, keys: Keys) -> Batch:
         if self.resident:
             ids = ids.to(self._device, non_blocking=True)
-            rows = ids - self.samples.low
-            return Batch(self._images, rows, ids, self._labels[rows], keys)
+            return Batch(self._images, ids, ids, self._labels[ids], keys)
         images, labels = self.samples.take(ids)
         return Batch(images, torch.arange(len(ids)), ids, labels, keys)
 

@@ -16,10 +16,10 @@ from ..checkpoint import generators, weights
 from ..config import Config
 from ..contract import MOST_NAMED, UserError, named
 from ..data.augment import augment, check_settings, draw_keys, normalise
-from ..data.batches import Batches, Division, Stored, slices_of
+from ..data.batches import Batches, Division, Stored
 from ..data.making import prepare as prepare_shards
 from ..data.order import Parts
-from ..data.shards import Manifest, Samples, Shard
+from ..data.shards import Manifest, Samples
 from ..models.arithmetic import real_type
 from ..parallel.exchange import (
     broadcast_tree,
@@ -43,7 +43,7 @@ class Prepared:
 
     @property
     def samples(self) -> Samples:
-        """This rank's training samples."""
+        """The training samples."""
         assert isinstance(self.batches.source, Stored)
         return self.batches.source.samples
 
@@ -57,7 +57,8 @@ def prepare(run: Session, config: Config) -> Prepared:
     world = run.world
     with waiting_for_all(world, "prepare the data", config.data.prepare_timeout, config.collective_timeout):
         manifest = prepare_shards(config.data)
-        manifest.bring(_own_part(config, manifest, world), config.data.verify)
+        files = [*manifest.splits["train"], *manifest.splits["test"]]  # which the ranks of a node share
+        manifest.bring(files[world.local_rank :: world.local_size], config.data.verify)
     with failing_together(world):
         check_settings(config, manifest.shape)
     _check_same_data(manifest, run.facts.get("data"), world)
@@ -72,16 +73,6 @@ def prepare(run: Session, config: Config) -> Prepared:
         if not run.resumed and run.leader:
             _initial_weights(config, prepared)
     return prepared
-
-
-def _own_part(config: Config, manifest: Manifest, world: World) -> list[Shard]:
-    """What this rank fetches and verifies: its part of the files that the ranks of its node share, and those that it reads alone."""
-    shared = [*manifest.splits["train"], *manifest.splits["test"]]
-    own: list[Shard] = []
-    if config.data.shuffle == "shard":
-        shared = manifest.splits["test"]
-        own = [shard for _, shard in manifest.overlapping("train", *slices_of(manifest, world.size)[world.rank])]
-    return own + shared[world.local_rank :: world.local_size]
 
 
 def _check_same_data(manifest: Manifest, saved: dict[str, str] | None, world: World) -> None:
@@ -110,13 +101,11 @@ def _batches(
     config: Config, world: World, manifest: Manifest, global_batch: int, multiple: int, parts: Parts | None = None
 ) -> Batches:
     settings, count = config.data, manifest.count("train")
-    slices = slices_of(manifest, world.size) if settings.shuffle == "shard" else None
     division = Division(
         count, global_batch, world, config.seed, uneven=config.uneven, shuffle=settings.shuffle != "none",
-        multiple=multiple, slices=slices, parts=parts,
+        multiple=multiple, parts=parts,
     )  # fmt: skip
-    low, high = slices[world.rank] if slices else (0, count)
-    samples = Samples.open(manifest, "train", low, high)
+    samples = Samples.open(manifest, "train", 0, count)
     return Batches(Stored(samples, world, config.seed, settings.resident, settings.prefetch), division)
 
 
@@ -165,30 +154,21 @@ def _initial_weights(config: Config, prepared: Prepared) -> None:
 
 
 def _first_images(prepared: Prepared, count: int) -> torch.Tensor:
-    """Of this rank's training images, uint8 [n, h, w, c], or its vectors."""
-    samples = prepared.samples
-    return samples.take(torch.arange(samples.low, min(samples.low + count, samples.high)))[0]
+    """Of the training images, uint8 [n, h, w, c], or the vectors."""
+    return prepared.samples.take(torch.arange(min(count, len(prepared.samples))))[0]
 
 
 def example(run: Session, config: Config, prepared: Prepared) -> torch.Tensor:
     """A few samples as the network will see them."""
-    first, multiple = prepared.samples.low, prepared.batches.division.multiple
-    images = _first_images(prepared, max(multiple, 2)).to(run.device)
+    images = _first_images(prepared, max(prepared.batches.division.multiple, 2)).to(run.device)
     rows = torch.arange(len(images), device=images.device)
     dtype = real_type(config.precision)
-    return augment(images, rows, first + rows, config.data, draw_keys(config.seed, 0), dtype, config.channels_last)
+    return augment(images, rows, rows, config.data, draw_keys(config.seed, 0), dtype, config.channels_last)
 
 
 def describe(run: Session, config: Config, prepared: Prepared) -> None:
     """Lines about how the batches are divided."""
     division = prepared.batches.division
-    if slices := division.describe_slices():
-        run.event("slices", slices=slices)
-        for part in slices:
-            run.print(
-                "rank {rank} keeps {samples} samples of its own: {batches} batches of {batch_size} an epoch, "
-                "{left_out} left out".format(**part)
-            )
     if config.log.score_every:
         run.print(
             f"model={config.model} global_batch_size={prepared.global_batch} optim={config.optim.name} lr={config.optim.lr:g} "

@@ -267,9 +267,8 @@ class Lifecycle:
             if world.replacement:
                 gathered = self._admitted()
             with failing_together(world), _misfits_explained():
-                of_rank_alone = isinstance(settings, Config) and settings.data.shuffle == "shard"  # its files
                 source = world.rank if world.replacement else self.source
-                scatter(gathered, state, source, resizable=not of_rank_alone)
+                scatter(gathered, state, source)
             self.goodput.enter(Bucket.PREPARED)
         if self.source is not None:  # a node that has nothing but the checkpoint counts on
             saved = [state.history.get("attempts", 0), state.history.get("failures", 0)]
