@@ -62,7 +62,6 @@ API = {
         "lockstep.training.sync.teaching.horovod": "Horovod's interface. `import lockstep.training.sync.teaching.horovod as hvd`.",
     },
     "Data and models": {
-        "lockstep.training.data.batches.OrderSampler": "Lockstep's data order as a torch sampler.",
         "lockstep.training.data.order.key": "The key of a data order.",
         "lockstep.training.data.order.permute": "The data order itself.",
         "lockstep.training.data.order.bounds": "A rank's part of a batch.",

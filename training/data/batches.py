@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from lockstep.wire.signals import FORWARDED, signals_held_back
 
@@ -128,68 +127,6 @@ class Division:
     def describe(self) -> dict[str, Any]:
         """What a start in the middle of an epoch must be the same in."""
         return {"samples": self.count, "global_batch_size": self.batch, "shuffle": self.shuffle, "uneven": self.uneven}
-
-
-class OrderSampler(Sampler[int]):
-    """Lockstep's data order for a `DataLoader` of your own: the sample ids of one rank, epoch after epoch.
-
-        sampler = OrderSampler(len(dataset), batch_size=64)       # rank and world size from torch.distributed
-        loader = DataLoader(dataset, batch_size=64, sampler=sampler)
-        sampler.set_epoch(epoch, step)                            # each epoch; `step` where a run resumes within one
-
-    The samples of every global batch are those that `training run` trains with the same seed, at every world size, and a seek costs
-    nothing. Where torch's `DistributedSampler` deals samples out one by one, a rank here takes its contiguous part of each global batch.
-
-    Args:
-        count: samples in the data set.
-        batch_size: samples a rank takes a step, as in the `DataLoader`.
-        rank: this process's rank and the number of ranks; from the process group, or 0 of 1, where not given.
-        seed: of the order; the same on every rank.
-        shuffle: a new permutation each epoch, or the data set's own order.
-        uneven: what an epoch's last global batch does where it is short: `drop` leaves it out, `pad` fills it up from the
-            epoch's start, `weight` gives the ranks unequal parts – then ranks may have unequal numbers of batches, which
-            DistributedDataParallel bears only under `join()`.
-
-    Raises:
-        lockstep.training.contract.UserError: the data set is too small for one step.
-    """
-
-    def __init__(
-        self, count: int, batch_size: int, *, rank: int | None = None, world_size: int | None = None, seed: int = 0,
-        shuffle: bool = True, uneven: str = "drop",
-    ) -> None:  # fmt: skip
-        joined = dist.is_available() and dist.is_initialized()
-        rank = rank if rank is not None else dist.get_rank() if joined else 0
-        size = world_size if world_size is not None else dist.get_world_size() if joined else 1
-        if not 0 <= rank < size:
-            raise ValueError(f"rank must be in [0, {size}), got {rank}")
-        if batch_size < 1 or uneven not in ("drop", "pad", "weight"):
-            raise ValueError(
-                f"batch_size must be at least 1 and uneven drop | pad | weight, got {batch_size} and {uneven!r}"
-            )
-        world = World(rank=rank, size=size)
-        self._division = Division(count, batch_size * size, world, seed, uneven=uneven, shuffle=shuffle)
-        self.steps = self._division.steps
-        self.epoch = self.first_step = 0
-
-    def set_epoch(self, epoch: int, step: int = 0) -> None:
-        """The next pass is epoch `epoch`, from its global batch `step` on."""
-        self.epoch, self.first_step = epoch, step
-
-    def step_ids(self, step: int) -> torch.Tensor:
-        """This rank's ids (int64) of one global batch of the epoch."""
-        ids, part = self._division.part(self.epoch, step)
-        return ids[: part.samples].clone()
-
-    def __iter__(self) -> Iterator[int]:
-        for step in range(self.first_step, self.steps):
-            yield from self.step_ids(step).tolist()
-
-    def __len__(self) -> int:
-        left = self.steps - self.first_step
-        if left <= 0:
-            return 0
-        return (left - 1) * (self._division.batch // self._division.world.size) + len(self.step_ids(self.steps - 1))
 
 
 @dataclass(frozen=True, slots=True)
