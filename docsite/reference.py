@@ -67,7 +67,6 @@ API = {
         "lockstep.training.data.order.bounds": "A rank's part of a batch.",
         "lockstep.training.data.sources.load": "The samples of a data source. `from lockstep.training.data import sources`.",
         "lockstep.training.data.sources.raw.Raw": "What `load` returns.",
-        "lockstep.training.data.sources.SourceDataset": "A data source as a torch data set.",
         "lockstep.training.models.bag_of_tricks.BagOfTricks": "The model of the recipes `bag_of_tricks` and `smoke`.",
         "lockstep.training.models.resnet9.ResNet9": "The model of the recipe `resnet9`.",
     },

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from samples import dataset
 
 from lockstep.training.contract import user_errors
-from lockstep.training.data.sources import SourceDataset
 from lockstep.training.models.resnet9 import ResNet9
 from lockstep.training.sync.teaching.horovod import (
     DistributedOptimizer,
@@ -37,10 +37,10 @@ dtype = torch.float32
 torch.manual_seed(rank)
 
 with user_errors():
-    dataset = SourceDataset(args.data, "train", args.root, download=True)
-loader, per_rank = partition_dataset(dataset, args.batch_size, device, dtype)
+    data = dataset(args.data, "train", args.root)
+loader, per_rank = partition_dataset(data, args.batch_size, device, dtype)
 
-model = ResNet9(len(dataset.classes), len(dataset[0][0]), args.width, device=device)
+model = ResNet9(int(data.tensors[1].max()) + 1, len(data[0][0]), args.width, device=device)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-3)
 optimizer = DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 broadcast_parameters(model)

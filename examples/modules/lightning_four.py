@@ -12,10 +12,10 @@ import sys
 
 import torch
 import torch.nn.functional as F
+from samples import dataset
 from torch.utils.data import DataLoader
 
 from lockstep import Session
-from lockstep.training.data.sources import SourceDataset
 from lockstep.training.models.fashion_cnn import FashionCNN
 
 EPOCHS, BATCH = 1, 32  # a rank's
@@ -67,7 +67,7 @@ def ours(data):
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    data = SourceDataset("digits")
+    data = dataset("digits")
     network, rank = {"lightning": lightning, "ours": ours}[sys.argv[1]](data)
     if rank == 0:
         x, y = next(iter(DataLoader(data, len(data))))

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from samples import dataset
 
-from lockstep.training.data.sources import SourceDataset
 from lockstep.training.models.resnet9 import ResNet9
 from lockstep.training.sync.teaching import horovod
 from lockstep.training.sync.teaching.horovod import DistributedOptimizer, broadcast_parameters, init
@@ -52,7 +52,7 @@ def partition_dataset(dataset, batch_size, device, dtype):
 
 
 def cifar10(folder, train):
-    return SourceDataset("cifar10", "train" if train else "test", Path(folder).parent, download=True)
+    return dataset("cifar10", "train" if train else "test", Path(folder).parent)
 
 
 data, optim = SimpleNamespace(CIFAR10Dataset=cifar10), torch.optim

@@ -13,11 +13,7 @@ import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
-
-import filelock
-import torch
-from torch.utils.data import Dataset
+from typing import Any, TypeAlias
 
 from ...config import Data, settings
 from ...contract import UserError
@@ -100,59 +96,3 @@ def stamps(name: str, root: Path, options: dict[str, Any]) -> Stamps:
         return []
     digest = hashlib.sha256(repr(sorted(entries)).encode("utf-8", "backslashreplace"))
     return [len(entries), sum(size for _, size, _ in entries), digest.hexdigest()]
-
-
-class SourceDataset(Dataset[tuple[Any, int]]):
-    """(sample, label) of a source by its name: `SourceDataset("cifar10", "train", "data", download=True)`.
-
-    A sample is a float32 image [c, h, w] in 0 … 1, or a float32 feature vector [f], after `transform`. `classes` are the
-    names of the labels. Where several processes of a node begin at once, one of them downloads.
-
-    Args:
-        source: a value of `data.source`, e.g. `digits`, `cifar10`, `images` or `package.module:function`, which is called.
-        root: folder of the data, of the sources that need one.
-        options: of the source, e.g. `{"n": 100}`.
-        transform: is called with each sample.
-
-    Raises:
-        UserError: there is no such source, or its data is missing or damaged.
-    """
-
-    def __init__(
-        self, source: str, split: Literal["train", "test"] = "train", root: Path | str = "data", download: bool = False,
-        options: dict[str, Any] | None = None, transform: Callable[[torch.Tensor], Any] | None = None,
-    ) -> None:  # fmt: skip
-        if not ours(source) and ":" not in source:
-            raise UserError(f"unknown source {source!r}{settings.nearest(source, [*SOURCES, *OWN])}")
-        raw = _load_once(source, Path(root), download, options or {})
-        samples, labels = raw.train if split == "train" else raw.test
-        self.samples, self.labels = torch.as_tensor(samples), torch.as_tensor(labels)
-        self.classes, self.transform = raw.classes, transform
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        sample = self.samples[index]
-        if sample.ndim == 3:
-            sample = sample.permute(2, 0, 1).float() / 255
-        return (self.transform(sample) if self.transform else sample), int(self.labels[index])
-
-
-def _load_once(name: str, root: Path, download: bool, options: dict[str, Any]) -> Raw:
-    """`load` for every process of a node at once: one of them downloads while the others wait. Raises `UserError`."""
-    try:
-        return load(name, root, False, options)
-    except UserError:
-        if not download or name not in FILES:
-            raise
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(root / f".{name}.lock", timeout=1800):
-            return load(name, root, True, options)
-    except filelock.Timeout:
-        raise UserError(
-            f"another process has downloaded {name} to {root} for half an hour: check that process"
-        ) from None
-    except OSError as error:
-        raise UserError(f"cannot download {name} to {root}: {error.strerror}") from None

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch.utils.data import DataLoader
 
 from lockstep.training.data import sources
 from tests import product
@@ -67,18 +65,3 @@ def test_the_exercise_holds_nothing_out(tmp_path: Path) -> None:
     assert np.array_equal(seen, train[:5]) and np.array_equal(again, seen)
     with pytest.raises(product.UserError, match="^classification: "):
         sources.load("classification", tmp_path, False, {"n": 50, "features": 5})
-
-
-def test_a_source_as_a_data_set(tmp_path: Path) -> None:
-    train, test = (
-        sources.SourceDataset("digits"),
-        sources.SourceDataset("digits", "test", transform=lambda image: image.mean()),
-    )
-    assert (len(train), len(test), len(train.classes)) == (1438, 359, 10)
-    images, labels = next(iter(DataLoader(train, batch_size=5)))
-    assert images.shape[:2] == (5, 3) and images.dtype == torch.float32 and 0 <= images.min() <= images.max() <= 1
-    assert labels.dtype == torch.int64 and test[0][0].ndim == 0
-    with pytest.raises(product.UserError, match="CIFAR-10"):
-        sources.SourceDataset("cifar10", root=tmp_path)
-    with pytest.raises(product.UserError, match="'cifar'.*cifar10"):
-        sources.SourceDataset("cifar")
