@@ -301,11 +301,6 @@ def endpoint_file(run_dir: Path, rank: int) -> Path:
     return run_dir / ENDPOINTS / f"rank-{rank:05d}.json"
 
 
-def image_file(run_dir: Path, name: str, step: int) -> Path:
-    """An image that the run has logged."""
-    return run_dir / "images" / f"{name}-{step:08d}.png"
-
-
 def textfile(run_dir: Path, rank: int) -> Path:
     """A rank's metrics in Prometheus' text format: what it served last."""
     return run_dir / METRICS / f"rank-{rank:05d}.prom"

@@ -25,7 +25,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from .. import files
 from ..bucket import TRIES, Bucket, Head
-from ..config.sections import LOGGED
 from ..contract import (
     EVENTS_FILE,
     HANG_FILE,
@@ -47,10 +46,9 @@ _MOST_BYTES, _MOST_PARTS = 64 << 20, 1 << 13
 _GROW = (EVENTS_FILE, TIME_FILE)
 """Only ever appended to."""
 _NAMES = tuple(map(re.escape, (*_GROW, STATUS_FILE, SUMMARY_FILE, RUN_FILE, HANG_FILE)))
-_IMAGE = rf"images/{LOGGED}-\d{{8,12}}\.png"
-NAME = "|".join((*_NAMES, _IMAGE, rf"{METRICS}/rank-\d{{5,9}}\.prom"))
+NAME = "|".join((*_NAMES, rf"{METRICS}/rank-\d{{5,9}}\.prom"))
 """Of what is sent, in this order: where there is too much, the last ones are left out."""
-_FOLDERS = ("", "images", METRICS)
+_FOLDERS = ("", METRICS)
 
 
 class Damaged(Exception):
@@ -65,7 +63,7 @@ class Shown(_Strict):
     """A file of the directory."""
 
     parts: Annotated[list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]], Field(max_length=_MOST_PARTS)]
-    """The sha256 of each; they have `PART` bytes, but for the last one of an image."""
+    """The sha256 of each; they have `PART` bytes."""
     rest: Annotated[int, Field(ge=0, le=_MOST_BYTES)]
     """Bytes that follow them."""
     bytes: Annotated[int, Field(ge=0, lt=1 << 60)]
@@ -229,10 +227,7 @@ class Mirror:
             return
         table, rests, size = dict[str, Shown](), list[bytes](), 0
         for name, found in there.items():
-            path, sent = self._directory / name, self._files.get(name)
-            if re.fullmatch(_IMAGE, name) and sent is not None and stamps[name] == self._stamps.get(name):
-                table[name] = sent  # it is not read again; nothing follows its parts
-                continue
+            path = self._directory / name
             with contextlib.suppress(FileNotFoundError), files.opened_folder(path.parent) as folder:
                 with files.regular(folder / path.name) as file:
                     parts, rest = self._read(head.run, name, file)
@@ -247,9 +242,7 @@ class Mirror:
 
     def _read(self, run: str, name: str, file: BinaryIO) -> tuple[list[str], bytes]:
         """(its parts, which are sent where the bucket lacks them, what follows them)."""
-        size = os.fstat(file.fileno()).st_size
-        image = re.fullmatch(_IMAGE, name) is not None
-        number = min(-(-size // PART) if image else size // PART, _MOST_PARTS)
+        number = min(os.fstat(file.fileno()).st_size // PART, _MOST_PARTS)
         sent = self._files[name].parts if name in self._files else []
         parts = sent[:number] if name in _GROW else []
         file.seek(len(parts) * PART)

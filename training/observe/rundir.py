@@ -16,7 +16,6 @@ The same command on the same directory resumes. A directory of another config is
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import json
 import os
@@ -41,9 +40,6 @@ from ..parallel.world import World
 
 START_SECONDS = 30.0
 """For `run.yaml`, without which no run begins."""
-
-IMAGES_BYTES = 256 << 20
-"""Of all images of a run."""
 
 SECONDS = 2.0
 """For one thing, on a disk that has answered so far."""
@@ -293,21 +289,6 @@ class RunDirectory:
 
     def _append(self, name: str, entry: dict[str, Any], seconds: float = SECONDS) -> None:
         self._write(name, lambda path: files.append(path, entry), seconds=seconds)
-
-    def image(self, name: str, step: int, data: bytes) -> None:
-        """Keeps an image that was logged at a step; the event `image` tells of it. One more than fit is left out, which is said once."""
-        kept = []
-
-        def keep(path: Path) -> None:
-            path.parent.mkdir(exist_ok=True)
-            if sum(entry.stat().st_size for entry in os.scandir(path.parent)) + len(data) > IMAGES_BYTES:
-                raise OSError(errno.EDQUOT, f"the images of a run have at most {IMAGES_BYTES >> 20} MiB")
-            files.replace(path, data)
-            kept.append(path)
-
-        self._write(str(contract.image_file(Path(), name, step)), keep)
-        if kept:
-            self.event("image", name=name, step=step)
 
     def status(self, code: int | None, reason: str, step: int) -> None:
         """Replaces status.json, which backends trust above exit codes. `code` None: running."""

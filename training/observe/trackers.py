@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from .. import config as configuration
-from .. import contract, files
+from .. import files
 from ..config import RunSettings
 from ..contract import UserError, say
 from .rundir import Background, RunDirectory
@@ -47,8 +47,8 @@ TRAINER_SECONDS = 5.0
 MOST_METRICS, LONGEST = 256, 64
 """What the Trainer takes: metrics of a report, and letters of a name or a value."""
 
-Values = dict[str, float | Path]
-"""Numbers, and files of images, by their names."""
+Values = dict[str, float]
+"""Numbers by their names."""
 Log = Callable[[Values, int], None]
 """Takes values and their step."""
 Close = Callable[[], None]
@@ -71,15 +71,13 @@ def attach(config: RunSettings, run: RunDirectory, step: int, planned: Callable[
         ("trainerStatus", told, partial(_trainer, step, planned), TRAINER_SECONDS),
     ):
         if wanted:
-            listener = _Listener(name, run.path, make, patience)
+            listener = _Listener(name, make, patience)
             run.listeners.append(listener.on_event)
             run.at_close.append(listener.close)
 
 
-def logged(event: dict[str, Any], run_dir: Path) -> Values:
-    """The numbers of a `log`, `step`, `score` or `epoch` event, and the file of an `image`, by the names they are logged under."""
-    if event["event"] == "image":
-        return {event["name"]: contract.image_file(run_dir, event["name"], event["step"])}
+def logged(event: dict[str, Any]) -> Values:
+    """The numbers of a `log`, `step`, `score` or `epoch` event, by the names they are logged under."""
     if event["event"] == "log":
         return {_NAMES.get(name, name): float(value) for name, value in event["values"].items()}
     if event["event"] not in ("step", "score", "epoch"):
@@ -94,15 +92,15 @@ class _Listener:
         patience: seconds that the end of the run waits for it.
     """
 
-    def __init__(self, name: str, run_dir: Path, make: Callable[[], tuple[Log, Close]], patience: float) -> None:
-        self._name, self._run_dir, self._patience = name, run_dir, patience
+    def __init__(self, name: str, make: Callable[[], tuple[Log, Close]], patience: float) -> None:
+        self._name, self._patience = name, patience
         self._on = True
         self._tracker: tuple[Log, Close]
         self._thread = Background(name, self._late)
         self._guarded(lambda: setattr(self, "_tracker", make()))
 
     def on_event(self, event: dict[str, Any]) -> None:
-        if self._on and (values := logged(event, self._run_dir)):
+        if self._on and (values := logged(event)):
             self._thread.run(lambda: self._guarded(lambda: self._tracker[0](values, event["step"])), seconds=0)
 
     def close(self) -> None:
@@ -126,8 +124,6 @@ class _Listener:
 
 def _tensorboard(run: RunDirectory, step: int) -> tuple[Log, Close]:
     try:
-        import numpy as np
-        import PIL.Image
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise UserError("log.tensorboard=true needs tensorboard: pip install tensorboard, or set it to false") from None
@@ -136,11 +132,7 @@ def _tensorboard(run: RunDirectory, step: int) -> tuple[Log, Close]:
 
     def log(values: Values, step: int) -> None:
         for name, value in values.items():
-            if isinstance(value, Path):
-                with PIL.Image.open(value) as picture:
-                    writer.add_image(name, np.asarray(picture.convert("RGBA")), step, dataformats="HWC")
-            else:
-                writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
         if "val_acc" in values or "elapsed" in values:
             writer.flush()
 
@@ -179,8 +171,7 @@ def _wandb(config: RunSettings, run: RunDirectory) -> tuple[Log, Close]:
     theirs.define_metric("*", step_metric="step")
 
     def log(values: Values, step: int) -> None:
-        images = {name: wandb.Image(str(value)) for name, value in values.items() if isinstance(value, Path)}
-        theirs.log({"step": step, **values, **images})
+        theirs.log({"step": step, **values})
 
     return log, theirs.finish
 
@@ -227,13 +218,7 @@ def _trainer(first: int, planned: Callable[[], int]) -> tuple[Log, Close]:
     def log(values: Values, step: int) -> None:
         nonlocal done
         done = step
-        known.update(
-            {
-                name: f"{value:.6g}"
-                for name, value in values.items()
-                if not isinstance(value, Path) and 0 < len(name) <= LONGEST
-            }
-        )
+        known.update({name: f"{value:.6g}" for name, value in values.items() if 0 < len(name) <= LONGEST})
         if time.monotonic() - sent >= TRAINER_SECONDS:
             report()
 

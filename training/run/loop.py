@@ -318,15 +318,6 @@ class Loop:
             run.metrics.set("accuracy", values["accuracy"])
         run.event("log", step=kept.steps, epoch=run.state.cursor.epoch, **{"values": values})
 
-    def log_image(self, name: str, image: Any) -> None:
-        """Raises `ValueError`, `TypeError` for a name that no file can have, and anything but an image."""
-        from ..observe import images  # the imaging library: not for runs that log none
-
-        _check_name(name)
-        data = images.png(image)
-        step = self.run.steps_done
-        self.run.write(lambda run: run.image(name, step, data))
-
     def finish(self) -> NoReturn:
         """The script has ended: the last save, and the summary. Raises `Ended`."""
         self.attempt.meetings.meet(Place.RUN_END)

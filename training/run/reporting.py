@@ -1,4 +1,4 @@
-"""What a script says of its run, and what was said: numbers, images, events, values that last. The part of `Session` that moves nothing."""
+"""What a script says of its run, and what was said: numbers, events, values that last. The part of `Session` that moves nothing."""
 
 from __future__ import annotations
 
@@ -89,21 +89,6 @@ class Reporting(ABC):
             >>> run.log(accuracy=0.93, lr=schedule.get_last_lr()[0])
         """
         self._started().log(numbers)
-
-    def log_image(self, name: str, image: Any) -> None:
-        """Logs an image of rank 0, at most 512 pixels a side: for the report, TensorBoard and W&B, at the step it was logged at.
-
-        Args:
-            image: a tensor or an array, [H, W], [C, H, W] or [H, W, C] with 1, 3 or 4 channels, of floats from 0 to 1 or of bytes;
-                a PIL image; or the path of an image file. All ranks give one.
-
-        Raises:
-            TypeError, ValueError: it is something else.
-
-        Examples:
-            >>> run.log_image("inputs", x)
-        """
-        self._started().log_image(name, image)
 
     def print(self, text: str) -> None:
         """Prints the lines of a text, on rank 0 alone; nothing with `log.format=json`.

@@ -11,13 +11,10 @@ numbers. The file holds all it needs, its charting library too, and asks no netw
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
-import re
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from functools import cache
@@ -28,7 +25,6 @@ import jinja2
 
 from ... import contract, files
 from ...config import settings
-from ...config.sections import LOGGED
 from ...contract import UserError
 from . import charts, record
 from .charts import Row, Table
@@ -37,10 +33,6 @@ from .record import RunRecord, number_of
 FOLDER = Path(__file__).parent
 MARK = '<meta name="generator" content="lockstep report">'
 """Stands near the beginning of every report. A file without it is somebody else's, and is not replaced."""
-_IMAGES = 8
-"""Shown of each name."""
-_IMAGE_BYTES, _IMAGES_BYTES = 2 << 20, 16 << 20
-"""Of one, and of all that a run shows."""
 GONE_SECONDS = 60.0
 """Without a word of a run whose lock is free: on another machine a lock may not be seen."""
 _ENVIRONMENT = ("versions", "world", "threads", "git_revision", "global_batch_size", "data", "environment")
@@ -78,7 +70,6 @@ def page(runs: Sequence[RunRecord]) -> str:
         names=names,
         verdicts=[(name, *_verdict(run)) for run, name in zip(runs, names)],
         charts=charts.of(runs, names),
-        images=[(name, logged) for run, name in zip(runs, names) if (logged := _images(run))],
         final=_compared([_final(run.summary) for run in runs], names, mark=False),
         about={
             "Config": _compared([settings.dotted(run.part("config")) for run in runs], names),
@@ -147,25 +138,6 @@ def _final(summary: dict[str, Any]) -> dict[str, Any]:
                 title = f"{group} {name}".replace("_", " ").strip()
                 final[title] = f"{number:,.4f}" if isinstance(number, float) else number
     return final
-
-
-def _images(run: RunRecord) -> list[tuple[str, int, str]]:
-    """(name, step, address) of the newest images of each name that the run has logged, as far as their files are PNG files of ours."""
-    steps: dict[str, list[int]] = defaultdict(list)
-    for event in run.of("image"):
-        name, step = event.get("name"), event.get("step")
-        if isinstance(name, str) and re.fullmatch(LOGGED, name) and type(step) is int and 0 <= step not in steps[name]:
-            steps[name].append(step)
-    shown, size = [], 0
-    for name, step in [(one, step) for one in sorted(steps) for step in sorted(steps[one])[-_IMAGES:]]:
-        try:
-            data = files.read(contract.image_file(run.path, name, step), _IMAGE_BYTES)
-        except (OSError, ValueError):
-            continue
-        size += len(data)
-        if data.startswith(b"\x89PNG\r\n\x1a\n") and size <= _IMAGES_BYTES:
-            shown.append((name, step, f"data:image/png;base64,{base64.b64encode(data).decode()}"))
-    return shown
 
 
 def _compared(columns: list[dict[str, Any]], names: list[str], mark: bool = True) -> Table:

@@ -50,7 +50,6 @@ def run(tmp_path: Path) -> Path:
         "events.jsonl": os.urandom(2 * PART + 5),
         "time.jsonl": b'{"attempt": 1}\n',
         "status.json": b'{"attempt": 1}',
-        "images/a-00000001.png": os.urandom(PART + 1),
         "metrics/rank-00000.prom": "äö".encode(),
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +66,7 @@ def test_what_has_not_changed_is_sent_once_and_nothing_else_is_sent(bucket: Buck
     sends = mirror(bucket, FIRST, run)
     sends.send()
     parts = bucket.keys().keys() - {FIRST.snapshots[0]}
-    assert len(parts) == 2 + 2
+    assert len(parts) == 2
     with (run / "events.jsonl").open("ab") as file:
         file.write(more := os.urandom(PART))
     sends.send()
@@ -96,24 +95,6 @@ def test_a_file_that_goes_meanwhile_takes_no_other_one_along(run: Path) -> None:
     finally:
         done.set()
         thread.join(30)
-
-
-def test_an_image_that_is_drawn_again_is_sent_again(bucket: Bucket, run: Path, tmp_path: Path) -> None:
-    """A run that resumes from an earlier step reaches the step of the image once more."""
-    other = tmp_path / "other"
-    other.mkdir()
-    mirror(bucket, FIRST, run).send()
-    goes_on = mirror(bucket, SECOND, run)
-    goes_on.bring()
-    for _ in range(2):
-        (run / "images/a-00000001.png").write_bytes(os.urandom(PART + 1))
-        goes_on.send()
-        Snapshot.of(bucket, SECOND).restore(other)
-        assert content(other) == content(run)
-    (run / "status.json").write_text("{}")
-    goes_on.send()
-    shown = Snapshot.of(bucket, SECOND).files["images/a-00000001.png"]
-    assert shown.bytes == PART + 1 and content(other).keys() == content(run).keys()
 
 
 def test_a_disk_that_is_behind_gets_all_and_one_that_is_ahead_keeps_what_it_has(
@@ -229,4 +210,4 @@ def test_what_is_damaged_on_its_way_is_read_again(
 
     monkeypatch.setattr(bucket, "read", once)
     Snapshot.of(bucket, FIRST).restore(other)
-    assert content(other) == content(run) and len(damaged) == 1 + 2 + 2
+    assert content(other) == content(run) and len(damaged) == 1 + 2
