@@ -149,7 +149,7 @@ class Session(Reporting):
         Examples:
             >>> net = Net() if run.resumed else pretrained()  # before replicate(): rank 0's weights count
         """
-        return self._lifecycle.source is not None
+        return self._lifecycle.resumed
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -1,43 +1,17 @@
-"""Two nodes with disks of their own: two processes of one rank each."""
+"""Two nodes whose data is on disks of their own: two processes of one rank each."""
 
 from __future__ import annotations
 
-import shutil
 import signal
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests import product
-from tests.events import events
 from tests.processes import ROOT, Result, poll
-from tests.runs import settings
 from tests.warm.gang import Gang, running
 
 NODES = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "LOCKSTEP_THREADS": "1"}
 RUN = ["-m", "lockstep.training", "run", "smoke", "--run-dir"]
-
-
-@pytest.mark.promise("node-local")
-def test_all_ranks_go_on_from_the_newest_checkpoint_that_any_node_has(data_root: Path, tmp_path: Path) -> None:
-    changes = {"model": "tests.nets:SmallConv", "checkpoint.write": "node", "checkpoint.every_steps": 4}
-
-    def trained(epochs: int) -> None:
-        words = settings(data_root, epochs=epochs, **changes)
-        with running([[*RUN, str(tmp_path / f"node{rank}"), *words] for rank in (0, 1)], NODES) as gang:
-            done = gang.wait(240)
-        assert done.code == 0, done.output
-
-    trained(1)
-    assert product.checkpoint_steps(tmp_path / "node0")[0] == 8
-    shutil.rmtree(tmp_path / "node0/checkpoints/step-00000008")
-    trained(2)
-    assert [event["step"] for event in events(tmp_path / "node0", "resumed")] == [8]
-    one, other = (
-        product.checkpoint(tmp_path / f"node{rank}/checkpoints/step-00000016")["shared"]["model"] for rank in (0, 1)
-    )
-    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 SOURCE = """

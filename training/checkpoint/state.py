@@ -19,7 +19,7 @@ from torch import nn
 from ..observe.clock import StepClock
 from ..optim.base import PlainOptimizer
 from ..optim.ema import Ema
-from ..parallel.exchange import all_gather_trees, broadcast_tree, gather_trees, reduced, scatter_trees
+from ..parallel.exchange import broadcast_tree, gather_trees, reduced, scatter_trees
 from ..parallel.names import plain, plain_name
 from ..parallel.world import World
 from ..sync.base import GradientSync
@@ -68,8 +68,8 @@ class TrainState:
         return losses
 
 
-def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None:
-    """The whole state on rank 0; with `everywhere`, on the first rank of each node. Elsewhere it may be None. Collective.
+def gather(state: TrainState) -> dict[str, Any] | None:
+    """The whole state on rank 0. Elsewhere it may be None. Collective.
 
     Its tensors are the live ones: copy them before the next step.
     """
@@ -81,12 +81,10 @@ def gather(state: TrainState, everywhere: bool = False) -> dict[str, Any] | None
         "sync": state.sync.state_dict(),
         "kept": state.kept.rank_state(),
     }
-    ranks = all_gather_trees(rank_state, state.world) if everywhere else gather_trees(rank_state, state.world)
-    model = state.sync.full_parameters(state.model, everywhere)
-    average = state.sync.full_parameters(state.ema.average, everywhere) if state.ema else {}
-    optimizers = {
-        name: state.sync.optimizer_state(optimizer, everywhere) for name, optimizer in state.optimizers.items()
-    }
+    ranks = gather_trees(rank_state, state.world)
+    model = state.sync.full_parameters(state.model)
+    average = state.sync.full_parameters(state.ema.average) if state.ema else {}
+    optimizers = {name: state.sync.optimizer_state(optimizer) for name, optimizer in state.optimizers.items()}
     if ranks is None or model is None or average is None:
         return None
     named = {

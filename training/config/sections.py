@@ -344,19 +344,11 @@ class Checkpoint(Section):
     keep_best: Free[KeepBest] = True
     """Also keep the weights with the best score so far. true: the highest accuracy. `{val_loss: min}`: the lowest `val_loss`, or
     `max` or `min` of another number that is logged. false: none."""
-    write: Free[Literal["rank0", "node"]] = "rank0"
-    """Which rank writes: rank 0, or one rank per node (for run directories on disks of the nodes)."""
     on_signal: Free[bool] = True
     """Save when a signal or a STOP file ends the run early."""
     to: Free[Bucket | None] = None
     """Also keep the checkpoints in a bucket, from which the run resumes on any node: `s3://BUCKET/PREFIX`, `gs://…` or
     `az://CONTAINER/PREFIX`. Needs obstore."""
-
-    @model_validator(mode="after")
-    def _one_writer(self) -> Self:
-        if self.to is not None and self.write == "node":
-            raise ValueError("to is written by rank 0 alone: set write to rank0, or leave out to")
-        return self
 
 
 class Preempt(Section):

@@ -7,8 +7,7 @@
     summary.json   the final numbers of a complete run
     checkpoints/   written by training/checkpoint/
 
-Rank 0 has one. With `checkpoint.write=node` the first rank of every other node has one, too, on its node's disk, for its
-checkpoints and status.
+Rank 0 has one.
 
 The same command on the same directory resumes. A directory of another config is refused, and nothing in it is touched.
 """

@@ -526,11 +526,9 @@ class Attempt:
 
 def conclude(context: RunContext, signals: Signals | None, ended: Ended) -> int:
     """The attempt has ended on all ranks: status, last metrics, report. Returns the exit code. Collective."""
-    world, run = context.world, context.run
+    world = context.world
     if signals is not None:
         signals.ignore()
-    if run is not None and not world.leader:
-        run.status(ended.code, ended.reason, context.steps_done)
     context.write(lambda run: run.status(ended.code, ended.reason, context.steps_done))
     context.exporter.close(ended.code)
     context.console.close()

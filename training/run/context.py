@@ -83,7 +83,7 @@ class RunContext:
         Args:
             key: of an event, by which one that is there already is known (`take_over`).
         """
-        if self.run is not None and self.world.leader:
+        if self.run is not None:
             action(self.run)
         elif self.world.live is not None:
             done = self.world.live.done
@@ -93,7 +93,7 @@ class RunContext:
 
     def write_report(self) -> None:
         """Rank 0 writes report.html, when the others have written what goes into it. An error here does not change how the run ended."""
-        if self.run is None or not self.world.leader or not self.config.log.report:
+        if self.run is None or not self.config.log.report:
             return
         run = self.run
 

@@ -55,7 +55,6 @@ from ..parallel.exchange import (
     broadcast_tree,
     failing_together,
     is_collective,
-    reduced,
     unpack,
     waiting_for_all,
 )
@@ -100,7 +99,7 @@ class Lifecycle:
         self._tells_run_dir = tells_run_dir
         self.goodput = GoodputRecorder(os.environ)
         self.loop: Loop | None = None
-        self.source: int | None = None
+        self.resumed = False
         """The rank whose disk has the checkpoint that the run resumes from; None: it begins."""
         self.facts: dict[str, Any] = {}
         """What run.yaml says of the run besides its settings: `global_batch_size` and `data`, of a run that is resumed at first."""
@@ -161,13 +160,12 @@ class Lifecycle:
         verified: Path | None = None
         try:
             with failing_together(world):
-                first_of_node = world.local_rank == 0 and not world.replacement
-                if world.leader or (settings.checkpoint.write == "node" and first_of_node):
-                    objects = ObjectStore(kept.to) if kept.to is not None and world.leader else None
+                if world.leader:
+                    objects = ObjectStore(kept.to) if kept.to is not None else None
                     brings = (lambda _: None) if objects is None else partial(objects.settle, fresh=fresh)
                     self.directory = RunDirectory.open(self.run_dir, settings, fresh, brings)
                     self._objects = objects
-                    if world.leader and (note := os.environ.get(ENV_NOTE)):
+                    if note := os.environ.get(ENV_NOTE):
                         with contextlib.suppress(OSError):  # a copy of the variables of a job that is over
                             Path(note).write_bytes(os.fsencode(self.directory.path))
             if kept.to is not None and not world.replacement:
@@ -191,7 +189,7 @@ class Lifecycle:
             with self.goodput.on(Bucket.RESTORED):
                 with failing_together(world):
                     self._checkpoint = _newest_here(self.directory, world, exporter, verified)
-                self.source = world.rank if world.replacement else newest_of_all(self._checkpoint, world)
+                self.resumed = bool(world.replacement) or broadcast_tree(self._checkpoint is not None, world)
             saved = self.directory.saved if self.directory else None
             if world.replacement:
                 saved = read_run(self.run_dir)
@@ -255,32 +253,31 @@ class Lifecycle:
         with failing_together(world):
             state.kept.add(things)
             state.kept.add(of_rank, of_rank=True)
-            _check_live(world, replica.sync, self.settings.checkpoint.write, of_rank)
+            _check_live(world, replica.sync, of_rank)
             _check_parameters(replica.model, replica.optimizers)
         starts = broadcast_tree([directory.attempt, directory.failures] if directory else None, world)
         rates, groups = _rates(replica.optimizers), _groups(replica)
-        if self.source is not None:
+        if self.resumed:
             self.goodput.enter(Bucket.RESTORED)
             with failing_together(world):
-                mine = self._checkpoint
-                gathered = _load(mine) if mine is not None and world.rank == self.source else None
+                gathered = _load(self._checkpoint) if self._checkpoint is not None else None
             if world.replacement:
                 gathered = self._admitted()
             with failing_together(world), _misfits_explained():
-                source = world.rank if world.replacement else self.source
+                source = world.rank if world.replacement else 0
                 scatter(gathered, state, source)
             self.goodput.enter(Bucket.PREPARED)
-        if self.source is not None:  # a node that has nothing but the checkpoint counts on
+        if self.resumed:  # a node that has nothing but the checkpoint counts on
             saved = [state.history.get("attempts", 0), state.history.get("failures", 0)]
             starts = saved if world.replacement else [max(starts[0], saved[0] + 1), max(starts[1], saved[1])]
         attempt, failures = starts
         if directory is not None:
             directory.attempt, directory.failures = attempt, failures
         state.history.update(attempts=attempt, failures=failures)
-        if self.source is None:
+        if not self.resumed:
             replica.begin_training()
         replica.sync.zero_grad()
-        self._saved_generators = generators.capture(world.device) if self.source is not None else None
+        self._saved_generators = generators.capture(world.device) if self.resumed else None
         by_step = settings.log.score_every > 0
         run = RunContext(
             config=settings, world=world, path=self.run_dir, run=directory, attempt=attempt, state=state, exporter=self.exporter,
@@ -412,10 +409,6 @@ def _arithmetic(settings: RunSettings) -> None:
     torch.backends.cudnn.benchmark = settings.cudnn_benchmark
 
 
-_RANKS = 1 << 20
-"""More than there are. A step of 12 digits and a rank below it fit into one whole number of 64 bits."""
-
-
 def _newest_here(
     directory: RunDirectory | None, world: World, exporter: Exporter, verified: Path | None
 ) -> Path | None:
@@ -434,18 +427,6 @@ def _newest_here(
         say(f"warning: rank {world.rank}: {message}", sys.stderr)
 
     return store.newest_verified(directory.checkpoints, warn, verified)
-
-
-def newest_of_all(checkpoint: Path | None, world: World) -> int | None:
-    """The lowest rank that has the newest checkpoint of all ranks; None without a checkpoint. Collective.
-
-    Args:
-        checkpoint: this rank's newest verified one; None if it has none.
-    """
-    # One number for each rank: the largest one is that of the newest step, on the lowest rank that has it.
-    number = 0 if checkpoint is None else (store.step_of(checkpoint) + 1) * _RANKS + (_RANKS - 1 - world.rank)
-    largest = int(reduced(torch.tensor(number), world, torch.maximum))
-    return _RANKS - 1 - largest % _RANKS if largest else None
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -476,7 +457,7 @@ def _check_parameters(model: nn.Module, optimizers: dict[str, torch.optim.Optimi
             raise ValueError(f"{name} has a parameter that is not in the replicated model: put it into the model")
 
 
-def _check_live(world: World, sync: GradientSync, write: str, of_rank: Mapping[str, Any]) -> None:
+def _check_live(world: World, sync: GradientSync, of_rank: Mapping[str, Any]) -> None:
     """Raises `UserError` where the launcher is to go on without a rank that is lost, and the others could not."""
     if not os.environ.get(ENV_LIVE):
         return
@@ -489,10 +470,6 @@ def _check_live(world: World, sync: GradientSync, write: str, of_rank: Mapping[s
         raise UserError("launch --live needs Linux, which shows a process its connections: leave out --live")
     if world.device.type == "cuda" and world.leader:
         say("warning: launch --live has not been shown on real GPUs, only on a stand-in for CUDA and NCCL", sys.stderr)
-    if world.nodes > 1 and write == "node":
-        raise UserError(
-            "launch --live needs one run directory that all nodes share, and checkpoint.write is node: leave out one of them"
-        )
     if of_rank:
         raise UserError(
             f"launch --live cannot go on without what a rank alone keeps, and keep_of_rank() has {next(iter(of_rank))}: leave out --live"

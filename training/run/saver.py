@@ -118,7 +118,8 @@ class Saver:
         self._last_failed = self._hangs = self._saved = False
         self._score: float | None = None
         self._on_disk = context.run is not None and bool(store.candidates(context.run.checkpoints))
-        """Whether this rank's disk has a checkpoint. Those of earlier starts have been verified: else there is no attempt."""
+        """Whether the run directory, if this rank has one, has a checkpoint. Those of earlier starts have been verified: else there is no
+        attempt."""
         self._begin_writing()
 
     def _begin_writing(self) -> None:
@@ -166,7 +167,7 @@ class Saver:
         began = time.perf_counter()
         self._reap()
         self._check_taken_over()
-        gathered = gather(self.context.state, everywhere=self.settings.write == "node")
+        gathered = gather(self.context.state)
         self.last_step, self._last_time, self._score = self.context.steps_done, self._now(), score
         self._saved, self._lost = True, False
         if (
@@ -198,8 +199,8 @@ class Saver:
         self._leaving_since = self._leaving_since or time.monotonic()
 
     def durable(self) -> bool:
-        """Waits for the last save. Whether every rank that writes has it on its disk, and in the bucket if there is one; true where none
-        was made. Collective."""
+        """Waits for the last save. Whether the run directory has it, and the bucket if there is one; true where none was made.
+        Collective."""
         world = self.context.world
         self._reap()
         while True:
@@ -249,7 +250,7 @@ class Saver:
         self.context.event("checkpoint_failed", reason=why, failures=self.failures)
 
     def resumable(self) -> bool:
-        """Whether any rank's disk has a checkpoint to resume from, of this start or of an earlier one. Collective."""
+        """Whether the run directory has a checkpoint to resume from, of this start or of an earlier one. Collective."""
         return on_any(self._on_disk, self.context.world)
 
     def _result(self, future: Future[SaveResult]) -> SaveResult:

@@ -223,9 +223,9 @@ class GradientSync(ABC):
         """`module` (the model or a duplicate) with full parameters, to be called by this rank alone. Collective."""
         return module
 
-    def full_parameters(self, module: nn.Module, everywhere: bool = False) -> dict[str, torch.Tensor] | None:  # noqa: ARG002
-        """The full parameters of `module` (the model or a duplicate) by name, on rank 0, or with `everywhere` on the first
-        rank of each node; elsewhere it may be None. Collective: they are gathered one after the other."""
+    def full_parameters(self, module: nn.Module) -> dict[str, torch.Tensor] | None:
+        """The full parameters of `module` (the model or a duplicate) by name, on rank 0; elsewhere it may be None. Collective:
+        they are gathered one after the other."""
         return dict(module.named_parameters())
 
     def copy_into_shard(self, parameter: torch.Tensor, full: torch.Tensor) -> None:
@@ -247,7 +247,7 @@ class GradientSync(ABC):
             settings = {name: value for name, value in group.items() if name != "param_names"}
             optimizer.add_param_group({**settings, "params": params})
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer, everywhere: bool = False) -> dict[str, Any] | None:  # noqa: ARG002
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """The unsharded `state_dict` of the optimizer, on the ranks and in the way of `full_parameters`."""
         return optimizer.state_dict()
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..parallel.exchange import all_gather_trees, gather_trees
+from ..parallel.exchange import gather_trees
 from ..parallel.world import World
 from .base import (
     BuildOptimizer,
@@ -188,11 +188,11 @@ class Zero1(Flat):
         owned = [[p for p in params if self.owners.get(p) == self.world.rank] for params in self._param_groups]
         super().regroup(optimizer, [{**group, "params": params} for group, params in zip(groups, owned)])
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer, everywhere: bool = False) -> dict[str, Any] | None:
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         # As the plain optimizer's `state_dict` numbers them.
         number = {parameter: n for n, parameter in enumerate(itertools.chain.from_iterable(self._param_groups))}
         own_state = {number[p]: state for p, state in optimizer.state.items()}
-        parts = all_gather_trees(own_state, self.world) if everywhere else gather_trees(own_state, self.world)
+        parts = gather_trees(own_state, self.world)
         if parts is None:
             return None
         groups = zip(optimizer.state_dict()["param_groups"], self._param_groups)

@@ -309,21 +309,18 @@ class Fsdp(GradientSync):
         made: dict[int, Any] = {id(place): new[id(old[name])] for name, place in places}
         return copy.deepcopy(self._plain, made).train(module.training)
 
-    def full_parameters(self, module: nn.Module, everywhere: bool = False) -> dict[str, torch.Tensor] | None:
-        keeps = self._keeps(everywhere)
+    def full_parameters(self, module: nn.Module) -> dict[str, torch.Tensor] | None:
+        keeps = self.world.leader
         full = {name: _whole(parameter.detach(), keeps) for name, parameter in module.named_parameters()}
         return full if keeps else None
-
-    def _keeps(self, everywhere: bool) -> bool:
-        return self.world.leader or (everywhere and self.world.local_rank == 0)
 
     def copy_into_shard(self, parameter: torch.Tensor, full: torch.Tensor) -> None:
         shard, shards = _local(parameter), full.chunk(self.world.size)
         if self.world.rank < len(shards):  # a short first dimension leaves the last ranks without a shard
             shard.copy_(shards[self.world.rank])
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer, everywhere: bool = False) -> dict[str, Any] | None:
-        keeps, state = self._keeps(everywhere), optimizer.state_dict()
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        keeps, state = self.world.leader, optimizer.state_dict()
         entries = {
             number: {name: _whole(value, keeps) for name, value in entry.items()}
             for number, entry in state["state"].items()
