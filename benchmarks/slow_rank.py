@@ -6,8 +6,8 @@ Jobs of two ranks of this machine on gloo, one thread each: a small network, and
 Rank 1 is throttled by a share of an undisturbed step, while it computes (it computes more) or before its batch (it sleeps). Ten throttled
 steps and ten others take turns, so that both meet the same machine.
 
-*told*: what is said of rank 1, by the same code as in a run, where the blocks of all undisturbed steps come first, and then those of all
-throttled ones.
+*told*: what is said of rank 1 on average, by the same code as in a run, where the blocks of all undisturbed steps come first, and then
+those of all throttled ones; and at how many looks it is named.
 *gained*: mean seconds of a throttled step less those of an undisturbed one, of a throttled one; with its standard error, from the turns.
 *false names*: the steps of a run of QUIET-STEPS without a throttle, cut into 200 windows that are judged alone; and what that run told.
 *overhead*: seconds that rank 0 spends in what watches the ranks (this, goodput, and what a hang is seen by), of all seconds of that run's
@@ -32,11 +32,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 
 from benchmarks.measure import Figure, Run, figure, options
-from lockstep.training.observe.slow import LEAST_BLOCKS, History, Verdict
+from lockstep.training.observe.slow import BLOCKS, History, Verdict
 
 ROOT = Path(__file__).parents[1]
 SHARES = (0.05, 0.1, 0.2, 0.5)
-WINDOWS, BLOCKS = 200, 15
+WINDOWS, PARTS = 200, 15
 """Of the quiet run, and blocks of a window."""
 DEVICE = 0.03
 """Seconds of a step in which the rank waits as for a device, so that it is not the other programs of this machine that are measured."""
@@ -54,7 +54,7 @@ from lockstep.training.observe.goodput import GoodputRecorder
 from lockstep.wire.progress import Progress
 
 run_dir, out, phase, share, steps = *sys.argv[1:4], float(sys.argv[4]), int(sys.argv[5])
-spent, told, blocks, marks, launcher = [0.0, 0.0, 0.0], [], [], [], []
+spent, told, blocks, ends, marks, launcher = [0.0, 0.0, 0.0], [], [], [], [], []
 
 def timed(part, owner, name):
     call = getattr(owner, name)
@@ -70,14 +70,17 @@ def launchers_seconds():
     fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
-def noted(self, own, seconds, step, now, add=slow.History.add):
-    add(self, own, seconds, step, now)
-    blocks.append((own, seconds, step, now))
-    found = self.verdict
-    told.append((step + len(own), -1, 0, 0, 0) if found is None else
-                (step + len(own), found.rank, found.share, found.since, slow.PHASES.index(found.phase)))
+def noted(self, own, seconds, add=slow.History.add):
+    add(self, own, seconds)
+    blocks.append((own, seconds))
+    told.append(-1 if self.verdict is None else self.verdict.rank)
 
-slow.History.add = noted
+def looked(self, store, look=slow.SlowRank._look):
+    if found := look(self, store):
+        ends.append(self._read)
+    return found
+
+slow.History.add, slow.SlowRank._look = noted, looked
 for part, owner, name in ((0, slow.SlowRank, "add"), (1, GoodputRecorder, "step"), (1, GoodputRecorder, "look"), (2, Progress, "advance")):
     timed(part, owner, name)
 
@@ -115,10 +118,9 @@ with Session(run_dir, "log.report=false") as run:
                 launcher.append(launchers_seconds())
     launcher.append(launchers_seconds())
     if run.rank == 0:
-        own = np.concatenate([own for own, *_ in blocks])
-        rest = np.array([block[1:] for block in blocks])
-        numbers = np.concatenate([step - 1 + np.arange(len(own)) for own, _, step, _ in blocks])  # from 0, as in `marks`
-        np.savez(out, marks=marks, told=told, spent=spent, launcher=np.diff(launcher), numbers=numbers, own=own, rest=rest)
+        own, seconds = np.concatenate([own for own, _ in blocks]), [seconds for _, seconds in blocks]
+        numbers = np.concatenate([end - len(own) + np.arange(len(own)) for end, (own, _) in zip(ends, blocks)])  # from 0, as in `marks`
+        np.savez(out, marks=marks, told=told, spent=spent, launcher=np.diff(launcher), numbers=numbers, own=own, seconds=seconds)
 """.replace("SETTLES", str(SETTLES))
     .replace("TURN", str(TURN))
     .replace("DEVICE", str(DEVICE))
@@ -147,14 +149,13 @@ def job(folder: Path, phase: str, share: float, steps: int) -> Any:
     return np.load(out)
 
 
-def judged(times: Sequence[Any], seconds: Sequence[float]) -> Verdict | None:
-    """What is said of ranks with these blocks of steps."""
-    history, first, now = History([0, 1]), 1, 0.0
+def judged(times: Sequence[Any], seconds: Sequence[float]) -> list[Verdict | None]:
+    """What is said of ranks after each of these blocks of steps."""
+    history, said = History([0, 1]), []
     for own, took in zip(times, seconds):
-        now += took
-        history.add(own, took, first, now)
-        first += len(own)
-    return history.verdict
+        history.add(own, took)
+        said.append(history.verdict)
+    return said
 
 
 def throttled(phase: str, share: float, steps: int) -> dict[str, Any]:
@@ -169,7 +170,7 @@ def throttled(phase: str, share: float, steps: int) -> dict[str, Any]:
         if turn:
             turns[begin // TURN % 2].append(turn)
     blocks = [*turns[0], *turns[1]]
-    found = judged(
+    said = judged(
         [np.stack([own[n] for n in turn]) for turn in blocks], [float(seconds[turn].sum()) for turn in blocks]
     )
     quick, slow = (float(np.concatenate([seconds[turn] for turn in some]).mean()) for some in turns)
@@ -183,33 +184,33 @@ def throttled(phase: str, share: float, steps: int) -> dict[str, Any]:
         "gained": 1 - quick / slow,
         "gained_error": error,
     }
-    if found is None:
-        return {**row, "named": False}
-    told = {
-        "named": found.rank == 1 and found.phase == phase, "told": found.share, "error": found.share - (1 - quick / slow),
-    }  # fmt: skip
-    began = np.cumsum([0, *map(len, blocks)]).searchsorted(found.step - 1)
-    return {**row, **told, "late_blocks": int(began) - len(turns[0])}
+    looks = said[len(turns[0]) + BLOCKS - 1 :]
+    shares = [one.share for one in looks if one is not None and (one.rank, one.phase) == (1, phase)]
+    named = {"looks": len(looks), "named": len(shares)}
+    if not shares:
+        return {**row, **named}
+    told = statistics.mean(shares)
+    return {**row, **named, "told": told, "error": told - (1 - quick / slow)}
 
 
 def quiet(steps: int) -> dict[str, Any]:
     """How often a rank is named though none is throttled, and what it takes to look."""
     with tempfile.TemporaryDirectory() as folder:
         noted = job(Path(folder), "none", 0.0, steps)
-    own, rest, marks = noted["own"], noted["rest"], noted["marks"]
-    mean = float(rest[:, 0].sum() / len(own))
+    own, marks = noted["own"], noted["marks"]
+    mean = float(noted["seconds"].sum() / len(own))
     windows = []
     for window in np.array_split(own, WINDOWS):
-        parts = np.array_split(window, BLOCKS)
-        windows.append(judged(parts, [mean * len(part) for part in parts]))
-    costs = [found.share for found in windows if found is not None]
+        parts = np.array_split(window, PARTS)
+        windows += [one for one in judged(parts, [mean * len(part) for part in parts]) if one is not None][:1]
     watched = float(marks[-1] - marks[SETTLES - 1])
     spent = dict(zip(("slow_rank", "goodput", "hang"), (float(seconds) / watched for seconds in noted["spent"])))
-    online = [rank for rank, _ in groupby(row[1] for row in noted["told"]) if rank >= 0]
+    online = [rank for rank, _ in groupby(noted["told"]) if rank >= 0]
     return {
-        "windows": WINDOWS, "steps_of_window": len(own) // WINDOWS, "false_names": len(costs), "their_shares": costs,
+        "windows": WINDOWS, "steps_of_window": len(own) // WINDOWS,
+        "false_names": len(windows), "their_shares": [one.share for one in windows],
         "seconds": float(marks[-1] - marks[0]), "named_by_the_run": len(online), "looks": len(noted["told"]),
-        "overhead": spent, "launcher": float(noted["launcher"][0] / watched), "blocks_needed": LEAST_BLOCKS,
+        "overhead": spent, "launcher": float(noted["launcher"][0] / watched), "blocks_needed": BLOCKS,
     }  # fmt: skip
 
 

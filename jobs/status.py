@@ -96,7 +96,7 @@ class Status:
     """Of the run, over all attempts: `fraction`, `lost_to_restarts`, `restarts`; None where that is not known. Where the run has begun in
     this job: `before_start`, seconds since the submission, and `queued`, those until it had its machines."""
     slow_rank: dict[str, Any] | None = None
-    """That the others wait for: `rank`, `phase`, `since` (Unix time), `step`, `share` of every step, `trend`; None where there is none."""
+    """That the others wait for: `rank`, `phase`, `share` of every step; None where there is none."""
 
     @property
     def final(self) -> bool:

@@ -66,7 +66,7 @@ class Rank:
     exit_code: int | None
     source: str
     straggler: dict[str, Any] | None = None
-    """Where this rank holds the others up: since when, in which phase, what it costs (`contract.slow_rank_of`)."""
+    """Where this rank holds the others up: in which phase, what it costs (`contract.slow_rank_of`)."""
     hang: str | None = None
     """What it does, and where, while none gets further for it."""
 

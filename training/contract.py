@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -139,21 +137,14 @@ def named(ranks: Sequence[int]) -> str:
     return ", ".join(parts) + (f" and {left} more" if left else "")
 
 
-_SLOW_RANK = {
-    "rank": (int,),
-    "phase": (str,),
-    "since": (int, float),
-    "step": (int,),
-    "share": (int, float),
-    "trend": (str,),
-}
+_SLOW_RANK = {"rank": (int,), "phase": (str,), "share": (int, float)}
 _LATEST = 2**36
 """Unix time, in the year 4147: a number from here on is damaged."""
 
 
 def slow_rank_of(status: Any) -> dict[str, Any] | None:
-    """The rank that the others wait for, of a run's status.json: `rank`, `phase`, `since` (Unix time), the `step` then, `share` of every
-    step that it costs, `trend`. None where there is none, or it is damaged."""
+    """The rank that the others wait for, of a run's status.json: `rank`, `phase`, `share` of every step that it costs. None where there is
+    none, or it is damaged."""
     found = status.get("slow_rank") if isinstance(status, Mapping) else None
     if not isinstance(found, Mapping):
         return None
@@ -167,11 +158,7 @@ def slow_rank_of(status: Any) -> dict[str, Any] | None:
 
 def slow_rank_line(found: Mapping[str, Any]) -> str:
     """For people: `slow_rank_of` a run's status.json."""
-    since, now = (datetime.fromtimestamp(at, timezone.utc).astimezone() for at in (found["since"], time.time()))
-    when = f"{since:%H:%M}" if since.date() == now.date() else f"{since:%Y-%m-%d %H:%M}"
-    trend = "" if found["trend"] == "steady" else f", {found['trend']}"
-    cost = f"costs {100 * found['share']:.0f} % of every step{trend}"
-    return printable(f"rank {found['rank']}, since {when}, in {found['phase']}: {cost}")
+    return printable(f"rank {found['rank']}, in {found['phase']}: costs {100 * found['share']:.0f} % of every step")
 
 
 def printable(text: str) -> str:

@@ -134,12 +134,12 @@ def test_a_damaged_record_hides_no_other_job_and_ends_no_process(backend: Any, d
 @pytest.mark.promise("alerts")
 def test_status_says_which_rank_holds_the_others_up(backend: Any, done: Path) -> None:
     job = json.loads((done / "job.json").read_text())
-    slow = {"rank": 3, "phase": "data", "since": 1e9, "step": 7, "share": 0.114, "trend": "rising"}
+    slow = {"rank": 3, "phase": "data", "share": 0.114}
     status = {"code": 0, "reason": "complete", "step": 9, "attempt": 1, "job": job["job"], "slow_rank": slow}
     Path(job["run_dir"]).mkdir(parents=True, exist_ok=True)
     (Path(job["run_dir"]) / "status.json").write_text(json.dumps(status))
     told = lockstep(done, "status", "local", "done").stdout
-    assert "rank 3, since 2001-09-0" in told and ", in data: costs 11 % of every step, rising\n" in told
+    assert "rank 3, in data: costs 11 % of every step\n" in told
     assert json.loads(lockstep(done, "status", "local", "done", "--json").stdout)["slow_rank"] == slow
 
 

@@ -31,7 +31,7 @@ def run_directory(path: Path, text: str = "plain", events: list[dict[str, Any]] 
         "versions": {"torch": text}, "git_revision": text, "environment": {"HOSTNAME": text}, "data": {"name": [text]},
     }  # fmt: skip
     (path / "run.yaml").write_text(json.dumps(about))  # which is YAML, too
-    slow = {"rank": 1, "phase": text, "since": 1.7e9, "step": 3, "share": 0.1, "trend": "steady"}
+    slow = {"rank": 1, "phase": text, "share": 0.1}
     (path / "status.json").write_text(json.dumps({"code": 1, "reason": text, "slow_rank": slow}))
     (path / "summary.json").write_text(json.dumps({"accuracy": 0.5, "sync": text, "config_hash": 7, "steps": text}))
     if events is None:
@@ -40,7 +40,7 @@ def run_directory(path: Path, text: str = "plain", events: list[dict[str, Any]] 
             {"event": "epoch", "time": 1.7e9 + n, "epoch": n, "step": 8 * n, "accuracy": n / 10, "train_loss": 2 / n, "test_loss": text}
             for n in range(1, 5)
         ]  # fmt: skip
-        events += [{"event": "slow_rank", "time": 1.7e9 + 8, **slow},
+        events += [{"event": "slow_rank", "time": 1.7e9 + 8, "step": 3, **slow},
                    {"event": "preempted", "time": 1.7e9 + 9, "step": 32, "reason": text, "path": text},
                    {"event": "checkpoint_written", "time": 1.7e9 + 9, "step": 32, "path": text},
                    {"event": text, "time": 1.7e9 + 9, "step": text}]  # fmt: skip
@@ -103,7 +103,7 @@ def test_hostile_words_are_text_wherever_they_stand(tmp_path: Path) -> None:
     assert [point[3] for point in moments if point[2] == "preempted"] == [HOSTILE]
     slow = f", in {HOSTILE}: costs 10 % of every step"
     assert [point[3].endswith(slow) for point in moments if point[2] == "slow rank"] == [True]
-    head = f"Where a step goes, by rank: {IN_A_NAME}: milliseconds a step, mean of the last attempt. At its end: rank 1, since 2023-11-1"
+    head = f"Where a step goes, by rank: {IN_A_NAME}: milliseconds a step, mean of the last attempt. At its end: rank 1, in "
     spoken = [value or "" for _, attributes in hostile.elements for _, value in attributes]
     assert any(
         value.startswith(head) and value.endswith(f"{slow}. The numbers are in the table beneath.") for value in spoken

@@ -1,16 +1,15 @@
-"""Which rank the others wait for, since when, in which phase, and what it costs them.
+"""Which rank the others wait for, in which phase, and what it costs them.
 
     slow = SlowRank(world)
     slow.add(measured, last)            # after each step, on every rank
-    slow.verdict                        # on rank 0: None, or Verdict(rank=3, phase="data", since=…, share=0.11, …)
+    slow.verdict                        # on rank 0: None, or Verdict(rank=3, phase="data", share=0.11)
 
 A rank's *own* time of a step is what it needs from one sum over the ranks to its part of the next one: the rest of the step before,
 the wait for data, and forward and backward. Waiting for others does not count (`clock.py`). A step costs the own time of the slowest
 rank. Were that rank no slower than the second slowest one, the difference would be gained: that is what it *costs* in this step.
 
 Where ranks are alike, chance makes each of them the slowest now and then. So what is said of a slow rank is its cost above the mean of
-the others', or above what it cost before it became slow, whichever is less. It is named only where it costs more than they do for longer,
-and by more, than chance explains.
+the others', over the newest looks. It is named only where it costs more than they do by more than chance explains.
 
 It takes no collective. Once a second each rank leaves the times of its last steps in the store, and rank 0 reads those of all.
 """
@@ -18,7 +17,6 @@ It takes no collective. Once a second each rank leaves the times of its last ste
 from __future__ import annotations
 
 import itertools
-import math
 import struct
 import time
 from collections import deque
@@ -37,18 +35,12 @@ PHASES: tuple[Literal["data", "compute", "update"], ...] = ("data", "compute", "
 """Of a rank's own time: waiting for its batch; forward and backward, with what a script does between two batches; the rest of the step."""
 LOOK_SECONDS = 1.0
 """Between two looks; a block of steps is what is new at a look."""
-LEAST_BLOCKS = 10
-"""That a rank must have been slow for."""
-EDGE_BLOCKS = 3
-"""Before and after a change, at least."""
+BLOCKS = 10
+"""The newest ones, over which the cost of a rank is taken."""
 LEAST_SHARE = 0.03
 """Of every step, that a rank costs which is named. It is named until it costs half of that."""
 ERRORS = 5.0
 """Standard errors that the cost of a rank must be above chance."""
-SIGNIFICANT = 0.01
-"""Of a change, and of a trend: how often chance makes one like it."""
-MOST_BLOCKS = 240
-"""Then the older half becomes half as many: what is long ago is known less exactly."""
 _MOST_STEPS = 4096
 """That a rank leaves in the store."""
 _HEAD = struct.Struct("<qq")
@@ -67,17 +59,12 @@ class Verdict:
     """The number that it was started with."""
     phase: str
     """Of `PHASES`, the one in which it loses most against the second slowest."""
-    since: float
-    """Unix time."""
-    step: int
-    """The first one, of the run."""
     share: float
-    """Of every step since, that would be gained if this rank were like the others, 0 to 1."""
-    trend: Literal["rising", "steady", "falling"]
+    """Of every step that the last looks saw, by which this rank is later than the others, 0 to 1."""
 
     def plain(self) -> dict[str, Any]:
         """For status.json and events.jsonl."""
-        return {**asdict(self), "since": round(self.since, 3), "share": round(self.share, 4)}
+        return {**asdict(self), "share": round(self.share, 4)}
 
 
 class SlowRank:
@@ -163,7 +150,7 @@ class SlowRank:
         if numbers != self.history.ranks:  # ranks were lost, or have come
             verdict = self.history.verdict
             self.history = History(numbers, verdict if verdict is not None and verdict.rank in numbers else None)
-        self.history.add(times[:, :, :-1], float(times.sum(axis=(0, 2)).mean()), first + 1, time.time())
+        self.history.add(times[:, :, :-1], float(times.sum(axis=(0, 2)).mean()))
         return True
 
 
@@ -179,22 +166,8 @@ def _parsed(data: bytes) -> tuple[int, int, Floats] | None:
     return (number, last, rows) if sound else None
 
 
-@dataclass(slots=True)
-class _Block:
-    """Some steps in a row."""
-
-    at: float
-    """When the first of them began (Unix time)."""
-    first: int
-    steps: int
-    seconds: float
-    """Of all of them."""
-    costs: Floats
-    """Seconds [ranks, phases]."""
-
-
 class History:
-    """The steps of an attempt in blocks, and what is said of its ranks.
+    """The newest looks at the steps of an attempt, and what they say of its ranks.
 
     Args:
         ranks: their numbers, in the order of the times.
@@ -203,55 +176,32 @@ class History:
 
     def __init__(self, ranks: list[int], verdict: Verdict | None = None) -> None:
         self.ranks, self.verdict = ranks, verdict
-        self._blocks: list[_Block] = []
+        self._blocks: deque[tuple[float, Floats]] = deque(maxlen=BLOCKS)
+        """Seconds of the steps of a look, and what each rank cost in them: seconds [ranks, phases]."""
 
-    def add(self, own: Floats, seconds: float, first: int, now: float) -> None:
+    def add(self, own: Floats, seconds: float) -> None:
         """A block of steps.
 
         Args:
             own: seconds [steps, ranks, phases] of each rank's own time.
             seconds: that these steps took.
-            first: which step of the run is the first one.
-            now: Unix time of their end.
         """
-        self._blocks.append(_Block(now - seconds, first, len(own), max(seconds, 1e-9), costs(own)))
-        if len(self._blocks) > MOST_BLOCKS:
-            half = MOST_BLOCKS // 2
-            self._blocks[:half] = [
-                _Block(one.at, one.first, one.steps + other.steps, one.seconds + other.seconds, one.costs + other.costs)
-                for one, other in zip(self._blocks[:half:2], self._blocks[1:half:2])
-            ]
-        if len(self._blocks) >= LEAST_BLOCKS:
+        self._blocks.append((max(seconds, 1e-9), costs(own)))
+        if len(self._blocks) == BLOCKS:
             self.verdict = self._judged()
 
     def _judged(self) -> Verdict | None:
-        blocks, before = self._blocks, self.verdict
-        by_phase = np.stack([block.costs for block in blocks])
-        seconds, steps = (np.array([getattr(block, name) for block in blocks]) for name in ("seconds", "steps"))
-        cost = by_phase.sum(axis=2)
-        above = over_the_others(cost)
-        place = int(above[-LEAST_BLOCKS:].sum(axis=0).argmax())
-        begin = last_change(above[:, place] / seconds, EDGE_BLOCKS)
-        if len(blocks) - begin < LEAST_BLOCKS:
-            return before  # it is too early to say more
-        rank, since, step = self.ranks[place], blocks[begin].at, blocks[begin].first
-        if named := before is not None and before.rank == rank:
-            assert before is not None
-            since, step = before.since, before.step
-        quiet = sum(block.first < step for block in blocks)
-        gained = above[begin:, place]
-        if quiet >= EDGE_BLOCKS:
-            # It may have been slow earlier, too; and where another one was, it cost nothing before, and is like the others now.
-            calm = slice(last_change(above[:quiet, place] / seconds[:quiet], EDGE_BLOCKS), quiet)
-            more = cost[begin:, place] - steps[begin:] * (cost[calm, place].sum() / steps[calm].sum())
-            gained = min(gained, more, key=np.sum)
-        spent = seconds[begin:].sum()
+        seconds = np.array([seconds for seconds, _ in self._blocks])
+        by_phase = np.stack([costs for _, costs in self._blocks])
+        above = over_the_others(by_phase.sum(axis=2))
+        place = int(above.sum(axis=0).argmax())
+        rank, gained, spent = self.ranks[place], above[:, place], seconds.sum()
+        named = self.verdict is not None and self.verdict.rank == rank
         share = float(gained.sum() / spent)
-        error = float(np.sqrt(((gained - share * seconds[begin:]) ** 2).sum()) / spent)
+        error = float(np.sqrt(((gained - share * seconds) ** 2).sum()) / spent)
         if share < (LEAST_SHARE / 2 if named else LEAST_SHARE) or not (named or share > ERRORS * error):
             return None
-        phase = PHASES[int(by_phase[begin:, place].sum(axis=0).argmax())]
-        return Verdict(rank, phase, since, step, share, trend((above[:, place] / seconds)[quiet:]))
+        return Verdict(rank, PHASES[int(by_phase[:, place].sum(axis=0).argmax())], share)
 
 
 def costs(own: Floats) -> Floats:
@@ -278,36 +228,3 @@ def over_the_others(values: Floats) -> Floats:
     ranks = values.shape[-1]
     above: Floats = (ranks * values - values.sum(axis=-1, keepdims=True)) / (ranks - 1)
     return above
-
-
-def last_change(values: Floats, least: int) -> int:
-    """From where on the values are as they are now: the last change that chance does not explain; 0 where there is none.
-
-    Pettitt, A non-parametric approach to the change-point problem, Applied Statistics 28 (1979) 126–135: the place where the values before
-    and after it differ most by their ranks, with his bound on how often chance gives as much. Looked for again in what comes after it.
-
-    Args:
-        least: values before and after a change.
-    """
-    begin = 0
-    while (count := len(values) - begin) >= 2 * least:
-        signs = np.sign(values[begin:, None] - values[None, begin:])
-        # How much more often a value of the first t is above a later one than below it.
-        above = np.abs(np.cumsum(signs.sum(axis=1)))[least - 1 : count - least]
-        place = int(above.argmax())
-        if 2 * math.exp(-6 * float(above[place]) ** 2 / (count**3 + count**2)) > SIGNIFICANT:
-            break
-        begin += place + least
-    return begin
-
-
-def trend(values: Floats) -> Literal["rising", "steady", "falling"]:
-    """Whether the values go up or down, more than chance explains: the test of Mann (Econometrica 13, 1945) and Kendall."""
-    count = len(values)
-    if count < LEAST_BLOCKS:
-        return "steady"
-    signs = np.sign(values[None, :] - values[:, None])
-    score = float(np.triu(signs).sum()) / math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
-    if math.erfc(abs(score) / math.sqrt(2)) > SIGNIFICANT:
-        return "steady"
-    return "rising" if score > 0 else "falling"

@@ -385,7 +385,7 @@ class Attempt:
             return
         self._told = -STATUS_SECONDS  # status.json has it at once
         if found is not None:
-            context.event("slow_rank", **found.plain())
+            context.event("slow_rank", step=context.steps_done, **found.plain())
             context.console.line(f"A slow rank: {contract.slow_rank_line(found.plain())}")
         elif before is not None:
             context.event("slow_rank_over", step=context.steps_done, rank=before[0])

@@ -1,8 +1,6 @@
-"""Who is slow, since when, and what it costs: of made-up times, so that the right answer is known."""
+"""Who is slow, in what, and what it costs: of made-up times, so that the right answer is known."""
 
 from __future__ import annotations
-
-import itertools
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from lockstep.training.observe import slow
-from lockstep.training.observe.slow import History, costs, last_change, over_the_others, trend
+from lockstep.training.observe.slow import History, costs, over_the_others
 
 pytestmark = pytest.mark.promise("alerts")
 Floats = npt.NDArray[np.float64]
@@ -42,82 +40,40 @@ def test_above_the_others_adds_up_to_nothing(own: Floats) -> None:
     assert over_the_others(own.sum(axis=2)).sum(axis=1) == pytest.approx(np.zeros(len(own)), abs=1e-4)
 
 
-@given(st.integers(15, 60), st.integers(15, 60), st.integers(-9, 9), st.integers(-9, 9))
-def test_a_change_is_where_it_was_made_whatever_the_unit(before: int, after: int, one: int, other: int) -> None:
-    values = np.array([one] * before + [other] * after, dtype=np.float64)
-    assert last_change(values, 3) == (before if one != other else 0)
-    assert last_change(np.exp(values), 3) == last_change(values, 3)
-
-
-def test_of_several_changes_the_last_one_counts() -> None:
-    random = np.random.default_rng(0)
-    values = random.normal(size=90) + np.repeat([0.0, 8.0, 0.0], 30)
-    assert abs(last_change(values, 3) - 60) <= 1
-    assert abs(last_change(values[:60], 3) - 30) <= 1
-
-
-def test_chance_makes_few_changes_and_trends() -> None:
-    random = np.random.default_rng(1)
-    noise = random.standard_cauchy((400, 60))
-    assert sum(last_change(one, 3) > 0 for one in noise) <= 0.02 * len(noise)
-    assert sum(trend(one) != "steady" for one in noise) <= 0.02 * len(noise)
-    slope = np.linspace(0, 3, 60)
-    normal = random.normal(size=(20, 60))
-    assert {trend(one + slope) for one in normal} == {"rising"} and {trend(one - slope) for one in normal} == {
-        "falling"
-    }
-
-
 class Machine:
     """Ranks whose steps have lognormal noise, in which one of them may be slow."""
 
     def __init__(self, ranks: int, seed: int) -> None:
         self.random = np.random.default_rng(seed)
-        self.ranks, self.blocks = ranks, itertools.count()
+        self.ranks = ranks
         self.history = History([10 * rank for rank in range(ranks)])
 
     def go(self, blocks: int, rank: int = 0, phase: int = 0, more: float = 0.0) -> float:
         """One block a second. Returns the share of the steps that would be gained without `more` seconds of this rank."""
         gained = spent = 0.0
-        for number in itertools.islice(self.blocks, blocks):
+        for _ in range(blocks):
             own = BASE / 3 * self.random.lognormal(sigma=0.15, size=(STEPS, self.ranks, 3))
             without = own.sum(axis=2).max(axis=1).sum()
             own[:, rank, phase] += more
             with_it = own.sum(axis=2).max(axis=1).sum()
             gained, spent = gained + with_it - without, spent + with_it
-            self.history.add(own, with_it, number * STEPS + 1, float(number + 1))
+            self.history.add(own, with_it)
         return gained / spent
 
 
 @pytest.mark.parametrize(
     ("ranks", "share"), [(2, 0.1), (2, 0.2), (2, 0.5), (4, 0.1), (4, 0.2), (4, 0.5), (16, 0.3), (16, 0.5)]
 )
-def test_a_rank_is_named_with_the_moment_the_phase_and_what_would_be_gained(ranks: int, share: float) -> None:
+def test_a_rank_is_named_with_the_phase_and_what_would_be_gained(ranks: int, share: float) -> None:
     machine = Machine(ranks, seed=ranks)
     machine.go(40)
     assert machine.history.verdict is None
-    gained = machine.go(30, rank=1, phase=2, more=share * BASE)
+    gained = machine.go(slow.BLOCKS, rank=1, phase=2, more=share * BASE)
     found = machine.history.verdict
-    assert found is not None and (found.rank, found.phase, found.trend) == (10, "update", "steady")
-    assert abs(found.since - 40) <= 3 and abs(found.step - 40 * STEPS) <= 3 * STEPS
-    assert found.share == pytest.approx(gained, abs=0.015)
-    machine.go(30)
+    assert found is not None and (found.rank, found.phase) == (10, "update")
+    assert gained - 0.015 < found.share < gained + 0.04, "chance makes the others slowest, too, but not as often"
+    machine.go(slow.BLOCKS)
     assert machine.history.verdict is None
-
-
-def test_it_keeps_its_moment_when_it_gets_worse_and_after_hours() -> None:
-    machine = Machine(2, seed=5)
-    machine.go(40)
-    machine.go(30, rank=1, more=0.2 * BASE)
-    assert machine.history.verdict is not None
-    since = machine.history.verdict.since
-    for more in np.linspace(0.2, 0.6, 40):
-        machine.go(1, rank=1, more=more * BASE)
-    found = machine.history.verdict
-    assert found is not None and found.trend == "rising" and found.since == since
-    machine.go(1500, rank=1, more=0.6 * BASE)
-    found = machine.history.verdict
-    assert found is not None and found.since == since and len(machine.history._blocks) <= slow.MOST_BLOCKS
 
 
 def test_of_ranks_that_are_alike_none_is_named() -> None:
