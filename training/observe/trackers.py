@@ -1,4 +1,4 @@
-"""Sends the numbers of a run's events to TensorBoard and Weights & Biases (off by default), and to Kubeflow Trainer; rank 0 only.
+"""Sends the numbers of a run's events to TensorBoard and Weights & Biases (off by default); rank 0 only.
 
 They listen to the run's events, so they show what events.jsonl holds, under the names of the speedruns' logs: `elapsed`,
 `train_loss`, `val_acc`, `epoch`, `examples_seen`. One that fails is switched off with one warning; the run continues. It
@@ -7,21 +7,15 @@ has a thread of its own: a service, or a disk, that hangs holds no step up, and 
 
 from __future__ import annotations
 
-import http.client
-import json
-import math
 import os
 import re
-import ssl
 import sys
 import time
 import uuid
 from collections.abc import Callable
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from .. import config as configuration
 from .. import files
@@ -40,13 +34,6 @@ _WANTED = ("trained_seconds", "train_loss", "epoch", "examples_seen", "images_pe
 """What is logged of an event that has it. Scores have come with the event `log` before."""
 
 
-TRAINER = "KUBEFLOW_TRAINER_SERVER_"
-"""Begin of the variables that the Trainer gives a TrainJob's pods, where its gate `TrainJobStatus` is open: URL, CA_CERT, TOKEN."""
-TRAINER_SECONDS = 5.0
-"""Between two reports, which each cost the cluster a write; also what an answer, and the last report, may take."""
-MOST_METRICS, LONGEST = 256, 64
-"""What the Trainer takes: metrics of a report, and letters of a name or a value."""
-
 Values = dict[str, float]
 """Numbers by their names."""
 Log = Callable[[Values, int], None]
@@ -54,24 +41,21 @@ Log = Callable[[Values, int], None]
 Close = Callable[[], None]
 
 
-def attach(config: RunSettings, run: RunDirectory, step: int, planned: Callable[[], int]) -> None:
-    """Makes the trackers that the config asks for, and the Trainer's, and lets them listen to the run.
+def attach(config: RunSettings, run: RunDirectory, step: int) -> None:
+    """Makes the trackers that the config asks for, and lets them listen to the run.
 
     Args:
         step: optimizer steps done. What an earlier attempt logged beyond it is dropped: these steps are taken again.
-        planned: those of the whole run; 0 where they are not known (yet).
 
     Raises:
         UserError: one of them is not installed.
     """
-    told = all(os.environ.get(f"{TRAINER}{name}") for name in ("URL", "CA_CERT", "TOKEN"))
-    for name, wanted, make, patience in (
-        ("tensorboard", config.log.tensorboard, partial(_tensorboard, run, step), config.preempt.grace_seconds),
-        ("wandb", config.log.wandb, partial(_wandb, config, run), config.preempt.grace_seconds),
-        ("trainerStatus", told, partial(_trainer, step, planned), TRAINER_SECONDS),
+    for name, wanted, make in (
+        ("tensorboard", config.log.tensorboard, partial(_tensorboard, run, step)),
+        ("wandb", config.log.wandb, partial(_wandb, config, run)),
     ):
         if wanted:
-            listener = _Listener(name, make, patience)
+            listener = _Listener(name, make, config.preempt.grace_seconds)
             run.listeners.append(listener.on_event)
             run.at_close.append(listener.close)
 
@@ -174,52 +158,3 @@ def _wandb(config: RunSettings, run: RunDirectory) -> tuple[Log, Close]:
         theirs.log({"step": step, **values})
 
     return log, theirs.finish
-
-
-def _trainer(first: int, planned: Callable[[], int]) -> tuple[Log, Close]:
-    """Progress and numbers as the TrainJob's `trainerStatus`: one POST in five seconds, without proxies or redirections.
-
-    https://github.com/kubeflow/trainer/blob/master/docs/user-guides/trainjob-progress.md. One that fails is warned of once.
-    """
-    address = urlsplit(os.environ[f"{TRAINER}URL"])
-    if address.scheme != "https" or not address.hostname:
-        raise ValueError(f"{TRAINER}URL is no https address, and would be told a token")
-    trusted = ssl.create_default_context(cafile=os.environ[f"{TRAINER}CA_CERT"])
-    began, sent, done, failed = time.monotonic(), -math.inf, first, False
-    known: dict[str, str] = {}
-
-    def report() -> None:
-        nonlocal sent, failed
-        sent = time.monotonic()
-        status: dict[str, Any] = {"lastUpdatedTime": datetime.now(timezone.utc).isoformat(timespec="seconds")}
-        status["metrics"] = [{"name": name, "value": value} for name, value in list(known.items())[:MOST_METRICS]]
-        if whole := planned():
-            status["progressPercentage"] = min(100, 100 * done // whole)
-        if whole and done > first:
-            left = max(0, whole - done) * (sent - began) / (done - first)
-            status["estimatedRemainingSeconds"] = min(2**31 - 1, int(left))
-        connection = http.client.HTTPSConnection(
-            str(address.hostname), address.port, timeout=TRAINER_SECONDS, context=trusted
-        )
-        try:
-            token = files.read(Path(os.environ[f"{TRAINER}TOKEN"]), 1 << 16).decode().strip()  # it is renewed
-            headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-            connection.request("POST", address.path, json.dumps({"trainerStatus": status}), headers)
-            answer = connection.getresponse()
-            if answer.status != http.client.OK:
-                raise OSError(f"{answer.status} {answer.reason}")
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            if not failed:
-                say(f"warning: the Trainer was not told how far the run is: {error}; the run continues", sys.stderr)
-            failed = True
-        finally:
-            connection.close()
-
-    def log(values: Values, step: int) -> None:
-        nonlocal done
-        done = step
-        known.update({name: f"{value:.6g}" for name, value in values.items() if 0 < len(name) <= LONGEST})
-        if time.monotonic() - sent >= TRAINER_SECONDS:
-            report()
-
-    return log, report

@@ -182,7 +182,7 @@ class Attempt:
             except UserError as error:
                 raise CannotTakeAgain(f"rank 0 was lost, and {error}: all ranks have to start again") from None
             assert context.run is not None
-            trackers.attach(context.config, context.run, context.steps_done, lambda: context.console.planned)
+            trackers.attach(context.config, context.run, context.steps_done)
             self.saver.take_over()
             self.consensus.stop_file = self._stop_file
         for rank, how in lost.items():

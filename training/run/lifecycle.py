@@ -295,7 +295,7 @@ class Lifecycle:
             if directory is not None:
                 directory.describe(settings, world, self.facts, self.threads)
                 if world.leader:
-                    trackers.attach(settings, directory, run.steps_done, lambda: run.console.planned)
+                    trackers.attach(settings, directory, run.steps_done)
         self.goodput.begin(attempt, run.steps_done, world.size)
         self.goodput.count = lambda bucket, seconds: run.metrics.count("time_seconds_total", bucket.value, by=seconds)
         if directory is not None:
