@@ -294,13 +294,11 @@ class Lifecycle:
         with failing_together(world):
             if directory is not None:
                 directory.describe(settings, world, self.facts, self.threads)
-                if world.leader:
-                    trackers.attach(settings, directory, run.steps_done)
+                trackers.attach(settings, directory, run.steps_done)
         self.goodput.begin(attempt, run.steps_done, world.size)
         self.goodput.count = lambda bucket, seconds: run.metrics.count("time_seconds_total", bucket.value, by=seconds)
         if directory is not None:
-            if world.leader:
-                self.goodput.attach(directory)
+            self.goodput.attach(directory)
             directory.told = run.console.on_status
             directory.status(None, "running", run.steps_done)
             directory.listeners.append(run.console.on_event)
