@@ -31,7 +31,7 @@ from .run.lifecycle import Lifecycle
 from .run.loop import Loop
 from .run.replica import Replica
 from .run.reporting import Reporting
-from .run.work import divisor_of_all
+from .run.work import Compute, divisor_of_all
 
 T = TypeVar("T")
 
@@ -276,7 +276,7 @@ class Session(Reporting):
             >>> run.log(loss=run.loss())
         """
         self._go_on("run.loss()")
-        return self._started().step.last_loss()
+        return self._started().step.sums.mean_loss()
 
     def stop(self, reason: str) -> None:
         """Ends the run for good, with exit code 0: all loops end before their next batch. A later start says that the run is
@@ -382,7 +382,7 @@ class Session(Reporting):
         return self._started().part(batch)
 
     def step(
-        self, loss: torch.Tensor | Callable[..., torch.Tensor], *batch: Any,
+        self, loss: torch.Tensor | Compute, *batch: Any,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (), samples: int | None = None,
         divisor: float | torch.Tensor | None = None, clip: float = 0.0, scaler: Any = None,
     ) -> None:  # fmt: skip
@@ -395,7 +395,9 @@ class Session(Reporting):
         as it was. What it draws from other generators is its own business. A loss that is computed already takes part in none of this.
 
         Args:
-            loss: a scalar, the mean over this rank's samples; or a function that computes it of `batch`.
+            loss: a scalar, the mean over this rank's samples; or a function that computes it of `batch`. A function may return
+                `loss, {"accuracy": hits}`: sums over the samples it is called with, of the same names in each step. They are divided
+                as the loss is, and shown where it is, as `train_accuracy`.
             batch: what the function is called with.
             optimizer: steps these, not all. Their networks alone learn: the gradients of others are left alone.
             samples: number of this rank's samples. `batches` and `part` know it. Other loaders must give it, so that unequal

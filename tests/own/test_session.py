@@ -205,6 +205,12 @@ WRONG = {
     "micro-batches of nothing": (
         "run.settings.micro_batch_size = 4; " + LOOP + "for x, y in run.batches(DATA, 16): run.step(lambda: F.cross_entropy(m(x), y))",
         "TypeError", "micro_batch_size"),
+    "numbers that come later": (
+        LOOP + "for x, y in run.batches(DATA, 16): run.step(lambda x: (m(x).sum(), {'hits': 1} if run.steps else {}), x)",
+        "error", "returned the numbers hits, and the steps before no numbers"),
+    "numbers that are not sums": (
+        LOOP + "for x, y in run.batches(DATA, 16): run.step(lambda x: (m(x).sum(), {'hits': x}), x)",
+        "TypeError", "returned hits as Tensor"),
 }  # fmt: skip
 """Lines, the kind of error, and the call, argument or setting that it names."""
 EACH = """

@@ -4,6 +4,7 @@ is left out where it overflows. And a run has an end of its own."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from lockstep import Session
 run_dir, options, *words = sys.argv[1:]
 how = {"loss": False, "scaled": False, "norm": False, "dropout": 0.0, "steps": 20, "fate": "-1:0:", **json.loads(options)}
 DATA = torch.utils.data.TensorDataset(torch.randn(240, 6, generator=torch.Generator().manual_seed(1)), torch.arange(240) % 3)
-drawn, calls, infinite = [], [], []
+drawn, calls, infinite, right = [], [], [], []
 struck, at, what = how["fate"].split(":")
 class Shift(torch.nn.Module):
     def __init__(self):
@@ -50,19 +51,22 @@ with Session(run_dir, "checkpoint.every_steps=2", "checkpoint.keep=50", *words, 
                                        or what == "EVER" and run.steps >= int(at)))
         if here and what == "NAN" and run.steps == int(at):
             x = x * float("nan")
-        return F.cross_entropy(model(x), y)
+        logits = model(x)
+        right.append(int((logits.argmax(1) == y).sum()))
+        return F.cross_entropy(logits, y), {"accuracy": right[-1]}
     for epoch in run.epochs(steps=how["steps"]):
         for x, y in run.batches(DATA, 24):
             if what == "LEAVE" and run.steps == int(at):
                 sys.exit(0)
             if how["loss"]:
-                run.step(loss(x, y), scaler=scaler, clip=1.0)
+                run.step(loss(x, y)[0], scaler=scaler, clip=1.0)
             else:
                 run.step(loss, x, y, scaler=scaler, clip=1.0)
             if what == "STOP" and run.steps == int(at) and run.rank == int(struck):
                 run.stop("enough")
         run.log(calls=len(calls))
     drawn = run.gather(drawn)
+    run.print(f"RIGHT {sum(run.gather(sum(right[-10:]))) / 240}")
     run.print(f"DRAWN {drawn[0][:1] != drawn[-1][:1]} {[len(each) for each in drawn]}")
     print(f"SCALE {scaler.get_scale()} CALLS {len(calls)}\\n", end="")
 """
@@ -109,6 +113,8 @@ def test_the_scale_goes_on_where_it_was(tmp_path: Path) -> None:
     assert done.code == 0 and "Resuming at step 13" in done.output, done.output
     assert_same(tmp_path / "calm", tmp_path / "run")
     assert "SCALE 1048576.0" in done.output, done.output
+    calm, resumed = (events(tmp_path / name, "epoch")[-1] for name in ("calm", "run"))
+    assert calm["train_accuracy"] == resumed["train_accuracy"], "of the whole epoch, which both starts have a part of"
 
 
 @pytest.mark.promise("half-precision")
@@ -141,6 +147,10 @@ def test_micro_batches_are_a_setting(tmp_path: Path) -> None:
     assert whole.code == parts.code == 0, parts.output
     assert "CALLS 20" in whole.output and "CALLS 60" in parts.output, "each part of twelve in three"
     assert_weights(tmp_path / "parts", shared(tmp_path / "whole")["model"], atol=1e-6)
+    right = {
+        json.loads((tmp_path / name / "summary.json").read_text())["train_accuracy"] for name in ("whole", "parts")
+    }
+    assert len(right) == 1 and f"RIGHT {right.pop()}\n" in whole.output, whole.output
 
 
 @pytest.mark.promise("session-resume")
@@ -201,31 +211,49 @@ with Session(sys.argv[1], "log.report=false", sync=sys.argv[2], micro_batch_size
     plain.load_state_dict(net.state_dict())
     mine, its = run.optimizer(lambda p: torch.optim.SGD(p, lr=0.5)), torch.optim.SGD(plain.parameters(), lr=0.5)
     def loss(x, y, net=net):
-        return F.cross_entropy(net(x).flatten(0, 1), y.flatten(), ignore_index=-100, reduction="sum")
-    scaler, minimised, tokens = torch.amp.GradScaler("cpu", init_scale=4.0), 0.0, 0
+        logits = net(x)
+        surest = logits.softmax(-1).amax(-1)[y != -100].sum()
+        total = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-100, reduction="sum")
+        return total, {"surest": surest, "accuracy": int((logits.argmax(-1) == y).sum())}
+    scaler, minimised, tokens, numbers = torch.amp.GradScaler("cpu", init_scale=4.0), 0.0, 0, torch.zeros(2)
     for epoch in run.epochs(1):
         for x, y, ids in run.batches(torch.utils.data.TensorDataset(X, Y, torch.arange(44)), 16, uneven="weight"):
             run.step(loss, x, y, divisor=(y != -100).sum(), scaler=scaler)
             ids = torch.cat(run.gather(ids))
-            total = loss(X[ids], Y[ids], plain)
+            total, also = loss(X[ids], Y[ids], plain)
+            numbers += torch.tensor([float(also["surest"]), also["accuracy"]])
             its.zero_grad(); (total / (Y[ids] != -100).sum()).backward(); its.step()
             norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
             assert abs(run.grad_norm - norm) < 1e-5 * norm
             minimised, tokens = minimised + total.item(), tokens + int((Y[ids] != -100).sum())
     torch.testing.assert_close(list(net.parameters()), list(plain.parameters()))
     assert abs(run.history["train_loss"] - minimised / tokens) < 1e-5, "the loss that is shown is the one that is minimised"
+    shown = torch.tensor([run.history["train_surest"], run.history["train_accuracy"]])
+    torch.testing.assert_close(shown, numbers / tokens)
 """
 
 
 @pytest.mark.promise("session-same")
 def test_a_divisor_may_be_what_each_rank_has_counted(tmp_path: Path) -> None:
-    hashes = []
+    same = []
     for ranks, sync, micro in ((2, "flat", "3"), (1, "exact", "0"), (3, "exact", "0")):
         run_dir = tmp_path / f"{sync}-{ranks}"
         done = script(ranks, TOKENS, run_dir, sync, micro)
         assert done.code == 0, done.output
-        hashes.append(json.loads((run_dir / "summary.json").read_text())["weights_sha256"])
-        assert [event["step"] for event in events(run_dir, "step")] == [1, 3], (
-            "the first and the last, whatever log.every is"
+        summary = json.loads((run_dir / "summary.json").read_text())
+        same.append(
+            {name: summary[name] for name in ("weights_sha256", "train_loss", "train_surest", "train_accuracy")}
         )
-    assert hashes[1] == hashes[2]
+        steps = events(run_dir, "step")
+        assert [event["step"] for event in steps] == [1, 3], "the first and the last, whatever log.every is"
+        assert all("train_accuracy" in event for event in steps)
+        assert re.search("seconds +train accuracy +train surest +train loss", done.output), done.output
+        assert 'name="train_surest"' in (run_dir / "metrics/rank-00000.prom").read_text()
+    assert same[1] == same[2]
+
+
+@pytest.mark.parametrize("sync", ["flat", "exact"])
+def test_ranks_that_return_other_numbers_are_refused_by_name(tmp_path: Path, sync: str) -> None:
+    done = script(2, TOKENS.replace('"surest":', '"surest" if run.rank else "other":'), tmp_path / "run", sync, "0")
+    said = "error: the function of a step returned the numbers accuracy, other on rank 0, and the numbers accuracy, surest on rank 1"
+    assert done.code == 2 and done.output.count("error: ") == 1 and said in done.output, done.output

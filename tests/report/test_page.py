@@ -187,6 +187,8 @@ def test_a_hundred_thousand_readings_take_little_memory_and_page(tmp_path: Path)
         lines.append(
             {"event": "step", **at, "epoch": step / 1000, "train_loss": loss, "lr": 0.1, "images_per_second": 9.0}
         )
+        if step < 3:
+            lines[-1]["train_hits"] = 0.25
         if step % 5 == 0:
             lines.append(
                 {"event": "log", **at, "attempt": 1, "values": {"a": -7.0 if step == 61_700 else 1.0, "b": 0.5}}
@@ -218,6 +220,7 @@ def test_a_hundred_thousand_readings_take_little_memory_and_page(tmp_path: Path)
         100_000,
         -1.0,
     ]
+    assert _lines(tree, "Logged: train_hits")[0] == [[1, 0.25], [2, 0.25]]
     assert [point[2] for point in _lines(tree, "Progress")[0]].count("preempted") == 1
     ranks = [point[0] for point in _lines(tree, "Where a step goes")[0]]
     assert len(ranks) == 32 and "rank 41" in ranks

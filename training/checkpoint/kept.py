@@ -67,6 +67,8 @@ class Kept:
         """What the script has logged last, by name."""
         self.logged_in_epoch: dict[str, float] = {}
         """The same, of the epoch under way alone."""
+        self.measured: list[str] = []
+        """Names of the numbers that the function of a step returns with its loss."""
         self.rates: dict[str, float] = {}
         """The learning rate of each group as the script made it, by the optimizer's name and the group's number."""
         self.groups: dict[str, str] = {}
@@ -101,7 +103,7 @@ class Kept:
             "objects": {name: stateful.state_dict() for name, stateful in self.objects.items()},
             "values": dict(self.values), "steps": self.steps, "samples": self.samples, "data": self.data,
             "logged": self.logged, "logged_in_epoch": self.logged_in_epoch, "summary": dict(self.summary),
-            "rates": self.rates, "groups": self.groups,
+            "measured": self.measured, "rates": self.rates, "groups": self.groups,
         }  # fmt: skip
 
     def rank_state(self) -> dict[str, Any]:
@@ -123,7 +125,7 @@ class Kept:
         self.summary.update(shared["summary"])
         self.steps, self.samples = shared["steps"], shared["samples"]
         self.data, self.logged, self.logged_in_epoch = shared["data"], shared["logged"], shared["logged_in_epoch"]
-        self.rates, self.groups = shared["rates"], shared["groups"]
+        self.measured, self.rates, self.groups = shared["measured"], shared["rates"], shared["groups"]
         if rank is not None:
             _load(self.rank_objects, rank["objects"])
             self.epoch_generators = rank["epoch_generators"]

@@ -45,7 +45,8 @@ class TrainState:
     cursor: Cursor
     clock: StepClock
     losses: torch.Tensor
-    """float64 [2]: the sum of this rank's losses in the current epoch, and its number of samples; under `exact` those of all ranks."""
+    """float64 [2 + names]: the sum of this rank's losses in the current epoch, its number of samples, and the sums that `kept.measured`
+    names; under `exact` those of all ranks."""
     history: dict[str, Any]
     """Plain values that the run carries along: best and last accuracy, restarts, preemptions."""
     kept: Kept = field(default_factory=Kept)
@@ -185,6 +186,7 @@ class _KeptByScript(_Part):
     data: dict[Any, Any]
     logged: dict[Any, Any]
     logged_in_epoch: dict[Any, Any]
+    measured: list[str]
     rates: dict[str, float | None]
     groups: dict[str, str]
     summary: dict[Any, Any]
@@ -255,9 +257,10 @@ def checked(gathered: Any) -> dict[str, Any]:
     shared, first = state.shared, state.ranks[0]
     _expect(shared.model.keys() | first.buffers.keys() >= set(shared.aliases.values()), "aliases")
     _expect(not shared.average or shared.average.keys() == shared.model.keys(), "average")
+    length = 2 + len(shared.kept.measured)
     for number, rank in enumerate(state.ranks):
         losses = rank.losses
-        _expect(losses.dtype == torch.float64 and losses.shape == (2,), f"rank {number}, losses")
+        _expect(losses.dtype == torch.float64 and losses.shape == (length,), f"rank {number}, losses")
         for name in ("buffers", "average_buffers"):  # of the same names, shapes and types on all ranks
             _expect(_forms(getattr(rank, name)) == _forms(getattr(first, name)), f"rank {number}, {name}")
     return dict(gathered)
@@ -361,7 +364,8 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0)
     if same_size or alike:
         generators.restore(rank_state["rng"], state.world.device)
     mine = same_size or alike or state.world.leader
-    state.losses.copy_(rank_state["losses"] if mine else torch.zeros(2))
+    losses = rank_state["losses"].to(state.losses, copy=True)
+    state.losses = losses if mine else torch.zeros_like(losses)
     state.sync.load_state_dict(rank_state["sync"])
     state.kept.load(shared["kept"], rank_state["kept"] if same_size else None)
     if alike and not same_size:

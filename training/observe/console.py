@@ -45,8 +45,8 @@ class Console:
         self._header = False
         self.planned = 0
         """Optimizer steps of the whole run; 0 where they are not known (yet)."""
-        self._loss = ""
-        """The mean loss of all ranks at the last reading, as it is shown."""
+        self._means = ""
+        """The mean loss of all ranks, and what else they train by, at the last reading, as it is shown."""
         self._told: tuple[float, int] | None = None
         """When progress was last printed, or the first step came, and how far it was."""
         self._status: tuple[Any, float] = (None, -math.inf)
@@ -83,7 +83,7 @@ class Console:
         """Moves the progress bar; without one, prints a line a minute. `epoch` counts from 0, `done` are the steps of the whole run."""
         if self._bar is not None:
             speed = self._bar.tasks[self._task].speed
-            pace = f"{speed:.3g} steps/s{self._loss}" if speed else ""
+            pace = f"{speed:.3g} steps/s{self._means}" if speed else ""
             self._bar.update(self._task, completed=done, epoch=epoch + 1, pace=pace)
             return
         now = self._now()
@@ -91,14 +91,14 @@ class Console:
         if now - since >= PROGRESS_SECONDS:
             rate = (done - before) / (now - since)
             left = f" of {self.planned}, about {(self.planned - done) / rate / 60:.0f} min left" if self.planned else ""
-            self.line(f"epoch {epoch + 1}, step {done}{left}: {rate:.3g} steps/s{self._loss}")
+            self.line(f"epoch {epoch + 1}, step {done}{left}: {rate:.3g} steps/s{self._means}")
         if self._told is None or now - since >= PROGRESS_SECONDS:
             self._told = now, done
 
     def on_event(self, event: dict[str, Any]) -> None:
         """A listener of `RunDirectory`: prints the event as JSON, or a line of the table where it has one."""
         if event["event"] == "step" and event["train_loss"] is not None:
-            self._loss = f", loss {event['train_loss']:.4g}"
+            self._means = "".join(f", {name} {value:.4g}" for name, value in _trained(event))
         if self.log.format == "json":
             if self.world.leader:
                 say(json_text(event))
@@ -123,9 +123,10 @@ class Console:
 
     def _epoch(self, event: dict[str, Any]) -> None:
         """A line of the table of epochs: what was logged, between the time and the loss."""
-        values = {**event["logged"], "validation accuracy": event["accuracy"]}
+        trained = {f"train {name}": value for name, value in _trained(event) if name != "loss"}
+        values = {**trained, **event["logged"], "validation accuracy": event["accuracy"]}
         if self._columns is None:
-            self._columns = self._fitting(event["logged"])
+            self._columns = self._fitting({**trained, **event["logged"]})
         if not self._header:
             self._header = True
             columns = "".join(f"{name:>{_width(name)}}" for name in self._columns)
@@ -150,6 +151,11 @@ class Console:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def _trained(event: dict[str, Any]) -> list[tuple[str, float | None]]:
+    """The means over the samples that were trained on, by their names."""
+    return [(key.removeprefix("train_"), value) for key, value in event.items() if key.startswith("train_")]
 
 
 def _width(name: str) -> int:

@@ -1,6 +1,6 @@
-"""Reads the mean loss of all ranks and the gradient's norm every `log.every` steps. Neither the GPU nor a rank waits.
+"""Reads the means of all ranks and the gradient's norm every `log.every` steps. Neither the GPU nor a rank waits.
 
-    reading.take(losses, norm, step=50)     # starts a sum over the ranks, and a copy to the host
+    reading.take(losses, names, norm, step=50)     # starts a sum over the ranks, and a copy to the host
     for values in reading.ready(): …        # {"step": 50, "train_loss": …, "grad_norm": …}, once the copy has arrived
 
 Every rank calls them at the same steps.
@@ -9,8 +9,9 @@ Every rank calls them at the same steps.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ class _Copy:
     """Numbers that are being copied to the host."""
 
     sums: torch.Tensor
-    """float64 [2]: the sum of losses and the number of samples of the epoch so far."""
+    """float64 [2 + names]: the sum of losses, the number of samples, and other sums of the epoch so far."""
+    names: Sequence[str]
     norm: torch.Tensor | None
     summed: dist.Work | None
     """The sum over the ranks; None where it is that already."""
@@ -48,11 +50,11 @@ class _Copy:
 
 
 class Reading:
-    """Turns the epoch's running sums into the mean loss since the last reading, over the samples of all ranks.
+    """Turns the epoch's running sums into the means since the last reading, over the samples of all ranks.
 
     Args:
-        losses: float64 [2], this rank's sum of losses and number of samples in the current epoch; read once here,
-            because a resumed run begins in the middle of an epoch. Collective.
+        losses: float64 [2 + names], this rank's sums in the current epoch (`TrainState.losses`); read once here, because a resumed
+            run begins in the middle of an epoch. Collective.
         of_all: they are those of all ranks already.
     """
 
@@ -62,7 +64,7 @@ class Reading:
         before = losses.cpu().clone()
         if self._sums:
             dist.all_reduce(before)
-        self._sum, self._count = before.tolist()
+        self._before: list[float] = before.tolist()
         self._first = False
         self._copies: deque[_Copy] = deque()
 
@@ -70,11 +72,19 @@ class Reading:
         """The sums start at zero again."""
         self._first = True
 
-    def take(self, losses: torch.Tensor, norm: torch.Tensor | None, **values: Any) -> None:
+    @property
+    def within_epoch(self) -> bool:
+        """Whether the epoch had samples at the last reading. The same on all ranks."""
+        return not self._first and self._before[1] > 0
+
+    def take(
+        self, losses: torch.Tensor, names: Sequence[str], norm: torch.Tensor | None, **values: Any
+    ) -> None:  # fmt: skip
         """Starts to read the sums and the norm, as they will be when the work queued so far is done. Collective.
 
         Args:
-            losses: float64 [2], as in the constructor, of the current epoch.
+            losses: as in the constructor, of the current epoch.
+            names: of its sums but the first two.
             norm: of the gradient, a scalar; None where it was not computed.
             values: come back from `ready` with what was read.
         """
@@ -90,25 +100,35 @@ class Reading:
                 sums, norm = _to_host(sums), None if norm is None else _to_host(norm)
                 arrived = torch.cuda.Event()
                 arrived.record()
-        self._copies.append(_Copy(sums, norm, summed, arrived, self._first, values))
+        self._copies.append(_Copy(sums, names, norm, summed, arrived, self._first, values))
         self._first = False
 
     def ready(self, wait: bool = False) -> Iterator[dict[str, Any]]:
         """The readings that have arrived, in order; with `wait`, all that `take` has started.
 
-        Yields the `values` of `take` with `train_loss`, the mean over all ranks' samples since the last reading (None
-        where there were none), and `grad_norm`.
+        Yields the `values` of `take` with `train_loss` and `train_NAME`, the means over all ranks' samples since the last reading
+        (None where there were none), and `grad_norm`.
         """
         while self._copies and (wait or self._copies[0].is_here()):
             copy = self._copies.popleft()
             copy.wait()
-            before = (0.0, 0.0) if copy.first_of_epoch else (self._sum, self._count)
-            self._sum, self._count = copy.sums.tolist()
+            before = [] if copy.first_of_epoch else self._before
+            self._before = copy.sums.tolist()
+            since = [now - then for now, then in zip_longest(self._before, before, fillvalue=0.0)]
             yield {
                 **copy.values,
-                "train_loss": mean_loss(self._sum - before[0], self._count - before[1]),
+                **means(copy.names, since),
                 "grad_norm": None if copy.norm is None else float(copy.norm),
             }
+
+
+def means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float | None]:
+    """By the names of events: `train_loss`, and `train_NAME` of each other sum."""
+    loss, samples, *others = sums
+    return {
+        f"train_{name}": mean_loss(total, samples)
+        for name, total in zip(("loss", *names), (loss, *others), strict=True)
+    }
 
 
 def mean_loss(losses: float, samples: float) -> float | None:

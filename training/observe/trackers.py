@@ -29,9 +29,9 @@ WANDB_ID = "wandb.json"
 """File of the run directory with the identity of the run at W&B."""
 _NAMES = {"trained_seconds": "elapsed", "accuracy": "val_acc"}
 """Names that differ: in events → as logged."""
-_WANTED = ("trained_seconds", "train_loss", "epoch", "examples_seen", "images_per_second", "lr", "grad_norm", "step_duration",
+_WANTED = ("trained_seconds", "epoch", "examples_seen", "images_per_second", "lr", "grad_norm", "step_duration",
            "sync_wait", "data_wait")  # fmt: skip
-"""What is logged of an event that has it. Scores have come with the event `log` before."""
+"""What is logged of an event that has it, with all that begins with `train_`. Scores have come with the event `log` before."""
 
 
 Values = dict[str, float]
@@ -66,7 +66,8 @@ def logged(event: dict[str, Any]) -> Values:
         return {_NAMES.get(name, name): float(value) for name, value in event["values"].items()}
     if event["event"] not in ("step", "score", "epoch"):
         return {}
-    return {_NAMES.get(name, name): float(event[name]) for name in _WANTED if isinstance(event.get(name), (int, float))}
+    wanted = [name for name in event if name in _WANTED or name.startswith("train_")]
+    return {_NAMES.get(name, name): float(event[name]) for name in wanted if isinstance(event[name], (int, float))}
 
 
 class _Listener:

@@ -32,7 +32,7 @@ from ..contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserE
 from ..observe import trackers
 from ..observe.account import Bucket
 from ..observe.clock import Times
-from ..observe.reading import Reading, mean_loss
+from ..observe.reading import Reading, means
 from ..observe.slow import SlowRank
 from ..parallel import process
 from ..parallel.exchange import (
@@ -365,7 +365,7 @@ class Attempt:
         if context.config.metrics.enabled:
             context.metrics.step(measured, done, lr, samples, state.sync.bytes_sent)
         if done % context.config.log.every == 0 or done in (1, context.console.planned):
-            self.reading.take(state.losses, grad_norm, step=done, lr=lr)
+            self.reading.take(state.losses, context.kept.measured, grad_norm, step=done, lr=lr)
         self.tell_readings()
         interval = context.config.log.weights_every
         if interval and done % interval == 0 and (context.world.leader or context.world.live is not None):
@@ -451,19 +451,22 @@ class Attempt:
             for name, key in (("loss", "train_loss"), ("grad_norm", "grad_norm")):
                 if None not in (values["train_loss"], values[key]):
                     self.context.metrics.set(name, values[key])
+            for name in values.keys() - {"train_loss"}:
+                if name.startswith("train_") and values[name] is not None:
+                    self.context.metrics.set("logged", values[name], name)
             times = {name: round(value, 6) for name, value in self.times.items()}
             self.context.event("step", **values, **times)
 
-    def epoch_loss(self) -> float | None:
-        """The mean loss of the epoch, over the samples of all ranks; the next epoch's sum begins at zero. Collective.
+    def epoch_means(self) -> dict[str, float | None]:
+        """`train_loss` and others of the epoch, over the samples of all ranks; the next epoch's sums begin at zero. Collective.
 
         None where every step was left out (`nonfinite: skip`).
         """
         state = self.context.state
-        loss = mean_loss(*state.over_ranks(state.losses).tolist())
+        found = means(state.kept.measured, state.over_ranks(state.losses).tolist())
         state.losses.zero_()
         self.reading.new_epoch()
-        return loss
+        return found
 
     def save(self) -> None:
         """Saves a checkpoint, with the score of these weights where they were measured.

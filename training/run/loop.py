@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
@@ -14,7 +13,6 @@ import torch
 
 from .. import contract, files
 from ..checkpoint import generators
-from ..config.sections import LOGGED
 from ..contract import EXIT_DONE, EXIT_FAILED, UserError
 from ..data.batches import Batches, Part, begun
 from ..data.trees import to_device
@@ -27,6 +25,7 @@ from .attempt import Attempt, Ended
 from .context import RunContext
 from .dealt import Dealing
 from .step import Step
+from .work import check_name
 
 T = TypeVar("T")
 MOST_LOGGED = 100
@@ -150,7 +149,7 @@ class Loop:
         run, state, kept, config = self.run, self.run.state, self.run.kept, self.run.config
         state.clock.settle()
         self.attempt.tell_readings(wait=True)
-        loss = self.attempt.epoch_loss()
+        means = self.attempt.epoch_means()
         unscored = bool(kept.logged_in_epoch) and not run.progressed  # the start before left during this evaluation
         reasons = all_gather_trees(self.attempt.consensus.final, run.world)
         if (reason := next(filter(None, reasons), None)) is not None:
@@ -159,12 +158,11 @@ class Loop:
         kept.data, kept.epoch_generators, kept.cursor_generators, state.cursor_evaluating = {}, None, None, None
         self._epoch_is_through = False
         logged, kept.logged_in_epoch = kept.logged_in_epoch, {}
-        state.history.update(train_loss=loss)
+        state.history.update(means)
         run.event(
             "epoch", epoch=state.cursor.epoch, step=kept.steps, trained_seconds=round(state.clock.trained, 4),
-            train_loss=loss, accuracy=logged.get("accuracy"), test_loss=logged.get("test_loss"), logged=logged,
-            examples_seen=kept.samples,
-            images_per_second=kept.samples / max(state.clock.trained, 1e-9),
+            **means, accuracy=logged.get("accuracy"), test_loss=logged.get("test_loss"), logged=logged,
+            examples_seen=kept.samples, images_per_second=kept.samples / max(state.clock.trained, 1e-9),
         )  # fmt: skip
         last, every_epoch = self.complete, config.checkpoint.every_steps == 0
         if last or every_epoch or self.attempt.saver.due_by_step() or self._best_is_due() or unscored:
@@ -301,7 +299,7 @@ class Loop:
         run, kept = self.run, self.run.kept
         values = {}
         for name, value in numbers.items():
-            _check_name(name)
+            check_name(name)
             try:
                 values[name] = float(value)
             except (TypeError, ValueError):
@@ -333,6 +331,7 @@ class Loop:
         summary = {
             "recipe": run.config.title, "sync": run.config.sync.name, "world_size": run.world.size,
             "steps": run.steps_done, "epochs": run.state.cursor.epoch, "train_loss": history.get("train_loss"),
+            **{f"train_{name}": history.get(f"train_{name}") for name in run.kept.measured},
             "test_loss": history.get("test_loss"), "accuracy": history.get("accuracy"),
             "best_accuracy": history.get("best_accuracy"), run.scores.best_name: run.scores.best,
             "images_per_second": run.kept.samples / trained,
@@ -374,11 +373,6 @@ class Loop:
         if run.world.leader:
             run.console.on_event({"event": "done", **summary})
         return True
-
-
-def _check_name(name: str) -> None:
-    if not isinstance(name, str) or not re.fullmatch(LOGGED, name):
-        raise ValueError(f"what is logged has a name of letters, digits and _, at most 64; got {name!r}")
 
 
 def _check_lengths(loader: Any, world: World) -> int | None:

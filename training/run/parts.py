@@ -23,7 +23,7 @@ from ..sync.exact import TreeSum, nodes_of_ranks
 from .context import RunContext
 from .proof import Proof, changed, due
 from .replica import Replica
-from .work import Work
+from .work import Numbers, Work
 
 
 class InParts:
@@ -100,12 +100,19 @@ class InParts:
             )
         self._sizes = [buffer.numel() for buffer in self._means.values()]
         counts = sum(buffer.numel() for buffer in self._counts.values())
-        self._sections = [sum(self._sizes), len(self._sizes), counts, counts, 1, 1]
+        self._sections = [sum(self._sizes), len(self._sizes), counts, counts]
+        self._of, self._begun = part.of, False
+        self.replica.sync.begin_parts(part.of)
+
+    def _begin_sum(self, sums: int) -> None:
+        """How many sums a step has is known once its function was called."""
+        if self._begun:
+            return
+        self._begun, self._sections = True, [*self._sections, sums, 1]
         if self._sum is None or self._sum.length != sum(self._sections):
             self._sum = TreeSum(sum(self._sections), torch.float64, self.run.world)
         self._sum.release()
-        self._sum.begin(part.of)
-        self.replica.sync.begin_parts(part.of)
+        self._sum.begin(self._of)
 
     def _note_versions(self, others: Mapping[str, torch.Tensor]) -> None:
         self._others = {name: (id(tensor), tensor._version) for name, tensor in others.items()}
@@ -127,18 +134,20 @@ class InParts:
             self._warned.add(text)
             self.run.console.warn(text)
 
-    def prove(self, number: int, loss: Callable[[], torch.Tensor], work: Work, given: Callable[[Any], bool]) -> None:
+    def prove(
+        self, number: int, result: Callable[[], tuple[torch.Tensor, Numbers]], work: Work, given: Callable[[Any], bool]
+    ) -> None:  # fmt: skip
         """Calls the function for the first part of this rank, and notes what `finish` raises on all ranks.
 
         Args:
-            loss: calls the function with the part's first samples.
+            result: calls the function with the part's first samples.
             given: whether `run.batches()` or `run.part()` has given an argument.
         """
-        assert self.proof is not None and self._sum is not None
+        assert self.proof is not None
 
         def call() -> torch.Tensor:
             self.begin_part(number, sums=True)
-            return loss()
+            return result()[0]
 
         proof, sync = self.proof, self.replica.sync
         self._other = self._other or proof.look_at_arguments(work.batch, work.samples, self._total, given)
@@ -149,12 +158,12 @@ class InParts:
             self._look_at_others(self._buffers())  # a better reason, where there is one
             self._other = self._other or error
         sync.zero_grad()
-        sync.begin_parts(self._sum.parts)
+        sync.begin_parts(self._of)
 
     @property
-    def refused(self) -> bool:
-        """Nothing more needs to be computed: `finish` raises."""
-        return self._other is not None
+    def refused(self) -> UserError | None:
+        """Nothing more needs to be computed: `finish` raises this."""
+        return self._other
 
     def begin_part(self, number: int, sums: bool) -> None:
         """Puts back the statistics and the generators with which each part begins.
@@ -206,12 +215,12 @@ class InParts:
         return dict(self.replica.model.named_buffers())
 
     @torch.no_grad()
-    def take(self, number: int, share: float, loss: torch.Tensor) -> None:
+    def take(self, number: int, share: float, sums: torch.Tensor) -> None:
         """The part is through: its gradients and statistics go into the sums.
 
         Args:
             share: of the global batch's samples.
-            loss: the sum of its samples' losses, float64.
+            sums: over its samples, float64 (`StepSums.values`).
         """
         self.replica.sync.take(number)
         buffers, before = self._buffers(), self._before
@@ -222,7 +231,8 @@ class InParts:
         changed = [(buffers[name] != before[name]).any().double().view(1) for name in self._means]
         counted = [(buffers[name] - before[name]).double().flatten() for name in self._counts]
         squares = [count**2 for count in counted]
-        ends = [loss.view(1), torch.full((1,), float(self._other is not None), dtype=torch.float64, device=device)]
+        ends = [sums, torch.full((1,), float(self._other is not None), dtype=torch.float64, device=device)]
+        self._begin_sum(len(sums))
         assert self._sum is not None
         leaf = self._sum.leaf()
         torch.cat([*means, *changed, *counted, *squares, *ends], out=leaf[: self._sum.length])
@@ -237,14 +247,15 @@ class InParts:
                 continue
             self._other = changed(self.replica.sync.refuse, name, name in parameters)
 
-    def sum(self) -> torch.Tensor:
-        """What `finish` takes, of all parts. Collective."""
+    def sum(self, sums: int) -> torch.Tensor:
+        """What `finish` takes, of all parts. `sums`: how many `take` gets of each part. Collective."""
+        self._begin_sum(sums)
         assert self._sum is not None
         return self._sum.finish()
 
     @torch.no_grad()
     def finish(self, total: torch.Tensor) -> torch.Tensor:
-        """Puts the statistics together. Returns the sum of all samples' losses, float64 []. Collective where it raises.
+        """Puts the statistics together. Returns the sums over all samples, float64. Collective where it raises.
 
         Args:
             total: what `sum` has given on any rank.
@@ -254,7 +265,7 @@ class InParts:
         """
         assert self._sum is not None
         parts = self._sum.parts
-        means, changed, counted, squares, loss, other = total[: self._sum.length].split(self._sections)
+        means, changed, counted, squares, sums, other = total[: self._sum.length].split(self._sections)
         buffers = self._buffers()
         for name, mean, moved in zip(self._means, means.split(self._sizes), changed):
             before = self._before[name]
@@ -277,5 +288,4 @@ class InParts:
         for name, move in zip(self._counts, moves):
             before = self._before[name]
             buffers[name].copy_(before + (move / parts).view(before.shape).to(before.dtype))
-        first: torch.Tensor = loss[0].clone()
-        return first
+        return torch.clone(sums)

@@ -43,7 +43,8 @@ class Reporting(ABC):
 
     @property
     def history(self) -> Mapping[str, Any]:
-        """The last of what was measured: `train_loss` of the last whole epoch, `accuracy`, `test_loss`, and the best of them.
+        """The last of what was measured: `train_loss`, and what a step returns with it, of the last whole epoch, `accuracy`,
+        `test_loss`, and the best of them.
 
         Examples:
             >>> loss = run.history.get("train_loss")

@@ -22,7 +22,6 @@ from ..checkpoint import generators
 from ..data import order
 from ..data.batches import Part
 from ..models.arithmetic import kept_buffers, put_back, without_batch_statistics
-from ..observe.reading import mean_loss
 from ..parallel.exchange import all_gather_trees, raise_together
 from ..resilience import divergence
 from ..sync.base import NotSummed
@@ -32,7 +31,17 @@ from .context import RunContext
 from .dealt import Dealt
 from .parts import InParts
 from .replica import Replica, Several
-from .work import Compute, Divisor, Total, Work, checked_loss, count_scaled_step, set_scale
+from .sums import StepSums
+from .work import (
+    Compute,
+    Divisor,
+    Numbers,
+    Total,
+    Work,
+    checked_loss,
+    count_scaled_step,
+    set_scale,
+)
 
 T = TypeVar("T")
 STEPS = "call run.step(loss) in place of loss.backward() and optimizer.step(), or run.backward(loss) and run.update()"
@@ -84,11 +93,8 @@ class Step:
         self._as_function = False
         """The last step was given as a function, which keeps them itself."""
         self._not_summed: NotSummed | None = None
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=run.world.device)
-        """Of this rank's samples in the step under way."""
+        self.sums = StepSums(run, attempt)
         self._losses: list[torch.Tensor] = []
-        self._weighed: float | torch.Tensor = 0.0
-        """This rank's share of what the loss of the step is divided by (`RunContext.loss_weight`)."""
         self._samples, self._accumulating = 0, False
         self._divisor: Divisor = None
         if not replica.sync.replicas:  # no rank gets through its forward pass without the others
@@ -96,7 +102,7 @@ class Step:
 
     def join(self) -> None:
         """This rank comes to others that have begun already, on a machine that computes what theirs do."""
-        self.same_samples = 0
+        self.same_samples, self.sums.agreed = 0, True
         if self._canary is not None:
             self._canary.check_alone()
 
@@ -105,8 +111,8 @@ class Step:
 
     def _forget(self) -> None:
         """What was added up of the step under way."""
-        self._samples, self._losses, self._weighed = 0, [], 0.0
-        self.loss_sum.zero_()
+        self._samples, self._losses = 0, []
+        self.sums.begin()
 
     # The batch under way.
 
@@ -233,6 +239,8 @@ class Step:
         self.forward_backward(work, scaler)
         with self.run.state.clock.synchronizing(self.replica.sync.watch):
             self._synchronize()
+        self.sums.agree()
+        self.sums.agreed = True
         if work.total is None and work.divisor is None:
             self._divide_by(total.value)
         return self.measure(of, scaler)
@@ -248,12 +256,14 @@ class Step:
                 put_back(self.replica.model, self._before)
             tried = True
             self.forward_backward(self.dealt.now(work), scaler)
+            self.sums.agree(parts.refused)
             with self.run.state.clock.synchronizing(sync.watch):
-                return [*sync.sums(), parts.sum()]
+                return [*sync.sums(), parts.sum(len(self.sums.values))]
 
         *sums, of_parts = compute() if live is None else live.together(compute, changes=True)
+        self.sums.agreed = True
         sync.give(iter(sums))
-        self.loss_sum.copy_(parts.finish(of_parts))  # of all ranks' samples
+        self.sums.values.copy_(parts.finish(of_parts))  # of all ranks' samples
 
     def forward_backward(self, work: Work, scaler: Any = None, scale: float | None = None, sums: bool = True) -> None:
         """In micro-batches; the last one sends the gradients. Under `sync.name=exact` part by part.
@@ -277,27 +287,27 @@ class Step:
                 first = work.micro_batches(low, high)[0]
                 parts.prove(number, functools.partial(self._loss, work, *first), work, self.dealt.gave)
             parts.begin_part(number, sums)
-            self.loss_sum.zero_()
+            self.sums.begin()
             if not (sums and parts.refused):
                 self._forward_backward(work, low, high, scaler, scale)
             if sums:
-                parts.take(number, (high - low) / part.total, self.loss_sum)
+                parts.take(number, (high - low) / part.total, self.sums.values)
 
     def _forward_backward(self, work: Work, low: int, high: int, scaler: Any, scale: float | None) -> None:
         """Of these samples of the rank's."""
         for first, end in work.micro_batches(low, high):
             with contextlib.nullcontext() if end == high else self.replica.sync.accumulate():
-                loss = self._loss(work, first, end)
-                self._backpropagate(loss, end - first, work.weight, work.total, work.divisor, scaler, scale)
+                loss, numbers = self._loss(work, first, end)
+                self._backpropagate(loss, numbers, end - first, work.weight, work.total, work.divisor, scaler, scale)
 
-    def _loss(self, work: Work, first: int, end: int) -> torch.Tensor:
+    def _loss(self, work: Work, first: int, end: int) -> tuple[torch.Tensor, Numbers]:
         """What the function gives for these samples of the rank's: `run.batch` has their number meanwhile."""
         before, part, cut = self.part, work.part, self.in_parts is not None
         if part is not None and part.samples:
             self.part = dataclasses.replace(part, samples=end - first)
         try:
             with self.in_parts.calling() if self.in_parts is not None else contextlib.nullcontext():
-                return work.loss(first, end, copies=cut)
+                return work.result(first, end, copies=cut)
         except Exception:  # the script may catch it, and call the step again
             self.attempt.stage = 0
             self.replica.sync.zero_grad()
@@ -307,10 +317,10 @@ class Step:
             self.part = before
 
     def _backpropagate(
-        self, loss: torch.Tensor, samples: int, weight: float, total: int | None, divisor: Divisor, scaler: Any,
-        scale: float | None = None,
+        self, loss: torch.Tensor, numbers: Numbers, samples: int, weight: float, total: int | None, divisor: Divisor,
+        scaler: Any, scale: float | None = None,
     ) -> None:  # fmt: skip
-        """Adds the gradient of these samples to that of the step, and their loss to its sum. Arguments as in `Work`.
+        """Adds the gradient of these samples to that of the step, and their loss and numbers to its sums. Arguments as in `Work`.
 
         Args:
             scale: multiplies the loss in place of `scaler`.
@@ -323,8 +333,7 @@ class Step:
         loss = loss.detach()
         self._losses.append(loss)
         self._samples += samples
-        if samples:
-            self.loss_sum += loss.double() if share == 1.0 else loss.double() * share
+        self.sums.add(loss, numbers, samples, share, weight)
 
     @property
     def _replays(self) -> bool:
@@ -370,10 +379,7 @@ class Step:
 
     def _moved(self, samples: float, divisor: Divisor) -> None:
         self.attempt.nonfinite_steps = 0
-        self._weighed = self.run.loss_weight(samples, divisor)
-        losses, weighed = self.run.state.losses.unbind()  # `[0] +=` would also copy each onto itself
-        losses += self.loss_sum
-        weighed += self._weighed
+        self.sums.count(self.run.loss_weight(samples, divisor))
 
     def _scale_too_high(self, work: Work | None, optimizers: Iterable[torch.optim.Optimizer], scaler: Any) -> bool:
         """The gradient is not finite. Whether the loss scale is the cause, which is lowered then.
@@ -471,7 +477,7 @@ class Step:
         self._check_same_samples(part, samples)
         weight, total = (part.weight, part.total) if part is not None else (1.0, None)
         self.pending, self._divisor, self._as_function = True, divisor, False
-        self._backpropagate(loss, samples, weight, total, divisor, scaler)
+        self._backpropagate(loss, {}, samples, weight, total, divisor, scaler)
         if self._micro_batches:
             return
         sync = self.replica.sync
@@ -577,11 +583,6 @@ class Step:
         if not total:
             raise RuntimeError("a step without samples: every rank gave samples=0")
         self.replica.sync.scale_gradients(torch.tensor(1.0 / total, device=self.run.world.device))
-
-    def last_loss(self) -> float | None:
-        """The mean loss of the last step, over all ranks; None where it moved no weight. Collective."""
-        losses = torch.tensor([float(self.loss_sum), float(self._weighed)], dtype=torch.float64)
-        return mean_loss(*self.run.state.over_ranks(losses).tolist())
 
     def _check_same_samples(self, part: Part | None, samples: int) -> None:
         """Warns where all ranks use all of the same batch."""

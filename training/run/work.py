@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..config import RunSettings
+from ..config.sections import LOGGED
 from ..data import order, trees
 from ..data.batches import Part
 from ..parallel.world import World
 from ..sync.base import GradientSync
 
-Compute = Callable[..., torch.Tensor]
+Numbers = Mapping[str, "float | torch.Tensor"]
+"""What the function of a step returns with its loss: sums over the samples that it is called with, by name."""
+Compute = Callable[..., "torch.Tensor | tuple[torch.Tensor, Numbers]"]
 Divisor = float | torch.Tensor | None
 
 
@@ -70,15 +75,18 @@ class Work:
         weight = part.weight if part is not None else 1.0
         return cls(compute, batch, count, part.total if part is not None else None, divisor, weight, most, part)
 
-    def loss(self, first: int, end: int, copies: bool) -> torch.Tensor:
-        """What the function gives for these samples.
+    def result(self, first: int, end: int, copies: bool) -> tuple[torch.Tensor, Numbers]:
+        """The loss of these samples, and the numbers that the function returns with it.
 
         Args:
             copies: it gets tensors in memory of their own, also where these are all samples.
         """
         uncut = (first, end) == (0, self.samples) and not copies
         batch = self.batch if uncut else trees.cut(self.batch, first, end, self.samples, copies)
-        return checked_loss(self.compute(*batch))
+        result = self.compute(*batch)
+        with_numbers = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
+        loss, numbers = result if with_numbers else (result, {})
+        return checked_loss(loss), _checked_numbers(numbers)
 
     def micro_batches(self, low: int, high: int) -> tuple[tuple[int, int], ...]:
         """First and last + 1 sample of each micro-batch of these, of about the same size."""
@@ -136,6 +144,25 @@ def checked_loss(loss: Any) -> torch.Tensor:
         what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TypeError(f"the loss is the mean over this rank's samples, one number; got {what}")
     return loss
+
+
+def check_name(name: Any) -> None:
+    """Raises `ValueError` for a name that no metric can have."""
+    if not isinstance(name, str) or not re.fullmatch(LOGGED, name):
+        raise ValueError(f"what is logged has a name of letters, digits and _, at most 64; got {name!r}")
+
+
+def _checked_numbers(numbers: Numbers) -> Numbers:
+    """Raises `ValueError` for a name that no metric can have, `TypeError` for a value that is not one number."""
+    for name, number in numbers.items():
+        check_name(name)
+        if name == "loss":
+            raise ValueError("a step shows its loss as train_loss anyway: give what it returns besides another name")
+        if not isinstance(number, Real) and not (isinstance(number, torch.Tensor) and number.numel() == 1):
+            raise TypeError(
+                f"the function of a step returned {name} as {type(number).__name__}: return one number, the sum over its samples"
+            )
+    return numbers
 
 
 def count_scaled_step(

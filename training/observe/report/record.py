@@ -148,9 +148,10 @@ def _events(path: Path) -> list[dict[str, Any]]:
     for event in _lines(path):
         kind = event["event"]
         if kind == "step":
-            losses.add(event, event.get("train_loss"))
-        elif kind == "log":
-            for name, value in _mapping(event.get("values")).items():
+            losses.add(event, event.pop("train_loss", None))
+        if kind in ("step", "log"):
+            trained = {name: value for name, value in event.items() if name.startswith("train_")}
+            for name, value in (trained if kind == "step" else _mapping(event.get("values"))).items():
                 if name in logged or len(logged) < _NAMES:
                     logged[name].add(event, value)
         elif kind in others or len(others) < _NAMES:
