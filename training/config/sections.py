@@ -363,7 +363,7 @@ class Log(Section):
     """`table` for people, `json` (one object per line) for clusters."""
     every: Free[Positive] = 50
     """Steps between two readings of the loss and the gradient's norm (events `step`). The first step is always read, and the last one
-    if its number is known."""
+    if its number is known. Both are printed where no line of an epoch was."""
     score_every: Free[Count] = 0
     """Steps between two lines `step N | train_loss | test_loss | step time`, instead of one line per epoch; 0: one line per epoch."""
     weights_every: Free[Count] = 0

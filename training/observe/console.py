@@ -99,6 +99,8 @@ class Console:
         """A listener of `RunDirectory`: prints the event as JSON, or a line of the table where it has one."""
         if event["event"] == "step" and event["train_loss"] is not None:
             self._means = "".join(f", {name} {value:.4g}" for name, value in _trained(event))
+            if event["step"] in (1, self.planned) and not self._header and not self._by_step:
+                self.line(f"step {event['step']}{self._means}")
         if self.log.format == "json":
             if self.world.leader:
                 say(json_text(event))
