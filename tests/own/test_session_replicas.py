@@ -192,6 +192,10 @@ with Session(run_dir, "checkpoint.every_steps=5", f"sync.name={sync}", "log.repo
             net.eval()  # each rank looks at its own scores
             if not (how == "mode" and run.rank and run.steps == 5):
                 net.train()
+            if how == "replaced" and run.steps == 3:
+                net.drop = torch.nn.Dropout()
+            if how == "replaced" and run.steps == 5 and run.rank:
+                net.drop.eval()
             if how in ("buffer", "exact") and run.steps == 5:
                 net.scale.fill_(1.0 + run.rank)
 """
@@ -202,6 +206,7 @@ with Session(run_dir, "checkpoint.every_steps=5", f"sync.name={sync}", "log.repo
     [
         ("mode", "flat", "step 7: the model has training mode on rank 0, evaluation mode on rank 1. It is not saved", [5]),
         ("mode", "fsdp", "the modes are not the same after step 7: the model has", [5]),
+        ("replaced", "flat", "step 7: drop has training mode on rank 0, evaluation mode on rank 1. It is not saved", [5]),
         ("buffer", "flat", "the buffer scale on rank 1 differs from rank 0's", []),
         ("exact", "exact", "the buffer scale on rank 1 differs from rank 0's", []), ("", "flat", "", [5, 8]),
     ],

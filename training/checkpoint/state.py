@@ -53,8 +53,8 @@ class TrainState:
     """What the script keeps."""
     canary: dict[str, Any] = field(default_factory=dict)
     """What shows whether another machine computes the same bits (`run/canary.py`); empty: nothing asks for that."""
-    cursor_evaluating: set[nn.Module] | None = None
-    """The modules that are in evaluation mode where the cursor stands; None: those that are so now."""
+    evaluating: list[str] = field(default_factory=list)
+    """The modules that are in evaluation mode where the cursor stands, for `gather`."""
 
     @property
     def of_all(self) -> bool:
@@ -99,7 +99,7 @@ def gather(state: TrainState) -> dict[str, Any] | None:
         "average": plain(state.model, average),
         "aliases": _aliases(state.model),
         "frozen": [name for name, parameter in _parameters(state.model).items() if not parameter.requires_grad],
-        "evaluating": _evaluating(state),
+        "evaluating": [plain_name(state.model, name) for name in state.evaluating],
         "transient": _transient(state.model),
         "optimizer": named.pop(first),
         "further_optimizers": named,
@@ -118,16 +118,6 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return plain(model, dict(model.named_buffers()))
-
-
-def _evaluating(state: TrainState) -> list[str]:
-    """The modules that are in evaluation mode, where the cursor stands."""
-    modules, at_cursor = state.model.named_modules(), state.cursor_evaluating
-    return [
-        plain_name(state.model, name)
-        for name, module in modules
-        if (not module.training if at_cursor is None else module in at_cursor)
-    ]
 
 
 def _transient(model: nn.Module) -> list[str]:

@@ -126,6 +126,41 @@ def check_same(values: Mapping[str, Any], world: World) -> None:
             raise ReplicasDiffer(f"{name} has {said}")
 
 
+class Modes:
+    """Whether each module of a model was in training mode in the last step, and in the one before."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules = dict(model.named_modules())
+        self.last = self._earlier = b""
+        self.after_step = False
+        """The script has not come back from the last step: what it sets meanwhile, to evaluate, is not the mode of the next one."""
+
+    def end(self) -> None:
+        """The step ends."""
+        self._earlier, self.last = self.last, bytes([module.training for module in self._modules.values()])
+        self.after_step = True
+
+    def find(self) -> None:
+        """Looks for layers that the script has replaced."""
+        modules = dict(self._model.named_modules())
+        if modules != self._modules:
+            last = dict(zip(self._modules.values(), self.last))
+            self.last = self._earlier = bytes([last.get(module, module.training) for module in modules.values()])
+            self._modules = modules
+
+    def evaluating(self) -> list[str]:
+        """Returns the modules that the next step finds in evaluation mode."""
+        modes = self.last if self.after_step else [module.training for module in self._modules.values()]
+        return [name for name, is_training in zip(self._modules, modes) if not is_training]
+
+    def check(self, world: World) -> None:
+        """Raises `ReplicasDiffer` on all ranks where a mode is not the same on all. Collective."""
+        for modes in (self._earlier, self.last):  # what the ranks have just compared may be a step old
+            names = {name or "the model": mode for name, mode in zip(self._modules, modes)}
+            check_same({name: f"{'training' if mode else 'evaluation'} mode" for name, mode in names.items()}, world)
+
+
 class Buffers:
     """The buffers that are the same on all ranks: those that no step of any rank changes, such as a table; or all. A cache, which no
     `state_dict` holds, is a rank's own.
@@ -135,15 +170,19 @@ class Buffers:
     """
 
     def __init__(self, model: nn.Module, alike: bool) -> None:
-        self._alike = alike
+        self._model, self._alike = model, alike
+        self._moved: set[str] = set()
+        self.find()
+        self.begin()
+
+    def find(self) -> None:
+        """The script may have replaced a layer. The buffers of the new one are compared once a step has shown what it changes."""
         self._places = [
             (f"{path}.{name}".lstrip("."), module, name)
-            for path, module in model.named_modules()
+            for path, module in self._model.named_modules()
             for name in module._buffers
-            if alike or (name not in BATCH_STATISTICS and name not in module._non_persistent_buffers_set)
+            if self._alike or (name not in BATCH_STATISTICS and name not in module._non_persistent_buffers_set)
         ]
-        self._moved: set[str] = set()
-        self.begin()
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for place, module, name in self._places:

@@ -48,6 +48,7 @@ from ..parallel.world import World
 from ..resilience import divergence
 from ..resilience.closeness import (
     Buffers,
+    Modes,
     ReplicasDiffer,
     check_parameter_closeness,
     check_same,
@@ -78,7 +79,6 @@ SAME_NUMBER = (
     "each has measured"
 )
 SAME_MODE = "Call train() and eval() on all ranks alike before a step"
-_MODES = ("evaluation mode", "training mode")
 STATUS_SECONDS = 10.0
 """Between two writings of status.json while the run trains: `lockstep status` reads the step there."""
 
@@ -118,9 +118,7 @@ class Attempt:
         self._compared = not self._compares
         """Whether they were compared after the first steps."""
         self.buffers = Buffers(context.state.model, alike=context.state.of_all)
-        self._modules = dict(context.state.model.named_modules())
-        self._modes = self._earlier_modes = b""
-        """Whether each module was in training mode in the last step, and in the one before."""
+        self.modes = Modes(context.state.model)
         self.stage = 0
         """Of the step under way: 1: its forward pass, which no rank gets through alone; 2: the ranks sum its gradient."""
         self._polls = 0
@@ -272,21 +270,21 @@ class Attempt:
 
     def _state(self) -> torch.Tensor:
         """What a rank needs to go on from here as this one does; on rank 0. Collective."""
-        self.before_save()
+        self._before_gather()
         gathered = gather(self.context.state)
         if gathered is None:
             return torch.empty(0)
         gathered["ranks"] = [rank for rank in gathered["ranks"] if rank is not None]
         places = {"polls": self._polls, "last_step": self.saver.last_step, "save_agreed": self._save_agreed,
                   "nonfinite_steps": self.nonfinite_steps, "looked_outside": self._looked_outside,
-                  "modes": self._modes}  # fmt: skip
+                  "modes": self.modes.last}  # fmt: skip
         return pack({**gathered, "places": {**places, **self.meetings.places}})
 
     def be_at(self, places: Mapping[str, Any]) -> None:
         """Where the ranks are that have admitted this one."""
         self._polls, self._save_agreed = places["polls"], places["save_agreed"]
         self.nonfinite_steps, self._looked_outside = places["nonfinite_steps"], places["looked_outside"]
-        self._modes = places["modes"]
+        self.modes.last = places["modes"]
         self.saver.last_step = places["last_step"]
         self._compared = True
         self.meetings.be_at(places)
@@ -342,9 +340,7 @@ class Attempt:
         state.clock.end()
         self._steps, self.grad_norm = self._steps + 1, grad_norm
         self.buffers.end()
-        self._earlier_modes = self._modes
-        self._modes = bytes([module.training for module in self._modules.values()])
-        state.cursor_evaluating = {module for module in self._modules.values() if not module.training}
+        self.modes.end()
         done = context.steps_done
         if (
             self._steps == 1 and context.world.live is not None
@@ -426,7 +422,7 @@ class Attempt:
 
     def _rates(self) -> int:
         """A whole number from 1 of the learning rates, and the modes in the last step."""
-        return 1 + zlib.crc32(repr(learning_rates(self._optimizers)).encode() + self._modes)
+        return 1 + zlib.crc32(repr(learning_rates(self._optimizers)).encode() + self.modes.last)
 
     def _same_replicas(self) -> bool:
         """Collective."""
@@ -438,10 +434,8 @@ class Attempt:
         """Their fingerprints do, on all ranks, by learning rates, modes or weights. Raises `Ended`. Collective."""
         with self._telling("learning rates", SAME_NUMBER):
             check_same(learning_rates(self._optimizers), self.context.world)
-        for modes in (self._earlier_modes, self._modes):  # what the ranks have just compared may be a step old
-            of_modules = {name or "the model": _MODES[mode] for name, mode in zip(self._modules, modes)}
-            with self._telling("modes", SAME_MODE):
-                check_same(of_modules, self.context.world)
+        with self._telling("modes", SAME_MODE):
+            self.modes.check(self.context.world)
         self._check_closeness()
         raise Ended(EXIT_FAILED, f"the replicas were not the same. {EACH_ALONE}")
 
@@ -493,9 +487,16 @@ class Attempt:
                 if context.world.leader:
                     context.console.warn(sentence)
         context.scores.saved(step)
-        self.before_save()
+        self._before_gather()
         self.saver.save(context.scores.of(step))
         context.goodput.close()
+
+    def _before_gather(self) -> None:
+        """What a checkpoint, or a rank that is admitted, gets was true where the cursor stands."""
+        self.buffers.find()
+        self.modes.find()
+        self.context.state.evaluating = self.modes.evaluating()
+        self.before_save()
 
     def leave(self) -> None:
         """The ranks have agreed to end early: saves, and raises `Ended`."""

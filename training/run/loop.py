@@ -155,7 +155,7 @@ class Loop:
         if (reason := next(filter(None, reasons), None)) is not None:
             state.history |= {"stopped": reason, "stopped_of": self.epochs_planned or self.steps_planned or 0}
         state.cursor.epoch, state.cursor.step, run.progressed = state.cursor.epoch + 1, 0, True
-        kept.data, kept.epoch_generators, kept.cursor_generators, state.cursor_evaluating = {}, None, None, None
+        kept.data, kept.epoch_generators, kept.cursor_generators, self.attempt.modes.after_step = {}, None, None, False
         self._epoch_is_through = False
         logged, kept.logged_in_epoch = kept.logged_in_epoch, {}
         state.history.update(means)
@@ -240,7 +240,7 @@ class Loop:
         run.goodput.train()
         try:
             while True:
-                run.state.cursor_evaluating = None
+                self.attempt.modes.after_step = False
                 self.attempt.meetings.in_loop()
                 self._left_at_last_step = self._at_last_step and run.state.cursor.step != count
                 stopped = self._left_at_last_step or (run.state.cursor.step != count and self.attempt.boundary())
