@@ -45,7 +45,7 @@ def train(config: Config, run_dir: Path, fresh: bool | str, began: float) -> Non
                 recipe.step(batch)
                 progress.step_done()
             if epoch + 1 == config.epochs or (epoch + 1) % config.evaluate.every == 0:
-                progress.log(recipe.evaluator.score(run.for_evaluation(), run._started().boundary))
+                progress.log(recipe.evaluator.score(run.for_evaluation(), run.boundary))
         _conclude(run, config, len(recipe.evaluator.classes))
 
 
