@@ -84,8 +84,6 @@ class Step:
         """Of these gradients, where a rank has some of them only: whether a script has changed them."""
         self._counted = True
         """Whether the cursor is beyond the batch under way."""
-        self._seen: dict[int, tuple[int, int]] = {}
-        """Samples of this rank and of all that each optimizer has stepped on since the batch was given."""
         self._stand_in: contextlib.ExitStack | None = None
         """Open while the batch is not this rank's."""
         self._before: list[torch.Tensor] = []
@@ -121,7 +119,7 @@ class Step:
         if self.looks and not self._as_function:
             self._before = kept_buffers(self.replica.model)
         self._given += 1
-        self._seen.clear()
+        self.sums.begin_batch()
         self.attempt.buffers.begin()
         self._counted, self.attempt.stage = False, 0
         if self.in_parts is not None:
@@ -132,7 +130,7 @@ class Step:
         """How much of the global batch is this rank's, where that is known."""
         self.part = part
         if not self._given:  # a loop without batches of ours: each part is a batch
-            self._seen.clear()
+            self.sums.begin_batch()
         if part is not None and part.samples == 0 and not part.of and not self._stand_in:
             self._stand_in = contextlib.ExitStack()
             self._stand_in.enter_context(without_batch_statistics(self.replica.model))
@@ -556,7 +554,7 @@ class Step:
         self.attempt.stage = 0
         run.kept.steps += 1
         run.progressed = True
-        samples, new = self._new_samples(optimizers, total)
+        samples, new = self.sums.new_samples(optimizers, self._samples, total, whole=self.part is not None)
         run.kept.samples += new
         if self.replica.ema is not None:
             self.replica.ema.update(run.steps_done)
@@ -565,18 +563,6 @@ class Step:
         self._count()
         lr = float(next(iter(self.replica.optimizers.values())).param_groups[0]["lr"])
         self.attempt.step_done(lr, samples, norm)
-
-    def _new_samples(self, optimizers: tuple[torch.optim.Optimizer, ...], total: int) -> tuple[int, int]:
-        """Samples of this rank and of all that this update adds: those of a batch count once, however many networks learn of it."""
-        before = tuple(map(max, zip((0, 0), *self._seen.values(), strict=True)))
-        for optimizer in optimizers:
-            mine, everywhere = self._seen.get(id(optimizer), (0, 0))
-            if self.part is None:
-                self._seen[id(optimizer)] = mine + self._samples, everywhere + total
-            else:  # each update is of the whole part
-                self._seen[id(optimizer)] = self._samples, total
-        mine, everywhere = map(max, zip((0, 0), *self._seen.values(), strict=True))
-        return mine - before[0], everywhere - before[1]
 
     def _divide_by(self, total: int) -> None:
         """The sum of the gradients, which were not divided by the size of the global batch before."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ class StepSums:
         self._run, self._attempt = run, attempt
         self.values = torch.zeros_like(run.state.losses)
         """float64 [2 + names], as in the state; under `exact` those of all ranks, once they are summed."""
+        self._seen: dict[int, tuple[int, int]] = {}
+        """Samples of this rank and of all that each optimizer has stepped on since the batch was given."""
         self._named = False
         """A step of this attempt has shown its names."""
         self.agreed = run.world.size == 1
@@ -95,6 +97,26 @@ class StepSums:
         """The step has moved the weights. `weighed`: this rank's share of what the sums are divided by (`RunContext.loss_weight`)."""
         self.values[1].fill_(weighed)
         self._run.state.losses += self.values
+
+    def begin_batch(self) -> None:
+        """A batch is there."""
+        self._seen.clear()
+
+    def new_samples(
+        self, optimizers: Iterable[torch.optim.Optimizer], samples: int, total: int, whole: bool
+    ) -> tuple[int, int]:  # fmt: skip
+        """Samples of this rank and of all that this update adds: those of a batch count once, however many networks learn of it.
+
+        Args:
+            samples: of this rank in the step, and `total` those of all ranks.
+            whole: each update is of the whole part.
+        """
+        before = tuple(map(max, zip((0, 0), *self._seen.values(), strict=True)))
+        for optimizer in optimizers:
+            mine, everywhere = (0, 0) if whole else self._seen.get(id(optimizer), (0, 0))
+            self._seen[id(optimizer)] = mine + samples, everywhere + total
+        mine, everywhere = map(max, zip((0, 0), *self._seen.values(), strict=True))
+        return mine - before[0], everywhere - before[1]
 
     def mean_loss(self) -> float | None:
         """Of all ranks; None where the step moved no weight. Collective."""
