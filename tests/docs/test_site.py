@@ -69,7 +69,7 @@ def test_the_settings_of_a_session_have_a_page_in_the_checkout() -> None:
 
 
 def test_every_rule_metric_code_recipe_variable_and_name_is_on_a_page(pages: dict[str, str]) -> None:
-    assert len(reference.rules()) > 40
+    assert len(reference.rules()) > 10
     for rule in reference.rules():
         assert f"| `{rule.id}` | {rule.level} | {reference.cell(rule.title)} |" in pages["reference/lint-rules.md"]
     table = (ROOT / "training/observe/metrics.py").read_text(encoding="utf-8")
