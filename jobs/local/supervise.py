@@ -201,7 +201,7 @@ def main(folder: Path) -> int:
 def see_to_its_end(launcher: subprocess.Popen[bytes], job: str, time_limit: float, grace: float) -> tuple[int, bool]:
     """Returns when no process of the job lives: the launcher's exit code, and whether the time limit ended the job.
 
-    Whoever asks for the end, and the time limit, begin the grace; what a killed launcher left has it, too, to save.
+    Whoever asks for the end, and the time limit, begin the grace; what a killed launcher left has it, too.
     """
     limit, deadline, asked, told = time.monotonic() + time_limit, math.inf, False, set[int]()
     timed_out = False

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lockstep.training.contract import ENV_LAUNCHER, ENV_LIVE
+from lockstep.training.contract import ENV_LAUNCHER
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What the launcher hands on to its ranks."""
@@ -47,14 +47,14 @@ def signals_held_back() -> Iterator[None]:
 
 
 def end_with_launcher(env: Mapping[str, str]) -> None:
-    """Asks the kernel for a TERM when the launcher dies (Linux; elsewhere nothing), for a KILL where others go on without this node.
-    Dies now where it is dead already.
+    """Asks the kernel for a KILL when the launcher dies (Linux; elsewhere nothing), under torchrun for a TERM. Dies now where it is dead
+    already.
 
-    The launcher is ours, or torchrun, whose number nobody hands on: it is the parent of a rank that is not itself one.
+    The launcher is ours, or torchrun, whose number nobody hands on: it is the parent of a rank that is not itself one. torchrun
+    dies of a USR1 that asks its ranks to save.
     """
     launcher, parent = env.get(ENV_LAUNCHER, ""), os.getppid()
-    # Its ranks are lost with their node then: the others go on, and at a TERM all would end.
-    lost = ENV_LIVE in env and env.get("GROUP_RANK", "0") != "0"
+    number = signal.SIGKILL if launcher.isdigit() else signal.SIGTERM
     if launcher.isdigit():
         expected = int(launcher)
     elif _TORCHRUN.issubset(env) and _may_be_torchrun(parent, env):
@@ -63,13 +63,13 @@ def end_with_launcher(env: Mapping[str, str]) -> None:
         return
     if parent == expected:
         with contextlib.suppress(OSError, AttributeError, ImportError):
-            _libc().prctl(1, int(signal.SIGKILL if lost else signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
+            _libc().prctl(1, int(number), 0, 0, 0)  # PR_SET_PDEATHSIG
         parent = os.getppid()
     # It died before we asked, and init has taken us, or a supervisor in its place. A parent of 0 is in another PID
     # namespace, where the launcher's number means nothing.
     gone = os.path.exists("/proc/self") and not os.path.exists(f"/proc/{expected}")
     if parent not in (0, expected) and (parent == 1 or gone):
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
 
 _TORCHRUN = {"TORCHELASTIC_RUN_ID", "RANK"}
@@ -236,8 +236,7 @@ def give_back() -> None:
 
 def _keep(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the handler's signature
     now = time.monotonic()
-    # Without its launcher, whose death the kernel tells by a TERM, a rank that has not begun has nothing to wait for.
-    if not _launched(os.environ) or _no_session.is_set() or now - _came.get(number, now) > ONCE_SECONDS:
+    if _no_session.is_set() or now - _came.get(number, now) > ONCE_SECONDS:
         give_back()
         signal.raise_signal(number)
     elif number not in _came:

@@ -44,11 +44,13 @@ def _submitted(backend: Any, tmp_path: Path, ranks: int, fate: str = "WAIT") -> 
     return spec
 
 
-@pytest.mark.parametrize(("killed", "ranks"), [(["running"], 2), (["supervisor"], 1)])
-def test_a_job_whose_launcher_is_killed_ends_once_and_when_no_rank_lives(
-    backend: Any, tmp_path: Path, killed: list[str], ranks: int
+@pytest.mark.parametrize(
+    ("killed", "ranks", "ending"), [("running", 2, ("failed", 1)), ("supervisor", 1, ("preempted", 75))]
+)
+def test_a_job_whose_launcher_or_supervisor_is_killed_ends_once_and_when_no_rank_lives(
+    backend: Any, tmp_path: Path, killed: str, ranks: int, ending: tuple[str, int]
 ) -> None:
-    """Its ranks save. Until then it runs; then it is preempted, and stays so; submitted again, it goes on."""
+    """With their launcher its ranks end at once. Without the supervisor they save at a signal: until then the job runs."""
     spec = _submitted(backend, tmp_path, ranks)
     folder, run_dir, states = backend.folder / "held", tmp_path / "runs/jobs/held", set()
     job = json.loads((folder / "job.json").read_text())["job"]
@@ -57,11 +59,10 @@ def test_a_job_whose_launcher_is_killed_ends_once_and_when_no_rank_lives(
         os.kill(json.loads((folder / f"{name}.json").read_text())["pid"], number)
         states.add(backend.status("held").state)
 
-    for name in killed:
-        kill(name, 9)
-    if killed == ["supervisor"]:  # the launcher does not know
+    kill(killed, 9)
+    if killed == "supervisor":  # the launcher does not know
         kill("running", 15)
-    (tmp_path / "held").unlink()
+        (tmp_path / "held").unlink()
     deadline = time.monotonic() + BOUND
     while time.monotonic() < deadline:
         said = backend.status("held").state
@@ -70,11 +71,12 @@ def test_a_job_whose_launcher_is_killed_ends_once_and_when_no_rank_lives(
         states.add(said)  # a rank lived on
         time.sleep(0.01)
     found = backend.wait("held", BOUND)
-    assert states == {"running"} and (found.state, found.code) == ("preempted", 75), (states, found)
+    assert states == {"running"} and (found.state, found.code) == ending, (states, found)
     said = {"code": 0, "reason": "x", "step": 9, "attempt": 9, "job": "another"}
     (run_dir / "status.json").write_text(json.dumps(said))
     assert backend.status("held") == dataclasses.replace(found, goodput=None, slow_rank=None)
-    assert backend.submit(spec).created
+    (tmp_path / "held").unlink(missing_ok=True)
+    assert backend.submit(spec, *(["replace"] if ending[0] == "failed" else [])).created
     assert (found := backend.wait("held", BOUND)).state == "succeeded", (found, "\n".join(backend.logs("held")))
     assert events(run_dir, "resumed")
 

@@ -107,8 +107,6 @@ def ranks_of(launcher: int) -> dict[int, int]:
     for pid, state, parent, _ in processes():
         if parent == launcher and state != "Z":
             with contextlib.suppress(OSError):
-                if b"guard.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    continue  # it may have a variable RANK, and a higher number than rank 0, where numbers have begun anew
                 told = Path(f"/proc/{pid}/environ").read_bytes()
                 told += Path(f"/proc/{pid}/comm").read_bytes()  # of a forked one: tests/warm/launcher.py
                 if (match := re.search(rb"(?:^|\0)RANK=(\d+)[\0\n]", told)) is not None:

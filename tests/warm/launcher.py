@@ -101,8 +101,8 @@ def main(words: list[str]) -> None:
     nursery, popen = Nursery(), subprocess.Popen
 
     def started(command: list[str], **how: Any) -> Any:
-        if command[0] == sys.executable and "LOCKSTEP_LIVE" in (how.get("env") or {}):
-            return nursery.start(command, how["env"], how.get("stdout"), how.get("stderr"))
+        if command[5:6] == [sys.executable] and "LOCKSTEP_LIVE" in (how.get("env") or {}):
+            return nursery.start(command[5:], how["env"], how.get("stdout"), how.get("stderr"))
         return popen(command, **how)
 
     subprocess.Popen = started  # type: ignore[assignment, misc]

@@ -8,7 +8,7 @@ import argparse
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -76,7 +76,6 @@ class Agent(Gang, LocalElasticAgent):
         self._came = came = [] if self.signalled is None else [self.signalled]
         with self._starting(), _handlers_stay(self.caught):
             ids: dict[int, Any] = super()._start_workers(worker_group)
-        self.guarded(ids.values())
         self._came = None
         for number in came:  # while the ranks were starting, of which some run already
             self._forward(number, None)
@@ -167,7 +166,7 @@ class Agent(Gang, LocalElasticAgent):
 
 def run(
     args: argparse.Namespace, command: list[str], ranks: int, parameters: RendezvousParameters, logs: str, attempts: Attempts,
-    finish_lines: Callable[[], None], caught: tuple[signal.Signals, ...], guarded: Callable[[Iterable[int]], None], hangs: Hangs,
+    finish_lines: Callable[[], None], caught: tuple[signal.Signals, ...], hangs: Hangs,
 ) -> tuple[int, ExitBarrier | None]:  # fmt: skip
     """The exit code of the ranks, and how the nodes part. Raises `NotMet`."""
     agent: Agent | None = None
@@ -185,7 +184,7 @@ def run(
         agent = Agent(
             spec, DefaultLogsSpecs(log_dir=logs, tee=Std.ALL if args.prefix else Std.NONE),
             "[rank ${rank}] " if args.prefix else None, finish_lines=finish_lines, serves=serves, attempts=attempts,
-            grace=args.grace, ours=args.command[0] == "run", caught=caught, guarded=guarded, time_limit=args.time_limit, hangs=hangs,
+            grace=args.grace, ours=args.command[0] == "run", caught=caught, time_limit=args.time_limit, hangs=hangs,
         )  # fmt: skip
         agent.catch()
         agent.limit(began)

@@ -14,10 +14,9 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -43,7 +42,7 @@ from ..contract import (
 )  # fmt: skip
 from ..observe import account
 from ..parallel.world import cores
-from . import agent, guard, lines, live, rendezvous
+from . import agent, exec_rank, lines, live, rendezvous
 from .ending import Attempts, ExitBarrier, cluster_code
 from .gang import handle, leave_while_waiting, nothing
 from .rendezvous import NotMet
@@ -63,6 +62,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     payload.enter(args)
     if shutil.which(command[0]) is None:
         raise UserError(f"launch: {_why_not(command[0])}")
+    command = exec_rank.wrapped(command)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     os.environ[ENV_LAUNCHER] = str(os.getpid())
     # A replaced agent cannot join a later round while the agents share one store (training/launch tests).
@@ -82,21 +82,15 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
         with (
             tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as logs,
             lines.whole_lines() as finish_lines,
-            # Its ranks would save and end the job, and the others can go on without them.
-            _guard(
-                0 if args.live and parameters.max_nodes > 1 and not rendezvous.serves(parameters) else args.grace
-            ) as guarded,
         ):
             os.environ[ENV_NOTE] = str(Path(logs) / "run")
             hangs = Hangs(Path(logs))
             code: int
             barrier: ExitBarrier | live.Parting | None
             if args.live:
-                code, barrier = live.run(args, command, ranks, parameters, attempts, caught, guarded, hangs)
+                code, barrier = live.run(args, command, ranks, parameters, attempts, caught, hangs)
             else:
-                code, barrier = agent.run(
-                    args, command, ranks, parameters, logs, attempts, finish_lines, caught, guarded, hangs
-                )
+                code, barrier = agent.run(args, command, ranks, parameters, logs, attempts, finish_lines, caught, hangs)
             _end_time(Path(os.environ[ENV_NOTE]))
             if code == EXIT_FAILED and args.exit_codes == "plain":
                 _tell_where_it_resumes(Path(os.environ[ENV_NOTE]))
@@ -229,25 +223,3 @@ def _end_time(note: Path) -> None:
     """Counts what came after the last word of rank 0 in the time of the run that it has noted there."""
     with contextlib.suppress(OSError):
         account.launcher_ended(Path(os.fsdecode(note.read_bytes())))
-
-
-@contextlib.contextmanager
-def _guard(grace: int) -> Iterator[Callable[[Iterable[int]], None]]:
-    """Inside the block, the ranks that it was given last end when this process is killed (`guard.py`)."""
-    command = [sys.executable, "-I", "-S", guard.__file__, str(grace)]
-    env = {name: value for name, value in os.environ.items() if name != ENV_LAUNCHER}  # it is no rank
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
-        env=env,
-    )  # fmt: skip
-
-    def tell(ranks: Iterable[int]) -> None:
-        with contextlib.suppress(OSError):  # somebody has killed it
-            print(*ranks, file=process.stdin, flush=True)
-
-    try:
-        yield tell
-    finally:
-        tell(())
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            process.communicate(timeout=1)

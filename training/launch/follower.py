@@ -58,7 +58,6 @@ class Follower(Gang):
             finally:
                 self._processes.kill_all()
                 self._processes.finish()
-                self.guarded(())
                 link.close()
             if self.signalled is not None:
                 return _LEFT
@@ -143,7 +142,6 @@ class Follower(Gang):
                 self._processes.match(
                     of_seat(word, self._seat), self._seat.first, environment(word, self._seat, self._lost_seconds)
                 )
-        self.guarded(self._pids())
         if word.signal and not self._handed_on:
             self._handed_on = True
             self.signalled = self.signalled or word.signal

@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -41,17 +41,16 @@ class Gang:
     Args:
         ours: the ranks are `python -m lockstep.training run`, which saves on a signal; else a program of which nothing is known.
         caught: without signals that the launcher ignores (nohup): the ranks ignore them, too.
-        guarded: takes the ranks' processes, which end with this one however it ends.
         time_limit: in seconds; 0: none.
         hangs: looks for ranks that get no further.
     """
 
     def __init__(
         self, attempts: Attempts, *, grace: int, ours: bool, caught: tuple[signal.Signals, ...],
-        guarded: Callable[[Iterable[int]], None], time_limit: int, hangs: Hangs,
+        time_limit: int, hangs: Hangs,
     ) -> None:  # fmt: skip
         self.attempts, self.grace, self.ours, self.caught = attempts, grace, ours, caught
-        self.guarded, self.time_limit, self.hangs = guarded, time_limit, hangs
+        self.time_limit, self.hangs = time_limit, hangs
         self.signalled: int | None = None
         self.timed_out = False
         self.held = PendingSignals()

@@ -14,7 +14,7 @@ import json
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -198,7 +198,6 @@ class Supervisor(Gang):
             here = self._seats[0]
             env = environment(word, here, self._lost_seconds)
             self._processes.match(of_seat(word, here), here.first, env)
-        self.guarded(self._pids())
 
     def _seat(self, rank: int) -> Seat:
         return next(seat for seat in self._seats if rank in seat.span)
@@ -444,13 +443,13 @@ class Parting:
 
 def run(
     args: argparse.Namespace, command: list[str], ranks: int, parameters: RendezvousParameters, attempts: Attempts,
-    caught: tuple[signal.Signals, ...], guarded: Callable[[Iterable[int]], None], hangs: Hangs,
+    caught: tuple[signal.Signals, ...], hangs: Hangs,
 ) -> tuple[int, Parting | None]:  # fmt: skip
     """The exit code of the ranks, and how the nodes part. Raises `NotMet`."""
     ours, several = args.command[0] == "run", parameters.max_nodes > 1
     processes = Processes(command, prefix=args.prefix, blocked=ours)
     of_gang: dict[str, Any] = {
-        "attempts": attempts, "grace": args.grace, "ours": ours, "caught": caught, "guarded": guarded,
+        "attempts": attempts, "grace": args.grace, "ours": ours, "caught": caught,
         "time_limit": args.time_limit, "hangs": hangs,
     }  # fmt: skip
     of_head: dict[str, Any] = {

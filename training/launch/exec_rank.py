@@ -1,0 +1,44 @@
+"""Becomes the program of a rank, which the kernel kills when its launcher dies (Linux):
+
+    python -I -S exec_rank.py LAUNCHER PROGRAM ARGUMENT…
+
+The kernel asks for no handler, so a rank that hangs or is stopped ends, too. It forgets this for what the program starts.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def wrapped(command: list[str]) -> list[str]:
+    """Returns the words that start this command as a rank of this process, from its main thread."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+
+
+def main(launcher: int, command: list[str]) -> None:
+    """Returns only where the launcher is dead already. Exits with 2 where there is no such program.
+
+    Args:
+        launcher: the process that has started this one.
+    """
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != launcher:
+        return  # it died before the kernel knew
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the program would inherit that
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvp(command[0], command)  # noqa: S606 - as it was given
+    except OSError as error:
+        print(f"launch: {command[0]} cannot be started: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])
