@@ -26,7 +26,14 @@ with Session(run_dir, "checkpoint.every_steps=1", *words, config={"name": "repli
     optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05))
     for epoch in run.epochs(1):
         for x, y in run.batches(data, 8):
-            run.step(F.cross_entropy((net if past(run.steps) else model)(x), y))
+            loss = F.cross_entropy((net if past(run.steps) else model)(x), y)
+            if how != "changed":
+                run.step(loss)
+            else:
+                run.backward(loss)
+                if net[0].weight.grad is not None:  # on the rank that has it
+                    net[0].weight.grad.mul_(0.5)
+                run.update()
 print("THE END\\n", end="")
 """
 
@@ -37,19 +44,20 @@ def train(run_dir: Path, how: str, *words: str) -> Result:
 
 PAST = [
     ("ddp", "all", "{}", "ignore"), ("ddp", "rank1", "{}", "stop"), ("ddp", "all:3", "{find_unused: true}", "stop"),
-    ("powersgd", "rank1:3", "{find_unused: true}", "stop"),
+    ("powersgd", "rank1:3", "{find_unused: true}", "stop"), ("zero1", "changed", "{}", "stop"),
 ]  # fmt: skip
 """rank1: the other one waits for that rank's gradients in its backward pass, and is told at the same step."""
 
 
 @pytest.mark.parametrize(("sync", "how", "options", "looks"), PAST)
-def test_a_forward_pass_that_goes_past_the_wrapper_is_an_error_at_that_step_on_all_ranks(
+def test_a_gradient_that_the_ranks_do_not_share_is_an_error_at_that_step_on_all_ranks(
     tmp_path: Path, sync: str, how: str, options: str, looks: str
 ) -> None:
     done = train(tmp_path / "run", how, f"sync.name={sync}", f"sync.options={options}", f"nonfinite={looks}")
     assert done.code == 2 and "THE END" not in done.output and "Traceback" not in done.output, done.output
-    assert f"sync.name={sync} has not summed the gradient of" in done.output, done.output
-    assert "rank1:" not in how or "rank 1: sync.name" in done.output, done.output
+    said = "sums each gradient on one rank only" if how == "changed" else "has not summed the gradient of"
+    assert f"sync.name={sync} {said}" in done.output and done.output.count("error: ") == 1, done.output
+    assert not how.startswith(("rank1:", "changed")) or "rank 1: sync.name" in done.output, done.output
     assert steps_saved(tmp_path / "run") == ([1, 2, 3] if ":3" in how else [])
 
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 
 from ..checkpoint import generators
+from ..contract import UserError
 from ..data import order
 from ..data.batches import Part
 from ..models.arithmetic import kept_buffers, put_back, without_batch_statistics
@@ -90,7 +92,7 @@ class Step:
         """The batch statistics before the step, should its gradient not be finite."""
         self._as_function = False
         """The last step was given as a function, which keeps them itself."""
-        self._not_summed: NotSummed | None = None
+        self._not_summed: UserError | None = None
         self.sums = StepSums(run, attempt)
         self._losses: list[torch.Tensor] = []
         self._samples, self._accumulating = 0, False
@@ -510,10 +512,14 @@ class Step:
                 "Micro-batches are cut from the part; batches of several parts need samples of their own, without run.part()"
             )
         if self._versions_now() != self._versions:
-            raise sync.refuse(
+            self._not_summed = sync.refuse(
                 "sums each gradient on one rank only, and the gradients were changed between backward() and update()",
                 "clip them with run.update(clip=…), or use sync.name=flat",
             )
+            if not self.looks:
+                raise self._not_summed
+            for gradient in sync.gradients():
+                gradient.fill_(math.nan)  # so that the other ranks look, and hear of it
         of = self.replica.parameters_of(optimizers)
         norm = self.measure(of, scaler)
         if norm is None or bool(self.finite) or self._accepts(scaler):
