@@ -194,8 +194,11 @@ with Session(run_dir, "checkpoint.every_steps=5", f"sync.name={sync}", "log.repo
     data = torch.randn(64, 6)
     net = run.replicate(Net())
     run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05))
+    if not how:
+        net.eval()
     for epoch in run.epochs(1):
         for x in run.batches(data, 8):
+            assert run.steps or net.training == bool(how), "the mode is the script's"
             run.step(lambda x: net(x).square().mean(), x)
             net.eval()  # each rank looks at its own scores
             if not (how == "mode" and run.rank and run.steps == 5):
@@ -226,3 +229,4 @@ def test_modes_and_buffers_that_must_be_the_same_are_compared(
     done = script(2, ALIKE, tmp_path / "run", how, sync)
     assert done.code == (1 if named else 0) and named in done.output and "Traceback" not in done.output, done.output
     assert steps_saved(tmp_path / "run") == saved
+    assert ("trains in evaluation mode" in done.output) == (not how), done.output

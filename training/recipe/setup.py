@@ -115,6 +115,8 @@ def _build(config: Config, world: World, manifest: Manifest) -> nn.Module:
     model = models.build(config.model, config.model_options, len(manifest.classes), manifest.shape)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"model {config.model} has no parameter that requires a gradient: there is nothing to train")
+    if not model.training:
+        model.train()
     if not models.ours(config.model):
         _check_outputs(model, config.model, manifest)
     model.to(device=world.device, dtype=real_type(config.precision))
@@ -127,13 +129,15 @@ def _check_outputs(model: nn.Module, name: str, manifest: Manifest) -> None:
     shape = manifest.shape
     count = 2 * models.batch_multiple(model)
     samples = torch.zeros(count, shape[2], *shape[:2]) if len(shape) == 3 else torch.zeros(count, *shape)
-    was_training, expected = model.training, f"[n, {len(manifest.classes)}] (n samples, one score a class)"
+    modes = [module.training for module in model.modules()]
+    expected = f"[n, {len(manifest.classes)}] (n samples, one score a class)"
     try:
         output = model.eval()(samples)
     except Exception:  # noqa: BLE001 - the first step fails in the same way, with the place in the user's own code
         return
     finally:
-        model.train(was_training)
+        for module, is_training in zip(model.modules(), modes):
+            module.training = is_training
     scores = isinstance(output, torch.Tensor) and output.ndim == 2 and len(output) == count
     if not scores or output.shape[1] < len(manifest.classes):  # more than needed do no harm
         description = (

@@ -341,6 +341,10 @@ class Attempt:
         self._steps, self.grad_norm = self._steps + 1, grad_norm
         self.buffers.end()
         self.modes.end()
+        if self._steps == 1 and not any(self.modes.last):
+            context.console.line(
+                "The model trains in evaluation mode, as the script has set it: no dropout, fixed batch statistics"
+            )
         done = context.steps_done
         if (
             self._steps == 1 and context.world.live is not None

@@ -274,8 +274,6 @@ class Lifecycle:
         if directory is not None:
             directory.attempt, directory.failures = attempt, failures
         state.history.update(attempts=attempt, failures=failures)
-        if not self.resumed:
-            replica.begin_training()
         replica.sync.zero_grad()
         self._saved_generators = generators.capture(world.device) if self.resumed else None
         by_step = settings.log.score_every > 0

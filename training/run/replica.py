@@ -213,12 +213,6 @@ class Replica:
                     )
         return tuple(self.optimizers.values())
 
-    def begin_training(self) -> None:
-        """Sets training mode, but leaves submodules alone that a script keeps in evaluation mode inside a model that trains."""
-        for part in self._parts.values():
-            if not part.model.training:
-                part.model.train()
-
     def known(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> tuple[torch.optim.Optimizer, ...]:
         """These, or all. Raises `ValueError` for one that no checkpoint would hold, and where all would move a parameter twice."""
         known = tuple(self.optimizers.values())
