@@ -137,7 +137,8 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
     run.average(0.9)
     kept = torch.nn.Linear(1, 1)
     of_kept = torch.optim.Adam(kept.parameters(), lr=0.1)
-    run.keep(kept=kept, of_kept=of_kept)
+    norm = torch.optim.swa_utils.AveragedModel(torch.nn.BatchNorm1d(4))
+    run.keep(kept=kept, of_kept=of_kept, norm=norm)
     if sys.argv[3] == "outside":
         temperature = torch.nn.Parameter(torch.ones(()))
         by_hand = torch.optim.SGD([temperature], lr=0.01)
@@ -149,6 +150,8 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
             loss.backward()
             of_kept.step()
             if sys.argv[3] == "outside":
+                norm(x)  # this rank's samples
+                run.values["seen"] = float(x.mean())
                 by_hand.zero_grad()
                 (temperature * (1 + run.rank)).square().backward()
                 by_hand.step()
@@ -160,18 +163,20 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
 @pytest.mark.parametrize(("sync", "what"), [("flat", "outside"), ("fsdp", "inside")])
 def test_what_is_trained_outside_of_the_session_is_named_once(tmp_path: Path, sync: str, what: str) -> None:
     """An optimizer that no checkpoint has, a weight that each rank trains by itself, and a weight that no optimizer has; a module
-    that is trained alike on all ranks, and kept, is none of these."""
+    that is trained alike on all ranks, and kept, is none of these. And what is kept as alike, and is a rank's own."""
     done = script(2, OUTSIDE, tmp_path / "run", sync, what)
     named = [line for line in done.output.splitlines() if "warning" in line]
-    assert done.code == 0 and len(named) == (3 if what == "outside" else 0), done.output
+    assert done.code == 0 and len(named) == (5 if what == "outside" else 0), done.output
     if named:
-        unused, optimizer, weight = named
+        unused, optimizer, weight, kept, value = named
         assert "2.weight and 1 more require a gradient, and no optimizer has them" in unused
         assert "the optimizer by_hand (SGD) does not come from run.optimizer()" in optimizer
         assert (
             "temperature is trained outside of every replicated model: it differs between the ranks and is in no"
             in weight
         )
+        assert "run.keep(norm=…) is not the same on rank 1 as on rank 0, whose alone is saved" in kept
+        assert "run.values['seen'] is not the same on rank 1" in value
 
 
 ALIKE = """

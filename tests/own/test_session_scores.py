@@ -152,6 +152,8 @@ with Session(sys.argv[1], "checkpoint.keep=100", "checkpoint.every_steps=100", "
     done = script(2, SCRIPT + lines, tmp_path / "run")
     assert done.code == 0, done.output
     assert done.output.count("accuracy was logged on some ranks only") == 1, done.output
+    assert done.output.count("run.log(accuracy=…) gets 0.6 on rank 0 and 1.6 on rank 1") == 1, done.output
+    assert done.output.count("run.log(accuracy=…)") == 1, done.output
     assert product.scores(tmp_path / "run") == {3: 0.6, 4: 0.7, 8: 1.4}
     assert _reached(tmp_path / "run")["best_accuracy"] == 1.4
 

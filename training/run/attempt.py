@@ -66,7 +66,7 @@ from ..resilience.hang import (
 from ..resilience.preempt import Consensus, Decision, Signals
 from .context import RunContext, note_corrupt_shard
 from .saver import Saver
-from .unsaved import trained_outside
+from .unsaved import Unsaved
 
 FIRST_STEPS = 3
 """Steps of an attempt after which the replicas are compared: at the first one a schedule's rate may be 0."""
@@ -138,8 +138,7 @@ class Attempt:
         """The slow rank that was told of, and its phase."""
         self.saver = Saver(context, self._alive)
         self.reading = Reading(context.state.losses, context.world, of_all=context.state.of_all)
-        self._looked_outside = False
-        """What the script trains outside of the session was named."""
+        self.unsaved = Unsaved(context)
         self.before_save: Callable[[], None] = lambda: None
         """Called on every rank."""
 
@@ -276,14 +275,14 @@ class Attempt:
             return torch.empty(0)
         gathered["ranks"] = [rank for rank in gathered["ranks"] if rank is not None]
         places = {"polls": self._polls, "last_step": self.saver.last_step, "save_agreed": self._save_agreed,
-                  "nonfinite_steps": self.nonfinite_steps, "looked_outside": self._looked_outside,
+                  "nonfinite_steps": self.nonfinite_steps, "looked_outside": self.unsaved.looked_outside,
                   "modes": self.modes.last}  # fmt: skip
         return pack({**gathered, "places": {**places, **self.meetings.places}})
 
     def be_at(self, places: Mapping[str, Any]) -> None:
         """Where the ranks are that have admitted this one."""
         self._polls, self._save_agreed = places["polls"], places["save_agreed"]
-        self.nonfinite_steps, self._looked_outside = places["nonfinite_steps"], places["looked_outside"]
+        self.nonfinite_steps, self.unsaved.looked_outside = places["nonfinite_steps"], places["looked_outside"]
         self.modes.last = places["modes"]
         self.saver.last_step = places["last_step"]
         self._compared = True
@@ -485,11 +484,7 @@ class Attempt:
             raise Ended(
                 EXIT_FAILED, f"a weight is NaN or infinite after step {step}: not saved; the last checkpoint is good"
             )
-        if not self._looked_outside:
-            self._looked_outside = True
-            for sentence in trained_outside(context.state):
-                if context.world.leader:
-                    context.console.warn(sentence)
+        self.unsaved.look()
         context.scores.saved(step)
         self._before_gather()
         self.saver.save(context.scores.of(step))

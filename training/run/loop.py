@@ -307,6 +307,7 @@ class Loop:
         if len(kept.logged.keys() | values.keys()) > MOST_LOGGED:
             raise ValueError(f"more than {MOST_LOGGED} names are logged: keep numbers of a step in fewer names")
         kept.logged |= values
+        self.attempt.unsaved.logged |= values
         kept.logged_in_epoch |= values
         run.scores.note(values, run.steps_done)
         run.state.history.update({name: values[name] for name in ("accuracy", "test_loss") if name in values})
@@ -323,6 +324,8 @@ class Loop:
         run, saver = self.run, self.attempt.saver
         if self._best_is_due() or saver.steps_since:
             self.attempt.save()
+        elif run.progressed:
+            self.attempt.unsaved.look()
         trained, history = max(run.state.clock.trained, 1e-9), run.state.history
         saved = saver.durable()
         run.goodput.close()

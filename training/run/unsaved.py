@@ -1,22 +1,95 @@
-"""What a script trains outside of its session: no checkpoint holds it, or the ranks train it apart. It is named at the first save."""
+"""What a script has by itself, and a save loses: what it trains outside of its session, and what the ranks do not have alike. It is named
+in warnings."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..checkpoint.kept import Stateful
 from ..checkpoint.state import TrainState, parameter_names
-from ..parallel.exchange import all_gather_trees
+from ..contract import named
+from ..parallel.exchange import all_gather_trees, same_on_all
 from ..parallel.names import plain
-from ..resilience.closeness import fingerprint
+from ..resilience.closeness import fingerprint, sums_of_bits
+from .context import RunContext
+
+
+class Unsaved:
+    """Warns of each once, at a save."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self.logged: dict[str, float] = {}
+        """What this rank has logged since the last save."""
+        self.looked_outside = False
+        """What the script trains outside of the session was named."""
+        self._warned: set[str] = set()
+
+    def look(self) -> None:
+        """Collective."""
+        state, world = self._context.state, self._context.world
+        sentences = {} if self.looked_outside else {sentence: sentence for sentence in trained_outside(state)}
+        self.looked_outside = True
+        if world.size > 1 and not same_on_all(mine := self._alike(), world):
+            sentences |= unequal(all_gather_trees(mine, world))
+        self.logged.clear()
+        for about, sentence in sentences.items():
+            if world.leader and about not in self._warned:
+                self._context.console.warn(sentence)
+            self._warned.add(about)
+
+    def _alike(self) -> dict[str, str]:
+        """What all ranks have alike, by the call that says so."""
+        kept = self._context.kept
+        objects = {f"run.keep({name}=…)": _print(stateful.state_dict()) for name, stateful in kept.objects.items()}
+        values = {f"run.values[{name!r}]": _print(value) for name, value in kept.values.items()}
+        return {**objects, **values, **{f"run.log({name}=…)": f"{value:.4g}" for name, value in self.logged.items()}}
+
+
+def unequal(of_ranks: Sequence[dict[str, str]]) -> dict[str, str]:
+    """Returns a sentence for each call for which a rank has something else than rank 0. A rank may lack it.
+
+    Args:
+        of_ranks: by the call, what stands for its value, or the value itself where it was logged.
+    """
+    sentences = {}
+    for call, first in of_ranks[0].items():
+        others = [rank for rank, found in enumerate(of_ranks) if found.get(call, first) != first]
+        if others and call.startswith("run.log"):
+            sentences[call] = (
+                f"{call} gets {first} on rank 0 and {of_ranks[others[0]][call]} on rank {others[0]}, and rank 0's alone is written: if "
+                "each has measured samples of its own, add them up by run.sum()"
+            )
+        elif others:
+            sentences[call] = (
+                f"{call} is not the same on rank {named(others)} as on rank 0, whose alone is saved: compute it from the same samples on "
+                "all ranks, or keep each rank's own by run.keep_of_rank()"
+            )
+    return sentences
+
+
+@torch.no_grad()
+def _print(tree: Any) -> str:
+    """What stands for the tensors, arrays, numbers and texts of a state. A tensor that the ranks have in parts is left out."""
+    leaves = tree_leaves(tree)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not hasattr(leaf, "placements")]
+    arrays = [zlib.crc32(leaf.tobytes()) for leaf in leaves if isinstance(leaf, np.ndarray)]
+    others = [
+        f"{leaf:.4g}" if isinstance(leaf, float) else repr(leaf)
+        for leaf in leaves
+        if not isinstance(leaf, (torch.Tensor, np.ndarray))
+    ]
+    return str(zlib.crc32(repr([sums_of_bits(tensors).tolist(), arrays, others]).encode()))
 
 
 def trained_outside(state: TrainState) -> list[str]:
