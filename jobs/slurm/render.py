@@ -303,8 +303,6 @@ def _setup(spec: JobSpec, folder: PurePath, place: Place) -> list[str]:
         f'[ -O {folder} ] && [[ "$(stat -c %a {folder})" == *00 ]] || {{ echo "{folder} is not mine alone"; exit 2; }}',
         "lockstep_restarts=${SLURM_RESTART_COUNT:-0}",
         "lockstep_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}",
-        f"lockstep_output={folder}/${{SLURM_JOB_ID}}_batch.out",
-        'lockstep_begun=$(stat -c %s "$lockstep_output" || echo 0)',
         # To the end of srun in a shell of its own: what setup lines set (set -e, an option, a variable) must not reach the
         # lines that ask for the requeue.
         "(",
@@ -345,7 +343,7 @@ def _teardown(spec: JobSpec, folder: PurePath) -> list[str]:
         f'[ -e "{note}_requeue_$lockstep_restarts" ] && lockstep_again=yes',
         f'lockstep_saved=$(ls "{note}"_saved_* 2>/dev/null | wc -l)',
         "# The signal came while a task was being started, before anything could hold it back. Nothing is lost.",
-        f'tail -c "+$((lockstep_begun + 1))" "$lockstep_output" | grep -q "User defined signal 2" && '
+        "[ $lockstep_code = $((128 + $(kill -l USR2))) ] && "
         f'[ $((lockstep_restarts - lockstep_saved)) -lt {spec.max_restarts} ] && [ ! -e "{note}_cancelled" ] && lockstep_again=yes',
         'if [ $lockstep_code != 0 ] && [ $lockstep_again = yes ]; then scontrol requeue "$lockstep_job" && sleep 120; fi',
         "exit $lockstep_code",

@@ -24,8 +24,6 @@
 [ -O /shared/lockstep/slurm/big/submitit ] && [[ "$(stat -c %a /shared/lockstep/slurm/big/submitit)" == *00 ]] || { echo "/shared/lockstep/slurm/big/submitit is not mine alone"; exit 2; }
 lockstep_restarts=${SLURM_RESTART_COUNT:-0}
 lockstep_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
-lockstep_output=/shared/lockstep/slurm/big/submitit/${SLURM_JOB_ID}_batch.out
-lockstep_begun=$(stat -c %s "$lockstep_output" || echo 0)
 (
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID
 export NCCL_SOCKET_IFNAME=ib0
@@ -46,6 +44,6 @@ lockstep_again=no
 [ -e "/shared/lockstep/slurm/big/submitit/${lockstep_job}_requeue_$lockstep_restarts" ] && lockstep_again=yes
 lockstep_saved=$(ls "/shared/lockstep/slurm/big/submitit/${lockstep_job}"_saved_* 2>/dev/null | wc -l)
 # The signal came while a task was being started, before anything could hold it back. Nothing is lost.
-tail -c "+$((lockstep_begun + 1))" "$lockstep_output" | grep -q "User defined signal 2" && [ $((lockstep_restarts - lockstep_saved)) -lt 5 ] && [ ! -e "/shared/lockstep/slurm/big/submitit/${lockstep_job}_cancelled" ] && lockstep_again=yes
+[ $lockstep_code = $((128 + $(kill -l USR2))) ] && [ $((lockstep_restarts - lockstep_saved)) -lt 5 ] && [ ! -e "/shared/lockstep/slurm/big/submitit/${lockstep_job}_cancelled" ] && lockstep_again=yes
 if [ $lockstep_code != 0 ] && [ $lockstep_again = yes ]; then scontrol requeue "$lockstep_job" && sleep 120; fi
 exit $lockstep_code
