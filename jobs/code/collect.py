@@ -1,41 +1,43 @@
-"""One read of a folder: the files, their identity and the archive are of the same bytes. What must not travel is refused by name."""
+"""One read of a folder: what travels, its identity and its archive are of the same bytes. What cannot travel is refused by name.
+
+The files are those that `.gitignore` and `.lockstepignore` leave. git is not asked.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import os
-import re
-import sys
-import unicodedata
-from collections.abc import Collection
+import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from lockstep.training.contract import UserError
+from lockstep.training import files
+from lockstep.training.contract import EVENTS_FILE, RUN_FILE, STATUS_FILE, UserError
 from lockstep.wire import archive
-from lockstep.wire.archive import MAX_BYTES, MAX_PACKED, File
+from lockstep.wire.archive import DERIVED, MAX_BYTES, MAX_FILES, MAX_PACKED, File
 
-from . import listing
-from .tree import Changed, Entry, Tree, Unfit, seen
+from .. import records
+from ..status import warn
 
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
+
+IGNORE_FILE = ".lockstepignore"
+GIT_IGNORE_FILE = ".gitignore"
+NEVER = (".git", ".venv", DERIVED)
+"""Names of files and folders that never travel. (`.git` is a file in a worktree and in a submodule.)"""
 NAMED = 10
-"""How many of the largest files an error names."""
-_NAMES = {
-    ".env*": "a file of environment variables", "*.pem": "a key or a certificate", "id_*": "an SSH key",
-    ".netrc": "passwords", "_netrc": "passwords", ".npmrc": "a registry's login", "kubeconfig*": "a cluster's login",
-    "*.kubeconfig": "a cluster's login", "credentials*": "credentials",
-}  # fmt: skip
-"""Pattern of a file's name, in small letters → what such a file is."""
-_PATHS = {".kube/config": "a cluster's login", ".docker/config.json": "a registry's login"}
-"""The last two parts of a path."""
+"""Files that an error or a warning names at most."""
+_MAX_IGNORE_BYTES = 1 << 20
+_SECRETS = (
+    ".env*", "*.pem", "id_*", ".netrc", "_netrc", ".npmrc", "kubeconfig*", "*.kubeconfig", "credentials*",
+    "*/.kube/config", "*/.docker/config.json",
+)  # fmt: skip
+"""Patterns of a file's name in small letters, or of its path."""
 _HARMLESS = ".example"
 """End of the name of a file with sample values, not real ones."""
-OURS = "lockstep"
-_AT_START = ("sitecustomize", "usercustomize")
-"""Modules that Python imports by itself when it starts, before anything of ours."""
-_MODULE = re.compile(r"(?P<name>\w+)(?:\.\w[\w-]*)?\.(?:py|pyc|so|pyd)")
-"""`name.py`, `name.cpython-311-x86_64-linux-gnu.so`."""
 _LFS = b"version https://git-lfs.github.com/spec/"
 _LFS_BYTES = 1024
 """No pointer is larger."""
@@ -67,29 +69,31 @@ class Bundle:
         return [*rows, f"code {self.identity}: {total}"]
 
 
-def collect(folder: Path, allow: Collection[str] = ()) -> Bundle:
-    """What of a folder travels. Everything that must not is refused here, before anything is sent.
-
-    Args:
-        allow: paths within the folder that may look like a secret.
+def collect(folder: Path) -> Bundle:
+    """What of a folder travels. Everything that cannot is refused here, before anything is sent.
 
     Raises:
-        UserError: with the path and the rule.
+        UserError: with the path and the reason.
     """
-    paths = [path for path in listing.files_of(folder) if not _links_to_ours(folder, path)]
-    for path in paths:
-        _check_path(path)
-        _check_name(path, allow)
-    _check_names(paths)
+    paths = _paths(folder)
+    _warn_of_secrets(paths)
+    known = set(paths)
     try:
-        with Tree(folder) as tree:
-            found, sizes = _files(tree, paths)
+        places = {path: _place(folder.resolve(), path, known) for path in paths}
+        status = {path: place.stat() for path, place in places.items()}
+        sizes = {path: one.st_size for path, one in status.items()}
+        if sum(sizes.values()) > MAX_BYTES:
+            raise _too_large(sizes, f"{sum(sizes.values())} bytes", f"{MAX_BYTES >> 20} MiB")
+        found = [
+            File(path, bool(status[path].st_mode & 0o100), files.read(place, MAX_BYTES))
+            for path, place in places.items()
+        ]
     except OSError as error:
-        raise UserError(f"code: {folder} cannot be read: {error.strerror}") from None
+        raise UserError(f"code: {error.filename} cannot be read: {error.strerror}") from None
     for file in found:
         if len(file.data) <= _LFS_BYTES and file.data.startswith(_LFS):
             raise UserError(
-                f"code: {file.path} is a pointer of git-lfs, not the file: git lfs pull, or name it in {listing.IGNORE_FILE}"
+                f"code: {file.path} is a pointer of git-lfs, not the file: git lfs pull, or name it in {IGNORE_FILE}"
             )
     packed = archive.pack(found)
     if len(packed) > MAX_PACKED:
@@ -97,128 +101,134 @@ def collect(folder: Path, allow: Collection[str] = ()) -> Bundle:
     return Bundle(found, archive.identity(found), packed)
 
 
-def _links_to_ours(folder: Path, path: str) -> bool:
+class _Rule(NamedTuple):
+    """The patterns of one file, and how they see a path of the code."""
+
+    spec: GitIgnoreSpec
+    above: str = ""
+    """The code's folder, seen from that of the file; with a `/` at its end."""
+    inside: int = 0
+    """Characters of the path of the file's folder, seen from the code's."""
+
+
+def _paths(folder: Path) -> list[str]:
+    """Paths of what travels, sorted, relative to the folder and with `/`. Links are among them. Raises `UserError`."""
+    if not folder.is_dir():
+        raise UserError(f"code: {folder} is not a folder")
+    own = [_Rule(spec) for spec in _patterns(folder / IGNORE_FILE)]
+    home, paths, left = records.home().absolute(), list[str](), [("", _rules_above(folder.resolve()))]
+    while left:
+        prefix, rules = left.pop()
+        try:
+            with os.scandir(folder / prefix) as entries:
+                is_folder = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+        except OSError as error:
+            raise UserError(f"code: cannot read {error.filename}: {error.strerror}") from None
+        if prefix and _is_product({name for name, inner in is_folder.items() if not inner}):
+            continue
+        rules = [*rules, *(_Rule(spec, inside=len(prefix)) for spec in _patterns(folder / prefix / GIT_IGNORE_FILE))]
+        for name, inner in is_folder.items():
+            path = f"{prefix}{name}"
+            if name in NEVER or _is_ignored(f"{path}/" if inner else path, [*rules, *own]):
+                continue
+            try:
+                archive.check_path(path)
+            except UserError as error:
+                raise UserError(f"code: {error}") from None
+            if inner and (folder / path).absolute() != home:
+                left.append((f"{path}/", rules))
+            elif not inner and not _links_to_ours(folder / path):
+                paths.append(path)
+        if len(paths) > MAX_FILES:
+            raise UserError(f"code: {folder} has more than {MAX_FILES} files: name some in {IGNORE_FILE}")
+    if not paths:
+        raise UserError(f"code: no file of {folder} would be sent: all are ignored, or it is empty")
+    return sorted(paths)
+
+
+def _patterns(file: Path) -> Iterator[GitIgnoreSpec]:
+    """Those in the file, if there is one. Raises `UserError`."""
+    if os.path.lexists(file):
+        from pathspec import GitIgnoreSpec  # most commands read no code
+
+        with files.reading(file):
+            yield GitIgnoreSpec.from_lines(files.read(file, _MAX_IGNORE_BYTES).decode().splitlines())
+
+
+def _rules_above(folder: Path) -> list[_Rule]:
+    """What the repository that the folder lies in ignores there, the outermost first."""
+    top = next((place for place in (folder, *folder.parents) if (place / ".git").exists()), folder)
+    return [
+        _Rule(spec, above=f"{folder.relative_to(place).as_posix()}/")
+        for place in reversed(folder.parents)
+        if place.is_relative_to(top)
+        for spec in _patterns(place / GIT_IGNORE_FILE)
+    ]
+
+
+def _is_ignored(path: str, rules: list[_Rule]) -> bool:
+    """The last rule that says something about the path decides. A folder's path ends with `/`."""
+    for rule in reversed(rules):
+        result = rule.spec.check_file(rule.above + path[rule.inside :]).include
+        if result is not None:
+            return result
+    return False
+
+
+def _is_product(names: set[str]) -> bool:
+    """Whether that is a run directory, a folder of shards, or a virtual environment, by what lies in it."""
+    run = RUN_FILE in names and bool(names & {STATUS_FILE, EVENTS_FILE})
+    shards = "manifest.json" in names and any(name.endswith(".safetensors") for name in names)
+    return run or shards or "pyvenv.cfg" in names
+
+
+def _links_to_ours(place: Path) -> bool:
     """`lockstep/training` and `lockstep/jobs` in a fork of Lockstep: the folders that they lead to travel by themselves."""
-    with contextlib.suppress(OSError, ValueError):
-        package, name = path.split("/")[-2:]
-        return package == "lockstep" and name in ("training", "jobs") and os.readlink(folder / path) == f"../{name}"
-    return False
+    ours = place.parent.name == "lockstep" and place.is_symlink()
+    return ours and place.is_dir() and os.readlink(place) == f"../{place.name}"
 
 
-def _files(tree: Tree, paths: list[str]) -> tuple[list[File], dict[str, int]]:
-    """The files, all of one moment, and their sizes."""
-    found = {path: _found(tree, path) for path in paths}
-    _check_links(found)
-    sizes = {path: status.st_size for path, (_, status) in found.items()}
-    if sum(sizes.values()) > MAX_BYTES:
-        raise _too_large(sizes, f"{sum(sizes.values())} bytes", f"{MAX_BYTES >> 20} MiB")
-    read = [_read(tree, path, found[path]) for path in paths]
+def _place(root: Path, path: str, paths: set[str]) -> Path:
+    """The regular file that a path names. A link must not bring along what does not travel by itself. Raises `UserError`."""
+    place = root / path
+    if place.is_symlink():
+        target = place.resolve() if place.exists() else None
+        if target is None:
+            what = "is a link to nothing"
+        elif not target.is_relative_to(root):
+            what = "is a link that leads out of the folder"
+        elif target.is_dir():
+            what = "is a link to a folder"
+        elif (name := target.relative_to(root).as_posix()) not in paths:
+            what = f"is a link to {name}, which does not travel"
+        else:
+            return target
+    elif stat.S_ISREG(place.lstat().st_mode):
+        return place
+    else:
+        what = "is not a regular file (a device, a pipe or a socket)"
+    raise UserError(f"code: {path} {what}: name it in {IGNORE_FILE}")
+
+
+def _warn_of_secrets(paths: list[str]) -> None:
+    found = []
     for path in paths:
-        if not _same(tree, path, found[path]):  # all files must be of one moment: a mixture may never have existed
-            raise _changed(path)
-    return read, sizes
-
-
-def _check_path(path: str) -> None:
-    try:
-        archive.check_path(path)
-    except UserError as error:
-        raise UserError(f"code: {error}") from None
-
-
-def _found(tree: Tree, path: str) -> Entry:
-    try:
-        return tree.find(path)
-    except Unfit as error:
-        raise UserError(f"code: {path} {error}: name it in {listing.IGNORE_FILE}") from None
-
-
-def _check_links(found: dict[str, Entry]) -> None:
-    """A link must not bring along what does not travel by itself: what git ignores, `.git/config`, the folder of jobs."""
-    for path, (target, _) in found.items():
-        if target not in found:
-            raise UserError(
-                f"code: {path} is a link to {target}, which does not travel: name it in {listing.IGNORE_FILE}"
-            )
-
-
-def _read(tree: Tree, path: str, found: Entry) -> File:
-    try:
-        return File(path, bool(found.status.st_mode & 0o100), tree.read(found))
-    except Changed:
-        raise _changed(path) from None
-    except OSError as error:
-        raise UserError(f"code: {path} cannot be read: {error.strerror}") from None
-
-
-def _same(tree: Tree, path: str, before: Entry) -> bool:
-    with contextlib.suppress(Unfit):
-        now = tree.find(path)
-        return now.path == before.path and seen(now.status) == seen(before.status)
-    return False
-
-
-def _changed(path: str) -> UserError:
-    return UserError(f"code: {path} was changed while it was read: submit again when nothing writes to it")
+        lower = path.lower()
+        names = (lower.rpartition("/")[2], f"/{lower}")
+        if not lower.endswith(_HARMLESS) and any(
+            fnmatch.fnmatchcase(name, rule) for name in names for rule in _SECRETS
+        ):
+            found.append(path)
+    if found:
+        more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+        warn(
+            f"code: {', '.join(found[:NAMED])}{more} travel, and look like secrets: name them in {IGNORE_FILE} if they are"
+        )
 
 
 def _too_large(sizes: dict[str, int], found: str, limit: str) -> UserError:
     largest = sorted(sizes, key=lambda path: (-sizes[path], path))[:NAMED]
-    told = ", ".join(f"{path} ({sizes[path]})" for path in largest)
+    named = ", ".join(f"{path} ({sizes[path]})" for path in largest)
     return UserError(
-        f"code: {found}, at most {limit} can be sent; the largest files: {told}; name what is not needed in {listing.IGNORE_FILE}"
+        f"code: {found}, at most {limit} can be sent; the largest files: {named}; name what is not needed in {IGNORE_FILE}"
     )
-
-
-def _check_name(path: str, allow: Collection[str]) -> None:
-    """Raises `UserError` for a file whose name says that it holds secrets."""
-    if path in allow:
-        return
-    lower = path.lower()
-    name = lower.rpartition("/")[2]
-    if name.endswith(_HARMLESS):
-        return
-    found = [(rule, kind) for rule, kind in _NAMES.items() if fnmatch.fnmatchcase(name, rule)]
-    found += [(rule, kind) for rule, kind in _PATHS.items() if f"/{lower}".endswith(f"/{rule}")]
-    for rule, kind in found[:1]:
-        raise UserError(
-            f"code: {path} looks like {kind} (its name: {rule}): name it in {listing.IGNORE_FILE}, or, if it is not a secret, in "
-            f"code.allow: [{path}]"
-        )
-
-
-def _check_names(paths: Collection[str]) -> None:
-    """Raises `UserError` for two names that some file systems take for one, and for modules that hide others."""
-    spelled: dict[tuple[str, str], str] = {}
-    """Folder, and a name in it as such a file system compares it → the name. Each folder is looked at once, however deep it lies."""
-    looked_at = {""}
-    for path in sorted(paths):
-        rest = path
-        while rest:
-            folder, _, name = rest.rpartition("/")
-            known = spelled.setdefault((folder, unicodedata.normalize("NFC", name).casefold()), name)
-            if known != name:
-                first = f"{folder}/{known}" if folder else known
-                raise UserError(f"code: {first} and {rest} differ only in case or spelling: rename one of them")
-            if folder in looked_at:
-                break
-            looked_at.add(folder)
-            rest = folder
-        _check_module(path, path.split("/"))
-
-
-def _check_module(path: str, parts: list[str]) -> None:
-    """A module or a package at the top of the code comes first on Python's path."""
-    match = _MODULE.fullmatch(parts[min(len(parts), 2) - 1])
-    if match is None or len(parts) > 2:
-        return
-    name = match["name"] if len(parts) == 1 else parts[0]
-    if name == OURS:
-        raise UserError(
-            f"code: {path} would hide the package {name} of Lockstep: rename it, or name it in {listing.IGNORE_FILE}"
-        )
-    # A folder without __init__.py hides nothing.
-    if name in {*sys.stdlib_module_names, *_AT_START} and (len(parts) == 1 or match["name"] == "__init__"):
-        raise UserError(
-            f"code: {path} would hide the standard module {name}: rename it, or name it in {listing.IGNORE_FILE}"
-        )

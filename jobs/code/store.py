@@ -75,7 +75,7 @@ def folder(identity: str) -> Path:
 def unpacked(identity: str) -> Path:
     """The unpacked copy, made where it is missing. One that was changed since is renamed. Raises `UserError`."""
     target = folder(identity)
-    found = archive.read(packed(identity), identity)
+    data = packed(identity)
     if os.path.lexists(target) and not archive.holds(target, identity):
         aside = target.with_name(f".{identity}.changed.{os.getpid()}")
         warn(f"{target} was changed since it was written: it is moved to {aside.name}")
@@ -83,7 +83,7 @@ def unpacked(identity: str) -> Path:
             target.rename(aside)
         except OSError as error:
             raise UserError(f"{target} was changed, and cannot be moved away: {error.strerror}") from None
-    return target if target.exists() else archive.unpack(found, target)
+    return target if target.exists() else archive.unpack(data, identity, target)
 
 
 def _remove_unused() -> None:
@@ -115,7 +115,7 @@ def pinned(spec: JobSpec) -> tuple[JobSpec, Bundle | None]:
         return spec, None
     if spec.code.hash is not None:
         return _named(spec, spec.code.hash), None
-    bundle = collect(Path(spec.code.path), frozenset(spec.code.allow))
+    bundle = collect(Path(spec.code.path))
     recipe = spec.recipe or ""
     own = recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_absolute()
     if own and Path(recipe).as_posix() not in {file.path for file in bundle.files}:

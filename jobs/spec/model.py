@@ -63,8 +63,6 @@ RESERVED = ("/", "/dev", "/dev/shm", "/proc", "/sys", "/tmp", CODE_PARTS)  # noq
 class Code(Section):
     path: Text = Field(default=".", min_length=1, max_length=1024)
     """The folder, seen from the job file's; where there is no file, from the current one."""
-    allow: list[Text] = Field(default_factory=list, max_length=1000)
-    """Files in it that look like a secret, but are not."""
     hash: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
     """Identity of the code, which submit finds. One that is given names a copy that this machine keeps still."""
     packed: int = Field(default=0, ge=0)
@@ -130,7 +128,7 @@ class _JobSpec(Section):
     """A program of your own and its arguments, started once per rank, with torchrun's environment variables. A lockstep.Session
     in it takes run_dir, grace_seconds, overrides and fresh from the job."""
     code: CodeOrNone = None
-    """A folder of your own that is sent with the job: `.`, or {path: ., allow: [FILE]}. The ranks start in a copy of it."""
+    """A folder of your own that is sent with the job: `.`. The ranks start in a copy of it."""
     image: Image | None = None
     """Container image, preferably by digest (Kubernetes, Compose)."""
     nodes: int = Field(default=1, ge=1, le=10000)

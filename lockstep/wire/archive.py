@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from lockstep.training import files
 from lockstep.training.contract import UserError
@@ -75,31 +75,30 @@ def read(data: bytes, expected: str) -> list[File]:
     Raises:
         UserError: a link, a device, a path that leaves the folder, more than the limits, other files, or no archive.
     """
-    with files.reading("the code's archive", then=": submit the job again"):
-        unzip = zlib.decompressobj(wbits=31)
-        plain = unzip.decompress(data, _TAR_LIMIT)
-        if unzip.unconsumed_tail:
-            raise UserError(f"the code's archive holds more than {_TAR_LIMIT >> 20} MiB: it was not made by Lockstep")
-        if not unzip.eof:
-            raise UserError("the code's archive is cut off: submit the job again")
-        with tarfile.open(fileobj=io.BytesIO(plain), mode="r:") as tar:
-            entries = list(_members(tar))
+    with files.reading("the code's archive", then=": submit the job again"), _opened(data) as tar:
+        entries = list(_members(tar))
     if (other := identity(entries)) != expected:
         raise UserError(f"the archive holds the code {other[:12]}, expected {expected[:12]}: submit the job again")
     return entries
 
 
+def _opened(data: bytes) -> tarfile.TarFile:
+    unzip = zlib.decompressobj(wbits=31)
+    plain = unzip.decompress(data, _TAR_LIMIT)
+    if unzip.unconsumed_tail:
+        raise UserError(f"the code's archive holds more than {_TAR_LIMIT >> 20} MiB: it was not made by Lockstep")
+    if not unzip.eof:
+        raise UserError("the code's archive is cut off: submit the job again")
+    return tarfile.open(fileobj=io.BytesIO(plain), mode="r:")
+
+
 def _members(tar: tarfile.TarFile) -> Iterator[File]:
-    total, seen = 0, set[str]()
     for member in tar:
-        name, foreign = repr(member.name[:MAX_PATH]), "it was not made by Lockstep"
-        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
-            raise UserError(f"the code's archive holds {name}, which is not a plain file: {foreign}")
+        if not member.isreg() or member.issparse():
+            raise UserError(
+                f"the code's archive holds {member.name[:MAX_PATH]!r}, which is not a plain file: it was not made by Lockstep"
+            )
         check_path(member.name)
-        total += member.size
-        if member.name in seen or total > MAX_BYTES or len(seen) >= MAX_FILES:
-            raise UserError(f"the code's archive holds more than is allowed, at {name}: {foreign}")
-        seen.add(member.name)
         content = tar.extractfile(member)
         assert content is not None
         yield File(member.name, bool(member.mode & 0o100), content.read())
@@ -108,24 +107,34 @@ def _members(tar: tarfile.TarFile) -> Iterator[File]:
 def check_path(path: str) -> None:
     """Raises `UserError` for a path that may not be unpacked."""
     parts = path.split("/")
-    if not path or len(path.encode()) > MAX_PATH or "\0" in path or {"", ".", ".."} & set(parts):
+    try:
+        size = len(path.encode())
+    except UnicodeEncodeError:
+        raise UserError(f"{path!r} is not UTF-8: give it another name") from None
+    if not path or size > MAX_PATH or "\0" in path or {"", ".", ".."} & set(parts):
         raise UserError(f"{path[:MAX_PATH]!r} is not a path inside the code")
 
 
-def unpack(entries: Iterable[File], target: Path) -> Path:
-    """Writes the files into a new folder, read-only, which gets its name when it is complete.
+def unpack(data: bytes, expected: str, target: Path) -> Path:
+    """Writes the files of an archive into a new folder, read-only, which gets its name when it is complete.
 
     Where somebody else was faster, the other folder must hold the same code.
 
     Raises:
-        UserError: it cannot be written, or something else has the name.
+        UserError: the archive is damaged or holds other code, it cannot be written, or something else has the name.
     """
-    entries = list(entries)
+    read(data, expected)
+    if not hasattr(tarfile, "data_filter"):
+        raise UserError("this Python cannot unpack code safely: use 3.10.12, 3.11.4 or newer")
     temporary: Path | None = None
     try:
         # Where everybody writes, a name that can be foreseen is one that somebody else has taken, for a link to our files.
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        _write(entries, temporary)
+        with _opened(data) as tar:
+            tar.extractall(temporary, filter=_as_of_now)  # noqa: S202 - data_filter is in it
+        for parent, _, names in os.walk(temporary, topdown=False):
+            for path in (*(Path(parent, name) for name in names), Path(parent)):
+                path.chmod(path.stat().st_mode & 0o555)
         os.replace(temporary, target)
     except BaseException as error:
         if temporary is not None:
@@ -134,25 +143,13 @@ def unpack(entries: Iterable[File], target: Path) -> Path:
             raise
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise UserError(f"cannot unpack the code to {target}: {error.strerror}") from None
-        if not holds(target, identity(entries)):
+        if not holds(target, expected):
             raise UserError(f"{target} exists and holds something else: remove it") from None
     return target
 
 
-def _write(entries: list[File], folder: Path) -> None:
-    folders = {folder}
-    for file in entries:
-        path = folder / PurePosixPath(file.path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folders.update(parent for parent in path.parents if parent.is_relative_to(folder))
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        try:
-            files.write_all(descriptor, file.data)
-            os.fchmod(descriptor, 0o555 if file.executable else 0o444)
-        finally:
-            os.close(descriptor)
-    for inner in sorted(folders, reverse=True):
-        inner.chmod(0o555)
+def _as_of_now(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
+    return tarfile.data_filter(member, folder).replace(mtime=None)  # type: ignore[arg-type]  # the archive has no times
 
 
 def holds(folder: Path, expected: str) -> bool:

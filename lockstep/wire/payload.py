@@ -139,7 +139,6 @@ def unpacked(identity: str, parts: Path) -> Path:
         raise UserError(f"cannot read the code in {parts}: {error.strerror}") from None
     if not data:
         raise UserError(f"there is no code in {parts}: submit the job again")
-    entries = archive.read(data, identity)
     if archive.holds(target, identity):
         return target  # an earlier start of this node
-    return archive.unpack(entries, target)
+    return archive.unpack(data, identity, target)

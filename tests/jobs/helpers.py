@@ -35,13 +35,3 @@ def top(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """`lockstep top WORDS`, which takes the place of the process it is typed in."""
     command = [PYTHON, "-m", "lockstep", "top", *words]
     return subprocess.run(command, cwd=folder, env=clean_env(), capture_output=True, text=True, timeout=120)
-
-
-def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a job whose code travels, beside an empty folder of jobs."""
-    monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
-    found = tmp_path / "own"
-    found.mkdir()
-    (found / "job.yaml").write_text("name: own\ncommand: [python, train.py]\ncode: .\n")
-    (found / "train.py").write_text("x")
-    return found

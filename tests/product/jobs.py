@@ -101,9 +101,9 @@ def local(folder: Path, bare: bool = True) -> Any:
     return Bare(folder) if bare else backend(folder)
 
 
-def travels(folder: Path, *allow: str) -> dict[str, bytes]:
+def travels(folder: Path) -> dict[str, bytes]:
     """The files of a folder that travel with a job, and what they hold. Raises `UserError`."""
-    return {file.path: file.data for file in _collect.collect(folder, allow).files}
+    return {file.path: file.data for file in _collect.collect(folder).files}
 
 
 def code_of(folder: Path) -> tuple[str, bytes]:
@@ -122,12 +122,9 @@ def kept(*specs: JobSpec) -> list[JobSpec]:
     return _store.all_kept(list(specs))
 
 
-def lower_limits_of_code(patch: pytest.MonkeyPatch, seconds: float = 60) -> None:
-    """30 files, 5 repositories: what is above them need not be made in full. `seconds`: for patterns, and for git."""
-    for name, value in (
-        ("MAX_FILES", 30), ("_MAX_REPOSITORIES", 5), ("_PATTERN_SECONDS", seconds), ("_COMMAND_SECONDS", seconds),
-    ):  # fmt: skip
-        patch.setattr(f"lockstep.jobs.code.listing.{name}", value)
+def lower_limits_of_code(patch: pytest.MonkeyPatch) -> None:
+    """30 files: what is above them need not be made in full."""
+    patch.setattr("lockstep.jobs.code.collect.MAX_FILES", 30)
 
 
 def composed(spec: JobSpec, prepare: bool = False) -> dict[str, Any]:
