@@ -119,8 +119,10 @@ submit-k8s: $(TRAIN) ## submit to Kubernetes: NODES=2 GPUS=4 [RECIPE= IMAGE= NAM
 submit-slurm: $(TRAIN) ## submit to SLURM: NODES=2 GPUS=4 [RECIPE= NAME= PROFILE=gpu-cluster SWEEP="lr=0.1,0.2" JOB=job.yaml]
 	@$(VENV)/bin/lockstep submit slurm $(JOB_FLAGS) $(call given,PROFILE,--profile) $(addprefix --sweep ,$(SWEEP))
 
+CLAIMS = Claims of the base keep their access mode: kubectl delete pvc -n lockstep lockstep-runs lockstep-data deletes them with what they hold; then try again
+
 install-k8s: ## namespace, rights, volumes, NetworkPolicy; OVERLAY=overlays/single-node or overlays/full for more
-	kubectl apply -k deploy/k8s/$(or $(OVERLAY),base)
+	kubectl apply -k deploy/k8s/$(or $(OVERLAY),base) $(if $(filter %single-node,$(OVERLAY)),|| { echo "$(CLAIMS)" >&2; exit 1; })
 
 # Images: docs/containers.md. IMAGE is a name without a tag; the tag is the revision.
 NAME_ := $(or $(IMAGE),lockstep)

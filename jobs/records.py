@@ -337,8 +337,8 @@ def trouble(said: Said) -> str:
     """How the attempt has ended, where it has; else what is said of a rank that gets no further."""
     if said["code"] == contract.EXIT_DONE:
         return ", ending"
-    if said["code"] is not None:
-        return f", the attempt has ended: {contract.printable(said['reason'])}"
+    if said["code"] is not None:  # a job that is not over starts again by itself
+        return f", the attempt has ended: {contract.printable(said['reason']).removesuffix(f': {contract.RUN_AGAIN}')}"
     return f"; {contract.printable(text)}" if (text := said.get("hang", "")) else ""
 
 

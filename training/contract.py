@@ -23,6 +23,8 @@ EXIT_UNREACHABLE = 69
 """A cluster or a bucket does not answer, or not with sense: try again later (sysexits.h: EX_UNAVAILABLE). Never from a job itself."""
 EXIT_PREEMPTED = 75
 """The state is saved; run the same command again to resume (sysexits.h: EX_TEMPFAIL)."""
+RUN_AGAIN = "run the same command again to resume"
+"""How the reason of such an ending ends, for people who start the command themselves."""
 EXIT_TIMED_OUT = 124
 """The job's time limit is over (as timeout(1) says it)."""
 EXIT_NO_READER = 141

@@ -204,6 +204,7 @@ def render(
     """Print the manifest that submit would apply. No cluster is needed."""
     from .. import sweep as sweeps
     from ..code import store
+    from ..manifest import to_yaml
 
     found = cluster(backend, "render")
     spec, code = store.pinned(job.spec(backend))
@@ -423,6 +424,10 @@ def logs(
             print(json.dumps({"line": text}), flush=True)
         else:
             say(text)
+    if silent and tail != 0 and not follow:
+        status = found.status(name)
+        if status.state in ("pending", "queued", "unschedulable"):
+            raise UserError(f"{name} has no log yet: {status.state} ({status.reason}); logs -f waits for it")
     if rank and silent and tail != 0:
         note(f"rank {rank} has printed nothing: of ranks above 0 only warnings come, unless log.verbose=true")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -86,8 +87,8 @@ class ContainerStatus(Shape):
     lastState: ContainerState | None = None
 
 
-class Active(Shape):
-    active: Count = None
+class Ready(Shape):
+    ready: Count = None
 
 
 class Status(Shape):
@@ -97,7 +98,7 @@ class Status(Shape):
     conditions: list[Condition] | None = None
     containerStatuses: list[ContainerStatus] | None = None
     initContainerStatuses: list[ContainerStatus] | None = None
-    jobsStatus: list[Active] | None = None
+    jobsStatus: list[Ready] | None = None
     readyReplicas: Count = None
 
 
@@ -232,11 +233,19 @@ def explained(host: str, kind: str = "") -> Iterator[None]:
             raise UserError(
                 f"the cluster does not have {kind}: install {INSTALL[kind]}, see `lockstep doctor k8s`"
             ) from None
-        raise UserError(f"the cluster refuses ({error.status} {error.reason}): {message}") from None
+        advice = ""
+        if kind == "TrainJob" and "unknown field" in message and "runtimePatches" in message:
+            advice = "; a TrainJob needs Kubeflow Trainer 2.3 or later: ask for it, or use k8s.kind PyTorchJob"
+        raise UserError(f"the cluster refuses ({error.status} {error.reason}): {message}{advice}") from None
+
+
+_DENIED = re.compile(r'admission webhook "(?P<name>[^"]+)" denied the request: (?P<why>.*)')
 
 
 def _forbidden(message: str) -> str:
-    """403 is the answer to three things. What is forbidden stands before the reason, and may hold any word."""
+    """403 is the answer to four things. What is forbidden stands before the reason, and may hold any word."""
+    if webhook := _DENIED.fullmatch(message):
+        return f"the cluster's admission webhook {webhook['name']} refuses it: {webhook['why']}"
     why = message.rpartition(" is forbidden: ")[2]
     if why.startswith("exceeded quota"):
         return f"the namespace's quota does not allow it: {message}; wait for other jobs to end, or ask for more"

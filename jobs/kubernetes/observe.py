@@ -61,6 +61,7 @@ def explain(
 
 
 STARTING = "the others are starting"
+NO_CODE = "it ended without an exit code: it was evicted, or taken from its node"
 _EXITED = re.compile(r"Pod: [^.]+\.(?P<name>\S+) exited with code (?P<code>\d+)")
 _DELETED = re.compile(r"Deleted pod: (?P<name>\S+)")
 _ENDED = ("Evicted", "Preempted", "Preempting", "UnexpectedAdmissionError", "TaintManagerEviction", "NodeShutdown")
@@ -93,7 +94,7 @@ def _replaced(job: Object, pods: list[Object], events: list[Object]) -> dict[str
         if id(pod) not in latest:
             counts[host(pod)] = counts.get(host(pod), 0) + 1
             whys[host(pod)] = (_broken(pod) or ("it has ended", None))[0]
-    return {name: (count, whys.get(name, "")) for name, count in counts.items()}
+    return {name: (count, whys.get(name, NO_CODE)) for name, count in counts.items()}
 
 
 def seen_at(event: Object) -> str:
@@ -104,7 +105,7 @@ def seen_at(event: Object) -> str:
 def _died(code: int) -> str:
     if code == 128 + 15:
         return "it was told to end, and had saved (exit code 143)"
-    killed = " (SIGKILL: most often for memory; raise memory, or lower the batch size)" if code == 128 + 9 else ""
+    killed = " (SIGKILL: it ran out of memory, was evicted, or was killed)" if code == 128 + 9 else ""
     return f"exit code {code}{killed}"
 
 
@@ -169,12 +170,17 @@ def brief(job: Object) -> State:
         return _failure(job, failed, [], [])[0]
     if get(job, "metadata", "annotations", INCOMPLETE) is not None:
         return "pending"
-    if condition(job, "Suspended"):
+    if _suspended(job):
         return "queued"
     if condition(job, "Restarting"):
         return "restarting"
-    active = sum(int(item.get("active") or 0) for item in mappings(get(job, "status", "jobsStatus")))
-    return "running" if condition(job, "Running") or active else "pending"
+    ready = any(item.get("ready") for item in mappings(get(job, "status", "jobsStatus")))
+    return "running" if condition(job, "Running") or ready else "pending"
+
+
+def _suspended(job: Object) -> bool:
+    """What its spec says: the condition `Suspended` is older where the pods are refused, and so the operator writes no status."""
+    return bool(get(job, "spec", "suspend") or get(job, "spec", "runPolicy", "suspend"))
 
 
 def _judge(
@@ -190,11 +196,7 @@ def _judge(
         return "running", f"is being cancelled{orphaned(pods, now)}", None
     if get(job, "metadata", "annotations", INCOMPLETE) is not None:
         return "pending", "is being submitted; where that was cut off, submit it again to finish it, or cancel it", None
-    suspended = (
-        condition(job, "Suspended") is not None
-        or get(job, "spec", "suspend")
-        or get(job, "spec", "runPolicy", "suspend")
-    )
+    suspended = _suspended(job)
     if workload is not None and not condition(workload, "Admitted"):
         return "queued", _queue(workload), None
     if suspended and workload is None and (queue := get(job, "metadata", "labels", KUEUE_QUEUE)):

@@ -30,6 +30,8 @@ RENDERED = "rendered"
 """In place of a submission's word, where nothing is submitted."""
 MERGED_BY = ("mountPath", "name", "containerPort", "manager")
 """Keys by which the items of a patch's lists merge with those that are rendered: the first that all items have."""
+MANAGER = "lockstep.dev/submit"
+"""Of the patch in a TrainJob. Trainer refuses a name without a domain."""
 LINGER_SECONDS = 30
 """The operator ends a job of workers with the first that it sees completed, and takes the logs of the others away: by then
 it has seen rank 0's pod."""
@@ -145,7 +147,7 @@ def _trainjob(spec: JobSpec, submission: str) -> Manifest:
             "env": node["env"],
         },
         "runtimePatches": [
-            {"manager": "lockstep", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}}}
+            {"manager": MANAGER, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}}}
         ],
     }
 

@@ -137,7 +137,7 @@ def test_diff_compares_with_the_job_that_was_submitted(server: ApiServer, tmp_pa
     assert (other.returncode, other.stdout.strip()) == (1, "nodes: 2 → 4")
     for nodes in (2, 4):
         file = job(tmp_path, f"name: smoke\nrecipe: smoke\nimage: localhost:5000/a:1\nnodes: {nodes}\n")
-        for verb, code, *words in (("status", 0), ("wait", 124, "--timeout", "0"), ("logs", 0)):
+        for verb, code, *words in (("status", 0), ("wait", 124, "--timeout", "0"), ("logs", 2)):
             done = lockstep(tmp_path, verb, "k8s", file, *words)
             told = f"warning: the job smoke is another one than that of {file}: nodes: 2 → 4" in done.stderr
             assert (done.returncode, told) == (code, nodes == 4), done

@@ -39,6 +39,13 @@ def check(plural: str, item: Object) -> None:
         fields = ", ".join(f'unknown field "{name}"' for name in unknown)
         said = f'{kind} in version "{version}" cannot be handled as a {kind}: strict decoding error: {fields}'
         raise Refused(said, 400, "BadRequest")
+    for patch in item["spec"].get("runtimePatches", []) if plural == "trainjobs" else []:
+        if "/" not in patch["manager"]:
+            why = f'Invalid value: "{patch["manager"]}": must be a domain-prefixed path (such as "acme.io/foo")'
+            raise Refused(
+                f'admission webhook "validator.trainjob.trainer.kubeflow.org" denied the request: spec.runtimePatches.manager: {why}',
+                name="", group="", kind="",
+            )  # fmt: skip
     if causes := [*k8s_schema.causes(item, errors)]:
         about = {"group": GROUPS.get(plural, ""), "kind": item["kind"], "causes": causes}
         told = ", ".join(f"{cause['field']}: {cause['message']}" for cause in causes)

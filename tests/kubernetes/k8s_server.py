@@ -157,6 +157,9 @@ class _Handler(BaseHTTPRequestHandler):
         if known and container is not None and container not in known:
             self._fail(400, "BadRequest", f"container {container} is not valid for pod {name}")
             return
+        if name not in cluster.logs and not pod["spec"].get("nodeName"):
+            self._send(204, b"", {})
+            return
         if name not in cluster.logs:
             self._fail(400, "BadRequest", f'container "pytorch" in pod "{name}" is waiting to start: ContainerCreating')
             return
@@ -265,7 +268,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.match is not None and status in _TOLD:
             group = self.match["group"].rpartition("/")[0]
             details = {"name": self.match["name"], "group": group, "kind": self.match["plural"], **about}
-            value["details"] = {key: text for key, text in details.items() if text}
+            value |= {"details": details} if (details := {key: text for key, text in details.items() if text}) else {}
         self._answer(status, {**value, "reason": reason, "code": status}, headers)
 
     def _begin_stream(self) -> bool:

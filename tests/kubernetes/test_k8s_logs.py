@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 import pytest
 from k8s_cluster import Cluster, Fault
 from k8s_operator import Operator, finish, until
 
+from tests.jobs.helpers import lockstep
 from tests.product import JobSpec, UserError
 
 SPEC = JobSpec.of(
@@ -45,6 +47,16 @@ def test_logs_of_a_rank_come_from_its_pod(backend: Any, pods: Cluster) -> None:
     assert list(backend.logs("smoke")) == [*first, *second, "[rank 3] three"]
     with pytest.raises(UserError, match="ranks 0 … 3, got 4"):
         backend.logs("smoke", rank=4)
+
+
+def test_a_pod_that_has_no_node_yet_has_no_log(backend: Any, cluster: Cluster, tmp_path: Path) -> None:
+    backend.submit(SPEC)
+    for name in (HERE, THERE):
+        cluster.pod("smoke", name, {"phase": "Pending"})
+    assert list(backend.logs("smoke", rank=0)) == []
+    for more in ((), ("--tail", "3")):
+        done = lockstep(tmp_path, "logs", "k8s", "smoke", *more)
+        assert done.returncode == 2 and "smoke has no log yet: pending (0/2 pods run" in done.stderr, done
 
 
 def test_the_last_lines_are_asked_of_the_server_where_it_knows_them(backend: Any, pods: Cluster) -> None:

@@ -187,16 +187,25 @@ def test_why_a_pod_was_replaced_and_how_often(backend: Any, cluster: Cluster, op
     operator.round()
     found = backend.status("smoke")
     assert (found.state, [part.restarts for part in found.ranks]) == ("running", [0, 4]), found
-    assert "exit code 137 (SIGKILL: most often for memory" in found.ranks[1].reason
+    assert "exit code 137 (SIGKILL: it ran out of memory, was evicted" in found.ranks[1].reason
     operator.held.add("smoke-worker-1")
     die(cluster, operator, 138)
     found = backend.status("smoke")
     assert found.state == "restarting" and "smoke-worker-1 was replaced: exit code 138" in found.reason, found
     backend.cancel("smoke")
-    operator.held.clear()
     backend.submit(SPEC)
+    operator.held.clear()
     operator.round()
     assert [part.restarts for part in backend.status("smoke").ranks] == [0, 0], "those were of another job"
+    evicted = cluster.get("pods", "smoke-worker-1")
+    cluster.put("pods", {**evicted, "status": {"phase": "Failed", "reason": "Evicted", "message": "low on memory"}})
+    assert "smoke-worker-1 was evicted: low on memory" in backend.status("smoke").reason
+    operator.held.add("smoke-worker-1")
+    operator.round()
+    found = backend.status("smoke")
+    assert found.state == "restarting" and "replaced: it ended without an exit code: it was evicted" in found.reason, (
+        found
+    )
 
 
 def test_who_failed_is_told_when_its_pod_is_gone(backend: Any, cluster: Cluster, operator: Operator) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
-from k8s_cluster import Cluster
+from k8s_cluster import Cluster, Fault
 
 from tests import product
 from tests.product import JobSpec, UserError
@@ -47,15 +48,40 @@ def test_a_trainjob_is_submitted_watched_and_read(backend: Any, cluster: Cluster
     cluster.unknown.add("pytorchjobs")
     assert [(row.name, row.nodes) for row in backend.list()] == [("second", 2)], "the other operator need not be there"
     cluster.unknown.clear()
-    for condition, state, code in (("Suspended", "queued", 0), ("Failed", "failed", 1), ("Complete", "succeeded", 0)):
+    cluster.change("trainjobs", "second", spec={"suspend": True})
+    assert backend.status("second").state == backend.list()[0].state == "queued"
+    cluster.change("trainjobs", "second", spec={"suspend": False})
+    for condition, state, code in (("Failed", "failed", 1), ("Complete", "succeeded", 0)):
         cluster.say("second", {"type": condition, "reason": condition, "message": "m"}, plural="trainjobs")
         found = backend.status("second")
         assert (found.state, found.code) == (state, code), condition
     assert list(backend.logs("second", rank=0, follow=True)) == ["0 in zzzzz"], "of the new pod"
-    active = {"conditions": [{"type": "Running", "status": "True"}], "jobsStatus": [{"name": "node", "active": 1}]}
+    active = {"conditions": [{"type": "Running", "status": "True"}], "jobsStatus": [{"name": "node", "ready": 1}]}
     cluster.change("trainjobs", "second", status=active)
     assert backend.list()[0].state == "running"
     assert backend.cancel("second").state == "cancelled" and cluster.get("trainjobs", "second") is None
+
+
+REFUSED = {
+    "runtime": (
+        403, 'admission webhook "validator.example.io" denied the request: spec.RuntimeRef: "nope" not found',
+        r'webhook validator\.example\.io refuses it: spec\.RuntimeRef: "nope" not found$',
+    ),
+    "Trainer 2.2": (
+        400, 'strict decoding error: unknown field "spec.runtimePatches[0].terminationGracePeriodSeconds"',
+        r"terminationGracePeriodSeconds.*Trainer 2\.3 or later",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_who_refuses_a_trainjob_is_told(backend: Any, cluster: Cluster, case: str) -> None:
+    status, message, told = REFUSED[case]
+    cluster.faults.append(Fault("POST", "/trainjobs", status=status, message=message, times=2))
+    with pytest.raises(UserError, match=told):
+        backend.submit(SPEC)
+    (row,) = backend.dry_run(SPEC)
+    assert row.result == "missing" and re.search(told, row.detail)
 
 
 def test_pods_that_are_refused_are_told(backend: Any, cluster: Cluster) -> None:

@@ -28,7 +28,7 @@ from lockstep.wire.progress import About, Progress
 
 from .. import contract
 from ..checkpoint.state import gather
-from ..contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, UserError, named
+from ..contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, RUN_AGAIN, UserError, named
 from ..observe import trackers
 from ..observe.account import Bucket
 from ..observe.clock import Times
@@ -524,7 +524,7 @@ class Attempt:
         # It must not stop the next start, too.
         context.write(lambda run: (run.path / contract.STOP_FILE).unlink(missing_ok=True))
         where = f"at step {step}" + (f", saved at step {last}" if last != step else "")
-        raise Ended(EXIT_PREEMPTED, f"ended early by {who} {where}: run the same command again to resume")
+        raise Ended(EXIT_PREEMPTED, f"ended early by {who} {where}: {RUN_AGAIN}")
 
 
 def conclude(context: RunContext, signals: Signals | None, ended: Ended) -> int:

@@ -29,5 +29,8 @@ def test_why_an_attempt_has_ended_that_another_may_follow() -> None:
     said = records.Said(code=1, step=262, attempt=1, reason="the run diverged at step 263: rank 3: loss is not finite")
     assert records.progress(said) == f"step 262, the attempt has ended: {said['reason']}"
     assert records.progress({**said, "code": 0, "reason": "complete"}) == "step 262, ending"
+    saved = "ended early by SIGTERM at step 7"
+    said = records.Said(code=75, step=7, attempt=1, reason=f"{saved}: run the same command again to resume")
+    assert records.progress(said) == f"step 7, the attempt has ended: {saved}", "a job starts again by itself"
     running = records.Said(code=None, step=250, attempt=2, reason="running", restart=1, hang="no step for 10 s")
     assert records.progress(running) == "step 250, restart 1; no step for 10 s"
