@@ -203,17 +203,20 @@ class Buffers:
             if tensor is not was or version != at:
                 self._moved.add(name)
 
-    def check(self, world: World) -> None:
-        """Raises `ReplicasDiffer` on all ranks where a buffer is not the same on all. Collective."""
+    def check(self, world: World) -> list[str]:
+        """Returns the buffers that steps have moved apart. Raises `ReplicasDiffer` on all ranks where another one is not the same on all.
+        Collective."""
         tensors = dict(self._tensors())
         sums = sums_of_bits(tensors.values()).tolist()
         found = {name: [name in self._moved, total] for name, total in zip(tensors, sums)}
-        of_ranks = all_gather_trees(found, world)
+        of_ranks, apart = all_gather_trees(found, world), []
         for name, (_, total) in of_ranks[0].items():
             values = [found.get(name, [True, 0]) for found in of_ranks]
             other = [rank for rank, value in enumerate(values) if value[1] != total]
             if other and not any(moved for moved, _ in values):
                 raise ReplicasDiffer(f"the buffer {name} on rank {named(other)} differs from rank 0's")
+            apart += [name] * bool(other)
+        return apart
 
 
 @torch.no_grad()

@@ -78,6 +78,10 @@ SAME_NUMBER = (
     "A schedule that is given a number, such as ReduceLROnPlateau, needs the same one on all ranks: run.sum() adds up what "
     "each has measured"
 )
+MOVED_APART = (
+    "differs between the ranks, since a forward pass moves it by the samples of its rank. Statistics may, whose mean an evaluation takes. "
+    "What the loss is computed with, such as a codebook, must not: sum what moves it over the ranks with torch.distributed.all_reduce"
+)
 SAME_MODE = "Call train() and eval() on all ranks alike before a step"
 STATUS_SECONDS = 10.0
 """Between two writings of status.json while the run trains: `lockstep status` reads the step there."""
@@ -119,6 +123,8 @@ class Attempt:
         """Whether they were compared after the first steps."""
         self.buffers = Buffers(context.state.model, alike=context.state.of_all)
         self.modes = Modes(context.state.model)
+        self._told_apart = False
+        """A buffer that differs between the ranks was named."""
         self.stage = 0
         """Of the step under way: 1: its forward pass, which no rank gets through alone; 2: the ranks sum its gradient."""
         self._polls = 0
@@ -408,9 +414,14 @@ class Attempt:
         return fingerprint(state.model, *([state.ema.average] if state.ema is not None else []))
 
     def _check_buffers(self) -> None:
-        """Raises `Ended` where those differ that no step changes. Collective."""
+        """Raises `Ended` where those differ that no step changes; warns, once, of others. Collective."""
+        apart: list[str] = []
         with self._telling("replicas", EACH_ALONE):
-            self.buffers.check(self.context.world)
+            apart = self.buffers.check(self.context.world)
+        if apart and not self._told_apart and self.context.world.leader:
+            self._told_apart = True
+            more = f" (and {len(apart) - 1} more)" if len(apart) > 1 else ""
+            self.context.console.warn(f"the buffer {apart[0]}{more} {MOVED_APART}")
 
     @contextlib.contextmanager
     def _telling(self, what: str, remedy: str) -> Iterator[None]:
