@@ -66,6 +66,34 @@ def test_an_error_of_the_scripts_own_blames_nobody_else(kind: str, tmp_path: Pat
     assert json.loads((tmp_path / "run/status.json").read_text())["code"] == 1
 
 
+GROUP = """
+import datetime, pathlib, sys, time, torch
+import torch.distributed as dist
+from lockstep import Session
+with Session(sys.argv[1]) as run:
+    model = run.replicate(torch.nn.Linear(4, 2))
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, 0.1))
+    own, over = dist.new_group(timeout=datetime.timedelta(seconds=0.5)), pathlib.Path(sys.argv[2])
+    for epoch in run.epochs(1):
+        for x in run.iterate([torch.ones(8, 4)] * 4):
+            run.step(model(x).square().mean(), samples=8)
+            while run.rank and not over.exists():
+                time.sleep(0.02)
+            try:
+                dist.all_reduce(torch.ones(1), group=own)
+            finally:
+                over.touch()
+"""
+"""Rank 1 comes to the first collective of the script's group when rank 0 waits no longer."""
+
+
+@pytest.mark.promise("named-rank")
+def test_a_timeout_in_a_group_of_the_scripts_own_is_a_collective_that_failed(tmp_path: Path) -> None:
+    done = script(2, GROUP, tmp_path / "run", str(tmp_path / "over"))
+    assert done.code == 1 and "Traceback" not in done.output, done.output
+    assert "step 1: a collective failed, although every rank is present (" in done.output, done.output
+
+
 KILLED = """
 import os, pathlib, signal, sys, time, torch
 from torch import nn

@@ -50,6 +50,8 @@ _OPS = str(_TORCH / "_ops.py")
 """Between a functional collective and C++."""
 _OF_NCCL = re.compile(r"NCCL (communicator was aborted|operation timed out|Async Error)")
 """torch's own words where the communicator of a collective was aborted before it (2.15): a plain `RuntimeError`, too."""
+_OF_GLOO = re.compile(r"gloo/transport/\S+\] (Timed out|Connection closed|Read error|Write error)")
+"""gloo's own words where another rank did not come, or is gone: also in a process group of the script's."""
 BEAT_SECONDS = 1.0
 
 
@@ -336,11 +338,14 @@ def is_collective(error: BaseException) -> bool:
     """Whether an error comes out of a collective or the store, not of this rank's own work: by its type and by where it was raised.
 
     torch has a type for its own errors and NCCL's. gloo throws a plain `RuntimeError`: in a call of torch.distributed, in a `wait()`, or
-    in a backward pass. Other errors are thrown there, too, but only gloo's leaves a connection to another rank broken.
+    in a backward pass. Other errors are thrown there, too, but only gloo's leaves a connection to another rank broken: one of ours, or
+    of a process group that the script has made, which the message tells.
     """
     if type(error) is not RuntimeError:
         return isinstance(error, dist.DistError)
-    return bool(_OF_NCCL.match(str(error))) or (_raised_in_waiting(error) and process.broken())
+    if _OF_NCCL.match(str(error)):
+        return True
+    return _raised_in_waiting(error) and (process.broken() or bool(_OF_GLOO.search(str(error))))
 
 
 def _raised_in_waiting(error: BaseException) -> bool:
