@@ -202,6 +202,16 @@ WRONG = {
         LOOP + "o = torch.optim.SGD(m.parameters(), lr=0.1)\n"
         "        for x, y in run.batches(DATA, 16): run.step(lambda x, y: F.cross_entropy(m(x), y), x, y, optimizer=o)",
         "ValueError", "run.optimizer()"),
+    "a layer that is unfrozen within a step": (
+        "n = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)); n[0].requires_grad_(False); run.replicate(n)\n"
+        "    run.optimizer(lambda of: torch.optim.SGD(of, lr=0.1))\n    for _ in run.epochs(1):\n        for x, y in run.batches(DATA, 16):\n"
+        "            for number, (a, b) in enumerate(run.accumulate([(x[:8], y[:8]), (x[8:], y[8:])])):\n"
+        "                n[0].requires_grad_(number == 1); run.backward(F.cross_entropy(n(a), b), samples=8)\n            run.update()",
+        "error", "0.weight trains since the middle of a step"),
+    "a layer that a reentrant checkpoint calls twice": (
+        "from torch.utils.checkpoint import checkpoint; " + LOOP + "for x, y in run.batches(DATA, 16):\n"
+        "            h = x.requires_grad_()\n            for _ in 'ab': h = checkpoint(m[0], h, use_reentrant=True)[:, :4]\n"
+        "            run.step(h.sum())", "error", "use_reentrant=False"),
     "micro-batches of nothing": (
         "run.settings.micro_batch_size = 4; " + LOOP + "for x, y in run.batches(DATA, 16): run.step(lambda: F.cross_entropy(m(x), y))",
         "TypeError", "micro_batch_size"),

@@ -520,4 +520,7 @@ def _ended(loop: Loop, error: BaseException | None) -> Ended:
     except Ended as ended:
         return ended
     except SentAlready as sent:  # of the script's own `backward`: `run.backward` says it otherwise
-        raise RuntimeError(f"a backward() came whose step before had no run.update(): {STEPS}") from sent
+        raise RuntimeError(
+            f"a backward() came whose step before had no run.update(): {STEPS}. Where torch.utils.checkpoint calls a layer again, give it "
+            "use_reentrant=False"
+        ) from sent

@@ -31,7 +31,7 @@ from .base import (
     stands_for_none,
     trains_another,
 )
-from .watch import on_grad
+from .watch import is_nested_backward, on_grad
 
 
 @dataclass(slots=True, eq=False)
@@ -125,6 +125,8 @@ class Reducer:
         self.names: dict[nn.Parameter, str] = {}
         self._begun = False
         """Whether the buckets are those of this step."""
+        self._was_paused = False
+        """Whether the step has several backward passes, between which a script may unfreeze a layer."""
         self._group()
         self.reset()
 
@@ -142,20 +144,23 @@ class Reducer:
         for parameter in self.names.keys() - before.keys():
             on_grad(parameter, self.on_gradient)
 
+    def _new(self) -> tuple[str, nn.Parameter] | None:
+        """The first parameter that trains and is in no bucket."""
+        if isinstance(self._model, nn.Module) and not trains_another(self._model, self._ids):
+            return None
+        return next(((name, p) for name, p in self._named() if p.requires_grad and id(p) not in self._ids), None)
+
     def _begin(self) -> None:
         """Before the first gradient of a step: a script may unfreeze, replace or add layers between two steps."""
         if self._begun:
             return
         self._begun = True
-        if isinstance(self._model, nn.Module) and not trains_another(self._model, self._ids):
-            return
-        for name, parameter in self._named():
-            if parameter.requires_grad and id(parameter) not in self._ids:
-                refuse_recording(parameter, f"{name} trains since this step only")
-                self._group()
-                self.reset()
-                self._begun = True
-                return
+        if new := self._new():
+            name, parameter = new
+            refuse_recording(parameter, f"{name} trains since this step only")
+            self._group()
+            self.reset()
+            self._begun = True
 
     @property
     def size(self) -> int:
@@ -165,7 +170,7 @@ class Reducer:
     def reset(self) -> None:
         """Forgets what has come. Nothing may be under way."""
         self._started = self._finished = 0
-        self._begun = False
+        self._begun = self._was_paused = False
         self._passes_left = dict.fromkeys(self._bucket, self.passes)
         for bucket in self.buckets:
             bucket.missing, bucket.work = len(bucket.params), None
@@ -184,6 +189,7 @@ class Reducer:
             return
         self._accept(parameter)
         if self.paused_now:
+            self._was_paused = True
             return
         self._passes_left[parameter] -= 1
         if not self._passes_left[parameter]:
@@ -198,6 +204,11 @@ class Reducer:
     def _accept(self, parameter: nn.Parameter) -> None:
         """Puts the gradient into its bucket. Raises where it came too often, or cannot be summed."""
         if self._passes_left[parameter] <= 0:  # the bucket is, or may be, under way
+            if is_nested_backward():
+                raise UserError(
+                    f"{self.names[parameter]} got its gradient more than once in one backward pass, since a layer runs a backward pass of "
+                    "its own inside: give torch.utils.checkpoint use_reentrant=False, or use sync.name=exact"
+                )
             raise SentAlready(
                 f"{self.names[parameter]} got a gradient in more than {self.passes} backward passes since the last "
                 "synchronize(), and has been sent: run all passes of a step but the last inside accumulate() (no_sync() of "
@@ -251,6 +262,11 @@ class Reducer:
     def synchronize(self) -> None:
         """Sends the buckets that have not been sent, with zero for missing gradients; returns when all sums are complete."""
         self._begin()
+        if self._was_paused and (new := self._new()):
+            raise UserError(
+                f"{new[0]} trains since the middle of a step, so its gradient is not summed over the ranks: unfreeze or add it between two "
+                "steps"
+            )
         for bucket in self.buckets[self._started :]:
             for parameter in bucket.params:
                 if parameter.grad is not None:  # came before its bucket was made

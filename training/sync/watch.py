@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from ..observe.clock import Mark, mark
 from ..parallel.world import World
@@ -26,6 +28,15 @@ def on_grad(parameter: torch.Tensor, method: Callable[[Any], None]) -> None:
             alive(ready)
 
     parameter.register_post_accumulate_grad_hook(hook)
+
+
+def is_nested_backward() -> bool:
+    """Whether a backward pass that a layer runs inside of another one has called this hook."""
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        if frame.f_code is BackwardCFunction.apply.__code__:
+            return True
+    return False
 
 
 class GradientWatch:
