@@ -202,6 +202,8 @@ WRONG = {
         LOOP + "o = torch.optim.SGD(m.parameters(), lr=0.1)\n"
         "        for x, y in run.batches(DATA, 16): run.step(lambda x, y: F.cross_entropy(m(x), y), x, y, optimizer=o)",
         "ValueError", "run.optimizer()"),
+    "two loops in one": (
+        LOOP + "for b, c in zip(run.batches(DATA, 16), run.batches(DATA, 8)): step(run, m, b)", "RuntimeError", "StackDataset(a, b)"),
     "a layer that is unfrozen within a step": (
         "n = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)); n[0].requires_grad_(False); run.replicate(n)\n"
         "    run.optimizer(lambda of: torch.optim.SGD(of, lr=0.1))\n    for _ in run.epochs(1):\n        for x, y in run.batches(DATA, 16):\n"

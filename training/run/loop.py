@@ -54,7 +54,7 @@ class Loop:
         self._epoch_is_through = False
         """The loop over the batches of the epoch under way has ended, in this attempt."""
         self._under_way: Iterator[Any] | None = None
-        """What that loop goes over, or has gone over."""
+        """What that loop goes over."""
 
     # The epochs.
 
@@ -233,6 +233,11 @@ class Loop:
             length: batches of the epoch, for the progress that is shown; None: not known.
         """
         run, step, clock = self.run, self.step, self.run.state.clock
+        if self._under_way is not None:
+            raise RuntimeError(
+                "a loop over run.batches() or run.iterate() begins inside of another one, and a step belongs to one batch: put both datasets "
+                "into one, such as torch.utils.data.StackDataset(a, b), or go over the second loader itself"
+            )
         self._under_way = given
         self._tell_resumed()
         self._warn_of_schedules()
@@ -269,6 +274,7 @@ class Loop:
         finally:
             if self._under_way is given:  # else the script has held it beyond the end of its epoch
                 self.attempt.meetings.left()
+                self._under_way = None
             getattr(given, "close", lambda: None)()
 
     def _plan(self, steps_an_epoch: int) -> None:
