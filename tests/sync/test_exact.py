@@ -287,40 +287,6 @@ def test_a_nan_is_named_and_a_skipped_step_leaves_no_trace(tmp_path: Path) -> No
     assert done.code == 1 and "diverged at step 2: rank 0: loss is not finite" in done.output, done.output
 
 
-ATTRIBUTE = """
-import sys, torch
-from torch import nn
-from lockstep import Session
-
-class Warm(nn.Linear):
-    heat = 1.0
-    def forward(self, x):
-        return super().forward(x) * self.heat
-run_dir, how, *words = sys.argv[1:]
-with Session(run_dir, sync="exact", config={}) as run:
-    net = Warm(4, 3)
-    model = run.replicate(net)
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    for epoch in run.epochs(1 if how == "first" else 2):
-        model.train()
-        for parameter in model.parameters():
-            parameter.requires_grad_(True)
-        net.heat = 1.0 if how == "same" else 1.0 + epoch
-        for x in run.batches(torch.ones(24, 4), 12):
-            run.step(lambda x: model(x).mean(), x)
-        model.eval()
-        net.weight.requires_grad_(False)
-"""
-
-
-def test_what_a_script_changes_by_itself_is_warned_of_and_not_taken_for_another_machine(tmp_path: Path) -> None:
-    """Modes and frozen parameters are the script's to change; an attribute that a forward pass reads is not in any checkpoint."""
-    for folder, how, warned in (("a", "same", False), ("b", "other", True)):
-        assert script(2, ATTRIBUTE, tmp_path / folder, "first").code == 0
-        done = script(2, ATTRIBUTE, tmp_path / folder, how)
-        assert done.code == 0 and ("an attribute that the script changes" in done.output) == warned, done.output
-
-
 HABITS = """
 import random, sys, numpy as np, torch
 from torch import nn

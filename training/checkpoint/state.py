@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -182,20 +182,6 @@ class _KeptByScript(_Part):
     summary: dict[Any, Any]
 
 
-class _Call(_Part):
-    args: list[Any]
-    kwargs: dict[str, Any]
-    autocast: Literal["bfloat16", "float16"] | None
-    modes: list[bool]
-
-
-class _Canary(_Part):
-    calls: dict[str, _Call | None]
-    arithmetic: str
-    networks: str
-    surroundings: dict[str, Any]
-
-
 class _Shared(_Part):
     model: Annotated[_Tensors, Field(min_length=1)]
     average: _Tensors
@@ -209,7 +195,7 @@ class _Shared(_Part):
     trained_seconds: float = Field(ge=0, lt=1e12)
     history: _History
     kept: _KeptByScript
-    canary: _Canary | Annotated[dict[str, Any], Field(max_length=0)]
+    canary: dict[str, Any]
 
 
 class _KeptByRank(_Part):

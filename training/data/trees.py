@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -65,24 +65,17 @@ def _dataclass(item: Any, device: torch.device) -> Any:
     return clone
 
 
-def mapped(item: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """The same tree of lists, tuples and mappings with `function` of each tensor in its place."""
-    if isinstance(item, torch.Tensor):
-        return function(item)
-    if isinstance(item, Mapping):
-        return {key: mapped(value, function) for key, value in item.items()}
-    if isinstance(item, (list, tuple)):
-        return [mapped(value, function) for value in item]
-    if dataclasses.is_dataclass(item) and not isinstance(item, type):  # as some networks return their outputs
-        return [mapped(getattr(item, field.name), function) for field in dataclasses.fields(item)]
-    return item
-
-
 def leaves(item: Any) -> list[torch.Tensor]:
-    """Its tensors, in order."""
-    found: list[torch.Tensor] = []
-    mapped(item, found.append)
-    return found
+    """The tensors of a tree of lists, tuples, mappings and dataclasses, in order."""
+    if isinstance(item, torch.Tensor):
+        return [item]
+    if isinstance(item, Mapping):
+        return [leaf for value in item.values() for leaf in leaves(value)]
+    if isinstance(item, (list, tuple)):
+        return [leaf for value in item for leaf in leaves(value)]
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        return [leaf for field in dataclasses.fields(item) for leaf in leaves(getattr(item, field.name))]
+    return []
 
 
 def cut(item: Any, low: int, high: int, count: int, copies: bool = False) -> Any:

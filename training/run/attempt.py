@@ -17,7 +17,7 @@ import contextlib
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -145,8 +145,6 @@ class Attempt:
         self.saver = Saver(context, self._alive)
         self.reading = Reading(context.state.losses, context.world, of_all=context.state.of_all)
         self.unsaved = Unsaved(context)
-        self.before_save: Callable[[], None] = lambda: None
-        """Called on every rank."""
 
     @property
     def _stop_file(self) -> Path | None:
@@ -506,7 +504,6 @@ class Attempt:
         self.buffers.find()
         self.modes.find()
         self.context.state.evaluating = self.modes.evaluating()
-        self.before_save()
 
     def leave(self) -> None:
         """The ranks have agreed to end early: saves, and raises `Ended`."""

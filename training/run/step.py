@@ -64,9 +64,7 @@ class Step:
         self._drawing = generators.Drawing(run.world.device, every=cut)
         self.in_parts = InParts(run, replica, self._drawing) if cut else None
         self.dealt = Dealt(run.world, replica.sync.batch_parts)
-        self._canary = Canary(run, replica) if cut else None
-        if self._canary is not None:
-            attempt.before_save = self._canary.renew
+        self._canary = Canary(run) if cut else None
         self.recorder: Any = None
         """Replays steps that it has recorded (`recording.Recorder`)."""
         self.pending = False
@@ -224,8 +222,6 @@ class Step:
             self.in_parts.end()
         if self.recorder is not None:
             self.recorder.finish()
-        if self._canary is not None and work.part is not None:
-            self._canary.after_step(work.part)
         self._end(optimizers, total.value, norm)
 
     def gradients(self, work: Work, total: Total, of: set[torch.Tensor] | None, scaler: Any) -> torch.Tensor | None:
