@@ -204,7 +204,6 @@ def render(
     """Print the manifest that submit would apply. No cluster is needed."""
     from .. import sweep as sweeps
     from ..code import store
-    from ..manifest import to_yaml
 
     found = cluster(backend, "render")
     spec, code = store.pinned(job.spec(backend))

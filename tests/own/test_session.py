@@ -206,7 +206,8 @@ WRONG = {
         LOOP + "for b, c in zip(run.batches(DATA, 16), run.batches(DATA, 8)): step(run, m, b)", "RuntimeError", "StackDataset(a, b)"),
     "a layer that is unfrozen within a step": (
         "n = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)); n[0].requires_grad_(False); run.replicate(n)\n"
-        "    run.optimizer(lambda of: torch.optim.SGD(of, lr=0.1))\n    for _ in run.epochs(1):\n        for x, y in run.batches(DATA, 16):\n"
+        "    run.optimizer(lambda of: torch.optim.SGD(of, lr=0.1))\n    for _ in run.epochs(1):\n"
+        "        for x, y in run.batches(DATA, 16):\n"
         "            for number, (a, b) in enumerate(run.accumulate([(x[:8], y[:8]), (x[8:], y[8:])])):\n"
         "                n[0].requires_grad_(number == 1); run.backward(F.cross_entropy(n(a), b), samples=8)\n            run.update()",
         "error", "0.weight trains since the middle of a step"),

@@ -235,8 +235,8 @@ class Loop:
         run, step, clock = self.run, self.step, self.run.state.clock
         if self._under_way is not None:
             raise RuntimeError(
-                "a loop over run.batches() or run.iterate() begins inside of another one, and a step belongs to one batch: put both datasets "
-                "into one, such as torch.utils.data.StackDataset(a, b), or go over the second loader itself"
+                "a loop over run.batches() or run.iterate() begins inside of another one, and a step belongs to one batch: put both "
+                "datasets into one, such as torch.utils.data.StackDataset(a, b), or go over the second loader itself"
             )
         self._under_way = given
         self._tell_resumed()
