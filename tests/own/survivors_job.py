@@ -59,9 +59,14 @@ def net(run: Session) -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 20)
     run.average(0.9)
     run.keep(schedule=schedule)
+
+    def loss(x: torch.Tensor, y: torch.Tensor) -> Any:
+        logits = model(x)
+        return F.cross_entropy(logits, y), {"right": (logits.argmax(1) == y).sum()}
+
     for _ in run.epochs(4 * run.config["times"]):
         for x, y in run.batches(train, 16, uneven="weight", workers=1):
-            run.step(lambda x, y: F.cross_entropy(model(x), y), x, y, clip=0.5)
+            run.step(loss, x, y, clip=0.5)
             schedule.step()
             run.values["loss"] = run.loss()
         network = run.for_evaluation()
