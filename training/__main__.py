@@ -260,7 +260,7 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
 
 
 def _import_torch_silently() -> None:
-    """A launcher that tells ranks of one that has failed may find that all have: no error, with a stack, around what they said."""
+    """A launcher says itself that the store of the first node is gone: no error of torch, with a stack, around that."""
     name = "TORCH_CPP_LOG_LEVEL"
     level, os.environ[name] = os.environ[name], "FATAL"
     importlib.import_module("torch")  # which reads it once

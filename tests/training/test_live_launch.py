@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from tests.processes import LAUNCH, PYTHON, ROOT, clean_env, poll, processes, require, started
+from tests.processes import PYTHON, ROOT, clean_env, poll, processes, require
 from tests.runs import Job
 from tests.warm.gang import Gang, python, running
 
@@ -235,29 +234,6 @@ def test_a_signal_and_the_time_limit_reach_all_that_live(what: str, tmp_path: Pa
         assert (code, said[1:]) == (75, [])
     else:
         assert code == 1 and said[1:] == ["launch: the launcher killed rank 1, 2: the grace of 5 s was over"], said
-
-
-def test_a_signal_before_the_ranks_have_started_ends_the_launcher(tmp_path: Path) -> None:
-    """One that comes while it imports torch."""
-    with started([*LAUNCH, "--live", "--ranks", "2", "--", "touch", str(tmp_path / "started")]) as process:
-        status = Path(f"/proc/{process.pid}/status")
-        poll(
-            lambda: re.search(r"^SigBlk:\s*0*[1-9a-f]", status.read_text(), re.M), what="a launcher that imports torch"
-        )
-        process.terminate()
-        output, _ = process.communicate(timeout=240)
-    assert (process.returncode, output) == (75, "launch: SIGTERM before the ranks had started\n")
-    assert not (tmp_path / "started").exists()
-
-
-def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
-    """Nor one that does not hear a TERM."""
-    with live(tmp_path, 3, deaf=True) as job:
-        job.begin()
-        job.kill(0)
-        assert job.told(1) == [1, 2]
-        os.kill(job.launcher, signal.SIGKILL)
-        poll(lambda: not any(_state(pid) for pid, _ in job.begun), what="the end of the ranks")
 
 
 LINES = """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import os
 import re
 import shutil
@@ -20,7 +19,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch.distributed.elastic.multiprocessing import SignalException
 
 from lockstep.wire import payload
 from lockstep.wire.hangs import Hangs
@@ -42,10 +40,13 @@ from ..contract import (
 )  # fmt: skip
 from ..observe import account
 from ..parallel.world import cores
-from . import agent, exec_rank, lines, live, rendezvous
-from .ending import Attempts, ExitBarrier, cluster_code
-from .gang import handle, leave_while_waiting, nothing
-from .rendezvous import NotMet
+from . import coordinator, exec_rank
+from .ending import Attempts, cluster_code
+from .gang import Interrupted, handle, leave_while_waiting, nothing
+from .rendezvous import NotMet, meeting, node_range
+
+LOST_SECONDS = 15
+"""Without `--live`: a node that is not heard of is lost after this time."""
 
 
 def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
@@ -55,7 +56,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     ranks = rank_count(args.ranks, command)
     if args.live:
         _check_live(args, ranks)
-    parameters = rendezvous.parameters(args, env.get(ENV_SECRET, ""))
+    nodes = meeting(args, env.get(ENV_SECRET, ""))
     os.environ.pop(ENV_SECRET, None)  # the ranks need it for nothing
     for name in (ENV_LIVE, ENV_REPLACEMENT):  # of a launcher that has started this one
         os.environ.pop(name, None)
@@ -65,12 +66,8 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     command = exec_rank.wrapped(command)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     os.environ[ENV_LAUNCHER] = str(os.getpid())
-    # A replaced agent cannot join a later round while the agents share one store (training/launch tests).
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have said why
-    # Of a job that goes on without a node, the first one counts for all.
-    counts = not args.live or rendezvous.serves(parameters)
-    attempts = Attempts(args.restarts_dir if counts else None, args.address, args.max_restarts)
+    # The first node counts for all.
+    attempts = Attempts(args.restarts_dir if nodes.serves else None, args.address, args.max_restarts)
     if not attempts.begin():
         to_stderr(f"launch: this node was restarted {args.max_restarts} times, as often as --max-restarts allows")
         return EXIT_FAILED
@@ -79,18 +76,9 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     )  # ignored, as a parent may have left it, it hides how ranks have ended
     caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
     try:
-        with (
-            tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as logs,
-            lines.whole_lines() as finish_lines,
-        ):
-            os.environ[ENV_NOTE] = str(Path(logs) / "run")
-            hangs = Hangs(Path(logs))
-            code: int
-            barrier: ExitBarrier | live.Parting | None
-            if args.live:
-                code, barrier = live.run(args, command, ranks, parameters, attempts, caught, hangs)
-            else:
-                code, barrier = agent.run(args, command, ranks, parameters, logs, attempts, finish_lines, caught, hangs)
+        with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as folder:
+            os.environ[ENV_NOTE] = str(Path(folder) / "run")
+            code, parting = coordinator.run(args, command, ranks, nodes, attempts, caught, Hangs(Path(folder)))
             _end_time(Path(os.environ[ENV_NOTE]))
             if code == EXIT_FAILED and args.exit_codes == "plain":
                 _tell_where_it_resumes(Path(os.environ[ENV_NOTE]))
@@ -99,12 +87,12 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
         attempts.end(EXIT_FAILED, final=True)
         return EXIT_FAILED  # as it is: it was no failure, and no cluster shall start this node again
     payload.leave(args, code)
-    final = barrier is not None and barrier.final  # another node has ended the job with this code
+    final = parting is not None and parting.final  # another node has ended the job with this code
     attempts.end(code, final)
-    if barrier is not None:
+    if parting is not None:
         handle(caught, leave_while_waiting)
-        with contextlib.suppress(SignalException):
-            barrier.leave(args.linger)
+        with contextlib.suppress(Interrupted):
+            parting.leave(args.linger)
         handle(caught, nothing)
     return code if final else cluster_code(code, args.exit_codes, attempts.used, args.max_restarts)
 
@@ -127,7 +115,7 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
     parser.add_argument("--address", default=node_address(env, socket.gethostname()),
                         help="this node's address as the others see it; default: its host name")  # fmt: skip
     parser.add_argument("--max-restarts", type=count, default=env.get("PET_MAX_RESTARTS", "0"),
-                        help="restarts after a failure, of all ranks of the node (default 0)")  # fmt: skip
+                        help="restarts after a failure, of all ranks of all nodes (default 0)")  # fmt: skip
     parser.add_argument("--join-timeout", type=count, default="600", metavar="SECONDS",
                         help="how long to wait for the other nodes (default 600)")  # fmt: skip
     parser.add_argument("--linger", type=count, default="0", metavar="SECONDS",
@@ -156,7 +144,7 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
         parser.error("nothing to launch: add `run RECIPE …`, or `-- PROGRAM …`")
     if not args.live and (args.min_ranks or args.lost_seconds):
         parser.error("--min-ranks and --lost-seconds need --live")
-    args.min_ranks, args.lost_seconds = args.min_ranks or 1, args.lost_seconds or 10
+    args.min_ranks, args.lost_seconds = args.min_ranks or 1, args.lost_seconds or (10 if args.live else LOST_SECONDS)
     if args.command[0] == "--":
         command = args.command[1:] or parser.error("nothing after --")
     else:
@@ -166,7 +154,7 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
 
 def _check_live(args: argparse.Namespace, ranks: int) -> None:
     """Raises `UserError`."""
-    low, high = rendezvous.node_range(args.nodes)
+    low, high = node_range(args.nodes)
     if low < high:
         raise UserError(
             f"--live begins with all nodes, and --nodes is {args.nodes}: write --nodes {high} --min-ranks {low * ranks}"

@@ -1,5 +1,5 @@
-"""The ranks of a launcher, whatever starts and watches them (`agent.py`, `live.py`): the signals that it hands on to them, its
-limits of time, and what it says and does when they have ended.
+"""What the launchers of all nodes have in common (`coordinator.py`, `node_agent.py`): the signals that they hand on to their ranks, the
+limits of time, and what is said and done when the ranks have ended.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
-
-from torch.distributed.elastic.multiprocessing import SignalException
 
 from lockstep.wire.hangs import Hangs
 from lockstep.wire.signals import FORWARDED, PendingSignals
@@ -35,10 +33,21 @@ STOP_SECONDS = 30
 """Time that ranks have to end before they are started again."""
 
 
+class Interrupted(Exception):
+    """A signal ends the launcher while no rank runs."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"signal {number}")
+        self.number = signal.Signals(number)
+
+
 class Gang:
     """Its ranks.
 
     Args:
+        job_id: the same on all nodes.
+        live: ranks and nodes may be lost.
+        lost_seconds: a node that is not heard of is lost after this time, with `live` also a rank that stands stopped.
         ours: the ranks are `python -m lockstep.training run`, which saves on a signal; else a program of which nothing is known.
         caught: without signals that the launcher ignores (nohup): the ranks ignore them, too.
         time_limit: in seconds; 0: none.
@@ -46,9 +55,10 @@ class Gang:
     """
 
     def __init__(
-        self, attempts: Attempts, *, grace: int, ours: bool, caught: tuple[signal.Signals, ...],
-        time_limit: int, hangs: Hangs,
+        self, attempts: Attempts, *, job_id: str, live: bool, lost_seconds: int, grace: int, ours: bool,
+        caught: tuple[signal.Signals, ...], time_limit: int, hangs: Hangs,
     ) -> None:  # fmt: skip
+        self.job_id, self.live, self.lost_seconds = job_id, live, lost_seconds
         self.attempts, self.grace, self.ours, self.caught = attempts, grace, ours, caught
         self.time_limit, self.hangs = time_limit, hangs
         self.signalled: int | None = None
@@ -57,13 +67,15 @@ class Gang:
         """Signals for ranks that are starting."""
         self.overdue: set[int] = set()
         """Ranks that the launcher has killed because the grace was over."""
+        self.of_lost_nodes: dict[int, str] = {}
+        """Ranks that were lost with their nodes: a sentence about that."""
         self._why: list[str] = []
         """How ranks have failed, a sentence for each way."""
         self.starts = attempts.used
         """How often the ranks were started before, by this launcher or one that it replaced."""
 
-    def _pids(self) -> list[int] | None:
-        """Of the ranks that run. None before the first start; none while the old ones are gone, or all have ended well."""
+    def _pids(self) -> list[int]:
+        """Of the ranks that run."""
         raise NotImplementedError
 
     @contextlib.contextmanager
@@ -89,12 +101,7 @@ class Gang:
                 signal.signal(signal.SIGALRM, self._kill)
                 signal.setitimer(signal.ITIMER_REAL, self.grace)
             self.signalled = number
-        pids = self._pids()
-        if pids == [] and not self._ends(number):
-            return self.held.send((), number)  # for the ranks that start next
-        if not pids:
-            raise SignalException(f"signal {number}", signal.Signals(number))
-        self.held.send(pids, number)
+        self.held.send(self._pids(), number)  # without one, for the ranks that start next
 
     def _ends(self, number: int) -> bool:
         """Whether ranks end at this signal: what a program does with a USR1 is its own."""
@@ -127,9 +134,10 @@ class Gang:
         if self.signalled is None:
             self.signalled = self.held.ending(codes.values())  # one that no rank has used for itself
         overdue = {rank for rank in self.overdue if codes.get(rank) == -signal.SIGKILL}
-        others = {rank: code for rank, code in codes.items() if rank not in overdue}
+        others = {rank: code for rank, code in codes.items() if rank not in overdue and rank not in self.of_lost_nodes}
         killed = f"the launcher killed rank {named(sorted(overdue))}: the grace of {self.grace} s was over"
-        self._why = [killed] * bool(overdue) + deaths(others, self.signalled, failed, self.ours)
+        with_nodes = sorted({self.of_lost_nodes[rank] for rank in codes if rank in self.of_lost_nodes})
+        self._why = [killed] * bool(overdue) + with_nodes + deaths(others, self.signalled, failed, self.ours)
         for line in self._why:
             to_stderr(f"launch: {line}")
         if not self.ours and (name := too_early(codes, self.signalled)):
@@ -183,4 +191,4 @@ def leave_while_waiting(number: int, frame: FrameType | None) -> NoReturn:  # no
     for other in (*FORWARDED, signal.SIGALRM):  # the second of two at once would end what the first has begun
         if signal.getsignal(other) is leave_while_waiting:
             signal.signal(other, nothing)
-    raise SignalException(f"signal {number}", signal.Signals(number))
+    raise Interrupted(number)

@@ -1,16 +1,18 @@
-"""What the launchers of several nodes tell one another under `launch --live`, through a store that the first one serves.
+"""What the launchers of several nodes tell one another, through a store that the first one serves.
 
 The first node's launcher decides, and says so in one document, the `Word`: the nodes, and which process is to run in the place of each
 rank. Each other one makes that so on its node, and says in a `Report` what it sees there. Both are states and not messages: one that is
 read twice, late or not at all does no harm. Both carry an HMAC by the job's secret (`rendezvous.py`).
 
-A node that is not heard of for `--lost-seconds` is lost. It has ended its own ranks by then: a launcher whose report nobody has taken
-for half of that time kills them, so that no rank writes into the run directory any more when the others take over what it did. Its
-clock counts from the moment at which it began to send the last report that arrived, and the first node's from when that one came.
+A node that is not heard of for `--lost-seconds` (15 without `--live`) is lost. It has ended its own ranks by then: a launcher whose report
+nobody has taken for half of that time kills them, so that no rank writes into the run directory any more when the others take over what
+it did. Its clock counts from the moment at which it began to send the last report that arrived, and the first node's from when that one
+came.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -23,16 +25,20 @@ from torch.distributed import TCPStore
 
 from ..contract import ENV_LIVE, to_stderr
 from .processes import Place
-from .rendezvous import REPORT_SECONDS, NotMet, Secret, SignedStore
+from .rendezvous import REPORT_SECONDS, NotMet, Secret, SignedStore, waiting
 
 LOOK_SECONDS = 0.05
 """Between two reports of a node, and two looks of the first one."""
+NODES_AT_ONCE = 16
+"""With more nodes each of them reports, and is looked at, less often."""
 LEASE = 0.5
 """A launcher that is not heard kills its ranks after this part of the time after which it is taken for lost."""
 LEAVE_SECONDS = 1.0
 """A node or a rank that is told to leave does so alone, if the first node is not told within this time, too."""
 HEARD_SECONDS = 5.0
 """How long the nodes have to read how the job has ended."""
+LAST_CALL_SECONDS = 3.0
+"""How long an elastic job waits for more nodes, once the fewest are there."""
 _MOST_NEW = 64
 """Nodes that are looked for at once: whoever reaches the store may count on."""
 
@@ -43,17 +49,13 @@ class _Document(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Hello(_Document):
-    """Of a launcher that wants to be a node of the job."""
+class Report(_Document):
+    """Of a launcher that is, or wants to be, a node of the job."""
 
     address: str
     ranks: Annotated[int, Field(ge=1, lt=10_000)]
-
-
-class Report(_Document):
-    """Of a node."""
-
-    round: str
+    """How many it would run."""
+    round: str = ""
     """Of the word that it follows."""
     beat: _Count = 0
     """The next report has a higher one."""
@@ -63,8 +65,8 @@ class Report(_Document):
     """Ranks that stand stopped."""
     leaves: bool = False
     """It was told to."""
-    signalled: bool = False
-    """Its launcher has handed a signal on that is for all ranks."""
+    signalled: _Count = 0
+    """The signal for all ranks that its launcher has handed on; SIGALRM: its time limit is over."""
     idle: bool = False
     """None of its ranks runs."""
     parts: bool = False
@@ -75,7 +77,7 @@ class Seat(_Document):
     """A node's place in the job: its ranks."""
 
     number: _Count
-    """Of the launcher that has it, by which it has said hello. 0: the first node's, and that of a seat whose node is gone."""
+    """Of the launcher that has it, by which it reports. 0: the first node's, and that of a seat whose node is gone."""
     first: _Count
     ranks: _Count
 
@@ -109,6 +111,7 @@ class Word(_Document):
     master: tuple[str, _Count]
     """The ranks' store."""
     restarts: _Count
+    max_restarts: _Count
     signal: _Count = 0
     """That the first node has got, for all ranks."""
     over: bool = False
@@ -116,18 +119,29 @@ class Word(_Document):
     ending: Ending | None = None
 
 
+def pace(nodes: int) -> float:
+    """Seconds between two reports of each node, of that many."""
+    return LOOK_SECONDS * max(1.0, nodes / NODES_AT_ONCE)
+
+
 def size(seats: list[Seat]) -> int:
     return sum(seat.ranks for seat in seats)
 
 
-def environment(word: Word, seat: Seat, lost_seconds: int) -> dict[str, str]:
-    """Variables of the ranks that have this seat, but for those that differ between them."""
-    run_id, _, _ = word.round.rpartition("-")
+def environment(word: Word, seat: Seat, job_id: str, live_seconds: int | None) -> dict[str, str]:
+    """Variables of the ranks that have this seat, but for those that differ between them. They are torchrun's.
+
+    Args:
+        live_seconds: under `--live`, the time after which a node is lost.
+    """
+    world, live = str(size(word.seats)), {} if live_seconds is None else {ENV_LIVE: str(live_seconds)}
     return {
-        **os.environ, ENV_LIVE: str(lost_seconds), "WORLD_SIZE": str(size(word.seats)), "LOCAL_WORLD_SIZE": str(seat.ranks),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ, **live, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": str(seat.ranks),
         "GROUP_RANK": str(word.seats.index(seat)), "GROUP_WORLD_SIZE": str(len(word.seats)),
+        "ROLE_NAME": "rank", "ROLE_WORLD_SIZE": world,
         "MASTER_ADDR": word.master[0], "MASTER_PORT": str(word.master[1]), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_RESTART_COUNT": str(word.restarts),
+        "TORCHELASTIC_RUN_ID": job_id, "TORCHELASTIC_RESTART_COUNT": str(word.restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(word.max_restarts),
     }  # fmt: skip
 
 
@@ -140,8 +154,7 @@ def of_seat(word: Word, seat: Seat) -> list[Place]:
 class _Other:
     """What the first node knows of another one."""
 
-    hello: Hello
-    report: Report | None = None
+    report: Report
     silent: float = 0.0
     """Seconds since the last report was another one."""
     leaving: float = 0.0
@@ -169,7 +182,8 @@ class News:
     """Exit code, and whether by a signal that was handed on."""
     stopped: list[int] = field(default_factory=list)
     gone: list[Gone] = field(default_factory=list)
-    signalled: bool = False
+    signalled: int = 0
+    """A signal for all ranks that another node's launcher has handed on."""
 
 
 class Nodes:
@@ -178,53 +192,53 @@ class Nodes:
     Args:
         store: which this process serves.
         name: of the job there.
-        nodes: with this one.
+        fewest: nodes, with this one, with which the job begins.
+        most: nodes that it takes.
         ranks: of this node.
         lost_seconds: a node that is not heard of is lost after this time.
     """
 
     def __init__(
-        self, store: TCPStore, name: str, secret: Secret, *, nodes: int, ranks: int, lost_seconds: float,
+        self, store: TCPStore, name: str, secret: Secret, *, fewest: int, most: int, ranks: int, lost_seconds: float,
     ) -> None:  # fmt: skip
         self._store, self._raw, self._name = SignedStore(store, name, secret), store, name
-        self._nodes, self._lost_seconds = nodes, lost_seconds
+        self._fewest, self._most, self._lost_seconds = fewest, most, lost_seconds
         self._ranks = ranks
         self._others: dict[int, _Other] = {}
         self._asked, self._missing = 0, list[int]()
         self.seats: list[Seat] = []
         self._word: Word | None = None
         self._version = 0
-        self._looked = time.monotonic()
+        self._looked = -math.inf
 
     def gather(self, seconds: float, over: Callable[[], bool]) -> list[Seat]:
-        """Waits for all nodes, and gives each a seat: those of the last round keep theirs. Raises `NotMet`.
+        """Waits for the nodes, and gives each a seat, those of the last round first. Raises `NotMet`.
 
         Args:
             over: asked while waiting; whether to end that.
         """
         began = told = time.monotonic()
+        last_call: float | None = None
         while True:
             self._look()
-            found = sorted(number for number, other in self._others.items() if other.report and not other.report.leaves)
-            now = time.monotonic()
-            if len(found) + 1 >= self._nodes or over():
+            found = [number for number, other in sorted(self._others.items()) if self._may_join(other)]
+            now, missing = time.monotonic(), self._fewest - 1 - len(found)
+            last_call = None if missing > 0 else last_call or now + LAST_CALL_SECONDS
+            if len(found) + 1 >= self._most or (last_call is not None and now >= last_call) or over():
                 break
-            if now - began > seconds:
-                raise NotMet(f"{self._nodes - 1 - len(found)} of {self._nodes} nodes did not come within {seconds:g} s")
-            if now - told > REPORT_SECONDS:
+            if missing > 0 and now - began > seconds:
+                raise NotMet(f"{missing} of {self._fewest} nodes did not come within {seconds:g} s")
+            if missing > 0 and now - told > REPORT_SECONDS:
                 told = now
                 to_stderr(
-                    f"launch: {len(found) + 1} of {self._nodes} nodes are here, {self._nodes - 1 - len(found)} missing: waiting, "
-                    f"{now - began:.0f} s of {seconds:.0f} s"
+                    f"launch: {len(found) + 1} of {self._fewest} nodes are here, {missing} missing: {waiting(now - began, seconds)}"
                 )
             time.sleep(LOOK_SECONDS)
-        kept = [seat.number for seat in self.seats[1:] if seat.number in found]
-        new = sorted(
-            (number for number in found if number not in kept), key=lambda number: self._others[number].hello.address
-        )
+        had = {seat.number for seat in self.seats}
+        chosen = sorted(found, key=lambda number: (number not in had, number))[: self._most - 1]
         seats = [Seat(number=0, first=0, ranks=self._ranks)]
-        for number in [*kept, *new][: self._nodes - 1]:
-            seats.append(Seat(number=number, first=size(seats), ranks=self._others[number].hello.ranks))
+        for number in sorted(chosen, key=lambda number: self._others[number].report.address):
+            seats.append(Seat(number=number, first=size(seats), ranks=self._others[number].report.ranks))
             self._others[number].taken = 0
         self.seats = seats
         return seats
@@ -232,7 +246,7 @@ class Nodes:
     def say(self, word: Word) -> None:
         self._version += 1
         self._word = word.model_copy(update={"version": self._version})
-        self._store.set("word", self._word.model_dump_json())
+        self._write()
 
     def look(self) -> News:
         """What is new on the nodes that have a seat."""
@@ -243,17 +257,17 @@ class Nodes:
             if (other := self._others.get(seat.number)) is None:
                 continue
             report = other.report
-            if report is not None and report.round == self._word.round:
+            if report.round == self._word.round:
                 for rank, replacement, code, handed_on in report.ended[other.taken :]:
                     if rank in seat.span:
                         news.ended[Place(rank, replacement)] = (code, handed_on)
                 other.taken = len(report.ended)
                 news.stopped += report.stopped
-                news.signalled |= report.signalled
+                news.signalled = news.signalled or report.signalled
             leaves = other.leaving > LEAVE_SECONDS
             if leaves or other.silent > self._lost_seconds:
                 what = "was told to leave" if leaves else f"was not heard of for {self._lost_seconds:g} s"
-                news.gone.append(Gone(seat, other.hello.address, what, leaves))
+                news.gone.append(Gone(seat, report.address, what, leaves))
         return news
 
     def leave(self, seat: Seat) -> None:
@@ -267,22 +281,31 @@ class Nodes:
             if place == 0 or seat.number:
                 continue
             for number, other in self._others.items():
-                fits = other.hello.ranks == seat.ranks and other.report is not None and not other.report.leaves
-                if fits and not self._has_seat(number) and other.silent < self._lost_seconds / 2:
+                if other.report.ranks == seat.ranks and not self._has_seat(number) and self._may_join(other):
                     self.seats[place] = taken = seat.model_copy(update={"number": number})
                     other.taken = 0
                     return taken
         return None
 
+    @property
+    def more(self) -> bool:
+        """A node has come for which the job has a place still."""
+        return len(self.seats) < self._most and any(
+            self._may_join(other) for number, other in self._others.items() if not self._has_seat(number)
+        )
+
+    def _may_join(self, other: _Other) -> bool:
+        return not other.report.leaves and other.silent < self._lost_seconds / 2
+
     def address(self, seat: Seat) -> str:
-        return self._others[seat.number].hello.address
+        return self._others[seat.number].report.address
 
     @property
     def idle(self) -> bool:
         """No rank of this round runs on another node."""
         assert self._word is not None
         reports = [other.report for number, other in self._others.items() if self._has_seat(number)]
-        return all(report is not None and report.idle and report.round == self._word.round for report in reports)
+        return all(report.idle and report.round == self._word.round for report in reports)
 
     def part(self, ending: Ending) -> None:
         """Says how the job has ended. Returns when the others have heard it, or do not answer."""
@@ -291,33 +314,42 @@ class Nodes:
         self.say(self._word.model_copy(update={"over": True, "wanted": [], "ending": ending}))
         deadline = time.monotonic() + HEARD_SECONDS
         while time.monotonic() < deadline and not all(
-            other.report is not None and other.report.parts
+            other.report.parts
             for other in self._others.values() if other.silent < self._lost_seconds / 2
         ):  # fmt: skip
             self._look()
             time.sleep(LOOK_SECONDS)
 
+    def _write(self) -> None:
+        """Again and again: whoever reaches the store may have put something else there."""
+        self._store.set("open", "")
+        if self._word is not None:
+            self._store.set("word", self._word.model_dump_json())
+
     def _has_seat(self, number: int) -> bool:
         return any(seat.number == number for seat in self.seats)
 
     def _look(self) -> None:
-        now = time.monotonic()
+        now, seconds = time.monotonic(), pace(self._most)
+        if now - self._looked < seconds / 2:
+            return
         # This process may have been stopped meanwhile, and its store with it.
-        passed, self._looked = min(now - self._looked, 10 * LOOK_SECONDS), now
+        passed, self._looked = min(now - self._looked, 10 * seconds), now
+        self._write()
         count = min(int(self._raw.add(f"{self._name}/count", 0)), self._asked + _MOST_NEW)
         self._missing += range(self._asked + 1, count + 1)
         self._asked = max(self._asked, count)
         for number in self._missing:
-            if (hello := _read(self._store, f"hello/{number}", Hello)) is not None:
-                self._others[number] = _Other(hello)
+            if (report := _read(self._store, f"report/{number}", Report)) is not None:
+                self._others[number] = _Other(report)
         self._missing = [number for number in self._missing if number not in self._others][-_MOST_NEW:]
         for number, other in list(self._others.items()):
             report = _read(self._store, f"report/{number}", Report)
-            if report is not None and (other.report is None or report.beat > other.report.beat):
+            if report is not None and report.beat > other.report.beat:
                 other.report, other.silent = report, 0.0
             else:
                 other.silent += passed
-            other.leaving = other.leaving + passed if other.report is not None and other.report.leaves else 0.0
+            other.leaving = other.leaving + passed if other.report.leaves else 0.0
             if other.silent > self._lost_seconds and not self._has_seat(number):
                 del self._others[number]
 
@@ -342,19 +374,22 @@ class Link:
     Args:
         store: the first node's.
         name: of the job there.
+        report: the first one.
+        seconds: between two reports.
     """
 
-    def __init__(self, store: TCPStore, name: str, secret: Secret, hello: Hello) -> None:
+    def __init__(self, store: TCPStore, name: str, secret: Secret, report: Report, seconds: float) -> None:
         self.number = int(store.add(f"{name}/count", 1))
         self._store = SignedStore(store, name, secret)
-        self._store.set(f"hello/{self.number}", hello.model_dump_json())
+        self.foreign = False
+        """What stands there was written with another secret."""
         self.word: Word | None = None
         self.taken = time.monotonic()
         """When the last report that has arrived was sent."""
         self.broken = False
         """There is nobody at the other end."""
-        self._report, self._arrived = Report(round=""), -1
-        self._beat = 0
+        self._report, self._arrived = report, -1
+        self._beat, self._seconds = 0, seconds
         self._changed, self._over = threading.Event(), False
         self._thread = threading.Thread(target=self._exchange, name="nodes", daemon=True)
         self._thread.start()
@@ -389,9 +424,10 @@ class Link:
                 beat, report = self._beat, self._report.model_copy(update={"beat": self._beat})
                 self._store.set(f"report/{self.number}", report.model_dump_json())
                 word = _read(self._store, "word", Word)
+                self.foreign = word is None and self._store.foreign("open")
                 self.taken, self._arrived = began, beat
                 if word is not None and (self.word is None or word.version > self.word.version):
                     self.word = word
-                self._changed.wait(LOOK_SECONDS)
+                self._changed.wait(self._seconds)
         except (RuntimeError, ValueError):  # torch's DistError among them
             self.broken = True

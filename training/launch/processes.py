@@ -1,4 +1,4 @@
-"""The ranks of one node under `launch --live`: processes that are started, watched and ended one by one."""
+"""The ranks of one node: processes that are started, watched and ended one by one."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ class Processes:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED if self._blocked else ())
         try:
             for place in new:
-                of_rank = {"RANK": str(place.rank), "LOCAL_RANK": str(place.rank - first)}
+                rank = str(place.rank)
+                of_rank = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": str(place.rank - first)}
                 if place.replacement:
                     of_rank[ENV_REPLACEMENT] = str(place.replacement)
                 self._start(place, {**env, **of_rank})

@@ -1,4 +1,4 @@
-"""The launcher of another node than the first one under `launch --live`: has the ranks run that the first one wants here."""
+"""The launcher of another node than the first one: has the ranks run that the first one wants here."""
 
 from __future__ import annotations
 
@@ -9,31 +9,30 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import SignalException
-
 from ..contract import EXIT_PREEMPTED, to_stderr
-from .gang import STOP_SECONDS, Gang
+from .gang import STOP_SECONDS, Gang, Interrupted
 from .nodes import LEASE, LOOK_SECONDS, Ending, Link, Report, Seat, Word, environment, of_seat
 from .processes import Processes
+from .rendezvous import FOREIGN, GONE, CannotMeet
 
 
-class Follower(Gang):
-    """Follows the first node's word, and comes anew where that one is gone, or takes this one for lost.
+class NodeAgent(Gang):
+    """Follows the first node's word. Where that one is gone, or takes this one for lost, it comes anew under `--live`, and ends else.
 
     Args:
         processes: of this node.
-        connect: to the first node. Raises `NotMet`, `SignalException`.
-        lost_seconds: a node that is not heard of is lost after this time.
+        connect: to the first node. Raises `NotMet`, `Interrupted`.
+        report: what is always the same in this node's reports.
         of_gang: `Gang`'s arguments.
     """
 
-    def __init__(self, processes: Processes, connect: Callable[[], Link], lost_seconds: int, **of_gang: Any) -> None:
+    def __init__(self, processes: Processes, connect: Callable[[], Link], report: Report, **of_gang: Any) -> None:
         super().__init__(**of_gang)
-        self._processes, self._connect, self._lost_seconds = processes, connect, lost_seconds
+        self._processes, self._connect, self._report = processes, connect, report
         self._leaves = False
-        """This node was told to leave, and the others may go on."""
-        self._signalled = False
-        """It has handed on a signal that is for all ranks."""
+        """This node was told to leave, and none of its ranks runs, or the others may go on."""
+        self._signalled = 0
+        """The signal for all ranks that it has handed on."""
         self._connecting = False
         self.place = -1
         """Among the nodes; -1: it has none yet."""
@@ -47,7 +46,7 @@ class Follower(Gang):
         """The first node's signal has reached the ranks."""
 
     def run(self) -> Ending:
-        """How the job has ended, or this node's part in it. Raises `NotMet`, `OSError`, `SignalException`."""
+        """How the job has ended, or this node's part in it. Raises `NotMet`, `CannotMeet`, `OSError`, `Interrupted`."""
         while True:
             self._connecting = True
             link = self._connect()
@@ -60,19 +59,24 @@ class Follower(Gang):
                 self._processes.finish()
                 link.close()
             if self.signalled is not None:
+                if not self.live:
+                    to_stderr(f"launch: {signal.Signals(self.signalled).name} before all nodes had ended")
                 return _LEFT
 
     def _pids(self) -> list[int]:
         return self._processes.pids()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        alone = number in (signal.SIGTERM, signal.SIGINT) and not self.timed_out
+        alone = self.live and number in (signal.SIGTERM, signal.SIGINT) and not self.timed_out
         if self._connecting and self._ends(number):
-            raise SignalException(f"signal {number}", signal.Signals(number))
+            raise Interrupted(number)
         if self._pids() and not alone:
-            self._signalled = True
+            if self._ends(number):
+                self._signalled, self._handed_on = signal.SIGALRM if self.timed_out else number, True
             super()._forward(number, frame)
-        elif self._ends(number):
+        elif not self._ends(number):
+            self.held.send((), number)  # for the ranks that start next
+        else:
             self._leaves = True
             if self.signalled is None:
                 signal.signal(signal.SIGALRM, self._kill)
@@ -87,8 +91,12 @@ class Follower(Gang):
                 self._ended.append((place.rank, place.replacement, code, -code in self.held.delivered))
             self.held.release(self._pids())
             self.hangs.look([place.rank for place in self._processes.places])
-            if link.silent(LEASE * self._lost_seconds):
-                what = "is gone" if link.broken else f"has not answered for {LEASE * self._lost_seconds:g} s"
+            if link.foreign:
+                raise CannotMeet(FOREIGN)
+            if link.silent(LEASE * self.lost_seconds):
+                if not self.live and self.signalled is None:
+                    raise CannotMeet(GONE)
+                what = "is gone" if link.broken else f"has not answered for {LEASE * self.lost_seconds:g} s"
                 to_stderr(f"launch: the first node {what}: the ranks of this node end, and it joins again")
                 return None
             heard = link.word
@@ -107,22 +115,20 @@ class Follower(Gang):
             if over:
                 self._processes.finish()
             link.report(
-                Report(
-                    round="" if word is None else word.round,
-                    ended=self._ended,
-                    stopped=self._processes.stopped(),
-                    leaves=self._leaves,
-                    signalled=self._signalled,
-                    idle=not self._pids(),
-                    parts=over,
+                self._report.model_copy(
+                    update={
+                        "round": "" if word is None else word.round, "ended": list(self._ended),
+                        "stopped": self._processes.stopped() if self.live else [], "leaves": self._leaves,
+                        "signalled": self._signalled, "idle": not self._pids(), "parts": over,
+                    }
                 )
-            )
+            )  # fmt: skip
             if over:
-                link.send(LEASE * self._lost_seconds)
+                link.send(LEASE * self.lost_seconds)
                 assert word is not None
                 return word.ending
             if self._leaves and not self._pids() and not (word is not None and word.signal):
-                link.send(LEASE * self._lost_seconds)
+                link.send(LEASE * self.lost_seconds)
                 return None
 
     def _take(self, word: Word) -> None:
@@ -139,13 +145,11 @@ class Follower(Gang):
         elif self._seat is not None:
             self.place = word.seats.index(self._seat)
             with self._starting() if self._processes.fresh else contextlib.nullcontext():
-                self._processes.match(
-                    of_seat(word, self._seat), self._seat.first, environment(word, self._seat, self._lost_seconds)
-                )
+                env = environment(word, self._seat, self.job_id, self.lost_seconds if self.live else None)
+                self._processes.match(of_seat(word, self._seat), self._seat.first, env)
         if word.signal and not self._handed_on:
             self._handed_on = True
-            self.signalled = self.signalled or word.signal
-            self.held.send(self._pids(), word.signal)
+            super()._forward(word.signal, None)
 
 
 _LEFT = Ending(code=EXIT_PREEMPTED, final=False, first=-1)

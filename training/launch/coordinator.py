@@ -1,10 +1,13 @@
-"""`launch --live`: where a rank or a node is lost, the others go on without it. This is the launcher that decides: of the only node, or
-of the one that serves the rendezvous.
+"""The launcher that decides for all nodes: of the only node, or of the one that serves the rendezvous.
 
-A rank is lost when a signal has ended it that its launcher did not send, when it stands stopped while others run, when a signal to it alone
-has told it to leave, or with its node. Its launcher kills its process group, whose data loaders hold its sockets, and this one says in the
-ranks' store, which it serves, who remains: a *generation*. What the ranks make of that is theirs (`parallel/live.py`). All else that
-happens to a rank is as without `--live`: all end, and start again from the last checkpoint.
+It serves the ranks' store, where it says which ranks have ended, and how. If one fails, all end, and start again from the last checkpoint,
+as often as `--max-restarts` allows. So they do without counting that where a node comes to an elastic job. No node leaves before the ranks
+of all have ended: a cluster ends a job with the first node that does, and takes the others away.
+
+Under `launch --live` the other ranks go on where a rank or a node is lost. A rank is lost when a signal has ended it that its launcher did
+not send, when it stands stopped while others run, when a signal to it alone has told it to leave, or with its node. Its launcher kills its
+process group, whose data loaders hold its sockets, and this one says in the ranks' store who remains: a *generation*. What the ranks make
+of that is theirs (`parallel/live.py`). All else that happens to a rank is as without `--live`.
 """
 
 from __future__ import annotations
@@ -20,9 +23,6 @@ from types import FrameType
 from typing import Any
 
 from torch.distributed import TCPStore
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from lockstep.wire.hangs import Hangs
 from lockstep.wire.signals import FORWARDED
@@ -40,28 +40,30 @@ from .ending import (
     raising,
     without_ended,
 )
-from .follower import Follower
-from .gang import STOP_SECONDS, Gang, handle, interrupted, leave_while_waiting
+from .gang import STOP_SECONDS, Gang, Interrupted, handle, interrupted, leave_while_waiting
+from .node_agent import NodeAgent
 from .nodes import (
     LEAVE_SECONDS,
     LOOK_SECONDS,
     Ending,
-    Hello,
     Link,
     News,
     Nodes,
+    Report,
     Seat,
     Word,
     environment,
     of_seat,
+    pace,
     size,
 )  # fmt: skip
 from .processes import Place, Processes
+from .rendezvous import CannotMeet, Meeting, Secret
 
 STORE_SECONDS = 60.0
 
 
-class Supervisor(Gang):
+class Coordinator(Gang):
     """Says which ranks there are.
 
     Args:
@@ -70,18 +72,16 @@ class Supervisor(Gang):
         nodes: the other ones; None: there are none.
         address: of this node, as the others see it.
         min_ranks: with fewer, none goes on.
-        lost_seconds: a rank that stands stopped is lost after this time.
         join_seconds: how long to wait for the nodes.
         of_gang: `Gang`'s arguments.
     """
 
     def __init__(
-        self, processes: Processes, ranks: int, nodes: Nodes | None, address: str, *, min_ranks: int, lost_seconds: int,
-        join_seconds: float, **of_gang: Any,
+        self, processes: Processes, ranks: int, nodes: Nodes | None, address: str, *, min_ranks: int, join_seconds: float, **of_gang: Any,
     ) -> None:  # fmt: skip
         super().__init__(**of_gang)
         self._processes, self._nodes, self._address = processes, nodes, address
-        self._min_ranks, self._lost_seconds, self._join_seconds = min_ranks, lost_seconds, join_seconds
+        self._min_ranks, self._join_seconds = min_ranks, join_seconds
         self._seats = [Seat(number=0, first=0, ranks=ranks)]
         self._running: dict[int, Place] = {}
         """The ranks that train, and those that are about to."""
@@ -96,22 +96,27 @@ class Supervisor(Gang):
         """Not all are there."""
         self._for_all = False
         """A signal that the ranks have got was for all."""
-        self._run_id = uuid.uuid4().hex
+        self._regroups = False
+        """All end, and start again, as a node has come."""
+        self._id = uuid.uuid4().hex
+        """Tells its words from those of a launcher that it replaces."""
 
     def run(self) -> dict[int, int]:
         """Returns when the ranks have ended for good: rank → exit code, of those that failed.
 
         Raises:
             OSError: a rank cannot be started.
-            SignalException: a signal ends the launcher before the ranks have started.
+            Interrupted: a signal ends the launcher before the ranks have started.
             NotMet: not all nodes came.
         """
-        self._restarts = 0
+        self._restarts, self._allowed = 0, self.attempts.left
         try:
             while True:
                 self._start()
                 failed = self._watch()
                 codes = {**failed, **self._end(failed)}
+                if self._regroups and self.signalled is None:
+                    continue
                 if not self.held.delivered:
                     codes = without_ended(codes, failed)
                 counted = self._counted and self._store.check([stores.AGAIN])
@@ -159,8 +164,9 @@ class Supervisor(Gang):
                 self._join_seconds, over=lambda: any(self._ends(number) for number in self._came)
             )
             self._end_if_signalled()
-        self._all_ready = self._leaving = self._counted = False
+        self._all_ready = self._leaving = self._counted = self._regroups = False
         self._started_after = self._restarts
+        self.of_lost_nodes.clear()
         self._generation, self._still, self._looked = 0, dict[int, float](), time.monotonic()
         self._replacements = self._admissions = 0
         self._ending, self._answered = False, 0
@@ -177,18 +183,19 @@ class Supervisor(Gang):
 
     def _end_if_signalled(self) -> None:
         if ends := [number for number in self._came if self._ends(number)]:
-            raise SignalException(f"signal {ends[0]}", signal.Signals(ends[0]))
+            raise Interrupted(ends[0])
 
     def _make_so(self, over: bool = False) -> None:
         """Has the processes run that are wanted, and no others, on all nodes."""
         places = [] if over else [*self._running.values(), *self._spares.values()]
         self._told_of = self.signalled
         word = Word(
-            round=f"{self._run_id}-{self._started_after}",
+            round=f"{self._id}-{self.starts}",
             seats=self._seats,
             wanted=[(place.rank, place.replacement) for place in places],
             master=(self._address, self._store.port),
             restarts=self._started_after,
+            max_restarts=self._allowed,
             signal=self.signalled or 0,
             over=over,
         )
@@ -196,7 +203,7 @@ class Supervisor(Gang):
             self._nodes.say(word)
         if not over:
             here = self._seats[0]
-            env = environment(word, here, self._lost_seconds)
+            env = environment(word, here, self.job_id, self.lost_seconds if self.live else None)
             self._processes.match(of_seat(word, here), here.first, env)
 
     def _seat(self, rank: int) -> Seat:
@@ -240,27 +247,37 @@ class Supervisor(Gang):
     def _watch(self) -> dict[int, int]:
         """Returns when all ranks have ended well, or what is left of them has to end: rank → exit code, of those that failed."""
         while self._running:
+            if (
+                self._nodes is not None
+                and not self.live
+                and not self._leaving
+                and self.signalled is None
+                and self._nodes.more
+            ):
+                self._regroups = True
+                return {}
             self._admit()
             ended, news = self._look()
             lost = {rank: code for rank, (code, handed_on) in ended.items() if code < 0 and not handed_on}
             codes = {rank: code for rank, (code, _) in ended.items() if code}
             self._leaving = self._leaving or any(not code for code, _ in ended.values())
-            late = self._stopped(news.stopped)
+            late = self._stopped(news.stopped) if self.live else {}
             lost.update(late)
             codes.update(late)
             for rank, code in codes.items():
                 if code not in FINAL:  # else it has said why
                     self._store.set(stores.ended(rank), self._leave.get(rank) or how(code))
-            failed = any(rank not in lost for rank in codes)
+            failed = bool(codes) and (not self.live or any(rank not in lost for rank in codes))
             said = [f"rank {rank} was {self._leave[rank]}" for rank in lost if rank in self._leave]
             said += deaths({rank: code for rank, code in lost.items() if rank not in self._leave}, None, lost)
             nodes_gone = {} if failed else self._without_nodes(news, said)
             lost.update(nodes_gone)
             codes.update(nodes_gone)
-            if failed or (lost and not self._go_on(lost, said, set(nodes_gone))):
+            if failed or (nodes_gone and not self.live) or (lost and not self._go_on(lost, said, set(nodes_gone))):
                 return codes
-            self._answer_those_who_leave(news.signalled)
-            self._take_newcomers()
+            if self.live:
+                self._answer_those_who_leave(bool(news.signalled))
+                self._take_newcomers()
             if self._told_of != self.signalled:
                 self._make_so()
         return {}
@@ -271,7 +288,7 @@ class Supervisor(Gang):
         for gone in news.gone:
             seat = gone.seat
             ranks = [rank for rank in self._running if self._seat(rank) == seat]
-            if gone.leaves and (self.signalled is not None or self._why_not(len(self._running) - len(ranks))):
+            if gone.leaves and ranks and (self.signalled is not None or self._why_not(len(self._running) - len(ranks))):
                 if self.signalled is None:  # the others cannot go on without it, so all save
                     self._forward(signal.SIGTERM, None)
                 continue
@@ -285,6 +302,7 @@ class Supervisor(Gang):
                 self._store.set(stores.ended(rank), f"its node {gone.address} {gone.why}")
             if ranks:
                 said.append(f"rank {named(ranks)} is lost, as node {gone.address} {gone.why}")
+                self.of_lost_nodes.update(dict.fromkeys(ranks, said[-1]))
             else:
                 to_stderr(f"launch: node {gone.address} {gone.why}: the others train on without it")
         return found
@@ -328,6 +346,8 @@ class Supervisor(Gang):
 
     def _why_not(self, left: int) -> str:
         """Why those that are left cannot go on without the others."""
+        if not self.live:
+            return "there is no --live"
         keys = [stores.ready(rank) for rank in range(size(self._seats))]
         self._all_ready = self._all_ready or self._store.check(keys)
         if not self._all_ready:
@@ -356,6 +376,9 @@ class Supervisor(Gang):
             place: (code, -code in self.held.delivered) for place, code in self._processes.ended(LOOK_SECONDS).items()
         }
         news = News() if self._nodes is None else self._nodes.look()
+        if news.signalled and not self.live and self.signalled is None:
+            end = self._over if news.signalled == signal.SIGALRM else self._forward
+            end(news.signalled, None)
         found: dict[int, tuple[int, bool]] = {}
         for place, (code, handed_on) in {**ended, **news.ended}.items():
             if handed_on and code == -signal.SIGKILL:
@@ -385,7 +408,7 @@ class Supervisor(Gang):
         if len(still) == len(self._running):
             still = []  # somebody has suspended the job
         self._still = {rank: self._still.get(rank, 0.0) + passed for rank in still}
-        late = [rank for rank, seconds in self._still.items() if seconds >= self._lost_seconds]
+        late = [rank for rank, seconds in self._still.items() if seconds >= self.lost_seconds]
         for rank in late:
             del self._running[rank]
         return dict.fromkeys(late, -signal.SIGSTOP)
@@ -417,7 +440,7 @@ class Supervisor(Gang):
             look()
             if time.monotonic() > deadline:
                 codes.update((place.rank, code) for place, code in self._processes.kill_all().items())
-            if time.monotonic() > deadline + self._lost_seconds:
+            if time.monotonic() > deadline + self.lost_seconds:
                 break  # the word of the next round kills what runs there
         self._processes.finish()
         return {rank: code for rank, code in codes.items() if code}
@@ -442,39 +465,38 @@ class Parting:
 
 
 def run(
-    args: argparse.Namespace, command: list[str], ranks: int, parameters: RendezvousParameters, attempts: Attempts,
+    args: argparse.Namespace, command: list[str], ranks: int, meeting: Meeting, attempts: Attempts,
     caught: tuple[signal.Signals, ...], hangs: Hangs,
 ) -> tuple[int, Parting | None]:  # fmt: skip
     """The exit code of the ranks, and how the nodes part. Raises `NotMet`."""
-    ours, several = args.command[0] == "run", parameters.max_nodes > 1
+    ours, several = args.command[0] == "run", meeting.max_nodes > 1
     processes = Processes(command, prefix=args.prefix, blocked=ours)
     of_gang: dict[str, Any] = {
-        "attempts": attempts, "grace": args.grace, "ours": ours, "caught": caught,
-        "time_limit": args.time_limit, "hangs": hangs,
+        "attempts": attempts, "job_id": meeting.job_id, "live": args.live, "lost_seconds": args.lost_seconds, "grace": args.grace,
+        "ours": ours, "caught": caught, "time_limit": args.time_limit, "hangs": hangs,
     }  # fmt: skip
-    of_head: dict[str, Any] = {
-        "min_ranks": args.min_ranks, "lost_seconds": args.lost_seconds, "join_seconds": args.join_timeout, **of_gang
-    }  # fmt: skip
-    name, hello = f"lockstep/live/{parameters.run_id}", Hello(address=args.address, ranks=ranks)
+    of_head: dict[str, Any] = {"min_ranks": args.min_ranks, "join_seconds": args.join_timeout, **of_gang}
+    name, report = f"lockstep/nodes/{meeting.job_id}", Report(address=meeting.address, ranks=ranks)
 
-    def link(store: TCPStore, secret: rendezvous.Secret, serves: bool) -> Link:  # noqa: ARG001 - as `reach` calls it
-        return Link(store, name, secret, hello)
+    def link(store: TCPStore, secret: Secret, serves: bool) -> Link:  # noqa: ARG001 - as `reach` calls it
+        return Link(store, name, secret, report, pace(meeting.max_nodes))
 
-    def node(store: TCPStore, secret: rendezvous.Secret, serves: bool) -> Supervisor | Follower:
+    def node(store: TCPStore, secret: Secret, serves: bool) -> Coordinator | NodeAgent:
         if not serves:
             first = [link(store, secret, serves)]
-            return Follower(
-                processes, lambda: first.pop() if first else rendezvous.reach(parameters, False, link), args.lost_seconds, **of_gang
-            )  # fmt: skip
+            return NodeAgent(
+                processes, lambda: first.pop() if first else rendezvous.reach(meeting, False, link), report, **of_gang
+            )
         nodes = Nodes(
             store,
             name,
             secret,
-            nodes=parameters.max_nodes,
+            fewest=meeting.min_nodes,
+            most=meeting.max_nodes,
             ranks=ranks,
             lost_seconds=args.lost_seconds,
         )
-        return Supervisor(processes, ranks, nodes, args.address, **of_head)
+        return Coordinator(processes, ranks, nodes, meeting.address, **of_head)
 
     began, gang = time.monotonic(), None
     handle((*caught, signal.SIGALRM), leave_while_waiting)
@@ -482,24 +504,23 @@ def run(
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # they were held back until here
         if several:
-            gang = rendezvous.reach(parameters, rendezvous.serves(parameters), node)
+            gang = rendezvous.reach(meeting, meeting.serves, node)
         else:
-            gang = Supervisor(processes, ranks, None, "127.0.0.1", **of_head)
+            gang = Coordinator(processes, ranks, None, meeting.address, **of_head)
         gang.catch()
         gang.limit(began)
-        if isinstance(gang, Follower):
+        if isinstance(gang, NodeAgent):
             ending = gang.run()
             return gang.settled(ending.code, {}), Parting(ending.final, ending.first == gang.place)
         codes = gang.run()
         code = gang.settled(exit_code(codes.values()) if codes else EXIT_DONE, codes)
         return code, gang.part(code, code == EXIT_FAILED and attempts.used >= args.max_restarts, codes)
-    except SignalException as error:
+    except Interrupted as error:
         handle(caught, signal.SIG_IGN)
-        over = error.sigval == signal.SIGALRM if gang is None else gang.timed_out
-        return interrupted(error.sigval, args.time_limit, over, "the ranks had started"), None
-    except RendezvousError as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        to_stderr(f"launch: the nodes did not meet at {parameters.endpoint}: {reason}")
+        over = error.number == signal.SIGALRM if gang is None else gang.timed_out
+        return interrupted(error.number, args.time_limit, over, "the ranks had started"), None
+    except CannotMeet as error:
+        to_stderr(f"launch: the nodes did not meet at {meeting.endpoint}: {str(error).splitlines()[0]}")
     except OSError as error:
         to_stderr(f"launch: a rank cannot be started: {error.strerror}")
     return EXIT_FAILED, None
