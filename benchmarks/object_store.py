@@ -1,8 +1,8 @@
 """python benchmarks/object_store.py URL [--sizes 10 100] [--rounds 9] [--out FILE]
 
 What `checkpoint.to` costs against a plain copy, with the same library, of the same bytes: the stall of a save while the one before is
-sent, and without a bucket; sending one until it is committed; a whole save (to the disk, then that); reading it back, which comes after
-that; and the start of a node that has nothing. URL: s3://…, gs://…, az://…; an empty prefix.
+sent, and without a bucket; sending one until it is read back and committed; a whole save (to the disk, then that); and the start of a node
+that has nothing. URL: s3://…, gs://…, az://…; an empty prefix.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.checkpoint import _state
 from benchmarks.measure import Figure, Run, figure, options, ratios
-from lockstep.training.checkpoint.object_store import ObjectStore, Sender
+from lockstep.training.checkpoint.object_store import ObjectStore
 from lockstep.training.checkpoint.store import Writer
 from lockstep.training.contract import user_errors
+from lockstep.training.run.saver import Sender
 
 
 def measure(megabytes: int, rounds: int, url: str, directory: Path) -> tuple[dict[str, Figure], dict[str, list[float]]]:
@@ -32,10 +33,10 @@ def measure(megabytes: int, rounds: int, url: str, directory: Path) -> tuple[dic
     (run_dir / "checkpoints").mkdir(parents=True)
     (run_dir / "run.yaml").write_text("{}\n")
     objects = ObjectStore(place)
-    objects.take(run_dir, True, False, print)
+    objects.acquire(run_dir, True, False, print)
     writer, sender = Writer(run_dir / "checkpoints", 1, False), Sender(objects, run_dir / "checkpoints", 1, False)
     alone = Writer(directory / f"alone-{megabytes}", 1, False)
-    names = ("stall", "stall, disk", "sent", "saved", "read back", "plain send", "start", "plain fetch")
+    names = ("stall", "stall, disk", "sent", "saved", "plain send", "start", "plain fetch")
     times: dict[str, list[float]] = {name: [] for name in names}
 
     def clock(name: str, began: float) -> None:
@@ -43,7 +44,7 @@ def measure(megabytes: int, rounds: int, url: str, directory: Path) -> tuple[dic
 
     for step in range(2, 2 * rounds + 4, 2):  # the first save allocates the buffer
         writer.save(step - 1, state).result()
-        (before,) = sender.send(step - 1)
+        before = sender.send(step - 1)
         began = time.perf_counter()
         written = writer.save(step, state)
         clock("stall", began)
@@ -53,9 +54,6 @@ def measure(megabytes: int, rounds: int, url: str, directory: Path) -> tuple[dic
         assert objects.commit(run_dir / f"checkpoints/step-{step:08d}", 1, False)
         clock("sent", began)
         times["saved"].append(times["sent"][-1] + written.result().seconds)
-        began = time.perf_counter()
-        objects.prune(1, False)
-        clock("read back", began)
         began = time.perf_counter()
         written = alone.save(step, state)
         clock("stall, disk", began)
@@ -71,9 +69,9 @@ def measure(megabytes: int, rounds: int, url: str, directory: Path) -> tuple[dic
         clock("plain fetch", began)
         with tempfile.TemporaryDirectory(dir=directory) as empty:
             began = time.perf_counter()
-            assert ObjectStore(place).take(Path(empty), False, False, print) is not None
+            assert ObjectStore(place).acquire(Path(empty), False, False, print) is not None
             clock("start", began)
-            objects.take(run_dir, False, False, print)
+            objects.acquire(run_dir, False, False, print)
     times = {name: found[1:] for name, found in times.items()}
     rows = {
         "stall": figure([seconds * 1e3 for seconds in times["stall"]], "ms"),
@@ -82,7 +80,6 @@ def measure(megabytes: int, rounds: int, url: str, directory: Path) -> tuple[dic
         "send / plain send": ratios(times, "plain send", "sent", "more"),
         "save": figure([megabytes / seconds for seconds in times["saved"]], "MB/s", "more"),
         "save / plain send": ratios(times, "plain send", "saved", "more"),
-        "read back": figure([megabytes / seconds for seconds in times["read back"]], "MB/s", "more"),
         "start": figure([megabytes / seconds for seconds in times["start"]], "MB/s", "more"),
         "start / plain fetch": ratios(times, "plain fetch", "start", "more"),
     }

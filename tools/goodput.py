@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lockstep.training.contract import EXIT_DONE, TIME_FILE, UserError, goodput_line, printable
 from lockstep.training.observe.account import Bucket, of_run, plain
-from lockstep.training.run.opened import Run, opened
+from lockstep.training.run.opened import Run, open_run
 
 from . import RUN, parser
 
@@ -15,7 +15,9 @@ from . import RUN, parser
 def main(argv: list[str]) -> int:
     """Prints the table, or JSON. Raises `UserError` for wrong arguments, and for a run without a record of its time."""
     parsed = parser("goodput")
-    parsed.add_argument("runs", type=opened, metavar="RUN", nargs="+", help=f"{RUN}; several, such as those of a sweep")
+    parsed.add_argument(
+        "runs", type=open_run, metavar="RUN", nargs="+", help=f"{RUN}; several, such as those of a sweep"
+    )
     parsed.add_argument("--json", action="store_true", help="print one JSON value with stable fields")
     args = parsed.parse_args(argv)
     show(args.runs, args.json)

@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     shard.set_defaults(action=_shard)
 
     evaluate = commands.add_parser("evaluate", help=COMMANDS["evaluate"])
-    evaluate.add_argument("target", type=_opened, metavar="RUN|FILE", help=f"{_RUN}, or a file of weights")
+    evaluate.add_argument("target", type=_open_run, metavar="RUN|FILE", help=f"{_RUN}, or a file of weights")
     evaluate.add_argument("--recipe", help="the recipe that a FILE of weights belongs to")
     _add_set(evaluate, "data.root=DIR")
     evaluate.add_argument(
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(action=_evaluate)
 
     export = commands.add_parser("export", help=COMMANDS["export"])
-    export.add_argument("target", type=_opened, metavar="RUN", help=_RUN)
+    export.add_argument("target", type=_open_run, metavar="RUN", help=_RUN)
     export.add_argument("out", type=Path, metavar="OUT", help="a new file: .safetensors, or .pth for torch.load")
     which = export.add_mutually_exclusive_group()
     which.add_argument("--best", action="store_true", help="the checkpoint with the best score (checkpoint.keep_best); "
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     export.set_defaults(action=_export)
 
     report = commands.add_parser("report", help=COMMANDS["report"])
-    report.add_argument("runs", type=_opened, metavar="RUN", nargs="+", help=f"{_RUN}; several are compared")
+    report.add_argument("runs", type=_open_run, metavar="RUN", nargs="+", help=f"{_RUN}; several are compared")
     report.add_argument(
         "--out", type=Path, help="default: RUN/report.html; report.html here for several runs, and of a bucket"
     )
@@ -130,10 +130,10 @@ def _add_set(parser: argparse.ArgumentParser, example: str = "epochs=2 lr=0.1") 
     add_set(parser, f"change settings, e.g. --set {example} (all names: {PROGRAM} settings)")
 
 
-def _opened(text: str) -> Run:
-    from .run.opened import opened
+def _open_run(text: str) -> Run:
+    from .run.opened import open_run
 
-    return opened(text)
+    return open_run(text)
 
 
 def _closeness(text: str) -> str:

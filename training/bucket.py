@@ -1,13 +1,11 @@
-"""A bucket, what is asked of it, and how a run lies in it. Imports no torch.
+"""A bucket, the requests that are sent to it, and the layout of a run there. Imports no torch.
 
-    PREFIX/head                                   a JSON object: which attempt may write, and which checkpoints there are
+    PREFIX/head                                   a JSON object: the attempt that may write, the checkpoints, the run's own files
     PREFIX/<holder>/<n>-step-00000100/<file>      the files of a checkpoint, as on a disk
-    PREFIX/<holder>/<n>-run.yaml/run.yaml         the settings that the run was begun with
-    PREFIX/<holder>/0-directory/snapshot          the run directory, as that attempt has seen it last
-    PREFIX/directory/<run>/<sha256>               parts of files of the run directory
+    PREFIX/<holder>/<n>-run/<file>                files of the run directory
     PREFIX/replaced/<commit>                      the head of a run that `--fresh` has replaced
 
-`checkpoint/object_store.py` writes them, and says what holds there; of the run directory `observe/mirror.py`.
+`checkpoint/object_store.py` writes them, and says what holds there.
 """
 
 from __future__ import annotations
@@ -16,14 +14,10 @@ import asyncio
 import contextlib
 import functools
 import hashlib
-import itertools
 import os
 import re
 import threading
-from collections import deque
-from collections.abc import Collection, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, TypeAlias
@@ -31,10 +25,13 @@ from typing import Annotated, Any, BinaryIO, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from . import extras, files
-from .contract import EXIT_FAILED, UserError, printable
+from .contract import EVENTS_FILE, EXIT_FAILED, TIME_FILE, UserError, printable
 
 HEAD = "head"
 MAX_HEAD_BYTES = 4 << 20
+MAX_RUN_FILE_BYTES = 256 << 20
+"""Of one file of the run directory."""
+MAX_RUN_FILES = 8192
 TRIES = 5
 _PART = 16 << 20
 """Bytes of a request, of which `_AT_ONCE` are under way: that bounds the memory."""
@@ -48,10 +45,18 @@ _NO_CREDENTIALS = re.compile(r"169\.254\.|latest/api/token|computeMetadata|Accou
 """Of errors where the environment has none, and the store's library has looked for an identity of this machine."""
 Tag: TypeAlias = Any
 """What the store compares: an entity tag, a generation."""
-KEY = r"[0-9a-f]{32}/\d{1,12}-[a-z0-9.-]{1,40}/[a-z][a-z.]{0,40}"
+KEY = r"[0-9a-f]{32}/\d{1,12}-[a-z0-9.-]{1,40}/[A-Za-z_][A-Za-z0-9_./-]{0,99}"
 """Of what attempts have sent."""
+GROWING = (EVENTS_FILE, TIME_FILE)
+"""Files of the run directory that are only ever appended to."""
+RUN_FILE_NAME = r"(events|time)\.jsonl|(status|summary)\.json|run\.yaml|metrics/rank-\d{5,9}\.prom|images/[A-Za-z0-9_]{1,64}-\d{8,12}\.png"
+"""Of what a commit has of the run directory."""
 _Token = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 _Size = Annotated[int, Field(ge=0, lt=1 << 60)]
+
+
+class Damaged(OSError):
+    """An object is not what was sent."""
 
 
 class _Strict(BaseModel):
@@ -66,7 +71,7 @@ class File(_Strict):
     bytes: _Size
 
 
-class Kept(_Strict):
+class CheckpointEntry(_Strict):
     """A checkpoint in the bucket: its files by their names on a disk, and its score, if it has one, by which rule."""
 
     step: _Size
@@ -79,17 +84,16 @@ class Kept(_Strict):
 
 
 class Head(_Strict):
-    """What `head` holds. `commit` is drawn anew each time; `sha256` is that of the rest."""
+    """The content of `head`: one commit. `commit` is drawn anew each time; `sha256` is that of the rest."""
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     run: _Token
     holder: _Token
     commit: _Token
-    before: _Token | None = None
-    """The attempt whose copy of the run directory counts until the holder has sent one."""
-    settings: File | None = None
-    checkpoints: list[Kept] = []
+    checkpoints: list[CheckpointEntry] = []
     """Newest first."""
+    run_files: dict[Annotated[str, Field(pattern=f"^({RUN_FILE_NAME})$")], File] = {}
+    """The files of the run directory, as of this commit."""
     sha256: str = ""
 
     def text(self) -> bytes:
@@ -100,26 +104,10 @@ class Head(_Strict):
         return hashlib.sha256(self.model_dump_json(exclude={"sha256"}).encode()).hexdigest()
 
     @property
-    def snapshots(self) -> list[str]:
-        """The keys of the run directory's copies; the first one that is there counts."""
-        return [f"{holder}/0-directory/snapshot" for holder in (self.holder, self.before) if holder is not None]
-
-    @property
     def keys(self) -> set[str]:
-        """Of what an attempt has sent and the head leads to."""
-        return {*self.snapshots, *(file.key for file in self.files())}
-
-    def files(self) -> Iterator[File]:
-        if self.settings is not None:
-            yield self.settings
-        for kept in self.checkpoints:
-            yield from kept.files.values()
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    head: Head
-    tag: Tag
+        """The keys of all files that it names."""
+        of_checkpoints = {file.key for entry in self.checkpoints for file in entry.files.values()}
+        return of_checkpoints | {file.key for file in self.run_files.values()}
 
 
 class Bucket:
@@ -137,23 +125,14 @@ class Bucket:
     def __init__(self, url: str, retries: int = 6) -> None:
         with extras.explained():
             import obstore
-            from obstore.exceptions import (
-                AlreadyExistsError,
-                BaseError,
-                PermissionDeniedError,
-                PreconditionError,
-                UnauthenticatedError,
-            )
+            from obstore import exceptions
             from obstore.store import from_url
         if not URL.fullmatch(url):
             raise UserError(
                 f"expected s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, got {printable(url)}"
             )
         self.url = url.rstrip("/")
-        self._obstore, self._error, self._loop = obstore, BaseError, _loop(os.getpid())
-        self._refused = (AlreadyExistsError, PreconditionError)
-        self._denied = (PermissionDeniedError, UnauthenticatedError)
-        self._compares_bare = False
+        self._obstore, self._errors, self._loop = obstore, exceptions, _loop(os.getpid())
         plain = any(value.startswith("http://") for name, value in os.environ.items() if "ENDPOINT" in name)
         try:
             self._store = from_url(
@@ -161,7 +140,7 @@ class Bucket:
                 client_options={"timeout": "60s", "connect_timeout": "10s", "allow_http": plain},
                 retry_config={"max_retries": retries, "retry_timeout": timedelta(seconds=60), "backoff": _BACKOFF},
             )
-        except (BaseError, ValueError) as error:
+        except (exceptions.BaseError, ValueError) as error:
             raise UserError(f"{self.url} cannot be used: {reason(error)}") from None
 
     @contextlib.contextmanager
@@ -174,14 +153,14 @@ class Bucket:
             if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
                 raise OSError(f"{self.url}/{key}: there is no such bucket") from None
             raise FileNotFoundError(f"{self.url}/{key}: there is no such object") from None
-        except (self._error, OSError, ValueError) as error:
+        except (self._errors.BaseError, OSError, ValueError) as error:
             why = reason(error)
             if none := _NO_CREDENTIALS.search(why) is not None:
                 why = f"the environment has no credentials, and this machine has no identity ({why})"
-            kind = PermissionError if none or isinstance(error, self._denied) else OSError
-            raise kind(f"{self.url}/{key}: {why}") from None
+            denied = isinstance(error, (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError))
+            raise (PermissionError if none or denied else OSError)(f"{self.url}/{key}: {why}") from None
 
-    def read_head(self) -> Found | None:
+    def read_head(self) -> tuple[Head, Tag] | None:
         """The head as it is now; None: there is none. Read again where it was damaged on the way. Raises `OSError`."""
         for _ in range(TRIES):
             try:
@@ -191,8 +170,15 @@ class Bucket:
             with contextlib.suppress(ValidationError):
                 head = Head.model_validate_json(text)
                 if head.sha256 == head.seal():
-                    return Found(head, tag)
+                    return head, tag
         raise OSError(f"{self.url}/{HEAD} is not what a run writes: choose another prefix")
+
+    def heads(self) -> Iterator[Head]:
+        """The head, and the next one as long as a new one has come meanwhile, which removes files of the one before. Raises `OSError`."""
+        commit = ""
+        while (found := self.read_head()) is not None and found[0].commit != commit:
+            commit = found[0].commit
+            yield found[0]
 
     def read(self, key: str, limit: int) -> tuple[bytes, Tag]:
         """A small object, and its tag. Raises `OSError` where it is larger than `limit` bytes, `FileNotFoundError` without one."""
@@ -202,29 +188,47 @@ class Bucket:
                 raise ValueError(f"it has {size} bytes, at most {limit} are read")
             return bytes(answer.bytes()), _tag(answer.meta)
 
-    def put(self, key: str, data: bytes) -> None:
-        """Raises `OSError`."""
+    def content(self, file: File) -> bytes:
+        """The content of a file of the run directory, read again where it was damaged on the way. Raises `OSError`, `Damaged`."""
+        for _ in range(TRIES):
+            data, _ = self.read(file.key, MAX_RUN_FILE_BYTES)
+            if hashlib.sha256(data).hexdigest() == file.sha256:
+                return data
+        raise Damaged(f"{self.url}/{file.key} is not what was written: its sha256 differs")
+
+    def restore(self, run_files: Mapping[str, File], directory: Path) -> None:
+        """Writes those files that differ in the directory. Raises `OSError`, `Damaged`."""
+        for name, file in run_files.items():
+            path = directory / name
+            path.parent.mkdir(exist_ok=True)
+            with files.opened_folder(path.parent) as folder:
+                place = folder / path.name
+                if not place.is_file() or files.difference(place, file.sha256, file.bytes) is not None:
+                    files.replace(place, self.content(file))
+
+    def put(self, key: str, data: bytes | Path | BinaryIO) -> None:
+        """Writes an object, a large one in parts. A file that is open is sent whatever becomes of its name. Raises `OSError`."""
+        size = (
+            len(data) if isinstance(data, bytes) else os.stat(data if isinstance(data, Path) else data.fileno()).st_size
+        )
+        part = max(_PART, size // _MOST_PARTS + 1)
         with self.asking(key):
-            self._obstore.put(self._store, key, data, use_multipart=False)
+            self._obstore.put(self._store, key, data, chunk_size=part, max_concurrency=_AT_ONCE)
 
     def swap(self, key: str, data: bytes, tag: Tag | None) -> bool:
         """Puts an object in the place of the one with this tag; None: where there is none. False: another one is there. That is also the
         answer where it was done, its answer was lost, and it was asked again. Raises `OSError`."""
         with self.asking(key):
-            if tag is None or self._compares_bare:
-                return self._put_if(key, data, tag and _bare(tag))
             if self._put_if(key, data, tag):
                 return True
             # Refused, and the tag is still that one: Ceph compares it without its quotes (until ceph/ceph#63348). R2 wants them, so only a
             # store that refuses its own tag is asked without.
             with contextlib.suppress(FileNotFoundError):
-                if _tag(self._obstore.head(self._store, key)) == tag and self._put_if(key, data, _bare(tag)):
-                    self._compares_bare = True
-                    return True
+                return tag == _tag(self._obstore.head(self._store, key)) and self._put_if(key, data, _bare(tag))
         return False
 
     def _put_if(self, key: str, data: bytes, tag: Tag | None) -> bool:
-        with contextlib.suppress(*self._refused):
+        with contextlib.suppress(self._errors.AlreadyExistsError, self._errors.PreconditionError):
             self._obstore.put(self._store, key, data, mode="create" if tag is None else tag, use_multipart=False)
             return True
         return False
@@ -233,17 +237,11 @@ class Bucket:
         """Tries with an object of its own whether the store heeds conditions, and removes it. Raises `OSError`: it does not."""
         try:
             self.put(key, b"1")
-            _, first = self.read(key, 1)
-            self.swap(key, b"2", first)
-            _, second = self.read(key, 1)
-            if second == first:
-                raise OSError(f"{self.url}/{key}: was not written on a condition that holds")
-            for condition, stale in (("that there is none", None), ("that it is an older one", first)):
-                if self.swap(key, b"3", stale):
-                    raise OSError(
-                        f"{self.url}/{key}: was written on the condition {condition}: the store has no conditional writes, "
-                        "which keep out a second writer"
-                    )
+            _, tag = self.read(key, 1)
+            self.swap(key, b"2", tag)
+            refused = [not self.swap(key, b"3", stale) for stale in (tag, None)]
+            if self.read(key, 1)[0] != b"2" or not all(refused):
+                raise OSError(f"{self.url}/{key}: the store has no conditional writes, which keep out a second writer")
         finally:
             self.remove([key])
 
@@ -252,77 +250,39 @@ class Bucket:
         with self.asking(key):
             return int(self._obstore.head(self._store, key)["size"])
 
-    def send(self, file: Path | BinaryIO, key: str) -> None:
-        """A file, in parts. One that is open is sent whatever becomes of its name. Raises `OSError`."""
-        size = os.stat(file if isinstance(file, Path) else file.fileno()).st_size
-        with self.asking(key):
-            self._obstore.put(
-                self._store, key, file, chunk_size=max(_PART, size // _MOST_PARTS + 1), max_concurrency=_AT_ONCE
-            )
+    def pieces(self, key: str, size: int, sha256: str) -> Iterator[memoryview]:
+        """The bytes of an object, some parts at a time. Raises `OSError`; `Damaged`, at the latest after the last part."""
+        if (found := self.size(key)) != size:
+            raise Damaged(f"{self.url}/{key} has {found} bytes, expected {size}")
 
-    def pieces(self, key: str, size: int, sha256: str, damaged: type[Exception]) -> Iterator[memoryview]:
-        """The bytes of an object, a part at a time. Raises `OSError`; after the last part `damaged` where they are not those that were
-        sent."""
+        async def parts(start: int) -> list[Any]:
+            starts = range(start, min(start + _AT_ONCE * _PART, size), _PART)
+            get, ends = self._obstore.get_range_async, (min(start + _PART, size) for start in starts)
+            return await asyncio.gather(*(get(self._store, key, start=at, end=end) for at, end in zip(starts, ends)))
+
         digest = hashlib.sha256()
-        try:
-            for piece in self._parts(key, size):
+        for start in range(0, size, _AT_ONCE * _PART):
+            with self.asking(key):
+                arrived = asyncio.run_coroutine_threadsafe(parts(start), self._loop).result()
+            for part in arrived:
+                piece = memoryview(part)
                 digest.update(piece)
                 yield piece
-        except FileNotFoundError:
-            raise
-        except OSError:
-            if (found := self.size(key)) != size:
-                raise damaged(f"{self.url}/{key} has {found} bytes, expected {size}") from None
-            raise
         if digest.hexdigest() != sha256:
-            raise damaged(f"{self.url}/{key} is not what was written: its sha256 differs")
+            raise Damaged(f"{self.url}/{key} is not what was written: its sha256 differs")
 
-    def _parts(self, key: str, size: int) -> Iterator[memoryview]:
-        """In order, while those behind are fetched. Raises `OSError`."""
+    def fetch(self, key: str, size: int, sha256: str, path: Path) -> None:
+        """An object as a new file, which is on the disk when this returns. Raises as `pieces`."""
+        with path.open("xb") as file:
+            for piece in self.pieces(key, size, sha256):
+                file.write(piece)
+            file.flush()
+            files.fsync(file.fileno())
 
-        async def part(start: int) -> memoryview:
-            options = {"range": (start, min(start + _PART, size))}
-            answer = await self._obstore.get_async(self._store, key, options=options)
-            if answer.meta["size"] != size:
-                raise ValueError(f"it has {answer.meta['size']} bytes, expected {size}")
-            return memoryview(await answer.bytes_async())
-
-        starts = iter(range(0, size, _PART))
-        under_way = deque[Future[memoryview]]()
-        try:
-            while True:
-                for start in itertools.islice(starts, _AT_ONCE - len(under_way)):
-                    under_way.append(asyncio.run_coroutine_threadsafe(part(start), self._loop))
-                if not under_way:
-                    return
-                with self.asking(key):
-                    piece = under_way.popleft().result()
-                yield piece
-        finally:
-            for future in under_way:
-                future.cancel()
-
-    def fetch(
-        self, key: str, size: int, sha256: str, path: Path, damaged: type[Exception], durable: bool = True
-    ) -> None:
-        """An object as a new file, which is on the disk when this returns. Raises as `pieces`.
-
-        Args:
-            durable: not of a file that is verified, and fetched again, by whoever finds it after a crash.
-        """
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        try:
-            for piece in self.pieces(key, size, sha256, damaged):
-                files.write_all(descriptor, piece)
-            if durable:
-                files.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def keys(self) -> dict[str, int]:
-        """Key → bytes of all objects. Raises `OSError`."""
+    def keys(self) -> list[str]:
+        """The keys of all objects. Raises `OSError`."""
         with self.asking(""):
-            return {entry["path"]: entry["size"] for page in self._obstore.list(self._store) for entry in page}
+            return [entry["path"] for page in self._obstore.list(self._store) for entry in page]
 
     def remove(self, keys: Collection[str]) -> None:
         """As far as the store lets it."""
@@ -349,15 +309,15 @@ def _loop(process: int) -> asyncio.AbstractEventLoop:
 
 
 @contextlib.contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Around what asks a bucket, in a run: an `OSError` becomes a `UserError` that begins with `what`. Another start may reach the bucket,
-    so its exit code is 1; 2 where an object is missing, or where other credentials are wanted."""
+def as_user_error(what: str, unreachable: int = EXIT_FAILED) -> Iterator[None]:
+    """Turns an `OSError` of a bucket into a `UserError` that begins with `what`. Its exit code is 2 where an object is missing or damaged,
+    or the store wants other credentials; else `unreachable`: another start may reach the bucket."""
     try:
         yield
     except OSError as error:
         away = UserError(f"{what}: {error}")
-        if not isinstance(error, (FileNotFoundError, PermissionError)):
-            away.code = EXIT_FAILED
+        if not isinstance(error, (FileNotFoundError, PermissionError, Damaged)):
+            away.code = unreachable
         raise away from None
 
 

@@ -1,4 +1,4 @@
-"""The run directory in the bucket: a run that another node goes on with has its whole history, and is looked at from elsewhere."""
+"""The run directory in the bucket, as of the last commit: another node has its whole history, and it is looked at from elsewhere."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.processes import PYTHON, Result, clean_env, free_port, poll, run
 
 pytestmark = pytest.mark.promise("object-stores")
 METRICS = "metrics.enabled=true"
+UNSENT = "the end of this attempt is not in the bucket"
 
 
 def second_checkpoint(server: int, name: str) -> None:
@@ -73,8 +74,8 @@ def test_a_run_that_another_node_goes_on_with_has_its_whole_history(
         assert rank["exit_code"] is None and rank["source"] == "textfile"
         os.kill(first.rank_pid(0), signal.SIGKILL)
         first.wait(BOUND)
-    # One is lost that has taken over, and has sent nothing yet.
-    proxy.reset(lambda _, method, path: "kill before" if method == "PUT" and "0-directory" in path else "")
+    # One is lost that has taken over, and has committed nothing yet.
+    proxy.reset(lambda _, method, path: "kill before" if method == "PUT" and "events.jsonl" in path else "")
     with start(proxy, nodes[2], name, METRICS) as lost:
         proxy.kill = lambda: os.kill(lost.rank_pid(0), signal.SIGKILL)
         assert lost.wait(BOUND).code == -signal.SIGKILL
@@ -82,7 +83,7 @@ def test_a_run_that_another_node_goes_on_with_has_its_whole_history(
 
     def asked_again(_: int, method: str, path: str) -> str:
         """At the end the bucket says a few times that it has too much to do."""
-        late = method == "PUT" and "0-directory" in path and (nodes[1] / "summary.json").exists()
+        late = method == "PUT" and "summary.json" in path
         asked.extend([path] * late)
         return "503" if late and len(asked) < 5 else ""
 
@@ -106,24 +107,26 @@ def test_a_run_that_another_node_goes_on_with_has_its_whole_history(
     assert missing.code == 2 and f"{url} has no checkpoint of step 7; there are 6, 15" in missing.output, missing.output
 
 
-def test_a_bucket_that_does_not_take_the_run_directory_costs_a_warning_and_one_that_does_not_give_it_a_start(
+def test_a_bucket_that_does_not_take_the_end_costs_a_warning_and_one_that_does_not_give_the_history_a_start(
     server: int, proxy: Proxy, expected: str, tmp_path: Path
 ) -> None:
     name = new()
-    proxy.reset(lambda _, method, path: "403" if method == "PUT" and "0-directory" in path else "")
+    proxy.reset(lambda _, method, path: "403" if method == "PUT" and "summary.json" in path else "")
     done = go(proxy, tmp_path / "a", name)
     assert done.code == 0 and ended(tmp_path / "a") == expected and steps(server, name) == [12, 6], done.output
-    assert done.output.count("the run directory could not be sent") == 1, done.output
-    none = lockstep(environment(proxy.port), tmp_path, "goodput", f"s3://bucket/{name}")
-    assert none.code == 2 and "has not written anything down yet" in none.output, none.output
+    assert done.output.count(UNSENT) == 1, done.output
     proxy.reset()
     again = go(proxy, tmp_path / "a", name, STEPS="15")
-    assert again.code == 0 and "could not be sent" not in again.output, again.output
+    assert again.code == 0 and UNSENT not in again.output, again.output
     assert goodput(proxy, tmp_path, f"s3://bucket/{name}") == goodput(proxy, tmp_path, str(tmp_path / "a"))
-    proxy.reset(lambda _, method, path: "503" if method == "GET" and "0-directory" in path else "")
+    proxy.reset(lambda _, method, path: "503" if method == "GET" and "events.jsonl" in path else "")
     unread = go(proxy, tmp_path / "b", name)
     assert unread.code == 1 and "checkpoint.to cannot be used" in unread.output, unread.output
     assert "Traceback" not in unread.output
+    proxy.reset()
+    put(server, f"{name}/{head(server, name)['run_files']['events.jsonl']['key']}", b"of somebody else")
+    lost = go(proxy, tmp_path / "b", name)
+    assert lost.code == 0 and "earlier attempts have written down is lost" in lost.output, lost.output
 
 
 def test_a_writer_that_was_overtaken_changes_nothing_of_what_is_shown(
@@ -144,7 +147,7 @@ def test_a_writer_that_was_overtaken_changes_nothing_of_what_is_shown(
 def test_what_cannot_be_shown_is_one_line(server: int, proxy: Proxy, tmp_path: Path) -> None:
     env, name = environment(proxy.port), new()
     assert go(proxy, tmp_path / "a", name, STEPS="3").code == 0
-    put(server, f"{name}/{head(server, name)['holder']}/0-directory/snapshot", b"of somebody else")
+    put(server, f"{name}/{head(server, name)['run_files']['time.jsonl']['key']}", b"of somebody else")
     nowhere = environment(free_port())
     nobody = clean_env(AWS_REGION="us-east-1", AWS_METADATA_ENDPOINT=f"http://127.0.0.1:{free_port()}")
     for variables, target, code, says in (
@@ -152,7 +155,7 @@ def test_what_cannot_be_shown_is_one_line(server: int, proxy: Proxy, tmp_path: P
         (env, "s3://bucket", 2, "expected s3://BUCKET/PREFIX"),
         (env, "s3://bucket/nothing", 2, "s3://bucket/nothing has no run"),
         (env, "s3://no-bucket/run", 69, "there is no such bucket"),
-        (env, f"s3://bucket/{name}", 2, "is not what a run writes"),
+        (env, f"s3://bucket/{name}", 2, "is not what was written"),
         (nowhere, f"s3://bucket/{name}", 69, f"s3://bucket/{name} cannot be read"),
         (nobody, f"s3://bucket/{name}", 2, "the environment has no credentials"),
     ):

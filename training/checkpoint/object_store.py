@@ -1,39 +1,35 @@
 """Checkpoints in an object store: what a run needs where no disk outlives its node.
 
 Data goes under keys that no other attempt has, so that nothing is overwritten, unconditionally and in parts. Only `head` is written on a
-condition: that is the commit. It is swapped for the one that was read (If-Match; on GCS the generation). An attempt takes a run over by
-one swap. An earlier one that still lives, on a node that was cut off, has an old tag from then on, and can commit nothing. No two heads
-are alike, so where an answer is lost, reading tells whether the swap was done. Nothing is ordered by a time, and nothing is found by a
-listing: that serves to remove what no head names.
+condition: that is the commit, of a checkpoint and of the run directory's files at that moment. It is swapped for the one that was read
+(If-Match; on GCS the generation). An attempt takes a run over by one swap. An earlier one that still lives, on a node that was cut off,
+can commit nothing from then on. No two heads are alike, so where an answer is lost, reading tells whether the swap was done.
+Neither timestamps nor listings decide anything; `head` names every object. A listing serves to remove what no head names.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 import secrets
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import yaml
 from pydantic import ValidationError
 
-from .. import files
-from ..bucket import HEAD, KEY, MAX_HEAD_BYTES, TRIES, Bucket, File, Found, Head, Kept
-from ..contract import CHECKPOINTS, EXIT_FAILED, RUN_FILE, UserError, checkpoint_name
+from .. import bucket, files
+from ..bucket import HEAD, TRIES, Bucket, CheckpointEntry, Damaged, File, Head, Tag, as_user_error
+from ..contract import CHECKPOINTS, IMAGES, METRICS, RUN_FILE, UserError, checkpoint_name
 from . import store
 from .score import KeepBest, Rule, chosen
-from .store import SaveResult, Worker
 
 RECORD = "bucket.json"
-"""In the run directory: which bucket, and which run there, it is a copy of; who has held it in this attempt, and from which step
-that went on."""
-_SENDING = Worker("checkpoint-send")
+"""In the run directory: the run in the bucket that it is a copy of, and what the rank needs that takes the place of a lost rank 0."""
+_UNUSABLE = "checkpoint.to cannot be used"
 
 
 class TakenOver(OSError):
@@ -45,77 +41,44 @@ def _token() -> str:
 
 
 class ObjectStore(Bucket):
-    """The checkpoints of one run under `url`, for the attempt that holds them: from `take` or `succeed` on."""
+    """The checkpoints of one run under `url`, for the attempt that holds them: from `acquire` or `take_over` on."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self._found: Found | None = None
-        """The head as this rank has written it last."""
         self._run_dir = Path()
-        self._ours = set[str]()
-        """Holders that are this attempt."""
-        self._began = 0
-        """The step that this attempt went on from."""
-        self._unsure = False
-        """The last swap had no answer: it may be done, or be done yet."""
+        self._found: tuple[Head, Tag] | None = None
+        """The head as this rank has written it last; None: it does not know."""
+        self._holders = [_token()]
+        """The holders that are this attempt; the last one is this rank."""
+        self._damaged = set[int]()
+        """Steps of the checkpoints that could not be read as this attempt began."""
         self._number = 0
-        self._unread = set[int]()
-        """Steps in the head whose files this rank has not read in the bucket."""
-        self._cleaned = False
-        self.before_commit: Callable[[], None] = lambda: None
-        """Sends the run directory: a checkpoint comes with all that was written down before it."""
 
-    def _swap(self, head: Head, before: Found | None) -> None:
-        """Puts `head` in the place of the one that was read. Raises `TakenOver`, `OSError`."""
-        text = head.text()
-        if len(text) > MAX_HEAD_BYTES:
-            raise OSError(f"{self.url}/{HEAD} would have {len(text)} bytes: keep fewer checkpoints (checkpoint.keep)")
-        self._unsure = True
-        problem = ""
-        for _ in range(TRIES):
-            try:
-                if not self.swap(HEAD, text, before and before.tag):
-                    problem = (
-                        "the store refuses the tag that it tells itself: lockstep doctor tries its conditional writes"
-                    )
-            except OSError as error:
-                problem = str(error)  # also where it was done, and the answer was lost
-            found = self.read_head()
-            if found is not None and found.head.commit == head.commit:
-                self._found, self._unsure = found, False
-                return
-            if found is not None and (before is None or found.head.commit != before.head.commit):
-                if found.head.holder in self._ours:  # an earlier swap, without an answer, was done late
-                    raise OSError(f"{self.url}/{HEAD} has changed meanwhile")
-                raise TakenOver(f"another attempt has taken {self.url} over")
-            if found is None and before is not None:
-                raise TakenOver(f"{self.url}/{HEAD} was removed")
-        raise OSError(f"the head could not be written: {problem}")
-
-    def settle(self, run_dir: Path, fresh: bool | str) -> None:
-        """Brings the settings of the run in the bucket, so that others are refused before anything is changed there. Changes nothing there.
+    def check(self, run_dir: Path, fresh: bool | str) -> None:
+        """Fetches the settings of the run in the bucket, so that others are refused. Changes nothing there.
 
         Raises:
             UserError: the bucket holds another run, or cannot be read (exit code 1).
         """
-        with self.explained():
+        with as_user_error(_UNUSABLE):
             found = self.read_head()
-            if found is None or found.head.settings is None or self._starts_over(found.head, fresh):
+            if found is None or not found[0].run_files or self._starts_over(found[0], fresh):
                 return
-            record = files.read_json(run_dir / RECORD)
+            head, record = found[0], files.read_json(run_dir / RECORD)
             if not (run_dir / RUN_FILE).exists():
-                files.replace_json(run_dir / RECORD, {"url": self.url, "run": found.head.run})
-                with files.replacing(run_dir / RUN_FILE) as place:
-                    self._fetch(found.head.settings, place)
-            elif not isinstance(record, dict) or record.get("run") != found.head.run:
+                files.replace_json(run_dir / RECORD, {"run": head.run})
+                self.restore({RUN_FILE: head.run_files[RUN_FILE]}, run_dir)
+            elif not isinstance(record, dict) or record.get("run") != head.run:
                 raise UserError(
                     f"{self.url} has the checkpoints of another run than {run_dir}: choose another prefix, an empty run directory to "
                     "resume that one, or start over with --fresh"
                 )
 
-    def take(self, run_dir: Path, fresh: bool | str, keep_best: KeepBest, warn: Callable[[str], None]) -> Path | None:
-        """Makes this attempt the one that writes, and brings what the bucket has and the run directory lacks: the newest checkpoint that
-        can be read, and the best one. The directory is locked.
+    def acquire(
+        self, run_dir: Path, fresh: bool | str, keep_best: KeepBest, warn: Callable[[str], None]
+    ) -> Path | None:
+        """Makes this attempt the one that writes, and fetches what the bucket has and the run directory lacks: the newest checkpoint that
+        can be read, the best one, and what earlier attempts have written down. The directory is locked.
 
         Returns:
             The newest checkpoint of the run directory that verifies; every byte of it was read. None: there is none.
@@ -123,364 +86,245 @@ class ObjectStore(Bucket):
         Raises:
             UserError: the bucket cannot be read or written (exit code 1), or has no checkpoint that verifies.
         """
-        with self.explained():
-            for _ in range(TRIES):
-                before = self.read_head()
-                old = before.head if before is not None else None
-                if old is not None and self._starts_over(old, fresh):
-                    self.put(f"replaced/{old.commit}", old.text())
-                    old = None
-                head = Head(run=_token(), holder=_token(), commit=_token())
-                self._ours = {head.holder}
-                if old is not None:
-                    begun = self._shown_by(old)
-                    head = old.model_copy(update={"holder": head.holder, "commit": head.commit, "before": begun})
-                try:
-                    self._swap(head, before)
-                except TakenOver:
-                    continue  # by one that started at the same time: the last one has it
-                break
-            else:
-                raise OSError(f"several attempts start at once with {self.url}")
+        with as_user_error(_UNUSABLE):
+            head, checkpoints = self._hold(fresh), run_dir / CHECKPOINTS
             if not head.checkpoints:
                 self.check_conditions(f"{head.holder}/0-probe/probe")
-            newest = self._bring(run_dir, keep_best, warn)
-            self._run_dir, self._began = run_dir, 0 if newest is None else store.step_of(newest)
+            self._clean(head)
+            store.clean(checkpoints)
+            newest = None
+            with contextlib.suppress(UserError):  # none of them verifies
+                newest = store.newest_verified(checkpoints)
+            newer = [entry for entry in head.checkpoints if newest is None or entry.step > store.step_of(newest)]
+            newest = self._fetch_first(newer, checkpoints, warn) or newest
+            if newer and newest is None:
+                raise UserError(f"none of the {len(newer)} checkpoints in {self.url} can be read and verified")
+            best = _retained(head.checkpoints, 0, keep_best)
+            missing = [entry for entry in best if not (checkpoints / checkpoint_name(entry.step)).exists()]
+            self._fetch_first(missing, checkpoints, warn)
+            grown = {name: file for name, file in head.run_files.items() if name in bucket.GROWING}
+            try:
+                if not all(_begins_with(run_dir / name, file) for name, file in grown.items()):
+                    self.restore(head.run_files, run_dir)
+            except Damaged as error:
+                warn(f"what earlier attempts have written down is lost: {error}; the run continues")
+            self._run_dir = run_dir
             self._record(head.run)
             return newest
 
-    def succeed(self, run_dir: Path) -> None:
-        """Rank 0 was lost, and this one is in its place: what it saves is sent from here on, if nobody else has taken over. Asks the
-        bucket for nothing yet: the other ranks wait."""
-        record = files.read_json(run_dir / RECORD)
+    def _hold(self, fresh: bool | str) -> Head:
+        """Swaps the head for one of this attempt. Raises `OSError`."""
+        for _ in range(TRIES):
+            before = self.read_head()
+            head = Head(run=_token(), holder=self._holders[-1], commit=_token())
+            if before is not None and self._starts_over(before[0], fresh):
+                self.put(f"replaced/{before[0].commit}", before[0].text())
+            elif before is not None:
+                head = before[0].model_copy(update={"holder": head.holder, "commit": head.commit})
+            with contextlib.suppress(TakenOver):  # by one that started at the same time: the last one has it
+                self._swap(head, before)
+                return head
+        raise OSError(f"several attempts start at once with {self.url}")
+
+    def _starts_over(self, head: Head, fresh: bool | str) -> bool:
+        """Whether `--fresh` replaces the run: not where it was begun with the same word. Raises `OSError`."""
+        if isinstance(fresh, bool) or not fresh or not head.run_files:
+            return bool(fresh)
+        settings = head.run_files[RUN_FILE]
+        with files.reading(f"{self.url}/{settings.key}", OSError):
+            return bool(yaml.safe_load(self.content(settings)).get("fresh") != fresh)
+
+    def take_over(self, run_dir: Path) -> None:
+        """Rank 0 was lost, and this one is in its place: it sends from here on, if nobody else has taken over. Asks the bucket for nothing
+        yet: the other ranks wait."""
+        self._run_dir, record = run_dir, files.read_json(run_dir / RECORD)
         with contextlib.suppress(TypeError, KeyError, ValueError):  # a damaged one: nobody can tell whose the bucket is
-            self._ours, self._began = {str(holder) for holder in record["holders"]}, int(record["step"])
-        self._run_dir = run_dir
+            self._damaged = {int(step) for step in record["damaged"]}
+            self._holders = [*map(str, record["holders"]), *self._holders]
+            self._record(record["run"])
 
     def _record(self, run: str) -> None:
-        """For the rank that takes the place of this one, if it is lost."""
-        record = {"url": self.url, "run": run, "holders": sorted(self._ours), "step": self._began}
+        record = {"run": run, "holders": self._holders, "damaged": sorted(self._damaged)}
         files.replace_json(self._run_dir / RECORD, record)
 
-    @property
-    def head(self) -> Head | None:
-        """As this rank has written it last; None: it does not hold the run yet."""
-        return None if self._found is None else self._found.head
-
-    def bring_one(self, run_dir: Path, wanted: int | Rule | None, warn: Callable[[str], None]) -> None:
-        """Brings a checkpoint for somebody who reads a run: the newest one that verifies, that of a step, or the best by a rule.
+    def download(self, run_dir: Path, wanted: int | Rule | None, warn: Callable[[str], None]) -> None:
+        """Fetches a checkpoint for somebody who reads a run: the newest one that verifies, that of a step, or the best by a rule.
 
         Raises:
             UserError: there is none.
             OSError: the bucket cannot be read.
         """
-        before = ""
-        for _ in range(TRIES):
-            found = self.read_head()
-            if found is None or not found.head.checkpoints:
-                raise UserError(f"{self.url} has no checkpoint yet")
-            if found.head.commit == before:
-                break
-            before = found.head.commit
-            kept = found.head.checkpoints if wanted is None else [_chosen(found.head.checkpoints, wanted, self.url)]
-            if any(self._bring_one(one, run_dir / CHECKPOINTS, warn) for one in kept):
-                return  # else the run may have removed them meanwhile
-        raise UserError(f"no checkpoint in {self.url} that was asked for can be read and verified")
+        for head in self.heads():
+            entries = head.checkpoints
+            if wanted is not None:
+                entries = [_chosen(entries, wanted, self.url)]
+            if self._fetch_first(entries, run_dir / CHECKPOINTS, warn) is not None:
+                return
+        raise UserError(f"{self.url} has no checkpoint yet, or none that can be read and verified")
 
-    @contextlib.contextmanager
-    def explained(self) -> Iterator[None]:
-        """Another start may find the bucket again, so what is not the user's mistake ends with 1."""
-        try:
-            yield
-        except (OSError, store.CorruptCheckpoint) as error:
-            away = UserError(f"checkpoint.to cannot be used: {error}")
-            away.code = EXIT_FAILED
-            raise away from None
-
-    def _shown_by(self, head: Head) -> str | None:
-        """The attempt whose copy of the run directory counts. Raises `OSError`."""
-        try:
-            self.size(head.snapshots[0])
-        except FileNotFoundError:
-            return head.before
-        return head.holder
-
-    def _starts_over(self, head: Head, fresh: bool | str) -> bool:
-        """Whether `--fresh` replaces the run: not where it was begun with the same word. Raises `OSError`, `CorruptCheckpoint`."""
-        if isinstance(fresh, bool) or not fresh or head.settings is None:
-            return bool(fresh)
-        if head.settings.bytes > MAX_HEAD_BYTES:
-            raise OSError(f"{self.url}/{head.settings.key} is too large for the settings of a run")
-        text = b"".join(self._pieces(head.settings))
-        with files.reading(f"{self.url}/{head.settings.key}"):
-            saved = yaml.safe_load(text)
-            return bool(saved.get("fresh") != fresh)
-
-    def _bring(self, run_dir: Path, keep_best: KeepBest, warn: Callable[[str], None]) -> Path | None:
-        assert self._found is not None
-        kept_there, checkpoints = self._found.head.checkpoints, run_dir / CHECKPOINTS
-        self._unread = {kept.step for kept in kept_there[:1]}
-        store.clean(checkpoints)
-        newest = next((path for path in store.candidates(checkpoints) if _verifies(path)), None)
-        newer = [kept for kept in kept_there if newest is None or kept.step > store.step_of(newest)]
-        newest = next((path for kept in newer if (path := self._bring_one(kept, checkpoints, warn))), newest)
-        if newer and newest is None:
-            raise UserError(f"none of the {len(newer)} checkpoints in {self.url} can be read and verified")
-        for kept in _retained(kept_there, 0, keep_best):
-            if not (checkpoints / checkpoint_name(kept.step)).exists():
-                self._bring_one(kept, checkpoints, warn, durable=True)
-        return newest
-
-    def _bring_one(
-        self, kept: Kept, checkpoints: Path, warn: Callable[[str], None], durable: bool = False
+    def _fetch_first(
+        self, entries: Iterable[CheckpointEntry], checkpoints: Path, warn: Callable[[str], None]
     ) -> Path | None:
-        """Whoever resumes verifies the newest one, so that need not be durable: after a crash it is fetched again."""
+        """Fetches the first checkpoint that can be read and verified. Raises `OSError`."""
         checkpoints.mkdir(exist_ok=True)
-        final = checkpoints / checkpoint_name(kept.step)
-        try:
-            with files.replacing(final) as staging:
-                staging.mkdir()
-                for name, file in kept.files.items():
-                    self._fetch(file, staging / name, durable)
-                if final.exists():  # it does not verify
-                    files.rename(final, final.with_name(f".old-{final.name}.{os.getpid()}"))
-        except FileNotFoundError as error:
-            warn(f"checkpoint is missing in the bucket and not used: {error}")
-        except store.CorruptCheckpoint as error:
-            warn(f"checkpoint is corrupt in the bucket and not used: {error}")
-        else:
-            store.clean(checkpoints)
-            self._unread.discard(kept.step)
-            return final
+        for entry in entries:
+            final = checkpoints / checkpoint_name(entry.step)
+            try:
+                with files.replacing(final) as staging:
+                    staging.mkdir()
+                    for name, file in entry.files.items():
+                        self.fetch(file.key, file.bytes, file.sha256, staging / name)
+                    if final.exists():  # it does not verify
+                        files.rename(final, final.with_name(f".old-{final.name}.{os.getpid()}"))
+            except (FileNotFoundError, Damaged) as error:
+                warn(f"checkpoint is corrupt in the bucket and not used: {error}")
+                self._damaged.add(entry.step)
+            else:
+                store.clean(checkpoints)
+                return final
         return None
 
-    def _pieces(self, file: File) -> Iterator[memoryview]:
-        return self.pieces(file.key, file.bytes, file.sha256, store.CorruptCheckpoint)
-
-    def _fetch(self, file: File, path: Path, durable: bool = True) -> None:
-        self.fetch(file.key, file.bytes, file.sha256, path, store.CorruptCheckpoint, durable)
-
-    def commit(self, path: Path, keep: int, keep_best: KeepBest) -> int:
-        """Sends a checkpoint of the run directory, and has the head name it beside those that are there: `prune` removes the older ones.
+    def commit(self, path: Path | None, keep: int, keep_best: KeepBest) -> int:
+        """Sends a checkpoint of the run directory, and the files of the run directory as they are by then, and reads them back. Then the
+        head names them. What is not kept any more is removed.
 
         Args:
-            path: in the run directory's `checkpoints`. It may be removed there meanwhile.
+            path: in the run directory's `checkpoints`. It may be removed there meanwhile. None: the files of the run directory alone.
             keep, keep_best: as of `Writer`.
 
         Returns:
-            Bytes of it; 0: the bucket has it, or would not keep it.
+            Bytes of the checkpoint; 0: the bucket has it, or would not keep it.
 
         Raises:
             TakenOver: another attempt has started.
             FileNotFoundError: it is not in the run directory.
-            OSError: it could not be sent.
+            OSError: it could not be sent, or has arrived damaged. The head is the one before.
         """
-        before, sent = self._held(), list[File]()
-        with contextlib.ExitStack() as stack:
-            about, opened = _opened(path, stack)
-            sealed = {name: str(entry["sha256"]) for name, entry in about["files"].items()}
-            sealed[store.MANIFEST] = hashlib.sha256(opened[store.MANIFEST].read()).hexdigest()
-            opened[store.MANIFEST].seek(0)
-            kept = Kept(step=about["step"], files={}, score=about["score"], score_of=about["score_of"])
-            others = []
-            for other in self._standing(before.head):
-                if other.step != kept.step:
-                    others.append(other)
-                elif {name: file.sha256 for name, file in other.files.items()} == sealed:
-                    return 0
-            if kept not in _retained([kept, *others], keep, keep_best):
-                return 0
-            self._number += 1
-            try:
-                settings = before.head.settings
-                if settings is None:
-                    file = stack.enter_context(files.regular(self._run_dir / RUN_FILE))
-                    settings = self._send(file, RUN_FILE, RUN_FILE, files.sha256(self._run_dir / RUN_FILE), sent)
-                    self._read_back(settings)
-                entries = {name: self._send(opened[name], path.name, name, sealed[name], sent) for name in sealed}
-            except (OSError, store.CorruptCheckpoint) as error:
-                self.remove([file.key for file in sent])
-                raise OSError(str(error)) from None
-        self.before_commit()
-        self._unread.add(kept.step)
-        self._replace(before, [kept.model_copy(update={"files": entries}), *others], settings)
-        return sum(file.bytes for file in entries.values())
-
-    def prune(self, keep: int, keep_best: KeepBest) -> None:
-        """Reads back what this attempt has committed, and then removes what need not be kept any more; the first time, also what earlier
-        attempts have sent and not committed.
-
-        Raises:
-            TakenOver: another attempt has started.
-            OSError: it could not be read, or is damaged. Then the older ones stay.
-        """
-        before = self._held()
-        standing = list(self._standing(before.head))
-        stay = _retained(standing, keep, keep_best)
-        for kept in stay:
-            if kept.step in self._unread and (self._sent(kept) or stay != before.head.checkpoints):
-                try:
-                    for file in kept.files.values():
-                        self._read_back(file)
-                except store.CorruptCheckpoint as error:
-                    self._replace(before, [other for other in standing if other != kept], before.head.settings)
-                    raise OSError(str(error)) from None
-                self._unread.discard(kept.step)
-        if stay != before.head.checkpoints:
-            self._replace(before, stay, before.head.settings)
-        if not self._cleaned:
-            self._clean()
-            self._cleaned = True
-
-    def _read_back(self, file: File) -> None:
-        for _ in self._pieces(file):
-            pass
-
-    def _replace(self, before: Found, checkpoints: list[Kept], settings: File | None) -> None:
-        """The head names these. What it named before and does not now is removed."""
-        newest_first = sorted(checkpoints, key=lambda kept: -kept.step)
-        changes = {"commit": _token(), "settings": settings, "checkpoints": newest_first}
-        head = before.head.model_copy(update=changes)
-        self._swap(head, before)
-        named = {file.key for file in head.files()}
-        self.remove([file.key for file in before.head.files() if file.key not in named])
-
-    def _standing(self, head: Head) -> Iterator[Kept]:
-        """Without the newer ones of other attempts, which were passed over when this one began: they are damaged."""
-        for kept in head.checkpoints:
-            if kept.step <= self._began or self._sent(kept):
-                yield kept
-
-    def _sent(self, kept: Kept) -> bool:
-        """Whether this attempt has sent it."""
-        return {file.key.partition("/")[0] for file in kept.files.values()} <= self._ours
-
-    def _held(self) -> Found:
-        """The head that this rank has written last; of one that succeeds a lost one, the first time, swapped for its own. Raises
-        `TakenOver`, `OSError`."""
-        if self._found is not None and not self._unsure:
-            return self._found
-        found = self.read_head()
-        if found is None or found.head.holder not in self._ours:
+        found = self._found or self.read_head()
+        if found is None or found[0].holder not in self._holders:
             raise TakenOver(f"another attempt has taken {self.url} over")
-        if self._found is None:
-            holder = _token()
-            self._ours.add(holder)
-            self._record(found.head.run)
-            begun = self._shown_by(found.head)
-            self._swap(found.head.model_copy(update={"holder": holder, "commit": _token(), "before": begun}), found)
-            assert self._found is not None
-            self._unread = {kept.step for kept in found.head.checkpoints[:1]}
-        else:
-            self._found, self._unsure = found, False
-        return self._found
-
-    def _send(self, file: BinaryIO, folder: str, name: str, sha256: str, sent: list[File]) -> File:
-        assert self._found is not None
-        key = f"{self._found.head.holder}/{self._number}-{folder}/{name}"
-        self.send(file, key)
-        sent.append(File(key=key, sha256=sha256, bytes=os.fstat(file.fileno()).st_size))
-        return sent[-1]
-
-    def _clean(self) -> None:
-        """Removes what earlier attempts have sent and not committed. They can commit nothing any more, and this one sends nothing now."""
-        assert self._found is not None
-        with contextlib.suppress(OSError, ValidationError):
-            sizes = self.keys()
-            found = self.read_head()  # after the listing: what another attempt has sent since it took over is not in it
-            if found is None or found.head.holder != self._found.head.holder:
-                return
-            named = found.head.keys
-            for key in sizes:
-                if key.startswith("replaced/"):
-                    text, _ = self.read(key, MAX_HEAD_BYTES)
-                    named |= Head.model_validate_json(text).keys
-            self.remove([key for key in sizes if re.fullmatch(KEY, key) and key not in named])
-
-
-class Sender:
-    """Brings the checkpoints of a run directory into the bucket while the training goes on: the newest one, then the best.
-
-    It reads their files, so it holds no more in memory than the parts under way. Where the bucket is slower than the saves, a checkpoint
-    that waits is passed over for the newer one: the training never waits for a bucket.
-    """
-
-    def __init__(self, objects: ObjectStore, directory: Path, keep: int, keep_best: KeepBest) -> None:
-        self._objects, self._directory, self._keep, self._keep_best = objects, directory, keep, keep_best
-        self._step = -1
-        _SENDING.begin()
-
-    def send(self, step: int, written: Future[SaveResult] | None = None) -> list[Future[SaveResult | None]]:
-        """Sends in the background what the run has saved up to `step`, once that is written.
-
-        Returns:
-            Of the newest one, and of the best one: what was sent and read back; None where there was nothing to send, or a newer one
-            waits by then.
-            `OSError`: it could not be sent. `TakenOver`: nothing can be sent any more.
-        """
-        self._step = step
-        newest = _SENDING.run(self._send, step, written, False)
-        return [newest, _SENDING.run(self._send, step, newest, True)] if self._keep_best else [newest]
-
-    def _send(self, step: int, after: Future[Any] | None, best: bool) -> SaveResult | None:
-        failed = after is not None and after.exception() is not None
-        if step < self._step or (best and failed):
-            return None
-        paths = [path for path in store.candidates(self._directory) if store.step_of(path) <= step]
-        path = next(iter(paths), None)
-        if best:
-            found = store.best(paths, Rule.of(self._keep_best))
-            path = found and found[0]
-        elif after is not None and not failed:
-            path = after.result().path
-        if path is None:
-            return None
-        began = time.perf_counter()
+        before, sent = found[0], list[File]()
+        checkpoints = [entry for entry in before.checkpoints if entry.step not in self._damaged]
+        self._number += 1
         try:
-            size = self._objects.commit(path, self._keep, self._keep_best)
-            self._objects.prune(self._keep, self._keep_best)
-        except FileNotFoundError:
-            if step < self._step:
-                return None  # it has made room for the newer one
+            if path is not None:
+                checkpoints = self._send_checkpoint(path, checkpoints, keep, keep_best, sent)
+                if not sent:
+                    return 0
+            size = sum(file.bytes for file in sent)
+            run_files = self._send_run_files(before, sent)
+            for file in sent:
+                for _ in self.pieces(file.key, file.bytes, file.sha256):
+                    pass
+        except OSError:
+            self.remove([file.key for file in sent])
             raise
-        return SaveResult(path, time.perf_counter() - began, size) if size else None
+        changes = {"holder": self._holders[-1], "commit": _token(), "checkpoints": checkpoints, "run_files": run_files}
+        head = before.model_copy(update=changes)
+        self._swap(head, found)
+        self.remove(before.keys - head.keys)
+        return size
+
+    def _send_checkpoint(
+        self, path: Path, others: list[CheckpointEntry], keep: int, keep_best: KeepBest, sent: list[File]
+    ) -> list[CheckpointEntry]:
+        """Sends a checkpoint, unless the bucket has it or would not keep it. Returns those that are kept with it."""
+        with contextlib.ExitStack() as stack:
+            try:
+                with files.opened_folder(path) as folder:
+                    about = store.manifest(folder, store.step_of(path))
+                    sealed = {name: entry["sha256"] for name, entry in about["files"].items()}
+                    sealed[store.MANIFEST] = files.sha256(folder / store.MANIFEST)
+                    opened = {name: stack.enter_context(files.regular(folder / name)) for name in sealed}
+            except (OSError, store.CorruptCheckpoint) as error:
+                raise (OSError if path.exists() else FileNotFoundError)(str(error)) from None
+            entry = CheckpointEntry(step=about["step"], files={}, score=about["score"], score_of=about["score_of"])
+            same = next((other for other in others if other.step == entry.step), None)
+            if same is not None and {name: file.sha256 for name, file in same.files.items()} == sealed:
+                return others
+            kept = _retained([entry, *(other for other in others if other != same)], keep, keep_best)
+            if entry in kept:
+                for name, file in opened.items():
+                    key = f"{self._holders[-1]}/{self._number}-{path.name}/{name}"
+                    self.put(key, file)
+                    sent.append(File(key=key, sha256=sealed[name], bytes=os.fstat(file.fileno()).st_size))
+                    entry.files[name] = sent[-1]
+            return kept
+
+    def _send_run_files(self, before: Head, sent: list[File]) -> dict[str, File]:
+        """Sends the files of the run directory that have changed. Raises `OSError`."""
+        result = dict[str, File]()
+        for name, data in itertools.islice(_run_files(self._run_dir), bucket.MAX_RUN_FILES):
+            file, sha256 = before.run_files.get(name), hashlib.sha256(data).hexdigest()
+            if file is None or file.sha256 != sha256:
+                key = f"{self._holders[-1]}/{self._number}-run/{name}"
+                file = File(key=key, sha256=sha256, bytes=len(data))
+                self.put(key, data)
+                sent.append(file)
+            result[name] = file
+        if RUN_FILE not in result:
+            raise OSError(f"{self._run_dir / RUN_FILE} cannot be read")
+        return result
+
+    def _swap(self, head: Head, before: tuple[Head, Tag] | None) -> None:
+        """Puts `head` in the place of the one that was read. Raises `TakenOver`, `OSError`."""
+        text, problem, self._found = head.text(), "", None
+        if len(text) > bucket.MAX_HEAD_BYTES:
+            raise OSError(f"{self.url}/{HEAD} would have {len(text)} bytes: keep fewer checkpoints (checkpoint.keep)")
+        for _ in range(TRIES):
+            try:
+                if not self.swap(HEAD, text, before and before[1]):
+                    problem = "the store refuses its own tag: lockstep doctor tries its conditional writes"
+            except OSError as error:
+                problem = str(error)  # also where it was done, and the answer was lost
+            found = self.read_head()
+            commit = found and found[0].commit
+            if commit == head.commit:
+                self._found = found
+                return
+            if commit != (before and before[0].commit):
+                # An earlier swap of this attempt, which had no answer, may have been done late.
+                late = found is not None and found[0].holder in self._holders
+                raise (OSError if late else TakenOver)(f"another attempt has taken {self.url} over")
+        raise OSError(f"the head could not be written: {problem}")
+
+    def _clean(self, head: Head) -> None:
+        """Removes what earlier attempts have sent and not committed. They can commit nothing any more, and this one has sent nothing."""
+        with contextlib.suppress(OSError, ValidationError):
+            keys = self.keys()
+            found = self.read_head()  # after the listing: what another attempt has sent since it took over is not in it
+            if found is not None and found[0].commit == head.commit:
+                replaced = [self.read(key, bucket.MAX_HEAD_BYTES)[0] for key in keys if key.startswith("replaced/")]
+                named = head.keys.union(*(Head.model_validate_json(text).keys for text in replaced))
+                self.remove([key for key in keys if re.fullmatch(bucket.KEY, key) and key not in named])
 
 
-def _opened(path: Path, stack: contextlib.ExitStack) -> tuple[dict[str, Any], dict[str, BinaryIO]]:
-    """What a checkpoint says of itself, and its files, which can be read also when it has made room for newer ones.
-
-    Raises:
-        FileNotFoundError: it has before.
-        OSError: it cannot be read.
-    """
-    try:
-        with files.opened_folder(path) as folder:
-            about = store.manifest(folder, store.step_of(path))
-            names = (*about["files"], store.MANIFEST)
-            return about, {name: stack.enter_context(files.regular(folder / name)) for name in names}
-    except (OSError, store.CorruptCheckpoint) as error:
-        if not path.exists():
-            raise FileNotFoundError(f"{path} is not there any more") from None
-        raise OSError(str(error)) from None
+def _run_files(directory: Path) -> Iterator[tuple[str, bytes]]:
+    """The name and the content of each file of a run directory that is sent. No links."""
+    for place in ("", METRICS, IMAGES):
+        with contextlib.suppress(OSError), files.opened_folder(directory / place) as folder:
+            for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+                name = f"{place}/{entry.name}".lstrip("/")
+                if re.fullmatch(bucket.RUN_FILE_NAME, name) and entry.is_file(follow_symlinks=False):
+                    with contextlib.suppress(OSError), files.regular(folder / entry.name) as file:
+                        yield name, file.read(bucket.MAX_RUN_FILE_BYTES)
 
 
-def _verifies(path: Path) -> bool:
-    try:
-        store.verify(path)
-    except store.CorruptCheckpoint:
-        return False
-    return True
+def _begins_with(path: Path, file: File) -> bool:
+    """Whether a file on the disk has all of it, and perhaps more: an attempt on this very disk wrote it."""
+    with contextlib.suppress(OSError), files.regular(path) as here:
+        return hashlib.sha256(here.read(file.bytes)).hexdigest() == file.sha256
+    return False
 
 
-def _chosen(all_of_them: list[Kept], wanted: int | Rule, url: str) -> Kept:
-    kept = {one.step: one for one in all_of_them}
-    return kept[chosen(kept, wanted, lambda step, rule: kept[step].scored(rule.name), url)]
+def _chosen(entries: list[CheckpointEntry], wanted: int | Rule, url: str) -> CheckpointEntry:
+    by_step = {entry.step: entry for entry in entries}
+    return by_step[chosen(by_step, wanted, lambda step, rule: by_step[step].scored(rule.name), url)]
 
 
-def _retained(all_of_them: list[Kept], keep: int, keep_best: KeepBest) -> list[Kept]:
-    """The newest ones, and the best: what `Writer` keeps on a disk."""
+def _retained(entries: list[CheckpointEntry], keep: int, keep_best: KeepBest) -> list[CheckpointEntry]:
+    """The newest ones, and the best: what `Writer` keeps on a disk. Newest first."""
     rule = Rule.of(keep_best)
-    newest = sorted(all_of_them, key=lambda kept: -kept.step)
-    stay = newest[:keep]
-    best = rule.best({kept.step: score for kept in newest if (score := kept.scored(rule.name)) is not None})
-    return [*stay, *(kept for kept in newest[keep:] if keep_best and kept.step == best)]
+    newest = sorted(entries, key=lambda entry: -entry.step)
+    best = rule.best({entry.step: score for entry in newest if (score := entry.scored(rule.name)) is not None})
+    return [*newest[:keep], *(entry for entry in newest[keep:] if keep_best and entry.step == best)]

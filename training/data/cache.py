@@ -14,7 +14,7 @@ from pathlib import Path
 import filelock
 
 from .. import files
-from ..bucket import Bucket, explained
+from ..bucket import Bucket, Damaged, as_user_error
 from ..contract import UserError
 
 FOLDER = "shards/fetched"
@@ -48,7 +48,7 @@ class Cache:
             damaged: it is not what its manifest says, also when it is fetched again.
         """
         path = self.folder / sha256
-        with explained("data.shards cannot be used"):
+        with as_user_error("data.shards cannot be used"):
             try:
                 if not _usable(path, sha256, verify):
                     self.folder.mkdir(parents=True, exist_ok=True)
@@ -78,10 +78,12 @@ class Cache:
         for attempt in range(1, _TRIES + 1):
             try:
                 with files.replacing(path) as staging:
-                    self._bucket.fetch(key, size, path.name, staging, damaged)
+                    self._bucket.fetch(key, size, path.name, staging)
                 return
-            except (damaged, OSError) as error:
-                if attempt == _TRIES or getattr(error, "errno", None) is not None:  # that is the disk's
+            except OSError as error:
+                if attempt == _TRIES and isinstance(error, Damaged):
+                    raise damaged(str(error)) from None
+                if attempt == _TRIES or error.errno is not None:  # that is the disk's
                     raise
 
     def _make_room(self, size: int) -> None:

@@ -20,7 +20,7 @@ import filelock
 import numpy as np
 
 from .. import files
-from ..bucket import Bucket, explained
+from ..bucket import Bucket, as_user_error
 from ..config import Data
 from ..contract import UserError, say
 from . import sources
@@ -68,7 +68,7 @@ def send(data: Data, url: str) -> Manifest:
     """
     bucket = Bucket(url)
     taken = UserError(f"{bucket.url} exists already, and has shards: choose another prefix, or remove its {MANIFEST}")
-    with explained("the shards cannot be sent"):
+    with as_user_error("the shards cannot be sent"):
         with contextlib.suppress(FileNotFoundError):
             bucket.read(MANIFEST, MOST_MANIFEST)
             raise taken
@@ -77,7 +77,7 @@ def send(data: Data, url: str) -> Manifest:
         for split, shards in manifest.splits.items():
             for shard, entry in zip(shards, about["splits"][split]):
                 entry["file"] = f"{shard.sha256}.safetensors"
-                bucket.send(manifest.file(shard, verify=True), entry["file"])
+                bucket.put(entry["file"], manifest.file(shard, verify=True))
         text = (json.dumps(about, indent=1) + "\n").encode()
         if not bucket.swap(MANIFEST, text, None) and bucket.read(MANIFEST, MOST_MANIFEST)[0] != text:
             raise taken

@@ -22,7 +22,7 @@ import torch
 from pydantic import AfterValidator, Field
 
 from .. import files
-from ..bucket import Bucket, explained
+from ..bucket import Bucket, as_user_error
 from ..config import Data, settings
 from ..config.settings import Section
 from ..contract import UserError
@@ -170,7 +170,7 @@ class Manifest(Section):
         """
         assert data.shards is not None
         bucket, folder = Bucket(data.shards), Path(data.root) / FOLDER
-        with explained("data.shards cannot be used"):
+        with as_user_error("data.shards cannot be used"):
             text, _ = bucket.read(MANIFEST, MOST_MANIFEST)
         place = f"{bucket.url}/{MANIFEST}"
         with files.reading(place, then=f": {_MEND}"):

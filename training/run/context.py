@@ -19,7 +19,6 @@ from ..observe.console import Console
 from ..observe.exporter import Exporter
 from ..observe.goodput import GoodputRecorder
 from ..observe.metrics import Metrics
-from ..observe.mirror import Mirror
 from ..observe.rundir import RunDirectory
 from ..parallel.world import World
 
@@ -119,21 +118,12 @@ class RunContext:
         self.goodput.take_over(run)
         if (url := self.config.checkpoint.to) is not None:
             self.objects = ObjectStore(url)
-            self.objects.succeed(run.path)
-            mirrored(self.objects, run, self.left).begin()
+            self.objects.take_over(run.path)
         there = [_key(event) for event in run.last_events()]
         for _, key, action in self._untold:
             if key is None or key not in there:
                 action(run)
         self._untold.clear()
-
-
-def mirrored(objects: ObjectStore, run: RunDirectory, left: Callable[[], float]) -> Mirror:
-    """Keeps the copy of the run directory in the bucket, from its `begin` on."""
-    mirror = Mirror(objects, lambda: objects.head, run.path, left)
-    objects.before_commit = mirror.send
-    run.at_close.append(mirror.close)
-    return mirror
 
 
 _KEYS = ("step", "epoch", "batch", "path", "name")

@@ -47,7 +47,6 @@ from ..observe.clock import StepClock
 from ..observe.console import Console
 from ..observe.exporter import Exporter
 from ..observe.goodput import GoodputRecorder
-from ..observe.mirror import Mirror
 from ..observe.rundir import RunDirectory, read_run
 from ..parallel import process
 from ..parallel.exchange import (
@@ -66,7 +65,7 @@ from ..resilience.preempt import Signals
 from ..sync.base import GradientSync
 from ..sync.buckets import SentAlready
 from .attempt import Attempt, Ended, conclude, failed
-from .context import RunContext, mirrored, note_corrupt_shard
+from .context import RunContext, note_corrupt_shard
 from .loop import Loop
 from .recording import Recorder, capture_stream, obstacle
 from .replica import Replica
@@ -155,14 +154,13 @@ class Lifecycle:
             process.keep_freed()
         self.directory: RunDirectory | None = None
         self._objects: ObjectStore | None = None
-        self._mirror: Mirror | None = None
         exporter: Exporter | None = None
         verified: Path | None = None
         try:
             with failing_together(world):
                 if world.leader:
                     objects = ObjectStore(kept.to) if kept.to is not None else None
-                    brings = (lambda _: None) if objects is None else partial(objects.settle, fresh=fresh)
+                    brings = (lambda _: None) if objects is None else partial(objects.check, fresh=fresh)
                     self.directory = RunDirectory.open(self.run_dir, settings, fresh, brings)
                     self._objects = objects
                     if note := os.environ.get(ENV_NOTE):
@@ -172,12 +170,9 @@ class Lifecycle:
                 limit = settings.collective_timeout
                 with waiting_for_all(world, "bring the checkpoint from the bucket", 24 * 3600.0, limit):
                     if self._objects is not None and self.directory is not None:
-                        verified = self._objects.take(
+                        verified = self._objects.acquire(
                             self.directory.path, fresh, kept.keep_best, lambda text: say(f"warning: {text}", sys.stderr)
                         )
-                        self._mirror = mirrored(self._objects, self.directory, self._left)
-                        with self._objects.explained():
-                            self._mirror.bring()
                         self.directory.count_attempt()
             # Only now: a directory that is refused stays untouched. First where it is cleared of what earlier attempts left.
             for sweeps in (True, False):
@@ -300,8 +295,6 @@ class Lifecycle:
             directory.told = run.console.on_status
             directory.status(None, "running", run.steps_done)
             directory.listeners.append(run.console.on_event)
-        if self._mirror is not None:
-            self._mirror.begin()
         over_gloo = " over gloo" if world.device.type == "cuda" and not world.nccl else ""
         run.console.line(
             f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}{over_gloo}, {self.threads}"

@@ -7,13 +7,12 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..bucket import TRIES, Bucket
+from ..bucket import Bucket, as_user_error
 from ..contract import EXIT_UNREACHABLE, REPORT_FILE, UserError
-from ..observe.mirror import Damaged, Snapshot, listed
 
 if TYPE_CHECKING:
     from ..checkpoint.score import Rule
@@ -46,19 +45,24 @@ class Run:
         """Has `path` hold a checkpoint: the newest one, that of a step, or the best by a rule. Raises `UserError`."""
 
 
-class _InBucket(Run):
-    """A run whose `checkpoint.to` names the URL. Its files are fetched into a folder that goes with the process."""
+class BucketRun(Run):
+    """A run whose `checkpoint.to` names the URL, as of its last commit. Its files are fetched into a folder that goes with the process."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._bucket = Bucket(name, retries=3)
         self._folder: Path | None = None
+        self._names = set[str]()
+        """Of the files of the last commit that was shown."""
 
     @property
     def path(self) -> Path:
         if self._folder is None:
+            temporary = tempfile.mkdtemp(prefix="lockstep-")
+            atexit.register(_remove, temporary, os.getpid())
+            self._folder = Path(temporary, self.name.rstrip("/").rpartition("/")[2])
+            self._folder.mkdir()
             self.look()
-        assert self._folder is not None
         return self._folder
 
     @property
@@ -66,48 +70,30 @@ class _InBucket(Run):
         return Path(REPORT_FILE)
 
     def look(self) -> None:
-        with self._explained():
-            snapshot = self._snapshot()
-            if self._folder is None:
-                temporary = tempfile.mkdtemp(prefix="lockstep-")
-                atexit.register(_remove, temporary, os.getpid())
-                self._folder = Path(temporary, self.name.rstrip("/").rpartition("/")[2])
-                self._folder.mkdir()
-            snapshot.restore(self._folder)
-            for name in listed(self._folder).keys() - snapshot.files.keys():
-                (self._folder / name).unlink()
-
-    def _snapshot(self) -> Snapshot:
-        for _ in range(TRIES):
-            found = self._bucket.read_head()
-            if found is None:
-                raise UserError(f"{self.name} has no run: give what its checkpoint.to says")
-            with contextlib.suppress(FileNotFoundError):  # another attempt may have begun meanwhile
-                return Snapshot.of(self._bucket, found.head)
-        raise UserError(
-            f"{self.name} holds a run that has not written anything down yet: a run does once its ranks have met"
-        )
+        with as_user_error(f"{self.name} cannot be read", EXIT_UNREACHABLE):
+            for head in self._bucket.heads():
+                if not head.run_files:
+                    raise UserError(
+                        f"{self.name} holds a run that has committed nothing yet: a run does with its first checkpoint, and at its end"
+                    )
+                with contextlib.suppress(FileNotFoundError):  # of a commit that a newer one has replaced meanwhile
+                    self._bucket.restore(head.run_files, self.path)
+                    for name in self._names - head.run_files.keys():
+                        (self.path / name).unlink()
+                    self._names = {*head.run_files}
+                    return
+        raise UserError(f"{self.name} has no run, or lacks files of it: give what its checkpoint.to says")
 
     def bring(self, wanted: int | Rule | None = None, warn: Callable[[str], None] = print) -> None:
         from ..checkpoint.object_store import ObjectStore
 
-        with self._explained():
-            ObjectStore(self.name).bring_one(self.path, wanted, warn)
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, Damaged) as error:
-            away = UserError(f"{self.name} cannot be read: {error}")
-            if not isinstance(error, (Damaged, PermissionError)):
-                away.code = EXIT_UNREACHABLE
-            raise away from None
+        with as_user_error(f"{self.name} cannot be read", EXIT_UNREACHABLE):
+            ObjectStore(self.name).download(self.path, wanted, warn)
 
 
-def opened(name: str) -> Run:
+def open_run(name: str) -> Run:
     """Looks at it when it is used. Raises `UserError` for a URL that is not a bucket's."""
-    return _InBucket(name) if "://" in name else Run(str(Path(name)))
+    return BucketRun(name) if "://" in name else Run(str(Path(name)))
 
 
 def _remove(folder: str, process: int) -> None:

@@ -10,16 +10,19 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from pathlib import Path
 
 from ..checkpoint import store
-from ..checkpoint.object_store import Sender, TakenOver
+from ..checkpoint.object_store import ObjectStore, TakenOver
+from ..checkpoint.score import KeepBest, Rule
 from ..checkpoint.state import gather
-from ..checkpoint.store import SaveResult, Writer
-from ..contract import UserError
+from ..checkpoint.store import SaveResult, Worker, Writer
+from ..contract import UserError, say
 from ..parallel.exchange import failing_together, on_any
 from .context import RunContext
 
@@ -36,6 +39,9 @@ WRITES = 2.0
 """An interval is at least this many times as long as the writing in the background, which takes part of the disk and the CPU."""
 _LAST = 9
 """Saves whose median counts."""
+LAST_SECONDS = 20.0
+"""For the last commit to a bucket, as the attempt ends."""
+_SENDING = Worker("checkpoint-send")
 
 
 class Interval:
@@ -84,6 +90,50 @@ class _NoAnswer(Exception):
     """A save has not ended in time. A `TimeoutError` of a network disk is different: that save has failed."""
 
 
+class Sender:
+    """Brings the checkpoints of a run directory into the bucket while the training goes on: the newest one, then the best.
+
+    It reads their files, so it holds no more in memory than the parts under way. Where the bucket is slower than the saves, a checkpoint
+    that waits is passed over for the newer one: the training never waits for a bucket.
+    """
+
+    def __init__(self, objects: ObjectStore, directory: Path, keep: int, keep_best: KeepBest) -> None:
+        self._objects, self._directory, self._keep, self._keep_best = objects, directory, keep, keep_best
+        self._step = -1
+        _SENDING.begin()
+
+    def send(self, step: int, written: Future[SaveResult] | None = None) -> Future[list[SaveResult]]:
+        """Sends in the background what the run has saved up to `step`, once that is written.
+
+        Returns:
+            The checkpoints that were sent; none where there was nothing to send, or a newer one waits by then.
+            `OSError`: one could not be sent. `TakenOver`: nothing can be sent any more.
+        """
+        self._step = step
+        return _SENDING.run(self._send, step, written)
+
+    def finish(self) -> Future[int]:
+        """Commits the files of the run directory as they are at the end of the attempt."""
+        return _SENDING.run(self._objects.commit, None, self._keep, self._keep_best)
+
+    def _send(self, step: int, written: Future[SaveResult] | None) -> list[SaveResult]:
+        if written is not None:
+            wait([written])
+        paths, sent = store.candidates(self._directory), list[SaveResult]()
+        best = store.best(paths, Rule.of(self._keep_best)) if self._keep_best else None
+        for path in dict.fromkeys([*paths[:1], *([best[0]] if best is not None else [])]):
+            began = time.perf_counter()
+            try:
+                size = self._objects.commit(path, self._keep, self._keep_best) if step == self._step else 0
+            except FileNotFoundError:
+                if step == self._step:
+                    raise
+                break  # it has made room for the newer one
+            if size:
+                sent.append(SaveResult(path, time.perf_counter() - began, size))
+        return sent
+
+
 class Saver:
     """Decides that a checkpoint is due, gathers it, and counts the ones that the disk refused.
 
@@ -107,10 +157,9 @@ class Saver:
         """The last save was made by a rank that was lost, and is not on the disk."""
         self._future: Future[SaveResult] | None = None
         self._sender: Sender | None = None
-        self._sends: list[Future[SaveResult | None]] = []
+        self._sends: list[Future[list[SaveResult]]] = []
         """What has not been told yet, in order."""
-        self._last_sends = self._sends
-        """Of the last save."""
+        self._last_send: Future[list[SaveResult]] | None = None
         self.last_step = context.steps_done
         """The newest state that was saved, or gone on from."""
         self._last_time = now()
@@ -129,8 +178,9 @@ class Saver:
             if objects is not None:
                 self._sender = Sender(objects, run.checkpoints, keep, keep_best)
                 # What an earlier attempt, or a rank that was lost, could not.
-                self._sends = self._sender.send(self.last_step)
-                self._last_sends = [*self._sends]
+                self._last_send = self._sender.send(self.last_step)
+                self._sends = [self._last_send]
+                run.at_close.append(self._finish)
 
     def take_over(self) -> None:
         """Rank 0 was lost, and this one writes from here on. A save that the lost rank has not ended is due again."""
@@ -175,8 +225,8 @@ class Saver:
         ):  # else it would wait for the save that hangs
             self._future = self._writer.save(self.context.steps_done, gathered, score)
             if self._sender is not None:
-                self._last_sends = self._sender.send(self.context.steps_done, self._future)
-                self._sends += self._last_sends
+                self._last_send = self._sender.send(self.context.steps_done, self._future)
+                self._sends.append(self._last_send)
             stalled = time.perf_counter() - began
             self.interval.stalled(stalled)
             self.context.event("checkpoint", step=self.context.steps_done, stall_seconds=round(stalled, 6))
@@ -212,7 +262,8 @@ class Saver:
             while self.settings.to is not None and on_any(self._waits_for_bucket(), world):
                 self._alive()
             self._check_taken_over()
-            unsent = any(not sent.done() or sent.exception() is not None for sent in self._last_sends)
+            last = self._last_send
+            unsent = last is not None and (not last.done() or last.exception() is not None)
             failed = on_any(self._last_failed or unsent, world)
             if generation == world.generation:  # else another rank writes by now, and has waited for nothing yet
                 return not failed
@@ -231,13 +282,13 @@ class Saver:
         """Records what has come of the uploads that are over."""
         while self._sends and self._sends[0].done():
             try:
-                result = self._sends.pop(0).result()
+                results = self._sends.pop(0).result()
             except OSError as error:
                 if isinstance(error, TakenOver):
                     self._taken_over = str(error)
                 self._not_sent(str(error), "bucket")
             else:
-                if result is not None:
+                for result in results:
                     self._stands("checkpoint_sent", result)
 
     def _not_sent(self, why: str, reason: str) -> None:
@@ -309,6 +360,15 @@ class Saver:
             f"Checkpoints every {seconds:.0f} s (every_seconds: auto): a save costs {interval.cost:.3g} s, and a failure is "
             f"expected every {mtbf / 3600:.3g} h ({interval.failures} so far)"
         )
+
+    def _finish(self) -> None:
+        """Commits how the attempt has ended. A bucket that does not answer keeps no process from its end."""
+        assert self._sender is not None
+        future, seconds = self._sender.finish(), max(0.0, min(LAST_SECONDS, self._left()))
+        wait([future], seconds)
+        error = future.exception() if future.done() else f"the bucket did not answer within {seconds:.0f} s"
+        if error is not None:
+            say(f"warning: {self.context.path}: the end of this attempt is not in the bucket: {error}", sys.stderr)
 
     def close(self) -> None:
         """Waits for the last save, unless it hangs. Then its temporary file stays, and the next start removes it."""
