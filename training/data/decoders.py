@@ -4,31 +4,37 @@
         for item, result in decoders.decode(items):      # bytes: the pixels; str: why there are none
             …
 
-What an image file may do to a process – take its memory, crash it, never end – it does to one of these. A library's pool
-breaks as a whole when one of its processes dies, and tells nobody which file it was. Here a process has one file at a time,
-a deadline for it, and a bound on the bytes that it answers.
+An image file may take a process' memory, crash it, or never end: here that happens to one of these processes. A process
+decodes one file at a time, with a deadline, and with bounds of its memory and of the bytes that it answers.
 
-The process is this module, too: python -m lockstep.training.data.decoders HEIGHT WIDTH. It writes R. Then it reads a line
-of JSON for each image, {"path": …, "kind": …, "inside": …}, until stdin ends. It answers P and the pixels, uint8 RGB
-[h, w, 3], or E, the length of a reason (2 bytes) and the reason. It alone imports Pillow, and nothing of ours but `files`.
+A ProcessPoolExecutor does not do: a file that ends a process breaks the whole pool. If a process is killed while it hands over
+pixels, the pool's thread reads for ever, and Python waits for it at its exit. Workers outlive a rank that is killed (CPython 3.11).
+
+The process is this module, too: python -m lockstep.training.data.decoders HEIGHT WIDTH. Its standard input is a connection. It
+sends R. It receives lists of images in JSON, [[path, format, folder], …], until the connection ends, and sends for each image the
+pixels, uint8 RGB [h, w, 3], or an empty message and a reason. It alone imports Pillow, and nothing of ours but `files`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
+import multiprocessing
 import os
+import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeAlias
 
@@ -40,10 +46,12 @@ MOST_PIXELS = 100_000_000
 """Of one image. A file of a few kilobytes can unpack to gigabytes."""
 MOST_BYTES = 256 << 20
 """Of one file."""
+MOST_MEMORY = 4 << 30
+"""Bytes of a process' address space. The largest image takes half of it."""
 FORMATS = ("JPEG", "PNG", "WEBP")
 _START_SECONDS = 120.0
 _BATCH = 16
-"""Images that a thread has its process decode before it comes back."""
+"""Images that a thread asks its process for at once."""
 _ROOT = Path(__file__).parents[3]
 _PROGRAM = ["-m", "lockstep.training.data.decoders"]
 
@@ -106,7 +114,7 @@ class Decoders:
             yield from waiting.popleft().result()
 
     def _decode(self, batch: list[Item]) -> list[tuple[Item, Result]]:
-        return [(item, self._of_thread.process.decode(item)) for item in batch]
+        return list(zip(batch, self._of_thread.process.decode(batch)))
 
 
 class _Process:
@@ -118,49 +126,44 @@ class _Process:
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
-    def decode(self, item: Item) -> Result:
+    def decode(self, items: list[Item]) -> list[Result]:
         """Only an item that ends two processes counts as broken: a machine without memory may kill any process."""
-        reason = ""
-        for _ in range(2):
+        questions = [(os.path.abspath(item.file), item.expected_format, str(item.inside or "")) for item in items]
+        results: list[Result] = []
+        suspect = -1
+        while len(results) < len(items):
             if self._closed:
                 raise RuntimeError("nobody waits for it any more")
             if self._process is None:
                 self._start()
             try:
-                return self._asked(item)
-            except TimeoutError:
-                reason = f"decoding it takes longer than {SECONDS:.0f} s"
-                self.stop()
-            except (OSError, EOFError):
+                self._connection.send_bytes(json.dumps(questions[len(results) :]).encode())
+                while len(results) < len(items):
+                    results.append(self._received(SECONDS) or self._received(SECONDS).decode("utf-8", "replace"))
+            except (OSError, EOFError) as error:
                 reason = f"it ended its decoder process ({self.stop()})"
-        return reason
+                if isinstance(error, TimeoutError):
+                    reason = f"decoding it takes longer than {SECONDS:.0f} s"
+                if suspect == len(results):
+                    results.append(reason)
+                else:
+                    suspect = len(results)
+        return results
 
     def _start(self) -> None:
-        self._socket, theirs = socket.socketpair()
-        self._answers = self._socket.makefile("rb")
+        self._connection, theirs = multiprocessing.Pipe()
         with theirs:  # in _ROOT no folder of the user's called `training` stands before ours
-            self._process = subprocess.Popen(self._command, stdin=theirs.fileno(), stdout=theirs.fileno(), cwd=_ROOT)
-        self._socket.settimeout(_START_SECONDS)
+            self._process = subprocess.Popen(self._command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, cwd=_ROOT)
         try:
-            self._read(1)
+            self._received(_START_SECONDS)
         except (OSError, EOFError):
             raise RuntimeError(f"a decoder process does not start: it ended by {self.stop()}") from None
-        self._socket.settimeout(SECONDS)
 
-    def _asked(self, item: Item) -> Result:
-        inside = None if item.inside is None else str(item.inside)
-        question = {"path": os.path.abspath(item.file), "kind": item.expected_format, "inside": inside}
-        self._socket.sendall(json.dumps(question).encode() + b"\n")
-        if self._read(1) == b"P":
-            return self._read(self._bytes)
-        return self._read(int.from_bytes(self._read(2), "little")).decode("utf-8", "replace")
-
-    def _read(self, size: int) -> bytes:
-        """Raises `TimeoutError` where nothing comes for `SECONDS`, `EOFError` where the process has ended."""
-        data = self._answers.read(size)
-        if len(data) < size:
-            raise EOFError
-        return data
+    def _received(self, seconds: float) -> bytes:
+        """The next message. Raises `TimeoutError` where there is none in that time, `EOFError` where the process has ended."""
+        if not self._connection.poll(seconds):
+            raise TimeoutError
+        return self._connection.recv_bytes(max(self._bytes, 65535))  # a reason is short
 
     def stop(self) -> str:
         """Ends the process and takes it away; the next image gets a new one. Returns how it had ended, if it had."""
@@ -168,8 +171,7 @@ class _Process:
             return ""
         self._process.kill()
         code = self._process.wait()
-        self._answers.close()
-        self._socket.close()
+        self._connection.close()
         self._process = None
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
@@ -205,47 +207,57 @@ def decoded(data: bytes, expected_format: str | None, height: int, width: int) -
     return ImageOps.fit(upright, (width, height), Image.Resampling.BILINEAR).tobytes()
 
 
-def _content(path: Path, inside: str | None) -> bytes:
+def _content(path: Path, inside: str) -> bytes:
     """Of a file that is below the folder `inside` as it is opened: since it was listed, a link may have taken its place."""
     with files.regular(path) as file:
         opened = Path(f"/proc/self/fd/{file.fileno()}")
         if not opened.exists():  # a system without /proc
             return files.read(path, MOST_BYTES)
-        if inside is not None and not Path(os.readlink(opened)).is_relative_to(inside):
+        if inside and not Path(os.readlink(opened)).is_relative_to(inside):
             raise ValueError("it is a link that leads out of the folder")
         return files.read(opened, MOST_BYTES)
 
 
-def _answer(question: dict[str, str | None], height: int, width: int) -> bytes:
+def _result(path: str, expected_format: str | None, inside: str, height: int, width: int) -> Result:
     from PIL import Image
 
     try:
-        content = _content(Path(str(question["path"])), question["inside"])
-        return b"P" + decoded(content, question["kind"], height, width)
+        return decoded(_content(Path(path), inside), expected_format, height, width)
     except Image.DecompressionBombError:
-        reason = f"it has more than {MOST_PIXELS} pixels"
+        return f"it has more than {MOST_PIXELS} pixels"
     except Image.UnidentifiedImageError:
-        reason = "it is not a JPEG, PNG or WebP image"
+        return "it is not a JPEG, PNG or WebP image"
     except Exception as error:  # noqa: BLE001 - a damaged file makes the library raise nearly anything
-        reason = files.reason_of(error)
-    text = reason.encode("utf-8", "backslashreplace")
-    return b"E" + len(text).to_bytes(2, "little") + text
+        return files.reason_of(error)
+
+
+def _limit(kind: int, most: int) -> None:
+    with contextlib.suppress(ValueError, OSError):  # the user's limit is lower, or the system has none
+        resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
 
 
 def _main(height: int, width: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # meant for who asked us, and who ends us by closing stdin
+        signal.signal(number, signal.SIG_IGN)  # meant for who asked us, and who ends us by closing the connection
     from PIL import Image
 
     warnings.simplefilter("ignore")
     Image.MAX_IMAGE_PIXELS = MOST_PIXELS
-    files.write_all(sys.stdout.fileno(), b"R")
-    while line := sys.stdin.buffer.readline():
-        files.write_all(sys.stdout.fileno(), _answer(json.loads(line), height, width))
+    _limit(resource.RLIMIT_AS, MOST_MEMORY)
+    connection = Connection(sys.stdin.fileno())
+    connection.send_bytes(b"R")
+    while True:
+        for path, expected_format, inside in json.loads(connection.recv_bytes()):
+            _limit(
+                resource.RLIMIT_CPU, int(time.process_time() + SECONDS) + 1
+            )  # where nobody is left who would kill us
+            result = _result(path, expected_format, inside, height, width)
+            if isinstance(result, str):
+                connection.send_bytes(b"")
+                result = result.encode("utf-8", "backslashreplace")
+            connection.send_bytes(result)
 
 
 if __name__ == "__main__":
-    try:
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the other end is gone
         _main(*map(int, sys.argv[1:]))
-    except BrokenPipeError:
-        os._exit(1)  # the reader is gone

@@ -14,21 +14,23 @@ def test_a_file_that_ends_or_holds_up_its_decoder_is_named(tmp_path: Path, monke
     """The next ones get a new process, and so does one whose process ended once."""
     program = tmp_path / "decoder.py"
     program.write_text(
-        "import os, sys, time, json\nos.write(1, b'R')\n"
-        "for line in sys.stdin.buffer:\n"
-        "    path = json.loads(line)['path']\n"
-        "    if 'kill' in path: os.kill(os.getpid(), 11)\n"
-        "    if 'once' in path and not os.path.exists('seen'): open('seen', 'w'); os.kill(os.getpid(), 9)\n"
-        "    if 'wait' in path: time.sleep(600)\n"
-        "    os.write(1, b'P' + bytes(12))\n"
+        "import os, resource, time\nfrom pathlib import Path\nfrom lockstep.training.data import decoders\n"
+        "def decoded(data, *_):\n"
+        "    if b'kill' in data: os.kill(os.getpid(), 11)\n"
+        "    if b'once' in data and not os.path.exists(data): Path(os.fsdecode(data)).touch(); os.kill(os.getpid(), 9)\n"
+        "    if b'wait' in data: time.sleep(600)\n"
+        "    if b'time' in data: raise ValueError(resource.getrlimit(resource.RLIMIT_CPU)[0])\n"
+        "    return bytes(9 << 30)[:12] if b'fill' in data else bytes(12)\n"
+        "decoders.decoded, decoders._content, decoders.SECONDS = decoded, lambda path, _: bytes(path), 5\n"
+        "decoders._main(2, 2)\n"
     )
     monkeypatch.setattr(decoders, "_PROGRAM", [str(program)])
-    monkeypatch.setattr(decoders, "_ROOT", tmp_path)
     monkeypatch.setattr(decoders, "SECONDS", 0.5)
-    items = [Item(Path(name), 0, name) for name in ("a", "kill", "b", "wait", "once", "c")]
+    items = [Item(tmp_path / name, 0, name) for name in ("a", "kill", "b", "wait", "once", "fill", "time", "c")]
     with Decoders(2, 2, 1) as running:
         results = [result for _, result in running.decode(items)]
         processes = [one._process for one in running._processes]
-    assert [type(result) for result in results] == [bytes, str, bytes, str, bytes, bytes]
+    assert [type(result) for result in results] == [bytes, str, bytes, str, bytes, str, str, bytes]
     assert "signal 11" in str(results[1]) and "takes longer" in str(results[3])
+    assert "not enough memory" in str(results[5]) and int(str(results[6])) < 10
     assert all(process is not None and process.poll() is not None for process in processes)
