@@ -12,7 +12,7 @@ pixels, the pool's thread reads for ever, and Python waits for it at its exit. W
 
 The process is this module, too: python -m lockstep.training.data.decoders HEIGHT WIDTH. Its standard input is a connection. It
 sends R. It receives lists of images in JSON, [[path, format, folder], …], until the connection ends, and sends for each image the
-pixels, uint8 RGB [h, w, 3], or an empty message and a reason. It alone imports Pillow, and nothing of ours but `files`.
+pixels, uint8 RGB [h, w, 3], or an empty message and a reason. It alone imports Pillow, and nothing of ours that is heavy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import json
 import multiprocessing
 import os
 import resource
-import signal
 import subprocess
 import sys
 import threading
@@ -37,6 +36,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeAlias
+
+from lockstep.wire.signals import signals_held_back
 
 from .. import files
 
@@ -152,7 +153,9 @@ class _Process:
 
     def _start(self) -> None:
         self._connection, theirs = multiprocessing.Pipe()
-        with theirs:  # in _ROOT no folder of the user's called `training` stands before ours
+        # Signals are for the rank, which ends the process: it inherits the mask, and never takes any. In _ROOT no folder of
+        # the user's called `training` stands before ours.
+        with theirs, signals_held_back():
             self._process = subprocess.Popen(self._command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, cwd=_ROOT)
         try:
             self._received(_START_SECONDS)
@@ -237,8 +240,6 @@ def _limit(kind: int, most: int) -> None:
 
 
 def _main(height: int, width: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # meant for who asked us, and who ends us by closing the connection
     from PIL import Image
 
     warnings.simplefilter("ignore")

@@ -19,6 +19,7 @@ def test_a_file_that_ends_or_holds_up_its_decoder_is_named(tmp_path: Path, monke
         "    if b'kill' in data: os.kill(os.getpid(), 11)\n"
         "    if b'once' in data and not os.path.exists(data): Path(os.fsdecode(data)).touch(); os.kill(os.getpid(), 9)\n"
         "    if b'wait' in data: time.sleep(600)\n"
+        "    if b'term' in data: os.kill(os.getpid(), 15)\n"
         "    if b'time' in data: raise ValueError(resource.getrlimit(resource.RLIMIT_CPU)[0])\n"
         "    return bytes(9 << 30)[:12] if b'fill' in data else bytes(12)\n"
         "decoders.decoded, decoders._content, decoders.SECONDS = decoded, lambda path, _: bytes(path), 5\n"
@@ -26,7 +27,7 @@ def test_a_file_that_ends_or_holds_up_its_decoder_is_named(tmp_path: Path, monke
     )
     monkeypatch.setattr(decoders, "_PROGRAM", [str(program)])
     monkeypatch.setattr(decoders, "SECONDS", 0.5)
-    items = [Item(tmp_path / name, 0, name) for name in ("a", "kill", "b", "wait", "once", "fill", "time", "c")]
+    items = [Item(tmp_path / name, 0, name) for name in ("a", "kill", "b", "wait", "once", "fill", "time", "term")]
     with Decoders(2, 2, 1) as running:
         results = [result for _, result in running.decode(items)]
         processes = [one._process for one in running._processes]
