@@ -102,7 +102,6 @@ ENDPOINTS = "endpoints"
 RANK_HEADER = "Lockstep-Rank"
 """Of a rank's answers: the `id` of its endpoint file."""
 METRICS = "metrics"
-IMAGES = "images"
 MOST_NAMED = 8
 """Up to this many ranks a message names one by one; more are shown as ranges."""
 

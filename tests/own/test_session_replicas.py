@@ -179,6 +179,36 @@ def test_what_is_trained_outside_of_the_session_is_named_once(tmp_path: Path, sy
         assert "run.values['seen'] is not the same on rank 1" in value
 
 
+HOOKS = """
+import sys, torch
+from lockstep import Session
+for kind in ("register_hook", "register_post_accumulate_grad_hook"):
+    with Session(f"{sys.argv[1]}-{kind}", "log.report=false") as run:
+        net = torch.nn.Linear(4, 2)
+        getattr(net.weight, kind)(lambda it: None)
+        model = run.replicate(net)
+        run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        for epoch in run.epochs(2):
+            for x in run.batches(torch.randn(16, 4), 8):
+                run.step(lambda x: model(x).square().mean(), x)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_hooks_on_parameters_get_a_part_of_the_gradient_where_there_are_several_ranks(
+    tmp_path: Path, ranks: int
+) -> None:
+    """A hook may print, or mask: it is named once. One that uses up the gradient comes too early."""
+    done = script(ranks, HOOKS, tmp_path / "run")
+    several = ranks > 1
+    assert done.code == 2 * several and done.output.count("a hook on weight gets the gradient of a part") == several, (
+        done.output
+    )
+    assert done.output.count("sync.name=flat sums the gradient of weight over the ranks after the hook") == several, (
+        done.output
+    )
+
+
 ALIKE = """
 import sys, torch, torch.nn.functional as F
 from lockstep import Session

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from .. import bucket, files
 from ..bucket import HEAD, TRIES, Bucket, CheckpointEntry, Damaged, File, Head, Tag, as_user_error
-from ..contract import CHECKPOINTS, IMAGES, METRICS, RUN_FILE, UserError, checkpoint_name
+from ..contract import CHECKPOINTS, METRICS, RUN_FILE, UserError, checkpoint_name
 from . import store
 from .score import KeepBest, Rule, chosen
 
@@ -301,7 +301,7 @@ class ObjectStore(Bucket):
 
 def _run_files(directory: Path) -> Iterator[tuple[str, bytes]]:
     """The name and the content of each file of a run directory that is sent. No links."""
-    for place in ("", METRICS, IMAGES):
+    for place in ("", METRICS):
         with contextlib.suppress(OSError), files.opened_folder(directory / place) as folder:
             for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
                 name = f"{place}/{entry.name}".lstrip("/")

@@ -31,6 +31,7 @@ from .attempt import Attempt
 from .canary import Canary
 from .context import RunContext
 from .dealt import Dealt
+from .hooks import ScriptHooks
 from .parts import InParts
 from .replica import Replica, Several
 from .sums import StepSums
@@ -62,6 +63,7 @@ class Step:
         """Whether the last gradient that was looked at is finite, on the device."""
         cut = replica.sync.batch_parts is not None
         self._drawing = generators.Drawing(run.world.device, every=cut)
+        self._hooks = ScriptHooks(run, replica)
         self.in_parts = InParts(run, replica, self._drawing) if cut else None
         self.dealt = Dealt(run.world, replica.sync.batch_parts)
         self._canary = Canary(run) if cut else None
@@ -185,7 +187,7 @@ class Step:
             raise RuntimeError("step(function) came after a backward() without update(): call run.update() first")
         work = Work.of(compute, batch, samples, divisor, self.part, self.run.config, self.replica.sync)
         work = dataclasses.replace(work, generation=self.dealt.generation)
-        self._check_same_samples(work.part, work.samples)
+        self._check_use(work.part, work.samples)
         optimizers = self.replica.known(optimizers)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         of = self.replica.parameters_of(optimizers)
@@ -470,7 +472,7 @@ class Step:
         if not self.pending:
             self._forget()
         self.attempt.stage = 2
-        self._check_same_samples(part, samples)
+        self._check_use(part, samples)
         weight, total = (part.weight, part.total) if part is not None else (1.0, None)
         self.pending, self._divisor, self._as_function = True, divisor, False
         self._backpropagate(loss, {}, samples, weight, total, divisor, scaler)
@@ -572,8 +574,10 @@ class Step:
             raise RuntimeError("a step without samples: every rank gave samples=0")
         self.replica.sync.scale_gradients(torch.tensor(1.0 / total, device=self.run.world.device))
 
-    def _check_same_samples(self, part: Part | None, samples: int) -> None:
-        """Warns where all ranks use all of the same batch."""
+    def _check_use(self, part: Part | None, samples: int) -> None:
+        """Warns where all ranks use all of the same batch. Looks for hooks, at the start and after each save."""
+        if not self.pending and self.attempt.saver.last_step == self.run.steps_done:
+            self._hooks.look()
         if part is None and self.same_samples and samples >= self.same_samples:  # fewer: it has taken its share
             self.same_samples = 0
             if self.run.world.leader:

@@ -37,7 +37,7 @@ from .base import (
     make_contiguous,
     undisturbed,
 )
-from .watch import GradientWatch
+from .watch import GradientWatch, hooks_of_script
 
 
 class FsdpOptions(Section):
@@ -222,6 +222,11 @@ class Fsdp(GradientSync):
                 raise self.refuse(
                     f"cannot shard a parameter without dimensions, and {name} is one", "give it the shape [1]"
                 )
+        if hooked := next(hooks_of_script(model), None):
+            raise self.refuse(
+                f"replaces the parameters, and the hook on {hooked[0]} would be lost",
+                "change the gradient between run.backward() and run.update(), or use sync.name=flat",
+            )
         blocks = find_blocks(model, self.options.blocks)
         self.model, self.world = model, world
         # FSDP shards rows of contiguous parameters. Convolutions still use the memory layout of their images.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from ..observe.clock import Mark, mark
@@ -28,6 +29,16 @@ def on_grad(parameter: torch.Tensor, method: Callable[[Any], None]) -> None:
             alive(ready)
 
     parameter.register_post_accumulate_grad_hook(hook)
+
+
+def hooks_of_script(model: nn.Module) -> Iterator[tuple[str, bool]]:
+    """The parameters with a hook that neither torch nor we have registered, and whether it is one for an accumulated gradient."""
+    for name, parameter in model.named_parameters():
+        for after, hooks in enumerate((parameter._backward_hooks, parameter._post_accumulate_grad_hooks)):
+            if not all(
+                getattr(hook, "__module__", "").startswith(("torch.", "lockstep.")) for hook in (hooks or {}).values()
+            ):
+                yield name, bool(after)
 
 
 def is_nested_backward() -> bool:
