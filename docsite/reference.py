@@ -323,6 +323,7 @@ OTHERS = {
     "With SLURM the nodes must see it.",
     "LOCKSTEP_PROFILES": "Folder of cluster profiles, looked at first.",
     "LOCKSTEP_SLURM_HOST": "Login node of a SLURM cluster, HOST or HOST:/PYTHON, where no flag, job file or profile names one.",
+    "LOCKSTEP_SLURM_HERE": "Folder that relative paths of a SLURM job begin at, if not the current one. A command over ssh has it.",
     "LOCKSTEP_THREADS": "CPU threads of a rank; default: an equal share of the node's cores.",
     "LOCKSTEP_METRICS_PORT": "First port of the metrics servers; the local rank is added.",
 }

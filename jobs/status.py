@@ -205,10 +205,6 @@ class LoggedOut(Unreachable):
     """The login has expired. A wait under way continues: somebody may log in again."""
 
 
-class Disconnected(Unreachable):
-    """The connection to the cluster is broken. However long that lasts, the job does not count as lost."""
-
-
 _ANSWER_BY: ContextVar[float] = ContextVar("answer_by", default=math.inf)
 
 

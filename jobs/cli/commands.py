@@ -82,6 +82,7 @@ class Place:
 
         found = backend_of(backend)
         check_flags(found, vars(self))
+        _at_its_host(found.name, self.host)
         return found.at(None, **vars(self))
 
 
@@ -121,6 +122,7 @@ class Job:
         from lockstep.training.config import settings
 
         from ..registry import backend as backend_of
+        from ..slurm.section import Slurm
         from ..spec import profile as profiles
         from ..spec.model import JobSpec, place
 
@@ -136,13 +138,28 @@ class Job:
         values |= dict(settings.assignments(JobSpec, self.sets or []))
         below = profiles.load(self.profile) if self.profile is not None else {}
         if self.file is not None:
-            return JobSpec.load(self.file, values, below)
+            spec = JobSpec.load(self.file, values, below)
+            _at_its_host(backend, spec.section(Slurm).host, spec, self.file)
+            return spec
         plain: dict[str, Any] = below
         for name, value in values.items():
             place(plain, name, value)
         if "recipe" in plain and "name" not in plain and isinstance(plain["recipe"], str):
             plain["name"] = Path(plain["recipe"]).stem.replace("_", "-").lower()
-        return JobSpec.of(plain, "the flags")
+        spec = JobSpec.of(plain, "the flags")
+        _at_its_host(backend, spec.section(Slurm).host, spec)
+        return spec
+
+
+def _at_its_host(backend: str | None, host: str | None, spec: JobSpec | None = None, file: Path | None = None) -> None:
+    """Ends this command with the exit code that it has on the login node, if `slurm.host` names one."""
+    if backend != "slurm":
+        return
+    from ..slurm import ssh
+    from ..slurm.backend import chosen
+
+    if (there := chosen(host)) is not None:
+        raise typer.Exit(ssh.run(there, sys.argv[1:], spec, str(file) if file is not None else None))
 
 
 def check_flags(found: type[JobBackend], flags: Mapping[str, str | None]) -> None:
@@ -543,11 +560,13 @@ def doctor(
     from ..status import Check
 
     found_in = cluster(backend, "doctor")
+    check_flags(found_in, vars(place))
     spec = None
     if (file, image, profile) != (None, None, None):
-        job = Job(file, recipe=None if file is not None else "smoke", image=image, profile=profile)
+        job = Job(file, recipe=None if file is not None else "smoke", image=image, profile=profile, host=place.host)
         spec, _ = store.pinned(job.spec(backend))
-    check_flags(found_in, vars(place))
+    else:
+        _at_its_host(found_in.name, place.host)
     found = found_in.doctor(spec, **found_in.place(spec, **vars(place)))
     for url in spec.buckets if spec is not None else ():
         found.append(Check("bucket", "note", f"lockstep doctor {url} tries it, with the credentials of this shell"))

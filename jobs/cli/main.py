@@ -164,15 +164,6 @@ app.command("list", epilog="Example: lockstep list k8s")(commands.list_jobs)
 app.command(epilog="Examples: lockstep doctor k8s job.yaml · lockstep doctor gpu")(commands.doctor)
 
 
-@app.command(hidden=True)
-def serve() -> None:
-    """Answer the request of a laptop that comes on standard input."""
-    from ..slurm.backend import SlurmBackend
-    from ..status import show
-
-    show(SlurmBackend.serve(sys.stdin.buffer))
-
-
 def _with_words_of_its_own(command: str, summary: str, start: Callable[[list[str]], NoReturn]) -> None:
     """A command that parses its own words, and has its own help. click would take a `--` out of them."""
     taken = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}

@@ -1,41 +1,34 @@
 """The SLURM backend: submitit writes the script, sbatch takes it, SLURM itself says how it goes.
 
-On a laptop (`slurm.host`) each question goes to the same backend on the login node, which `serve` answers there.
+With `slurm.host` the command line runs its command on the login node (`ssh`), and this machine asks nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import getpass
 import os
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path, PurePath
-from typing import IO, Any, ClassVar
-
-from typing_extensions import NotRequired, TypedDict
+from typing import Any, ClassVar
 
 from lockstep.training import contract
 from lockstep.training.contract import UserError
-from lockstep.wire import archive
 
 from .. import command as commands
 from .. import process, records
-from ..backend import Checks, Cluster, KnownJob, Lines, Manifests, Mode, Prepared, Sent, Specs, check_name
+from ..backend import Checks, Cluster, KnownJob, Lines, Manifests, Prepared, Specs, check_name
 from ..code import store
 from ..lint import Rules
 from ..process import Streams
 from ..spec.model import JobSpec
-from ..status import Check, Disconnected, Listed, Part, State, Status, Submitted, Unreachable, warn
+from ..status import Listed, Part, State, Status, Submitted, Unreachable, warn
 from . import checks, observe, render, rules, submission
 from .observe import Look
 from .render import Place
 from .section import VARIABLE, slurm
-from .ssh import Login, received
 
 Rows = list[Listed]  # named here, because `list` is a method below
 
@@ -62,25 +55,19 @@ class SlurmBackend(Cluster):
 
     @classmethod
     def connect(cls, **place: str | None) -> SlurmBackend:
-        host = chosen(place.get("host"))
-        return cls() if host is None else FromLaptop(Login(host))
+        if (host := chosen(place.get("host"))) is not None:
+            raise UserError(f"slurm.host {host} is for the commands of lockstep: from Python, submit on that machine")
+        return cls()
 
     @classmethod
     def manifests(cls, spec: JobSpec) -> Manifests:
-        """No host is asked: what only its files say is not known."""
-        if chosen(slurm(spec).host) is not None:
-            return render.manifests(spec, _submitit(spec, render.ELSEWHERE), render.ELSEWHERE)
         place = Place.of_this_machine()
         return render.manifests(spec, _submitit(spec, place), place, rules.look(spec, place))
 
     @classmethod
     def render(cls, spec: JobSpec, runs: Specs) -> tuple[str, object]:
-        """The batch script, and the same with its payload as plain values. Asks `slurm.host` for its folders."""
-        host = chosen(slurm(spec).host)
-        if host is None:
-            found = cls._rendered(spec, len(runs), Place.of_this_machine())
-        else:
-            found = Login(host).ask("render", _Rendered, specs=[spec, *runs])
+        """The batch script, and the same with its payload as plain values."""
+        found = cls._rendered(spec, len(runs), Place.of_this_machine())
         return found["script"], found
 
     @staticmethod
@@ -94,12 +81,7 @@ class SlurmBackend(Cluster):
 
     @classmethod
     def preparation(cls, spec: JobSpec) -> tuple[str, object]:
-        host = chosen(slurm(spec).host)
-        found = (
-            cls._prepared(spec, Place.of_this_machine())
-            if host is None
-            else Login(host).ask("preparation", _Rendered, specs=[spec])
-        )
+        found = cls._prepared(spec, Place.of_this_machine())
         return found["script"], found
 
     @staticmethod
@@ -108,15 +90,8 @@ class SlurmBackend(Cluster):
         return {"script": render.script(own, _submitit(own, place), place=place)}
 
     @classmethod
-    def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:
-        host = chosen(place.get("host") or (slurm(spec).host if spec is not None else None))
-        if host is None:
-            return checks.check(spec, Place.of_this_machine())
-        try:
-            found = Login(host).ask("doctor", _Doctor, 900, specs=[spec] if spec is not None else [])
-        except UserError as error:
-            return [Check("connection", "missing", str(error))]
-        return [Check("connection", "ok", f"{host}, {found['place']}"), *found["checks"]]
+    def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:  # noqa: ARG003 - this machine is one of it
+        return checks.check(spec, Place.of_this_machine())
 
     @property
     def cluster(self) -> Place:
@@ -309,7 +284,7 @@ class SlurmBackend(Cluster):
         # Quiet: at Ctrl-C it would tell of its tasks, while the signal goes to the command another way.
         step = ["srun", f"--jobid={job_id}", "--overlap", "--quiet", "--nodes=1", "--ntasks=1"]
         step += [f"--nodelist={hosts[rank // spec.ranks]}", "--job-name=lockstep-exec", *options]
-        # Its mark says whose ranks it looks for; that of a laptop's command (`FromLaptop.exec`) is not this one's.
+        # Its mark says whose ranks it looks for.
         cleared = ["-u", contract.ENV_LAUNCHER, "-u", contract.ENV_EXEC]
         inside = [*words, "env", *cleared, f"{contract.ENV_JOB}={record['job']}"]
         flags = render.places(spec, rank) if slurm(spec).container is not None else []
@@ -358,149 +333,6 @@ class SlurmBackend(Cluster):
             ended: State = end["state"]
             return ended
         return self._observed(known, look).state
-
-    @classmethod
-    def serve(cls, source: IO[bytes]) -> object:
-        """Answers one request of a laptop (`FromLaptop`). Raises `UserError`."""
-        request, packed = received(source)
-        os.chdir(Path.home())  # what a relative path is relative to
-        place = Place.of_this_machine()
-        specs = [JobSpec.recorded("the job", plain) for plain in request["specs"]]
-        for name in {name for spec in specs for name in spec.secrets}:
-            os.environ.pop(name, None)
-        os.environ.update(request["secrets"])
-        if packed:
-            archive.read(packed, commands.identity(specs[0]))
-            store.keep(commands.identity(specs[0]), packed)
-        with tempfile.TemporaryDirectory() as folder:  # from where recipes are read that are files of the laptop
-            os.chdir(folder)
-            for recipe, text in request["recipes"].items():
-                archive.check_path(recipe)
-                Path(recipe).parent.mkdir(parents=True, exist_ok=True)
-                Path(recipe).write_text(text, encoding="utf-8")
-            return cls(place)._served(request, specs)
-
-    def _served(self, request: dict[str, Any], specs: Specs) -> object:
-        name, mode = str(request.get("name")), request.get("mode", "attach")
-        match request["do"]:
-            case "look":
-                known = self.find(name)
-                return known and {"record": known.record, "status": asdict(self.observe(known))}
-            case "submit":
-                return [asdict(self.submit(specs[0], mode))]
-            case "sweep":
-                return [asdict(sent) for sent in self.sweep(name, specs, mode)]
-            case "dry run":
-                return [row.plain() for row in self.dry_run(specs[0], mode)]
-            case "prepare":
-                return [asdict(self.prepare(specs[0]))]
-            case "diff":
-                return self.drift(specs[0])
-            case "cancel":
-                return asdict(self.cancel(name))
-            case "list":
-                return [row.plain() for row in self.list()]
-            case "render":
-                return self._rendered(specs[0], len(specs) - 1, self.cluster)
-            case "preparation":
-                return self._prepared(specs[0], self.cluster)
-            case "doctor":
-                said = f"as {getpass.getuser()}, Lockstep {contract.VERSION}; LOCKSTEP_HOME there is {self.cluster.lockstep}"
-                found_rows = checks.check(specs[0] if specs else None, self.cluster)
-                return {"place": said, "checks": [row.plain() for row in found_rows]}
-        raise UserError(f"unknown request {request['do']!r}")
-
-
-class _Rendered(TypedDict):
-    script: str
-    parameters: NotRequired[dict[str, Any]]
-
-
-class _Doctor(TypedDict):
-    place: str
-    checks: list[Check]
-
-
-class _Look(TypedDict):
-    record: records.SlurmJob
-    status: Status
-
-
-class FromLaptop(SlurmBackend):
-    """The same over ssh: Lockstep on the login node answers, and has the flow of a submission, too.
-
-    Args:
-        interval: seconds between two looks at a job that is waited for; each starts a Python there.
-    """
-
-    def __init__(self, login: Login, interval: float = 5.0, lost_after: float = 300.0) -> None:
-        super().__init__(render.ELSEWHERE, interval, lost_after)
-        self.login = login
-
-    def find(self, name: str, submitting: bool = False) -> KnownJob | None:  # noqa: ARG002 - nothing is submitted from here
-        """With its status, for `observe`."""
-        check_name(name)
-        told = self.login.ask("look", _Look | None, name=name)
-        if told is None:
-            return None
-        found = _found(name, {**told["record"], "status": told["status"]})
-        return replace(found, run_dir=None)
-
-    def observe(self, known: KnownJob) -> Status:
-        status: Status = known.record["status"]
-        return status
-
-    def submit(self, spec: JobSpec, mode: Mode = "attach") -> Submitted:
-        return self._send_off("submit", [spec], mode=mode)[0]
-
-    def sweep(self, name: str, specs: Specs, mode: Mode = "attach") -> Sent:
-        return self._send_off("sweep", specs, name=name, mode=mode)
-
-    def prepare(self, spec: JobSpec) -> Submitted:
-        return self._send_off("prepare", [spec])[0]
-
-    def dry_run(self, spec: JobSpec, mode: Mode = "attach") -> Checks:
-        found: Checks = self._asked("dry run", list[Check], [store.checked(spec)[0]], b"", mode=mode)
-        return found
-
-    def _send_off(self, do: str, specs: Specs, **values: str) -> Sent:
-        specs = store.all_kept(specs)
-        code = store.packed(commands.identity(specs[0])) if specs[0].code is not None else b""
-        try:
-            sent: Sent = self._asked(do, list[Submitted], specs, code, **values)
-        except Disconnected as error:
-            raise Disconnected(f"{error}: submit again, what is there already is not submitted twice") from None
-        return sent
-
-    def _asked(self, do: str, shape: Any, specs: Specs, code: bytes, **values: str) -> Any:
-        for recipe in {spec.recipe or "" for spec in specs if spec.code is None}:
-            if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_absolute():
-                raise UserError(
-                    f"recipe {recipe} is a file of this machine, which the ranks cannot read: send it with the job (code: .), or give "
-                    "its absolute path there"
-                )
-        secrets = {name: os.environ[name] for spec in specs for name in spec.secrets if name in os.environ}
-        return self.login.ask(do, shape, 900, code, specs, secrets=secrets, **values)
-
-    def drift(self, spec: JobSpec) -> Lines:
-        lines: Lines = self.login.ask("diff", Lines, specs=[store.pinned(spec)[0]])
-        return lines
-
-    def stop(self, known: KnownJob) -> Status:
-        status: Status = self.login.ask("cancel", Status, 7200, name=known.name)
-        return status
-
-    def stream(self, known: KnownJob, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
-        words = ["logs", "slurm", known.name, *(["--follow"] if follow else [])]
-        words += ["--rank", str(rank)] if rank is not None else []
-        return self.login.follow([*words, *(["--tail", str(last)] if last is not None else [])])
-
-    def exec(self, known: KnownJob, rank: int, command: Lines, streams: Streams) -> int:
-        return self.login.attach(["exec", "slurm", known.name, "--rank", str(rank), "--", *command], streams)
-
-    def list(self) -> list[Listed]:
-        rows: Rows = self.login.ask("list", Rows, 300)
-        return rows
 
 
 def chosen(host: str | None) -> str | None:

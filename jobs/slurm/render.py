@@ -43,6 +43,8 @@ VALUE = re.compile(r"[A-Za-z0-9_./:,;@%+=\[\]()*~!&| -]*")
 HOLD = (
     'env --block-signal=USR2,TERM true 2>/dev/null && exec env --block-signal=USR2,TERM "$@"; trap "" USR2; exec "$@"'
 )
+HERE = "LOCKSTEP_SLURM_HERE"
+"""What a relative path is relative to, if not to the current folder: a job that came over ssh was unpacked there."""
 OWN = {
     "signal": "grace_seconds", "requeue": "max_restarts", "open-mode": "(it stays append)", "array": "--sweep",
     "output": "(lockstep reads the logs)", "error": "(lockstep reads the logs)", "comment": "(it identifies the job)",
@@ -74,7 +76,8 @@ class Place:
 
     @classmethod
     def of_this_machine(cls) -> Place:
-        return cls(records.home().absolute(), Path.cwd(), Path(os.path.expanduser("~")), sys.executable)
+        here = Path(os.environ.get(HERE) or Path.cwd())
+        return cls(records.home().absolute(), here, Path(os.path.expanduser("~")), sys.executable)
 
     @property
     def jobs(self) -> PurePath:
@@ -86,11 +89,6 @@ class Place:
         if path == "~" or path.startswith("~/"):
             return str(self.home / path[2:])
         return str(self.here / path)
-
-
-_HOME = PurePosixPath("/home/user")
-ELSEWHERE = Place(_HOME / ".local/state/lockstep", _HOME, _HOME, "python3")
-"""Of a host that is not asked."""
 
 
 def parameters(spec: JobSpec, folder: PurePath, after: str | None = None, place: Place | None = None) -> dict[str, Any]:

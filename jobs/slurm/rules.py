@@ -143,14 +143,3 @@ def image_without_submitit(subject: Subject) -> Iterator[str]:
     image = get(subject.job, "files", "no_submitit")
     if image:
         yield f"{image} does not have submitit, which starts the tasks: build it from docker/ of this version, or install submitit in it"
-
-
-@rule("LS116", "warning")
-def interpreter_elsewhere(subject: Subject) -> Iterator[str]:
-    """Over ssh Lockstep answers on the login node."""
-    settings = slurm(subject.spec)
-    if settings.host and ":" not in settings.host:
-        yield (
-            f"the python3 of {settings.host} must have Lockstep, because slurm.host names no other one: set slurm.python, or "
-            "slurm.host: HOST:/PATH/OF/PYTHON where the job runs in an image"
-        )

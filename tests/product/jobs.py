@@ -171,9 +171,9 @@ def break_off_after_code(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_registry.backend("compose"), "_up", lambda self, job: self._bring_code(job.spec))
 
 
-def slurm(over_ssh: str | None = None, lost_after: float = 300.0) -> Any:
-    """A backend that asks SLURM three times a second, here or over ssh."""
-    found = Inside("jobs.slurm.backend").SlurmBackend.connect(host=over_ssh)
+def slurm(lost_after: float = 300.0) -> Any:
+    """A backend that asks SLURM three times a second."""
+    found = Inside("jobs.slurm.backend").SlurmBackend()
     found.interval, found.lost_after = 0.3, lost_after
     return found
 

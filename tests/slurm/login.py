@@ -1,12 +1,13 @@
 """A login node for tests: a real sshd before the real SLURM, with files of its own.
 
 It sees the cluster's folder, as the nodes do, and nothing of the laptop's; the laptop sees an empty folder of that name.
-The laptop's programs are ssh and git alone.
+The laptop's only program is ssh.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -19,10 +20,9 @@ from typing import Any
 
 import pytest
 
-from tests import product
 from tests.processes import PYTHON, ROOT, free_port, poll, processes, require
 from tests.product import JobSpec
-from tests.slurm.conftest import Cluster, every
+from tests.slurm.conftest import Cluster, every, lockstep
 
 SSHD = "/usr/sbin/sshd"
 HOST = "login.example"
@@ -63,7 +63,6 @@ class Login:
 
     def __init__(self, folder: Path, there: Path) -> None:
         self.there, self.seen, self.laptop = there, folder / "cluster", folder / "laptop"
-        self.short = Path(tempfile.mkdtemp(prefix="ls", dir="/tmp"))  # sockets need a short path
         for path in (self.seen / "home", self.laptop / "bin", self.laptop / "home"):
             path.mkdir(parents=True)
         self.port = free_port()
@@ -90,9 +89,6 @@ class Login:
             " GlobalKnownHostsFile none\n"
         )
         self.program("ssh", f'exec /usr/bin/ssh -F {self.laptop}/config "$@"')
-        git = shutil.which("git")
-        if git is not None:
-            (self.laptop / "bin/git").symlink_to(git)
 
     def program(self, name: str, line: str) -> None:
         """A program of the laptop."""
@@ -147,36 +143,13 @@ class Login:
                     found.append(pid)
         return found
 
-    def close(self) -> None:
-        self.stop()
-        for socket in (self.short / "lockstep-ssh").glob("*"):
-            subprocess.run(
-                ["/usr/bin/ssh", "-o", f"ControlPath={socket}", "-O", "exit", HOST], capture_output=True, timeout=30
-            )
-        with contextlib.suppress(AssertionError):
-            poll(lambda: not self._masters(), 60, "the end of ssh")
-        left = self._masters()
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(self.short)
-        assert not left, "a connection was not given up"
-
-    def _masters(self) -> list[int]:
-        """The processes that keep connections."""
-        found = []
-        for pid in (pid for pid, state, _, _ in processes() if state != "Z"):
-            with contextlib.suppress(OSError):
-                words = Path(f"/proc/{pid}/cmdline").read_bytes()
-                found += [pid] if str(self.short).encode() in words and b"ssh" in words else []
-        return found
-
 
 @contextlib.contextmanager
 def login_node(folder: Path, there: Path) -> Iterator[Login]:
     """The sshd, and this process on the laptop."""
     found = Login(folder, there)
     laptop = {
-        "PATH": str(found.laptop / "bin"), "HOME": str(found.laptop / "home"), "XDG_RUNTIME_DIR": str(found.short),
+        "PATH": str(found.laptop / "bin"), "HOME": str(found.laptop / "home"),
         "LOCKSTEP_HOME": str(found.laptop / "lockstep"), "PYTHONPATH": str(ROOT),
     }  # fmt: skip
     try:
@@ -188,7 +161,7 @@ def login_node(folder: Path, there: Path) -> Iterator[Login]:
                 patch.delenv(name, raising=False)
             yield found
     finally:
-        found.close()
+        found.stop()
 
 
 @contextlib.contextmanager
@@ -211,11 +184,11 @@ def mounted(cluster: Cluster, seen: Path) -> Iterator[Path]:
 
 @dataclass
 class Laptop:
-    """A backend over ssh, on a laptop."""
+    """A laptop whose jobs go to a login node."""
 
     cluster: Cluster
     login: Login
-    backend: Any
+    folder: Path
 
     def spec(self, name: str, program: str, **more: Any) -> JobSpec:
         slurm = {"host": HOST, "python": PYTHON, **more.pop("slurm", {})}
@@ -224,6 +197,15 @@ class Laptop:
             "run_dir": f"runs/{name}", "grace_seconds": 5, "memory": "2Gi", "slurm": slurm, **more,
         }  # fmt: skip
         return JobSpec.of(values)
+
+    def file(self, spec: JobSpec) -> str:
+        path = self.folder / f"{spec.name}.yaml"
+        path.write_text(json.dumps(spec.plain()))
+        return str(path)
+
+    def submit(self, spec: JobSpec) -> None:
+        done = lockstep("submit", "slurm", self.file(spec))
+        assert done.returncode == 0, done
 
     def ask(self, *words: str) -> str:
         """A program of the cluster."""
@@ -238,6 +220,6 @@ def laptop(cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setenv("SLURM_CONF", str(cluster.folder / "etc/slurm.conf"))
     with mounted(cluster, folder / "cluster") as there:
         with login_node(folder, there) as login:
-            yield Laptop(cluster, login, product.slurm(AT, lost_after=60))
+            yield Laptop(cluster, login, folder)
         subprocess.run(["scancel", "--me"], capture_output=True, timeout=60)
         cluster.idle()

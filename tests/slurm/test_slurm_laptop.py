@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests import product
 from tests.processes import PYTHON, poll
-from tests.product import Unreachable, UserError
 from tests.slurm.conftest import LATER, Cluster, every, lockstep
 from tests.slurm.login import AT, HOST, Laptop, laptop
 from tests.slurm.test_slurm_exec import WAITS
@@ -60,7 +57,8 @@ def test_the_whole_life_of_a_job_with_code_of_ones_own(here: Laptop, tmp_path: P
     (here.login.seen / "go").touch()
     done = lockstep("wait", "slurm", "hello", "--host", AT, "--timeout", str(BOUND), bound=BOUND + 30)
     assert done.returncode == 0 and "hello: succeeded" in done.stdout, done
-    copy = home / "code" / here.backend.require("hello").plain["code"]["hash"]
+    record = json.loads((home / "slurm/hello/job.json").read_text())
+    copy = home / "code" / record["spec"]["code"]["hash"]
     where = f"{here.login.there}/{copy.relative_to(here.login.seen)}"
     done = lockstep("logs", "slurm", "hello", "--host", AT)
     assert sorted(done.stdout.splitlines()) == [
@@ -69,63 +67,46 @@ def test_the_whole_life_of_a_job_with_code_of_ones_own(here: Laptop, tmp_path: P
     listed = json.loads(lockstep("list", "slurm", "--host", AT, "--json").stdout)
     assert [(row["name"], row["state"]) for row in listed] == [("hello", "succeeded")]
     assert not list((tmp_path / "runs").glob("*")), "nothing of the run is here"
-    other = here.spec("hello", "print('other')", slurm={"partition": "nowhere"})
-    (row,) = here.backend.dry_run(other, "replace")
-    assert row.result == "missing" and "nowhere" in row.detail
-    with pytest.raises(UserError, match="nowhere"):
-        here.backend.submit(other, "replace")
-    assert here.backend.status("hello").state == "succeeded" and len(list(here.backend.logs("hello"))) == 2, (
-        "it is still there"
-    )
+    file.write_text(json.dumps(here.spec("hello", "print('other')", slurm={"partition": "nowhere"}).plain()))
+    for words in (["--dry-run"], []):
+        done = lockstep("submit", "slurm", str(file), "--replace", *words)
+        assert done.returncode == 2 and "nowhere" in done.stdout + done.stderr, done
+    done = lockstep("status", "slurm", "hello", "--host", AT)
+    assert done.returncode == 0 and "hello: succeeded" in done.stdout, "it is still there"
+    file.write_text(json.dumps(spec.plain()))
+    done = lockstep("doctor", "slurm", str(file), "--json")
+    found = {item["name"]: item for item in json.loads(done.stdout)}
+    assert done.returncode == 0 and found["cluster"]["result"] == found["node"]["result"] == "ok", found
+    assert f"{here.login.there}/home/runs" in found["node"]["detail"]
 
 
-def test_waiting_outlives_a_connection_and_following_ends_with_it(here: Laptop) -> None:
-    go = here.login.seen / "go"
-    program = WAITS.replace("GO", f"{here.login.there}/go")
-    here.backend.submit(here.spec("talks", program, ranks_per_node=1))
-    found: list[str] = []
-
-    def follow() -> None:
-        for line in here.backend.logs("talks", follow=True):
-            found.append(line)
-
-    waits = product.slurm(AT)
-    with ThreadPoolExecutor() as threads:
-        following, waiting = threads.submit(follow), threads.submit(waits.wait, "talks", BOUND)
-        try:
-            poll(lambda: found or following.done(), BOUND, "the first line")
-            assert here.login.drop() > 0
-            with pytest.raises(Unreachable, match=f"the connection to {HOST} is lost"):
-                following.result(BOUND)
-            every(0.2, lambda: here.login.connections() or waiting.done(), 60, "a new connection")
-            assert here.login.drop() > 0
-        finally:
-            go.touch()
-        assert waiting.result(BOUND).state == "succeeded"
-    assert found == ["[rank 0] begun"]
-    follow()
-    assert found[1:] == ["[rank 0] begun", "[rank 0] went on"]
-
-
-def test_who_cannot_be_reached_is_69_and_never_failed(here: Laptop) -> None:
-    here.backend.submit(here.spec("far", HELLO, slurm=LATER))
+def test_who_cannot_be_reached_is_69_and_never_failed(here: Laptop, tmp_path: Path) -> None:
+    here.submit(here.spec("far", HELLO, slurm=LATER))
     here.login.stop()
     for words in (
         ["status", "slurm", "far"], ["logs", "slurm", "far"], ["wait", "slurm", "far", "--timeout", "5"],
-        ["cancel", "slurm", "far"], ["list", "slurm"],
+        ["cancel", "slurm", "far"], ["list", "slurm"], ["doctor", "slurm"],
     ):  # fmt: skip
         done = lockstep(*words, "--host", AT)
-        assert done.returncode == 69 and HOST in done.stderr and "lost" in done.stderr, done
-        lines = 2 if words[0] == "wait" else 1  # it says that it waits
-        assert done.stderr.count("\n") == lines and done.stdout == "", done
-    here.backend.lost_after = 1
-    with pytest.raises(Unreachable):
-        here.backend.wait("far", 20)
+        assert done.returncode == 69 and f"the connection to {HOST} is lost" in done.stderr and done.stdout == "", done
     here.login.start()
-    with pytest.raises(Unreachable):  # no "lost", which is an ending
-        here.backend.wait("far", 60, lambda status: here.login.stop())
-    here.login.start()
-    assert here.backend.status("far").state == "pending"
+    done = lockstep("status", "slurm", "far", "--host", AT)
+    assert done.returncode == 0 and "far: pending" in done.stdout, done
+    here.login.knows((here.login.laptop / "key.pub").read_text())
+    done = lockstep("status", "slurm", "far", "--host", AT)
+    assert done.returncode == 69 and "Host key verification failed" in done.stderr, done
+
+
+def test_what_is_followed_ends_with_its_connection_on_both_sides(here: Laptop) -> None:
+    here.submit(here.spec("talks", WAITS.replace("GO", f"{here.login.there}/go"), ranks_per_node=1))
+    command = [PYTHON, "-c", product.PROGRAM, "logs", "slurm", "talks", "--host", AT, "--follow"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "[rank 0] begun\n"
+        assert here.login.drop() > 0
+        assert f"the connection to {HOST} is lost" in process.communicate(timeout=BOUND)[1] and process.returncode == 69
+    (here.login.seen / "go").touch()
+    done = lockstep("logs", "slurm", "talks", "--host", AT, "--follow")
+    assert done.stdout == "[rank 0] begun\n[rank 0] went on\n", done
 
 
 def test_a_submission_whose_connection_breaks_is_whole(here: Laptop) -> None:
@@ -147,52 +128,33 @@ def test_a_submission_whose_connection_breaks_is_whole(here: Laptop) -> None:
     for mode in ("attach", "replace"):
         for name in ("halted", "on"):
             (seen / name).unlink(missing_ok=True)
-        with ThreadPoolExecutor() as threads:
-            submitting = threads.submit(here.backend.submit, spec, mode)
-            poll(lambda: (seen / "halted").exists() or submitting.done(), 60, "the place where it breaks")
-            assert (seen / "halted").exists(), submitting.exception()
+        words = ["submit", "slurm", here.file(spec), *(["--replace"] if mode == "replace" else [])]
+        command = [PYTHON, "-c", product.PROGRAM, *words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as submitting:
+            poll(lambda: (seen / "halted").exists() or submitting.poll() is not None, 60, "the place where it breaks")
+            assert (seen / "halted").exists(), submitting.communicate()
             assert here.login.drop() > 0
-            with pytest.raises(Unreachable, match="submit again"):
-                submitting.result(60)
+            assert "submit again" in submitting.communicate(timeout=60)[1] and submitting.returncode == 69
             (seen / "on").touch()
         every(0.2, whole, 60, "the submission")
-        numbers.append(here.backend.job_id("cut"))
-        assert here.backend.wait("cut", BOUND).state == "succeeded"
-        assert sorted(here.backend.logs("cut")) == ["[rank 0] hello from 0", "[rank 1] hello from 1"]
-
-
-def test_doctor_looks_at_the_way_too(here: Laptop, tmp_path: Path) -> None:
-    file = tmp_path / "job.yaml"
-    file.write_text(json.dumps(here.spec("ask", HELLO).plain()))
-    done = lockstep("doctor", "slurm", str(file), "--json")
-    found = {item["name"]: item for item in json.loads(done.stdout)}
-    assert done.returncode == 0, done.stdout
-    assert f"{here.login.there}/home/.local/state/lockstep" in found["connection"]["detail"]
-    assert found["cluster"]["result"] == "ok" and found["node"]["result"] == "ok", found
-    assert f"{here.login.there}/home/runs" in found["node"]["detail"]
-    here.login.knows((here.login.laptop / "key.pub").read_text())
-    here.login.drop()
-    poll(
-        lambda: list((here.login.short / "lockstep-ssh").iterdir()) == [], 60, "the end of the connection that is kept"
-    )
-    done = lockstep("doctor", "slurm", "--host", "other.example", "--json")
-    found = {item["name"]: item for item in json.loads(done.stdout)}
-    assert done.returncode == 1 and list(found) == ["connection"]
-    assert "has another host key than it had" in found["connection"]["detail"]
+        numbers.append(json.loads(record.read_text())["job_id"])
+        assert lockstep("wait", "slurm", "cut", "--host", AT, "--timeout", str(BOUND), bound=BOUND + 30).returncode == 0
+        done = lockstep("logs", "slurm", "cut", "--host", AT)
+        assert sorted(done.stdout.splitlines()) == ["[rank 0] hello from 0", "[rank 1] hello from 1"], done
 
 
 @pytest.mark.promise("exec", "logs")
 def test_a_command_beside_a_rank_a_terminal_and_the_last_lines(here: Laptop) -> None:
     counts = f"import os\nfor n in range(20): print(n, 'of', os.environ['RANK'], flush=True)\n{WAITS}"
-    here.backend.submit(here.spec("inside", counts.replace("GO", f"{here.login.there}/go")))
-    poll(lambda: sum("begun" in line for line in here.backend.logs("inside")) == 2, BOUND, "the ranks")
+    here.submit(here.spec("inside", counts.replace("GO", f"{here.login.there}/go")))
     words = ("slurm", "inside", "--host", AT)
+    poll(lambda: lockstep("logs", *words).stdout.count("begun") == 2, BOUND, "the ranks")
     assert lockstep("logs", *words, "--rank", "1", "--tail", "3").stdout == "18 of 1\n19 of 1\nbegun\n"
     done = lockstep("logs", *words, "--tail", "3")
     assert done.stdout == "[rank 0] 19 of 0\n[rank 0] begun\n[rank 1] begun\n", done
-    told = "echo $RANK $LOCKSTEP_RUN_DIR ${LOCKSTEP_JOB-none}; exit 255"
+    told = "echo $RANK $LOCKSTEP_RUN_DIR ${LOCKSTEP_JOB-none}; exit 7"
     done = lockstep("exec", *words, "--rank", "1", "--", "sh", "-c", told)
-    assert (done.returncode, done.stdout) == (255, f"1 {here.login.there}/home/runs/inside none\n"), done
+    assert (done.returncode, done.stdout) == (7, f"1 {here.login.there}/home/runs/inside none\n"), done
     pipe = subprocess.PIPE
     command = [PYTHON, "-c", product.PROGRAM, "exec", *words, "--rank", "1", "--"]
 
@@ -201,9 +163,6 @@ def test_a_command_beside_a_rank_a_terminal_and_the_last_lines(here: Laptop) -> 
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         return process
 
-    with begun(TRAPS) as process:
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=BOUND)[0] == b"got\n" and process.returncode == 5
     with at_a_terminal([*command, "sh", "-c", f"stty size; echo rank $RANK; test -t 2 && {TRAPS}"]) as (
         terminal,
         ours,
@@ -221,4 +180,5 @@ def test_a_command_beside_a_rank_a_terminal_and_the_last_lines(here: Laptop) -> 
     with begun("echo ready; exec sleep 600") as process:
         (here.login.seen / "go").touch()  # the command is a step of the job, and keeps no node
         process.communicate(timeout=BOUND)
-    assert process.returncode != 0 and here.backend.wait("inside", BOUND).state == "succeeded"
+    assert process.returncode != 0
+    assert lockstep("wait", *words, "--timeout", str(BOUND), bound=BOUND + 30).returncode == 0

@@ -34,7 +34,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS115", {"slurm": {"container": "apptainer", "image": "IMAGE"}}),
     ("LJ001", {"slurm": {"container": "pyxis", "image": "registry.example/a:1"}}),
     ("LJ002", {"slurm": {"container": "pyxis", "image": "localhost:5000/a:cpu"}}),
-    ("LS116", {"slurm": {"host": "login.example"}}),
 ]
 
 
