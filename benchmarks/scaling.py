@@ -86,9 +86,9 @@ def main() -> None:
     rows += [Row("batch grows", size, batch * size // ranks[0], threads) for size in ranks[1:]]
     for name in list(sync.STRATEGIES) if args.strategies == "all" else filter(None, args.strategies.split(",")):
         chosen = sync.from_words(name.split()).settings
-        size = 1 if chosen.name == "data_parallel" else most  # one process, on the threads of all
+        size = 1 if chosen.name.endswith(":DataParallel") else most  # one process, on the threads of all
         changes = (f"sync.name={chosen.name}", f"sync.options={json.dumps(chosen.options)}")
-        rows.append(Row(name, size, batch, threads * most // size, changes))
+        rows.append(Row(name.rpartition(":")[2], size, batch, threads * most // size, changes))
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
         for number in range(args.rounds):
             turn = number % len(rows)  # none is always first

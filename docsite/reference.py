@@ -58,8 +58,6 @@ API = {
         "lockstep.training.sync.build": "A gradient strategy by its name.",
         "lockstep.training.sync.from_words": "A gradient strategy from the words of a command line.",
         "lockstep.training.sync.base.GradientSync": "What every gradient strategy can do.",
-        "lockstep.training.sync.teaching.strategies.HookedDataParallel": "Gradient sync as a wrapper of a model.",
-        "lockstep.training.sync.teaching.horovod": "Horovod's interface. `import lockstep.training.sync.teaching.horovod as hvd`.",
     },
     "Data and models": {
         "lockstep.training.data.order.key": "The key of a data order.",

@@ -31,10 +31,7 @@ def main(me):
     digits = load_digits()
     images, labels = torch.tensor(digits.images).float()[:, None] / 16, torch.tensor(digits.target)
     model = Net()
-    words = sys.argv[1:]
-    if words[:1] == ["powersgd"]:
-        words.insert(1, "start=10")  # of 75 steps; by default the first 100 send whole gradients
-    strategy = sync.from_words(words)
+    strategy = sync.from_words(sys.argv[1:])
     net = strategy.wrap(model, me, images[:2])
     optimizer = strategy.make_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
     for epoch in range(3):

@@ -17,7 +17,7 @@ from tests.warm.gang import GRACE, Gang, running
 
 FINAL = 24
 """Steps of the whole run."""
-LOSSY_START: dict[str, dict[str, object]] = {"powersgd": {"sync.options": "{rank: 1, start: 3}"}}
+LOSSY_START: dict[str, dict[str, object]] = {product.POWERSGD: {"sync.options": "{rank: 1, start: 3}"}}
 """Options of the strategies whose defaults would do nothing special in so short a run."""
 
 

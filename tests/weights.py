@@ -39,8 +39,8 @@ RECIPES = {
     ],
     "mlp": ["global_batch_size=12", "data.options={n: 51, features: 64, informative: 32, redundant: 32, classes: 4}", "lr=0.01"],
 }  # fmt: skip
-OWN = {"powersgd": "sync.options={rank: 1, start: 2}"}
-STRATEGIES = [name for name in product.strategies() if name != "data_parallel"]
+OWN = {product.POWERSGD: "sync.options={rank: 1, start: 2}"}
+STRATEGIES = [name for name in product.strategies() if name != product.DATA_PARALLEL]
 Case = tuple[str, int, str, str]
 """Recipe, ranks, strategy, `plain` or `resumed`."""
 

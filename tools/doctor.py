@@ -35,14 +35,11 @@ SECONDS = 120
 """For a row, with the start of its processes. Collectives end by themselves before."""
 REHEARSAL = "Rehearsal"
 """The name of the GPUs of tests/gpu_rehearsal: what runs on these stand-ins does not show how fast a GPU is."""
-STRATEGIES = [name for name in sync.STRATEGIES if name != "data_parallel"]
+STRATEGIES = list(sync.STRATEGIES)
 ELEMENTS, STEPS = 32_000_000, 6
-EXACT, LOSSY = 1e-3, {"powersgd": 0.5, "bf16_compress": 0.02}
+EXACT, LOSSY = 1e-3, {"bf16_compress": 0.02}
 """Largest distance of the weights' way from that of one process, relative to it (L2). Kernels choose the order of their
 sums by the size of a batch; a gradient that was not summed, or divided wrongly, is off by a tenth at least."""
-NEEDS_NCCL = ("powersgd",)
-"""Strategies that fail over gloo with tensors on GPUs."""
-OPTIONS = {"powersgd": {"rank": 2, "start": 3}}
 PRECISIONS = {"tf32": 0.005, "bfloat16": 0.02, "float16": 0.005}
 """Largest distance of a precision's gradient from float32's, relative to it."""
 
@@ -146,7 +143,7 @@ def strategy(name: str, world: World) -> Outcome:
         F.cross_entropy(alone(x), y).backward()
         optimizer.step()
     model = copy.deepcopy(start)
-    synchroniser = sync.build(Sync(name=name, bucket_mb=0.005, options=OPTIONS.get(name, {})))  # type: ignore[arg-type]
+    synchroniser = sync.build(Sync(name=name, bucket_mb=0.005))
     network = synchroniser.wrap(model, world, images[0, :2])
     optimizer = synchroniser.make_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
     for x, y in zip(images[:, world.rank :: world.size], labels[:, world.rank :: world.size]):
@@ -211,7 +208,7 @@ ROWS = (
     Row("peer access", peers, _OF_PEERS, gpus=2, alone=True),
     Row(_NCCL, all_reduce, _OF_NCCL, gpus=2),
     *(
-        Row(f"strategy {name}", partial(strategy, name), _OF_A_STRATEGY, 2, shares=name not in NEEDS_NCCL, needs=_NCCL)
+        Row(f"strategy {name}", partial(strategy, name), _OF_A_STRATEGY, 2, shares=True, needs=_NCCL)
         for name in STRATEGIES
     ),
     *(Row(f"precision {name}", partial(precision, name), _OF_A_PRECISION) for name in PRECISIONS),

@@ -169,7 +169,7 @@ class Session(Reporting):
 
         Args:
             model: has at least one parameter that requires a gradient.
-            example: a batch that the network accepts; `powersgd` needs one.
+            example: a batch that the network accepts; some strategies need one.
             name: in checkpoints, of several models.
 
         Raises:
@@ -187,7 +187,7 @@ class Session(Reporting):
         self, build: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], name: str = "optimizer",
         model: nn.Module | None = None,
     ) -> torch.optim.Optimizer:  # fmt: skip
-        """The optimizer over the replicated model's parameters; `zero1` and `fsdp` shard its state.
+        """The optimizer over the replicated model's parameters; `zero1` shards its state.
 
         Args:
             build: makes the optimizer for the parameters that it gets, or for some of them.

@@ -10,11 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from samples import dataset
-
-from lockstep.training.contract import user_errors
-from lockstep.training.models.resnet9 import ResNet9
-from lockstep.training.sync.teaching.horovod import (
+from horovod import (
     DistributedOptimizer,
     allreduce,
     broadcast_optimizer_state,
@@ -22,6 +18,10 @@ from lockstep.training.sync.teaching.horovod import (
     init,
     partition_dataset,
 )
+from samples import dataset
+
+from lockstep.training.contract import user_errors
+from lockstep.training.models.resnet9 import ResNet9
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--data", default="cifar10", choices=("cifar10", "digits", "synthetic"))

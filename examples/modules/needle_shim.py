@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import horovod
 import torch
+from horovod import DistributedOptimizer, broadcast_parameters, init
 from samples import dataset
 
 from lockstep.training.models.resnet9 import ResNet9
-from lockstep.training.sync.teaching import horovod
-from lockstep.training.sync.teaching.horovod import DistributedOptimizer, broadcast_parameters, init
 
 try:
     from mpi4py import MPI

@@ -42,11 +42,11 @@ def test_the_whole_table(tmp_path: Path, devices: int) -> None:
 
 def test_a_strategy_that_sums_nothing_fails_its_row_alone(tmp_path: Path) -> None:
     """Each rank keeps its own gradients."""
-    only = ("NCCL", "strategy allreduce", "strategy flat")
-    code, value = _doctor(tmp_path, 2, *only, REHEARSAL_FAULT=product.SUM_OF_ALLREDUCE)
+    only = ("NCCL", "strategy exact", "strategy flat")
+    code, value = _doctor(tmp_path, 2, *only, REHEARSAL_FAULT=product.SUM_OF_EXACT)
     assert code == 1
     assert _results(value) == {
-        "visible": "ok", "NCCL all-reduce": "ok", "strategy allreduce": "failed", "strategy flat": "ok",
+        "visible": "ok", "NCCL all-reduce": "ok", "strategy exact": "failed", "strategy flat": "ok",
     }  # fmt: skip
     (failed,) = (row for row in value["rows"] if row["result"] == "failed")
     assert "from one process after 6 steps on 2 GPUs" in failed["detail"] and "sync.name=flat" in failed["advice"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import product
 from tests.gpu_rehearsal.rehearsal import Gang, rehearsing, settings
 from tests.processes import poll
 
@@ -41,7 +42,7 @@ def test_a_rank_that_fails_does_not_wait_for_the_sums_it_has_begun(tmp_path: Pat
     """They wait for a rank that does not come: without an abort it would stay for the whole of `collective_timeout`."""
     held = tmp_path / "held"
     held.touch()
-    changes = {"model": "tests.gpu_rehearsal.nets:Unfinished", "sync__name": "hooks", "collective_timeout": 600}
+    changes = {"model": "tests.gpu_rehearsal.nets:Unfinished", "sync__name": product.HOOKS, "collective_timeout": 600}
     words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), *settings(data_root, **changes)]
     with rehearsing(tmp_path, words, LOCKSTEP_TEST_FATE="0:5:WAIT", LOCKSTEP_TEST_HELD=str(held)) as gang:
         poll(lambda: gang.ranks[1].code is not None, 240, "the end of rank 1")

@@ -28,7 +28,7 @@ READING = {"copy cuda->cpu pinned by observe/reading.py:_to_host", "cudaEventSyn
 """The losses of the first and the last step, on a stream of their own. The host reads them once they have arrived."""
 RESIDENT = "copy cpu->cuda pageable by data/batches.py:batch"
 """The numbers of the samples: staged by the driver at the call, so nothing waits."""
-STRATEGIES = [name for name in product.strategies() if name != "data_parallel"]
+STRATEGIES = [name for name in product.strategies() if name != product.DATA_PARALLEL]
 
 
 def changes_of(strategy: str) -> dict[str, object]:
@@ -47,7 +47,7 @@ SMOKE = ("flat", "ddp")
 def test_two_gpus_compute_what_two_cpus_do(tmp_path: Path, data_root: Path, on_cpu: OnCpu, strategy: str) -> None:
     gang, found = trained(tmp_path, data_root, **changes_of(strategy))
     assert differing(found, on_cpu(**changes_of(strategy))) == []
-    allowed = {LOOK_FOR_NAN, RESIDENT} | READING | (DDPS_OWN if strategy in ("ddp", "powersgd") else set())
+    allowed = {LOOK_FOR_NAN, RESIDENT} | READING | (DDPS_OWN if strategy in ("ddp", product.POWERSGD) else set())
     for rank in gang.ranks:
         assert rank.lines("COMMUNICATOR"), "nothing went through NCCL"
         assert set(rank.found["step"]) <= allowed
@@ -55,7 +55,7 @@ def test_two_gpus_compute_what_two_cpus_do(tmp_path: Path, data_root: Path, on_c
 
 
 @pytest.mark.parametrize("late", ["oldest", "newest"])
-@pytest.mark.parametrize("strategy", ["flat", "ddp", "hooks", "zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", ["flat", "ddp", product.HOOKS, "zero1", product.FSDP])
 def test_work_that_runs_as_late_as_it_may_changes_no_number(
     tmp_path: Path, data_root: Path, on_cpu: OnCpu, strategy: str, late: str
 ) -> None:
@@ -79,8 +79,8 @@ def test_without_the_look_for_nan_no_step_waits(tmp_path: Path, data_root: Path,
 
 def test_powersgd_on_the_cpu_beside_gpus_is_refused_before_anything_is_trained(tmp_path: Path, data_root: Path) -> None:
     """torch's hook fails there in the first step that it compresses."""
-    changes = settings(data_root, device="cpu", sync__name="powersgd")
+    changes = settings(data_root, device="cpu", sync__name=product.POWERSGD)
     words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), *changes]
     with rehearsing(tmp_path, words) as gang:
         assert gang.wait(240) == [2, 2], gang.output
-    assert "sync.name=powersgd cannot compress on the CPU while GPUs are visible" in gang.output
+    assert f"sync.name={product.POWERSGD} cannot compress on the CPU while GPUs are visible" in gang.output

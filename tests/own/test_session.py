@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 
+from tests import product
 from tests.events import events
 from tests.nets import DyingPlain
 from tests.own.job import OwnJob, assert_weights, script
@@ -61,7 +62,7 @@ def plain(hard: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, torch.
         torch.set_rng_state(state)
 
 
-SAME = [("flat", 1, True), ("flat", 3, True), ("ddp", 2, True), ("zero1", 3, False), ("fsdp", 2, False)]
+SAME = [("flat", 1, True), ("flat", 3, True), ("ddp", 2, True), ("zero1", 3, False), (product.FSDP, 2, False)]
 """Strategy, ranks, and whether with micro-batches, clipping, two optimizers."""
 
 
@@ -106,7 +107,7 @@ with Session(sys.argv[1], sync="flat") as run:
 
 
 @pytest.mark.promise("named-rank")
-@pytest.mark.parametrize("sync", ["flat", "ddp", "fsdp", "hooks", "powersgd"])
+@pytest.mark.parametrize("sync", ["flat", "ddp", product.FSDP, product.HOOKS, product.POWERSGD])
 def test_what_the_script_does_after_a_step_is_time_of_its_training(tmp_path: Path, sync: str) -> None:
     """A rank that is slow there was taken for the fast one: its step seemed to end before.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import product
 from tests.own.job import script
 
 SCRIPT = """
@@ -36,7 +37,7 @@ with Session(sys.argv[1], sync=sync) as run:
                 if run.rank == 1:
                     break
                 continue
-            if sync == "fsdp":
+            if "Fsdp" in sync:
                 loss = model(part).square().mean()
                 if odd and kind == "continue after the loss":
                     continue
@@ -63,7 +64,12 @@ SAYS = {
 @pytest.mark.promise("named-rank")
 @pytest.mark.parametrize(
     ("kind", "sync"),
-    [*((kind, "flat") for kind in SAYS), ("break", "ddp"), ("continue", "fsdp"), ("continue after the loss", "fsdp")],
+    [
+        *((kind, "flat") for kind in SAYS),
+        ("break", "ddp"),
+        ("continue", product.FSDP),
+        ("continue after the loss", product.FSDP),
+    ],
 )
 def test_a_rank_that_leaves_alone_is_named_within_seconds(tmp_path: Path, kind: str, sync: str) -> None:
     """Not after `collective_timeout`, which is 600 s: `script` waits 240 s."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import product
 from tests.events import events
 from tests.own.job import assert_weights, script, shared
 from tests.processes import Result
@@ -93,7 +94,7 @@ def test_a_step_that_overflows_is_taken_again_and_none_is_lost(tmp_path: Path, s
 
 
 @pytest.mark.promise("half-precision", "session-same")
-@pytest.mark.parametrize("sync", ["flat", "fsdp"])
+@pytest.mark.parametrize("sync", ["flat", product.FSDP])
 def test_an_overflow_on_one_rank_leaves_out_the_step_of_a_loss_on_all(tmp_path: Path, sync: str) -> None:
     """The weights are those without a scaler, which leaves out the same step."""
     plain = train(tmp_path / "plain", f"sync.name={sync}", "nonfinite=skip", loss=True, fate="1:7:INF")
@@ -127,7 +128,7 @@ def test_an_overflow_that_no_scale_mends_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("not-finite")
-@pytest.mark.parametrize(("sync", "scaled"), [("ddp", True), ("fsdp", False)])
+@pytest.mark.parametrize(("sync", "scaled"), [("ddp", True), (product.FSDP, False)])
 def test_the_rank_and_the_parameter_of_a_nan_are_named(tmp_path: Path, sync: str, scaled: bool) -> None:
     """It is not taken for an overflow of a scaled loss either. A step that is left out moves no weight, and no statistics."""
     how = {"norm": True, "scaled": scaled, "fate": "1:4:NAN"}

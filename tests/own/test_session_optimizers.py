@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import product
 from tests.own.job import script
 
 pytestmark = pytest.mark.promise("session-same")
@@ -52,13 +53,16 @@ with Session(run_dir, *words, config={"name": "gan"}) as run:
 """
 
 
-@pytest.mark.parametrize(("sync", "scaled"), [("flat", "plain"), ("powersgd", "scaled")])
+@pytest.mark.parametrize(("sync", "scaled"), [("flat", "plain"), (product.POWERSGD, "scaled")])
 def test_the_step_of_one_of_two_networks_is_its_own(tmp_path: Path, sync: str, scaled: str) -> None:
     """It has the length that `clip` says: the other network's gradients came from the same backward pass, and are still
-    scaled by 65536. An overflow in the network that does not step ends no run, nor does it stay in what `powersgd`
+    scaled by 65536. An overflow in the network that does not step ends no run, nor does it stay in what `PowerSgd`
     remembers: the discriminator steps again."""
-    words = [f"sync.name={sync}", *(["sync.options={start: 2, rank: 1, min_rate: 1.0}"] if sync == "powersgd" else [])]
-    if sync != "powersgd":  # which is not exact
+    words = [
+        f"sync.name={sync}",
+        *(["sync.options={start: 2, rank: 1, min_rate: 1.0}"] if sync == product.POWERSGD else []),
+    ]
+    if sync != product.POWERSGD:  # which is not exact
         done = script(2, GAN, tmp_path / "calm", scaled, "NEVER", *words)
         assert done.code == 0 and done.output.count("STEPS [8, 0]") == 2, done.output
     done = script(2, GAN, tmp_path / "struck", scaled, "INF", *words)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import product
 from tests.own.job import script
 from tests.processes import Result
 
@@ -22,7 +23,7 @@ with Session(run_dir, "checkpoint.every_steps=1", *words, config={"name": "repli
     torch.manual_seed(3)
     data = torch.utils.data.TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
     net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
-    model = run.replicate(net, example=torch.ones(2, 6) if "powersgd" in " ".join(words) else None)
+    model = run.replicate(net, example=torch.ones(2, 6) if "PowerSgd" in " ".join(words) else None)
     optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05))
     for epoch in run.epochs(1):
         for x, y in run.batches(data, 8):
@@ -44,7 +45,7 @@ def train(run_dir: Path, how: str, *words: str) -> Result:
 
 PAST = [
     ("ddp", "all", "{}", "ignore"), ("ddp", "rank1", "{}", "stop"), ("ddp", "all:3", "{find_unused: true}", "stop"),
-    ("powersgd", "rank1:3", "{find_unused: true}", "stop"), ("zero1", "changed", "{}", "stop"),
+    (product.POWERSGD, "rank1:3", "{find_unused: true}", "stop"), ("zero1", "changed", "{}", "stop"),
 ]  # fmt: skip
 """rank1: the other one waits for that rank's gradients in its backward pass, and is told at the same step."""
 
@@ -113,7 +114,7 @@ with Session(run_dir, f"checkpoint.every_steps={every}", f"sync.name={sync}", "l
 """
 
 
-@pytest.mark.parametrize(("sync", "every", "step"), [("flat", 0, 24), ("fsdp", 1000, 25)])
+@pytest.mark.parametrize(("sync", "every", "step"), [("flat", 0, 24), (product.FSDP, 1000, 25)])
 def test_learning_rates_that_differ_are_named_before_they_are_saved(
     tmp_path: Path, sync: str, every: int, step: int
 ) -> None:
@@ -160,7 +161,7 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
 """
 
 
-@pytest.mark.parametrize(("sync", "what"), [("flat", "outside"), ("fsdp", "inside")])
+@pytest.mark.parametrize(("sync", "what"), [("flat", "outside"), (product.FSDP, "inside")])
 def test_what_is_trained_outside_of_the_session_is_named_once(tmp_path: Path, sync: str, what: str) -> None:
     """An optimizer that no checkpoint has, a weight that each rank trains by itself, and a weight that no optimizer has; a module
     that is trained alike on all ranks, and kept, is none of these. And what is kept as alike, and is a rank's own."""
@@ -251,7 +252,7 @@ with Session(run_dir, "checkpoint.every_steps=5", f"sync.name={sync}", "log.repo
     ("how", "sync", "named", "saved"),
     [
         ("mode", "flat", "step 7: the model has training mode on rank 0, evaluation mode on rank 1. It is not saved", [5]),
-        ("mode", "fsdp", "the modes are not the same after step 7: the model has", [5]),
+        ("mode", product.FSDP, "the modes are not the same after step 7: the model has", [5]),
         ("replaced", "flat", "step 7: drop has training mode on rank 0, evaluation mode on rank 1. It is not saved", [5]),
         ("buffer", "flat", "the buffer scale on rank 1 differs from rank 0's", []),
         ("exact", "exact", "the buffer scale on rank 1 differs from rank 0's", []),

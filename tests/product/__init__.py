@@ -17,8 +17,6 @@ from tests.product.training import *
 
 PUBLIC = {
     "lockstep.jobs.sweep",
-    "lockstep.training.sync.teaching.horovod",
-    "lockstep.training.sync.teaching.strategies",
     "lockstep.training.parallel.world",
     "lockstep.training.resilience.closeness",
 }

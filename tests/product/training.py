@@ -206,8 +206,8 @@ def stop_at_poll(number: int) -> None:
     Inside("training.resilience.preempt").Consensus._wants_stop = wants_stop
 
 
-SUM_OF_ALLREDUCE = "lockstep.training.sync.teaching.strategies:AllReduce.synchronize"
-"""Where the strategy `allreduce` sums, for a fault that is planted there."""
+SUM_OF_EXACT = "lockstep.training.sync.exact:Exact.synchronize"
+"""Where the strategy `exact` sums, for a fault that is planted there."""
 
 
 def gpu_checks() -> dict[str, int]:
@@ -235,9 +235,14 @@ def first_loss_scale() -> float:
     return torch.amp.GradScaler("cpu").get_scale()
 
 
+ALLREDUCE, HOOKS = "examples.strategies.allreduce:AllReduce", "examples.strategies.hooks:Hooks"
+FSDP, POWERSGD = "examples.strategies.fsdp:Fsdp", "examples.strategies.powersgd:PowerSgd"
+HOROVOD, DATA_PARALLEL = "examples.modules.horovod:Horovod", "examples.strategies.data_parallel:DataParallel"
+
+
 def strategies() -> list[str]:
-    """The names of `sync.name`."""
-    return list(_sync.STRATEGIES)
+    """What `sync.name` may be: the built-in strategies, and those of examples/."""
+    return [*_sync.STRATEGIES, ALLREDUCE, HOOKS, HOROVOD, POWERSGD, FSDP, DATA_PARALLEL]
 
 
 def strategy(name: str, bucket_mb: float = 25.0, options: dict[str, Any] | None = None) -> Any:
@@ -253,7 +258,7 @@ def step_clock() -> Any:
 
 
 def gathered(network: Any) -> int:
-    """Elements of parameters that `fsdp` holds in full now, or is about to."""
+    """Elements of parameters that `Fsdp` holds in full now, or is about to."""
     groups = [m._get_fsdp_state()._fsdp_param_group for m in network.modules() if hasattr(m, "_get_fsdp_state")]
     return sum(
         parameter._orig_size.numel()
@@ -264,8 +269,10 @@ def gathered(network: Any) -> int:
 
 
 def fsdp_blocks(model: Any, wanted: list[str] | None = None) -> list[str]:
-    """The names of what `fsdp` gathers by itself."""
-    blocks = Inside("training.sync.fsdp").find_blocks(model, wanted)
+    """The names of what `Fsdp` gathers by itself."""
+    from examples.strategies.fsdp import find_blocks
+
+    blocks = find_blocks(model, wanted)
     return [name for name, module in model.named_modules() if module in blocks]
 
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from examples.modules import horovod
+from examples.strategies.hooks import HookedDataParallel
 from lockstep.training.parallel.world import World
 from lockstep.training.resilience.closeness import check_parameter_closeness
-from lockstep.training.sync.teaching import horovod
-from lockstep.training.sync.teaching.strategies import HookedDataParallel
 from tests.processes import PYTHON, ROOT, clean_env, run
 from tests.ranks import on_ranks, training
 from tests.warm.gang import python

@@ -19,10 +19,10 @@ from tests.warm.gang import python, running
 pytestmark = pytest.mark.promise("own-script")
 
 EXAMPLES = ROOT / "examples"
-OPTIONS = {"powersgd": ["rank=4"]}
-LOSSY = {"bf16_compress": 0.05, "powersgd": 0.2}
+OPTIONS = {product.POWERSGD: ["rank=4", "start=10"]}
+LOSSY = {"bf16_compress": 0.05, product.POWERSGD: 0.2}
 """Largest distance of a loss to that of plain.py."""
-COMPARED = "powersgd"
+COMPARED = product.POWERSGD
 """The strategy after which `plain.py` is trained."""
 LINE = re.compile(r"epoch (\d): loss (\d\.\d+), accuracy (\d\.\d+)")
 
@@ -76,7 +76,7 @@ def _assert_near(output: str, plain: list[tuple[float, float]], bound: float = 1
 def test_a_script_of_ones_own_trains_its_own_network_with(
     name: str, printed: list[dict[str, str]], plain: list[tuple[float, float]]
 ) -> None:
-    if name == "data_parallel":
+    if name == product.DATA_PARALLEL:
         assert all("started on 2 ranks" in each[name] for each in printed)
         return
     assert printed[1][name] == ""
@@ -86,13 +86,13 @@ def test_a_script_of_ones_own_trains_its_own_network_with(
 
 def test_the_script_prints_what_compression_saves_and_what_it_costs(printed: list[dict[str, str]]) -> None:
     sent = {name: int(re.findall(r"([\d,]+) bytes", printed[0][name])[0].replace(",", "")) for name in ("ddp", *LOSSY)}
-    assert sent["bf16_compress"] == sent["ddp"] / 2 and sent["powersgd"] < sent["ddp"] / 2, sent
-    error = re.search(r"^error of the weights: (\S+) of their norm$", printed[0]["powersgd"], re.MULTILINE)
-    assert error is not None and 1e-3 < float(error[1]) < 0.2, printed[0]["powersgd"]
+    assert sent["bf16_compress"] == sent["ddp"] / 2 and sent[COMPARED] < sent["ddp"] / 2, sent
+    error = re.search(r"^error of the weights: (\S+) of their norm$", printed[0][COMPARED], re.MULTILINE)
+    assert error is not None and 1e-3 < float(error[1]) < 0.2, printed[0][COMPARED]
 
 
 def test_wrong_words_to_the_script_are_one_line() -> None:
-    for words, named in ((["nope"], "sync.name"), (["powersgd", "rnk=1"], "'rank'")):
+    for words, named in ((["nope"], "sync.name"), ([COMPARED, "rnk=1"], "'rank'")):
         done = python(str(EXAMPLES / "parallel.py"), *words)
         assert done.code == 2 and named in done.output, done.output
         assert done.output.startswith("error: ") and done.output.count("\n") == 1

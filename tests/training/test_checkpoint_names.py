@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests import product
 from tests.nets import NormedConv
 from tests.product import checkpoint
 from tests.ranks import training
@@ -20,7 +21,7 @@ PARAMETERS = {f"{layer}.{kind}" for layer in ("conv1", "conv2", "head", "norm") 
 BUFFERS = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "powersgd"])
+@pytest.mark.parametrize("strategy", [product.FSDP, product.POWERSGD])
 def test_parameters_are_found_by_their_names(strategy: str, tmp_path: Path, data_root: Path) -> None:
     changes = {"sync.name": strategy, "optim.momentum": 0.9, "epochs": 1, **LOSSY_START.get(strategy, {})}
     job = Job(tmp_path / "run", data_root, 2, **changes)
@@ -37,13 +38,13 @@ def test_parameters_are_found_by_their_names(strategy: str, tmp_path: Path, data
         expected |= {f"ranks/{rank}/{part}/{n}" for part in ("buffers", "average_buffers") for n in BUFFERS}
         expected |= {f"ranks/{rank}/rng/torch", f"ranks/{rank}/rng/numpy/1", f"ranks/{rank}/losses"}
     assert {name for name in names if "/sync/" not in name} == expected
-    assert [name for name in names if "/sync/errors/" in name] != [] or strategy != "powersgd"
+    assert [name for name in names if "/sync/errors/" in name] != [] or strategy != product.POWERSGD
     groups = json.loads((path / "state.json").read_bytes())["shared"]["optimizer"]["param_groups"]
     assert {name for group in groups for name in group["params"]} == PARAMETERS and groups[0]["momentum"] == 0.9
 
 
 def test_a_weight_of_two_modules_is_kept_once(tmp_path: Path, data_root: Path) -> None:
-    job = Job(tmp_path / "run", data_root, 2, **{"sync.name": "fsdp", "model": "tests.nets:Tied"})
+    job = Job(tmp_path / "run", data_root, 2, **{"sync.name": product.FSDP, "model": "tests.nets:Tied"})
     done = job.go()
     assert done.code == 0, done.output
     shared = checkpoint(job.run_dir / f"checkpoints/step-{FINAL:08d}")["shared"]

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import product
 from tests.product import checkpoint
 from tests.runs import FINAL, LOSSY_START, Job, assert_same, tensors
 
 pytestmark = pytest.mark.promise("half-precision")
 
 
-@pytest.mark.parametrize("strategy", ["flat", "fsdp"])
+@pytest.mark.parametrize("strategy", ["flat", product.FSDP])
 def test_a_killed_float16_run_goes_on_to_the_same_bits(data_root: Path, tmp_path: Path, strategy: str) -> None:
     changes = {"precision": "float16", "sync.name": strategy, "loss.reduction": "sum", "lr": 0.002}
     whole, killed = (

@@ -17,7 +17,7 @@ from tests.runs import FINAL, LOSSY_START, Job, assert_same, tensors
 KILLS = ((0, 8), (-1, 9))
 """Rank and forward pass of each. A resumed start begins at the newest even step below, so: in mid-epoch, one step after an epoch's
 end."""
-TABLE = [("ddp", 2), ("zero1", 3), ("fsdp", 3), ("powersgd", 3)]
+TABLE = [("ddp", 2), ("zero1", 3), (product.FSDP, 3), (product.POWERSGD, 3)]
 """One of each engine, and each that remembers something of its own; `flat` is killed at random in tests/faults."""
 
 
@@ -43,7 +43,7 @@ def test_killed_and_run_again(
     resumed = [event["step"] for event in events(job.run_dir, "resumed")]
     assert [event["attempt"] for event in events(job.run_dir, "start")] == [1, 2, 3]
     assert resumed[0] in (2, 4, 6) and resumed == sorted(resumed) and resumed[-1] >= 10
-    if strategy == "powersgd":
+    if strategy == product.POWERSGD:
         errors = [tensor for place, tensor in tensors(job.run_dir).items() if ".sync.errors." in place]
         assert len(errors) == ranks and not torch.equal(errors[0], errors[1])
 
@@ -60,7 +60,7 @@ def test_every_single_step_can_be_the_last_one(undisturbed: Undisturbed, data_ro
 
 
 @pytest.mark.promise("other-world-size")
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero1", product.FSDP])
 def test_another_world_size_goes_on_with_the_same_samples(strategy: str, tmp_path: Path, data_root: Path) -> None:
     """Without batch statistics and dropout, weights, average and scores are those of the undisturbed run, up to the order of
     summation. Killed on 2 ranks, preempted on 3, ended on 1."""
@@ -96,7 +96,7 @@ def test_channels_last_goes_on_bit_for_bit(data_root: Path, tmp_path: Path) -> N
 
 @pytest.mark.promise("not-finite")
 def test_powersgd_forgets_what_a_nan_has_left_in_its_memory(data_root: Path, tmp_path: Path) -> None:
-    changes = {"sync.name": "powersgd", **LOSSY_START["powersgd"], "nonfinite": "skip"}
+    changes = {"sync.name": product.POWERSGD, **LOSSY_START[product.POWERSGD], "nonfinite": "skip"}
     job = Job(tmp_path / "run", data_root, 2, **changes)
     done = job.go(LOCKSTEP_TEST_FATE="1:8:NANINPUT")  # its warm-up pass counts too
     assert done.code == 0 and "left out step 7: " in done.output and "left out step 8" not in done.output, done.output

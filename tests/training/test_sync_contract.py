@@ -96,18 +96,18 @@ class Row:
 _POWERSGD = {"rank": 2, "start": 3}
 ROWS: dict[str, Row] = {
     "ddp": Row(unused="refused", unfreezes=False),
-    "allreduce": Row(),
+    product.ALLREDUCE: Row(),
     "flat": Row(sent_early=True),
-    "hooks": Row(sent_early=True),
-    "horovod": Row(sent_early=True),
+    product.HOOKS: Row(sent_early=True),
+    product.HOROVOD: Row(sent_early=True),
     "zero1": Row(sent_early=True, step_bytes=_gradients_and_parameters),
-    "powersgd": Row(error=0.35, unused="refused", unfreezes=False, step_bytes=_low_rank, options=_POWERSGD),
+    product.POWERSGD: Row(error=0.35, unused="refused", unfreezes=False, step_bytes=_low_rank, options=_POWERSGD),
     "bf16_compress": Row(error=0.01, sum_error=2**-8, sent_early=True, step_bytes=2),
     "exact": Row(step_bytes=_exact),
-    "fsdp": Row(unused="zero", step_bytes=_by_blocks),
-    "data_parallel": Row(ranks=False),
+    product.FSDP: Row(unused="zero", step_bytes=_by_blocks),
+    product.DATA_PARALLEL: Row(ranks=False),
     "ddp, find_unused": Row(unfreezes=False, variants_only=True, options={"find_unused": True}, bucket_mb=25),
-    "powersgd, find_unused": Row(
+    f"{product.POWERSGD}, find_unused": Row(
         error=0.35, unfreezes=False, variants_only=True, options={**_POWERSGD, "find_unused": True}, bucket_mb=25
     ),
 }
@@ -557,10 +557,13 @@ def test_a_layer_that_is_frozen_stands_still_and_one_that_is_unfrozen_trains(
 
 
 REFUSED = {
-    "an unknown option": ("powersgd", "sync.options={rnk: 1}", "did you mean 'rank'"),
+    "an unknown option": (product.POWERSGD, "sync.options={rnk: 1}", "did you mean 'rank'"),
     "an option of another strategy": ("flat", "sync.options={rank: 1}", "sync.options.rank"),
-    "a start before the warm-up": ("powersgd", "sync.options={start: 1}", "start must be at least 2"),
-    "fsdp and compile": ("fsdp", "compile=true", "compile=false"),
+    "a start before the warm-up": (product.POWERSGD, "sync.options={start: 1}", "start must be at least 2"),
+    "a class that is not there": ("examples.strategies.fsdp:Fspd", "epochs=1", "cannot import sync.name"),
+    "a class that is no strategy": ("tests.nets:SmallConv", "epochs=1", "extends lockstep.training.sync.base.GradientSync"),
+    "a strategy without its methods": ("lockstep.training.sync.base:GradientSync", "epochs=1", "with its abstract methods"),
+    "fsdp and compile": (product.FSDP, "compile=true", "compile=false"),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What `fsdp` holds in full: a block at a time in a step, a tensor at a time in a save; and which parts are blocks."""
+"""What `Fsdp` holds in full: a block at a time in a step, a tensor at a time in a save; and which parts are blocks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Loop(product.StrategyLoop):
         def optimizer(parameters: Any) -> torch.optim.Optimizer:
             return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
-        strategy = product.strategy("fsdp", options=options)
+        strategy = product.strategy(product.FSDP, options=options)
         super().__init__(strategy, model, world, torch.zeros(2, 8), optimizer)
 
     def step(self, passes: int) -> None:
@@ -121,8 +121,8 @@ def _apart(world: World) -> list[str]:
 
 def test_ranks_that_run_different_blocks_are_refused_before_a_weight_is_moved() -> None:
     for different, past in on_ranks(_apart, 2):
-        assert different.startswith("sync.name=fsdp") and "ranks have run different ones" in different
-        assert past.startswith("sync.name=fsdp") and "call the network" in past
+        assert different.startswith(f"sync.name={product.FSDP}") and "ranks have run different ones" in different
+        assert past.startswith("Fsdp") and "call the network" in past
 
 
 class Tied(Net):

@@ -41,7 +41,7 @@ def _raised(action: Any) -> str:
 
 
 def _everything(world: World) -> dict[str, Any]:
-    import lockstep.training.sync.teaching.horovod as hvd
+    import examples.modules.horovod as hvd
 
     found: dict[str, Any] = {"before": _raised(hvd.rank)}
     assert hvd.init() == (world.rank, world.device)  # the gang of this test has joined already

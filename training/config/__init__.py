@@ -176,11 +176,8 @@ class Config(RunSettings, Recipe):
 
     @model_validator(mode="after")
     def _compiles(self) -> Self:
-        # `fsdp` was not tested with it, and `data_parallel` replicates the module in every step.
-        if self.compile and self.sync.name in ("exact", "fsdp", "data_parallel"):
-            raise ValueError(
-                f"sync.name={self.sync.name} does not take compile=true: set compile=false, or use sync.name=flat"
-            )
+        if self.compile and self.exact:
+            raise ValueError("sync.name=exact does not take compile=true: set compile=false, or use sync.name=flat")
         return self
 
     @model_validator(mode="after")

@@ -32,7 +32,8 @@ from .settings import Section, shown
 GIVEN = ("digits", "synthetic", "cifar10", "fashion_mnist", "classification")
 SOURCES = (*GIVEN, "images", "arrays")
 FUNCTION = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
-"""A function of one's own, as `package.module:function`."""
+"""A function or a class of one's own, as `package.module:name`."""
+STRATEGIES = ("ddp", "flat", "zero1", "bf16_compress", "exact")
 Signal = Literal["TERM", "USR1", "USR2", "INT", "HUP"]
 
 
@@ -174,11 +175,22 @@ def _source(name: str) -> str:
     return name
 
 
+def _strategy(name: str) -> str:
+    if name not in STRATEGIES and not re.fullmatch(FUNCTION, name):
+        raise ValueError(f"must be {' | '.join(STRATEGIES)} | package.module:Class, got {name!r}")
+    return name
+
+
 Channels = Annotated[Items[T], AfterValidator(_channels)]
 Source = Annotated[
     str,
     Field(json_schema_extra={"anyOf": [{"enum": [*SOURCES]}, {"pattern": f"^{FUNCTION}$"}]}),
     AfterValidator(_source),
+]
+Strategy = Annotated[
+    str,
+    Field(json_schema_extra={"anyOf": [{"enum": [*STRATEGIES]}, {"pattern": f"^{FUNCTION}$"}]}),
+    AfterValidator(_strategy),
 ]
 
 
@@ -301,24 +313,18 @@ class Ema(Section):
     """Steps between two updates of the average, each with decay ** every."""
 
 
-Strategy = Literal[
-    "ddp", "allreduce", "flat", "hooks", "horovod", "zero1", "powersgd", "bf16_compress", "exact", "fsdp",
-    "data_parallel",
-]  # fmt: skip
-
-
 class Sync(Section):
     name: Strategy = "ddp"
-    """How gradients are summed over the ranks; docs/sync.md compares the strategies."""
+    """How gradients are summed over the ranks: a built-in strategy (docs/sync.md compares them), or a class as `package.module:Class`."""
     bucket_mb: PositiveNumber = 25.0
     """Megabytes (10⁶ bytes) of gradient per collective, overlapped with the backward pass."""
     options: Plain = Field(default_factory=dict)
-    """Settings of the strategy, e.g. `{rank: 2}` for `powersgd`."""
+    """Settings of the strategy, e.g. `{parts: 4}` for `exact`."""
 
 
 class OwnSync(Sync):
     name: Strategy = "flat"
-    """How gradients are summed over the ranks; docs/sync.md compares the strategies."""
+    """How gradients are summed over the ranks: a built-in strategy (docs/sync.md compares them), or a class as `package.module:Class`."""
 
 
 class Evaluate(Section):

@@ -2,7 +2,7 @@
 
 A model may have:
     batch_multiple (int): a rank's part of a batch comes in blocks of this many samples; 1 where absent.
-    fsdp_blocks (tuple of str): what `sync.name=fsdp` gathers by itself, as in `sync.options.blocks`; its own rule where absent.
+    fsdp_blocks (tuple of str): what `examples/strategies/fsdp.py` gathers by itself, as in its option `blocks`; its own rule where absent.
     misfit (str): the end of the error about a weight file that does not fit: what to set instead.
     prepare(images): called once on rank 0 with normalised training images [n, c, h, w], before the weights are sent.
 """

@@ -65,9 +65,11 @@ def prepare(run: Session, config: Config) -> Prepared:
     size = run.facts.get("global_batch_size") or config.global_batch_size or (config.batch_size or 0) * world.size
     run.facts.update(global_batch_size=size, data={"name": manifest.source, "checksum": manifest.checksum})
     with failing_together(world):
-        parts = sync.build(config.sync).batch_parts
+        strategy = sync.build(config.sync)
+        if config.compile and not strategy.compiles:
+            raise strategy.refuse("does not take compile=true", "set compile=false, or use sync.name=flat")
         model = _build(config, world, manifest)
-        batches = _batches(config, world, manifest, size, models.batch_multiple(model), parts)
+        batches = _batches(config, world, manifest, size, models.batch_multiple(model), strategy.batch_parts)
     prepared = Prepared(manifest, size, model, batches)
     with failing_together(world):
         if not run.resumed and run.leader:

@@ -20,9 +20,6 @@ from ..parallel.names import unwrapped
 from ..parallel.world import World
 from ..sync.base import BuildOptimizer, GradientSync
 
-ALLOWED = ("flat", "ddp", "allreduce", "bf16_compress", "exact")
-"""Strategies that keep whole replicas and nothing from step to step."""
-
 
 class Several(GradientSync):
     """The strategies of several models as one: in a step those work whose models learn.
@@ -150,8 +147,8 @@ class Replica:
         if self.optimizers:
             raise RuntimeError("replicate() comes before optimizer(): replicate all models first")
         strategy = strategies.build(self._settings)
-        if self._parts and self._settings.name not in ALLOWED:
-            raise strategy.refuse("takes one model", f"use sync.name={' or '.join(ALLOWED[:2])} for several")
+        if self._parts and strategy.one_model:
+            raise strategy.refuse("takes one model", "use sync.name=flat or ddp for several")
         model.to(self._world.device)
         self.network = self._networks[name] = strategy.wrap(model, self._world, example)
         self._parts[name] = strategy
@@ -183,7 +180,7 @@ class Replica:
             )
         if name in self.optimizers:
             raise ValueError(f"optimizer({name}) was called twice with this name: give the second one another name")
-        if self.optimizers and self.sync.settings.name in ("zero1", "fsdp", "hooks", "horovod"):
+        if self.optimizers and self.sync.one_optimizer:
             raise self.sync.refuse("takes one optimizer", "use sync.name=flat or ddp for several")
 
         def checked(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

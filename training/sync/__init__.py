@@ -1,46 +1,52 @@
-"""Gradient synchronisation. A strategy is one class, and one row in `STRATEGIES`."""
+"""Gradient synchronisation. A strategy is one class: one of ours is a row in `STRATEGIES`, another one is named by its import path."""
 
 from __future__ import annotations
 
-import importlib
-from typing import cast
+import inspect
 
 from ..config import Sync
 from ..config import settings as typed
 from ..contract import UserError
+from ..imported import imported
 from .base import GradientSync
 
 STRATEGIES = {
     "ddp": "lockstep.training.sync.ddp:Ddp",
-    "allreduce": "lockstep.training.sync.teaching.strategies:AllReduce",
     "flat": "lockstep.training.sync.flat:Flat",
-    "hooks": "lockstep.training.sync.teaching.strategies:Hooks",
-    "horovod": "lockstep.training.sync.teaching.horovod:Horovod",
     "zero1": "lockstep.training.sync.flat:Zero1",
-    "powersgd": "lockstep.training.sync.powersgd:PowerSgd",
     "bf16_compress": "lockstep.training.sync.flat:Bf16Compress",
     "exact": "lockstep.training.sync.exact:Exact",
-    "fsdp": "lockstep.training.sync.fsdp:Fsdp",
-    "data_parallel": "lockstep.training.sync.teaching.strategies:DataParallel",
 }
-"""Imported when they are used: torch's sharding takes a second to load."""
+"""Imported when they are used."""
 
 
 def build(settings: Sync | str) -> GradientSync:
-    """The strategy of that name, or that `settings` describe. Raises `UserError` for a name or an option that is unknown."""
+    """The strategy that `settings` describe, or of that name: one of `STRATEGIES`, or `package.module:Class`.
+
+    Raises:
+        UserError: there is no such strategy or option, or the class is no `GradientSync`.
+    """
     if isinstance(settings, str):
         settings = typed.build(Sync, {"name": settings}, "sync", "sync.")
-    module, _, name = STRATEGIES[settings.name].partition(":")
-    return cast(type[GradientSync], getattr(importlib.import_module(module), name))(settings)
+    target = STRATEGIES.get(settings.name, settings.name)
+    factory = imported(target, "sync.name")
+    if not (isinstance(factory, type) and issubclass(factory, GradientSync)) or inspect.isabstract(factory):
+        raise UserError(
+            f"sync.name={target} is no strategy: name a class that extends lockstep.training.sync.base.GradientSync, with its abstract "
+            f"methods, or one of {', '.join(STRATEGIES)}"
+        )
+    return factory(settings)
 
 
 def from_words(arguments: list[str]) -> GradientSync:
-    """The strategy that a script's command-line arguments name, NAME [OPTION=VALUE …]: `powersgd rank=4 start=50`.
+    """The strategy that a script's command-line arguments name, NAME [OPTION=VALUE …]: `ddp find_unused=true`.
 
     Raises `UserError` for a name or an option that is unknown.
     """
     if not arguments:
-        raise UserError(f"no strategy is given: name one of {', '.join(STRATEGIES)}, and its options as NAME=VALUE")
+        raise UserError(
+            f"no strategy is given: name one of {', '.join(STRATEGIES)}, or package.module:Class, and its options as NAME=VALUE"
+        )
     options = {}
     for argument in arguments[1:]:
         option, equals, value = argument.partition("=")

@@ -58,6 +58,12 @@ class GradientSync(ABC):
     """Whether each rank has the sum of a part of the gradients only."""
     remembers: bool = False
     """Whether it stores something of the gradients from step to step (`gradients_rescaled`, `forget_nonfinite`)."""
+    compiles: bool = True
+    """Whether a recipe may compile the network that `wrap` returns."""
+    one_model: bool = False
+    """Whether a run may have one model only."""
+    one_optimizer: bool = False
+    """Whether a run may have one optimizer only."""
     batch_parts: order.Parts | None = None
     """How a global batch is cut into parts that a rank computes one by one (`begin_parts`, `take`); None: a rank computes its
     samples at once."""
@@ -209,7 +215,7 @@ class GradientSync(ABC):
     def merged_state(self, states: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: ARG002 - most strategies have none
         """Merges the saved states of all ranks into the one that every rank loads at another world size. Called on one rank only.
 
-        What all ranks together still have to send must stay the same: one that averages (`powersgd`) takes the mean of its memories.
+        What all ranks together still have to send must stay the same: one that averages takes the mean of its memories.
         """
         return {}
 
@@ -316,12 +322,6 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 def is_compiled(model: nn.Module) -> bool:
     """Whether `model` comes from `torch.compile`; asks without loading the compiler."""
     return COMPILED in model._modules
-
-
-def make_contiguous(model: nn.Module) -> None:
-    """Makes the parameters contiguous in memory, in place."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.contiguous()
 
 
 def trains_another(model: nn.Module, ids: Container[int]) -> bool:

@@ -114,6 +114,7 @@ class Zero1(Flat):
 
     capturable = False
     sums_in_parts = True
+    one_model = one_optimizer = True
     owners: dict[nn.Parameter, int]
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from benchmarks.scaling import Row, why
+from tests import product
 from tests.warm.gang import python
 
 
@@ -35,13 +36,13 @@ def test_it_prints_a_row_for_each_way_to_train_also_where_one_fails(tiny: list[s
         "--batch",
         "12",
         "--strategies",
-        "data_parallel,allreduce",
+        f"{product.DATA_PARALLEL},{product.ALLREDUCE}",
     ]
     settings = [word for word in tiny if not word.startswith(("data.", "model="))]
     done = python("-m", "benchmarks.scaling", *words, "--set", *settings, "model=tests.nets:Sociable", timeout=400)
-    assert done.code == 0 and re.search(r"^data_parallel .*nobody is here", done.output, re.M), done.output
+    assert done.code == 0 and re.search(r"^DataParallel .*nobody is here", done.output, re.M), done.output
     rows = re.findall(ROW, done.output, re.M)
-    assert [values[:3] for values in rows] == [("batch fixed", "2", "12"), ("allreduce", "2", "12")], done.output
+    assert [values[:3] for values in rows] == [("batch fixed", "2", "12"), ("AllReduce", "2", "12")], done.output
     for _, _, batch, rate, step, phases in rows:
         assert float(rate) == pytest.approx(1000 * int(batch) / float(step), rel=0.05)
         assert sum(map(float, phases.split())) == pytest.approx(float(step), abs=0.3)

@@ -1,9 +1,11 @@
-"""Horovod's interface over the engine of `buckets.py`: `import lockstep.training.sync.teaching.horovod as hvd`.
+"""Horovod's interface over Lockstep's engine of buckets, for scripts beside this file: `import horovod as hvd`.
 
     hvd.init()
     optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+As a strategy of a run it is `sync.name=examples.modules.horovod:Horovod`.
 
 Started by mpiexec, torchrun, srun or `training launch`; alone it is one rank. Errors have Horovod's types and meaning.
 
@@ -25,12 +27,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
-from ...data.order import bounds, global_ids
-from ...parallel import world as worlds
-from ...parallel.exchange import all_gather_trees, broadcast_tree
-from ...parallel.world import World
-from ..base import BuildOptimizer, broadcast_tensors, load_optimizer
-from ..buckets import Bucketed, Reducer
+from lockstep.training.data.order import bounds, global_ids
+from lockstep.training.parallel import world as worlds
+from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree
+from lockstep.training.parallel.world import World
+from lockstep.training.sync.base import BuildOptimizer, broadcast_tensors, load_optimizer
+from lockstep.training.sync.buckets import Bucketed, Reducer
 
 __all__ = [
     "Average", "Compression", "DistributedOptimizer", "Sum", "allgather", "allreduce", "broadcast", "broadcast_optimizer_state",
@@ -269,7 +271,7 @@ def DistributedOptimizer(
         ValueError: names in `named_parameters` that are not unique, parameters without a name, another compression.
     """
     if compression is not Compression.none:
-        raise ValueError("only Compression.none is supported; sync.name=bf16_compress and powersgd compress")
+        raise ValueError("only Compression.none is supported; sync.name=bf16_compress compresses")
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named_parameters is None:
         named_parameters = [(f"allreduce.noname.{number}", parameter) for number, parameter in enumerate(params)]
@@ -367,6 +369,7 @@ class Horovod(Bucketed):
     """What a Horovod script does, as a strategy of the loop."""
 
     averages = True
+    one_model = one_optimizer = True
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         global _world

@@ -1,5 +1,7 @@
 """Gradients as low-rank products: torch's PowerSGD hook under DDP. For models of many MB on slow networks.
 
+    lockstep run smoke --ranks 2 --set sync.name=examples.strategies.powersgd:PowerSgd 'sync.options={rank: 2}'
+
 Lossy: what a rank's compression leaves out is added to its next gradient (error feedback), so it arrives later, not
 never. That memory differs by rank and is part of the checkpoint, beside the warm start and the step count: a resumed
 run compresses as the uninterrupted one does. At another world size every rank starts from the mean of the errors, which
@@ -19,10 +21,9 @@ from pydantic import Field
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from ..config.sections import Number, Positive
-from ..parallel.world import World
-from .base import make_contiguous
-from .ddp import Ddp, DdpOptions
+from lockstep.training.config.sections import Number, Positive
+from lockstep.training.parallel.world import World
+from lockstep.training.sync.ddp import Ddp, DdpOptions
 
 _CALLBACK = "Got the following error when running the callback: RuntimeError: "
 
@@ -43,6 +44,7 @@ class PowerSgdOptions(DdpOptions):
 class PowerSgd(Ddp):
     Options = PowerSgdOptions
     remembers = True
+    one_model = True
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:
         if example is None:  # a later warm-up would change the start of the approximation
@@ -54,7 +56,8 @@ class PowerSgd(Ddp):
                 "cannot compress on the CPU while GPUs are visible", "set device=cuda, or CUDA_VISIBLE_DEVICES="
             )
         # Gradients are read as matrices. Convolutions follow the layout of their images, whatever that of their weights.
-        make_contiguous(model)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.contiguous()
         scalars = [name for name, p in model.named_parameters() if p.requires_grad and p.ndim == 0]
         if scalars:
             raise self.refuse(

@@ -1,8 +1,10 @@
 """Parameters, gradients and optimizer state sharded over the ranks: torch's `fully_shard` (FSDP2, ZeRO stage 3), block by block.
 
+    lockstep run smoke --ranks 2 --set sync.name=examples.strategies.fsdp:Fsdp
+
 Between steps a rank holds its share of everything. A block's parameters are gathered when it runs, forward or backward, and
 sharded again when it is done; what belongs to no block is gathered for the whole pass. Every backward pass sums each gradient
-where its part is kept. A save gathers one tensor after another on the ranks that write; evaluation sees full parameters. So
+where its part is kept. A save gathers one tensor after another on the rank that writes; evaluation sees full parameters. So
 a run may resume at any world size; the average is sharded as the model is.
 
 After S. Rajbhandari et al., "ZeRO" (2020), and Y. Zhao et al., "PyTorch FSDP" (2023).
@@ -25,19 +27,18 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from ..config.settings import Section
-from ..contract import UserError
-from ..parallel.exchange import on_any, same_on_all
-from ..parallel.world import World
-from .base import (
+from lockstep.training.config.settings import Section
+from lockstep.training.contract import UserError
+from lockstep.training.parallel.exchange import on_any, same_on_all
+from lockstep.training.parallel.world import World
+from lockstep.training.sync.base import (
     GradientSync,
     Parameters,
     broadcast_module,
     is_compiled,
-    make_contiguous,
     undisturbed,
 )
-from .watch import GradientWatch, hooks_of_script
+from lockstep.training.sync.watch import GradientWatch, hooks_of_script
 
 
 class FsdpOptions(Section):
@@ -130,9 +131,7 @@ class _Unit:
         leaves, structure = tree_flatten(output)
         at = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
         if not at:
-            raise UserError(
-                f"sync.name=fsdp needs a network and blocks that return tensors, got {type(output).__name__}"
-            )
+            raise UserError(f"Fsdp needs a network and blocks that return tensors, got {type(output).__name__}")
         for n, tensor in zip(at, _AllUsed.apply(len(at), *(leaves[n] for n in at), *trained)):
             leaves[n] = tensor
         return tree_unflatten(leaves, structure)
@@ -160,9 +159,7 @@ class _Gathered(nn.Module):
         if self.runs:
             self.order.append(number)
         elif torch._C._current_graph_task_id() == -1:  # activations may be computed anew in a backward pass
-            raise UserError(
-                "sync.name=fsdp: call the network that replicate() or wrap() returned, not the model itself"
-            )
+            raise UserError("Fsdp: call the network that replicate() or wrap() returned, not the model itself")
 
 
 class _Passes(nn.Module):
@@ -212,6 +209,8 @@ class Fsdp(GradientSync):
     averages = True
     replicas = False
     sums_in_parts = True
+    one_model = one_optimizer = True
+    compiles = False
     watch: GradientWatch
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
@@ -230,7 +229,8 @@ class Fsdp(GradientSync):
         blocks = find_blocks(model, self.options.blocks)
         self.model, self.world = model, world
         # FSDP shards rows of contiguous parameters. Convolutions still use the memory layout of their images.
-        make_contiguous(model)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.contiguous()
         broadcast_module(model)
         self._plain = copy.deepcopy(model).to("meta")
         self.watch = GradientWatch(world)
