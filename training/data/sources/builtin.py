@@ -14,7 +14,6 @@ import pickle  # only behind an official md5
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -124,17 +123,18 @@ def cifar10(root: Path, download: bool) -> Raw:
     The binary files hold no code and are read as they are (their sizes and labels are checked). The python batches
     are pickles: they are opened only where their md5 is the official one.
     """
-    if (folder := _cifar10_folder(root)) is None:
-        if not download:
-            raise UserError(
-                f"no CIFAR-10 below {root}: expected cifar-10-batches-bin/ or cifar-10-batches-py/; "
-                "put one there, or allow the download with data.download=true"
-            )
+    folder = _folder(_cifar10_folder, root, download, "CIFAR-10", "cifar-10-batches-bin/ or cifar-10-batches-py/")
+    if (folder / "test_batch.bin").exists():
+        batches = [_cifar10_binary(folder / f"data_batch_{number}.bin") for number in range(1, 6)]
+        test = _cifar10_binary(folder / "test_batch.bin")
+    else:
         from torchvision.datasets import CIFAR10
 
-        _download(CIFAR10, "CIFAR-10", root, "cifar-10-batches-bin/ or cifar-10-batches-py/")
-        folder = root / "cifar-10-batches-py"
-    return _cifar10_binary(folder) if (folder / "test_batch.bin").exists() else _cifar10_python(folder)
+        *batches, test = (
+            _cifar10_python(folder / name, md5) for name, md5 in (*CIFAR10.train_list, *CIFAR10.test_list)
+        )
+    images, labels = (np.concatenate(arrays) for arrays in zip(*batches))
+    return Raw((images, labels), test, _CIFAR10)
 
 
 def cifar10_files(root: Path) -> list[Path]:
@@ -149,48 +149,35 @@ def _cifar10_folder(root: Path) -> Path | None:
     return next(binary, python if python.exists() else None)
 
 
-def _cifar10_binary(folder: Path) -> Raw:
-    def read(name: str) -> tuple[np.ndarray, np.ndarray]:
-        path = folder / name
-        if not path.exists():
-            raise UserError(f"{path} is missing: CIFAR-10 has data_batch_1.bin … data_batch_5.bin and test_batch.bin")
-        with files.reading(path):
-            data = np.frombuffer(bytearray(files.read(path, _MOST_BYTES)), np.uint8)
-        if len(data) == 0 or len(data) % _RECORD:
-            raise UserError(
-                f"{path} has {len(data)} bytes, expected a multiple of {_RECORD}: it is cut off, or not CIFAR-10"
-            )
-        records = data.reshape(-1, _RECORD)
-        labels = records[:, 0].astype(np.int64)
-        if labels.max() > 9:
-            raise UserError(f"{path} has a label {labels.max()}, expected 0 … 9: it is corrupt, or not CIFAR-10")
-        return records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
-
-    batches = [read(f"data_batch_{number}.bin") for number in range(1, 6)]
-    images, labels = (np.concatenate(arrays) for arrays in zip(*batches))
-    return Raw((images, labels), read("test_batch.bin"), _CIFAR10)
+def _cifar10_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    if not path.exists():
+        raise UserError(f"{path} is missing: CIFAR-10 has data_batch_1.bin … data_batch_5.bin and test_batch.bin")
+    with files.reading(path):
+        data = np.frombuffer(bytearray(files.read(path, _MOST_BYTES)), np.uint8)
+    if len(data) == 0 or len(data) % _RECORD:
+        raise UserError(
+            f"{path} has {len(data)} bytes, expected a multiple of {_RECORD}: it is cut off, or not CIFAR-10"
+        )
+    records = data.reshape(-1, _RECORD)
+    labels = records[:, 0].astype(np.int64)
+    if labels.max() > 9:
+        raise UserError(f"{path} has a label {labels.max()}, expected 0 … 9: it is corrupt, or not CIFAR-10")
+    return records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
 
 
-def _cifar10_python(folder: Path) -> Raw:
-    from torchvision.datasets import CIFAR10
-
-    def read(name: str, md5: str) -> tuple[np.ndarray, np.ndarray]:
-        path = folder / name
-        with files.reading(path):
-            data = files.read(path, _MOST_BYTES)
-        actual = hashlib.md5(data, usedforsecurity=False).hexdigest()
-        if actual != md5:
-            raise UserError(
-                f"{path} has md5 {actual}, expected the official {md5}: it is a pickle, so a file with another content is not opened; "
-                "download it again, or use the binary format (cifar-10-batches-bin/)"
-            )
-        batch = pickle.loads(data, encoding="latin1")  # noqa: S301 - these are the official bytes, which hold arrays
-        images = np.asarray(batch["data"], np.uint8).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-        return images, np.asarray(batch["labels"], np.int64)
-
-    batches = [read(name, md5) for name, md5 in CIFAR10.train_list]
-    images, labels = (np.concatenate(arrays) for arrays in zip(*batches))
-    return Raw((images, labels), read(*CIFAR10.test_list[0]), _CIFAR10)
+def _cifar10_python(path: Path, md5: str) -> tuple[np.ndarray, np.ndarray]:
+    """torchvision unpickles a file that it opens anew after it has looked at its md5; here these are the same bytes."""
+    with files.reading(path):
+        data = files.read(path, _MOST_BYTES)
+    actual = hashlib.md5(data, usedforsecurity=False).hexdigest()
+    if actual != md5:
+        raise UserError(
+            f"{path} has md5 {actual}, expected the official {md5}: it is a pickle, so a file with another content is not opened; "
+            "download it again, or use the binary format (cifar-10-batches-bin/)"
+        )
+    batch = pickle.loads(data, encoding="latin1")  # noqa: S301 - these are the official bytes, which hold arrays
+    images = np.asarray(batch["data"], np.uint8).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return images, np.asarray(batch["labels"], np.int64)
 
 
 def fashion_mnist(root: Path, download: bool) -> Raw:
@@ -199,17 +186,8 @@ def fashion_mnist(root: Path, download: bool) -> Raw:
     Where they are in none of these and `download` allows it, torchvision fetches them. The files hold no code and are
     read as they are; their sizes, counts and labels are checked.
     """
-    folder = _idx_folder(root)
-    if folder is None:
-        if not download:
-            raise UserError(
-                f"no Fashion-MNIST below {root}: expected {_IDX_FILES['train'][0]}[.gz] and the other three idx files; "
-                "put them there, or allow the download with data.download=true"
-            )
-        from torchvision.datasets import FashionMNIST
-
-        _download(FashionMNIST, "Fashion-MNIST", root, "the four idx files")
-        folder = root / "FashionMNIST" / "raw"
+    expected = f"{_IDX_FILES['train'][0]}[.gz] and the other three idx files"
+    folder = _folder(_idx_folder, root, download, "Fashion-MNIST", expected)
     train, test = (_idx_split(folder, *names) for names in _IDX_FILES.values())
     if train[1][: len(_FIRST_OF_MNIST)].tolist() == _FIRST_OF_MNIST:
         raise UserError(
@@ -284,16 +262,30 @@ def read_idx(folder: Path, name: str, dimensions: int, count: int | None = None)
     return np.frombuffer(bytearray(data), np.uint8).reshape(shape)
 
 
-def _download(dataset: Callable[..., Any], name: str, root: Path, files: str) -> None:
-    """Lets a class of torchvision download its files to `root`. Raises `UserError` that says where to put `files` instead."""
+def _folder(find: Callable[[Path], Path | None], root: Path, download: bool, name: str, expected: str) -> Path:
+    """The folder of a data set, which torchvision downloads to `root` where `find` finds none and `download` allows it.
+
+    Raises `UserError`, which says what to put where.
+    """
+    if (folder := find(root)) is not None:
+        return folder
+    if not download:
+        raise UserError(
+            f"no {name} below {root}: expected {expected}; put them there, or allow the download with data.download=true"
+        )
+    from torchvision import datasets
+
     previous = socket.getdefaulttimeout()
     socket.setdefaulttimeout(30)
     try:
-        dataset(str(root), download=True)
+        getattr(datasets, name.replace("-", ""))(str(root), download=True)
     except (OSError, RuntimeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"no {name} below {root}, and the download failed ({reason}): put {files} there, or set data.root to their folder"
+            f"no {name} below {root}, and the download failed ({reason}): put {expected} there, or set data.root to their folder"
         ) from None
     finally:
         socket.setdefaulttimeout(previous)
+    downloaded = find(root)
+    assert downloaded is not None
+    return downloaded
