@@ -100,20 +100,21 @@ class Division:
     def part(self, epoch: int, step: int) -> tuple[torch.Tensor, Part]:
         """(the ids [≥ 1] of this rank's samples, how they count). An empty part has one sample, which counts nothing."""
         ids = self._ids(epoch, step)
-        if self.parts is not None:
+        if self.uneven == "mean":
+            low, high, part = self._whole_share(len(ids))
+        else:
             low, high, part = share(len(ids), self.world, self.parts, self.multiple)
-            return ids[low:high] if part.samples else ids[:1], part
-        total = len(ids)
-        # With `mean` the ranks take whole batches in turn, as a loop over `i % world_size == rank` does.
-        divided = self.batch if self.uneven == "mean" else total
-        ranges = [order.bounds(divided, rank, self.world.size, self.multiple) for rank in range(self.world.size)]
+        return ids[low:high] if part.samples else ids[:1], part
+
+    def _whole_share(self, total: int) -> tuple[int, int, Part]:
+        """As `share`, where the ranks take whole batches in turn, as a loop over `i % world_size == rank` does."""
+        size = self.world.size
+        ranges = [order.bounds(self.batch, rank, size, self.multiple) for rank in range(size)]
+        ranges = [(low, min(high, total)) for low, high in ranges if low < total]
+        if self.world.rank >= len(ranges):
+            return 0, 0, Part(0, total, 0.0, self.multiple)
         low, high = ranges[self.world.rank]
-        mine = ids[low:high]
-        if not len(mine):
-            return ids[:1], Part(0, total, 0.0, self.multiple)
-        ranks = sum(low < min(high, total) for low, high in ranges)
-        weight = total / (ranks * len(mine)) if self.uneven == "mean" else 1.0
-        return mine, Part(len(mine), total, weight, self.multiple)
+        return low, high, Part(high - low, total, total / (len(ranges) * (high - low)), self.multiple)
 
     def _ids(self, epoch: int, step: int) -> torch.Tensor:
         """`order.global_ids`, drawn for many steps at once: that costs hardly more than for one."""
