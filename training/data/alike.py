@@ -7,11 +7,9 @@ Two things may differ: what a dataset draws from generators of its own, and the 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import time
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +20,7 @@ from ..contract import UserError
 from ..parallel.exchange import all_gather_trees, raise_together
 from ..parallel.world import World
 from .batches import Seeded, loader
+from .trees import children
 
 Values = list[Any]
 """Of a sample: [shape, some numbers] of each of its tensors, arrays and numbers, or a hash of its texts; None: not comparable."""
@@ -126,12 +125,10 @@ def _of_sample(sample: Any) -> Values:
         leaf = waiting.pop(0)
         if isinstance(leaf, (str, bytes)):
             texts.update(leaf.encode() if isinstance(leaf, str) else leaf)
-        elif isinstance(leaf, Mapping):
-            waiting += leaf.values()
-        elif isinstance(leaf, (list, tuple)) and not all(isinstance(one, (int, float)) for one in leaf):
-            waiting += leaf
-        elif dataclasses.is_dataclass(leaf):
-            waiting += [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
+            continue
+        are_numbers = isinstance(leaf, (list, tuple)) and all(isinstance(one, (int, float)) for one in leaf)
+        if not are_numbers and (entries := children(leaf)):
+            waiting += [entry for _, entry in entries]
         elif (values := _of_leaf(leaf)) is not None:
             numbers.append(values)
     return [*numbers] or [texts.hexdigest()]  # a text beside numbers may be a path, which differs between nodes

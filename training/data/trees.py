@@ -69,12 +69,17 @@ def leaves(item: Any) -> list[torch.Tensor]:
     """The tensors of a tree of lists, tuples, mappings and dataclasses, in order."""
     if isinstance(item, torch.Tensor):
         return [item]
+    return [leaf for _, child in children(item) for leaf in leaves(child)]
+
+
+def children(item: Any) -> list[tuple[Any, Any]]:
+    """(key, entry) of each entry of a list, tuple, mapping or dataclass; empty for anything else."""
     if isinstance(item, Mapping):
-        return [leaf for value in item.values() for leaf in leaves(value)]
+        return list(item.items())
     if isinstance(item, (list, tuple)):
-        return [leaf for value in item for leaf in leaves(value)]
+        return list(enumerate(item))
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        return [leaf for field in dataclasses.fields(item) for leaf in leaves(getattr(item, field.name))]
+        return [(field.name, getattr(item, field.name)) for field in dataclasses.fields(item)]
     return []
 
 

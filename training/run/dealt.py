@@ -11,7 +11,7 @@ import torch
 
 from ..data import order
 from ..data.batches import Batches, Part, share
-from ..data.trees import to_device
+from ..data.trees import children, to_device
 from ..parallel.live import CannotTakeAgain
 from ..parallel.world import World
 from .work import Work
@@ -157,21 +157,11 @@ class Dealt:
         )
 
 
-def _children(item: Any) -> list[tuple[Any, Any]]:
-    if isinstance(item, Mapping):
-        return list(item.items())
-    if isinstance(item, (list, tuple)):
-        return list(enumerate(item))
-    if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        return [(field.name, getattr(item, field.name)) for field in dataclasses.fields(item)]
-    return []
-
-
 def _place(piece: Any, item: Any) -> tuple[Any, ...] | None:
     """Where in a batch this very object is; None: nowhere."""
     if piece is item:
         return ()
-    for key, child in _children(item):
+    for key, child in children(item):
         if (place := _place(piece, child)) is not None:
             return (key, *place)
     return None
@@ -179,5 +169,5 @@ def _place(piece: Any, item: Any) -> tuple[Any, ...] | None:
 
 def _at(item: Any, place: tuple[Any, ...]) -> Any:
     for key in place:
-        item = dict(_children(item))[key]
+        item = dict(children(item))[key]
     return item
