@@ -34,15 +34,14 @@ class Bomb:
         return os.system, (f"id > {marker}",)
 
 bomb = pickle.dumps(Bomb())
-state = json.dumps([0, True, True, None, [["evil", 1, 0, "participant", 0, "2026-01-01T00:00:00+00:00"]]])
+state = json.dumps({"version": 9, "round": "evil", "seats": [], "wanted": [], "master": ["evil", 1], "restarts": 0, "max_restarts": 0})
 values = [
     bomb, base64.b64encode(bomb), state.encode(),
     f"{'0' * 64} {state}".encode(), b"\xff\x00\x1b[2J", b"", b"9" * 5000, b"x" * (4 << 20),
 ]
-known = ["torch.rendezvous.lockstep", "lockstep/nodes/lockstep", *(
-    f"{group}{name}/{number}" for group in ("", "default_pg/0/0/", "lockstep/nodes/lockstep/0/", "torch.rendezvous.lockstep.0/")
-    for name in ("done", "failed", "last", "ended", "lockstep/done", "lockstep/failed", "lockstep/ended", "lockstep/step",
-                 "torchelastic/role_info", "torchelastic/assigned_ranks") for number in range(2))]
+known = [*(f"lockstep/nodes/lockstep/{name}" for name in ("word", "open", "count")), *(
+    f"{group}{name}/{number}" for group in ("", "default_pg/0/0/", "lockstep/nodes/lockstep/")
+    for name in ("report", "lockstep/done", "lockstep/failed", "lockstep/ended", "lockstep/step") for number in range(2))]
 
 def raw(host, port):
     for number in range(1000000):

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch.distributed import DistError, TCPStore
 
 from lockstep.wire.hangs import Hangs
 from lockstep.wire.signals import FORWARDED
@@ -94,6 +94,8 @@ class Coordinator(Gang):
         """Signals that came while not all ranks were there."""
         self._waits = True
         """Not all are there."""
+        self._stops = False
+        """All are about to end, and perhaps to start again."""
         self._for_all = False
         """A signal that the ranks have got was for all."""
         self._regroups = False
@@ -151,6 +153,10 @@ class Coordinator(Gang):
         self._for_all = True
         if self._waits or not self._running:
             self._came.append(number)
+        elif self._stops and not self._ends(number):
+            if pids := self._pids():
+                self.held.send(pids, number)
+            self._came.append(number)  # for those that start next
         elif self._pids() or not self._ends(number):
             super()._forward(number, frame)
         else:  # the ranks that are left are on other nodes, and get it with the next word
@@ -176,7 +182,7 @@ class Coordinator(Gang):
         self._running, self._spares = {rank: Place(rank) for rank in range(size(self._seats))}, {}
         with self._starting():
             self._make_so()
-        self._waits = False
+        self._waits = self._stops = False
         came, self._came = self._came, []
         for number in came:
             self._forward(number, None)
@@ -416,6 +422,7 @@ class Coordinator(Gang):
     def _end(self, failed: Mapping[int, int]) -> dict[int, int]:
         """Ends the ranks that run: rank → exit code, of those that fail at it."""
         codes: dict[int, int] = {}
+        self._stops = True
 
         def look() -> None:
             ended, news = self._look()
@@ -521,6 +528,8 @@ def run(
         return interrupted(error.number, args.time_limit, over, "the ranks had started"), None
     except CannotMeet as error:
         to_stderr(f"launch: the nodes did not meet at {meeting.endpoint}: {str(error).splitlines()[0]}")
+    except DistError as error:
+        to_stderr(f"launch: the store where ranks or nodes meet is lost: {str(error).splitlines()[0]}")
     except OSError as error:
         to_stderr(f"launch: a rank cannot be started: {error.strerror}")
     return EXIT_FAILED, None

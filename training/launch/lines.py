@@ -34,7 +34,8 @@ class _Pipe:
         if self._begun and (not data or len(self._begun) > LIMIT):
             lines, self._begun = [*lines, self._begun], ""
         for line in lines:
-            with contextlib.suppress(OSError):  # a full disk costs this line, not the thread that brings the next ones
+            # A full disk, a reader that left, closed (None): that costs this line, not the thread that brings the next ones.
+            with contextlib.suppress(OSError, ValueError, AttributeError):
                 self._out.write(f"[rank {self.rank}] {line}\n")
                 self._out.flush()
 

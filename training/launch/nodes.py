@@ -39,9 +39,6 @@ HEARD_SECONDS = 5.0
 """How long the nodes have to read how the job has ended."""
 LAST_CALL_SECONDS = 3.0
 """How long an elastic job waits for more nodes, once the fewest are there."""
-_MOST_NEW = 64
-"""Nodes that are looked for at once: whoever reaches the store may count on."""
-
 _Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
@@ -206,10 +203,13 @@ class Nodes:
         self._ranks = ranks
         self._others: dict[int, _Other] = {}
         self._asked, self._missing = 0, list[int]()
+        self._most_new = 4 * most + 64
+        """Nodes that are looked for at once."""
         self.seats: list[Seat] = []
         self._word: Word | None = None
         self._version = 0
         self._looked = -math.inf
+        store.add(f"{name}/count", 0)
 
     def gather(self, seconds: float, over: Callable[[], bool]) -> list[Seat]:
         """Waits for the nodes, and gives each a seat, those of the last round first. Raises `NotMet`.
@@ -326,6 +326,15 @@ class Nodes:
         if self._word is not None:
             self._store.set("word", self._word.model_dump_json())
 
+    def _count(self) -> int:
+        """How many nodes have come so far. Whoever reaches the store may have put something else there."""
+        key = f"{self._name}/count"
+        text = bytes(self._raw.compare_set(key, "", ""))
+        if text.isdigit() and len(text) < 10 and 0 <= int(text) - self._asked <= self._most_new:
+            return int(text)
+        self._raw.set(key, str(self._asked))
+        return self._asked
+
     def _has_seat(self, number: int) -> bool:
         return any(seat.number == number for seat in self.seats)
 
@@ -336,13 +345,13 @@ class Nodes:
         # This process may have been stopped meanwhile, and its store with it.
         passed, self._looked = min(now - self._looked, 10 * seconds), now
         self._write()
-        count = min(int(self._raw.add(f"{self._name}/count", 0)), self._asked + _MOST_NEW)
+        count = self._count()
         self._missing += range(self._asked + 1, count + 1)
-        self._asked = max(self._asked, count)
+        self._asked = count
         for number in self._missing:
             if (report := _read(self._store, f"report/{number}", Report)) is not None:
                 self._others[number] = _Other(report)
-        self._missing = [number for number in self._missing if number not in self._others][-_MOST_NEW:]
+        self._missing = [number for number in self._missing if number not in self._others][-self._most_new :]
         for number, other in list(self._others.items()):
             report = _read(self._store, f"report/{number}", Report)
             if report is not None and report.beat > other.report.beat:
@@ -424,7 +433,7 @@ class Link:
                 beat, report = self._beat, self._report.model_copy(update={"beat": self._beat})
                 self._store.set(f"report/{self.number}", report.model_dump_json())
                 word = _read(self._store, "word", Word)
-                self.foreign = word is None and self._store.foreign("open")
+                self.foreign = self.word is None and word is None and self._store.foreign("open")
                 self.taken, self._arrived = began, beat
                 if word is not None and (self.word is None or word.version > self.word.version):
                     self.word = word
