@@ -42,8 +42,8 @@ from ..observe import account
 from ..parallel.world import cores
 from . import coordinator, exec_rank
 from .ending import Attempts, cluster_code
-from .gang import Interrupted, handle, leave_while_waiting, nothing
 from .rendezvous import NotMet, meeting, node_range
+from .worker_group import Interrupted, handle, leave_while_waiting, nothing
 
 LOST_SECONDS = 15
 """Without `--live`: a node that is not heard of is lost after this time."""

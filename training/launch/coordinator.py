@@ -40,30 +40,30 @@ from .ending import (
     raising,
     without_ended,
 )
-from .gang import STOP_SECONDS, Gang, Interrupted, handle, interrupted, leave_while_waiting
 from .node_agent import NodeAgent
 from .nodes import (
     LEAVE_SECONDS,
     LOOK_SECONDS,
+    DesiredState,
     Ending,
     Link,
-    News,
+    NodeEvents,
     Nodes,
+    NodeSlot,
     Report,
-    Seat,
-    Word,
     environment,
     of_seat,
     pace,
     size,
 )  # fmt: skip
-from .processes import Place, Processes
 from .rendezvous import CannotMeet, Meeting, Secret
+from .worker_group import STOP_SECONDS, Interrupted, WorkerGroup, handle, interrupted, leave_while_waiting
+from .workers import WorkerId, Workers
 
 STORE_SECONDS = 60.0
 
 
-class Coordinator(Gang):
+class Coordinator(WorkerGroup):
     """Says which ranks there are.
 
     Args:
@@ -73,19 +73,19 @@ class Coordinator(Gang):
         address: of this node, as the others see it.
         min_ranks: with fewer, none goes on.
         join_seconds: how long to wait for the nodes.
-        of_gang: `Gang`'s arguments.
+        of_group: `WorkerGroup`'s arguments.
     """
 
     def __init__(
-        self, processes: Processes, ranks: int, nodes: Nodes | None, address: str, *, min_ranks: int, join_seconds: float, **of_gang: Any,
+        self, processes: Workers, ranks: int, nodes: Nodes | None, address: str, *, min_ranks: int, join_seconds: float, **of_group: Any,
     ) -> None:  # fmt: skip
-        super().__init__(**of_gang)
+        super().__init__(**of_group)
         self._processes, self._nodes, self._address = processes, nodes, address
         self._min_ranks, self._join_seconds = min_ranks, join_seconds
-        self._seats = [Seat(number=0, first=0, ranks=ranks)]
-        self._running: dict[int, Place] = {}
+        self._seats = [NodeSlot(number=0, first=0, ranks=ranks)]
+        self._running: dict[int, WorkerId] = {}
         """The ranks that train, and those that are about to."""
-        self._spares: dict[int, Place] = {}
+        self._spares: dict[int, WorkerId] = {}
         """Replacements of lost ranks that the others have not admitted yet."""
         self._replacements = self._admissions = 0
         self._counted = False
@@ -179,7 +179,7 @@ class Coordinator(Gang):
         self._asked, self._leave = dict[int, float](), dict[int, str]()
         self._store = stores.tcp_store(self._address, 0, serves=True, seconds=STORE_SECONDS)
         self._store.set(stores.NODES, json.dumps([seat.ranks for seat in self._seats]))
-        self._running, self._spares = {rank: Place(rank) for rank in range(size(self._seats))}, {}
+        self._running, self._spares = {rank: WorkerId(rank) for rank in range(size(self._seats))}, {}
         with self._starting():
             self._make_so()
         self._waits = self._stops = False
@@ -195,7 +195,7 @@ class Coordinator(Gang):
         """Has the processes run that are wanted, and no others, on all nodes."""
         places = [] if over else [*self._running.values(), *self._spares.values()]
         self._told_of = self.signalled
-        word = Word(
+        word = DesiredState(
             round=f"{self._id}-{self.starts}",
             seats=self._seats,
             wanted=[(place.rank, place.replacement) for place in places],
@@ -212,7 +212,7 @@ class Coordinator(Gang):
             env = environment(word, here, self.job_id, self.lost_seconds if self.live else None)
             self._processes.match(of_seat(word, here), here.first, env)
 
-    def _seat(self, rank: int) -> Seat:
+    def _seat(self, rank: int) -> NodeSlot:
         return next(seat for seat in self._seats if rank in seat.span)
 
     def _replace(self, ranks: Iterable[int]) -> None:
@@ -223,7 +223,7 @@ class Coordinator(Gang):
         self._counted = True
         for rank in ranks:
             self._replacements += 1
-            self._spares[rank] = Place(rank, self._replacements)
+            self._spares[rank] = WorkerId(rank, self._replacements)
 
     def _admit(self) -> None:
         """Where the ranks ask for replacements, those that are prepared are among them from here on."""
@@ -288,7 +288,7 @@ class Coordinator(Gang):
                 self._make_so()
         return {}
 
-    def _without_nodes(self, news: News, said: list[str]) -> dict[int, int]:
+    def _without_nodes(self, news: NodeEvents, said: list[str]) -> dict[int, int]:
         """The ranks of nodes that are gone: rank → a code for that."""
         found: dict[int, int] = {}
         for gone in news.gone:
@@ -376,12 +376,12 @@ class Coordinator(Gang):
         self._make_so()
         return True
 
-    def _look(self) -> tuple[dict[int, tuple[int, bool]], News]:
+    def _look(self) -> tuple[dict[int, tuple[int, bool]], NodeEvents]:
         """Of the ranks that have ended: rank → exit code, and whether by a signal that was handed on. And what is new elsewhere."""
         ended = {
             place: (code, -code in self.held.delivered) for place, code in self._processes.ended(LOOK_SECONDS).items()
         }
-        news = News() if self._nodes is None else self._nodes.look()
+        news = NodeEvents() if self._nodes is None else self._nodes.look()
         if news.signalled and not self.live and self.signalled is None:
             end = self._over if news.signalled == signal.SIGALRM else self._forward
             end(news.signalled, None)
@@ -477,12 +477,12 @@ def run(
 ) -> tuple[int, Parting | None]:  # fmt: skip
     """The exit code of the ranks, and how the nodes part. Raises `NotMet`."""
     ours, several = args.command[0] == "run", meeting.max_nodes > 1
-    processes = Processes(command, prefix=args.prefix, blocked=ours)
-    of_gang: dict[str, Any] = {
+    processes = Workers(command, prefix=args.prefix, blocked=ours)
+    of_group: dict[str, Any] = {
         "attempts": attempts, "job_id": meeting.job_id, "live": args.live, "lost_seconds": args.lost_seconds, "grace": args.grace,
         "ours": ours, "caught": caught, "time_limit": args.time_limit, "hangs": hangs,
     }  # fmt: skip
-    of_head: dict[str, Any] = {"min_ranks": args.min_ranks, "join_seconds": args.join_timeout, **of_gang}
+    of_head: dict[str, Any] = {"min_ranks": args.min_ranks, "join_seconds": args.join_timeout, **of_group}
     name, report = f"lockstep/nodes/{meeting.job_id}", Report(address=meeting.address, ranks=ranks)
 
     def link(store: TCPStore, secret: Secret, serves: bool) -> Link:  # noqa: ARG001 - as `reach` calls it
@@ -492,7 +492,7 @@ def run(
         if not serves:
             first = [link(store, secret, serves)]
             return NodeAgent(
-                processes, lambda: first.pop() if first else rendezvous.reach(meeting, False, link), report, **of_gang
+                processes, lambda: first.pop() if first else rendezvous.reach(meeting, False, link), report, **of_group
             )
         nodes = Nodes(
             store,
@@ -505,26 +505,26 @@ def run(
         )
         return Coordinator(processes, ranks, nodes, meeting.address, **of_head)
 
-    began, gang = time.monotonic(), None
+    began, group = time.monotonic(), None
     handle((*caught, signal.SIGALRM), leave_while_waiting)
     signal.setitimer(signal.ITIMER_REAL, args.time_limit)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # they were held back until here
         if several:
-            gang = rendezvous.reach(meeting, meeting.serves, node)
+            group = rendezvous.reach(meeting, meeting.serves, node)
         else:
-            gang = Coordinator(processes, ranks, None, meeting.address, **of_head)
-        gang.catch()
-        gang.limit(began)
-        if isinstance(gang, NodeAgent):
-            ending = gang.run()
-            return gang.settled(ending.code, {}), Parting(ending.final, ending.first == gang.place)
-        codes = gang.run()
-        code = gang.settled(exit_code(codes.values()) if codes else EXIT_DONE, codes)
-        return code, gang.part(code, code == EXIT_FAILED and attempts.used >= args.max_restarts, codes)
+            group = Coordinator(processes, ranks, None, meeting.address, **of_head)
+        group.catch()
+        group.limit(began)
+        if isinstance(group, NodeAgent):
+            ending = group.run()
+            return group.settled(ending.code, {}), Parting(ending.final, ending.first == group.place)
+        codes = group.run()
+        code = group.settled(exit_code(codes.values()) if codes else EXIT_DONE, codes)
+        return code, group.part(code, code == EXIT_FAILED and attempts.used >= args.max_restarts, codes)
     except Interrupted as error:
         handle(caught, signal.SIG_IGN)
-        over = error.number == signal.SIGALRM if gang is None else gang.timed_out
+        over = error.number == signal.SIGALRM if group is None else group.timed_out
         return interrupted(error.number, args.time_limit, over, "the ranks had started"), None
     except CannotMeet as error:
         to_stderr(f"launch: the nodes did not meet at {meeting.endpoint}: {str(error).splitlines()[0]}")

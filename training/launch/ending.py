@@ -25,7 +25,7 @@ from ..contract import (
 )
 
 FINAL = (EXIT_USAGE, EXIT_PREEMPTED)
-"""Codes of a rank after which the gang is not started again."""
+"""Codes of a rank after which the ranks are not started again."""
 _OURS = (signal.SIGTERM, signal.SIGKILL)
 """With these the launcher ends the other ranks."""
 _HINTS: dict[int, str] = {

@@ -10,24 +10,24 @@ from types import FrameType
 from typing import Any
 
 from ..contract import EXIT_PREEMPTED, to_stderr
-from .gang import STOP_SECONDS, Gang, Interrupted
-from .nodes import LEASE, LOOK_SECONDS, Ending, Link, Report, Seat, Word, environment, of_seat
-from .processes import Processes
+from .nodes import LEASE, LOOK_SECONDS, DesiredState, Ending, Link, NodeSlot, Report, environment, of_seat
 from .rendezvous import FOREIGN, GONE, CannotMeet
+from .worker_group import STOP_SECONDS, Interrupted, WorkerGroup
+from .workers import Workers
 
 
-class NodeAgent(Gang):
+class NodeAgent(WorkerGroup):
     """Follows the first node's word. Where that one is gone, or takes this one for lost, it comes anew under `--live`, and ends else.
 
     Args:
         processes: of this node.
         connect: to the first node. Raises `NotMet`, `Interrupted`.
         report: what is always the same in this node's reports.
-        of_gang: `Gang`'s arguments.
+        of_group: `WorkerGroup`'s arguments.
     """
 
-    def __init__(self, processes: Processes, connect: Callable[[], Link], report: Report, **of_gang: Any) -> None:
-        super().__init__(**of_gang)
+    def __init__(self, processes: Workers, connect: Callable[[], Link], report: Report, **of_group: Any) -> None:
+        super().__init__(**of_group)
         self._processes, self._connect, self._report = processes, connect, report
         self._leaves = False
         """This node was told to leave, and none of its ranks runs, or the others may go on."""
@@ -36,8 +36,8 @@ class NodeAgent(Gang):
         self._connecting = False
         self.place = -1
         """Among the nodes; -1: it has none yet."""
-        self._word: Word | None = None
-        self._seat: Seat | None = None
+        self._word: DesiredState | None = None
+        self._seat: NodeSlot | None = None
         self._ended: list[tuple[int, int, int, bool]] = []
         """As in `Report`."""
         self._over_since = 0.0
@@ -101,7 +101,7 @@ class NodeAgent(Gang):
                 return None
             heard = link.word
             if heard is not None and heard != self._word:
-                had: Seat | None = self._seat
+                had: NodeSlot | None = self._seat
                 self._seat = next((one for one in heard.seats if one.number == link.number), None)
                 if had is not None and self._seat is None:
                     if not self._leaves:
@@ -131,7 +131,7 @@ class NodeAgent(Gang):
                 link.send(LEASE * self.lost_seconds)
                 return None
 
-    def _take(self, word: Word) -> None:
+    def _take(self, word: DesiredState) -> None:
         """Makes it so."""
         if self._word is None or word.round != self._word.round:
             self._processes.kill_all()

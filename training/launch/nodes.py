@@ -1,8 +1,8 @@
 """What the launchers of several nodes tell one another, through a store that the first one serves.
 
-The first node's launcher decides, and says so in one document, the `Word`: the nodes, and which process is to run in the place of each
-rank. Each other one makes that so on its node, and says in a `Report` what it sees there. Both are states and not messages: one that is
-read twice, late or not at all does no harm. Both carry an HMAC by the job's secret (`rendezvous.py`).
+The first node's launcher decides, and says so in one document, the `DesiredState`: the nodes, and which process is to run in the place of
+each rank. Each other one makes that so on its node, and says in a `Report` what it sees there. Both are states and not messages: one that
+is read twice, late or not at all does no harm. Both carry an HMAC by the job's secret (`rendezvous.py`).
 
 A node that is not heard of for `--lost-seconds` (15 without `--live`) is lost. It has ended its own ranks by then: a launcher whose report
 nobody has taken for half of that time kills them, so that no rank writes into the run directory any more when the others take over what
@@ -24,8 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.distributed import TCPStore
 
 from ..contract import ENV_LIVE, to_stderr
-from .processes import Place
 from .rendezvous import REPORT_SECONDS, NotMet, Secret, SignedStore, waiting
+from .workers import WorkerId
 
 LOOK_SECONDS = 0.05
 """Between two reports of a node, and two looks of the first one."""
@@ -70,7 +70,7 @@ class Report(_Document):
     """It has read how the job has ended, and needs the store no more."""
 
 
-class Seat(_Document):
+class NodeSlot(_Document):
     """A node's place in the job: its ranks."""
 
     number: _Count
@@ -94,14 +94,14 @@ class Ending(_Document):
     """The seat that is left first."""
 
 
-class Word(_Document):
+class DesiredState(_Document):
     """Of the first node."""
 
     version: _Count = 0
     """Each word of a job has a higher one: somebody who reaches the store could put an earlier one back."""
     round: str
     """Names one start of all ranks. The word of another round ends those that run."""
-    seats: list[Seat]
+    seats: list[NodeSlot]
     """The first is that of the node that says this."""
     wanted: list[tuple[_Count, _Count]]
     """Rank and replacement, of all processes that are to run."""
@@ -121,11 +121,11 @@ def pace(nodes: int) -> float:
     return LOOK_SECONDS * max(1.0, nodes / NODES_AT_ONCE)
 
 
-def size(seats: list[Seat]) -> int:
+def size(seats: list[NodeSlot]) -> int:
     return sum(seat.ranks for seat in seats)
 
 
-def environment(word: Word, seat: Seat, job_id: str, live_seconds: int | None) -> dict[str, str]:
+def environment(word: DesiredState, seat: NodeSlot, job_id: str, live_seconds: int | None) -> dict[str, str]:
     """Variables of the ranks that have this seat, but for those that differ between them. They are torchrun's.
 
     Args:
@@ -142,9 +142,9 @@ def environment(word: Word, seat: Seat, job_id: str, live_seconds: int | None) -
     }  # fmt: skip
 
 
-def of_seat(word: Word, seat: Seat) -> list[Place]:
+def of_seat(word: DesiredState, seat: NodeSlot) -> list[WorkerId]:
     """The processes that are to run there."""
-    return [Place(rank, replacement) for rank, replacement in word.wanted if rank in seat.span]
+    return [WorkerId(rank, replacement) for rank, replacement in word.wanted if rank in seat.span]
 
 
 @dataclass
@@ -161,10 +161,10 @@ class _Other:
 
 
 @dataclass(frozen=True)
-class Gone:
+class LostNode:
     """A node that the job has to do without from here on."""
 
-    seat: Seat
+    seat: NodeSlot
     address: str
     why: str
     leaves: bool
@@ -172,13 +172,13 @@ class Gone:
 
 
 @dataclass
-class News:
+class NodeEvents:
     """Of one look at the other nodes."""
 
-    ended: dict[Place, tuple[int, bool]] = field(default_factory=dict)
+    ended: dict[WorkerId, tuple[int, bool]] = field(default_factory=dict)
     """Exit code, and whether by a signal that was handed on."""
     stopped: list[int] = field(default_factory=list)
-    gone: list[Gone] = field(default_factory=list)
+    gone: list[LostNode] = field(default_factory=list)
     signalled: int = 0
     """A signal for all ranks that another node's launcher has handed on."""
 
@@ -205,13 +205,13 @@ class Nodes:
         self._asked, self._missing = 0, list[int]()
         self._most_new = 4 * most + 64
         """Nodes that are looked for at once."""
-        self.seats: list[Seat] = []
-        self._word: Word | None = None
+        self.seats: list[NodeSlot] = []
+        self._word: DesiredState | None = None
         self._version = 0
         self._looked = -math.inf
         store.add(f"{name}/count", 0)
 
-    def gather(self, seconds: float, over: Callable[[], bool]) -> list[Seat]:
+    def gather(self, seconds: float, over: Callable[[], bool]) -> list[NodeSlot]:
         """Waits for the nodes, and gives each a seat, those of the last round first. Raises `NotMet`.
 
         Args:
@@ -236,23 +236,23 @@ class Nodes:
             time.sleep(LOOK_SECONDS)
         had = {seat.number for seat in self.seats}
         chosen = sorted(found, key=lambda number: (number not in had, number))[: self._most - 1]
-        seats = [Seat(number=0, first=0, ranks=self._ranks)]
+        seats = [NodeSlot(number=0, first=0, ranks=self._ranks)]
         for number in sorted(chosen, key=lambda number: self._others[number].report.address):
-            seats.append(Seat(number=number, first=size(seats), ranks=self._others[number].report.ranks))
+            seats.append(NodeSlot(number=number, first=size(seats), ranks=self._others[number].report.ranks))
             self._others[number].taken = 0
         self.seats = seats
         return seats
 
-    def say(self, word: Word) -> None:
+    def say(self, word: DesiredState) -> None:
         self._version += 1
         self._word = word.model_copy(update={"version": self._version})
         self._write()
 
-    def look(self) -> News:
+    def look(self) -> NodeEvents:
         """What is new on the nodes that have a seat."""
         assert self._word is not None
         self._look()
-        news = News()
+        news = NodeEvents()
         for seat in self.seats:
             if (other := self._others.get(seat.number)) is None:
                 continue
@@ -260,22 +260,22 @@ class Nodes:
             if report.round == self._word.round:
                 for rank, replacement, code, handed_on in report.ended[other.taken :]:
                     if rank in seat.span:
-                        news.ended[Place(rank, replacement)] = (code, handed_on)
+                        news.ended[WorkerId(rank, replacement)] = (code, handed_on)
                 other.taken = len(report.ended)
                 news.stopped += report.stopped
                 news.signalled = news.signalled or report.signalled
             leaves = other.leaving > LEAVE_SECONDS
             if leaves or other.silent > self._lost_seconds:
                 what = "was told to leave" if leaves else f"was not heard of for {self._lost_seconds:g} s"
-                news.gone.append(Gone(seat, report.address, what, leaves))
+                news.gone.append(LostNode(seat, report.address, what, leaves))
         return news
 
-    def leave(self, seat: Seat) -> None:
+    def leave(self, seat: NodeSlot) -> None:
         """The job goes on without the node that had this seat."""
         self.seats[self.seats.index(seat)] = seat.model_copy(update={"number": 0})
         self._others.pop(seat.number, None)
 
-    def newcomer(self) -> Seat | None:
+    def newcomer(self) -> NodeSlot | None:
         """A seat whose node was gone, and that a node has taken which has come since."""
         for place, seat in enumerate(self.seats):
             if place == 0 or seat.number:
@@ -297,7 +297,7 @@ class Nodes:
     def _may_join(self, other: _Other) -> bool:
         return not other.report.leaves and other.silent < self._lost_seconds / 2
 
-    def address(self, seat: Seat) -> str:
+    def address(self, seat: NodeSlot) -> str:
         return self._others[seat.number].report.address
 
     @property
@@ -392,7 +392,7 @@ class Link:
         self._store = SignedStore(store, name, secret)
         self.foreign = False
         """What stands there was written with another secret."""
-        self.word: Word | None = None
+        self.word: DesiredState | None = None
         self.taken = time.monotonic()
         """When the last report that has arrived was sent."""
         self.broken = False
@@ -432,7 +432,7 @@ class Link:
                 self._beat += 1
                 beat, report = self._beat, self._report.model_copy(update={"beat": self._beat})
                 self._store.set(f"report/{self.number}", report.model_dump_json())
-                word = _read(self._store, "word", Word)
+                word = _read(self._store, "word", DesiredState)
                 self.foreign = self.word is None and word is None and self._store.foreign("open")
                 self.taken, self._arrived = began, beat
                 if word is not None and (self.word is None or word.version > self.word.version):

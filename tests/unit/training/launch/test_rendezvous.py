@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.training.launch.command import node_address
-from lockstep.training.launch.nodes import Nodes, Word
+from lockstep.training.launch.nodes import DesiredState, Nodes
 from lockstep.training.launch.rendezvous import MOST_BYTES, Secret, SignedStore
 from lockstep.training.parallel import stores
 from tests.processes import poll
@@ -49,7 +49,7 @@ class _Bomb:
 @pytest.mark.parametrize("secret", ["ours", ""])
 def test_the_first_node_writes_over_what_others_write(served: dist.TCPStore, tmp_path: Path, secret: str) -> None:
     nodes = Nodes(served, "job", Secret(secret), fewest=1, most=2, ranks=1, lost_seconds=60)
-    word = Word(round="1", seats=[], wanted=[(0, 0)], master=("here", 1), restarts=0, max_restarts=0)
+    word = DesiredState(round="1", seats=[], wanted=[(0, 0)], master=("here", 1), restarts=0, max_restarts=0)
     nodes.say(word)
     own = served.get("job/word")
     bomb = pickle.dumps(_Bomb(tmp_path / "ran"))

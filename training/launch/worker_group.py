@@ -41,7 +41,7 @@ class Interrupted(Exception):
         self.number = signal.Signals(number)
 
 
-class Gang:
+class WorkerGroup:
     """Its ranks.
 
     Args:

@@ -24,14 +24,14 @@ KILL_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerId:
     """A rank and the process in its place: 0 for the one that it was started with, or the number of the replacement."""
 
     rank: int
     replacement: int = 0
 
 
-class Processes:
+class Workers:
     """Each rank is a process group of its own, so that its data loaders end with it.
 
     Args:
@@ -41,8 +41,8 @@ class Processes:
 
     def __init__(self, command: list[str], *, prefix: bool, blocked: bool) -> None:
         self._command, self._prefix, self._blocked = command, prefix, blocked
-        self._running: dict[Place, subprocess.Popen[bytes]] = {}
-        self._begun: set[Place] = set()
+        self._running: dict[WorkerId, subprocess.Popen[bytes]] = {}
+        self._begun: set[WorkerId] = set()
         self._selector = selectors.DefaultSelector()
         """Of descriptors of the processes, which can be read when these have ended."""
         self._at_once = _has_descriptors()
@@ -50,7 +50,7 @@ class Processes:
         self._copying = False
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[WorkerId]:
         return list(self._running)
 
     @property
@@ -61,7 +61,7 @@ class Processes:
     def pids(self) -> list[int]:
         return [process.pid for process in self._running.values()]
 
-    def match(self, wanted: Iterable[Place], first: int, env: Mapping[str, str]) -> None:
+    def match(self, wanted: Iterable[WorkerId], first: int, env: Mapping[str, str]) -> None:
         """Kills those that run and are not wanted, and starts those that are wanted and never ran. Raises `OSError`.
 
         Args:
@@ -90,7 +90,7 @@ class Processes:
             self._copying = True
             self._copies.begin()
 
-    def _start(self, place: Place, env: Mapping[str, str]) -> None:
+    def _start(self, place: WorkerId, env: Mapping[str, str]) -> None:
         out, errors = self._copies.pipes(place.rank) if self._prefix else (None, None)
         try:
             process = subprocess.Popen(self._command, env=env, start_new_session=True, stdout=out, stderr=errors)
@@ -102,21 +102,21 @@ class Processes:
         if self._at_once:
             self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, place)
 
-    def ended(self, seconds: float) -> dict[Place, int]:
+    def ended(self, seconds: float) -> dict[WorkerId, int]:
         """Exit codes, as Python gives them, of those that have ended: as soon as one has, and after this time at the latest."""
-        found: dict[Place, int] = {}
+        found: dict[WorkerId, int] = {}
         while places := self._ended(seconds):
             found.update((place, self.kill(place)) for place in places)
             seconds = 0.0  # those that ended at the same moment
         return found
 
-    def _ended(self, seconds: float) -> list[Place]:
+    def _ended(self, seconds: float) -> list[WorkerId]:
         if self._at_once:
             return [key.data for key, _ in self._selector.select(seconds)]
         time.sleep(min(seconds, POLL_SECONDS))
         return [place for place, process in self._running.items() if process.poll() is not None]
 
-    def kill(self, place: Place) -> int:
+    def kill(self, place: WorkerId) -> int:
         """Its exit code; nothing is left of its process group. Until it is waited for, nobody else gets its number."""
         process = self._running.pop(place)
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -135,7 +135,7 @@ class Processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGTERM)
 
-    def kill_all(self) -> dict[Place, int]:
+    def kill_all(self) -> dict[WorkerId, int]:
         return {place: self.kill(place) for place in self.places}
 
     def stopped(self) -> list[int]:
