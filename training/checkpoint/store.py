@@ -38,6 +38,7 @@ import torch
 from .. import files
 from ..contract import UserError, checkpoint_name
 from ..parallel.exchange import DTYPE_NAMES, join, split
+from ..tensor_file import header
 from .score import KeepBest, Rule
 
 R = TypeVar("R")
@@ -417,18 +418,10 @@ def tensor_file(tensors: dict[str, torch.Tensor], metadata: Mapping[str, str] = 
     Raises:
         OSError: the header is larger than what is read again.
     """
-    header: dict[str, Any] = {"__metadata__": {**metadata, "format": "pt"}}
-    at, pieces = 0, []
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
-        size = tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size],
-        }  # fmt: skip
-        at += size
-        pieces.append(tensor.reshape(-1).view(torch.uint8).numpy())
-    text = json.dumps(header).encode()
-    text = _readable(text + b" " * (-len(text) % 8), MAX_HEADER_BYTES, f"the header of {TENSORS}")
-    return [len(text).to_bytes(8, "little") + text, *pieces]
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    entries = [(name, DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.nbytes) for name, tensor in ordered]
+    head = _readable(header(entries, {**metadata, "format": "pt"}), MAX_HEADER_BYTES, f"the header of {TENSORS}")
+    return [head, *(tensor.reshape(-1).view(torch.uint8).numpy() for _, tensor in ordered)]
 
 
 _PLACES = ((("shared", "optimizer", "state"), ("optim",)), (("shared",), ()))

@@ -23,6 +23,7 @@ from .. import files
 from ..bucket import Bucket, as_user_error
 from ..config import Data
 from ..contract import UserError, say
+from ..tensor_file import header
 from . import sources
 from .order import bounds
 from .shards import MANIFEST, MOST_MANIFEST, SPLITS, Manifest
@@ -292,15 +293,7 @@ class _Spool:
     def _write(self, path: Path, low: int, labels: np.ndarray) -> str:
         """One shard, in the safetensors format; returns its sha256."""
         size = len(labels) * self._sample_bytes
-        head = json.dumps(
-            {
-                "labels": {"dtype": "I64", "shape": [len(labels)], "data_offsets": [0, labels.nbytes]},
-                "images": {"dtype": _KINDS[self.dtype], "shape": [len(labels), *self.shape],
-                           "data_offsets": [labels.nbytes, labels.nbytes + size]},
-            },
-            separators=(",", ":"),
-        ).encode()  # fmt: skip
-        head += b" " * (-len(head) % 8)
+        images = ("images", _KINDS[self.dtype], [len(labels), *self.shape], size)
         digest = hashlib.sha256()
         with path.open("xb") as file:
 
@@ -308,7 +301,7 @@ class _Spool:
                 digest.update(data)
                 file.write(data)
 
-            write(len(head).to_bytes(8, "little") + head)
+            write(header([("labels", "I64", labels.shape, labels.nbytes), images]))
             write(labels.astype("<i8").tobytes())
             self._file.seek(low * self._sample_bytes)
             while size:
