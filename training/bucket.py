@@ -252,18 +252,22 @@ class Bucket:
 
     def pieces(self, key: str, size: int, sha256: str) -> Iterator[memoryview]:
         """The bytes of an object, some parts at a time. Raises `OSError`; `Damaged`, at the latest after the last part."""
-        if (found := self.size(key)) != size:
-            raise Damaged(f"{self.url}/{key} has {found} bytes, expected {size}")
+        get = self._obstore.get_range_async
 
         async def parts(start: int) -> list[Any]:
-            starts = range(start, min(start + _AT_ONCE * _PART, size), _PART)
-            get, ends = self._obstore.get_range_async, (min(start + _PART, size) for start in starts)
-            return await asyncio.gather(*(get(self._store, key, start=at, end=end) for at, end in zip(starts, ends)))
+            end = min(start + _AT_ONCE * _PART, size)
+            ranges = ((at, min(at + _PART, end)) for at in range(start, end, _PART))
+            return await asyncio.gather(*(get(self._store, key, start=low, end=high) for low, high in ranges))
 
         digest = hashlib.sha256()
         for start in range(0, size, _AT_ONCE * _PART):
-            with self.asking(key):
-                arrived = asyncio.run_coroutine_threadsafe(parts(start), self._loop).result()
+            try:
+                with self.asking(key):
+                    arrived = asyncio.run_coroutine_threadsafe(parts(start), self._loop).result()
+            except OSError:
+                if (found := self.size(key)) != size:
+                    raise Damaged(f"{self.url}/{key} has {found} bytes, expected {size}") from None
+                raise
             for part in arrived:
                 piece = memoryview(part)
                 digest.update(piece)
