@@ -14,13 +14,12 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-import itertools
 import json
 import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -33,7 +32,7 @@ from lockstep.wire.exec import STACKS
 
 from . import records
 from .code import store
-from .lint import Finding, Rules, errors
+from .lint import Finding, Rules, refuse
 from .manifest import Manifest, differences, to_yaml
 from .process import Streams
 from .spec.model import JobSpec
@@ -144,6 +143,8 @@ class Backend(abc.ABC):
     """Whether `create` brings the spec's code to the ranks."""
     arrays: ClassVar[bool] = False
     """Whether `create` takes all runs of a sweep as one."""
+    given_place: Mapping[str, str] = {}
+    """Which of `places` were given."""
     lock: tuple[Path, float] | None = None
     """A folder that is locked while a job is submitted, and the seconds to wait for another command that holds it."""
     scope: str = ""
@@ -225,13 +226,24 @@ class Backend(abc.ABC):
     @classmethod
     def at(cls, spec: JobSpec | None, **flags: str | None) -> Self:
         """The backend where the flags say, or else the spec."""
-        return cls.connect(**cls.place(spec, **flags))
+        place = cls.place(spec, **flags)
+        found = cls.connect(**place)
+        found.given_place = {flag: value for flag, value in place.items() if value}
+        return found
+
+    @classmethod
+    def of_job(cls, name: str, **flags: str | None) -> Self:
+        """The backend where the flags say, or else where this machine has submitted the job of that name to."""
+        if any(flags.values()) or not (last := records.place_of(cls.name, name)):
+            return cls.at(None, **flags)
+        note(f"{name} was submitted from here with {' '.join(f'--{flag} {value}' for flag, value in last.items())}")
+        return cls.at(None, **last)
 
     def submit(self, spec: JobSpec, mode: Mode = "attach") -> Submitted:
         """Starts the job, or attaches to the same one. Raises `UserError` for another or a finished one."""
         (spec,) = self._with_code([spec])
         job = self.prepared(spec)
-        refuse([job], self.name)
+        refuse({spec.name: job.findings}, self.name)
         return self._submit([job], mode)[0]
 
     def sweep(self, name: str, specs: Specs, mode: Mode = "attach") -> Sent:
@@ -245,10 +257,10 @@ class Backend(abc.ABC):
         specs = self._with_code(specs)
         if not self.arrays:
             jobs = [self.prepared(spec) for spec in specs]
-            refuse(jobs, self.name)
+            refuse({job.spec.name: job.findings for job in jobs}, self.name)
             return self._submit(jobs, mode)
         whole = self.prepared(specs[0].model_copy(update={"name": name}), specs)
-        refuse([whole], self.name)
+        refuse({name: whole.findings}, self.name)
         with self.exclusive():
             if self.find(name) is not None:
                 raise UserError(f"{name} is already the name of a job: choose another --name for the sweep")
@@ -262,6 +274,8 @@ class Backend(abc.ABC):
                 )
             self.check_secrets(whole.spec)
             self.create(whole, None)
+            for spec in specs:
+                records.remember(self.name, spec.name, self.given_place)
             return [Submitted(spec.name, True, self.require(spec.name).where) for spec in specs]
 
     def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Prepared:
@@ -301,7 +315,9 @@ class Backend(abc.ABC):
 
     def _place(self, decided: _Decision) -> Submitted:
         job, known, attaches = decided
-        return self.attach(job, known) if known is not None and attaches else self.create(job, known)
+        placed = self.attach(job, known) if known is not None and attaches else self.create(job, known)
+        records.remember(self.name, placed.name, self.given_place)
+        return placed
 
     def check_secrets(self, spec: JobSpec) -> None:
         """Raises `UserError` where the value of a secret is missing."""
@@ -314,7 +330,7 @@ class Backend(abc.ABC):
         spec = job.spec
         known, status = self._known(spec, mode)
         if known is not None and mode == "new":
-            name = next_name(spec.name, self._taken)
+            name = records.next_name(spec.name, self._taken)
             return _Decision(self.prepared(spec.model_copy(update={"name": name, "run_dir": None})), None)
         return _Decision(job, known, attaches=status is not None and not status.final)
 
@@ -347,7 +363,7 @@ class Backend(abc.ABC):
         """Whether it would start, when, and why not. Nothing is sent. Raises `Unreachable`."""
         try:
             job = self.prepared(store.checked(spec)[0])
-            refuse([job], self.name)
+            refuse({job.spec.name: job.findings}, self.name)
             self.check_secrets(job.spec)
             known, status = self._known(job.spec, mode)
             if status is not None and not status.final:
@@ -567,20 +583,6 @@ class Cluster(Backend):
         return Prepared(spec, runs, manifests, self.rules().apply(spec, manifests))
 
 
-def refuse(jobs: Sequence[Prepared], backend: str) -> None:
-    """Prints warnings and notes, each once for all runs of a sweep. Raises `UserError` for the first error."""
-    printed = set()
-    for job in jobs:
-        for item in job.findings:
-            alike = item.message if item.level == "note" else re.sub(r"\d+", "N", item.message)
-            if item.level != "error" and alike not in printed:
-                printed.add(alike)
-                (warn if item.level == "warning" else note)(f"{item.id}: {item.message}")
-        if found := errors(job.findings):
-            more = f" (and {len(found) - 1} more: see `lockstep lint --backend {backend}`)" if len(found) > 1 else ""
-            raise UserError(f"{job.spec.name}: {found[0]}{more}")
-
-
 def check_name(name: str) -> None:
     """Raises `UserError` for what cannot be a job's name."""
     if not re.fullmatch(r"[a-z][a-z0-9-]{0,62}", name):
@@ -592,10 +594,3 @@ def _check_rank(known: KnownJob, rank: int | None) -> None:
     total = known.world_size
     if rank is not None and not 0 <= rank < total:
         raise UserError(f"{known.name} has the ranks 0 … {total - 1}, got {rank}")
-
-
-def next_name(name: str, taken: Callable[[str], bool]) -> str:
-    """`name-v2`, or the first number that is free. `name-2` is what a sweep calls one of its runs."""
-    versions = (f"-v{number}" for number in itertools.count(2))
-    free = (f"{name[: 63 - len(end)].rstrip('-')}{end}" for end in versions)
-    return next(found for found in free if not taken(found))

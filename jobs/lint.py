@@ -8,15 +8,17 @@ from __future__ import annotations
 import itertools
 import posixpath
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from lockstep.training.config.settings import nearest
+from lockstep.training.contract import UserError
 
 from .manifest import Manifest, holds
 from .spec.model import JobSpec, Volume
 from .spec.types import size_in_bytes
+from .status import note, warn
 
 Level = Literal["error", "warning", "note"]
 SECRET = re.compile(r"(^|_)(TOKEN|PASSWORD|PASSWD|SECRET|SECRET_KEY|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS?)($|_)")
@@ -40,6 +42,20 @@ class Finding:
 def errors(findings: list[Finding]) -> list[Finding]:
     """Those for which `submit` refuses the job."""
     return [finding for finding in findings if finding.level == "error"]
+
+
+def refuse(jobs: Mapping[str, list[Finding]], backend: str) -> None:
+    """Prints warnings and notes, each once for all jobs, which are the runs of a sweep. Raises `UserError` for the first error."""
+    printed = set()
+    for name, findings in jobs.items():
+        for item in findings:
+            alike = item.message if item.level == "note" else re.sub(r"\d+", "N", item.message)
+            if item.level != "error" and alike not in printed:
+                printed.add(alike)
+                (warn if item.level == "warning" else note)(f"{item.id}: {item.message}")
+        if found := errors(findings):
+            more = f" (and {len(found) - 1} more: see `lockstep lint --backend {backend}`)" if len(found) > 1 else ""
+            raise UserError(f"{name}: {found[0]}{more}")
 
 
 class Subject:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +34,32 @@ def home() -> Path:
         return Path(os.environ.get("LOCKSTEP_HOME") or Path.home() / ".local/state/lockstep")
     except RuntimeError:  # no HOME, and a user of a number only, as in many containers
         raise UserError("this user has no home folder to keep jobs in: set LOCKSTEP_HOME") from None
+
+
+def remember(backend: str, name: str, place: Mapping[str, str]) -> None:
+    """Notes where a job was submitted to, for commands with its name; nothing where that was not said.
+
+    A machine that cannot keep it needs the flags again.
+    """
+    with contextlib.suppress(UserError, OSError):
+        path = home() / "places" / backend / f"{name}.json"
+        if place:
+            make(path.parent)
+            files.replace_json(path, dict(place))
+        else:
+            path.unlink(missing_ok=True)
+
+
+def place_of(backend: str, name: str) -> dict[str, str]:
+    """Flag → value of where a job was last submitted to from here; {} where that was not said."""
+    found: Any = None
+    with contextlib.suppress(UserError, OSError):
+        path = home() / "places" / backend / f"{name}.json"
+        if path.parent.name == backend:  # the name is not a path
+            check(path.parent)
+            found = files.read_json(path)
+    texts = isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
+    return found if texts else {}
 
 
 def make(folder: Path) -> Path:
@@ -318,6 +345,13 @@ def process(path: Path) -> Process | None:
 def identity(name: str) -> str:
     """What one submission of a job is known by: its ranks have it in their environment, and write it into status.json."""
     return f"{name}.{uuid.uuid4().hex[:12]}"
+
+
+def next_name(name: str, taken: Callable[[str], bool]) -> str:
+    """`name-v2`, or the first number that is free. `name-2` is what a sweep calls one of its runs."""
+    versions = (f"-v{number}" for number in itertools.count(2))
+    free = (f"{name[: 63 - len(end)].rstrip('-')}{end}" for end in versions)
+    return next(found for found in free if not taken(found))
 
 
 def restarts(said: Said | None) -> int:

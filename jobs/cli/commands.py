@@ -23,6 +23,7 @@ from lockstep.training.contract import (
     EXIT_USAGE,
     UserError,
 )
+from lockstep.wire.signals import command_of
 
 from ..status import note, say, show, table, teller, warn
 
@@ -65,7 +66,7 @@ class Place:
     def job(self, backend: str, name: str) -> tuple[JobBackend, str]:
         """The backend, and the name of the job; of a file, that in it. Warns if another job than the file's has that name."""
         if not name.endswith((".yaml", ".yml")):
-            return self.open(backend), name
+            return self.open(backend, name), name
         from ..registry import backend as backend_of
         from ..status import Unreachable
 
@@ -76,14 +77,16 @@ class Place:
                 warn(f"the job {spec.name} is another one than that of {name}: {'; '.join(changed[:8])}")
         return found, spec.name
 
-    def open(self, backend: str) -> JobBackend:
-        """The backend, ready for questions. Raises `UserError`."""
+    def open(self, backend: str, name: str | None = None) -> JobBackend:
+        """The backend, ready for questions about the job of that name, or about all. Raises `UserError`."""
+        from .. import records
         from ..registry import backend as backend_of  # and pydantic with it: `--help` does without
 
         found = backend_of(backend)
         check_flags(found, vars(self))
-        _at_its_host(found.name, self.host)
-        return found.at(None, **vars(self))
+        submitted = records.place_of(found.name, name) if name is not None else {}
+        _at_its_host(found.name, self.host or submitted.get("host"))
+        return found.at(None, **vars(self)) if name is None else found.of_job(name, **vars(self))
 
 
 @dataclasses.dataclass
@@ -155,11 +158,15 @@ def _at_its_host(backend: str | None, host: str | None, spec: JobSpec | None = N
     """Ends this command with the exit code that it has on the login node, if `slurm.host` names one."""
     if backend != "slurm":
         return
+    from .. import records
     from ..slurm import ssh
     from ..slurm.backend import chosen
 
     if (there := chosen(host)) is not None:
-        raise typer.Exit(ssh.run(there, sys.argv[1:], spec, str(file) if file is not None else None))
+        code = ssh.run(there, sys.argv[1:], spec, str(file) if file is not None else None)
+        if spec is not None and not code and command_of(sys.argv[1:])[:1] == ["submit"]:
+            records.remember(backend, spec.name, {"host": there})
+        raise typer.Exit(code)
 
 
 def check_flags(found: type[JobBackend], flags: Mapping[str, str | None]) -> None:
@@ -463,7 +470,7 @@ def execute(
     The command gets a terminal if standard input and standard output are terminals. The exit code is the command's own;
     2 if the job or the rank is not running, 69 if the connection is lost.
     """
-    raise typer.Exit(place.open(backend).execute(name, command, rank))
+    raise typer.Exit(place.open(backend, name).execute(name, command, rank))
 
 
 @flat
@@ -475,7 +482,7 @@ def stacks(
     as_json: Json = False,
 ) -> None:
     """Print what each rank of a running job does now: what it waits for, where, and its Python stacks."""
-    found = place.open(backend).stacks(name, rank)
+    found = place.open(backend, name).stacks(name, rank)
     if as_json:
         show(found)
     for one in [] if as_json else found:
@@ -502,7 +509,7 @@ def wait(
 @flat
 def cancel(backend: Backend, name: Name, place: Place, as_json: Json = False) -> None:
     """End a job. It gets the grace period to save its state."""
-    found = place.open(backend).cancel(name)
+    found = place.open(backend, name).cancel(name)
     if as_json:
         show({"name": name, **found.plain()})
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -63,6 +63,8 @@ Mark = Annotated[LabelKey, AfterValidator(_free)]
 
 
 class Kubernetes(Section):
+    PLACE: ClassVar = ("namespace", "context")
+
     kind: Literal["PyTorchJob", "TrainJob", "auto"] = "PyTorchJob"
     """Which custom resource to submit: training-operator v1 or Kubeflow Trainer v2. `auto`: the one that the cluster has,
     PyTorchJob where it has both, and where none is asked (render, lint)."""

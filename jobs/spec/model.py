@@ -292,8 +292,9 @@ class _JobSpec(Section):
         return {**self.model_dump(mode="json", exclude_defaults=True), **amounts}
 
     def record(self) -> dict[str, Any]:
-        """Every setting as plain values, and the version: what is kept of a submitted job. `recorded` reads it."""
-        values = self.model_dump(mode="json")
+        """Every setting as plain values but where the job goes, and the version: what is kept of a submitted job. `recorded`
+        reads it."""
+        values = _without_places(self.model_dump(mode="json"))
         for name in ("code", "live"):
             if not values[name]:
                 del values[name]  # what has none can be read by earlier versions
@@ -309,13 +310,13 @@ class _JobSpec(Section):
     def hash(self) -> str:
         """16 hex digits that tell two specs apart. A new setting with a default does not change old hashes.
 
-        `fresh` is not part of it: a job that was started over resumes when it is submitted again without.
+        `fresh` is not part of it: a job that was started over resumes when it is submitted again without. Nor is where it goes.
         """
         return self._hash
 
     @functools.cached_property
     def _hash(self) -> str:
-        plain = {name: value for name, value in self._by_hash(self.plain()).items() if name != "fresh"}
+        plain = {name: value for name, value in self._by_hash(_without_places(self.plain())).items() if name != "fresh"}
         text = json.dumps(plain, sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -412,6 +413,17 @@ class _JobSpec(Section):
         others = [name for name in registry.sections() if not isinstance(getattr(self, name), kind)]
         given = self.plain()
         return [f"{name}.{key}" for name in others for key in sorted(given.get(name, {}))]
+
+
+def _without_places(values: dict[str, Any]) -> dict[str, Any]:
+    """Plain settings without those that say where a job goes, which is not a part of what it is."""
+    kept = dict(values)
+    for name, kind in registry.sections().items():
+        if kind.PLACE and isinstance(kept.get(name), dict):
+            kept[name] = {key: value for key, value in kept[name].items() if key not in kind.PLACE}
+            if not kept[name]:
+                del kept[name]
+    return kept
 
 
 def _over(below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

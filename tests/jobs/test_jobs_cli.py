@@ -143,6 +143,25 @@ def test_diff_compares_with_the_job_that_was_submitted(server: ApiServer, tmp_pa
             assert (done.returncode, told) == (code, nodes == 4), done
 
 
+def test_where_a_job_goes_is_remembered_and_no_part_of_what_it_is(server: ApiServer, tmp_path: Path) -> None:
+    """The kubeconfig's own namespace is another one."""
+    server.kubeconfig(tmp_path / "kubeconfig", namespace="elsewhere")
+    text = "name: smoke\nrecipe: smoke\nimage: localhost:5000/a:1\n"
+    assert lockstep(tmp_path, "submit", "k8s", job(tmp_path, f"{text}k8s: {{namespace: team}}\n")).returncode == 0
+    shown = lockstep(tmp_path, "status", "k8s", "smoke")
+    assert shown.returncode == 0 and "smoke: pending" in shown.stdout, shown
+    assert "submitted from here with --namespace team" in shown.stderr
+    again = lockstep(tmp_path, "submit", "k8s", job(tmp_path, text), "--namespace", "team", "--context", "here")
+    assert (again.returncode, again.stdout.partition(" (")[0]) == (0, "smoke: is there already, with the same spec"), (
+        again
+    )
+    assert lockstep(tmp_path, "logs", "k8s", "smoke", "--namespace", "elsewhere").returncode == 2, "a flag wins"
+    assert lockstep(tmp_path, "cancel", "k8s", "smoke").returncode == 0 and not server.cluster.all("pytorchjobs")
+    server.kubeconfig(tmp_path / "kubeconfig")
+    lockstep(tmp_path, "submit", "k8s", job(tmp_path, text))
+    assert "submitted from here" not in lockstep(tmp_path, "status", "k8s", "smoke").stderr
+
+
 def test_a_registry_of_the_documentation_is_refused_and_still_rendered(server: ApiServer, tmp_path: Path) -> None:
     words = ["k8s", job(tmp_path), "--image", "registry.example/team/a:cpu", "--gpus", "1"]
     shown = lockstep(tmp_path, "render", *words)
