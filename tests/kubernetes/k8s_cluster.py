@@ -23,7 +23,7 @@ KINDS = {
     kind.lower().removesuffix("y") + ("ies" if kind.endswith("y") else "s"): kind
     for kind in [
         "Pod", "Event", "NetworkPolicy", "PyTorchJob", "Job", "TrainJob", "Workload", "Node", "PersistentVolumeClaim",
-        "LocalQueue", "ClusterQueue", "CustomResourceDefinition", "Deployment", "Secret", "SelfSubjectAccessReview",
+        "LocalQueue", "ClusterQueue", "CustomResourceDefinition", "Deployment", "Secret", "SelfSubjectRulesReview",
         "SelfSubjectReview", "PodMonitor", "ConfigMap", "Role", "ClusterTrainingRuntime", "ResourceQuota", "Lease",
         "Namespace", "ServiceAccount", "RoleBinding", "ResourceFlavor", "PrometheusRule",
     ]
@@ -63,6 +63,8 @@ class Cluster:
         self.logs: dict[str, list[str]] = {}
         self.unknown: set[str] = set()
         self.denied: set[str] = set()
+        self.incomplete = False
+        """Whether an authorizer does not list what it grants."""
         self.kubectl = k8s_kubectl.Kubectl()
         self.stopping = False
         self.role: set[tuple[str, str]] | None = None

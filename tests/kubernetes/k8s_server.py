@@ -186,12 +186,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _post(self, match: re.Match[str]) -> None:
         cluster = self.cluster
-        if self.plural == "selfsubjectaccessreviews":
-            wanted = self.body["spec"]["resourceAttributes"]
-            verb, resource = wanted["verb"], "/".join(filter(None, (wanted["resource"], wanted.get("subresource"))))
-            allowed = not {f"{verb} {wanted['resource']}", f"{verb} {resource}"} & cluster.denied
-            allowed = allowed and (cluster.role is None or (verb, resource) in cluster.role)
-            self._answer(201, {**self.body, "status": {"allowed": allowed}})
+        if self.plural == "selfsubjectrulesreviews":
+            names = [*KINDS, "pods/log", "pods/exec"]
+            everything = {(verb, name) for verb in ("create", "get", "list", "patch", "delete") for name in names}
+            rules = [
+                {"verbs": [verb], "apiGroups": ["*"], "resources": [name]}
+                for verb, name in sorted(everything if cluster.role is None else cluster.role)
+                if f"{verb} {name}" not in cluster.denied
+            ]
+            own = {"verbs": ["create"], "apiGroups": ["authorization.k8s.io"], "resources": ["selfsubjectrulesreviews"]}
+            status = {"resourceRules": [own, *rules], "nonResourceRules": [], "incomplete": cluster.incomplete}
+            self._answer(201, {**self.body, "status": status})
             return
         if self.plural == "selfsubjectreviews":
             self._answer(201, {**self.body, "status": {"userInfo": {"username": "me"}}})

@@ -72,6 +72,8 @@ def test_a_ready_cluster_is_ok_and_what_is_missing_is_named(doctor: Doctor, clus
     assert wrong == {"custom resource", "rights", "nodes", "pull secret", "volume", "quota", "operator"}, found
     assert found["pod monitor"][0] == found["gang scheduling"][0] == "warning"
     assert "configmaps" not in found["rights"][1], "a job with code needs them, and no other"
+    cluster.incomplete = True
+    assert doctor()["rights"][0] == "cannot tell", "an authorizer besides RBAC may grant them"
     cluster.remove("localqueues", "gpu")
     cluster.remove("persistentvolumeclaims", "runs")
     found = doctor(image="lockstep:cuda")
