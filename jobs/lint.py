@@ -17,7 +17,6 @@ from lockstep.training.contract import UserError
 
 from .manifest import Manifest, holds
 from .spec.model import JobSpec, Volume
-from .spec.types import size_in_bytes
 from .status import note, warn
 
 Level = Literal["error", "warning", "note"]
@@ -176,24 +175,6 @@ def cpu_image(subject: Subject) -> Iterator[str]:
             f"image {subject.image} is built for CPUs, and the job asks for {subject.spec.gpus} GPUs a node: "
             "take the CUDA image (make image), or --gpus 0"
         )
-
-
-@COMMON.rule("LJ003", "warning")
-def idle_gpus(subject: Subject) -> Iterator[str]:
-    """A rank drives one GPU: with fewer ranks the others idle."""
-    if subject.spec.gpus > subject.spec.ranks:
-        yield f"{subject.spec.gpus} GPUs a node, but {subject.spec.ranks} ranks: remove ranks_per_node"
-
-
-@COMMON.rule("LJ004", "warning")
-def amounts_of_ranks(subject: Subject) -> Iterator[str]:
-    """Ranks that share a core slow each other down, and torch alone takes about half a gigabyte a rank, with a GPU two."""
-    spec = subject.spec
-    if spec.cpus < spec.ranks:
-        yield f"cpus {spec.cpus:g} for {spec.ranks} ranks a node: they share cores; raise cpus, or leave it out"
-    each, least = size_in_bytes(spec.memory) / spec.ranks, (4 << 30 if spec.gpus else 700 << 20)
-    if each < least:
-        yield f"memory {spec.memory} is {each / 2**20:.0f} MiB a rank, below {least >> 20}: raise memory, or leave it out"
 
 
 @COMMON.rule("LJ005")
