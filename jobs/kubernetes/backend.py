@@ -28,7 +28,7 @@ from ..logs import PREFIX
 from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, spec_in, to_yaml
 from ..process import Streams
 from ..spec.model import JobSpec
-from ..status import FINAL, Listed, Status, Submitted, Unreachable, warn
+from ..status import FINAL, Listed, Status, Submitted, Unreachable, note, warn
 from . import render, rules
 from .answers import METADATA_LIST, ApiError, Listing, explained
 from .observe import (
@@ -99,6 +99,12 @@ class KubernetesBackend(Cluster):
     @classmethod
     def manifests(cls, spec: JobSpec) -> Manifests:
         return render.manifests(spec)
+
+    @classmethod
+    def render(cls, spec: JobSpec, runs: Sequence[JobSpec]) -> tuple[str, object]:
+        if k8s(spec).kind == "auto":
+            note(f"k8s.kind auto: rendered as {render.kind_of(spec)}, submit takes the kind that the cluster has")
+        return super().render(spec, [*runs])
 
     @classmethod
     def rules(cls) -> Rules[Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from k8s_cluster import Cluster, Fault
 
-from tests import product
+from tests.jobs.helpers import lockstep
 from tests.product import JobSpec, UserError
 
 SPEC = JobSpec.of(
@@ -98,7 +99,7 @@ def test_pods_that_are_refused_are_told(backend: Any, cluster: Cluster) -> None:
     assert "starting" in backend.status("second").reason, "a Job of somebody else that has the name"
 
 
-def test_auto_takes_the_kind_that_the_cluster_has(backend: Any, cluster: Cluster) -> None:
+def test_auto_takes_the_kind_that_the_cluster_has(backend: Any, cluster: Cluster, tmp_path: Path) -> None:
     """The record keeps the answer: later it is the same job, whatever else has been installed."""
 
     def auto(name: str) -> JobSpec:
@@ -117,5 +118,6 @@ def test_auto_takes_the_kind_that_the_cluster_has(backend: Any, cluster: Cluster
     cluster.unknown |= {"pytorchjobs", "trainjobs"}
     with pytest.raises(UserError, match="neither PyTorchJob nor TrainJob"):
         backend.submit(auto("none"))
-    (_, job), _ = product.manifests("k8s", auto("none"))
-    assert job["kind"] == "PyTorchJob", "no cluster is asked"
+    words = ("--recipe", "smoke", "--image", "localhost:5000/a:1", "--set", "k8s.kind=auto")
+    done = lockstep(tmp_path, "render", "k8s", *words)
+    assert "kind: PyTorchJob" in done.stdout and "k8s.kind auto: rendered as PyTorchJob" in done.stderr
