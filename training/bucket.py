@@ -45,11 +45,11 @@ _NO_CREDENTIALS = re.compile(r"169\.254\.|latest/api/token|computeMetadata|Accou
 """Of errors where the environment has none, and the store's library has looked for an identity of this machine."""
 Tag: TypeAlias = Any
 """What the store compares: an entity tag, a generation."""
-KEY = r"[0-9a-f]{32}/\d{1,12}-[a-z0-9.-]{1,40}/[A-Za-z_][A-Za-z0-9_./-]{0,99}"
+KEY = r"[0-9a-f]{32}/\d{1,12}-[a-z0-9.-]{1,40}/[a-z][a-z0-9./-]{0,60}"
 """Of what attempts have sent."""
 GROWING = (EVENTS_FILE, TIME_FILE)
 """Files of the run directory that are only ever appended to."""
-RUN_FILE_NAME = r"(events|time)\.jsonl|(status|summary)\.json|run\.yaml|metrics/rank-\d{5,9}\.prom|images/[A-Za-z0-9_]{1,64}-\d{8,12}\.png"
+RUN_FILE_NAME = r"(events|time)\.jsonl|(status|summary)\.json|run\.yaml|metrics/rank-\d{5,9}\.prom"
 """Of what a commit has of the run directory."""
 _Token = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 _Size = Annotated[int, Field(ge=0, lt=1 << 60)]

@@ -11,7 +11,7 @@ from obstore.store import MemoryStore
 from lockstep.training.checkpoint.object_store import ObjectStore
 
 pytestmark = pytest.mark.promise("object-stores")
-SENT = ("run.yaml", "events.jsonl", "time.jsonl", "status.json", "images/a-00000001.png", "metrics/rank-00000.prom")
+SENT = ("run.yaml", "events.jsonl", "time.jsonl", "status.json", "metrics/rank-00000.prom")
 
 
 @pytest.fixture(autouse=True)
