@@ -96,7 +96,10 @@ def main(run: Session, kind: str) -> None:
     run.average(0.9, every=3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=1000)
     own = Resumable(data, BATCH // run.size, run.rank, run.size)
-    if kind == "cursor":
+    order, noise = np.random.Generator(np.random.MT19937(7)), torch.Generator().manual_seed(run.rank)
+    if kind == "loader":
+        run.keep(schedule=schedule, order=order, noise=noise)
+    elif kind == "cursor":
         run.keep_of_rank({"loader": own}, schedule=schedule)
     else:
         run.keep(schedule=schedule)
@@ -107,13 +110,15 @@ def main(run: Session, kind: str) -> None:
         if kind == "batches":
             batches = run.batches(data, BATCH, uneven="weight", workers=WORKERS)
         elif kind == "loader":
-            sampler.set_epoch(epoch)
+            sampler.set_epoch(epoch + int(order.integers(1000)))
             batches = run.iterate(loader)
         elif kind == "cursor":
             batches = run.iterate(own)
         else:
             batches = run.iterate(torch.randperm(COUNT).split(BATCH))
         for batch in batches:
+            if kind == "loader":
+                batch = batch[0] + 0.01 * torch.randn(batch[0].shape, generator=noise), batch[1]
             images, labels = batch if kind != "part" else (data.images[mine := run.part(batch)], data.labels[mine])
             if HARD:
                 for x, y in run.accumulate(zip(images.chunk(2), labels.chunk(2), strict=True)):

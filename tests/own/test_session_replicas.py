@@ -139,7 +139,11 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
     kept = torch.nn.Linear(1, 1)
     of_kept = torch.optim.Adam(kept.parameters(), lr=0.1)
     norm = torch.optim.swa_utils.AveragedModel(torch.nn.BatchNorm1d(4))
-    run.keep(kept=kept, of_kept=of_kept, norm=norm)
+    teacher, shadow = copy.deepcopy(kept).requires_grad_(False), {name: p.detach().clone() for name, p in net.named_parameters()}
+    split, order, again = random.Random(1), random.Random(1), torch.Generator()
+    split.random()
+    named = {} if sys.argv[3] == "outside" else {"teacher": teacher, "order": order}
+    run.keep(kept=kept, of_kept=of_kept, norm=norm, **named)
     if sys.argv[3] == "outside":
         temperature = torch.nn.Parameter(torch.ones(()))
         by_hand = torch.optim.SGD([temperature], lr=0.01)
@@ -163,13 +167,16 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
 
 @pytest.mark.parametrize(("sync", "what"), [("flat", "outside"), (product.FSDP, "inside")])
 def test_what_is_trained_outside_of_the_session_is_named_once(tmp_path: Path, sync: str, what: str) -> None:
-    """An optimizer that no checkpoint has, a weight that each rank trains by itself, and a weight that no optimizer has; a module
-    that is trained alike on all ranks, and kept, is none of these. And what is kept as alike, and is a rank's own."""
+    """An optimizer that no checkpoint has, a weight that each rank trains by itself, a weight that no optimizer has, copies of weights
+    that move, and a generator that draws; what is kept, and a generator that is seeded in each epoch, is none of these. And what is
+    kept as alike, and is a rank's own."""
     done = script(2, OUTSIDE, tmp_path / "run", sync, what)
     named = [line for line in done.output.splitlines() if "warning" in line]
-    assert done.code == 0 and len(named) == (5 if what == "outside" else 0), done.output
+    assert done.code == 0 and len(named) == (8 if what == "outside" else 0), done.output
     if named:
-        unused, optimizer, weight, kept, value = named
+        unused, optimizer, weight, *moved, kept, value = named
+        names = ("teacher moves", "shadow moves", "order draws numbers")
+        assert all(f"{name}, and no checkpoint has it" in line for name, line in zip(names, moved, strict=True)), moved
         assert "2.weight and 1 more require a gradient, and no optimizer has them" in unused
         assert "the optimizer by_hand (SGD) does not come from run.optimizer()" in optimizer
         assert (

@@ -62,6 +62,40 @@ def _is_of_a_gpu(state: Any) -> bool:
     return has_form and int(state[8:].view(torch.int64)) % 4 == 0
 
 
+def is_generator(thing: object) -> bool:
+    """Whether it is a random generator that a script may have made: torch's, numpy's or Python's."""
+    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    return isinstance(thing, kinds) and not isinstance(thing, random.SystemRandom)
+
+
+def state_of(generator: Any) -> Any:
+    """The state of one (`is_generator`), as plain values or a tensor (`set_state` takes it)."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return _plain(generator.get_state(legacy=False))
+    return _plain(generator.bit_generator.state)
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Raises `ValueError`, `TypeError` for the state of another kind."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _plain(state: Any) -> Any:
+    """Numpy's arrays of unsigned numbers as lists."""
+    if isinstance(state, dict):
+        return {name: _plain(value) for name, value in state.items()}
+    return state.tolist() if isinstance(state, (np.ndarray, np.generic)) else state
+
+
 class Drawing:
     """Around the function of a step: torch's generators are those of a seed inside, and the script's own again after it.
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+
 from ..parallel.exchange import split
+from . import generators
 
 
 @runtime_checkable
@@ -55,6 +58,8 @@ class Kept:
         """The same on every rank: the states of rank 0 are saved, and all ranks get them back."""
         self.rank_objects: dict[str, Stateful] = {}
         """Different on each rank: each rank's state is saved, and that rank gets it back."""
+        self.generators: dict[str, Any] = {}
+        """Random generators of the script: each rank's own, as the program's (`capture`)."""
         self.values = Values("run.values")
         """The same on every rank."""
         self.summary = Values("run.summary")
@@ -81,15 +86,29 @@ class Kept:
     def add(self, objects: Mapping[str, Any], of_rank: bool = False) -> None:
         """Raises `TypeError` for an object without a state, or whose state no checkpoint can hold; `ValueError` for a name in use."""
         for name, stateful in objects.items():
+            if name in self.objects or name in self.rank_objects or name in self.generators:
+                raise ValueError(f"keep({name}=…) was called twice with this name: give the second one another name")
+            if generators.is_generator(stateful):
+                self.generators[name] = stateful
+                continue
             if not isinstance(stateful, Stateful):
                 raise TypeError(
                     f"keep({name}=…) is a {type(stateful).__name__} without state_dict() and load_state_dict(): "
                     "put plain values into run.values"
                 )
-            if name in self.objects or name in self.rank_objects:
-                raise ValueError(f"keep({name}=…) was called twice with this name: give the second one another name")
             check_tree(stateful.state_dict(), f"keep({name}=…)")
             (self.rank_objects if of_rank else self.objects)[name] = stateful
+
+    def capture(self, device: torch.device) -> dict[str, Any]:
+        """The states of the program's generators and of the script's (`restore` takes them)."""
+        own = {name: generators.state_of(generator) for name, generator in self.generators.items()}
+        return {**generators.capture(device), "own": own}
+
+    def restore(self, states: dict[str, Any], device: torch.device) -> None:
+        """A generator without a saved state keeps its own. Raises `ValueError`, `TypeError`."""
+        generators.restore(states, device)
+        for name in self.generators.keys() & states.get("own", {}).keys():
+            generators.set_state(self.generators[name], states["own"][name])
 
     def has(self, wanted: object) -> bool:
         """Whether this object itself is kept. Then its own state is restored on resume."""

@@ -75,7 +75,7 @@ def gather(state: TrainState) -> dict[str, Any] | None:
     Its tensors are the live ones: copy them before the next step.
     """
     rank_state: dict[str, Any] = {
-        "rng": state.kept.cursor_generators or generators.capture(state.world.device),
+        "rng": state.kept.cursor_generators or state.kept.capture(state.world.device),
         "buffers": _buffers(state.model),
         "average_buffers": _buffers(state.ema.average) if state.ema else {},
         "losses": state.losses,
@@ -338,7 +338,7 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0)
         _copy(shared["average"], _parameters(state.ema.average), state.sync.copy_into_shard)
     alike = state.of_all
     if same_size or alike:
-        generators.restore(rank_state["rng"], state.world.device)
+        state.kept.restore(rank_state["rng"], state.world.device)
     mine = same_size or alike or state.world.leader
     losses = rank_state["losses"].to(state.losses, copy=True)
     state.losses = losses if mine else torch.zeros_like(losses)

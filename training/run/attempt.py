@@ -65,6 +65,7 @@ from ..resilience.hang import (
 )
 from ..resilience.preempt import Consensus, Decision, Signals
 from .context import RunContext, note_corrupt_shard
+from .held import Held
 from .saver import Saver
 from .unsaved import Unsaved
 
@@ -144,7 +145,7 @@ class Attempt:
         """The slow rank that was told of, and its phase."""
         self.saver = Saver(context, self._alive)
         self.reading = Reading(context.state.losses, context.world, of_all=context.state.of_all)
-        self.unsaved = Unsaved(context)
+        self.unsaved = Unsaved(context, Held(context.state).moved)
 
     @property
     def _stop_file(self) -> Path | None:

@@ -270,7 +270,7 @@ class Lifecycle:
             directory.attempt, directory.failures = attempt, failures
         state.history.update(attempts=attempt, failures=failures)
         replica.sync.zero_grad()
-        self._saved_generators = generators.capture(world.device) if self.resumed else None
+        self._saved_generators = state.kept.capture(world.device) if self.resumed else None
         by_step = settings.log.score_every > 0
         run = RunContext(
             config=settings, world=world, path=self.run_dir, run=directory, attempt=attempt, state=state, exporter=self.exporter,

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from .. import contract, files
-from ..checkpoint import generators
 from ..contract import EXIT_DONE, EXIT_FAILED, UserError
 from ..data.batches import Batches, Part, begun
 from ..data.trees import to_device
@@ -131,17 +130,17 @@ class Loop:
         """The script may draw here what it draws once an epoch, in the middle of an epoch too."""
         kept, cursor, device = self.run.kept, self.run.state.cursor, self.run.world.device
         if kept.epoch_generators is not None:  # the run resumes within this epoch, or before its first batch
-            generators.restore(kept.epoch_generators, device)
+            kept.restore(kept.epoch_generators, device)
             return
         if self.saved_generators is not None and not cursor.step:
             self._resume_generators()
-        kept.epoch_generators = generators.capture(device)
+        kept.epoch_generators = kept.capture(device)
 
     def _resume_generators(self) -> None:
         """The loop is where the checkpoint was taken: what it draws from here on is what it would have drawn."""
         self.run.kept.cursor_generators = None
         if self.saved_generators is not None:
-            generators.restore(self.saved_generators, self.run.world.device)
+            self.run.kept.restore(self.saved_generators, self.run.world.device)
             self.saved_generators = None
 
     def _end_epoch(self) -> None:
@@ -253,7 +252,7 @@ class Loop:
                 item, part = (self, None) if stopped else next(given, (self, None))
                 if item is self:
                     # What is drawn from here on, in an evaluation, is drawn again after a resume.
-                    run.kept.cursor_generators = generators.capture(run.world.device)
+                    run.kept.cursor_generators = run.kept.capture(run.world.device)
                     self._epoch_is_through = True
                     run.goodput.enter(Bucket.EVALUATION)
                     return

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,10 +25,14 @@ from .context import RunContext
 
 
 class Unsaved:
-    """Warns of each once, at a save."""
+    """Warns of each once, at a save.
 
-    def __init__(self, context: RunContext) -> None:
-        self._context = context
+    Args:
+        moved: gives a sentence for each thing that has moved since the loop began, and is in no checkpoint.
+    """
+
+    def __init__(self, context: RunContext, moved: Callable[[], list[str]]) -> None:
+        self._context, self._moved = context, moved
         self.logged: dict[str, float] = {}
         """What this rank has logged since the last save."""
         self.looked_outside = False
@@ -38,7 +42,11 @@ class Unsaved:
     def look(self) -> None:
         """Collective."""
         state, world = self._context.state, self._context.world
-        sentences = {} if self.looked_outside else {sentence: sentence for sentence in trained_outside(state)}
+        sentences = (
+            {}
+            if self.looked_outside
+            else {sentence: sentence for sentence in [*trained_outside(state), *self._moved()]}
+        )
         self.looked_outside = True
         if world.size > 1 and not same_on_all(mine := self._alike(), world):
             sentences |= unequal(all_gather_trees(mine, world))
@@ -160,18 +168,18 @@ def _weights_outside(learned: set[torch.Tensor], used: set[torch.Tensor], state:
         learned: weights of no replicated model.
         used: those of them that an optimizer moves, and others.
     """
-    of_rank = _storages(_states(state.kept.rank_objects))
-    held = _storages([_states(state.kept.objects), dict(state.kept.values)])
+    of_rank = storages(states_of(state.kept.rank_objects))
+    held = storages([states_of(state.kept.objects), dict(state.kept.values)])
     outside = {
         _name_of(p) or f"a parameter of shape {list(p.shape)}": p
         for p in learned
-        if p.device.type != "meta" and _storage(p) not in of_rank
+        if p.device.type != "meta" and storage(p) not in of_rank
     }
     every = all_gather_trees({name: fingerprint(nn.ParameterList([p])) for name, p in outside.items()}, state.world)
     sentences = []
     for name, parameter in outside.items():
         apart = len({prints.get(name, every[0].get(name)) for prints in every}) > 1
-        lost = parameter in used and _storage(parameter) not in held
+        lost = parameter in used and storage(parameter) not in held
         if apart or lost:
             problems = ["differs between the ranks"] * apart + ["is in no checkpoint"] * lost
             sentences.append(
@@ -181,22 +189,22 @@ def _weights_outside(learned: set[torch.Tensor], used: set[torch.Tensor], state:
     return sorted(sentences)
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _storages(tree: Any) -> set[int]:
-    return {_storage(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
+def storages(tree: Any) -> set[int]:
+    return {storage(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
 
 
-def _states(objects: dict[str, Stateful]) -> list[Any]:
+def states_of(objects: dict[str, Stateful]) -> list[Any]:
     return [stateful.state_dict() for stateful in objects.values()]
 
 
 def _name_of(thing: object) -> str | None:
     """The script's name for an optimizer or a weight: of a variable, of an attribute, or within a module."""
-    for variables in _variables():
-        for name, value in variables.items():
+    for names in variables():
+        for name, value in names.items():
             if value is thing:
                 return name
             if issubclass(type(value), nn.Module) and "_modules" in vars(value):  # else it is not constructed
@@ -211,7 +219,7 @@ def _name_of(thing: object) -> str | None:
     return None
 
 
-def _variables() -> Iterator[dict[str, Any]]:
+def variables() -> Iterator[dict[str, Any]]:
     """The variables of the functions that are running, innermost first, without ours."""
     frame = sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]

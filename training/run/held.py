@@ -1,0 +1,123 @@
+"""Weights and random generators that variables of the script hold: what moves and is in no checkpoint, a resume loses. It is named at
+the first save.
+
+A copy of the weights is a module that is not replicated, such as a teacher, or a dictionary or list of tensors like the parameters.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint import generators
+from ..checkpoint.state import TrainState
+from ..parallel.names import plain
+from .unsaved import states_of, storage, storages, variables
+
+MOST, DEPTH, ITEMS = 5000, 3, 100
+"""Objects that are looked at, attributes below a variable, and items of a dictionary or list whose items are looked at."""
+_OPAQUE = (types.ModuleType, types.FunctionType, type, str, bytes, int, float, torch.Tensor, torch.optim.Optimizer)
+
+
+class Held:
+    """What the variables hold when the loop begins."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        self._before = self._look()
+
+    def moved(self) -> list[str]:
+        """Returns a sentence for each that has moved since then, and is in no checkpoint."""
+        now, sentences = self._look(), []
+        for name, (what, marks) in self._before.items():
+            later, draws = now.get(name, (what, marks))[1], generators.is_generator(what[0])
+            if later == marks or (
+                draws and later[:2] != marks[:2]
+            ):  # one that is made or seeded anew depends on no earlier draws
+                continue
+            keeps = f"hand it to run.keep({name if name.isidentifier() else 'other'}={name})"
+            sentences.append(
+                f"{name} draws numbers, and no checkpoint has its state, so a start that resumes draws others: {keeps}"
+                if draws
+                else f"{name} moves, and no checkpoint has it, so a start that resumes begins with another: make it a module, and {keeps}"
+            )
+        return sentences
+
+    def _look(self) -> dict[str, tuple[list[Any], list[Any]]]:
+        """By their names: the tensors or the generator, and what changes where they move."""
+        state, kept = self._state, self._state.kept
+        parameters = plain(state.model, dict(state.model.named_parameters()))
+        average = {} if state.ema is None else dict(state.ema.average.named_parameters())
+        ours = [p for p in [*parameters.values(), *average.values()] if not _is_sharded(p)]
+        held = storages([ours, states_of(kept.objects), states_of(kept.rank_objects), dict(kept.values)])
+        found: dict[str, tuple[list[Any], list[Any]]] = {}
+        for name, value in _reachable():
+            if generators.is_generator(value):
+                if not any(value is one for one in kept.generators.values()):
+                    seed = value.initial_seed() if isinstance(value, torch.Generator) else None
+                    found[name] = [value], [id(value), seed, _comparable(generators.state_of(value))]
+                continue
+            tensors = [t for t in _weights(value, parameters) if not _is_sharded(t) and storage(t) not in held]
+            if tensors:
+                found[name] = tensors, [(id(tensor), tensor._version) for tensor in tensors]
+        return found
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    """Or without memory: it has no address."""
+    return tensor.device.type == "meta" or hasattr(tensor, "placements")
+
+
+def _comparable(state: Any) -> Any:
+    return state.tolist() if isinstance(state, torch.Tensor) else state
+
+
+def _weights(value: Any, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
+    """The tensors of what may be a copy of the weights."""
+    if issubclass(type(value), nn.Module):
+        return [*value.parameters()] if "_modules" in vars(value) else []
+    if not isinstance(value, (dict, list, tuple)) or len(value) > len(parameters):
+        return []
+    tensors = list(value.values() if isinstance(value, dict) else value)
+    if not tensors or not all(isinstance(one, torch.Tensor) for one in tensors):
+        return []
+    if isinstance(value, dict):
+        return tensors if value.keys() & parameters.keys() else []
+    trained = [p.shape for p in parameters.values() if p.requires_grad]
+    every = [p.shape for p in parameters.values()]
+    return tensors if [one.shape for one in tensors] in (trained, every) else []
+
+
+def _reachable() -> Iterator[tuple[str, Any]]:
+    """What the variables of the running functions hold, and attributes and items below them."""
+    waiting = deque((name, value, 0) for names in variables() for name, value in names.items() if name[:2] != "__")
+    seen: dict[int, Any] = {}
+    while waiting and len(seen) < MOST:
+        name, value, depth = waiting.popleft()
+        kind = type(value)
+        if id(value) in seen or value is None or issubclass(kind, _OPAQUE) or kind.__module__.startswith("lockstep."):
+            continue
+        seen[id(value)] = value
+        yield name, value
+        if depth == DEPTH or issubclass(kind, nn.Module):
+            continue
+        waiting.extend((inner, one, depth + 1) for inner, one in _inside(name, value))
+
+
+def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
+    """The items or attributes of a value."""
+    if issubclass(type(value), dict):
+        named = [(key, one) for key, one in dict.items(value) if type(key) in (str, int)]
+        return [(f"{name}[{key!r}]", one) for key, one in named[:ITEMS]]
+    if issubclass(type(value), (list, tuple)):
+        return [(f"{name}[{number}]", one) for number, one in enumerate(value[:ITEMS])]
+    try:
+        attributes = object.__getattribute__(value, "__dict__")  # a proxy may compute it
+    except AttributeError:
+        return []
+    return [(f"{name}.{attribute}", one) for attribute, one in list(attributes.items())]
