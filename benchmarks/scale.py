@@ -33,7 +33,6 @@ from lockstep.training.recipe.loop import Recipe
 from lockstep.training.resilience import closeness
 from lockstep.training.resilience.preempt import Consensus
 from lockstep.training.run.evaluation import summed
-from lockstep.training.run.lifecycle import newest_of_all
 from lockstep.training.session import Session
 
 TINY = [
@@ -145,7 +144,6 @@ def calls(world: World, state: states.TrainState) -> dict[str, tuple[Callable[[]
         "checkpoint sent, other world size": (resized, 1),
         "evaluation merged": (merged, 2),
         "closeness": (lambda: closeness.check_parameter_closeness(state.model, batch_statistics=False), 1),
-        "whose checkpoint, alone": (lambda: newest_of_all(None, world), 2),
     }  # fmt: skip
 
 

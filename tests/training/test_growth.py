@@ -50,7 +50,7 @@ def test_messages_bytes_and_listings_of_all_ranks_grow_no_faster_than_ranks(tmp_
         assert max(len(rank["verified"]) for rank in counted[size]) <= -(-6 // size)
         assert [rank["listed"] for rank in counted[size]] == [0] * size, "a rank lists no files of the others"
     exchanges = counted[2][0].keys() - {"verified", "listed"}
-    assert len(exchanges) == 9
+    assert len(exchanges) == 8
     for exchange in exchanges:
         for what in ("messages", "bytes"):
             few, many = (sum(getattr(rank[exchange], what) for rank in counted[size]) for size in SIZES)
