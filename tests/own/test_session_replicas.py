@@ -129,7 +129,7 @@ def test_learning_rates_that_differ_are_named_before_they_are_saved(
 
 
 OUTSIDE = """
-import sys, torch
+import copy, random, sys, torch
 from lockstep import Session
 with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
@@ -149,6 +149,11 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
         by_hand = torch.optim.SGD([temperature], lr=0.01)
     data = torch.utils.data.TensorDataset(torch.randn(32, 4))
     for epoch in run.epochs(3):
+        torch.rand(1, generator=again.manual_seed(epoch))
+        order.random()
+        torch._foreach_lerp_([*teacher.parameters()], [*kept.parameters()], 0.1)
+        if sys.argv[3] == "outside":
+            shadow["0.bias"] = 0.9 * shadow["0.bias"]
         for (x,) in run.batches(data, 8):
             loss = kept(torch.ones(1)).square().sum()
             of_kept.zero_grad()
