@@ -6,7 +6,6 @@ that finds something missing fails.
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import os
 import re
@@ -24,7 +23,7 @@ from packaging.utils import canonicalize_name
 from tests import product
 from tests.checkout import copy_to, sources
 from tests.environments import declared, linked, project, uv
-from tests.imports import imported, modules
+from tests.imports import imports_of, modules
 from tests.processes import PYTHON, ROOT, clean_env, run
 
 pytestmark = pytest.mark.promise("installing")
@@ -235,7 +234,7 @@ def test_what_is_imported_is_declared() -> None:
     for package, extras in (("jobs", ("k8s", "slurm")), ("training", ("train", "cloud", "tensorboard", "wandb"))):
         allowed = declared().union(*map(declared, extras))
         for module, path in modules(package).items():
-            for name in {name.split(".")[0] for name in imported(ast.parse(path.read_text()), {})} - known:
+            for name in {name.split(".")[0] for name in imports_of(module, path, {})} - known:
                 assert declared_as(name) & allowed, f"{module} imports {name}, which pyproject.toml does not declare"
     for extra, packages in product.EXTRAS.items():
         assert {one for package in packages for one in declared_as(package)} == declared(extra), extra
