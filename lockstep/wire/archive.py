@@ -75,21 +75,18 @@ def read(data: bytes, expected: str) -> list[File]:
     Raises:
         UserError: a link, a device, a path that leaves the folder, more than the limits, other files, or no archive.
     """
-    with files.reading("the code's archive", then=": submit the job again"), _opened(data) as tar:
-        entries = list(_members(tar))
+    with files.reading("the code's archive", then=": submit the job again"):
+        unzip = zlib.decompressobj(wbits=31)
+        plain = unzip.decompress(data, _TAR_LIMIT)
+        if unzip.unconsumed_tail:
+            raise UserError(f"the code's archive holds more than {_TAR_LIMIT >> 20} MiB: it was not made by Lockstep")
+        if not unzip.eof:
+            raise UserError("the code's archive is cut off: submit the job again")
+        with tarfile.open(fileobj=io.BytesIO(plain), mode="r:") as tar:
+            entries = list(_members(tar))
     if (other := identity(entries)) != expected:
         raise UserError(f"the archive holds the code {other[:12]}, expected {expected[:12]}: submit the job again")
     return entries
-
-
-def _opened(data: bytes) -> tarfile.TarFile:
-    unzip = zlib.decompressobj(wbits=31)
-    plain = unzip.decompress(data, _TAR_LIMIT)
-    if unzip.unconsumed_tail:
-        raise UserError(f"the code's archive holds more than {_TAR_LIMIT >> 20} MiB: it was not made by Lockstep")
-    if not unzip.eof:
-        raise UserError("the code's archive is cut off: submit the job again")
-    return tarfile.open(fileobj=io.BytesIO(plain), mode="r:")
 
 
 def _members(tar: tarfile.TarFile) -> Iterator[File]:
@@ -123,18 +120,12 @@ def unpack(data: bytes, expected: str, target: Path) -> Path:
     Raises:
         UserError: the archive is damaged or holds other code, it cannot be written, or something else has the name.
     """
-    read(data, expected)
-    if not hasattr(tarfile, "data_filter"):
-        raise UserError("this Python cannot unpack code safely: use 3.10.12, 3.11.4 or newer")
+    entries = read(data, expected)
     temporary: Path | None = None
     try:
         # Where everybody writes, a name that can be foreseen is one that somebody else has taken, for a link to our files.
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        with _opened(data) as tar:
-            tar.extractall(temporary, filter=_as_of_now)  # noqa: S202 - data_filter is in it
-        for parent, _, names in os.walk(temporary, topdown=False):
-            for path in (*(Path(parent, name) for name in names), Path(parent)):
-                path.chmod(path.stat().st_mode & 0o555)
+        _write(entries, temporary)
         os.replace(temporary, target)
     except BaseException as error:
         if temporary is not None:
@@ -148,8 +139,18 @@ def unpack(data: bytes, expected: str, target: Path) -> Path:
     return target
 
 
-def _as_of_now(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
-    return tarfile.data_filter(member, folder).replace(mtime=None)  # type: ignore[arg-type]  # the archive has no times
+def _write(entries: Iterable[File], folder: Path) -> None:
+    """Writes by hand: tarfile has no safe filter before Python 3.11.4, and Debian 12 has 3.11.2."""
+    folders = {folder}
+    for file in entries:
+        path = folder / file.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folders.update(parent for parent in path.parents if parent.is_relative_to(folder))
+        with path.open("xb") as stream:
+            stream.write(file.data)
+        path.chmod(0o555 if file.executable else 0o444)
+    for inner in sorted(folders, reverse=True):
+        inner.chmod(0o555)
 
 
 def holds(folder: Path, expected: str) -> bool:
