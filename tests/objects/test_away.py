@@ -43,12 +43,13 @@ def trained(run_dir: Path, step: int) -> None:
 @pytest.mark.parametrize("how", ["cut", "503"])
 def test_it_comes_back_before_the_end(how: str, server: int, proxy: Proxy, expected: str, tmp_path: Path) -> None:
     name = new()
-    run_dir, laptop, away = tmp_path / "a" / name, tmp_path / "laptop", Away("step-00000003", how)
+    run_dir, laptop, away = tmp_path / "a" / name, tmp_path / "laptop", Away("step-", how)
     laptop.mkdir()
     proxy.reset(away)
     with start(proxy, run_dir, name, METRICS, PACE="0", WAIT=str(tmp_path / "go")) as gang:
         trained(run_dir, 9)
-        poll(lambda: any("step-00000003" not in path for path in away.asked), BOUND, "a save that was given up")
+        # The first save that is sent need not be the first one that is made.
+        poll(lambda: len({Path(path).parts[:-1] for path in away.asked}) > 1, BOUND, "a save that was given up")
         away.back = True
         (tmp_path / "go").touch()
         done = gang.wait(BOUND)
