@@ -175,7 +175,7 @@ def test_nodes_that_are_missing_are_given_up_once(tmp_path: Path) -> None:
 
 
 def test_a_node_may_be_late_without_a_restart(tmp_path: Path) -> None:
-    """Also the one that serves."""
+    """Also the one that serves, and one that takes its place."""
     nodes = Nodes(
         tmp_path, "--exit-codes", "kubernetes", "--max-restarts", "3", "--restarts-dir", str(tmp_path / "counts")
     )
@@ -184,8 +184,12 @@ def test_a_node_may_be_late_without_a_restart(tmp_path: Path) -> None:
         early.waits(2)
         with nodes.node(0, program) as other:
             nodes.seen("begun-0", "begun-1")
+        for begun in tmp_path.glob("begun-*"):
+            begun.unlink()
+        with nodes.node(0, program) as other:
+            nodes.seen("begun-0", "begun-1")
             (count,) = (tmp_path / "counts").iterdir()  # of the first node, which counts for all
-            assert json.loads(count.read_text()) == {"used": 0, "running": True}
+            assert json.loads(count.read_text()) == {"used": 1, "running": True}
             nodes.go()
             assert [other.ends()[0], early.ends()[0]] == [0, 0]
 

@@ -11,13 +11,16 @@ from typing import Any
 
 from ..contract import EXIT_PREEMPTED, to_stderr
 from .nodes import LEASE, LOOK_SECONDS, DesiredState, Ending, Link, NodeSlot, Report, environment, of_seat
-from .rendezvous import FOREIGN, GONE, CannotMeet
+from .rendezvous import FOREIGN, CannotMeet
 from .worker_group import STOP_SECONDS, Interrupted, WorkerGroup
 from .workers import Workers
 
+STOPPED_SECONDS = 1.0
+"""A look that takes longer: this process was stopped meanwhile."""
+
 
 class NodeAgent(WorkerGroup):
-    """Follows the first node's word. Where that one is gone, or takes this one for lost, it comes anew under `--live`, and ends else.
+    """Follows the first node's word. Where that one is gone, or takes this one for lost, its ranks end, and it joins again.
 
     Args:
         processes: of this node.
@@ -87,15 +90,17 @@ class NodeAgent(WorkerGroup):
         """None: this node has to come anew, or to leave."""
         self._word, self._seat, self._ended, self._over_since = None, None, [], 0.0
         while True:
-            for place, code in self._processes.ended(LOOK_SECONDS).items():
+            looked = time.monotonic()
+            ended = self._processes.ended(LOOK_SECONDS)
+            if time.monotonic() - looked > STOPPED_SECONDS:
+                link.heard_before(LEASE * self.lost_seconds / 2)
+            for place, code in ended.items():
                 self._ended.append((place.rank, place.replacement, code, -code in self.held.delivered))
             self.held.release(self._pids())
             self.hangs.look([place.rank for place in self._processes.places])
             if link.foreign:
                 raise CannotMeet(FOREIGN)
             if link.silent(LEASE * self.lost_seconds):
-                if not self.live and self.signalled is None:
-                    raise CannotMeet(GONE)
                 what = "is gone" if link.broken else f"has not answered for {LEASE * self.lost_seconds:g} s"
                 to_stderr(f"launch: the first node {what}: the ranks of this node end, and it joins again")
                 return None

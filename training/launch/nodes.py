@@ -7,7 +7,8 @@ is read twice, late or not at all does no harm. Both carry an HMAC by the job's 
 A node that is not heard of for `--lost-seconds` (15 without `--live`) is lost. It has ended its own ranks by then: a launcher whose report
 nobody has taken for half of that time kills them, so that no rank writes into the run directory any more when the others take over what
 it did. Its clock counts from the moment at which it began to send the last report that arrived, and the first node's from when that one
-came.
+came. A launcher that was stopped itself may not have been given up, as the whole job may have been stopped: it has half of its time from
+then on to be heard again.
 """
 
 from __future__ import annotations
@@ -412,6 +413,10 @@ class Link:
         """Whether nobody has taken a report for this many seconds."""
         return self.broken or time.monotonic() - self.taken > seconds
 
+    def heard_before(self, seconds: float) -> None:
+        """Counts as heard this many seconds ago, where that was longer ago: this process was stopped meanwhile."""
+        self.taken = max(self.taken, time.monotonic() - seconds)
+
     def send(self, seconds: float) -> None:
         """Returns when what was reported last has arrived, or after this time."""
         deadline, wanted = time.monotonic() + seconds, self._beat
@@ -434,7 +439,7 @@ class Link:
                 self._store.set(f"report/{self.number}", report.model_dump_json())
                 word = _read(self._store, "word", DesiredState)
                 self.foreign = self.word is None and word is None and self._store.foreign("open")
-                self.taken, self._arrived = began, beat
+                self.taken, self._arrived = max(self.taken, began), beat
                 if word is not None and (self.word is None or word.version > self.word.version):
                     self.word = word
                 self._changed.wait(self._seconds)

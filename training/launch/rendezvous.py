@@ -43,7 +43,6 @@ FOREIGN = (
     f"what stands there is not signed with this node's secret: set {ENV_SECRET} to the same value on every node, "
     "and see who else writes there"
 )
-GONE = "the node that serves the rendezvous is gone"
 
 
 class NotMet(Exception):
