@@ -202,7 +202,7 @@ class Coordinator(WorkerGroup):
             master=(self._address, self._store.port),
             restarts=self._started_after,
             max_restarts=self._allowed,
-            signal=self.signalled or 0,
+            signal=self._ending_signal if over else self.signalled or 0,
             over=over,
         )
         if self._nodes is not None:
@@ -211,6 +211,11 @@ class Coordinator(WorkerGroup):
             here = self._seats[0]
             env = environment(word, here, self.job_id, self.lost_seconds if self.live else None)
             self._processes.match(of_seat(word, here), here.first, env)
+
+    @property
+    def _ending_signal(self) -> int:
+        """The signal that ends the job, if one does."""
+        return self.signalled or (signal.SIGTERM if self._ending else 0)
 
     def _seat(self, rank: int) -> NodeSlot:
         return next(seat for seat in self._seats if rank in seat.span)
@@ -440,12 +445,16 @@ class Coordinator(WorkerGroup):
             if place.rank in self._spares:
                 self._processes.kill(place)
         self._spares.clear()
-        self._processes.terminate()
+        saving = bool(self._ending_signal)  # the ranks have it: they have the grace, and no second one
+        if not saving:
+            self._processes.terminate()
         self._make_so(over=True)
-        deadline = time.monotonic() + STOP_SECONDS
+        deadline = time.monotonic() + (self.grace if saving else STOP_SECONDS)
         while self._processes.places or not self._others_idle():
             look()
             if time.monotonic() > deadline:
+                if saving:
+                    self.overdue.update(place.rank for place in self._processes.places)
                 codes.update((place.rank, code) for place, code in self._processes.kill_all().items())
             if time.monotonic() > deadline + self.lost_seconds:
                 break  # the word of the next round kills what runs there

@@ -144,7 +144,7 @@ class NodeAgent(WorkerGroup):
             self._ended, self._over_since, self._handed_on = [], 0.0, False
         self._word = word
         if word.over:
-            if not self._over_since:
+            if not self._over_since and not word.signal:  # else they end with that, within the grace
                 self._over_since = time.monotonic()
                 self._processes.terminate()
         elif self._seat is not None:
