@@ -20,7 +20,7 @@ from .lines import Copies
 POLL_SECONDS = 0.05
 """Between two looks at processes, where the system has no descriptors of them (before Linux 5.3)."""
 KILL_SECONDS = 30.0
-"""Bound on the end of a rank that was killed: one that waits for a device may not end."""
+"""Bound on the end of ranks that were killed: one that waits for a device may not end."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,7 @@ class Workers:
             first: rank of this node, whose local rank is 0.
         """
         wanted = list(wanted)
-        for place in self.places:
-            if place not in wanted:
-                self.kill(place)
+        self._kill([place for place in self.places if place not in wanted])
         new = [place for place in wanted if place not in self._begun]
         if not new:
             return
@@ -118,16 +116,23 @@ class Workers:
 
     def kill(self, place: WorkerId) -> int:
         """Its exit code; nothing is left of its process group. Until it is waited for, nobody else gets its number."""
-        process = self._running.pop(place)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(KILL_SECONDS)
-        for key in [key for key in self._selector.get_map().values() if key.data == place]:
-            self._selector.unregister(key.fd)
-            os.close(key.fd)
-        self._copies.ended(place.rank)
-        return -signal.SIGKILL if process.returncode is None else process.returncode
+        return self._kill([place])[place]
+
+    def _kill(self, places: Iterable[WorkerId]) -> dict[WorkerId, int]:
+        processes = {place: self._running.pop(place) for place in places}
+        for process in processes.values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + KILL_SECONDS
+        for place, process in processes.items():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            for key in [key for key in self._selector.get_map().values() if key.data == place]:
+                self._selector.unregister(key.fd)
+                os.close(key.fd)
+            self._copies.ended(place.rank)
+        codes = {place: process.returncode for place, process in processes.items()}
+        return {place: -signal.SIGKILL if code is None else code for place, code in codes.items()}
 
     def terminate(self) -> None:
         """Asks all to end."""
@@ -136,7 +141,7 @@ class Workers:
                 os.killpg(pid, signal.SIGTERM)
 
     def kill_all(self) -> dict[WorkerId, int]:
-        return {place: self.kill(place) for place in self.places}
+        return self._kill(self.places)
 
     def stopped(self) -> list[int]:
         """The ranks that stand stopped now; never any on other systems than Linux."""
