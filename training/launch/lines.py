@@ -16,7 +16,10 @@ LIMIT = 1 << 16
 
 
 LOOK_SECONDS = 0.1
-_AT_ONCE = 1 << 16
+_AT_ONCE = 1 << 20
+"""Bytes of one look: a pipe holds no more, so one look takes all that was there."""
+FINISH_SECONDS = 30.0
+"""Bound on the printing of what ranks have written: where it ends up may be blocked."""
 
 
 class _Pipe:
@@ -75,8 +78,9 @@ class Copies:
         """All ranks have ended: returns when what they have written is printed."""
         for rank in self._pipes:
             self.ended(rank)
-        self._thread.join()
-        self._selector.close()
+        self._thread.join(FINISH_SECONDS)
+        if not self._thread.is_alive():
+            self._selector.close()
 
     def _copy(self) -> None:
         while keys := self._open():
@@ -86,7 +90,7 @@ class Copies:
                 data = os.read(key.fd, _AT_ONCE) if key.fd in ready else b""
                 if data:
                     key.data.take(data)
-                elif key.fd in ready or key.fd in ended:
+                if key.fd in ended or (key.fd in ready and not data):  # what has left the rank's group may write on
                     key.data.take(b"")
                     with self._changing:
                         self._selector.unregister(key.fd)

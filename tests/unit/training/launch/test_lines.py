@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import subprocess
 
 import pytest
 
@@ -27,6 +29,19 @@ def test_a_full_disk_costs_a_line_and_not_the_next_ones(monkeypatch: pytest.Monk
         os.close(out)
         os.close(errors)
         copies.finish()
+
+
+def test_who_keeps_the_pipe_and_writes_on_is_not_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
+    copies = Copies()
+    out, errors = copies.pipes(0)
+    os.write(out, b"said\n")
+    with subprocess.Popen(["yes"], stdout=out, stderr=errors) as writer:
+        os.close(out)
+        os.close(errors)
+        copies.begin()
+        copies.finish()
+        assert writer.wait(60) == -signal.SIGPIPE
+    assert "[rank 0] said\n" in capfd.readouterr().out
 
 
 def test_a_name_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
