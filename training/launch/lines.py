@@ -53,7 +53,8 @@ class Copies:
         self._selector, self._changing = selectors.DefaultSelector(), threading.Lock()
         self._pipes: dict[int, list[_Pipe]] = {}
         """Rank → those of the process that was started last in its place."""
-        self._thread = threading.Thread(target=self._copy, name="output", daemon=True)
+        self._thread: threading.Thread | None = None
+        """None where there is no pipe left."""
 
     def pipes(self, rank: int) -> tuple[int, int]:
         """Descriptors for the output and the errors of a rank that is about to start: close them when it has."""
@@ -66,8 +67,11 @@ class Copies:
         return writes[0], writes[1]
 
     def begin(self) -> None:
-        """All ranks have started."""
-        self._thread.start()
+        """Ranks have started. Call it again when more have: the thread ends with the last pipe."""
+        with self._changing:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._copy, name="output", daemon=True)
+                self._thread.start()
 
     def ended(self, rank: int) -> None:
         """The process that was started last in this rank's place writes no more."""
@@ -78,8 +82,9 @@ class Copies:
         """All ranks have ended: returns when what they have written is printed."""
         for rank in self._pipes:
             self.ended(rank)
-        self._thread.join(FINISH_SECONDS)
-        if not self._thread.is_alive():
+        if (thread := self._thread) is not None:
+            thread.join(FINISH_SECONDS)
+        if thread is None or not thread.is_alive():
             self._selector.close()
 
     def _copy(self) -> None:
@@ -98,4 +103,6 @@ class Copies:
 
     def _open(self) -> list[selectors.SelectorKey]:
         with self._changing:
-            return list(self._selector.get_map().values())
+            if not (keys := list(self._selector.get_map().values())):
+                self._thread = None
+            return keys

@@ -47,7 +47,6 @@ class Workers:
         """Of descriptors of the processes, which can be read when these have ended."""
         self._at_once = _has_descriptors()
         self._copies = Copies()
-        self._copying = False
 
     @property
     def places(self) -> list[WorkerId]:
@@ -84,9 +83,7 @@ class Workers:
                 self._start(place, {**env, **of_rank})
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if not self._copying:
-            self._copying = True
-            self._copies.begin()
+        self._copies.begin()
 
     def _start(self, place: WorkerId, env: Mapping[str, str]) -> None:
         out, errors = self._copies.pipes(place.rank) if self._prefix else (None, None)
@@ -153,9 +150,8 @@ class Workers:
         self._begun.clear()
 
     def _printed(self) -> None:
-        if self._copying:
-            self._copies.finish()
-        self._copies, self._copying = Copies(), False
+        self._copies.finish()
+        self._copies = Copies()
 
 
 def _has_descriptors() -> bool:
