@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from tests.events import assert_adds_up
 from tests.processes import PYTHON, clean_env, free_port, poll
@@ -172,6 +173,17 @@ def test_nodes_that_are_missing_are_given_up_once(tmp_path: Path) -> None:
         code, output = node.ends()
     assert code == 1 and output.rstrip().endswith("giving up"), "a code of 128 or more has the pod started again"
     assert not list(counts.glob("*")), "it was no failure"
+
+
+def test_a_signal_while_nodes_are_missing_ends_those_that_are_here(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, "--nodes", "3")
+    with nodes.both("true", "true") as (first, second):
+        store = TCPStore("127.0.0.2", nodes.port, is_master=False)
+        poll(lambda: store.check(["lockstep/nodes/lockstep/report/1"]), what="the second node")
+        first.send_signal(signal.SIGTERM)
+        code, output = first.ends()
+        assert code == 75 and output.rstrip().endswith("launch: SIGTERM before the ranks had started"), output
+        assert second.ends()[0] == 75
 
 
 def test_a_node_may_be_late_without_a_restart(tmp_path: Path) -> None:

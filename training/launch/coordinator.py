@@ -13,6 +13,7 @@ of that is theirs (`parallel/live.py`). All else that happens to a rank is as wi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import time
@@ -56,7 +57,7 @@ from .nodes import (
     pace,
     size,
 )  # fmt: skip
-from .rendezvous import CannotMeet, Meeting, Secret
+from .rendezvous import CannotMeet, Meeting, NotMet, Secret
 from .worker_group import STOP_SECONDS, Interrupted, WorkerGroup, handle, interrupted, leave_while_waiting
 from .workers import WorkerId, Workers
 
@@ -514,6 +515,9 @@ def run(
         )
         return Coordinator(processes, ranks, nodes, meeting.address, **of_head)
 
+    def final(code: int) -> bool:
+        return code == EXIT_FAILED and attempts.used >= args.max_restarts
+
     began, group = time.monotonic(), None
     handle((*caught, signal.SIGALRM), leave_while_waiting)
     signal.setitimer(signal.ITIMER_REAL, args.time_limit)
@@ -530,15 +534,26 @@ def run(
             return group.settled(ending.code, {}), Parting(ending.final, ending.first == group.place)
         codes = group.run()
         code = group.settled(exit_code(codes.values()) if codes else EXIT_DONE, codes)
-        return code, group.part(code, code == EXIT_FAILED and attempts.used >= args.max_restarts, codes)
+        return code, group.part(code, final(code), codes)
     except Interrupted as error:
         handle(caught, signal.SIG_IGN)
         over = error.number == signal.SIGALRM if group is None else group.timed_out
-        return interrupted(error.number, args.time_limit, over, "the ranks had started"), None
+        code, why = interrupted(error.number, args.time_limit, over, "" if group is None else group.again)
+    except NotMet as error:
+        if isinstance(group, Coordinator):
+            group.note(EXIT_FAILED, str(error))
+            group.part(EXIT_FAILED, True, ())
+        raise
     except CannotMeet as error:
-        to_stderr(f"launch: the nodes did not meet at {meeting.endpoint}: {str(error).splitlines()[0]}")
+        code, why = EXIT_FAILED, f"the nodes did not meet at {meeting.endpoint}: {str(error).splitlines()[0]}"
     except DistError as error:
-        to_stderr(f"launch: the store where ranks or nodes meet is lost: {str(error).splitlines()[0]}")
+        code, why = EXIT_FAILED, f"the store where ranks or nodes meet is lost: {str(error).splitlines()[0]}"
     except OSError as error:
-        to_stderr(f"launch: a rank cannot be started: {error.strerror}")
-    return EXIT_FAILED, None
+        code, why = EXIT_FAILED, f"a rank cannot be started: {error.strerror}"
+    to_stderr(f"launch: {why}")
+    if not isinstance(group, Coordinator):
+        return code, None
+    group.note(code, why)
+    with contextlib.suppress(DistError):
+        return code, group.part(code, final(code), ())
+    return code, None

@@ -310,9 +310,8 @@ class Nodes:
 
     def part(self, ending: Ending) -> None:
         """Says how the job has ended. Returns when the others have heard it, or do not answer."""
-        if self._word is None:
-            return  # they give up by themselves
-        self.say(self._word.model_copy(update={"over": True, "wanted": [], "ending": ending}))
+        word = self._word or DesiredState(round="", seats=[], wanted=[], master=("", 0), restarts=0, max_restarts=0)
+        self.say(word.model_copy(update={"over": True, "wanted": [], "ending": ending}))
         deadline = time.monotonic() + HEARD_SECONDS
         while time.monotonic() < deadline and not all(
             other.report.parts

@@ -71,6 +71,8 @@ class WorkerGroup:
         """Ranks that were lost with their nodes: a sentence about that."""
         self._why: list[str] = []
         """How ranks have failed, a sentence for each way."""
+        self.again = ""
+        """" again" after the first start."""
         self.starts = attempts.used
         """How often the ranks were started before, by this launcher or one that it replaced."""
 
@@ -82,6 +84,7 @@ class WorkerGroup:
     def _starting(self) -> Iterator[None]:
         """Around a start of the ranks."""
         os.environ[ENV_RESTARTS] = str(self.starts)
+        self.again = " again"
         self.starts += 1  # a change of membership counts here, and not as a restart
         earlier, self.held = self.held, PendingSignals(self.grace)  # from here on it takes what comes
         self.held.inherit(earlier)
@@ -163,19 +166,23 @@ class WorkerGroup:
             to_stderr(f"launch: the time limit of {self.time_limit} s is over")
             code = EXIT_TIMED_OUT
         if code != EXIT_DONE:
-            note_end(Path(os.environ[ENV_NOTE]), code, "; ".join(self._why) or f"the ranks ended with exit code {code}")
+            self.note(code, "; ".join(self._why) or f"the ranks ended with exit code {code}")
         return code
 
+    def note(self, code: int, reason: str) -> None:
+        """Completes status.json of the run, where rank 0 could not."""
+        note_end(Path(os.environ[ENV_NOTE]), code, reason)
 
-def interrupted(signalled: signal.Signals, time_limit: int, over: bool, when: str) -> int:
-    """The exit code where a signal has ended the launcher, and no rank ran.
+
+def interrupted(signalled: signal.Signals, time_limit: int, over: bool, again: str) -> tuple[int, str]:
+    """The exit code where a signal has ended the launcher, and no rank ran; and the sentence for that.
 
     Args:
         over: it is the time limit.
-        when: what had not come about.
+        again: " again" where they were about to start again.
     """
-    to_stderr(f"launch: {f'the time limit of {time_limit} s is over' if over else signalled.name} before {when}")
-    return EXIT_TIMED_OUT if over else EXIT_PREEMPTED
+    what = f"the time limit of {time_limit} s is over" if over else signalled.name
+    return EXIT_TIMED_OUT if over else EXIT_PREEMPTED, f"{what} before the ranks had started{again}"
 
 
 def handle(numbers: tuple[signal.Signals, ...], handler: Callable[..., Any] | signal.Handlers) -> None:
