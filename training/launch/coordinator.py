@@ -129,6 +129,7 @@ class Coordinator(WorkerGroup):
                     self._count_restart()
         finally:
             self._processes.kill_all()
+            self._processes.finish()
 
     def part(self, code: int, final: bool, codes: Iterable[int]) -> Parting | None:
         """Tells the other nodes, if there are any, how the job has ended.

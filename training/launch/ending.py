@@ -22,6 +22,7 @@ from ..contract import (
     STATUS_FILE,
     UserError,
     named,
+    to_stderr,
 )
 
 FINAL = (EXIT_USAGE, EXIT_PREEMPTED)
@@ -205,7 +206,10 @@ class Attempts:
         try:
             files.publish(self._file, json.dumps({"used": self.used, "running": running}).encode())
         except OSError as error:
-            raise UserError(f"cannot count restarts in {self._file.parent}: {error.strerror}") from None
+            why = f"cannot count restarts in {self._file.parent}: {error.strerror}"
+            if not only_known:
+                raise UserError(why) from None
+            to_stderr(f"launch: warning: {why}")  # how the job ends is as it would be
 
     def _forget(self) -> None:
         if self._file is not None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
+import pytest
+
+from lockstep.training import files
 from lockstep.training.launch.ending import Attempts, deaths, exit_code
 from tests.product import EXIT_PREEMPTED
 
@@ -34,3 +38,17 @@ def test_a_preemption_neither_costs_a_restart_nor_forgets_the_ones_before(tmp_pa
             assert saved is not None and saved.used == killed + 1
             saved.end(EXIT_PREEMPTED)
     assert _start(tmp_path) is None
+
+
+def test_a_full_disk_below_the_count_ends_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = _start(tmp_path)
+    assert started is not None
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "publish", full)
+    started.restarted(1)
+    assert started.left == 1 and "warning: cannot count restarts" in capsys.readouterr().err
