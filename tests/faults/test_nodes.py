@@ -239,7 +239,7 @@ def test_a_node_with_another_secret_is_refused_and_the_ranks_see_none(tmp_path: 
     with nodes.node(0, program) as first:
         with nodes.node(1, program, secret="another") as stranger:
             code, output = stranger.ends()
-            assert code == 1 and "LOCKSTEP_SECRET" in output, output
+            assert code == 2 and "LOCKSTEP_SECRET" in output, output
         with nodes.node(1, program) as second:
             nodes.seen("here-0", "here-1")
             nodes.go()

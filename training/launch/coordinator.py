@@ -546,7 +546,7 @@ def run(
             group.part(EXIT_FAILED, True, ())
         raise
     except CannotMeet as error:
-        code, why = EXIT_FAILED, f"the nodes did not meet at {meeting.endpoint}: {str(error).splitlines()[0]}"
+        code, why = error.code, f"the nodes did not meet at {meeting.endpoint}: {str(error).splitlines()[0]}"
     except DistError as error:
         code, why = EXIT_FAILED, f"the store where ranks or nodes meet is lost: {str(error).splitlines()[0]}"
     except OSError as error:

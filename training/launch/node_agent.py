@@ -11,7 +11,7 @@ from typing import Any
 
 from ..contract import EXIT_PREEMPTED, to_stderr
 from .nodes import LEASE, LOOK_SECONDS, DesiredState, Ending, Link, NodeSlot, Report, environment, of_seat
-from .rendezvous import FOREIGN, CannotMeet
+from .rendezvous import FOREIGN, Foreign
 from .worker_group import STOP_SECONDS, Interrupted, WorkerGroup
 from .workers import Workers
 
@@ -99,7 +99,7 @@ class NodeAgent(WorkerGroup):
             self.held.release(self._pids())
             self.hangs.look([place.rank for place in self._processes.places])
             if link.foreign:
-                raise CannotMeet(FOREIGN)
+                raise Foreign(FOREIGN)
             if link.silent(LEASE * self.lost_seconds):
                 what = "is gone" if link.broken else f"has not answered for {LEASE * self.lost_seconds:g} s"
                 to_stderr(f"launch: the first node {what}: the ranks of this node end, and it joins again")

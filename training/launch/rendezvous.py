@@ -26,7 +26,7 @@ from typing import TypeVar
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
-from ..contract import ENV_SECRET, MASTER_PORT, UserError, say
+from ..contract import ENV_SECRET, EXIT_FAILED, EXIT_USAGE, MASTER_PORT, UserError, say
 from ..parallel import stores
 
 REPORT_SECONDS = 60.0
@@ -51,6 +51,14 @@ class NotMet(Exception):
 
 class CannotMeet(Exception):
     """This node can neither serve nor use the store where the nodes meet."""
+
+    code = EXIT_FAILED
+
+
+class Foreign(CannotMeet):
+    """What stands in the store is not signed with this node's secret: to start this one again would not help."""
+
+    code = EXIT_USAGE
 
 
 class Secret:
