@@ -155,6 +155,8 @@ class _Other:
     report: Report
     silent: float = 0.0
     """Seconds since the last report was another one."""
+    came: float = field(default_factory=time.monotonic)
+    """When that one came."""
     leaving: float = 0.0
     """Seconds since it has said that it was told to leave."""
     taken: int = 0
@@ -222,7 +224,11 @@ class Nodes:
         last_call: float | None = None
         while True:
             self._look()
-            found = [number for number, other in sorted(self._others.items()) if self._may_join(other)]
+            found = [
+                number
+                for number, other in sorted(self._others.items())
+                if other.came >= began and self._may_join(other)  # an earlier report may be of a node that is gone
+            ]
             now, missing = time.monotonic(), self._fewest - 1 - len(found)
             last_call = None if missing > 0 else last_call or now + LAST_CALL_SECONDS
             if len(found) + 1 >= self._most or (last_call is not None and now >= last_call) or over():
@@ -355,7 +361,7 @@ class Nodes:
         for number, other in list(self._others.items()):
             report = _read(self._store, f"report/{number}", Report)
             if report is not None and report.beat > other.report.beat:
-                other.report, other.silent = report, 0.0
+                other.report, other.silent, other.came = report, 0.0, now
             else:
                 other.silent += passed
             other.leaving = other.leaving + passed if other.report.leaves else 0.0
