@@ -98,7 +98,7 @@ class Coordinator(WorkerGroup):
         self._stops = False
         """All are about to end, and perhaps to start again."""
         self._for_all = False
-        """A signal that the ranks have got was for all."""
+        """A signal that ends the ranks was for all."""
         self._regroups = False
         """All end, and start again, as a node has come."""
         self._id = uuid.uuid4().hex
@@ -152,7 +152,7 @@ class Coordinator(WorkerGroup):
         return self._processes.pids()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        self._for_all = True
+        self._for_all = self._for_all or self._ends(number)
         if self._waits or not self._running:
             self._came.append(number)
         elif self._stops and not self._ends(number):
@@ -172,7 +172,7 @@ class Coordinator(WorkerGroup):
                 self._join_seconds, over=lambda: any(self._ends(number) for number in self._came)
             )
             self._end_if_signalled()
-        self._all_ready = self._leaving = self._counted = self._regroups = False
+        self._all_ready = self._leaving = self._counted = self._regroups = self._for_all = False
         self._started_after = self._restarts
         self.of_lost_nodes.clear()
         self._generation, self._still, self._looked = 0, dict[int, float](), time.monotonic()

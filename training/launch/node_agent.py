@@ -36,7 +36,9 @@ class NodeAgent(WorkerGroup):
         """This node was told to leave, and none of its ranks runs, or the others may go on."""
         self._signalled = 0
         """The signal for all ranks that it has handed on."""
-        self._connecting = False
+        self._connecting = self._waits = False
+        self._came: list[int] = []
+        """Signals that came while ranks were starting: one that is sent then would miss the last of them."""
         self.place = -1
         """Among the nodes; -1: it has none yet."""
         self._word: DesiredState | None = None
@@ -70,6 +72,9 @@ class NodeAgent(WorkerGroup):
         return self._processes.pids()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
+        if self._waits:
+            self._came.append(number)
+            return
         alone = self.live and number in (signal.SIGTERM, signal.SIGINT) and not self.timed_out
         if self._connecting and self._ends(number):
             raise Interrupted(number)
@@ -151,7 +156,11 @@ class NodeAgent(WorkerGroup):
             self.place = word.seats.index(self._seat)
             with self._starting() if self._processes.fresh else contextlib.nullcontext():
                 env = environment(word, self._seat, self.job_id, self.lost_seconds if self.live else None)
+                self._waits = True
                 self._processes.match(of_seat(word, self._seat), self._seat.first, env)
+            self._waits, came, self._came = False, self._came, []
+            for number in came:
+                self._forward(number, None)
         if word.signal and not self._handed_on:
             self._handed_on = True
             super()._forward(word.signal, None)
