@@ -7,11 +7,14 @@ The kernel asks for no handler, so a rank that hangs or is stopped ends, too. It
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+_NO_PROGRAM = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
 
 
 def wrapped(command: list[str]) -> list[str]:
@@ -20,15 +23,16 @@ def wrapped(command: list[str]) -> list[str]:
 
 
 def main(launcher: int, command: list[str]) -> None:
-    """Returns only where the launcher is dead already. Exits with 2 where there is no such program.
+    """Returns only where the launcher is dead already. Exits with 2 where there is no such program, with 1 where it cannot start now.
 
     Args:
         launcher: the process that has started this one.
     """
     if sys.platform == "linux":
-        import ctypes
+        with contextlib.suppress(OSError, AttributeError, ImportError):  # a Python without ctypes
+            import ctypes
 
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != launcher:
         return  # it died before the kernel knew
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the program would inherit that
@@ -37,7 +41,7 @@ def main(launcher: int, command: list[str]) -> None:
         os.execvp(command[0], command)  # noqa: S606 - as it was given
     except OSError as error:
         print(f"launch: {command[0]} cannot be started: {error.strerror}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if error.errno in _NO_PROGRAM else 1)
 
 
 if __name__ == "__main__":
