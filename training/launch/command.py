@@ -69,7 +69,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     # The first node counts for all.
     attempts = Attempts(args.restarts_dir if nodes.serves else None, args.address, args.max_restarts)
     if not attempts.begin():
-        to_stderr(f"launch: this node was restarted {args.max_restarts} times, as often as --max-restarts allows")
+        to_stderr(f"launch: the job was restarted {args.max_restarts} times, as often as --max-restarts allows")
         return EXIT_FAILED
     signal.signal(
         signal.SIGCHLD, signal.SIG_DFL
@@ -134,7 +134,7 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
     parser.add_argument("--exit-codes", choices=("plain", "kubernetes"), default="plain",
                         help="kubernetes: end with codes from 128 on where the operator shall start the pod again")  # fmt: skip
     parser.add_argument("--restarts-dir", type=Path, metavar="DIR",
-                        help="folder on shared storage that keeps this node's restart count, also for its replacement")  # fmt: skip
+                        help="folder on shared storage that keeps the job's restart count, also for a replaced first node")  # fmt: skip
     parser.add_argument("--prefix", action=argparse.BooleanOptionalAction, default=True,
                         help="put the rank at the beginning of every line")  # fmt: skip
     payload.add_arguments(parser)

@@ -317,7 +317,8 @@ class Coordinator(WorkerGroup):
                 said.append(f"rank {named(ranks)} is lost, as node {gone.address} {gone.why}")
                 self.of_lost_nodes.update(dict.fromkeys(ranks, said[-1]))
             else:
-                to_stderr(f"launch: node {gone.address} {gone.why}: the others train on without it")
+                then = "the others train on without it" if self.live else "its ranks had ended"
+                to_stderr(f"launch: node {gone.address} {gone.why}: {then}")
         return found
 
     def _answer_those_who_leave(self, others_signalled: bool) -> None:

@@ -1,4 +1,4 @@
-"""How ranks and nodes end: the exit code, for people and for clusters; who was killed; how often a node was restarted."""
+"""How ranks and nodes end: the exit code, for people and for clusters; who was killed; how often a job was restarted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cluster_code(code: int, scheme: str, attempt: int, max_restarts: int) -> int
     """What the cluster must see. Kubernetes' `restartPolicy: ExitCode` retries codes of 128 and above only.
 
     Args:
-        attempt: how often this node was restarted so far, within the pod and by replacing it.
+        attempt: how often the job was restarted so far, by its first node and by replacing that.
     """
     if scheme == "plain" or code in (EXIT_DONE, EXIT_USAGE):
         return code
@@ -132,13 +132,13 @@ def note_end(note: Path, code: int, reason: str) -> None:
 
 
 class Attempts:
-    """How often a node was restarted, counted where a replaced node finds it again; without a folder, as long as the process lives.
+    """How often a job was restarted, counted where its replaced first node finds it again; without a folder, as long as the process lives.
 
     Kubernetes replaces a failed pod (`restartPolicy: ExitCode`) without counting, and a killed launcher cannot count
-    itself. So each node keeps a file on the run's shared storage; one that says "running" at the start was killed.
+    itself. So the first node keeps a file on the run's shared storage; one that says "running" at the start was killed.
 
     Args:
-        node: a name that the replaced node has again (its host name).
+        node: a name that the replaced first node has again (its host name).
         limit: restarts that are allowed.
     """
 

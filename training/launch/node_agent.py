@@ -64,7 +64,7 @@ class NodeAgent(WorkerGroup):
                 self._processes.finish()
                 link.close()
             if self.signalled is not None:
-                if not self.live:
+                if not self.live and not self.timed_out:  # else `settled` has the sentence
                     to_stderr(f"launch: {signal.Signals(self.signalled).name} before all nodes had ended")
                 return _LEFT
 
@@ -106,8 +106,9 @@ class NodeAgent(WorkerGroup):
             if link.foreign:
                 raise Foreign(FOREIGN)
             if link.silent(LEASE * self.lost_seconds):
+                then = ", and it joins again" if self.signalled is None else ""
                 what = "is gone" if link.broken else f"has not answered for {LEASE * self.lost_seconds:g} s"
-                to_stderr(f"launch: the first node {what}: the ranks of this node end, and it joins again")
+                to_stderr(f"launch: the first node {what}: the ranks of this node end{then}")
                 return None
             heard = link.word
             if heard is not None and heard != self._word:
