@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -102,21 +103,20 @@ def collect(folder: Path) -> Bundle:
 
 
 class _Rule(NamedTuple):
-    """The patterns of one file, and how they see a path of the code."""
+    """The patterns of one file, and how they see a path of the repository."""
 
     spec: GitIgnoreSpec
-    above: str = ""
-    """The code's folder, seen from that of the file; with a `/` at its end."""
-    inside: int = 0
-    """Characters of the path of the file's folder, seen from the code's."""
+    inside: int
+    """Characters of the path of the file's folder, with a `/` at its end."""
 
 
 def _paths(folder: Path) -> list[str]:
     """Paths of what travels, sorted, relative to the folder and with `/`. Links are among them. Raises `UserError`."""
     if not folder.is_dir():
         raise UserError(f"code: {folder} is not a folder")
-    own = [_Rule(spec) for spec in _patterns(folder / IGNORE_FILE)]
-    home, paths, left = records.home().absolute(), list[str](), [("", _rules_above(folder.resolve()))]
+    base, above, outside = _above(folder.resolve())
+    own = [_Rule(spec, len(base)) for spec in _patterns(folder / IGNORE_FILE)]
+    home, paths, left = records.home().absolute(), list[str](), [("", above)]
     while left:
         prefix, rules = left.pop()
         try:
@@ -126,10 +126,13 @@ def _paths(folder: Path) -> list[str]:
             raise UserError(f"code: cannot read {error.filename}: {error.strerror}") from None
         if prefix and _is_product({name for name, inner in is_folder.items() if not inner}):
             continue
-        rules = [*rules, *(_Rule(spec, inside=len(prefix)) for spec in _patterns(folder / prefix / GIT_IGNORE_FILE))]
+        inside = len(base + prefix)
+        rules = [*rules, *(_Rule(spec, inside) for spec in _patterns(folder / prefix / GIT_IGNORE_FILE))]
         for name, inner in is_folder.items():
             path = f"{prefix}{name}"
-            if name in NEVER or _is_ignored(f"{path}/" if inner else path, [*rules, *own]):
+            seen = f"{base}{path}/" if inner else base + path
+            ignored = _is_ignored(seen, own)
+            if name in NEVER or (ignored is None and (outside or _is_ignored(seen, rules))) or ignored:
                 continue
             try:
                 archive.check_path(path)
@@ -152,27 +155,39 @@ def _patterns(file: Path) -> Iterator[GitIgnoreSpec]:
         from pathspec import GitIgnoreSpec  # most commands read no code
 
         with files.reading(file):
-            yield GitIgnoreSpec.from_lines(files.read(file, _MAX_IGNORE_BYTES).decode().splitlines())
+            lines = files.read(file, _MAX_IGNORE_BYTES).decode().splitlines()
+            # pathspec takes `a/**/` for `a/`, and git for the folders in it.
+            yield GitIgnoreSpec.from_lines([re.sub(r"/\*\*/$", "/**/*/", line) for line in lines])
 
 
-def _rules_above(folder: Path) -> list[_Rule]:
-    """What the repository that the folder lies in ignores there, the outermost first."""
+def _above(folder: Path) -> tuple[str, list[_Rule], bool]:
+    """The folder's path in the repository that it lies in, what that ignores, and whether it ignores the folder itself."""
     top = next((place for place in (folder, *folder.parents) if (place / ".git").exists()), folder)
-    return [
-        _Rule(spec, above=f"{folder.relative_to(place).as_posix()}/")
-        for place in reversed(folder.parents)
-        if place.is_relative_to(top)
-        for spec in _patterns(place / GIT_IGNORE_FILE)
-    ]
+    base, rules, ignored = "", list[_Rule](), False
+    for part in folder.relative_to(top).parts:
+        rules += [_Rule(spec, len(base)) for spec in _patterns(top / base / GIT_IGNORE_FILE)]
+        base += f"{part}/"
+        ignored = ignored or bool(_is_ignored(base, rules))
+    return base, rules, ignored
 
 
-def _is_ignored(path: str, rules: list[_Rule]) -> bool:
-    """The last rule that says something about the path decides. A folder's path ends with `/`."""
+def _is_ignored(path: str, rules: list[_Rule]) -> bool | None:
+    """What the last pattern says that matches the path; None where no pattern does. A folder's path ends with `/`."""
     for rule in reversed(rules):
-        result = rule.spec.check_file(rule.above + path[rule.inside :]).include
-        if result is not None:
-            return result
-    return False
+        for pattern in reversed(list(rule.spec.patterns)):
+            if pattern.regex is not None and _matches(pattern.regex, path[rule.inside :]):
+                return pattern.include
+    return None
+
+
+def _matches(pattern: re.Pattern[str], path: str) -> bool:
+    """Whether the pattern matches the path itself: a match of a folder above it decided about that folder alone.
+
+    pathspec marks the `/` behind a folder by a group. A pattern without that group, such as `a/**`, matches what lies in a folder.
+    """
+    if "ps_d" in pattern.groupindex:
+        return any(match.end("ps_d") in (-1, len(path)) for match in pattern.finditer(path))
+    return pattern.search(path.removesuffix("/")) is not None
 
 
 def _is_product(names: set[str]) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import shutil
 import socket
@@ -85,6 +87,78 @@ def test_what_git_ignores_stays_unless_lockstepignore_says_otherwise(folder: Pat
     assert set(travels(Path("own"))) == kept, "as `--set code=own` names it"
     write("own/.lockstepignore", content="!a.log\nsub\n.*ignore\n")
     assert set(travels(folder / "own")) == {"a.log", "train.py"}
+
+
+WHITELIST = "*\n!*/\n!*.py\n"
+
+
+@pytest.mark.parametrize(
+    ("ignore_files", "kept"),
+    [
+        ({".gitignore": "*.key\n", "pkg/.gitignore": "!in/\n"}, {"a.py", "b.txt", "pkg/in/c.py"}),
+        ({".gitignore": WHITELIST}, {"a.py", "pkg/in/c.py"}),
+        ({".gitignore": "pkg/**\n!pkg/**/\n!pkg/**/*.py\n"}, {"a.py", "b.txt", "pkg/in/c.py"}),
+        ({".lockstepignore": WHITELIST}, {"a.py", "pkg/in/c.py"}),
+    ],
+)
+def test_a_pattern_that_matches_a_folder_says_nothing_of_its_files(
+    folder: Path, write: Write, ignore_files: dict[str, str], kept: set[str]
+) -> None:
+    write("a.py", "b.txt", "pkg/in/c.py", "pkg/in/s.key")
+    for path, content in ignore_files.items():
+        write(path, content=content)
+    assert {path for path in travels(folder) if not path.endswith("ignore")} == kept
+
+
+def test_a_folder_that_git_ignores_travels_by_lockstepignore_alone(folder: Path, write: Write) -> None:
+    write(".git/HEAD", "own/train.py", "own/.gitignore")
+    write(".gitignore", content="own/\n")
+    assert "all are ignored" in refused(folder / "own")
+    write("own/.lockstepignore", content="!*.py\n")
+    assert set(travels(folder / "own")) == {"train.py"}
+
+
+NAMES = ("a", "b", "ab", "a.py", "b.log")
+PATTERNS = (
+    "*", "*/", "*.py", "a", "a/", "/a", "b/", "a/b", "a/*", "a/**", "**/b", "a/**/b", "a/**/", "**/", "?", "[ab]", "*a*",
+    "b.*", "/*/a/",
+)  # fmt: skip
+
+
+def test_what_git_lists_in_random_trees_travels(folder: Path, write: Write) -> None:
+    """Compared with the program itself, also where the code is a folder of the repository."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    draw = random.Random(5)
+    for number in range(24):
+        root = f"t{number}"
+        for _ in range(25):
+            path = "/".join([root, *(draw.choice(NAMES[:3]) for _ in range(draw.randint(0, 3)))])
+            with contextlib.suppress(OSError):  # a file and a folder of one name
+                write(f"{path}/{draw.choice(NAMES)}")
+            if draw.random() < 0.3:
+                lines = [draw.choice(("", "", "!")) + draw.choice(PATTERNS) for _ in range(draw.randint(1, 4))]
+                with contextlib.suppress(OSError):
+                    write(f"{path}/.gitignore", content="\n".join(lines))
+        subprocess.run(["git", "init", "-q", "--template=", root], check=True)
+        for code in (
+            folder / root,
+            *(path for path in (folder / root).iterdir() if path.is_dir() and path.name != ".git"),
+        ):
+            listed = subprocess.run(
+                ["git", "ls-files", "-o", "-z", "--exclude-standard"],
+                cwd=code,
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout.split("\0")[:-1]
+            try:
+                found = sorted(travels(code))
+            except UserError as error:
+                assert "no file of" in str(error)
+                found = []
+            rules = {str(path): path.read_text() for path in (folder / root).rglob(".gitignore")}
+            assert found == sorted(listed), (code, rules)
 
 
 def test_a_link_to_a_file_that_travels_is_followed(folder: Path, write: Write) -> None:
