@@ -6,24 +6,22 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import os
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
 from lockstep.training.contract import (
-    ENV_PROGRAM,
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_TIMED_OUT,
+    EXIT_UNREACHABLE,
     EXIT_USAGE,
     UserError,
 )
-from lockstep.wire.signals import command_of
 
 from ..status import note, say, show, table, teller, warn
 
@@ -158,15 +156,29 @@ def _at_its_host(backend: str | None, host: str | None, spec: JobSpec | None = N
     """Ends this command with the exit code that it has on the login node, if `slurm.host` names one."""
     if backend != "slurm":
         return
-    from .. import records
     from ..slurm import ssh
     from ..slurm.backend import chosen
 
     if (there := chosen(host)) is not None:
         code = ssh.run(there, sys.argv[1:], spec, str(file) if file is not None else None)
-        if spec is not None and not code and command_of(sys.argv[1:])[:1] == ["submit"]:
-            records.remember(backend, spec.name, {"host": there})
-        raise typer.Exit(code)
+        raise _EndedThere(code, there, spec)
+
+
+class _EndedThere(typer.Exit):
+    """The command has ended on the login node."""
+
+    def __init__(self, code: int, host: str, spec: JobSpec | None) -> None:
+        super().__init__(code)
+        self.host, self.spec = host, spec
+
+    def remember(self, sweep: list[str] | None) -> None:
+        """Notes where the jobs of a submission are. After 1, 75 and 124 they were submitted, too."""
+        from .. import records
+        from .. import sweep as sweeps
+
+        if self.spec is not None and self.exit_code not in (EXIT_USAGE, EXIT_UNREACHABLE):
+            for run in sweeps.expand(self.spec, sweeps.parse(sweep)) if sweep else [self.spec]:
+                records.remember("slurm", run.name, {"host": self.host})
 
 
 def check_flags(found: type[JobBackend], flags: Mapping[str, str | None]) -> None:
@@ -314,8 +326,15 @@ def submit(
     if replace and new:
         raise UserError("give --replace or --new, not both")
     replace = replace or (fresh and not new)
-    # A word that no run was begun with.
-    spec = job.spec(backend, run_dir=run_dir, fresh=uuid.uuid4().hex[:12] if fresh else None)
+    try:
+        # A word that no run was begun with.
+        spec = job.spec(backend, run_dir=run_dir, fresh=uuid.uuid4().hex[:12] if fresh else None)
+    except _EndedThere as ending:
+        if new:
+            note(f"the name that --new chose is not remembered here: commands about the job need --host {ending.host}")
+        elif not dry_run:
+            ending.remember(sweep)
+        raise
     mode: Mode = "replace" if replace else "new" if new else "attach"
     if dry_run and (sweep or wait is not None):
         raise UserError("--dry-run is of one job, and waits for none: leave out --sweep and --wait")
@@ -353,11 +372,7 @@ def _outlook(name: str, checks: list[Check], as_json: bool) -> NoReturn:
 
 
 @flat
-def diff(
-    backend: Backend,
-    job: Job,
-    as_json: Json = False,
-) -> None:
+def diff(backend: Backend, job: Job, as_json: Json = False) -> None:
     """Compare a job file with the job that was submitted. Exit code 1 if they differ."""
     spec = job.spec(backend)
     from ..registry import backend as backend_of
@@ -393,13 +408,6 @@ def prepare(
         show({"name": done.name, "created": done.created, "where": done.where})
     else:
         say(f"{done.name}: {'submitted' if done.created else 'is there already'} ({done.where})")
-
-
-def schema() -> None:
-    """Print the JSON Schema of job.yaml, for editors."""
-    from ..spec.model import json_schema
-
-    show(json_schema())
 
 
 @flat
@@ -587,12 +595,3 @@ def _answer(found: list[Check], as_json: bool) -> NoReturn:
     else:
         table(("CHECK", "RESULT", "DETAIL"), [(item.name, item.result, item.detail) for item in found])
     raise typer.Exit(EXIT_FAILED if any(item.result == "missing" for item in found) else EXIT_DONE)
-
-
-def become(words: Sequence[str]) -> NoReturn:
-    """`python -m lockstep.training WORDS` takes this process's place: what belongs inside a job, and loads torch.
-
-    It has the name that was typed. Its signals and its exit code are this one's.
-    """
-    command = [sys.executable, "-m", "lockstep.training", *words]
-    os.execve(command[0], command, {**os.environ, ENV_PROGRAM: "lockstep"})  # noqa: S606

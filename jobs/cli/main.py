@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -22,6 +22,7 @@ from lockstep.training import extras
 from lockstep.training.cli import COMMANDS, INSIDE, answering
 from lockstep.training.contract import (
     ENV_DEBUG,
+    ENV_PROGRAM,
     EXIT_UNREACHABLE,
     EXIT_USAGE,
     VERSION,
@@ -148,12 +149,20 @@ def init(
     say(f"Now: cd {shlex.quote(str(folder))} && make train && make test")
 
 
+def _schema() -> None:
+    """Print the JSON Schema of job.yaml, for editors."""
+    from ..spec.model import json_schema
+    from ..status import show
+
+    show(json_schema())
+
+
 app.command(epilog="Example: lockstep render k8s job.yaml --nodes 4 --set k8s.queue=gpu")(commands.render)
 app.command(epilog="Example: lockstep lint job.yaml")(commands.lint)
 app.command(epilog="Example: lockstep submit k8s job.yaml --gpus 4")(commands.submit)
 app.command(epilog="Example: lockstep diff k8s job.yaml")(commands.diff)
 app.command(epilog="Example: lockstep prepare k8s job.yaml")(commands.prepare)
-app.command(epilog="Example: lockstep schema > job.schema.json")(commands.schema)
+app.command("schema", epilog="Example: lockstep schema > job.schema.json")(_schema)
 app.command(epilog="Example: lockstep status k8s smoke --json")(commands.status)
 app.command(epilog="Example: lockstep logs k8s smoke --rank 5 --tail 100 --follow")(commands.logs)
 app.command("exec", epilog="Example: lockstep exec k8s smoke --rank 5 -- nvidia-smi")(commands.execute)
@@ -175,9 +184,18 @@ def _with_words_of_its_own(command: str, summary: str, start: Callable[[list[str
     app.command(command, help=help_, add_help_option=False, context_settings=taken, options_metavar="…")(begin)
 
 
+def _become(words: Sequence[str]) -> NoReturn:
+    """`python -m lockstep.training WORDS` takes this process's place: what belongs inside a job, and loads torch.
+
+    It has the name that was typed. Its signals and its exit code are this one's.
+    """
+    command = [sys.executable, "-m", "lockstep.training", *words]
+    os.execve(command[0], command, {**os.environ, ENV_PROGRAM: "lockstep"})  # noqa: S606
+
+
 def _inside(command: str) -> Callable[[list[str]], NoReturn]:
     """`python -m lockstep.training COMMAND` takes this process's place."""
-    return lambda words: commands.become([command, *words])
+    return lambda words: _become([command, *words])
 
 
 def _tool(module: str) -> Callable[[list[str]], NoReturn]:

@@ -336,8 +336,8 @@ class SlurmBackend(Cluster):
 
 
 def chosen(host: str | None) -> str | None:
-    """The host to go to; None where this machine is one of the cluster."""
-    return host or os.environ.get(VARIABLE) or None
+    """The host to go to; None where this machine is one of the cluster, as it is for a command that came over ssh."""
+    return None if render.HERE in os.environ else host or os.environ.get(VARIABLE) or None
 
 
 def _found(name: str, record: dict[str, Any]) -> KnownJob:

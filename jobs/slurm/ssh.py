@@ -160,7 +160,7 @@ def _without(words: Sequence[str], options: Sequence[str], file: str | None) -> 
             value = False
         elif word.partition("=")[0] in options:
             value, values = "=" not in word, word == "--set"
-        elif word != file:
+        elif file is None or Path(word) != Path(file):
             values = False
             kept.append(word)
     return kept

@@ -72,7 +72,7 @@ def test_the_same_words_and_a_run_below_the_home_folder_there(laptop: Site) -> N
     done = typed(laptop, "render", "slurm", laptop.file, "-o", "here", "--host", AT)
     assert done.returncode == 2 and "redirect the output" in done.stderr, done
     laptop.does("scontrol", "echo JobId=8 JobName=mine JobState=PENDING Reason=Priority")
-    assert typed(laptop, "diff", "slurm", laptop.file, *options[:-1]).stdout == "no difference\n"
+    assert typed(laptop, "diff", "slurm", "./job.yaml", *options[:-1]).stdout == "no difference\n"
     done = typed(laptop, "status", "slurm", "other", "--host", AT)
     assert (done.returncode, done.stderr) == (2, "error: there is no slurm job other: see `lockstep list slurm`\n")
     laptop.down("scontrol")
@@ -135,6 +135,32 @@ def test_another_version_no_lockstep_at_all_and_no_connection(laptop: Site) -> N
     done = typed(laptop, "list", "slurm")
     assert (done.returncode, done.stdout) == (69, "") and "Permission denied" in done.stderr, done
     assert "error: the connection to login.example is lost" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "remembered"),
+    [
+        (("--wait", "0"), 124, {"mine"}), (("--dry-run",), 0, set()), (("--new",), 0, set()),
+        (("--sweep", "lr=0.1,0.2"), 0, {"mine-0", "mine-1"}),
+    ],
+)  # fmt: skip
+def test_the_machine_that_submits_remembers_where_the_job_is(
+    laptop: Site, words: tuple[str, ...], code: int, remembered: set[str]
+) -> None:
+    """Also in a home folder that both machines share: there the login node must not send the command to itself."""
+    laptop.env |= {"LOCKSTEP_SLURM_HOST": "", "LOCKSTEP_HOME": str(laptop.folder / "home")}
+    again = '[ -z "$LOCKSTEP_SLURM_HERE" ] || exit 9'
+    (laptop.folder / "bin/ssh").write_text(SSH.replace("#!/bin/sh", f"#!/bin/sh\n{again}"))
+    laptop.does("scontrol", "echo JobId=8 JobName=mine JobState=PENDING Reason=Priority")
+    laptop.does("sbatch", "echo 'sbatch: to start at once' >&2; echo Submitted batch job 8")
+    done = typed(laptop, "submit", "slurm", job(laptop, command=None, recipe="smoke"), *words)
+    assert done.returncode == code, done
+    places = {path.stem: json.loads(path.read_text()) for path in (laptop.folder / "home").glob("places/slurm/*")}
+    assert places == {name: {"host": AT} for name in remembered}
+    assert ("need --host" in done.stderr) == ("--new" in words)
+    if code == 124:
+        done = typed(laptop, "status", "slurm", "mine")
+        assert done.returncode == 0 and "mine: queued" in done.stdout, done
 
 
 @pytest.fixture
