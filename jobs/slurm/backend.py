@@ -296,7 +296,7 @@ class SlurmBackend(Cluster):
                 raise UserError(f"cannot send signal {number} to the command: {observe.one_line(answer.stderr)}")
 
         terminal = ["--pty"] if streams.terminal else []
-        env = {name: value for name, value in os.environ.items() if name != contract.ENV_EXEC}
+        env = {name: value for name, value in os.environ.items() if name not in (contract.ENV_EXEC, render.HERE)}
         code = process.run([*step, *terminal, *inside, *own], streams, env, interrupt)
         if code:
             observe.look(job_id)  # raises `Unreachable`: then the code is the connection's and not the command's

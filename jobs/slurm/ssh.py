@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
-import json
 import os
 import re
 import shlex
@@ -24,6 +23,7 @@ from lockstep.wire import archive
 
 from .. import process
 from ..code import store
+from ..manifest import to_yaml
 from ..process import Streams
 from ..spec.model import JobSpec
 from ..spec.types import SSH_HOST
@@ -72,11 +72,15 @@ case $({python} -c {version_of} 2> /dev/null < /dev/null) in
 esac
 """
 _RECEIVE = """
-lockstep_sent=$(mktemp -d) || exit 1
+lockstep_sent=$(mktemp -d) || exit 2
 trap 'rm -rf "$lockstep_sent"' EXIT
 if ! head -c {size} | tar -xzf - -C "$lockstep_sent"; then echo "error: the job came in part: submit again" >&2; exit 69; fi
 if [ -e "$lockstep_sent/code" ]; then
-  (umask 077; mkdir -p "$LOCKSTEP_HOME/code" && mv "$lockstep_sent"/code/* "$LOCKSTEP_HOME/code/") || exit 1
+  (
+    umask 077
+    mkdir -p "$LOCKSTEP_HOME/code" && part=$(mktemp "$LOCKSTEP_HOME/code/.sent.XXXXXX") || exit 2
+    cp "$lockstep_sent"/code/* "$part" && mv "$part" "$LOCKSTEP_HOME/code/$(ls "$lockstep_sent/code")"
+  ) || exit 2
 fi
 cd "$lockstep_sent"
 """
@@ -122,19 +126,18 @@ def run(host: str, words: Sequence[str], spec: JobSpec | None = None, file: str 
         python=python, version_of=shlex.quote(_VERSION_OF), version=VERSION, other=other, absent=absent
     )
     own, data = _without(words, ("--host",) if spec is None else OF_THE_SPEC, file), b""
+    verb = next((word for word in own if not word.startswith("-")), "")
     if spec is not None:
-        if writes := {word.partition("=")[0] for word in own} & {"-o", "--out"}:
-            raise UserError(
-                f"{writes.pop()} would write a file of {host}: leave it out, and redirect the output (> FILE)"
-            )
-        sent = _packed(spec)
-        values = {name: os.environ.get(name) for name in spec.secrets}
-        data = (
-            b"".join(base64.b64encode(value.encode()) + b"\n" for value in values.values() if value is not None) + sent
-        )
+        if writes := next((word for word in own if re.match("-o|--out(=|$)", word)), None):
+            raise UserError(f"{writes} would write a file of {host}: leave it out, and redirect the output (> FILE)")
+        submits = verb in ("submit", "prepare") and "--dry-run" not in own
+        sent = _packed(spec, submits)
+        # The other commands ask only whether there is a value.
+        values = {name: os.environ.get(name) and (os.environ[name] if submits else "-") for name in spec.secrets}
+        lines = [base64.b64encode(os.fsencode(value)) + b"\n" for value in values.values() if value is not None]
+        data = b"".join(lines) + sent
         script += _secrets(values) + _RECEIVE.format(size=len(sent))
         own.append(JOB)
-    verb = next((word for word in own if not word.startswith("-")), "")
     words_there = f"{python} -c {program} {shlex.join(own)}"
     if verb == "exec":
         streams = Streams()
@@ -166,12 +169,15 @@ def _without(words: Sequence[str], options: Sequence[str], file: str | None) -> 
     return kept
 
 
-def _packed(spec: JobSpec) -> bytes:
-    """A tar with the job, the archive of its code, and its recipe if that is a file of the code. Raises `UserError`."""
+def _packed(spec: JobSpec, submits: bool) -> bytes:
+    """A tar with the job, its recipe if that is a file of the code, and what a submission needs: the archive of the code.
+
+    Raises `UserError`.
+    """
     spec, bundle = store.checked(spec)
     plain, sent = spec.plain(), dict[str, bytes]()
     plain["slurm"] = {name: value for name, value in plain.get("slurm", {}).items() if name != "host"}
-    if spec.code is not None and spec.code.hash is not None:
+    if submits and spec.code is not None and spec.code.hash is not None:
         sent[f"{store.FOLDER}/{spec.code.hash}.tar.gz"] = bundle.packed if bundle else store.packed(spec.code.hash)
     recipe = spec.recipe or ""
     if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_absolute():
@@ -182,7 +188,7 @@ def _packed(spec: JobSpec) -> bytes:
             )
         archive.check_path(recipe)
         sent[recipe] = settings.read_text(Path(recipe)).encode()
-    sent[JOB] = json.dumps(plain).encode()
+    sent[JOB] = to_yaml([plain]).encode()  # JSON does not do: in YAML 1e-05 is a text
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as tar:
         for name, data in sent.items():
@@ -197,7 +203,8 @@ def _secrets(values: Mapping[str, str | None]) -> str:
     lines = [
         f"unset {name}"
         if value is None
-        else f'IFS= read -r {name} && {name}=$(printf %s "${name}" | base64 -d) && export {name}'
+        # The shell drops the newlines at the end of what a command prints, so there is a point behind them.
+        else f'IFS= read -r {name} && {name}=$(printf %s "${name}" | base64 -d && echo .) && {name}=${{{name}%.}} && export {name}'
         for name, value in values.items()
     ]
     return "\n".join([*lines, ""])

@@ -160,7 +160,7 @@ def _environment() -> dict[str, str]:
     """With a secret by which the launchers of a `live` job know one another."""
     return {ENV_SECRET: secrets.token_hex(32)} | {
         name: value for name, value in os.environ.items()
-        if name in _OF_THE_CLUSTER or (name not in OF_A_JOB and not name.startswith(("SBATCH_", "SLURM_")))
+        if name in _OF_THE_CLUSTER or (name not in (*OF_A_JOB, render.HERE) and not name.startswith(("SBATCH_", "SLURM_")))
     }  # fmt: skip
 
 

@@ -52,24 +52,26 @@ def there(site: Site, line: str) -> None:
 
 def job(site: Site, **values: object) -> str:
     own = {"name": "mine", "command": ["true"], "run_dir": "runs/mine", "slurm": {"host": AT}, **values}
-    Path(site.file).write_text(json.dumps(own))
+    Path(site.file).write_text(json.dumps(own, ensure_ascii=False))
     return site.file
 
 
 def test_the_same_words_and_a_run_below_the_home_folder_there(laptop: Site) -> None:
-    laptop.does("sbatch", 'echo "$OLDPWD" > started; echo Submitted batch job 8')
+    laptop.does("sbatch", 'echo "$OLDPWD$LOCKSTEP_SLURM_HERE" > started; echo Submitted batch job 8')
     options = ["--host", AT, "--set", "nodes=2", "grace_seconds=7", "--json"]
     laptop.env["LOCKSTEP_SLURM_HOST"] = ""
-    done = typed(laptop, "submit", "slurm", job(laptop, slurm={}), *options)
+    env = {"FACE": "\U0001f600", "NUMBER": "1e3"}
+    done = typed(laptop, "submit", "slurm", job(laptop, slurm={}, env=env), *options)
     assert done.returncode == 0 and json.loads(done.stdout)["created"], done
     record = json.loads((laptop.kept / "job.json").read_text())
     assert record["run_dir"] == str(laptop.folder / "there/runs/mine") and record["spec"]["slurm"]["host"] is None
     assert (record["spec"]["nodes"], record["spec"]["grace_seconds"]) == (2, 7)
+    assert record["spec"]["env"] == env
     started = (laptop.folder / "bin/started").read_text()
     assert started == f"{laptop.folder}/there\n", "SLURM starts the ranks where sbatch was started"
     sent = (laptop.kept / "submitit/8_submission.sh").read_text()
     assert typed(laptop, "render", "slurm", laptop.file, *options[:-1]).stdout == sent
-    done = typed(laptop, "render", "slurm", laptop.file, "-o", "here", "--host", AT)
+    done = typed(laptop, "render", "slurm", laptop.file, "-ohere", "--host", AT)
     assert done.returncode == 2 and "redirect the output" in done.stderr, done
     laptop.does("scontrol", "echo JobId=8 JobName=mine JobState=PENDING Reason=Priority")
     assert typed(laptop, "diff", "slurm", "./job.yaml", *options[:-1]).stdout == "no difference\n"
@@ -93,12 +95,22 @@ def test_a_recipe_that_does_not_travel_is_refused_on_the_laptop(laptop: Site) ->
 
 
 def test_a_secret_is_the_laptops_and_lies_nowhere(laptop: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    laptop.does("sbatch", 'echo "got $KEY" >&2; exit 1')
+    laptop.does("sbatch", 'printf %s "$KEY" > got; exit 1')
     there(laptop, "export KEY='of the login node'")
-    file = job(laptop, secrets={"KEY": {"secret": "s", "key": "k"}})
+    (laptop.folder / "own").mkdir()
+    (laptop.folder / "own/a.py").touch()
+    file = job(laptop, secrets={"KEY": {"secret": "s", "key": "k"}}, code="own")
+    secret = b"hunter'2 \xff.\n\n"
+    monkeypatch.setenv("KEY", os.fsdecode(secret))
+    assert typed(laptop, "submit", "slurm", file, "--dry-run").returncode == 2
+    got = laptop.folder / "bin/got"
+    assert got.read_bytes() == b"-" and not (laptop.folder / "home/code").exists(), "a dry run sends neither"
+    monkeypatch.delenv("KEY")
     assert "the job needs the secret KEY" in typed(laptop, "submit", "slurm", file).stderr
-    monkeypatch.setenv("KEY", "hunter'2")
-    assert "SLURM refuses mine: got hunter'2" in typed(laptop, "submit", "slurm", file).stderr
+    monkeypatch.setenv("KEY", os.fsdecode(secret))
+    assert "SLURM refuses mine" in typed(laptop, "submit", "slurm", file).stderr
+    assert got.read_bytes() == secret
+    got.unlink()
     assert not any(b"hunter" in path.read_bytes() for path in laptop.folder.rglob("*") if path.is_file())
 
 
@@ -140,7 +152,7 @@ def test_another_version_no_lockstep_at_all_and_no_connection(laptop: Site) -> N
 @pytest.mark.parametrize(
     ("words", "code", "remembered"),
     [
-        (("--wait", "0"), 124, {"mine"}), (("--dry-run",), 0, set()), (("--new",), 0, set()),
+        (("--wait", "0", "--set", "overrides.lr=1.0e-5"), 124, {"mine"}), (("--dry-run",), 0, set()), (("--new",), 0, set()),
         (("--sweep", "lr=0.1,0.2"), 0, {"mine-0", "mine-1"}),
     ],
 )  # fmt: skip
