@@ -32,6 +32,8 @@ NEVER = (".git", ".venv", DERIVED)
 NAMED = 10
 """Files that an error or a warning names at most."""
 _MAX_IGNORE_BYTES = 1 << 20
+_MAX_WILDCARDS = 4
+"""In a part of a pattern; `**` in all parts. The time to match grows with their number as exponent: these take a second at most."""
 _SECRETS = (
     ".env*", "*.pem", "id_*", ".netrc", "_netrc", ".npmrc", "kubeconfig*", "*.kubeconfig", "credentials*",
     "*/.kube/config", "*/.docker/config.json",
@@ -155,9 +157,24 @@ def _patterns(file: Path) -> Iterator[GitIgnoreSpec]:
         from pathspec import GitIgnoreSpec  # most commands read no code
 
         with files.reading(file):
-            lines = files.read(file, _MAX_IGNORE_BYTES).decode().splitlines()
+            lines = files.read(file, _MAX_IGNORE_BYTES).decode("utf-8-sig").splitlines()
+            _check_patterns(file, lines)
             # pathspec takes `a/**/` for `a/`, and git for the folders in it.
             yield GitIgnoreSpec.from_lines([re.sub(r"/\*\*/$", "/**/*/", line) for line in lines])
+
+
+def _check_patterns(file: Path, lines: list[str]) -> None:
+    """Raises `UserError` for a pattern that pathspec does not know, or that may take it minutes for a single path."""
+    for number, line in enumerate(lines, 1):
+        most = max(line.split("/").count("**"), *(len(re.findall(r"\*+", part)) for part in line.split("/")))
+        if most > _MAX_WILDCARDS and not line.startswith("#"):
+            raise UserError(
+                f"code: {file}, line {number} has {most} wildcards, expected at most {_MAX_WILDCARDS}: shorten it"
+            )
+        if "[[:" in line and not line.startswith("#"):
+            raise UserError(
+                f"code: {file}, line {number} has a class such as [[:digit:]], which is not known here: write [0-9]"
+            )
 
 
 def _above(folder: Path) -> tuple[str, list[_Rule], bool]:

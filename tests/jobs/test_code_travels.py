@@ -98,7 +98,7 @@ WHITELIST = "*\n!*/\n!*.py\n"
         ({".gitignore": "*.key\n", "pkg/.gitignore": "!in/\n"}, {"a.py", "b.txt", "pkg/in/c.py"}),
         ({".gitignore": WHITELIST}, {"a.py", "pkg/in/c.py"}),
         ({".gitignore": "pkg/**\n!pkg/**/\n!pkg/**/*.py\n"}, {"a.py", "b.txt", "pkg/in/c.py"}),
-        ({".lockstepignore": WHITELIST}, {"a.py", "pkg/in/c.py"}),
+        ({".lockstepignore": f"\ufeff{WHITELIST}"}, {"a.py", "pkg/in/c.py"}),
     ],
 )
 def test_a_pattern_that_matches_a_folder_says_nothing_of_its_files(
@@ -234,6 +234,8 @@ def _written(name: str, content: str) -> Callable[[], object]:
     [
         (_deep, "is not a path inside the code"), (lambda: [Path(f"n{n}").touch() for n in range(31)], "has more than 30 files"),
         (_socket, "s is not a regular file"), (lambda: os.mkfifo("p"), "p is not a regular file"), (_huge, "at most 64 MiB can be sent"),
+        (_written(".gitignore", "a\n*a*a*a*a*b\n"), ".gitignore, line 2 has 5 wildcards, expected at most 4"),
+        (_written(".lockstepignore", "[[:digit:]]x"), ".lockstepignore, line 1 has a class such as [[:digit:]]"),
         (lambda: os.mkfifo(".gitignore"), ".gitignore: it is not a regular file"), (_written(".lockstepignore", "!"), ".lockstepignore"),
         (lambda: Path(os.fsdecode(b"\xed\xb2\x80")).touch(), "is not UTF-8"),
         (lambda: os.mkfifo("p\n\x1b[2Jx"), r"p\x0a\x1b[2Jx is not"),
