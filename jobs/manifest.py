@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from lockstep.training.contract import UserError
+
 JOB = "lockstep/job"
 """Label of everything that belongs to a job; its value is the job's name."""
 HASH = "lockstep/spec-hash"
@@ -68,6 +70,8 @@ def _merge_lists(target: list[Any], patch: list[Any], keys: Sequence[str]) -> li
     key = next((key for key in keys if all(isinstance(item, dict) and key in item for item in items)), None)
     if key is None:
         return patch
+    if wrong := [item[key] for item in items if not isinstance(item[key], (str, int))]:
+        raise UserError(f"patch: the {key} of a list's item must be a text or a number, got {str(wrong[0])[:60]}")
     result = {item[key]: item for item in target}
     for item in patch:
         if item.get("$patch") == "delete":
@@ -75,6 +79,19 @@ def _merge_lists(target: list[Any], patch: list[Any], keys: Sequence[str]) -> li
         else:
             result[item[key]] = merge(result.get(item[key]), item, keys)
     return list(result.values())
+
+
+def check_directives(value: Any) -> None:
+    """Raises `UserError` where a merge has left a `$patch`: kubectl knows more of these than `merge`."""
+    if isinstance(value, dict):
+        if "$patch" in value:
+            raise UserError(
+                f"patch: $patch: {str(value['$patch'])[:60]} has no effect here: expected `$patch: delete` in an item of a list whose "
+                "items have all one of the keys that lists merge by; null removes any other key"
+            )
+        value = list(value.values())
+    for inner in value if isinstance(value, list) else []:
+        check_directives(inner)
 
 
 def without_none(value: Any) -> Any:

@@ -14,7 +14,7 @@ from lockstep.training.contract import ENV_METRICS_PORT, METRICS_PORT, UserError
 
 from .. import command as commands
 from ..command import GRACE_MARGIN
-from ..manifest import HASH, JOB, MANAGED, SPEC, Manifest, get, holds, merge, without_none
+from ..manifest import HASH, JOB, MANAGED, SPEC, Manifest, check_directives, get, holds, merge, without_none
 from ..spec.model import CODE_PARTS, JobSpec
 from ..spec.types import seconds
 from .section import CONTAINERS, KINDS, KUEUE_QUEUE, Kubernetes
@@ -49,7 +49,9 @@ def kind_of(spec: JobSpec) -> str:
 
 def manifests(spec: JobSpec, submission: str = RENDERED) -> list[Manifest]:
     """[NetworkPolicy, PyTorchJob or TrainJob]: the objects of a job but those of its code, with `patch`."""
-    return [network_policy(spec, submission), merge(job(spec, submission), k8s(spec).patch, MERGED_BY)]
+    merged = merge(job(spec, submission), k8s(spec).patch, MERGED_BY)
+    check_directives(merged)
+    return [network_policy(spec, submission), merged]
 
 
 def submission_in(policy: Manifest, spec: JobSpec) -> str:

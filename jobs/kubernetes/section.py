@@ -125,8 +125,9 @@ class Kubernetes(Section):
     ttl: Duration = "7d"
     """How long a finished job stays before the cluster deletes it."""
     patch: Values = Field(default_factory=dict)
-    """Patch on the rendered job, for fields that have no setting here, as `kubectl patch` merges: the items of a list (containers,
-    volumes, env, ports) by their `name`, volumeMounts by their `mountPath`; null removes a key, `$patch: delete` an item."""
+    """Patch on the rendered job, for fields that have no setting here: mappings merge, and the items of a list (containers, volumes,
+    env, ports) by their `name`, volumeMounts by their `mountPath`. Other lists are replaced; null removes a key, `$patch: delete` an
+    item."""
 
     @model_validator(mode="after")
     def _complete(self) -> Kubernetes:

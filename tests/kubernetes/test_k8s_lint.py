@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,19 @@ def test_a_patch_of_one_field_changes_one_field_and_is_shown(patch: dict[str, An
     for more in ({}, {"image": "localhost:5000/b:2", "env": {"A": "1"}, "max_restarts": 5}):
         found = product.findings("k8s", JobSpec.of({**GOOD, **more, "k8s": {**GOOD["k8s"], "patch": patch}}))
         assert [(id, item.message) for id, item in found.items()] == [("LS046", f"k8s.patch sets {AT}{told}")]
+
+
+@pytest.mark.parametrize(
+    ("patch", "told"),
+    [
+        (worker(spec={"containers": [{"name": {}}]}), "the name of a list's item must be a text or a number, got {}"),
+        (container(**{"$patch": "replace"}), "$patch: replace has no effect here"),
+        (worker(spec={"tolerations": [{"key": "a", "$patch": "delete"}]}), "$patch: delete has no effect here"),
+    ],
+)
+def test_a_patch_that_would_not_merge_is_refused(patch: dict[str, Any], told: str) -> None:
+    with pytest.raises(product.UserError, match=re.escape(told)):
+        product.manifests("k8s", JobSpec.of({**GOOD, "k8s": {**GOOD["k8s"], "patch": patch}}))
 
 
 def test_a_patch_of_a_trainjob_merges_alike() -> None:
