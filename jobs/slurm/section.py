@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo
 
@@ -37,6 +37,8 @@ def _with_python(host: str, about: ValidationInfo) -> str:
 
 
 class Slurm(Section):
+    PLACE: ClassVar = ("host",)
+
     partition: Word | None = None
     """Partition to run in (`sbatch --partition`); null: the cluster's default partition."""
     account: Word | None = None

@@ -44,7 +44,7 @@ from .types import (
 _S = TypeVar("_S", bound=Section)
 
 MAX_CHARACTERS = 100_000
-VERSION = 2
+VERSION = 3
 """Of stored specs. It goes up where a setting or a default changes."""
 MAX_GPUS = 64
 """A node."""
