@@ -72,6 +72,7 @@ def run(
     terminal = streams.terminal
     # A session of its own may not read from our terminal, so somebody has to bring what is typed.
     typed = not terminal and os.isatty(streams.stdin)
+    again = False
     with heard(PASSED_ON) as signals:
         try:
             child = subprocess.Popen(
@@ -90,20 +91,25 @@ def run(
                 while not signals.empty():
                     number = signals.get()
                     if not (terminal and number in OF_THE_TERMINAL):
-                        _pass_on(number, child, terminal, interrupt)
+                        _pass_on(number, child, terminal, interrupt, again)
+                        again = True
         finally:
             if child.poll() is None:
                 child.kill()
                 child.wait()
 
 
-def _pass_on(number: int, child: subprocess.Popen[bytes], terminal: bool, interrupt: Interrupt | None) -> None:
+def _pass_on(
+    number: int, child: subprocess.Popen[bytes], terminal: bool, interrupt: Interrupt | None, again: bool
+) -> None:
     if interrupt is not None and not terminal:
         try:
             interrupt(number)
+            return
         except UserError as error:
             warn(str(error))
-        return
+        if not again:  # a second signal that does not get through ends the program, which else nothing would end
+            return
     with contextlib.suppress(ProcessLookupError):
         os.kill(child.pid, number) if terminal else os.killpg(child.pid, number)
 

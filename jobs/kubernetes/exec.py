@@ -43,11 +43,19 @@ def beside(
         words = [*kubectl, "exec", *inside, *commands.signal("python", token, number)]
         nothing = subprocess.DEVNULL
         try:
-            subprocess.run(
-                words, stdin=nothing, stdout=nothing, stderr=nothing, timeout=_SIGNAL_SECONDS, start_new_session=True
+            done = subprocess.run(
+                words,
+                stdin=nothing,
+                stdout=nothing,
+                stderr=subprocess.PIPE,
+                timeout=_SIGNAL_SECONDS,
+                start_new_session=True,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise UserError(f"signal {number} was not passed on to {pod}: {error}") from None
+        if done.returncode:
+            why = done.stderr.decode(errors="replace").strip().splitlines() or [f"kubectl ended with {done.returncode}"]
+            raise UserError(f"signal {number} was not passed on to {pod}: {why[-1][:500]}")
 
     words = [*kubectl, "exec", "--stdin", *(["--tty"] if streams.terminal else []), *inside]
     words += commands.execute("python", rank, command, run_dir, "--token", token)

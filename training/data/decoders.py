@@ -79,6 +79,7 @@ class Decoders:
 
     def __init__(self, height: int, width: int, workers: int) -> None:
         self._processes: list[_Process] = []
+        self._closed = False
         self._of_thread = threading.local()
         self._threads = ThreadPoolExecutor(workers, "decoder", self._begin, (height, width))
         self._most_waiting = 2 * workers
@@ -86,12 +87,15 @@ class Decoders:
     def _begin(self, height: int, width: int) -> None:
         self._of_thread.process = process = _Process(height, width)
         self._processes.append(process)
+        if self._closed:  # `__exit__` has not seen it
+            process.close()
 
     def __enter__(self) -> Decoders:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Ends all processes, also in the middle of their work."""
+        self._closed = True
         for process in self._processes:
             process.close()
         self._threads.shutdown(cancel_futures=True)
@@ -157,6 +161,8 @@ class _Process:
         # the user's called `training` stands before ours.
         with theirs, signals_held_back():
             self._process = subprocess.Popen(self._command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, cwd=_ROOT)
+        if self._closed:  # `close` may have seen no process
+            self._process.kill()
         try:
             self._received(_START_SECONDS)
         except (OSError, EOFError):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,3 +39,27 @@ def test_a_file_that_ends_or_holds_up_its_decoder_is_named(tmp_path: Path, monke
     assert "signal 11" in str(results[1]) and "takes longer" in str(results[3])
     assert "not enough memory" in str(results[5]) and int(str(results[6])) < 10
     assert all(process is not None and process.poll() is not None for process in processes)
+
+
+@pytest.mark.parametrize("when", ["before its process", "in its start"])
+def test_leaving_while_a_process_starts_does_not_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    reached, left = threading.Event(), threading.Event()
+    target, name = (decoders._Process, "__init__") if when == "before its process" else (subprocess, "Popen")
+    real = getattr(target, name)
+
+    def held(*arguments: Any, **more: Any) -> Any:
+        reached.set()
+        assert left.wait(60)
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(target, name, held)
+    monkeypatch.setattr(decoders, "_PROGRAM", ["-c", "import time; time.sleep(600)"])
+    monkeypatch.setattr(decoders, "_START_SECONDS", 30)
+    with Decoders(2, 2, 1) as running:
+        running._threads.submit(running._decode, [Item(tmp_path / "a", 0, "a")])
+        assert reached.wait(60)
+        threading.Timer(0.05, left.set).start()
+        began = time.monotonic()
+    assert time.monotonic() - began < 20
