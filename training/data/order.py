@@ -30,7 +30,6 @@ class Salt(enum.IntEnum):
     SHIFT_X = 3
     FLIP = 4
     FIRST_FLIP = 5
-    ORDER_OF_SHARDS = 8
     SAMPLE = 11
     STEP = 12
     PART = 13
