@@ -131,6 +131,11 @@ def test_learning_rates_that_differ_are_named_before_they_are_saved(
 OUTSIDE = """
 import copy, random, sys, torch
 from lockstep import Session
+from torch.testing._internal.two_tensor import TwoTensor
+class Proxy:
+    @property
+    def __class__(self):
+        raise RuntimeError("nothing is bound")
 with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     model = run.replicate(net)
@@ -143,6 +148,9 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
     split, order, again = random.Random(1), random.Random(1), torch.Generator()
     split.random()
     named = {} if sys.argv[3] == "outside" else {"teacher": teacher, "order": order}
+    lazy, sparse, proxy = torch.nn.LazyLinear(2), {"0.weight": torch.eye(4).to_sparse()}, Proxy()
+    wrapped = torch.nn.Linear(2, 2)
+    wrapped.weight = torch.nn.Parameter(TwoTensor(wrapped.weight.detach(), wrapped.weight.detach()))
     run.keep(kept=kept, of_kept=of_kept, norm=norm, **named)
     if sys.argv[3] == "outside":
         temperature = torch.nn.Parameter(torch.ones(()))
@@ -174,7 +182,7 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
 def test_what_is_trained_outside_of_the_session_is_named_once(tmp_path: Path, sync: str, what: str) -> None:
     """An optimizer that no checkpoint has, a weight that each rank trains by itself, a weight that no optimizer has, copies of weights
     that move, and a generator that draws; what is kept, and a generator that is seeded in each epoch, is none of these. And what is
-    kept as alike, and is a rank's own."""
+    kept as alike, and is a rank's own. Objects that raise when they are looked at, and tensors without an address, are left alone."""
     done = script(2, OUTSIDE, tmp_path / "run", sync, what)
     named = [line for line in done.output.splitlines() if "warning" in line]
     assert done.code == 0 and len(named) == (8 if what == "outside" else 0), done.output

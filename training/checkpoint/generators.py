@@ -65,7 +65,8 @@ def _is_of_a_gpu(state: Any) -> bool:
 def is_generator(thing: object) -> bool:
     """Whether it is a random generator that a script may have made: torch's, numpy's or Python's."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-    return isinstance(thing, kinds) and not isinstance(thing, random.SystemRandom)
+    kind = type(thing)  # the `__class__` of a proxy may raise
+    return issubclass(kind, kinds) and not issubclass(kind, random.SystemRandom)
 
 
 def state_of(generator: Any) -> Any:

@@ -29,11 +29,11 @@ class Held:
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
-        self._before = self._look()
+        self._before = self._looked()
 
     def moved(self) -> list[str]:
         """Returns a sentence for each that has moved since then, and is in no checkpoint."""
-        now, sentences = self._look(), []
+        now, sentences = self._looked(), []
         for name, (what, marks) in self._before.items():
             later, draws = now.get(name, (what, marks))[1], generators.is_generator(what[0])
             if later == marks or (
@@ -48,12 +48,19 @@ class Held:
             )
         return sentences
 
+    def _looked(self) -> dict[str, tuple[list[Any], list[Any]]]:
+        """`_look`. It only warns, so it says nothing where an object of the script raises, whatever that is."""
+        try:
+            return self._look()
+        except Exception:  # noqa: BLE001 - a property, or a subclass of a tensor or a dictionary, may raise anything
+            return {}
+
     def _look(self) -> dict[str, tuple[list[Any], list[Any]]]:
         """By their names: the tensors or the generator, and what changes where they move."""
         state, kept = self._state, self._state.kept
         parameters = plain(state.model, dict(state.model.named_parameters()))
         average = {} if state.ema is None else dict(state.ema.average.named_parameters())
-        ours = [p for p in [*parameters.values(), *average.values()] if not _is_sharded(p)]
+        ours = [*parameters.values(), *average.values()]
         held = storages([ours, states_of(kept.objects), states_of(kept.rank_objects), dict(kept.values)])
         found: dict[str, tuple[list[Any], list[Any]]] = {}
         for name, value in _reachable():
@@ -62,15 +69,10 @@ class Held:
                     seed = value.initial_seed() if isinstance(value, torch.Generator) else None
                     found[name] = [value], [id(value), seed, _comparable(generators.state_of(value))]
                 continue
-            tensors = [t for t in _weights(value, parameters) if not _is_sharded(t) and storage(t) not in held]
+            tensors = [t for t in _weights(value, parameters) if storage(t) not in held]
             if tensors:
                 found[name] = tensors, [(id(tensor), tensor._version) for tensor in tensors]
         return found
-
-
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    """Or without memory: it has no address."""
-    return tensor.device.type == "meta" or hasattr(tensor, "placements")
 
 
 def _comparable(state: Any) -> Any:
@@ -81,12 +83,13 @@ def _weights(value: Any, parameters: dict[str, nn.Parameter]) -> list[torch.Tens
     """The tensors of what may be a copy of the weights."""
     if issubclass(type(value), nn.Module):
         return [*value.parameters()] if "_modules" in vars(value) else []
-    if not isinstance(value, (dict, list, tuple)) or len(value) > len(parameters):
+    if not issubclass(type(value), (dict, list, tuple)) or len(value) > len(parameters):
         return []
-    tensors = list(value.values() if isinstance(value, dict) else value)
-    if not tensors or not all(isinstance(one, torch.Tensor) for one in tensors):
+    is_dict = issubclass(type(value), dict)
+    tensors = list(value.values() if is_dict else value)
+    if not tensors or not all(issubclass(type(one), torch.Tensor) for one in tensors):
         return []
-    if isinstance(value, dict):
+    if is_dict:
         return tensors if value.keys() & parameters.keys() else []
     trained = [p.shape for p in parameters.values() if p.requires_grad]
     every = [p.shape for p in parameters.values()]

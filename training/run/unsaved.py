@@ -170,11 +170,7 @@ def _weights_outside(learned: set[torch.Tensor], used: set[torch.Tensor], state:
     """
     of_rank = storages(states_of(state.kept.rank_objects))
     held = storages([states_of(state.kept.objects), dict(state.kept.values)])
-    outside = {
-        _name_of(p) or f"a parameter of shape {list(p.shape)}": p
-        for p in learned
-        if p.device.type != "meta" and storage(p) not in of_rank
-    }
+    outside = {_name_of(p) or f"a parameter of shape {list(p.shape)}": p for p in learned if storage(p) not in of_rank}
     every = all_gather_trees({name: fingerprint(nn.ParameterList([p])) for name, p in outside.items()}, state.world)
     sentences = []
     for name, parameter in outside.items():
@@ -189,12 +185,17 @@ def _weights_outside(learned: set[torch.Tensor], used: set[torch.Tensor], state:
     return sorted(sentences)
 
 
-def storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def storage(tensor: torch.Tensor) -> int | None:
+    """The address of its memory. None: it has none, as a tensor that is lazy, sparse, sharded or of a class that wraps others."""
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except Exception:  # noqa: BLE001 - they raise nearly anything
+        return None
 
 
-def storages(tree: Any) -> set[int]:
-    return {storage(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
+def storages(tree: Any) -> set[int | None]:
+    """The addresses of its tensors, and None, so that a tensor without one counts as one of them."""
+    return {storage(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)} | {None}
 
 
 def states_of(objects: dict[str, Stateful]) -> list[Any]:
@@ -212,8 +213,8 @@ def _name_of(thing: object) -> str | None:
                     if parameter is thing:
                         return f"{name}.{inner}"
     for holder in gc.get_referrers(thing):
-        with contextlib.suppress(TypeError):
-            for name, value in (holder if isinstance(holder, dict) else vars(holder)).items():
+        with contextlib.suppress(Exception):  # of a proxy, whose attributes may raise
+            for name, value in (holder if issubclass(type(holder), dict) else vars(holder)).items():
                 if value is thing and isinstance(name, str):
                     return name
     return None
