@@ -201,12 +201,21 @@ def test_what_is_trained_outside_of_the_session_is_named_once(tmp_path: Path, sy
 
 
 HOOKS = """
-import sys, torch
+import functools, sys, torch, types
+from examples.strategies.allreduce import AllReduce
 from lockstep import Session
-for kind in ("register_hook", "register_post_accumulate_grad_hook"):
-    with Session(f"{sys.argv[1]}-{kind}", "log.report=false") as run:
+class Mine(AllReduce):
+    def wrap(self, model, world, example):
+        model.weight.register_post_accumulate_grad_hook(lambda it: None)
+        return super().wrap(model, world, example)
+sys.modules["mine"] = types.SimpleNamespace(Mine=Mine)
+for sync, kind in (("mine:Mine", ""), ("flat", "register_hook"), ("flat", "register_post_accumulate_grad_hook")):
+    with Session(f"{sys.argv[1]}-{kind}", "log.report=false", f"sync.name={sync}") as run:
         net = torch.nn.Linear(4, 2)
-        getattr(net.weight, kind)(lambda it: None)
+        if kind:
+            getattr(net.weight, kind)(lambda it: None)
+        else:
+            net.weight.register_hook(functools.partial(torch.nn.functional.dropout, p=0.0))
         model = run.replicate(net)
         run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
         for epoch in run.epochs(2):
@@ -219,7 +228,8 @@ for kind in ("register_hook", "register_post_accumulate_grad_hook"):
 def test_hooks_on_parameters_get_a_part_of_the_gradient_where_there_are_several_ranks(
     tmp_path: Path, ranks: int
 ) -> None:
-    """A hook may print, or mask: it is named once. One that uses up the gradient comes too early."""
+    """A hook may print, or mask: it is named once. One that uses up the gradient comes too early. Those of a strategy, and of torch, are
+    none of the script's."""
     done = script(ranks, HOOKS, tmp_path / "run")
     several = ranks > 1
     assert done.code == 2 * several and done.output.count("a hook on weight gets the gradient of a part") == several, (

@@ -25,7 +25,7 @@ class ScriptHooks:
         sync = self._replica.sync
         if not self._cuts and sync.replicas:
             return
-        for name, after in hooks_of_script(sync.model):
+        for name, after in hooks_of_script(sync.model, self._replica.hooks):
             if after and sync.replicas:
                 raise sync.refuse(
                     f"sums the gradient of {name} over the ranks after the hook that register_post_accumulate_grad_hook() has set",

@@ -19,6 +19,7 @@ from ..optim.ema import Ema
 from ..parallel.names import unwrapped
 from ..parallel.world import World
 from ..sync.base import BuildOptimizer, GradientSync
+from ..sync.watch import hooks_of
 
 
 class Several(GradientSync):
@@ -118,6 +119,8 @@ class Replica:
         self._settings, self._world = settings, world
         self._parts: dict[str, GradientSync] = {}
         self._networks: dict[str, nn.Module] = {}
+        self.hooks: set[int] = set()
+        """The numbers of the hooks that the strategies have registered (`hooks_of`)."""
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.ema: Ema | None = None
         self.model: nn.Module
@@ -150,7 +153,9 @@ class Replica:
         if self._parts and strategy.one_model:
             raise strategy.refuse("takes one model", "use sync.name=flat or ddp for several")
         model.to(self._world.device)
+        of_script = {number for number, *_ in hooks_of(model)}
         self.network = self._networks[name] = strategy.wrap(model, self._world, example)
+        self.hooks |= {number for number, *_ in hooks_of(strategy.model)} - of_script
         self._parts[name] = strategy
         self.sync = strategy if len(self._parts) == 1 else Several(self._settings, self._world, self._parts)
         self.model = self.sync.model

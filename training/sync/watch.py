@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,14 +32,24 @@ def on_grad(parameter: torch.Tensor, method: Callable[[Any], None]) -> None:
     parameter.register_post_accumulate_grad_hook(hook)
 
 
-def hooks_of_script(model: nn.Module) -> Iterator[tuple[str, bool]]:
-    """The parameters with a hook that neither torch nor we have registered, and whether it is one for an accumulated gradient."""
+def hooks_of(model: nn.Module) -> Iterator[tuple[int, str, bool, Any]]:
+    """Each hook on a parameter: its number, which no other hook of the process gets, the parameter's name, whether it is one for an
+    accumulated gradient, and the function."""
     for name, parameter in model.named_parameters():
         for after, hooks in enumerate((parameter._backward_hooks, parameter._post_accumulate_grad_hooks)):
-            if not all(
-                getattr(hook, "__module__", "").startswith(("torch.", "lockstep.")) for hook in (hooks or {}).values()
-            ):
-                yield name, bool(after)
+            for number, hook in (hooks or {}).items():
+                yield number, name, bool(after), hook
+
+
+def hooks_of_script(model: nn.Module, of_strategy: Container[int] = ()) -> Iterator[tuple[str, bool]]:
+    """The parameters with a hook that neither torch nor we nor the strategy have registered, and whether it is one for an accumulated
+    gradient."""
+    for number, name, after, hook in hooks_of(model):
+        while isinstance(hook, functools.partial):
+            hook = hook.func
+        ours = (getattr(hook, "__module__", None) or "").startswith(("torch.", "lockstep."))
+        if not ours and number not in of_strategy:
+            yield name, after
 
 
 def is_nested_backward() -> bool:
