@@ -136,8 +136,18 @@ class Proxy:
     @property
     def __class__(self):
         raise RuntimeError("nothing is bound")
+class Hand:  # an average of one's own, whose state is copies
+    def __init__(self, net):
+        self.shadow = {name: p.detach().clone() for name, p in net.named_parameters()}
+    def update(self):
+        self.shadow["0.bias"].mul_(0.9)
+    def state_dict(self):
+        return {name: tensor.clone() for name, tensor in self.shadow.items()}
+    def load_state_dict(self, state):
+        self.shadow = state
 with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    hand = Hand(net)
     model = run.replicate(net)
     run.optimizer(lambda _: torch.optim.SGD((net[:2] if sys.argv[3] == "outside" else net).parameters(), lr=0.1))
     run.average(0.9)
@@ -151,7 +161,7 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
     lazy, sparse, proxy = torch.nn.LazyLinear(2), {"0.weight": torch.eye(4).to_sparse()}, Proxy()
     wrapped = torch.nn.Linear(2, 2)
     wrapped.weight = torch.nn.Parameter(TwoTensor(wrapped.weight.detach(), wrapped.weight.detach()))
-    run.keep(kept=kept, of_kept=of_kept, norm=norm, **named)
+    run.keep(kept=kept, of_kept=of_kept, norm=norm, hand=hand, **named)
     if sys.argv[3] == "outside":
         temperature = torch.nn.Parameter(torch.ones(()))
         by_hand = torch.optim.SGD([temperature], lr=0.01)
@@ -159,6 +169,7 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
     for epoch in run.epochs(3):
         torch.rand(1, generator=again.manual_seed(epoch))
         order.random()
+        hand.update()
         torch._foreach_lerp_([*teacher.parameters()], [*kept.parameters()], 0.1)
         if sys.argv[3] == "outside":
             shadow["0.bias"] = 0.9 * shadow["0.bias"]

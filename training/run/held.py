@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ class Held:
         ours = [*parameters.values(), *average.values()]
         held = storages([ours, states_of(kept.objects), states_of(kept.rank_objects), dict(kept.values)])
         found: dict[str, tuple[list[Any], list[Any]]] = {}
-        for name, value in _reachable():
+        for name, value in _reachable({**kept.objects, **kept.rank_objects}):
             if generators.is_generator(value):
                 if not any(value is one for one in kept.generators.values()):
                     seed = value.initial_seed() if isinstance(value, torch.Generator) else None
@@ -96,14 +96,23 @@ def _weights(value: Any, parameters: dict[str, nn.Parameter]) -> list[torch.Tens
     return tensors if [one.shape for one in tensors] in (trained, every) else []
 
 
-def _reachable() -> Iterator[tuple[str, Any]]:
-    """What the variables of the running functions hold, and attributes and items below them."""
-    waiting = deque((name, value, 0) for names in variables() for name, value in names.items() if name[:2] != "__")
+def _reachable(kept: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What the variables of the running functions hold, and attributes and items below them, without what these kept objects hold:
+    a state may be made of copies."""
+    named = ((name, value) for names in variables() for name, value in names.items() if name[:2] != "__")
+    yield from _below(named, {id(value): value for _, value in _below(kept.items(), {})})
+
+
+def _below(named: Iterable[tuple[str, Any]], known: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+    """These values, and attributes and items below them, without those that are known."""
+    waiting = deque((name, value, 0) for name, value in named)
     seen: dict[int, Any] = {}
     while waiting and len(seen) < MOST:
         name, value, depth = waiting.popleft()
         kind = type(value)
-        if id(value) in seen or value is None or issubclass(kind, _OPAQUE) or kind.__module__.startswith("lockstep."):
+        if value is None or issubclass(kind, _OPAQUE) or kind.__module__.startswith("lockstep."):
+            continue
+        if id(value) in seen or id(value) in known:
             continue
         seen[id(value)] = value
         yield name, value
