@@ -17,6 +17,7 @@ from torch import nn
 from ..checkpoint import generators
 from ..checkpoint.state import TrainState
 from ..parallel.names import plain
+from .replica import Several
 from .unsaved import states_of, storage, storages, variables
 
 MOST, DEPTH, ITEMS = 5000, 3, 100
@@ -58,9 +59,12 @@ class Held:
     def _look(self) -> dict[str, tuple[list[Any], list[Any]]]:
         """By their names: the tensors or the generator, and what changes where they move."""
         state, kept = self._state, self._state.kept
-        parameters = plain(state.model, dict(state.model.named_parameters()))
+        several = state.sync.parts if isinstance(state.sync, Several) else []
+        models = [
+            plain(model, dict(model.named_parameters())) for model in (state.model, *(part.model for part in several))
+        ]
         average = {} if state.ema is None else dict(state.ema.average.named_parameters())
-        ours = [*parameters.values(), *average.values()]
+        ours = [*models[0].values(), *average.values()]
         held = storages([ours, states_of(kept.objects), states_of(kept.rank_objects), dict(kept.values)])
         found: dict[str, tuple[list[Any], list[Any]]] = {}
         for name, value in _reachable({**kept.objects, **kept.rank_objects}):
@@ -69,7 +73,7 @@ class Held:
                     seed = value.initial_seed() if isinstance(value, torch.Generator) else None
                     found[name] = [value], [id(value), seed, _comparable(generators.state_of(value))]
                 continue
-            tensors = [t for t in _weights(value, parameters) if storage(t) not in held]
+            tensors = [t for t in _weights(value, models) if storage(t) not in held]
             if tensors:
                 found[name] = tensors, [(id(tensor), tensor._version) for tensor in tensors]
         return found
@@ -79,21 +83,25 @@ def _comparable(state: Any) -> Any:
     return state.tolist() if isinstance(state, torch.Tensor) else state
 
 
-def _weights(value: Any, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
-    """The tensors of what may be a copy of the weights."""
+def _weights(value: Any, models: list[dict[str, nn.Parameter]]) -> list[torch.Tensor]:
+    """The tensors of what may be a copy of the weights of one of these models."""
     if issubclass(type(value), nn.Module):
         return [*value.parameters()] if "_modules" in vars(value) else []
-    if not issubclass(type(value), (dict, list, tuple)) or len(value) > len(parameters):
+    if not issubclass(type(value), (dict, list, tuple)) or len(value) > len(models[0]):
         return []
     is_dict = issubclass(type(value), dict)
     tensors = list(value.values() if is_dict else value)
     if not tensors or not all(issubclass(type(one), torch.Tensor) for one in tensors):
         return []
     if is_dict:
-        return tensors if value.keys() & parameters.keys() else []
-    trained = [p.shape for p in parameters.values() if p.requires_grad]
-    every = [p.shape for p in parameters.values()]
-    return tensors if [one.shape for one in tensors] in (trained, every) else []
+        return tensors if any(value.keys() & model.keys() for model in models) else []
+    shapes = [one.shape for one in tensors]
+    for model in models:
+        trained = [p.shape for p in model.values() if p.requires_grad]
+        every = [p.shape for p in model.values()]
+        if shapes in (trained, every):
+            return tensors
+    return []
 
 
 def _reachable(kept: dict[str, Any]) -> Iterator[tuple[str, Any]]:
