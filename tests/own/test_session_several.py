@@ -12,7 +12,7 @@ from tests.own.job import script, shared
 pytestmark = pytest.mark.promise("session-same")
 
 CODE = """
-import sys, torch, torch.nn.functional as F
+import sys, torch, torch.nn.functional as F, weakref
 from lockstep import Session
 run_dir, first, *words = sys.argv[1:]
 DATA = torch.utils.data.TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(1)), torch.arange(64) % 3)
@@ -33,7 +33,9 @@ with Session(run_dir, *words) as run:
     order = [of_head, of_body, [of_body, of_head]]
     for _ in run.epochs(1):
         for x, y in run.batches(DATA, 16):
-            shadow["bias"].lerp_(net.bias.detach(), 0.1)
+            first = weakref.ref(shadow["bias"])
+            shadow["bias"] = shadow["bias"].lerp(net.bias.detach(), 0.1)
+            assert first() is None, "what is replaced is freed"
             for optimizer in order if first == "head" else reversed(order):
                 try:
                     run.step(loss, x, y, optimizer=optimizer)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdRef
 
 from ..checkpoint import generators
 from ..checkpoint.state import TrainState
@@ -33,10 +34,11 @@ class Held:
         self._before = self._looked()
 
     def moved(self) -> list[str]:
-        """Returns a sentence for each that has moved since then, and is in no checkpoint."""
+        """Returns a sentence for each that has moved since then, and is in no checkpoint. A second call has nothing to compare with."""
         now, sentences = self._looked(), []
-        for name, (what, marks) in self._before.items():
-            later, draws = now.get(name, (what, marks))[1], generators.is_generator(what[0])
+        before, self._before = self._before, {}
+        for name, (drawing, marks) in before.items():
+            later, draws = now.get(name, (drawing, marks))[1], drawing is not None
             if later == marks or (
                 draws and later[:2] != marks[:2]
             ):  # one that is made or seeded anew depends on no earlier draws
@@ -49,15 +51,15 @@ class Held:
             )
         return sentences
 
-    def _looked(self) -> dict[str, tuple[list[Any], list[Any]]]:
+    def _looked(self) -> dict[str, tuple[Any, list[Any]]]:
         """`_look`. It only warns, so it says nothing where an object of the script raises, whatever that is."""
         try:
             return self._look()
         except Exception:  # noqa: BLE001 - a property, or a subclass of a tensor or a dictionary, may raise anything
             return {}
 
-    def _look(self) -> dict[str, tuple[list[Any], list[Any]]]:
-        """By their names: the tensors or the generator, and what changes where they move."""
+    def _look(self) -> dict[str, tuple[Any, list[Any]]]:
+        """By their names: the generator, or None for tensors, which are not kept alive, and what changes where they move."""
         state, kept = self._state, self._state.kept
         several = state.sync.parts if isinstance(state.sync, Several) else []
         models = [
@@ -66,16 +68,16 @@ class Held:
         average = {} if state.ema is None else dict(state.ema.average.named_parameters())
         ours = [*models[0].values(), *average.values()]
         held = storages([ours, states_of(kept.objects), states_of(kept.rank_objects), dict(kept.values)])
-        found: dict[str, tuple[list[Any], list[Any]]] = {}
+        found: dict[str, tuple[Any, list[Any]]] = {}
         for name, value in _reachable({**kept.objects, **kept.rank_objects}):
             if generators.is_generator(value):
                 if not any(value is one for one in kept.generators.values()):
                     seed = value.initial_seed() if isinstance(value, torch.Generator) else None
-                    found[name] = [value], [id(value), seed, _comparable(generators.state_of(value))]
+                    found[name] = value, [id(value), seed, _comparable(generators.state_of(value))]
                 continue
             tensors = [t for t in _weights(value, models) if storage(t) not in held]
             if tensors:
-                found[name] = tensors, [(id(tensor), tensor._version) for tensor in tensors]
+                found[name] = None, [(WeakIdRef(tensor), tensor._version) for tensor in tensors]
         return found
 
 
