@@ -44,6 +44,29 @@ with Session(run_dir, *words) as run:
 """
 
 
+STATEFUL = """
+import sys, torch, types
+from examples.strategies.allreduce import AllReduce
+from lockstep import Session
+class Mine(AllReduce):
+    def state_dict(self): return {"error": torch.ones(1)}
+sys.modules["mine"] = types.SimpleNamespace(Mine=Mine, Parts=type("Parts", (AllReduce,), {"sums_in_parts": True}))
+with Session(*sys.argv[1:]) as run:
+    for name in ("body", "head"):
+        run.replicate(torch.nn.Linear(4, 8), name=name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "why"), [("Mine", "has a state"), ("Parts", "has a part of the model on each rank")]
+)
+def test_a_strategy_whose_state_several_models_would_lose_takes_one(tmp_path: Path, strategy: str, why: str) -> None:
+    done = script(1, STATEFUL, tmp_path / "run", f"sync.name=mine:{strategy}")
+    assert done.code == 2 and f"sync.name=mine:{strategy} {why}, which several models would lose" in done.output, (
+        done.output
+    )
+
+
 def test_models_that_learn_in_turn_and_together_are_the_same_under_ddp(tmp_path: Path) -> None:
     """The first pass of a network may be one in which it does not learn, or one through another network. A step whose function
     failed in its second micro-batch, and is called again, leaves nothing behind. An average of one of them is named."""

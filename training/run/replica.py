@@ -152,6 +152,14 @@ class Replica:
         strategy = strategies.build(self._settings)
         if self._parts and strategy.one_model:
             raise strategy.refuse("takes one model", "use sync.name=flat or ddp for several")
+        has_parts = strategy.sums_in_parts or not strategy.replicas
+        if self._parts and (
+            has_parts or strategy.remembers or type(strategy).state_dict is not GradientSync.state_dict
+        ):
+            raise strategy.refuse(
+                f"{'has a part of the model on each rank' if has_parts else 'has a state'}, which several models would lose",
+                "use sync.name=flat or ddp for several, or replicate one module that holds them",
+            )
         model.to(self._world.device)
         of_script = {number for number, *_ in hooks_of(model)}
         self.network = self._networks[name] = strategy.wrap(model, self._world, example)
