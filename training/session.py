@@ -214,8 +214,8 @@ class Session(Reporting):
         self._replicated().averaged(decay, every)
 
     def keep(self, **things: Any) -> None:
-        """Adds the states of these objects (schedulers, scalers, random generators, …) to every checkpoint, and loads the newest
-        checkpoint, if there is one. The model and its optimizers are always saved. Call it once, when all objects are made.
+        """Adds these objects (schedulers, scalers, random generators, …) to every checkpoint, and loads them from the newest. At another
+        number of ranks, generators that differ begin anew. Models and optimizers are always saved. Call it once, when all objects are made.
 
         Raises:
             TypeError: an object without `state_dict` and `load_state_dict`, or a state that no checkpoint can hold.

@@ -159,6 +159,43 @@ def test_what_a_script_unfreezes_adds_and_compiles_is_so_after_a_resume(
     assert str(sorted(load_file(tmp_path / "weights.safetensors"))) in done.output, "what the plain network loads"
 
 
+DRAWING = """
+import random, sys, torch
+from lockstep import Session
+with Session(sys.argv[1]) as run:
+    model = run.replicate(torch.nn.Linear(4, 2))
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    alike, late, own = torch.Generator().manual_seed(1), random.Random(3), random.Random(run.rank)
+    if len(sys.argv) > 3:
+        late.seed(run.rank)
+    run.keep(alike=alike, late=late, own=own)
+    print(run.rank, "begins", torch.rand(1, generator=alike).item(), late.random(), own.random(), flush=True)
+    for epoch in run.epochs(int(sys.argv[2])):
+        for x in run.batches(torch.ones(16, 4), 8):
+            run.step(lambda x: model(x).square().mean(), x)
+    print(run.rank, "ends", torch.rand(1, generator=alike).item(), late.random(), own.random(), flush=True)
+"""
+
+
+def test_at_another_number_of_ranks_generators_that_are_alike_go_on(tmp_path: Path) -> None:
+    """Alike on all ranks when they were saved, and when they are made; another is named."""
+    draws: list[dict[str, list[str]]] = []
+    for ranks, *words in ((2, "1"), (1, "2"), (2, "3", "late")):
+        done = script(ranks, DRAWING, tmp_path / "run", *words)
+        assert done.code == 0, done.output
+        lines = [line.split() for line in done.output.splitlines()]
+        draws.append({" ".join(line[:2]): line[2:] for line in lines if line[1:2] in (["begins"], ["ends"])})
+        named = [line for line in done.output.splitlines() if "the number of ranks has changed" in line]
+        assert len(named) == (len(draws) > 1), done.output
+        assert not named or f"another state of {'late, own' if words[1:] else 'own'}: none is restored" in named[0], (
+            named
+        )
+    first, one, two = draws
+    assert one["0 begins"] == [*first["0 ends"][:2], first["0 begins"][2]]
+    assert [two[f"{rank} begins"][0] for rank in (0, 1)] == [one["0 ends"][0]] * 2
+    assert two["1 begins"][2] == first["1 begins"][2] != two["0 begins"][2]
+
+
 LATER = """
 import sys, torch
 from lockstep import Session

@@ -80,6 +80,11 @@ def state_of(generator: Any) -> Any:
     return _plain(generator.bit_generator.state)
 
 
+def comparable(state: Any) -> Any:
+    """What `state_of` has given, as values that `==` compares."""
+    return state.tolist() if isinstance(state, torch.Tensor) else state
+
+
 def set_state(generator: Any, state: Any) -> None:
     """Raises `ValueError`, `TypeError` for the state of another kind."""
     if isinstance(generator, random.Random):

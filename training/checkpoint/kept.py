@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ..parallel.exchange import split
+from ..parallel.exchange import all_gather_trees, split
+from ..parallel.world import World
 from . import generators
 
 
@@ -110,6 +112,25 @@ class Kept:
         for name in self.generators.keys() & states.get("own", {}).keys():
             generators.set_state(self.generators[name], states["own"][name])
 
+    def restore_alike(self, states: dict[str, Any], world: World) -> list[str]:
+        """`restore` of the script's generators at another number of ranks: of those that all ranks have made alike. Collective.
+
+        Args:
+            states: None for a generator whose states were not the same on all ranks.
+
+        Returns:
+            The names of the generators that begin anew, although they were saved.
+        """
+        mine = {name: zlib.crc32(repr(_of(generator)).encode()) for name, generator in self.generators.items()}
+        prints = all_gather_trees(mine, world)
+        anew = []
+        for name in sorted(self.generators.keys() & states.keys()):
+            if states[name] is None or any(others.get(name) != mine[name] for others in prints):
+                anew.append(name)
+            else:
+                generators.set_state(self.generators[name], states[name])
+        return anew
+
     def has(self, wanted: object) -> bool:
         """Whether this object itself is kept. Then its own state is restored on resume."""
         return any(wanted is kept for kept in (*self.objects.values(), *self.rank_objects.values()))
@@ -151,6 +172,10 @@ class Kept:
         elif self.rank_objects:
             name = next(iter(self.rank_objects))
             raise ValueError(f"{name} is each rank's own, and the number of ranks has changed")
+
+
+def _of(generator: Any) -> Any:
+    return generators.comparable(generators.state_of(generator))
 
 
 def _load(objects: dict[str, Stateful], states: dict[str, Any]) -> None:

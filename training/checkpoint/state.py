@@ -302,12 +302,15 @@ def _kind(value: Any) -> Any:
     return "number" if is_scalar or isinstance(value, (int, float)) else type(value)
 
 
-def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0) -> None:
+def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0) -> list[str]:
     """Gives every rank its part of the gathered state, which rank `source` has read from a checkpoint. Collective.
 
     At another world size than it was saved at, every rank gets the mean of the saved batch statistics; generators keep
-    their fresh values, or under `exact` get those of rank 0; and a strategy makes of the saved ranks' states what it can
-    (`merged_state`).
+    their fresh values, or under `exact` get those of rank 0, and those of the script that all ranks have alike get their states;
+    and a strategy makes of the saved ranks' states what it can (`merged_state`).
+
+    Returns:
+        The names of the script's generators that begin anew, although they were saved.
 
     Raises:
         ValueError: the checkpoint has other parameters, shapes or optimizer groups than this run.
@@ -339,6 +342,9 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0)
     alike = state.of_all
     if same_size or alike:
         state.kept.restore(rank_state["rng"], state.world.device)
+        anew = []
+    else:
+        anew = state.kept.restore_alike(rank_state["own"], state.world)
     mine = same_size or alike or state.world.leader
     losses = rank_state["losses"].to(state.losses, copy=True)
     state.losses = losses if mine else torch.zeros_like(losses)
@@ -350,6 +356,7 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0)
     _copy(rank_state["buffers"], _buffers(state.model))
     if state.ema:
         _copy(rank_state["average_buffers"], _buffers(state.ema.average))
+    return anew
 
 
 def _merged(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
@@ -359,10 +366,17 @@ def _merged(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
     """
     try:
         losses = [rank["losses"] for rank in ranks]
+        first, *others = [rank["rng"].get("own", {}) for rank in ranks]
+        alike = {
+            name
+            for name, saved in first.items()
+            if all(generators.comparable(own.get(name)) == generators.comparable(saved) for own in others)
+        }
         return {
             "losses": losses[0] if sync.batch_parts is not None else sum(losses), "buffers": mean_of([rank["buffers"] for rank in ranks]),
             "average_buffers": mean_of([rank["average_buffers"] for rank in ranks]),
             "sync": sync.merged_state([rank["sync"] for rank in ranks]), "misfit": None,
+            "own": {name: saved if name in alike else None for name, saved in first.items()},
             "rng": ranks[0]["rng"], "epoch_generators": ranks[0]["kept"]["epoch_generators"],
         }  # fmt: skip
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:

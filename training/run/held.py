@@ -73,16 +73,12 @@ class Held:
             if generators.is_generator(value):
                 if not any(value is one for one in kept.generators.values()):
                     seed = value.initial_seed() if isinstance(value, torch.Generator) else None
-                    found[name] = value, [id(value), seed, _comparable(generators.state_of(value))]
+                    found[name] = value, [id(value), seed, generators.comparable(generators.state_of(value))]
                 continue
             tensors = [t for t in _weights(value, models) if storage(t) not in held]
             if tensors:
                 found[name] = None, [(WeakIdRef(tensor), tensor._version) for tensor in tensors]
         return found
-
-
-def _comparable(state: Any) -> Any:
-    return state.tolist() if isinstance(state, torch.Tensor) else state
 
 
 def _weights(value: Any, models: list[dict[str, nn.Parameter]]) -> list[torch.Tensor]:

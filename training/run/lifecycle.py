@@ -252,6 +252,7 @@ class Lifecycle:
             _check_parameters(replica.model, replica.optimizers)
         starts = broadcast_tree([directory.attempt, directory.failures] if directory else None, world)
         rates, groups = _rates(replica.optimizers), _groups(replica)
+        anew: list[str] = []
         if self.resumed:
             self.goodput.enter(Bucket.RESTORED)
             with failing_together(world):
@@ -260,7 +261,7 @@ class Lifecycle:
                 gathered = self._admitted()
             with failing_together(world), _misfits_explained():
                 source = world.rank if world.replacement else 0
-                scatter(gathered, state, source)
+                anew = scatter(gathered, state, source)
             self.goodput.enter(Bucket.PREPARED)
         if self.resumed:  # a node that has nothing but the checkpoint counts on
             saved = [state.history.get("attempts", 0), state.history.get("failures", 0)]
@@ -277,6 +278,11 @@ class Lifecycle:
             goodput=self.goodput, objects=self._objects, left=self._left,
             console=Console(settings.log, world, by_step, ["validation accuracy"] if isinstance(settings, Config) else None),
         )  # fmt: skip
+        if anew and world.leader:
+            run.console.warn(
+                f"the number of ranks has changed, and each rank has another state of {', '.join(anew)}: none is restored, and it draws as "
+                "at a first start"
+            )
         _tell_overruled(run, rates)
         _tell_regrouped(run, groups, _groups(replica))
         run.metrics.set("info", 1, settings.title, settings.sync.name, str(world.size), VERSION)
