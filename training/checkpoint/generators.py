@@ -86,7 +86,7 @@ def comparable(state: Any) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Raises `ValueError`, `TypeError` for the state of another kind."""
+    """Raises `ValueError`, `TypeError`, `KeyError`, `RuntimeError` for the state of another kind."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):

@@ -110,7 +110,13 @@ class Kept:
         """A generator without a saved state keeps its own. Raises `ValueError`, `TypeError`."""
         generators.restore(states, device)
         for name in self.generators.keys() & states.get("own", {}).keys():
-            generators.set_state(self.generators[name], states["own"][name])
+            self._give(name, states["own"][name])
+
+    def _give(self, name: str, state: Any) -> None:
+        try:
+            generators.set_state(self.generators[name], state)
+        except (ValueError, TypeError, KeyError, RuntimeError) as error:
+            raise ValueError(f"{name} is a generator of another kind than the one that was saved, {error}") from error
 
     def restore_alike(self, states: dict[str, Any], world: World) -> list[str]:
         """`restore` of the script's generators at another number of ranks: of those that all ranks have made alike. Collective.
@@ -128,7 +134,7 @@ class Kept:
             if states[name] is None or any(others.get(name) != mine[name] for others in prints):
                 anew.append(name)
             else:
-                generators.set_state(self.generators[name], states[name])
+                self._give(name, states[name])
         return anew
 
     def has(self, wanted: object) -> bool:

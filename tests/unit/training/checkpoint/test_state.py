@@ -28,6 +28,16 @@ def test_a_loss_that_is_no_number_is_no_damage() -> None:
             checked({"shared": {**shared, "history": history}, "ranks": [rank]})
 
 
+def test_a_generator_of_another_kind_is_named() -> None:
+    """A GPU's generator has 16 bytes, and torch raises `RuntimeError` for them."""
+    device = torch.device("cpu")
+    for state in (torch.zeros(16, dtype=torch.uint8), random.getstate(), {"bit_generator": "PCG64"}):
+        kept = Kept()
+        kept.add({"noise": torch.Generator()})
+        with pytest.raises(ValueError, match="noise is a generator of another kind"):
+            kept.restore({**kept.capture(device), "own": {"noise": state}}, device)
+
+
 def test_values_are_joined_like_mappings_and_looked_at() -> None:
     values = Values("run.values")
     values.update(a=1)
