@@ -129,12 +129,14 @@ def main(run: Session, kind: str) -> None:
                 run.step(F.cross_entropy(model(images), labels), samples=samples)
             schedule.step()
             run.values["seen"][int(labels[0])] += run.leader
-        average, right, drawn = run.for_evaluation(), 0, 0.0
+        average, right, drawn, was = run.for_evaluation(), 0, 0.0, network.training
+        network.eval()
         for images, labels in zip(data.images.split(50), data.labels.split(50), strict=True):
             with torch.no_grad():
                 right += int((average(images).argmax(1) == labels).sum())
             drawn += random.random()  # as test-time augmentation does
             run.boundary()
+        network.train(was)
         run.log(accuracy=right / COUNT, drawn=drawn)
     print("the script goes on after the run", flush=True)
 

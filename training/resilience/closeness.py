@@ -133,25 +133,40 @@ class Modes:
         self._model = model
         self._modules = dict(model.named_modules())
         self.last = self._earlier = b""
-        self.after_step = False
-        """The script has not come back from the last step: what it sets meanwhile, to evaluate, is not the mode of the next one."""
+        self._held: bytes | None = None
 
     def end(self) -> None:
         """The step ends."""
-        self._earlier, self.last = self.last, bytes([module.training for module in self._modules.values()])
-        self.after_step = True
+        self._earlier, self.last = self.last, self._now()
+        self._held = self.last
+
+    def hold(self) -> None:
+        """The modes are those of the next step. What the script sets until `release`, to evaluate, is not."""
+        self._held = self._now()
+
+    def release(self) -> None:
+        """The next step finds what the script has set."""
+        self._held = None
+
+    def _now(self) -> bytes:
+        return bytes([module.training for module in self._modules.values()])
 
     def find(self) -> None:
         """Looks for layers that the script has replaced."""
-        modules = dict(self._model.named_modules())
-        if modules != self._modules:
-            last = dict(zip(self._modules.values(), self.last))
-            self.last = self._earlier = bytes([last.get(module, module.training) for module in modules.values()])
+        modules, before = dict(self._model.named_modules()), self._modules
+        if modules != before:
             self._modules = modules
+            self.last = self._earlier = self._carried(before, self.last)
+            self._held = None if self._held is None else self._carried(before, self._held)
+
+    def _carried(self, before: Mapping[str, nn.Module], modes: bytes) -> bytes:
+        """The modes of these modules, for those that the model has now."""
+        known = dict(zip(before.values(), modes))
+        return bytes([known.get(module, module.training) for module in self._modules.values()])
 
     def evaluating(self) -> list[str]:
         """Returns the modules that the next step finds in evaluation mode."""
-        modes = self.last if self.after_step else [module.training for module in self._modules.values()]
+        modes = self._now() if self._held is None else self._held
         return [name for name, is_training in zip(self._modules, modes) if not is_training]
 
     def check(self, world: World) -> None:

@@ -154,7 +154,8 @@ class Loop:
         if (reason := next(filter(None, reasons), None)) is not None:
             state.history |= {"stopped": reason, "stopped_of": self.epochs_planned or self.steps_planned or 0}
         state.cursor.epoch, state.cursor.step, run.progressed = state.cursor.epoch + 1, 0, True
-        kept.data, kept.epoch_generators, kept.cursor_generators, self.attempt.modes.after_step = {}, None, None, False
+        kept.data, kept.epoch_generators, kept.cursor_generators = {}, None, None
+        self.attempt.modes.release()
         self._epoch_is_through = False
         logged, kept.logged_in_epoch = kept.logged_in_epoch, {}
         state.history.update(means)
@@ -244,14 +245,15 @@ class Loop:
         run.goodput.train()
         try:
             while True:
-                self.attempt.modes.after_step = False
+                self.attempt.modes.release()
                 self.attempt.meetings.in_loop()
                 self._left_at_last_step = self._at_last_step and run.state.cursor.step != count
                 stopped = self._left_at_last_step or (run.state.cursor.step != count and self.attempt.boundary())
                 clock.begin()
                 item, part = (self, None) if stopped else next(given, (self, None))
                 if item is self:
-                    # What is drawn from here on, in an evaluation, is drawn again after a resume.
+                    # What is drawn from here on, in an evaluation, is drawn again after a resume; the modes are set again, too.
+                    self.attempt.modes.hold()
                     run.kept.cursor_generators = run.kept.capture(run.world.device)
                     self._epoch_is_through = True
                     run.goodput.enter(Bucket.EVALUATION)
