@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -114,7 +114,8 @@ class Reading:
             copy.wait()
             before = [] if copy.first_of_epoch else self._before
             self._before = copy.sums.tolist()
-            since = [now - then for now, then in zip_longest(self._before, before, fillvalue=0.0)]
+            # A start may return fewer names than the one before it.
+            since = [now - then for now, then in zip(self._before, chain(before, repeat(0.0)))]
             yield {
                 **copy.values,
                 **means(copy.names, since),

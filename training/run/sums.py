@@ -62,7 +62,7 @@ class StepSums:
             if self._named or self._attempt.reading.within_epoch:
                 raise UserError(
                     f"the function of a step returned {_listed(names)}, and the steps before {_listed(kept.measured)}: return the same "
-                    "names in every step of an epoch"
+                    "names in every step of a start"
                 )
             kept.measured = names
             self.values = self.values.new_zeros(2 + len(names))
