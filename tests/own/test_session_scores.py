@@ -143,7 +143,7 @@ with Session(sys.argv[1], "checkpoint.keep=100", "checkpoint.every_steps=100", "
             if run.steps == 2 and not run.leader:
                 run.log(accuracy=0.9)
             if run.steps == 3:
-                run.log(accuracy=0.6 + run.rank)
+                run.log(accuracy=0.6 + run.rank, minutes=1.0 + run.rank)
             if run.steps == 5:
                 run.log(accuracy=0.55 if run.leader else 3.0)
         if run.leader:
@@ -153,7 +153,7 @@ with Session(sys.argv[1], "checkpoint.keep=100", "checkpoint.every_steps=100", "
     assert done.code == 0, done.output
     assert done.output.count("accuracy was logged on some ranks only") == 1, done.output
     assert done.output.count("run.log(accuracy=…) gets 0.6 on rank 0 and 1.6 on rank 1") == 1, done.output
-    assert done.output.count("run.log(accuracy=…)") == 1, done.output
+    assert done.output.count("run.log(") == 1, "a time is a rank's own"
     assert product.scores(tmp_path / "run") == {3: 0.6, 4: 0.7, 8: 1.4}
     assert _reached(tmp_path / "run")["best_accuracy"] == 1.4
 

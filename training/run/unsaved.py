@@ -23,6 +23,9 @@ from ..parallel.names import plain
 from ..resilience.closeness import fingerprint, sums_of_bits
 from .context import RunContext
 
+SCORES = ("accuracy", "loss")
+"""How the name of a score ends. What else is logged may be a rank's own: a time, a rate, the size of its memory."""
+
 
 class Unsaved:
     """Warns of each once, at a save.
@@ -61,7 +64,9 @@ class Unsaved:
         kept = self._context.kept
         objects = {f"run.keep({name}=…)": _print(stateful.state_dict()) for name, stateful in kept.objects.items()}
         values = {f"run.values[{name!r}]": _print(value) for name, value in kept.values.items()}
-        return {**objects, **values, **{f"run.log({name}=…)": f"{value:.4g}" for name, value in self.logged.items()}}
+        scores = (*SCORES, self._context.scores.rule.name)
+        logged = {name: value for name, value in self.logged.items() if name.endswith(scores)}
+        return {**objects, **values, **{f"run.log({name}=…)": f"{value:.4g}" for name, value in logged.items()}}
 
 
 def unequal(of_ranks: Sequence[dict[str, str]]) -> dict[str, str]:
