@@ -563,6 +563,7 @@ REFUSED = {
     "a class that is not there": ("examples.strategies.fsdp:Fspd", "epochs=1", "cannot import sync.name"),
     "a class that is no strategy": ("tests.nets:SmallConv", "epochs=1", "extends lockstep.training.sync.base.GradientSync"),
     "a strategy without its methods": ("lockstep.training.sync.base:GradientSync", "epochs=1", "with its abstract methods"),
+    "exact by another name": ("lockstep.training.sync.exact:Exact", "epochs=1", "only sync.name=exact"),
     "fsdp and compile": (product.FSDP, "compile=true", "compile=false"),
 }  # fmt: skip
 

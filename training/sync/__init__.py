@@ -24,7 +24,7 @@ def build(settings: Sync | str) -> GradientSync:
     """The strategy that `settings` describe, or of that name: one of `STRATEGIES`, or `package.module:Class`.
 
     Raises:
-        UserError: there is no such strategy or option, or the class is no `GradientSync`.
+        UserError: there is no such strategy or option, or the class is no `GradientSync`, or cuts batches into parts.
     """
     if isinstance(settings, str):
         settings = typed.build(Sync, {"name": settings}, "sync", "sync.")
@@ -35,7 +35,13 @@ def build(settings: Sync | str) -> GradientSync:
             f"sync.name={target} is no strategy: name a class that extends lockstep.training.sync.base.GradientSync, with its abstract "
             f"methods, or one of {', '.join(STRATEGIES)}"
         )
-    return factory(settings)
+    strategy = factory(settings)
+    if strategy.batch_parts is not None and settings.name != "exact":
+        raise UserError(
+            f"sync.name={target} cuts batches into parts, and only sync.name=exact has the deterministic kernels that these need: set "
+            "that name, or leave batch_parts out of the class"
+        )
+    return strategy
 
 
 def from_words(arguments: list[str]) -> GradientSync:

@@ -1,4 +1,4 @@
-"""The engine of flat, zero1, bf16_compress, hooks and horovod: buckets of gradients, summed while backward still runs.
+"""The engine of flat, zero1 and bf16_compress: buckets of gradients, summed while backward still runs.
 
 Collectives match by their order alone, and two ranks may get their gradients in different orders, or lack some. So the
 buckets start strictly in one order, the same on all ranks, each as soon as its gradients are complete: one that is
