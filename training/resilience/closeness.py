@@ -26,6 +26,23 @@ from ..parallel.world import World
 BATCH_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers of batch norm, ours and torch's: without SyncBatchNorm a rank's own."""
 
+EACH_ALONE = (
+    "Each rank trains a model of its own where it changes weights by itself: in a loop of your own call the network that "
+    "replicate() returned, and change weights alike on all ranks"
+)
+SAME_NUMBER = (
+    "A schedule that is given a number, such as ReduceLROnPlateau, needs the same one on all ranks: run.sum() adds up what "
+    "each has measured"
+)
+MOVED_APART = (
+    "differs between the ranks, since a step moves it by the samples of its rank. Statistics may, whose mean an evaluation takes. "
+    "What the loss is computed with, such as a codebook, must not: sum what moves it over the ranks with torch.distributed.all_reduce"
+)
+SAME_BUFFERS = (
+    "Change a buffer alike on all ranks. What a rank moves by its samples it moves before the batch's step, or in it"
+)
+SAME_MODE = "Call train() and eval() on all ranks alike before a step"
+
 
 class ReplicasDiffer(RuntimeError):
     """A rank's model is not rank 0's. The message names the first tensor, in the model's order, and the ranks."""
@@ -184,8 +201,8 @@ class Buffers:
         alike: each rank has what all have put together, batch statistics too.
     """
 
-    def __init__(self, model: nn.Module, alike: bool) -> None:
-        self._model, self._alike = model, alike
+    def __init__(self, model: nn.Module, world: World, alike: bool) -> None:
+        self._model, self._world, self._alike = model, world, alike
         self._moved: set[str] = set()
         self.find()
         self.begin()
@@ -206,8 +223,17 @@ class Buffers:
                 yield place, buffer
 
     def begin(self) -> None:
-        """A step begins."""
-        self._before = {} if self._alike else {name: (tensor, tensor._version) for name, tensor in self._tensors()}
+        """A step begins, or the batch that it is of."""
+        if self._alike or self._world.size == 1:  # nothing asks what a step changes
+            self._before = {}
+            return
+        self._before = {
+            place: (buffer, buffer._version)
+            for place, module, name in self._places
+            if place not in self._moved
+            and (buffer := module._buffers.get(name)) is not None
+            and not buffer.is_inference()
+        }
 
     def end(self) -> None:
         """The step ends. What it has changed is the rank's own."""
@@ -218,9 +244,12 @@ class Buffers:
             if tensor is not was or version != at:
                 self._moved.add(name)
 
-    def check(self, world: World) -> list[str]:
+    def check(self) -> list[str]:
         """Returns the buffers that steps have moved apart. Raises `ReplicasDiffer` on all ranks where another one is not the same on all.
         Collective."""
+        world = self._world
+        if world.size == 1:
+            return []
         tensors = dict(self._tensors())
         sums = sums_of_bits(tensors.values()).tolist()
         found = {name: [name in self._moved, total] for name, total in zip(tensors, sums)}

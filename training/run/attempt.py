@@ -47,6 +47,11 @@ from ..parallel.live import CannotTakeAgain, Live
 from ..parallel.world import World
 from ..resilience import divergence
 from ..resilience.closeness import (
+    EACH_ALONE,
+    MOVED_APART,
+    SAME_BUFFERS,
+    SAME_MODE,
+    SAME_NUMBER,
     Buffers,
     Modes,
     ReplicasDiffer,
@@ -71,19 +76,6 @@ from .unsaved import Unsaved
 
 FIRST_STEPS = 3
 """Steps of an attempt after which the replicas are compared: at the first one a schedule's rate may be 0."""
-EACH_ALONE = (
-    "Each rank trains a model of its own where it changes weights by itself: in a loop of your own call the network that "
-    "replicate() returned, and change weights alike on all ranks"
-)
-SAME_NUMBER = (
-    "A schedule that is given a number, such as ReduceLROnPlateau, needs the same one on all ranks: run.sum() adds up what "
-    "each has measured"
-)
-MOVED_APART = (
-    "differs between the ranks, since a forward pass moves it by the samples of its rank. Statistics may, whose mean an evaluation takes. "
-    "What the loss is computed with, such as a codebook, must not: sum what moves it over the ranks with torch.distributed.all_reduce"
-)
-SAME_MODE = "Call train() and eval() on all ranks alike before a step"
 STATUS_SECONDS = 10.0
 """Between two writings of status.json while the run trains: `lockstep status` reads the step there."""
 
@@ -122,7 +114,7 @@ class Attempt:
         """Whether there are replicas to compare."""
         self._compared = not self._compares
         """Whether they were compared after the first steps."""
-        self.buffers = Buffers(context.state.model, alike=context.state.of_all)
+        self.buffers = Buffers(context.state.model, context.world, alike=context.state.of_all)
         self.modes = Modes(context.state.model)
         self._told_apart = False
         """A buffer that differs between the ranks was named."""
@@ -415,8 +407,8 @@ class Attempt:
     def _check_buffers(self) -> None:
         """Raises `Ended` where those differ that no step changes; warns, once, of others. Collective."""
         apart: list[str] = []
-        with self._telling("replicas", EACH_ALONE):
-            apart = self.buffers.check(self.context.world)
+        with self._telling("replicas", SAME_BUFFERS):
+            apart = self.buffers.check()
         if apart and not self._told_apart and self.context.world.leader:
             self._told_apart = True
             more = f" (and {len(apart) - 1} more)" if len(apart) > 1 else ""

@@ -195,7 +195,8 @@ class Step:
         if self._canary is not None:
             self._canary.before_step()
         self._as_function, self.attempt.stage = True, 2
-        self.attempt.buffers.begin()
+        if not self._given:  # else it has begun with the batch: what the script does before the step is a part of it
+            self.attempt.buffers.begin()
         with self.replica.training(optimizers), self._drawing:
             self._redraw()
             if self.recorder is not None:
