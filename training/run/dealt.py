@@ -93,6 +93,9 @@ class Dealt:
         self._again: Callable[[], tuple[Any, Part | None]] | None = None
         self._wholes: list[tuple[Any, Any]] = []
         """What `run.part` has given, and of what."""
+        self._whole: Any = None
+        self.wholes = 0
+        """How often `run.part` was given another whole than before, of the batch under way."""
         self._parts: deque[int] = deque(maxlen=_LAST)
         """The `id` of each of the last ones."""
 
@@ -100,10 +103,13 @@ class Dealt:
         """A batch is there: `item`, of these."""
         self._item, self._again = item, given.again if isinstance(given, Dealing) else None
         self.generation, self._wholes = self._world.generation, []
+        self._whole, self.wholes = None, 0
 
     def part(self, whole: Any) -> tuple[Any, Part]:
         """This rank's part of what every rank has, and how it counts."""
         mine, part = self._part(whole)
+        self.wholes += whole is not self._whole
+        self._whole = whole
         self._parts.append(id(mine))
         if self._again is None and not self._wholes:
             self.generation = self._world.generation

@@ -559,7 +559,8 @@ class Step:
         self.attempt.stage = 0
         run.kept.steps += 1
         run.progressed = True
-        samples, new = self.sums.new_samples(optimizers, self._samples, total, whole=self.part is not None)
+        whole = None if self.part is None else self.dealt.wholes
+        samples, new = self.sums.new_samples(optimizers, self._samples, total, whole)
         run.kept.samples += new
         if self.replica.ema is not None:
             self.replica.ema.update(run.steps_done)

@@ -24,8 +24,8 @@ class StepSums:
         self._run, self._attempt = run, attempt
         self.values = torch.zeros_like(run.state.losses)
         """float64 [2 + names], as in the state; under `exact` those of all ranks, once they are summed."""
-        self._seen: dict[int, tuple[int, int]] = {}
-        """Samples of this rank and of all that each optimizer has stepped on since the batch was given."""
+        self._seen: dict[int, tuple[int, int, int | None]] = {}
+        """Samples of this rank and of all that each optimizer has stepped on since the batch was given, and of which whole."""
         self._named = False
         """A step of this attempt has shown its names."""
         self.agreed = run.world.size == 1
@@ -103,20 +103,27 @@ class StepSums:
         self._seen.clear()
 
     def new_samples(
-        self, optimizers: Iterable[torch.optim.Optimizer], samples: int, total: int, whole: bool
+        self, optimizers: Iterable[torch.optim.Optimizer], samples: int, total: int, whole: int | None
     ) -> tuple[int, int]:  # fmt: skip
         """Samples of this rank and of all that this update adds: those of a batch count once, however many networks learn of it.
 
         Args:
             samples: of this rank in the step, and `total` those of all ranks.
-            whole: each update is of the whole part.
+            whole: the number of what `run.part` has cut last, all of whose part each update is of; None: it may be of a piece.
         """
-        before = tuple(map(max, zip((0, 0), *self._seen.values(), strict=True)))
+        before = self._most()
         for optimizer in optimizers:
-            mine, everywhere = (0, 0) if whole else self._seen.get(id(optimizer), (0, 0))
-            self._seen[id(optimizer)] = mine + samples, everywhere + total
-        mine, everywhere = map(max, zip((0, 0), *self._seen.values(), strict=True))
+            mine, everywhere, last = self._seen.get(id(optimizer), (0, 0, None))
+            if whole is None or whole != last:
+                mine, everywhere = mine + samples, everywhere + total
+            self._seen[id(optimizer)] = mine, everywhere, whole
+        mine, everywhere = self._most()
         return mine - before[0], everywhere - before[1]
+
+    def _most(self) -> tuple[int, int]:
+        """Of this rank and of all, by the optimizer that has stepped on most."""
+        seen = self._seen.values()
+        return max((mine for mine, _, _ in seen), default=0), max((every for _, every, _ in seen), default=0)
 
     def mean_loss(self) -> float | None:
         """Of all ranks; None where the step moved no weight. Collective."""
