@@ -118,6 +118,8 @@ class Attempt:
         self.modes = Modes(context.state.model)
         self._told_apart = False
         """A buffer that differs between the ranks was named."""
+        self.known: set[str] = set()
+        """What the ranks have compared in this attempt, once, and a rank that is admitted need not: `numbers`, `machine`, `batch`."""
         self.stage = 0
         """Of the step under way: 1: its forward pass, which no rank gets through alone; 2: the ranks sum its gradient."""
         self._polls = 0
@@ -273,14 +275,14 @@ class Attempt:
         gathered["ranks"] = [rank for rank in gathered["ranks"] if rank is not None]
         places = {"polls": self._polls, "last_step": self.saver.last_step, "save_agreed": self._save_agreed,
                   "nonfinite_steps": self.nonfinite_steps, "looked_outside": self.unsaved.looked_outside,
-                  "modes": self.modes.last}  # fmt: skip
+                  "modes": self.modes.last, "known": sorted(self.known)}  # fmt: skip
         return pack({**gathered, "places": {**places, **self.meetings.places}})
 
     def be_at(self, places: Mapping[str, Any]) -> None:
         """Where the ranks are that have admitted this one."""
         self._polls, self._save_agreed = places["polls"], places["save_agreed"]
         self.nonfinite_steps, self.unsaved.looked_outside = places["nonfinite_steps"], places["looked_outside"]
-        self.modes.last = places["modes"]
+        self.modes.last, self.known = places["modes"], set(places["known"])
         self.saver.last_step = places["last_step"]
         self._compared = True
         self.meetings.be_at(places)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from ..contract import UserError, named
 from ..parallel.exchange import all_gather_trees, tensor_bytes
+from .attempt import Attempt
 from .context import RunContext
 
 PROCESSOR = "processor"
@@ -29,16 +30,15 @@ PROCESSOR = "processor"
 class Canary:
     """Of one attempt. All ranks call the same methods in the same order."""
 
-    def __init__(self, run: RunContext) -> None:
-        self.run = run
-        self._checked = False
+    def __init__(self, run: RunContext, attempt: Attempt) -> None:
+        self.run, self._attempt = run, attempt
 
     def before_step(self) -> None:
         """Before the first step of an attempt. Raises `UserError` on all ranks where one differs from the checkpoint or, in a new run, from
         rank 0. Collective."""
-        if self._checked:
+        if "machine" in self._attempt.known:
             return
-        self._checked = True
+        self._attempt.known.add("machine")
         every = all_gather_trees(machine(self.run.world.device), self.run.world)
         saved = self.run.state.canary
         before = saved or every[0]
@@ -54,7 +54,6 @@ class Canary:
 
     def check_alone(self) -> None:
         """Of a rank that others have admitted: ends this process where it computes other bits, as they go on without it then."""
-        self._checked = True
         if self.run.state.canary and _differences(self.run.state.canary, machine(self.run.world.device)):
             self.run.console.warn("this process computes other bits than the others, which go on without it")
             os.kill(os.getpid(), signal.SIGKILL)

@@ -260,6 +260,7 @@ class Loop:
                     return
                 if part is None and step.same_samples is None:
                     step.same_samples = _same_samples(item, run.world)
+                    self.attempt.known.add("batch")
                 clock.data_ready()
                 step.begin_batch(part)
                 before, item = run.steps_done, to_device(item, run.world.device)

@@ -66,7 +66,7 @@ class Step:
         self._hooks = ScriptHooks(run, replica)
         self.in_parts = InParts(run, replica, self._drawing) if cut else None
         self.dealt = Dealt(run.world, replica.sync.batch_parts)
-        self._canary = Canary(run) if cut else None
+        self._canary = Canary(run, attempt) if cut else None
         self.recorder: Any = None
         """Replays steps that it has recorded (`recording.Recorder`)."""
         self.pending = False
@@ -102,7 +102,7 @@ class Step:
 
     def join(self) -> None:
         """This rank comes to others that have begun already, on a machine that computes what theirs do."""
-        self.same_samples, self.sums.agreed = 0, True
+        self.same_samples = 0 if "batch" in self.attempt.known else None
         if self._canary is not None:
             self._canary.check_alone()
 
@@ -239,7 +239,7 @@ class Step:
         with self.run.state.clock.synchronizing(self.replica.sync.watch):
             self._synchronize()
         self.sums.agree()
-        self.sums.agreed = True
+        self.attempt.known.add("numbers")
         if work.total is None and work.divisor is None:
             self._divide_by(total.value)
         return self.measure(of, scaler)
@@ -260,7 +260,7 @@ class Step:
                 return [*sync.sums(), parts.sum(len(self.sums.values))]
 
         *sums, of_parts = compute() if live is None else live.together(compute, changes=True)
-        self.sums.agreed = True
+        self.attempt.known.add("numbers")
         sync.give(iter(sums))
         self.sums.values.copy_(parts.finish(of_parts))  # of all ranks' samples
 

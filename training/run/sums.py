@@ -28,8 +28,6 @@ class StepSums:
         """Samples of this rank and of all that each optimizer has stepped on since the batch was given, and of which whole."""
         self._named = False
         """A step of this attempt has shown its names."""
-        self.agreed = run.world.size == 1
-        """The ranks are known to return the same names. The step sets it, once no lost rank can make it compare them again."""
 
     def begin(self) -> None:
         """A step begins, or is computed again."""
@@ -71,13 +69,14 @@ class StepSums:
 
     def agree(self, refused: UserError | None = None) -> None:
         """Compares the names of all ranks, after the forward passes of an attempt's first step. A rank without samples learns them.
+        The step notes that they are known, once no lost rank can make it compare them again.
 
-        Collective where the ranks have not `agreed`. Raises `UserError` on all ranks.
+        Collective where they are not. Raises `UserError` on all ranks.
 
         Args:
             refused: why this rank has left out its part of the step, so that it does not know the names.
         """
-        if self.agreed:
+        if self._run.world.size == 1 or "numbers" in self._attempt.known:
             return
         raise_together(refused, self._run.world)
         every = all_gather_trees(self._run.kept.measured if self._named else None, self._run.world)
