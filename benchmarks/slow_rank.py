@@ -6,10 +6,10 @@ Jobs of two ranks of this machine on gloo, one thread each: a small network, and
 Rank 1 is throttled by a share of an undisturbed step, while it computes (it computes more) or before its batch (it sleeps). Ten throttled
 steps and ten others take turns, so that both meet the same machine.
 
-*told*: what is said of rank 1 on average, by the same code as in a run, where the blocks of all undisturbed steps come first, and then
+*shown*: what is said of rank 1 on average, by the same code as in a run, where the blocks of all undisturbed steps come first, and then
 those of all throttled ones; and at how many looks it is named.
 *gained*: mean seconds of a throttled step less those of an undisturbed one, of a throttled one; with its standard error, from the turns.
-*false names*: the steps of a run of QUIET-STEPS without a throttle, cut into 200 windows that are judged alone; and what that run told.
+*false names*: the steps of a run of QUIET-STEPS without a throttle, cut into 200 windows that are judged alone; and those of the run.
 *overhead*: seconds that rank 0 spends in what watches the ranks (this, goodput, and what a hang is seen by), of all seconds of that run's
 steps, waits included; and CPU seconds of the launcher, which looks for hangs.
 """
@@ -54,7 +54,7 @@ from lockstep.training.observe.goodput import GoodputRecorder
 from lockstep.wire.progress import Progress
 
 run_dir, out, phase, share, steps = *sys.argv[1:4], float(sys.argv[4]), int(sys.argv[5])
-spent, told, blocks, ends, marks, launcher = [0.0, 0.0, 0.0], [], [], [], [], []
+spent, shown, blocks, ends, marks, launcher = [0.0, 0.0, 0.0], [], [], [], [], []
 
 def timed(part, owner, name):
     call = getattr(owner, name)
@@ -73,7 +73,7 @@ def launchers_seconds():
 def noted(self, own, seconds, add=slow.History.add):
     add(self, own, seconds)
     blocks.append((own, seconds))
-    told.append(-1 if self.verdict is None else self.verdict.rank)
+    shown.append(-1 if self.verdict is None else self.verdict.rank)
 
 def looked(self, store, look=slow.SlowRank._look):
     if found := look(self, store):
@@ -120,7 +120,7 @@ with Session(run_dir, "log.report=false") as run:
     if run.rank == 0:
         own, seconds = np.concatenate([own for own, _ in blocks]), [seconds for _, seconds in blocks]
         numbers = np.concatenate([end - len(own) + np.arange(len(own)) for end, (own, _) in zip(ends, blocks)])  # from 0, as in `marks`
-        np.savez(out, marks=marks, told=told, spent=spent, launcher=np.diff(launcher), numbers=numbers, own=own, seconds=seconds)
+        np.savez(out, marks=marks, shown=shown, spent=spent, launcher=np.diff(launcher), numbers=numbers, own=own, seconds=seconds)
 """.replace("SETTLES", str(SETTLES))
     .replace("TURN", str(TURN))
     .replace("DEVICE", str(DEVICE))
@@ -159,7 +159,7 @@ def judged(times: Sequence[Any], seconds: Sequence[float]) -> list[Verdict | Non
 
 
 def throttled(phase: str, share: float, steps: int) -> dict[str, Any]:
-    """Shares of a step that are told and gained."""
+    """Shares of a step that are shown and gained."""
     with tempfile.TemporaryDirectory() as folder:
         noted = job(Path(folder), phase, share, steps)
     own = dict(zip(noted["numbers"], noted["own"]))
@@ -189,8 +189,8 @@ def throttled(phase: str, share: float, steps: int) -> dict[str, Any]:
     named = {"looks": len(looks), "named": len(shares)}
     if not shares:
         return {**row, **named}
-    told = statistics.mean(shares)
-    return {**row, **named, "told": told, "error": told - (1 - quick / slow)}
+    shown = statistics.mean(shares)
+    return {**row, **named, "shown": shown, "error": shown - (1 - quick / slow)}
 
 
 def quiet(steps: int) -> dict[str, Any]:
@@ -205,11 +205,11 @@ def quiet(steps: int) -> dict[str, Any]:
         windows += [one for one in judged(parts, [mean * len(part) for part in parts]) if one is not None][:1]
     watched = float(marks[-1] - marks[SETTLES - 1])
     spent = dict(zip(("slow_rank", "goodput", "hang"), (float(seconds) / watched for seconds in noted["spent"])))
-    online = [rank for rank, _ in groupby(noted["told"]) if rank >= 0]
+    online = [rank for rank, _ in groupby(noted["shown"]) if rank >= 0]
     return {
         "windows": WINDOWS, "steps_of_window": len(own) // WINDOWS,
         "false_names": len(windows), "their_shares": [one.share for one in windows],
-        "seconds": float(marks[-1] - marks[0]), "named_by_the_run": len(online), "looks": len(noted["told"]),
+        "seconds": float(marks[-1] - marks[0]), "named_by_the_run": len(online), "looks": len(noted["shown"]),
         "overhead": spent, "launcher": float(noted["launcher"][0] / watched), "blocks_needed": BLOCKS,
     }  # fmt: skip
 
@@ -231,7 +231,7 @@ def main() -> int:
     for share in SHARES:
         errors = [abs(row["error"]) for row in rows if row["share"] == share and row["named"]]
         if errors:
-            figures[f"throttled by {share:.0%}: |told - gained|"] = figure(errors)
+            figures[f"throttled by {share:.0%}: |shown - gained|"] = figure(errors)
     print(f"median step {statistics.median(row['step_seconds'] for row in rows) * 1e3:.1f} ms")
     return run.finish(figures, {"throttled": rows, "quiet": found})
 

@@ -46,7 +46,6 @@ from .status import (
     Submitted,
     Unreachable,
     answered_within,
-    note,
     warn,
 )
 
@@ -232,12 +231,13 @@ class Backend(abc.ABC):
         return found
 
     @classmethod
-    def of_job(cls, name: str, **flags: str | None) -> Self:
-        """The backend where the flags say, or else where this machine has submitted the job of that name to."""
-        if any(flags.values()) or not (last := records.place_of(cls.name, name)):
-            return cls.at(None, **flags)
-        note(f"{name} was submitted from here with {' '.join(f'--{flag} {value}' for flag, value in last.items())}")
-        return cls.at(None, **last)
+    def login(cls, host: str | None) -> str | None:  # noqa: ARG003 - of most backends nothing is on another machine
+        """The machine on which a command runs in place of this one; None: it runs here.
+
+        Args:
+            host: the one that was named, if any.
+        """
+        return None
 
     def submit(self, spec: JobSpec, mode: Mode = "attach") -> Submitted:
         """Starts the job, or attaches to the same one. Raises `UserError` for another or a finished one."""

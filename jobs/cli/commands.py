@@ -82,9 +82,14 @@ class Place:
 
         found = backend_of(backend)
         check_flags(found, vars(self))
-        submitted = records.place_of(found.name, name) if name is not None else {}
+        place: dict[str, str | None] = vars(self)
+        submitted = records.place_of(found.name, name) if name is not None and not any(place.values()) else {}
         _at_its_host(found.name, self.host or submitted.get("host"))
-        return found.at(None, **vars(self)) if name is None else found.of_job(name, **vars(self))
+        if submitted:
+            note(
+                f"{name} was submitted from here with {' '.join(f'--{flag} {value}' for flag, value in submitted.items())}"
+            )
+        return found.at(None, **(submitted or place))
 
 
 @dataclasses.dataclass
@@ -154,12 +159,12 @@ class Job:
 
 def _at_its_host(backend: str | None, host: str | None, spec: JobSpec | None = None, file: Path | None = None) -> None:
     """Ends this command with the exit code that it has on the login node, if `slurm.host` names one."""
-    if backend != "slurm":
-        return
-    from ..slurm import ssh
-    from ..slurm.backend import chosen
+    from ..registry import backend as backend_of
 
-    if (there := chosen(host)) is not None:
+    there = backend_of(backend).login(host) if backend is not None else None
+    if there is not None:
+        from ..slurm import ssh
+
         code = ssh.run(there, sys.argv[1:], spec, str(file) if file is not None else None)
         raise _EndedThere(code, there, spec)
 

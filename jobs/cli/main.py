@@ -190,7 +190,7 @@ def _become(words: Sequence[str]) -> NoReturn:
     It has the name that was typed. Its signals and its exit code are this one's.
     """
     command = [sys.executable, "-m", "lockstep.training", *words]
-    os.execve(command[0], command, {**os.environ, ENV_PROGRAM: "lockstep"})  # noqa: S606
+    os.execve(command[0], command, {**os.environ, ENV_PROGRAM: "lockstep"})  # noqa: S606 - the words that were typed
 
 
 def _inside(command: str) -> Callable[[list[str]], NoReturn]:

@@ -54,8 +54,13 @@ class SlurmBackend(Cluster):
         self.lock = (self.folder, 60)  # the cluster's: whoever submits there, from wherever, waits for it
 
     @classmethod
+    def login(cls, host: str | None) -> str | None:
+        """As in `JobBackend`. None where this machine is one of the cluster, as it is for a command that came over ssh."""
+        return None if render.HERE in os.environ else host or os.environ.get(VARIABLE) or None
+
+    @classmethod
     def connect(cls, **place: str | None) -> SlurmBackend:
-        if (host := chosen(place.get("host"))) is not None:
+        if (host := cls.login(place.get("host"))) is not None:
             raise UserError(f"slurm.host {host} is for the commands of lockstep: from Python, submit on that machine")
         return cls()
 
@@ -333,11 +338,6 @@ class SlurmBackend(Cluster):
             ended: State = end["state"]
             return ended
         return self._observed(known, look).state
-
-
-def chosen(host: str | None) -> str | None:
-    """The host to go to; None where this machine is one of the cluster, as it is for a command that came over ssh."""
-    return None if render.HERE in os.environ else host or os.environ.get(VARIABLE) or None
 
 
 def _found(name: str, record: dict[str, Any]) -> KnownJob:

@@ -202,7 +202,7 @@ class Attempts:
 
     def _write(self, running: bool, only_known: bool = False) -> None:
         if self._file is None or (only_known and not self._file.exists()):
-            return  # another node's final ending has removed the counts of the whole job
+            return  # the job's final ending has removed the counts
         try:
             files.publish(self._file, json.dumps({"used": self.used, "running": running}).encode())
         except OSError as error:
