@@ -186,6 +186,8 @@ class PendingSignals:
 _before: dict[int, Any] = {}
 """The handlers that were there, for as long as `_keep` is in their place."""
 _came: dict[int, float] = {}
+_ending = _thread.allocate_lock()
+"""The signals end the process in the order in which they came: the launcher answers the first with one of its own."""
 _no_session = threading.Event()
 """There is none to wait for, and the main thread, which alone can give handlers back, has not done so."""
 
@@ -242,16 +244,22 @@ def _keep(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the h
     elif number not in _came:
         _came[number] = now
         # Not `threading`: its locks may be held by what this handler interrupts.
-        _thread.start_new_thread(_end_without_session, (number,))
+        _thread.start_new_thread(_end_without_session, ())
 
 
-def _end_without_session(number: int) -> None:
+def _end_without_session() -> None:
     time.sleep(HOLD_SECONDS)
-    if _came.pop(number, None) is not None:
-        if signal.getsignal(number) is _keep:  # else the program has one of its own by now
-            # The default. Python's own call works in the main thread only, which may be busy.
-            _libc().signal(number, 0)
-        if "TORCHELASTIC_RUN_ID" in os.environ and _launched(os.environ):
-            # The launcher hears of it first, and starts nobody again; it may have come to this rank alone. SLURM's task does not.
-            os.kill(os.getppid(), number)
-        os.kill(os.getpid(), number)
+    with _ending:
+        for one, came in list(_came.items()):
+            if time.monotonic() - came >= HOLD_SECONDS and _came.pop(one, None) is not None:
+                _end_by(one)
+
+
+def _end_by(number: int) -> None:
+    if signal.getsignal(number) is _keep:  # else the program has one of its own by now
+        # The default. Python's own call works in the main thread only, which may be busy.
+        _libc().signal(number, 0)
+    if "TORCHELASTIC_RUN_ID" in os.environ and _launched(os.environ):
+        # The launcher hears of it first, and starts nobody again; it may have come to this rank alone. SLURM's task does not.
+        os.kill(os.getppid(), number)
+    os.kill(os.getpid(), number)
