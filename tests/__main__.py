@@ -50,7 +50,6 @@ SUITES = {
         "a package index, or uv's cache",
     ),
     "packaging": Suite("the wheel and the sdist, installed", SCOPES + "tests/packaging -rs", "a package index"),
-    "floors": Suite("what dispatches, in the lowest versions", "tests/floors -rs", "a package index, or uv's cache"),
     "docs": Suite("whether the site names everything", "-q tests/docs", "make docs"),
     "gpu-rehearsal": Suite(
         "the GPU path over a stand-in for CUDA and NCCL: its main cases",
@@ -79,7 +78,6 @@ NIGHTLY = [
     ),
     Suite("how-to pages on SLURM", "-m nightly tests/slurm"),
     Suite("how-to pages in containers", "-m 'nightly and not cuda_image' tests/containers"),
-    SUITES["floors"],
     Suite("every request to the object store", "-m nightly tests/objects"),
     Suite("the whole GPU rehearsal", SCOPES + "tests/gpu_rehearsal"),
     Suite("the runs of the suite gpu, on the CPU", "-n WORKERS tests/gpu"),
@@ -107,10 +105,6 @@ def run(name: str, suite: Suite, more: list[str] | None = None) -> int:
 def nightly() -> int:
     os.environ["LOCKSTEP_NIGHTLY"] = "1"
     codes = [run("nightly", suite) for suite in NIGHTLY]
-    print("nightly: the mutants", flush=True)
-    codes.append(
-        subprocess.run([sys.executable, "-m", "tests.mutants", "--check-clean"], cwd=ROOT, check=False).returncode
-    )
     return int(any(codes))
 
 
