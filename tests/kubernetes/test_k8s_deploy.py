@@ -10,9 +10,11 @@ from itertools import product as pairs
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 from k8s_cluster import Cluster
+from k8s_schema import validator
 
 from tests.jobs.helpers import lockstep
 from tests.processes import ROOT, require
@@ -52,6 +54,23 @@ def test_all_components_build_on_the_base(tmp_path: Path) -> None:
     assert own.items() <= example()["metadata"]["labels"].items(), "a job's pods may reach each other"
     ports = {(one["port"], one["protocol"]) for one in egress["spec"]["egress"][1]["ports"]}
     assert ports == set(pairs((53, 5353), ("UDP", "TCP"))), "OpenShift's DNS listens on 5353"
+    known = [item for item in built if item["apiVersion"] == "v1" or ".k8s.io/" in item["apiVersion"]]
+    known = [item for item in known if "kueue" not in item["apiVersion"]]
+    assert {"ResourceQuota", "PriorityClass", "ResourceClaimTemplate", "PodGroup"} <= {item["kind"] for item in known}
+    for item in known:
+        kubernetes_validate.validate(item, "1.36", strict=True)
+
+
+@pytest.mark.parametrize(("component", "reference"), [("dra", "resourceClaims"), ("gang", "schedulingGroup")])
+def test_a_job_takes_a_component_with_the_patch_that_it_prints(component: str, reference: str, tmp_path: Path) -> None:
+    text = (DEPLOY / f"components/{component}/kustomization.yaml").read_text()
+    patch = "\n".join(line[3:] for line in text.partition("#   k8s:\n")[2].splitlines() if line.startswith("#  "))
+    (tmp_path / "job.yaml").write_text(f"name: a\nrecipe: smoke\nimage: localhost:5000/a:1\ngpus: 4\nk8s:\n{patch}\n")
+    job = documents(lockstep(tmp_path, "render", "k8s", "job.yaml", "--set", "k8s.kind=PyTorchJob").stdout)[1]
+    (fault, *_) = [*validator("PyTorchJob").iter_errors(job), None]
+    assert fault is None, fault
+    pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    assert reference in pod and ("nvidia.com/gpu" in json.dumps(pod)) == (component != "dra")
 
 
 def example() -> dict[str, Any]:
