@@ -30,6 +30,7 @@ $(RUN):
 	$(PYTHON) -m venv $(VENV)
 	@$(RUN) -m pip install -q --upgrade "pip>=25.1"
 
+, := ,
 # INSTALL WHAT WORDS…: pip, and every ten seconds how far it is: unpacking torch takes minutes in which pip says nothing.
 define install
 	@echo "Installs $(1) into $(VENV)"
@@ -124,24 +125,18 @@ CLAIMS = Claims of the base keep their access mode: kubectl delete pvc -n lockst
 install-k8s: ## namespace, rights, volumes, NetworkPolicy; OVERLAY=overlays/single-node or overlays/full for more
 	kubectl apply -k deploy/k8s/$(or $(OVERLAY),base) $(if $(filter %single-node,$(OVERLAY)),|| { echo "$(CLAIMS)" >&2; exit 1; })
 
-# Images: docs/containers.md. IMAGE is a name without a tag; the tag is the revision.
+# Images: docs/containers.md; docker/bake.hcl reads these variables. IMAGE is a name without a tag; the tag is the revision.
 NAME_ := $(or $(IMAGE),lockstep)
 TAG = $(shell git describe --always --dirty --abbrev=12 --exclude '*' 2>/dev/null || echo unknown)
-# PLATFORM=linux/arm64 builds the CUDA image there, from the same lock. torch's CPU build is locked for x86-64 alone: the engine emulates it.
-PLATFORM ?= linux/amd64
-ARGUMENTS = --platform $(PLATFORM) $(if $(BASE_IMAGE),--build-arg BASE_IMAGE=$(BASE_IMAGE)) \
-  --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) --build-arg VERSION=$(TAG) \
-  --build-arg SOURCE=$(or $(SOURCE),unknown)
-MOUNTED = $(if $(WHEELS),--build-context wheels=$(WHEELS) --build-arg PIP_NO_INDEX=1) \
-  $(if $(CA),--secret id=ca$(,)src=$(CA)) $(if $(PIP_CONF),--secret id=pip$(,)src=$(PIP_CONF))
-build = DOCKER_BUILDKIT=1 docker build -f docker/Dockerfile --build-arg FLAVOUR=$(1) $(ARGUMENTS) $(MOUNTED)
-, := ,
+# The folder of WHEELS and the files of secrets may lie anywhere: whoever calls make has named them.
+BAKE = IMAGE=$(NAME_) TAG=$(TAG) REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) BUILDX_BAKE_ENTITLEMENTS_FS=0 \
+  docker buildx bake -f docker/bake.hcl --load $(BUILD_FLAGS)
 
 image: ## build the CUDA image NAME:REVISION; IMAGE=registry/name BASE_IMAGE= WHEELS= CA= PIP_CONF= BUILD_FLAGS=
-	$(call build,cuda) $(BUILD_FLAGS) -t $(NAME_):$(TAG) -t $(NAME_):latest .
+	$(BAKE) cuda
 
 image-cpu: ## build the CPU image NAME:cpu, NAME:REVISION-cpu; same variables
-	$(call build,cpu) $(BUILD_FLAGS) -t $(NAME_):$(TAG)-cpu -t $(NAME_):cpu .
+	$(BAKE) cpu
 
 push: ## push what image and image-cpu built of this revision: IMAGE=registry/name; prints the digests, and notes them for submit-k8s
 	@test -n "$(IMAGE)" || { echo "error: say where to: make push IMAGE=registry/name" >&2; exit 2; }

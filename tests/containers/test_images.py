@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
+import re
 import shutil
 import subprocess
 import tarfile
@@ -54,6 +56,27 @@ def test_nothing_is_writable_by_everybody_lends_rights_or_compiles(files: list[t
     real = [item for item in files if not item.issym() and not item.isdev() and not item.mode & 0o1000]
     writable = {item.name.strip("/") for item in real if item.uid == 1000 or (item.gid == 0 and item.mode & 0o020)}
     assert writable == {"runs", "data"}, "what the user may write"
+
+
+@pytest.mark.parametrize(("target", "flavour"), [("image", "cuda"), ("image-cpu", "cpu")])
+def test_what_a_build_is_asked_for(target: str, flavour: str, engine: str, tmp_path: Path) -> None:
+    """torch's CPU build is locked with the one file for x86-64: on arm64 the engine must emulate, not fail."""
+    given = {"CA": tmp_path / "ca.pem", "PIP_CONF": tmp_path / "pip.conf", "WHEELS": tmp_path}
+    for file in (given["CA"], given["PIP_CONF"]):
+        file.write_text(SENTINEL)
+    words = ["make", "--silent", target, "BUILD_FLAGS=--print", "PLATFORM=linux/arm64", "IMAGE=localhost:5000/a"]
+    words += [f"{name}={value}" for name, value in given.items()]
+    env = {**os.environ, "PIP_INDEX_URL": f"https://me:{SENTINEL}@mirror.example/simple"}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and SENTINEL not in done.stdout, done.stdout + done.stderr
+    asked = json.loads(done.stdout)["target"][flavour]
+    assert asked["platforms"] == [{"cuda": "linux/arm64", "cpu": "linux/amd64"}[flavour]]
+    assert asked["args"]["FLAVOUR"] == flavour and asked["args"]["PIP_NO_INDEX"] == "1" and asked["target"] == "runtime"
+    assert asked["contexts"] == {"wheels": str(tmp_path)}
+    assert {str(given["CA"]), str(given["PIP_CONF"])} <= set(re.findall(r"/[^,\"]+", json.dumps(asked["secret"])))
+    assert asked["tags"][1] == {"cuda": "localhost:5000/a:latest", "cpu": "localhost:5000/a:cpu"}[flavour]
+    text = (ROOT / "docker/Dockerfile").read_text()
+    assert "--mount=type=secret,id=ca " in text and "--mount=type=secret,id=pip " in text
 
 
 def test_only_what_is_named_enters_a_build(engine: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How the images are built, as `make` says it to a program `docker`, and what they install: no engine is needed to read that."""
+"""What the images install, and which one a submission takes: no engine is needed to read that."""
 
 from __future__ import annotations
 
@@ -22,57 +22,6 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib  # type: ignore[no-redef]
 
 pytestmark = pytest.mark.promise("images")
-RECORDER = """#!{python}
-import json, os, sys
-said = [sys.argv[1:], os.environ.get("DOCKER_BUILDKIT")]
-open({out!r}, "w").write(json.dumps(said))
-"""
-FLAVOURS = {"image": "cuda", "image-cpu": "cpu"}
-
-
-class Recorded:
-    def __init__(self, folder: Path) -> None:
-        self.out, self.bin = folder / "said.json", folder / "bin"
-        self.bin.mkdir()
-        program = self.bin / "docker"
-        program.write_text(RECORDER.format(python=sys.executable, out=str(self.out)))
-        program.chmod(0o755)
-
-    def make(self, *words: str) -> subprocess.CompletedProcess[str]:
-        kept = {
-            name: value for name, value in os.environ.items() if name not in ("WHEELS", "BASE_IMAGE", "CA", "PIP_CONF")
-        }
-        env = {**kept, "PATH": f"{self.bin}:{os.environ['PATH']}"}
-        return subprocess.run(["make", *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
-
-    def build(self, *words: str) -> tuple[list[str], str]:
-        """(words, DOCKER_BUILDKIT) of the one build."""
-        done = self.make(*words)
-        assert done.returncode == 0, done.stderr
-        said, buildkit = json.loads(self.out.read_text())
-        return said, buildkit
-
-
-@pytest.fixture
-def docker(tmp_path: Path) -> Recorded:
-    return Recorded(tmp_path)
-
-
-def option(words: list[str], name: str) -> list[str]:
-    return [words[index + 1] for index, word in enumerate(words) if word == name]
-
-
-@pytest.mark.parametrize(("target", "flavour"), FLAVOURS.items())
-def test_of_the_locked_platform_with_secrets_that_are_mounted(docker: Recorded, target: str, flavour: str) -> None:
-    """torch's CPU build is locked with the one file for x86-64: on arm64 the engine must emulate, not fail."""
-    words, buildkit = docker.build(target, "CA=/etc/ca.pem", "PIP_CONF=/home/me/pip.conf", "WHEELS=/wheels")
-    assert option(words, "--platform") == ["linux/amd64"] and buildkit == "1"
-    assert f"FLAVOUR={flavour}" in option(words, "--build-arg") and option(words, "-f") == ["docker/Dockerfile"]
-    assert option(words, "--secret") == ["id=ca,src=/etc/ca.pem", "id=pip,src=/home/me/pip.conf"]
-    assert option(words, "--build-context") == ["wheels=/wheels"]
-    assert not any("pip.conf" in word for word in option(words, "--build-arg"))
-    text = (ROOT / "docker/Dockerfile").read_text()
-    assert "--mount=type=secret,id=ca " in text and "--mount=type=secret,id=pip " in text
 
 
 def test_a_submission_takes_the_image_that_was_pushed_of_this_revision(tmp_path: Path) -> None:
