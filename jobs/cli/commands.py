@@ -128,7 +128,6 @@ class Job:
         from lockstep.training.config import settings
 
         from ..registry import backend as backend_of
-        from ..slurm.section import Slurm
         from ..spec import profile as profiles
         from ..spec.model import JobSpec, place
 
@@ -145,7 +144,7 @@ class Job:
         below = profiles.load(self.profile) if self.profile is not None else {}
         if self.file is not None:
             spec = JobSpec.load(self.file, values, below)
-            _at_its_host(backend, spec.section(Slurm).host, spec, self.file)
+            _at_its_host(backend, spec.slurm.host, spec, self.file)
             return spec
         plain: dict[str, Any] = below
         for name, value in values.items():
@@ -153,7 +152,7 @@ class Job:
         if "recipe" in plain and "name" not in plain and isinstance(plain["recipe"], str):
             plain["name"] = Path(plain["recipe"]).stem.replace("_", "-").lower()
         spec = JobSpec.of(plain, "the flags")
-        _at_its_host(backend, spec.section(Slurm).host, spec)
+        _at_its_host(backend, spec.slurm.host, spec)
         return spec
 
 

@@ -15,7 +15,6 @@ from ..command import GRACE_MARGIN
 from ..manifest import HASH, JOB, MANAGED, SPEC, Manifest, holds, merge
 from ..spec.model import CODE_PARTS, JobSpec
 from ..spec.types import size_in_bytes
-from .section import compose
 
 NODE = "lockstep/node"
 """Label of a node's container; its value is the node's number."""
@@ -41,7 +40,7 @@ def node_name(spec: JobSpec, index: int) -> str:
 
 def render(spec: JobSpec) -> Manifest:
     """The Compose file, with `compose.patch` in it."""
-    rendered: Manifest = merge(file(spec), compose(spec).patch)
+    rendered: Manifest = merge(file(spec), spec.compose.patch)
     return rendered
 
 

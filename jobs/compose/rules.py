@@ -11,7 +11,6 @@ from ..lint import tag_of
 from ..manifest import changes, get
 from . import render
 from .render import IMAGE_FOLDERS
-from .section import Compose, compose
 
 HOST_PATHS = ("/", ".", "~", "$")
 """How a path of the host begins; Compose expands `~` and `$NAME`."""
@@ -73,7 +72,7 @@ SERVICE: Refused = {
 @rule("LC004")
 def patched(subject: Subject) -> Iterator[str]:
     """A patch adds what has no setting. What is rendered keeps its place: Lockstep finds the job by it, and it closes doors."""
-    if not compose(subject.spec).patch:
+    if not subject.spec.compose.patch:
         return
     file, rendered = next(iter(subject.objects), {}), render.file(subject.spec)
     ours, services = rendered["services"], get(file, "services")
@@ -128,7 +127,7 @@ def image_tag(subject: Subject) -> Iterator[str]:
 @rule("LC013", "warning")
 def ignored_settings(subject: Subject) -> Iterator[str]:
     """A setting that has no meaning here is better not there."""
-    given = subject.spec.given_elsewhere(Compose)
+    given = subject.spec.given_elsewhere("compose")
     if given:
         yield f"{given[0]} has no meaning for Compose and is left out (compose.patch changes the file)"
 

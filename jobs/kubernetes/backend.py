@@ -44,8 +44,7 @@ from .observe import (
     seen_at,
     slim,
 )  # fmt: skip
-from .render import CODE_KEY, CODE_PART_BYTES, RENDERED, SUBMISSION, k8s
-from .section import CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE
+from .render import CODE_KEY, CODE_PART_BYTES, CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE, RENDERED, SUBMISSION
 
 if TYPE_CHECKING:
     from .api import Api
@@ -102,7 +101,7 @@ class KubernetesBackend(Cluster):
 
     @classmethod
     def render(cls, spec: JobSpec, runs: Sequence[JobSpec]) -> tuple[str, object]:
-        if k8s(spec).kind == "auto":
+        if spec.k8s.kind == "auto":
             note(f"k8s.kind auto: rendered as {render.kind_of(spec)}, submit takes the kind that the cluster has")
         return super().render(spec, [*runs])
 
@@ -148,7 +147,7 @@ class KubernetesBackend(Cluster):
 
     def _with_kind(self, spec: JobSpec) -> JobSpec:
         """`k8s.kind: auto` is the kind of the job that has the name, else the first that the cluster has. Raises `UserError`."""
-        if k8s(spec).kind != "auto":
+        if spec.k8s.kind != "auto":
             return spec
         with explained(self.api.host):
             live = self._find(spec.name)
@@ -156,7 +155,7 @@ class KubernetesBackend(Cluster):
             kind = live["kind"] if live is not None else next(served, ("", None))[0]
         if not kind:
             raise UserError(f"the cluster has neither {' nor '.join(KINDS)}: see `lockstep doctor k8s`")
-        return spec.model_copy(update={"k8s": k8s(spec).model_copy(update={"kind": kind})})
+        return spec.model_copy(update={"k8s": spec.k8s.model_copy(update={"kind": kind})})
 
     def find(self, name: str, submitting: bool = False) -> KnownJob | None:
         check_name(name)

@@ -16,9 +16,8 @@ from ..manifest import Manifest, get, mappings
 from ..spec.model import JobSpec
 from ..status import Check, LoggedOut, Result
 from .answers import METADATA, ApiError, Listing, Shape
-from .render import k8s, kind_of
+from .render import KINDS, KUEUE, kind_of
 from .rules import unpublished
-from .section import KINDS, KUEUE
 
 if TYPE_CHECKING:
     from .api import Api
@@ -185,7 +184,7 @@ def _operator(backend: Reached, spec: JobSpec | None) -> Iterator[Check]:
 def _runtime(backend: Reached, spec: JobSpec) -> Iterator[Check]:
     if kind_of(spec) != "TrainJob":
         return
-    name = k8s(spec).runtime
+    name = spec.k8s.runtime
     runtime = backend.api.find(f"/apis/trainer.kubeflow.org/v1alpha1/clustertrainingruntimes/{name}")
     if runtime is None:
         missing = f"no ClusterTrainingRuntime {name}: apply deploy/k8s/overlays/trainer, or set k8s.runtime"
@@ -249,9 +248,9 @@ def _quota(cluster: Manifest, resource: str) -> int:
 
 
 def _queue(backend: Reached, spec: JobSpec) -> Iterator[Check]:
-    if k8s(spec).queue is None:
+    if spec.k8s.queue is None:
         return
-    name = k8s(spec).queue
+    name = spec.k8s.queue
     local, version = _local_queue(backend, name)
     if local is None:
         yield Check("queue", "missing", f"no LocalQueue {name} in {backend.namespace}")
@@ -259,14 +258,14 @@ def _queue(backend: Reached, spec: JobSpec) -> Iterator[Check]:
     of = get(local, "spec", "clusterQueue")
     yield Check("queue", "ok", f"{name} → {of}")
     cluster = backend.api.get(f"/apis/{version}/clusterqueues/{of}")
-    wanted, quota = spec.gpus * spec.nodes, _quota(cluster, k8s(spec).gpu_resource)
+    wanted, quota = spec.gpus * spec.nodes, _quota(cluster, spec.k8s.gpu_resource)
     if wanted:
         # v1beta1 says `cohort`. What others of it do not use, the queue may borrow: how much cannot be seen here.
         cohort = get(cluster, "spec", "cohortName") or get(cluster, "spec", "cohort")
         short: Result = "warning" if cohort else "missing"
         borrowed = f"; the rest would be borrowed from the cohort {cohort}" if cohort else ""
         fits = quota >= wanted
-        detail = f"{quota} {k8s(spec).gpu_resource} in {of}, the job takes {wanted}"
+        detail = f"{quota} {spec.k8s.gpu_resource} in {of}, the job takes {wanted}"
         yield Check("quota", "ok" if fits else short, detail + ("" if fits else borrowed))
 
 
@@ -275,7 +274,7 @@ def _gpus_of_nodes(backend: Reached, spec: JobSpec) -> tuple[dict[str, int], int
     amounts, silent = {}, 0
     for node in backend.api.pages("/api/v1/nodes"):
         ready = [item for item in mappings(get(node, "status", "conditions")) if item.get("type") == "Ready"]
-        amount = str(get(node, "status", "allocatable", k8s(spec).gpu_resource) or "0")
+        amount = str(get(node, "status", "allocatable", spec.k8s.gpu_resource) or "0")
         if ready and ready[0].get("status") != "True":
             silent += 1
         elif amount.isdecimal() and not get(node, "spec", "unschedulable"):
@@ -288,24 +287,24 @@ def _nodes(backend: Reached, spec: JobSpec) -> Iterator[Check]:
         return
     amounts, silent = _gpus_of_nodes(backend, spec)
     fit = sum(amount >= spec.gpus for amount in amounts.values())
-    needed = spec.nodes if k8s(spec).spread == "required" else 1
-    detail = f"{fit} of {len(amounts)} nodes have {spec.gpus} {k8s(spec).gpu_resource}, the job needs {needed}"
+    needed = spec.nodes if spec.k8s.spread == "required" else 1
+    detail = f"{fit} of {len(amounts)} nodes have {spec.gpus} {spec.k8s.gpu_resource}, the job needs {needed}"
     away = f"; not ready: {silent} more" if silent else ""
     yield Check("nodes", "ok" if fit >= needed else "missing", detail + away)
 
 
 def _start(backend: Reached, spec: JobSpec) -> Iterator[Check]:
     """When: with a queue its state says, without one what the nodes have free."""
-    yield from _admission(backend, spec) if k8s(spec).queue is not None else _room(backend, spec)
+    yield from _admission(backend, spec) if spec.k8s.queue is not None else _room(backend, spec)
 
 
 def _admission(backend: Reached, spec: JobSpec) -> Iterator[Check]:
-    local, version = _local_queue(backend, k8s(spec).queue)
-    of, resource, wanted = get(local, "spec", "clusterQueue"), k8s(spec).gpu_resource, spec.gpus * spec.nodes
+    local, version = _local_queue(backend, spec.k8s.queue)
+    of, resource, wanted = get(local, "spec", "clusterQueue"), spec.k8s.gpu_resource, spec.gpus * spec.nodes
     if (why := _inactive(local)) is not None:
-        yield Check("start", "warning", f"the queue {k8s(spec).queue} is not active: {why}")
+        yield Check("start", "warning", f"the queue {spec.k8s.queue} is not active: {why}")
     elif waiting := get(local, "status", "pendingWorkloads"):
-        yield Check("start", "warning", f"{waiting} jobs wait in the queue {k8s(spec).queue} before it")
+        yield Check("start", "warning", f"{waiting} jobs wait in the queue {spec.k8s.queue} before it")
     elif local is not None:
         cluster = backend.api.get(f"/apis/{version}/clusterqueues/{of}")
         left = _quota(cluster, resource) - _amounts(get(cluster, "status", "flavorsReservation"), resource, "total")
@@ -314,7 +313,7 @@ def _admission(backend: Reached, spec: JobSpec) -> Iterator[Check]:
         elif wanted > left:
             yield Check("start", "warning", f"{left} {resource} are left in {of}, the job takes {wanted}")
         else:
-            yield Check("start", "ok", f"nobody waits in the queue {k8s(spec).queue}, and its quota is not used up")
+            yield Check("start", "ok", f"nobody waits in the queue {spec.k8s.queue}, and its quota is not used up")
 
 
 def _inactive(queue: Manifest | None) -> str | None:
@@ -327,13 +326,13 @@ def _room(backend: Reached, spec: JobSpec) -> Iterator[Check]:
     if not spec.gpus:
         yield Check("start", "cannot tell", "which nodes have room, the scheduler says once the job is there")
         return
-    free, resource = _gpus_of_nodes(backend, spec)[0], k8s(spec).gpu_resource
+    free, resource = _gpus_of_nodes(backend, spec)[0], spec.k8s.gpu_resource
     for pod in backend.api.pages("/api/v1/pods"):
         node = get(pod, "spec", "nodeName")
         if node in free and get(pod, "status", "phase") not in ("Succeeded", "Failed"):
             taken = [get(one, "resources", "limits", resource) for one in mappings(get(pod, "spec", "containers"))]
             free[node] -= sum(int(amount) for amount in map(str, taken) if amount.isdecimal())
-    alone = k8s(spec).spread == "required"
+    alone = spec.k8s.spread == "required"
     fit = sum(amount >= spec.gpus if alone else max(0, amount) // spec.gpus for amount in free.values())
     detail = f"{fit} of {spec.nodes} pods find {spec.gpus} free {resource}"
     yield Check("start", "ok" if fit >= spec.nodes else "warning", detail)
@@ -355,7 +354,7 @@ def _volumes(backend: Reached, spec: JobSpec) -> Iterator[Check]:
 
 
 def _pull_secrets(backend: Reached, spec: JobSpec) -> Iterator[Check]:
-    for name in k8s(spec).image_pull_secrets:
+    for name in spec.k8s.image_pull_secrets:
         if backend.api.find(f"/api/v1/namespaces/{backend.namespace}/secrets/{name}", accept=METADATA) is None:
             yield Check("pull secret", "missing", f"no Secret {name} in {backend.namespace}")
         else:

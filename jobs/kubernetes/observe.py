@@ -10,7 +10,7 @@ from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, E
 
 from ..manifest import get, mappings
 from ..status import Part, State, Status
-from .section import CONTAINERS, KUEUE_QUEUE
+from .render import CONTAINERS, KUEUE_QUEUE
 
 Object = dict[str, Any]
 INCOMPLETE = "lockstep/incomplete"

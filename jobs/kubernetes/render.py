@@ -17,8 +17,17 @@ from ..command import GRACE_MARGIN
 from ..manifest import HASH, JOB, MANAGED, SPEC, Manifest, check_directives, get, holds, merge, without_none
 from ..spec.model import CODE_PARTS, JobSpec
 from ..spec.types import seconds
-from .section import CONTAINERS, KINDS, KUEUE_QUEUE, Kubernetes
 
+KINDS = {
+    "PyTorchJob": ("kubeflow.org/v1", "pytorchjobs"),
+    "TrainJob": ("trainer.kubeflow.org/v1alpha1", "trainjobs"),
+}
+"""The custom resources that a job can be → API version, plural."""
+CONTAINERS = {"PyTorchJob": "pytorch", "TrainJob": "node"}
+"""The container that the ranks run in, by the name that the operator looks for."""
+KUEUE = ("kueue.x-k8s.io/v1beta2", "kueue.x-k8s.io/v1beta1")
+"""API versions that a cluster may have, the newer first."""
+KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
 RENDEZVOUS_PORT = 23456
 CODE_PART_BYTES = 900 << 10
 """Of a ConfigMap's binaryData. A server takes 1 MiB, with everything else that is in the object."""
@@ -37,19 +46,14 @@ LINGER_SECONDS = 30
 it has seen rank 0's pod."""
 
 
-def k8s(spec: JobSpec) -> Kubernetes:
-    """The section of a spec."""
-    return spec.section(Kubernetes)
-
-
 def kind_of(spec: JobSpec) -> str:
     """Which custom resource the job is; `auto` is settled before a job is submitted (`KubernetesBackend.adapted`)."""
-    return "PyTorchJob" if k8s(spec).kind == "auto" else k8s(spec).kind
+    return "PyTorchJob" if spec.k8s.kind == "auto" else spec.k8s.kind
 
 
 def manifests(spec: JobSpec, submission: str = RENDERED) -> list[Manifest]:
     """[NetworkPolicy, PyTorchJob or TrainJob]: the objects of a job but those of its code, with `patch`."""
-    merged = merge(job(spec, submission), k8s(spec).patch, MERGED_BY)
+    merged = merge(job(spec, submission), spec.k8s.patch, MERGED_BY)
     check_directives(merged)
     return [network_policy(spec, submission), merged]
 
@@ -74,12 +78,12 @@ def job(spec: JobSpec, submission: str = RENDERED) -> Manifest:
 
 def _metadata(spec: JobSpec, submission: str) -> Manifest:
     marks = labels(spec)
-    if queue := k8s(spec).queue:
+    if queue := spec.k8s.queue:
         marks[KUEUE_QUEUE] = queue
     text = json.dumps(spec.record(), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     annotations = {SPEC: text, **({SUBMISSION: submission} if spec.code is not None else {})}
     metadata: Manifest = without_none(
-        {"name": spec.name, "namespace": k8s(spec).namespace, "labels": marks, "annotations": annotations}
+        {"name": spec.name, "namespace": spec.k8s.namespace, "labels": marks, "annotations": annotations}
     )
     return metadata
 
@@ -89,7 +93,7 @@ def _pytorchjob(spec: JobSpec, submission: str) -> Manifest:
         "nprocPerNode": str(spec.ranks),  # the CRD wants a text
         "runPolicy": {
             "cleanPodPolicy": "Running",
-            "ttlSecondsAfterFinished": seconds(k8s(spec).ttl),
+            "ttlSecondsAfterFinished": seconds(spec.k8s.ttl),
             "activeDeadlineSeconds": spec.deadline_seconds,
             # A gang restart costs one of these a pod. With ExitCode the launcher counts, this is the backstop.
             "backoffLimit": spec.nodes * spec.max_restarts + 1,
@@ -108,7 +112,7 @@ def _workers(spec: JobSpec, submission: str) -> Manifest:
         # Exit code 2 (wrong usage) must not be retried, which OnFailure would do.
         "restartPolicy": "ExitCode",
         "template": {
-            "metadata": {"labels": {**k8s(spec).pod_labels, **labels(spec)}, "annotations": pod_annotations(spec)},
+            "metadata": {"labels": {**spec.k8s.pod_labels, **labels(spec)}, "annotations": pod_annotations(spec)},
             "spec": pod_spec(spec, submission),
         },
     }
@@ -129,13 +133,13 @@ def _trainjob(spec: JobSpec, submission: str) -> Manifest:
     )  # fmt: skip
     pod_patch = {key: template[key] for key in allowed if key in template} | {"containers": [own]}
     patch = {
-        "metadata": {"labels": {**k8s(spec).pod_labels, **labels(spec)}, "annotations": pod_annotations(spec)},
+        "metadata": {"labels": {**spec.k8s.pod_labels, **labels(spec)}, "annotations": pod_annotations(spec)},
         "spec": pod_patch,
     }
     replicated = {"name": CONTAINERS["TrainJob"], "template": {"spec": {"template": patch}}}
     return {
         "runtimeRef": {
-            "name": k8s(spec).runtime,
+            "name": spec.k8s.runtime,
             "kind": "ClusterTrainingRuntime",
             "apiGroup": "trainer.kubeflow.org",
         },
@@ -170,13 +174,13 @@ def pod_annotations(spec: JobSpec) -> dict[str, str]:
     found = {"sidecar.istio.io/inject": "false"}  # a mesh's proxy never ends, and so would the pod
     # With one of its pods all of them would start again.
     found |= {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
-    if k8s(spec).topology:
-        found[f"kueue.x-k8s.io/podset-{k8s(spec).topology}-topology"] = k8s(spec).topology_level
-    return {**found, **k8s(spec).pod_annotations}
+    if spec.k8s.topology:
+        found[f"kueue.x-k8s.io/podset-{spec.k8s.topology}-topology"] = spec.k8s.topology_level
+    return {**found, **spec.k8s.pod_annotations}
 
 
 def pod_spec(spec: JobSpec, submission: str = RENDERED) -> Manifest:
-    settings = k8s(spec)
+    settings = spec.k8s
     pod: Manifest = without_none(
         {
             "serviceAccountName": settings.service_account,
@@ -210,7 +214,7 @@ def container(spec: JobSpec) -> Manifest:
     return {
         "name": CONTAINERS["PyTorchJob"],
         "image": spec.image,
-        "imagePullPolicy": k8s(spec).image_pull_policy,
+        "imagePullPolicy": spec.k8s.image_pull_policy,
         "command": [_literal(word) for word in _command(spec)],
         "env": environment(spec),
         "ports": ports,
@@ -243,13 +247,13 @@ def environment(spec: JobSpec) -> list[Manifest]:
         "OMP_NUM_THREADS": None if spec.gpus else str(max(1, int(spec.cpus / spec.ranks))),
     }
     if spec.gpus:
-        values["NCCL_DEBUG"] = k8s(spec).nccl_debug
+        values["NCCL_DEBUG"] = spec.k8s.nccl_debug
         values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
-        values["NCCL_SOCKET_IFNAME"] = k8s(spec).socket_interface
-        values["NCCL_IB_HCA"] = k8s(spec).ib_hca
-        if any(name.endswith("/efa") for name in k8s(spec).rdma):
+        values["NCCL_SOCKET_IFNAME"] = spec.k8s.socket_interface
+        values["NCCL_IB_HCA"] = spec.k8s.ib_hca
+        if any(name.endswith("/efa") for name in spec.k8s.rdma):
             values["FI_PROVIDER"] = "efa"
-    values["GLOO_SOCKET_IFNAME"] = k8s(spec).socket_interface  # tensors of the CPU go by gloo, in a job with GPUs, too
+    values["GLOO_SOCKET_IFNAME"] = spec.k8s.socket_interface  # tensors of the CPU go by gloo, in a job with GPUs, too
     values |= spec.env
     items: list[Manifest] = [
         {"name": name, "value": _literal(value)}
@@ -266,11 +270,11 @@ def resources(spec: JobSpec) -> Manifest:
     """Requests equal limits (Guaranteed): a training rank that is throttled or evicted stops all the others."""
     amounts: dict[str, Any] = {"cpu": cpu(spec.cpus), "memory": spec.memory}
     if spec.gpus:
-        amounts[k8s(spec).gpu_resource] = str(spec.gpus)
-    for name, count in sorted(k8s(spec).rdma.items()):
+        amounts[spec.k8s.gpu_resource] = str(spec.gpus)
+    for name, count in sorted(spec.k8s.rdma.items()):
         amounts[name] = str(count)
-    if k8s(spec).hugepages:
-        amounts["hugepages-2Mi"] = k8s(spec).hugepages
+    if spec.k8s.hugepages:
+        amounts["hugepages-2Mi"] = spec.k8s.hugepages
     return {"requests": amounts, "limits": amounts}
 
 
@@ -279,10 +283,10 @@ def cpu(cores: float) -> str:
 
 
 def _affinity(spec: JobSpec) -> Manifest | None:
-    if k8s(spec).spread == "none" or spec.nodes == 1:
+    if spec.k8s.spread == "none" or spec.nodes == 1:
         return None
     term = {"labelSelector": {"matchLabels": {JOB: spec.name}}, "topologyKey": "kubernetes.io/hostname"}
-    if k8s(spec).spread == "required":
+    if spec.k8s.spread == "required":
         return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
     soft = {"weight": 100, "podAffinityTerm": term}
     return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [soft]}}
@@ -345,14 +349,14 @@ def network_policy(spec: JobSpec, submission: str = RENDERED) -> Manifest:
     """Only the job's own pods reach its ports (which ask nobody who he is), and Prometheus the metrics ports."""
     own = {"matchLabels": {JOB: spec.name, HASH: spec.hash()}}
     ports = [{"port": spec.metrics_port, "endPort": spec.metrics_port + spec.ranks - 1, "protocol": "TCP"}]
-    prometheus = {"matchLabels": {"kubernetes.io/metadata.name": k8s(spec).prometheus_namespace}}
+    prometheus = {"matchLabels": {"kubernetes.io/metadata.name": spec.k8s.prometheus_namespace}}
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": without_none(
             {
                 "name": f"{spec.name}-{spec.hash() if submission == RENDERED else submission}",
-                "namespace": k8s(spec).namespace,
+                "namespace": spec.k8s.namespace,
                 "labels": labels(spec),
             }
         ),
@@ -373,7 +377,7 @@ def code_maps(spec: JobSpec, submission: str, packed: bytes) -> list[Manifest]:
     found = []
     for index, name in enumerate(code_map_names(spec, submission)):
         piece = packed[index * CODE_PART_BYTES : (index + 1) * CODE_PART_BYTES]
-        metadata = without_none({"name": name, "namespace": k8s(spec).namespace, "labels": marks})
+        metadata = without_none({"name": name, "namespace": spec.k8s.namespace, "labels": marks})
         data = {CODE_KEY: base64.b64encode(piece).decode()}
         found.append(
             {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True, "binaryData": data}
@@ -398,7 +402,7 @@ def preparation(spec: JobSpec) -> Manifest:
         update={
             "nodes": 1, "ranks_per_node": 1,
             "volumes": [volume.model_copy(update={"read_only": False}) for volume in spec.volumes],
-            "k8s": k8s(spec).model_copy(update={"rdma": {}, "topology": None, "hugepages": None}),
+            "k8s": spec.k8s.model_copy(update={"rdma": {}, "topology": None, "hugepages": None}),
         }
     )  # fmt: skip
     template = pod_spec(writable)
@@ -412,7 +416,7 @@ def preparation(spec: JobSpec) -> Manifest:
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": without_none(
-            {"name": name, "namespace": k8s(spec).namespace, "labels": {**marks, HASH: spec.hash()}}
+            {"name": name, "namespace": spec.k8s.namespace, "labels": {**marks, HASH: spec.hash()}}
         ),
         "spec": {
             "backoffLimit": 2,

@@ -13,8 +13,7 @@ from ..lint import volume_of
 from ..manifest import Change, Manifest, changes, get, mappings
 from ..spec.model import JobSpec
 from . import render
-from .render import k8s, kind_of
-from .section import CONTAINERS
+from .render import CONTAINERS, kind_of
 
 PYTORCHJOB = ("PyTorchJob",)
 TRAINJOB = ("TrainJob",)
@@ -46,7 +45,7 @@ class Subject(lint.Subject):
     def patched(self) -> list[Change]:
         """What the patch has made of the rendered job."""
         policy = next((item for item in self.objects if item.get("kind") == "NetworkPolicy"), None)
-        if policy is None or not k8s(self.spec).patch:
+        if policy is None or not self.spec.k8s.patch:
             return []
         return [*changes(render.job(self.spec, render.submission_in(policy, self.spec)), self.job)]
 
@@ -138,7 +137,7 @@ def image_registry(subject: Subject) -> Iterator[str]:
 def unpublished(spec: JobSpec) -> str:
     """What is wrong with an image that no registry has; "" where nothing is. A program may be one of Docker Hub's own."""
     image = spec.image or ""
-    if not image or "/" in image or spec.command is not None or k8s(spec).image_pull_policy == "Never":
+    if not image or "/" in image or spec.command is not None or spec.k8s.image_pull_policy == "Never":
         return ""
     return (
         f"image {image} has no registry in its name, so the nodes would look for it at Docker Hub: push it (`make push`) and name it "

@@ -28,7 +28,6 @@ from ..status import Listed, Part, State, Status, Submitted, Unreachable, warn
 from . import checks, observe, render, rules, submission
 from .observe import Look
 from .render import Place
-from .section import VARIABLE, slurm
 
 Rows = list[Listed]  # named here, because `list` is a method below
 
@@ -56,7 +55,7 @@ class SlurmBackend(Cluster):
     @classmethod
     def login(cls, host: str | None) -> str | None:
         """As in `JobBackend`. None where this machine is one of the cluster, as it is for a command that came over ssh."""
-        return None if render.HERE in os.environ else host or os.environ.get(VARIABLE) or None
+        return None if render.HERE in os.environ else host or os.environ.get(render.VARIABLE) or None
 
     @classmethod
     def connect(cls, **place: str | None) -> SlurmBackend:
@@ -292,7 +291,7 @@ class SlurmBackend(Cluster):
         # Its mark says whose ranks it looks for.
         cleared = ["-u", contract.ENV_LAUNCHER, "-u", contract.ENV_EXEC]
         inside = [*words, "env", *cleared, f"{contract.ENV_JOB}={record['job']}"]
-        flags = render.places(spec, rank) if slurm(spec).container is not None else []
+        flags = render.places(spec, rank) if spec.slurm.container is not None else []
         own = commands.execute(python, rank, command, str(record["run_dir"]), "--token", token, *flags)
 
         def interrupt(number: int) -> None:

@@ -13,12 +13,12 @@ from lockstep.training import contract
 from lockstep.training.contract import UserError
 
 from .. import records
+from ..spec.clusters import Slurm
 from ..spec.model import JobSpec
 from ..status import Check, Unreachable
 from . import render
 from .observe import NO_ACCOUNTING, answer, ask, one_line, silent
 from .render import Place
-from .section import Slurm, slurm
 
 NODE_SECONDS = 60
 IMAGE_SECONDS = 600
@@ -56,7 +56,7 @@ def check(spec: JobSpec | None, place: Place) -> list[Check]:
 
 def _rows(spec: JobSpec | None, form: str) -> list[list[str]]:
     """sinfo's rows for the job's partition, or for the default one."""
-    partition = slurm(spec).partition if spec is not None else None
+    partition = spec.slurm.partition if spec is not None else None
     wanted = ["-p", partition] if partition else []
     told = answer("sinfo", "-h", "-N", *wanted, "-o", f"%P|{form}")
     rows = [line.split("|") for line in told.splitlines()]
@@ -65,7 +65,7 @@ def _rows(spec: JobSpec | None, form: str) -> list[list[str]]:
 
 def _partition(spec: JobSpec | None) -> Iterator[Check]:
     rows = _rows(spec, "%a|%l|%T|%N")
-    name = slurm(spec).partition if spec is not None else None
+    name = spec.slurm.partition if spec is not None else None
     if not rows:
         known = sorted({line.strip(" *") for line in answer("sinfo", "-h", "-o", "%P").splitlines()})
         wanted = f"no partition {name}" if name else "no default partition: set slurm.partition"
@@ -98,7 +98,7 @@ def seconds(text: str) -> int:
 def _gpus(spec: JobSpec | None) -> Iterator[Check]:
     rows = _rows(spec, "%G|%N")
     wanted = spec.gpus if spec is not None else 0
-    kind = slurm(spec).gpu_type if spec is not None else None
+    kind = spec.slurm.gpu_type if spec is not None else None
     counts = [_gpus_in(row[1], kind) for row in rows]
     named = f"{kind} GPUs" if kind else "GPUs"
     if not wanted:
@@ -132,7 +132,7 @@ def _account(spec: JobSpec | None) -> Iterator[Check]:
     rows = [line.split("|") for line in told.stdout.splitlines() if "|" in line]
     accounts, qos = {row[0] for row in rows}, {name for row in rows for name in row[1].split(",") if name}
     for what, wanted, known in (
-        ("account", slurm(spec).account if spec else None, accounts), ("qos", slurm(spec).qos if spec else None, qos),
+        ("account", spec.slurm.account if spec else None, accounts), ("qos", spec.slurm.qos if spec else None, qos),
     ):  # fmt: skip
         listed = ", ".join(sorted(known)) or "none"
         if wanted is None:
@@ -187,7 +187,7 @@ def _folder(spec: JobSpec | None, place: Place) -> Iterator[Check]:
     files = [folder / f".doctor-{word}" for folder in places]
     for file in files:
         file.write_text(word)
-    own = slurm(spec) if spec is not None else Slurm()
+    own = spec.slurm if spec is not None else Slurm()
     python = render.interpreter(spec, place) if spec is not None else place.python
     options, words = render.container(spec, place.jobs, place) if spec is not None else ([], [])
     where = f"{python} in {own.image or spec.image}" if spec is not None and own.container is not None else python

@@ -27,7 +27,6 @@ from .. import records
 from ..code import store
 from ..spec.model import JobSpec
 from ..spec.types import size_in_bytes
-from .section import slurm
 from .task import TrainingTask
 
 MARGIN_SECONDS = 30
@@ -43,6 +42,8 @@ VALUE = re.compile(r"[A-Za-z0-9_./:,;@%+=\[\]()*~!&| -]*")
 HOLD = (
     'env --block-signal=USR2,TERM true 2>/dev/null && exec env --block-signal=USR2,TERM "$@"; trap "" USR2; exec "$@"'
 )
+VARIABLE = "LOCKSTEP_SLURM_HOST"
+"""The login node where no flag, job file or profile names one."""
 HERE = "LOCKSTEP_SLURM_HERE"
 """What a relative path is relative to, if not to the current folder: a job that came over ssh was unpacked there."""
 OWN = {
@@ -102,7 +103,7 @@ def parameters(spec: JobSpec, folder: PurePath, after: str | None = None, place:
     Raises:
         UserError: a path or a value of `slurm.patch` that must not stand in a script.
     """
-    settings, place = slurm(spec), place or Place.of_this_machine()
+    settings, place = spec.slurm, place or Place.of_this_machine()
     tasks = 1 if spec.live else spec.ranks
     cpus = max(1, int(spec.cpus // tasks))
     more: dict[str, Any] = {"requeue": True, "output": f"{checked_path(folder)}/%j_batch.out"}
@@ -157,7 +158,7 @@ def slurm_parameters(spec: JobSpec) -> dict[str, Any]:
     Raises:
         UserError: a value of `slurm.patch` that must not stand in a script, or a container, which only `lockstep submit` starts.
     """
-    if slurm(spec).container is not None:
+    if spec.slurm.container is not None:
         raise UserError("submitit alone starts no container: remove slurm.container, or use `lockstep submit slurm`")
     found = parameters(spec, PurePosixPath("/"))  # the executor has its own folder
     del found["slurm_teardown"], found["slurm_additional_parameters"]["output"]
@@ -195,7 +196,7 @@ def training_task(spec: JobSpec, prepared: bool = False, job: str = "", place: P
 
 def interpreter(spec: JobSpec, place: Place) -> str:
     """The Python that runs the tasks: on the node, or in the image."""
-    return slurm(spec).python or (place.python if slurm(spec).container is None else "python")
+    return spec.slurm.python or (place.python if spec.slurm.container is None else "python")
 
 
 def python(spec: JobSpec, folder: PurePath, place: Place) -> str:
@@ -206,7 +207,7 @@ def python(spec: JobSpec, folder: PurePath, place: Place) -> str:
 
 def container(spec: JobSpec, folder: PurePath, place: Place | None = None) -> tuple[list[str], list[str]]:
     """What has a program run in the job's image: options of srun (pyxis), and words before the program (Apptainer)."""
-    settings = slurm(spec)
+    settings = spec.slurm
     image = str(settings.image or spec.image)
     mounts = ",".join(
         f"{path}:{path}" if ":" not in path else path
@@ -288,7 +289,7 @@ def preparation(spec: JobSpec, place: Place | None = None) -> JobSpec:
             "image": spec.image, "grace_seconds": spec.grace_seconds, "env": dict(spec.env),
             "secrets": {name: source.model_dump() for name, source in spec.secrets.items()},
             "run_dir": None if spec.shards_in_a_bucket else spec.shards,
-            "slurm": slurm(spec).model_dump(mode="json", exclude_defaults=True),
+            "slurm": spec.slurm.model_dump(mode="json", exclude_defaults=True),
         }
     )  # fmt: skip
 
@@ -322,13 +323,13 @@ def _environment(spec: JobSpec) -> list[str]:
     # What an outer launcher may have set is not this job's.
     lines = ["unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID"]
     for name, value in (
-        ("NCCL_SOCKET_IFNAME", slurm(spec).socket_interface), ("GLOO_SOCKET_IFNAME", slurm(spec).socket_interface),
-        ("NCCL_IB_HCA", slurm(spec).ib_hca), ("NCCL_DEBUG", slurm(spec).nccl_debug),
+        ("NCCL_SOCKET_IFNAME", spec.slurm.socket_interface), ("GLOO_SOCKET_IFNAME", spec.slurm.socket_interface),
+        ("NCCL_IB_HCA", spec.slurm.ib_hca), ("NCCL_DEBUG", spec.slurm.nccl_debug),
     ):  # fmt: skip
         if value is not None and name not in spec.env:
             lines.append(f"export {name}={shlex.quote(value)}")
-    lines += [f"module load {shlex.quote(name)}" for name in slurm(spec).modules]
-    return [*lines, *slurm(spec).setup]
+    lines += [f"module load {shlex.quote(name)}" for name in spec.slurm.modules]
+    return [*lines, *spec.slurm.setup]
 
 
 def _teardown(spec: JobSpec, folder: PurePath) -> list[str]:
@@ -357,7 +358,7 @@ def _mounts(spec: JobSpec, folder: PurePath, place: Place) -> list[str]:
     run = PurePosixPath(run_directory(spec, place)).parent
     own = [str(folder), str(run), *([spec.shards] if spec.shards and not spec.shards_in_a_bucket else [])]
     own += [f"{code}:{code}:ro"] if (code := code_folder(spec, place)) else []
-    return list(dict.fromkeys([*own, *slurm(spec).mounts]))
+    return list(dict.fromkeys([*own, *spec.slurm.mounts]))
 
 
 def _patch(patch: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from .. import lint
 from ..manifest import Manifest, get
 from ..spec.model import JobSpec
 from .render import Place
-from .section import slurm
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - places that a job should not use
 RUN_SECONDS = 60
@@ -24,7 +23,7 @@ class Subject(lint.Subject):
 
     @property
     def image(self) -> str | None:
-        settings = slurm(self.spec)
+        settings = self.spec.slurm
         return settings.image or self.spec.image if settings.container is not None else None
 
 
@@ -45,8 +44,8 @@ def look(spec: JobSpec, place: Place) -> dict[str, str]:
 
 def _without_submitit(spec: JobSpec, place: Place) -> str:
     """An image that is a folder shows what it holds."""
-    image = slurm(spec).image or spec.image
-    if slurm(spec).container is None or not image:
+    image = spec.slurm.image or spec.image
+    if spec.slurm.container is None or not image:
         return ""
     inside = Path(place.resolve(image))
     found = [path for folder in _PACKAGES for path in inside.glob(f"{folder}/lib/python3*/*-packages")]
@@ -94,7 +93,7 @@ def shared_folder(subject: Subject) -> Iterator[str]:
 def slurm_interface(subject: Subject) -> Iterator[str]:
     """NCCL may choose an interface that the other nodes cannot reach."""
     spec = subject.spec
-    if spec.gpus and spec.nodes > 1 and not slurm(spec).socket_interface and "NCCL_SOCKET_IFNAME" not in spec.env:
+    if spec.gpus and spec.nodes > 1 and not spec.slurm.socket_interface and "NCCL_SOCKET_IFNAME" not in spec.env:
         yield "NCCL_SOCKET_IFNAME is not set: on nodes with several interfaces set slurm.socket_interface (or --profile)"
 
 
@@ -108,7 +107,7 @@ def restarts(subject: Subject) -> Iterator[str]:
 @rule("LS110")
 def container_image(subject: Subject) -> Iterator[str]:
     """A container needs an image, and a python that is in it."""
-    settings = slurm(subject.spec)
+    settings = subject.spec.slurm
     if settings.container is not None and not (settings.image or subject.spec.image):
         yield f"slurm.container is {settings.container}, but there is no image: set slurm.image"
 
@@ -116,7 +115,7 @@ def container_image(subject: Subject) -> Iterator[str]:
 @rule("LS111", "warning")
 def image_unused(subject: Subject) -> Iterator[str]:
     """An image is used only where a container runtime is chosen."""
-    if slurm(subject.spec).container is None and slurm(subject.spec).image is not None:
+    if subject.spec.slurm.container is None and subject.spec.slurm.image is not None:
         yield "slurm.image is not used: set slurm.container to pyxis or apptainer"
 
 

@@ -28,8 +28,7 @@ from ..process import Streams
 from ..spec.model import JobSpec
 from ..spec.types import SSH_HOST
 from ..status import Unreachable
-from .render import HERE
-from .section import VARIABLE
+from .render import HERE, VARIABLE
 
 CONNECT_SECONDS = 15
 """Seconds for the connection itself; and seconds that a silent one counts as alive."""

@@ -13,16 +13,16 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, create_model, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import Self
 
 from lockstep.training import config as configuration
 from lockstep.training.config import settings
 from lockstep.training.contract import METRICS_PORT, UserError
 
-from .. import registry
+from .clusters import PLACES, Compose, Kubernetes, Slurm
 from .types import (
     AbsolutePath,
     AbsolutePathOrBucket,
@@ -40,8 +40,6 @@ from .types import (
     Word,
     seconds,
 )
-
-_S = TypeVar("_S", bound=Section)
 
 MAX_CHARACTERS = 100_000
 VERSION = 3
@@ -114,7 +112,7 @@ def _amounts_of(gpus: int) -> dict[str, Any]:
     return {"cpus": float(CPUS_A_GPU * gpus), "memory": f"{MEMORY_A_GPU * gpus}Gi"}
 
 
-class _JobSpec(Section):
+class JobSpec(Section):
     """One job, for every backend."""
 
     name: Label
@@ -171,6 +169,9 @@ class _JobSpec(Section):
     """Environment variables whose values stay in the cluster's Secrets: references only."""
     metrics_port: int = Field(default=METRICS_PORT, ge=1024, le=65000)
     """Local rank i serves /metrics on this port + i."""
+    k8s: Kubernetes = Field(default_factory=Kubernetes)
+    slurm: Slurm = Field(default_factory=Slurm)
+    compose: Compose = Field(default_factory=Compose)
 
     @model_validator(mode="before")
     @classmethod
@@ -328,9 +329,9 @@ class _JobSpec(Section):
             copied.__dict__.pop("config", None)
         return copied
 
-    def same_job(self, other: _JobSpec, backend: str) -> bool:
+    def same_job(self, other: JobSpec, backend: str) -> bool:
         """Whether both are the same job there: all settings but those of other backends, and `fresh`, as in `hash`."""
-        apart = {"fresh", *registry.sections()} - {backend}
+        apart = {"fresh", *PLACES} - {backend}
         mine, others = self.comparable(), other.comparable()
         return all(mine.get(name) == others.get(name) for name in {*mine, *others} - apart)
 
@@ -404,23 +405,18 @@ class _JobSpec(Section):
         except UserError as error:
             raise UserError(f"{where}: {str(error).replace('--set', 'overrides')}") from None
 
-    def section(self, kind: type[_S]) -> _S:
-        """A backend's own settings."""
-        return next(value for _, value in self if isinstance(value, kind))
-
-    def given_elsewhere(self, kind: type[Section]) -> list[str]:
-        """Dotted names of what was set for other backends than that of the section `kind`."""
-        others = [name for name in registry.sections() if not isinstance(getattr(self, name), kind)]
+    def given_elsewhere(self, backend: str) -> list[str]:
+        """Dotted names of what was set for other backends than this one."""
         given = self.plain()
-        return [f"{name}.{key}" for name in others for key in sorted(given.get(name, {}))]
+        return [f"{name}.{key}" for name in PLACES if name != backend for key in sorted(given.get(name, {}))]
 
 
 def _without_places(values: dict[str, Any]) -> dict[str, Any]:
     """Plain settings without those that say where a job goes, which is not a part of what it is."""
     kept = dict(values)
-    for name, kind in registry.sections().items():
-        if kind.PLACE and isinstance(kept.get(name), dict):
-            kept[name] = {key: value for key, value in kept[name].items() if key not in kind.PLACE}
+    for name, places in PLACES.items():
+        if places and name in kept:
+            kept[name] = {key: value for key, value in kept[name].items() if key not in places}
             if not kept[name]:
                 del kept[name]
     return kept
@@ -444,18 +440,6 @@ def place(values: dict[str, Any], name: str, value: Any) -> None:
     group, _, override = name.partition(".")
     is_override = group == "overrides" and override  # which has a dotted name of its own
     settings.put(values, [group, override] if is_override else name.split("."), value)
-
-
-if TYPE_CHECKING:
-
-    class JobSpec(_JobSpec):
-        """The settings of backends are read by `section`."""
-
-else:
-    JobSpec = create_model(
-        "JobSpec", __base__=_JobSpec, __module__=__name__, __doc__=_JobSpec.__doc__,
-        **{name: (kind, Field(default_factory=kind)) for name, kind in registry.sections().items() if name not in _JobSpec.model_fields},
-    )  # fmt: skip
 
 
 def json_schema() -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -39,8 +39,6 @@ class Section(settings.Section):
     """A group of settings: as those of a recipe, and frozen."""
 
     model_config = ConfigDict(frozen=True)
-    PLACE: ClassVar[tuple[str, ...]] = ()
-    """Those that say where a job goes, which is not a part of what it is."""
 
 
 def size_in_bytes(text: str) -> int:
