@@ -25,7 +25,7 @@ from typing import Annotated, Any, BinaryIO, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from . import extras, files
-from .contract import EVENTS_FILE, EXIT_FAILED, TIME_FILE, UserError, printable
+from .contract import BUCKET_URL, EVENTS_FILE, EXIT_FAILED, TIME_FILE, UserError, printable
 
 HEAD = "head"
 MAX_HEAD_BYTES = 4 << 20
@@ -40,7 +40,6 @@ _BACKOFF: Any = {"init_backoff": timedelta(seconds=0.5), "base": 3, "max_backoff
 """Between the tries of a request: 7 to 10 s in all. The library's own are over after 1 to 2 s, before a gateway has restarted."""
 _MOST_PARTS = 9000
 """S3 takes 10,000 parts of an object."""
-URL = re.compile(r"(s3|gs|az)://[A-Za-z0-9][A-Za-z0-9._-]{1,221}(/[A-Za-z0-9][A-Za-z0-9._=-]*)+/?")
 _NO_CREDENTIALS = re.compile(r"169\.254\.|latest/api/token|computeMetadata|Account must be specified")
 """Of errors where the environment has none, and the store's library has looked for an identity of this machine."""
 Tag: TypeAlias = Any
@@ -127,7 +126,7 @@ class Bucket:
             import obstore
             from obstore import exceptions
             from obstore.store import from_url
-        if not URL.fullmatch(url):
+        if not re.fullmatch(BUCKET_URL, url):
             raise UserError(
                 f"expected s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, got {printable(url)}"
             )

@@ -15,6 +15,9 @@ from typing import Any, TextIO
 
 VERSION = "0.1.0"
 
+BUCKET_URL = r"(s3|gs|az)://[A-Za-z0-9][A-Za-z0-9._-]{1,221}(/[A-Za-z0-9][A-Za-z0-9._=-]*)+/?"
+"""A bucket with a prefix, as a regular expression."""
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2

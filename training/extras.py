@@ -6,7 +6,6 @@ Standard library only. A command imports such a package where it needs it; dispa
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
 
@@ -58,8 +57,10 @@ def install(extra: str) -> str:
     pip takes the name from what is installed, so the command works offline from an index that does not have us.
     A checkout that is only on the path is installed by its own: its name might be asked of an index.
     """
+    from importlib import metadata  # which no command needs that runs
+
     try:
-        importlib.metadata.distribution(DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
+        metadata.distribution(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
         return f"run pip install '.[{extra}]' in Lockstep's checkout"
     return f"run pip install '{DISTRIBUTION}[{extra}]'"

@@ -178,11 +178,19 @@ class _EndedThere(typer.Exit):
     def remember(self, sweep: list[str] | None) -> None:
         """Notes where the jobs of a submission are. After 1, 75 and 124 they were submitted, too."""
         from .. import records
-        from .. import sweep as sweeps
 
         if self.spec is not None and self.exit_code not in (EXIT_USAGE, EXIT_UNREACHABLE):
-            for run in sweeps.expand(self.spec, sweeps.parse(sweep)) if sweep else [self.spec]:
+            for run in _runs(self.spec, sweep):
                 records.remember("slurm", run.name, {"host": self.host})
+
+
+def _runs(spec: JobSpec, sweep: list[str] | None) -> list[JobSpec]:
+    """The runs of a sweep; of a single job, that job."""
+    if not sweep:
+        return [spec]
+    from .. import sweep as sweeps
+
+    return sweeps.expand(spec, sweeps.parse(sweep))
 
 
 def check_flags(found: type[JobBackend], flags: Mapping[str, str | None]) -> None:
@@ -242,14 +250,13 @@ def render(
     as_json: Json = False,
 ) -> None:
     """Print the manifest that submit would apply. No cluster is needed."""
-    from .. import sweep as sweeps
     from ..code import store
 
     found = cluster(backend, "render")
     spec, code = store.pinned(job.spec(backend))
     for line in code.lines() if code is not None else []:
         note(line)
-    runs = sweeps.expand(spec, sweeps.parse(sweep)) if sweep else [spec]
+    runs = _runs(spec, sweep)
     for item in found.lint(spec):
         warn(f"{item.id}: {item.message}")
     text, objects = found.render(spec, runs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import io
 import os
@@ -230,6 +231,14 @@ def spread(words: list[str]) -> list[str]:
     return found
 
 
+def _app_of(command: str) -> typer.Typer:
+    """Returns the app with this command alone, or with all where there is no such one: typer builds the options of every command."""
+    one = copy.copy(app)
+    named = [info for info in app.registered_commands if command in (info.name, getattr(info.callback, "__name__", ""))]
+    one.registered_commands = named or app.registered_commands
+    return one
+
+
 def main() -> NoReturn:
     """Runs the command line. Errors that a person can mend are one line and exit code 2."""
     for stream in (sys.stdout, sys.stderr):
@@ -243,10 +252,10 @@ def _main() -> NoReturn:
     try:
         check_words(sys.argv)
         keep_out_others()
-        becomes_launcher = command_of(sys.argv[1:])[:1] == ["run"]
-        with extras.explained(), signals_held_back() if becomes_launcher else contextlib.nullcontext():
+        command = next(iter(command_of(sys.argv[1:])), "")
+        with extras.explained(), signals_held_back() if command == "run" else contextlib.nullcontext():
             # Outside standalone mode typer hands the code of an Exit back instead of raising it.
-            code = app(spread(sys.argv[1:]), standalone_mode=False)
+            code = _app_of(command)(spread(sys.argv[1:]), standalone_mode=False)
     except UserError as error:
         print_error(error)
         sys.exit(EXIT_UNREACHABLE if isinstance(error, Unreachable) else error.code)

@@ -169,9 +169,10 @@ class JobSpec(Section):
     """Environment variables whose values stay in the cluster's Secrets: references only."""
     metrics_port: int = Field(default=METRICS_PORT, ge=1024, le=65000)
     """Local rank i serves /metrics on this port + i."""
-    k8s: Kubernetes = Field(default_factory=Kubernetes)
-    slurm: Slurm = Field(default_factory=Slurm)
-    compose: Compose = Field(default_factory=Compose)
+    # The defaults are valid: a second validator of each section would cost every command time.
+    k8s: Kubernetes = Field(default_factory=Kubernetes.model_construct)
+    slurm: Slurm = Field(default_factory=Slurm.model_construct)
+    compose: Compose = Field(default_factory=Compose.model_construct)
 
     @model_validator(mode="before")
     @classmethod

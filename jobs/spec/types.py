@@ -9,8 +9,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from lockstep.training.bucket import URL
 from lockstep.training.config import settings
+from lockstep.training.contract import BUCKET_URL
 
 _UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 SIZE = r"^[1-9][0-9]{0,6}(Ki|Mi|Gi|Ti)$"
@@ -18,7 +18,7 @@ DURATION = r"^(?=.)([1-9][0-9]{0,3}d)?([1-9][0-9]{0,4}h)?([1-9][0-9]{0,5}m)?([1-
 LABEL = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 SUBDOMAIN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 PATH = r"^/[A-Za-z0-9._/-]*$"
-PATH_OR_BUCKET = f"{PATH}|^{URL.pattern}$"
+PATH_OR_BUCKET = f"{PATH}|^{BUCKET_URL}$"
 LOCAL_PATH = r"^[A-Za-z0-9._/][A-Za-z0-9._/ -]*$"
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]{0,254}$"
 IMAGE = r"^[a-z0-9]([a-zA-Z0-9._/:@-]{0,510}[a-zA-Z0-9])?$"

@@ -26,7 +26,7 @@ from pydantic import (
 )
 from typing_extensions import Self, TypedDict
 
-from ..bucket import URL
+from ..contract import BUCKET_URL
 from .settings import Section, shown
 
 GIVEN = ("digits", "synthetic", "cifar10", "fashion_mnist", "classification")
@@ -57,7 +57,7 @@ def _fits(value: int) -> int:
 
 
 def _bucket(value: str) -> str:
-    if not URL.fullmatch(value):
+    if not re.fullmatch(BUCKET_URL, value):
         raise ValueError(f"must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, got {shown(value)}")
     return value
 
