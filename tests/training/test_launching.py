@@ -169,7 +169,7 @@ SET = ["run", "smoke", "--set"]
 BAD = {
     "unknown recipe": (["run", "smoky"], {}, "did you mean 'smoke'"),
     "unknown command": (["rum"], {}, "invalid choice"),
-    "ill-typed setting": ([*SET, "lr=fast"], {}, "optim.lr must be a number"),
+    "ill-typed setting": ([*SET, "lr=fast"], {}, "optim.lr must be a valid number"),
     "missing data": (["run", "bag_of_tricks", "--set", "data.root=/no-such-folder/x", "download=false"], {}, "/no-such-folder"),
     "RANK alone": (["run", "smoke"], {"RANK": "0"}, "WORLD_SIZE is not set beside RANK=0"),
     "fresh over something else": (["run", "smoke", "--fresh", "--run-dir", "tests"], {}, "does not hold a run of Lockstep"),

@@ -559,7 +559,7 @@ def test_a_layer_that_is_frozen_stands_still_and_one_that_is_unfrozen_trains(
 REFUSED = {
     "an unknown option": (product.POWERSGD, "sync.options={rnk: 1}", "did you mean 'rank'"),
     "an option of another strategy": ("flat", "sync.options={rank: 1}", "sync.options.rank"),
-    "a start before the warm-up": (product.POWERSGD, "sync.options={start: 1}", "start must be at least 2"),
+    "a start before the warm-up": (product.POWERSGD, "sync.options={start: 1}", "start must be greater than or equal to 2"),
     "a class that is not there": ("examples.strategies.fsdp:Fspd", "epochs=1", "cannot import sync.name"),
     "a class that is no strategy": ("tests.nets:SmallConv", "epochs=1", "extends lockstep.training.sync.base.GradientSync"),
     "a strategy without its methods": ("lockstep.training.sync.base:GradientSync", "epochs=1", "with its abstract methods"),

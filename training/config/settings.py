@@ -1,8 +1,7 @@
 """From text to typed settings: strict YAML, `--set NAME=VALUE`, short names.
 
 Recipes (`lockstep.training.config`) and jobs (`lockstep.jobs.spec`) are read by these same functions, which know nothing of what a setting
-means. Every mistake raises `UserError`, never a traceback: which value is wrong, what was expected, and the nearest name that exists.
-No torch.
+means. Every mistake raises `UserError`: the setting's name, what pydantic says of its value, and the nearest name that exists. No torch.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import copy
 import difflib
 import inspect
 import json
-import re
-import shlex
 import textwrap
 import types
 import typing
@@ -23,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from typing_extensions import is_typeddict
 
 from .. import files
@@ -38,9 +35,6 @@ MAX_COMPLAINTS = 5
 
 Place = tuple[Any, ...]
 """Of a value among nested ones: the names of the groups that it is in, the numbers of the items, and its own."""
-
-_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-_OUT_OF_BOUNDS = ("greater_than_equal", "greater_than", "less_than_equal", "less_than")
 
 
 class Section(BaseModel):
@@ -174,9 +168,9 @@ def override(values: dict[str, Any], model: type[BaseModel], overrides: Iterable
 def empty(model: type[BaseModel], name: str) -> dict[str, Any] | list[Any] | None:
     """What an empty heading of that name stands for: {} for a group or a mapping, [] for a list, None for a single value, and
     for whatever may be null."""
-    whole = expected(model, (name,))
+    whole = fields(model).get(name)
     hint = bare(whole)
-    if _may_be_null(whole):
+    if hint != _plain(whole):  # it may be null
         return None
     if fields(hint) or typing.get_origin(hint) is dict:
         return {}
@@ -323,7 +317,7 @@ def shown(value: Any) -> str:
 
 
 def explain(error: ValidationError, model: type[BaseModel], prefix: str) -> dict[str, Place]:
-    """The complaints about values of `model`, each with the place that it is about. Behind `MAX_COMPLAINTS` they are counted.
+    """Returns the complaints about values of `model`, each with its place. Beyond `MAX_COMPLAINTS` they are counted.
 
     `prefix` stands before each name.
     """
@@ -331,60 +325,37 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str) -> dict
     complaints = sorted(
         error.errors(include_url=False), key=lambda one: one["type"] not in ("extra_forbidden", "invalid_key")
     )
-    found = {_sentence(dict(one), model, prefix): one["loc"] for one in complaints[:MAX_COMPLAINTS]}
-    return found | ({f"and {more} more": ()} if (more := len(complaints) - MAX_COMPLAINTS) > 0 else {})
+    shown = {_sentence(dict(one), model, prefix): one["loc"] for one in complaints[:MAX_COMPLAINTS]}
+    return shown | ({f"and {more} more": ()} if (more := len(complaints) - MAX_COMPLAINTS) > 0 else {})
 
 
-def _sentence(first: dict[str, Any], model: type[BaseModel], prefix: str) -> str:
-    error_type, place, message, value = first["type"], first["loc"], first["msg"], first["input"]
-    if error_type in ("extra_forbidden", "invalid_key"):
-        *groups, last = place
-        near = nearest(str(last), fields(expected(model, tuple(groups))))
-        return f"unknown setting {prefix + _dotted((*groups, str(last)))!r}{near}"
-    if error_type == "missing" and isinstance(place[-1], int):  # in a pair
-        error_type, place = "tuple_type", place[:-1]
-    value = list(value) if isinstance(value, tuple) else value  # YAML has no tuples
-    name, hint, got = prefix + _dotted(place), expected(model, place), f"got {shown(value)}"
-    if error_type == "string_type" and place[-1] == "[key]":
-        group = place[:-2]
-        return f"{prefix}{_dotted(group)} must be {type_name(expected(model, group))}, {got} as a name"
-    if error_type == "missing":
+def _sentence(complaint: dict[str, Any], model: type[BaseModel], prefix: str) -> str:
+    kind, place, message, value = (complaint[key] for key in ("type", "loc", "msg", "input"))
+    name = prefix + _dotted(place)
+    if kind in ("extra_forbidden", "invalid_key"):
+        return f"unknown setting {name!r}{nearest(str(place[-1]), _fields_at(model, place[:-1]))}"
+    if kind == "missing":
         return f"{name} is missing"
-    if error_type == "value_error":
-        message = str(first["ctx"]["error"])
+    if kind == "value_error":
+        message = str(complaint["ctx"]["error"])
         return f"{name}{' ' if message.startswith('must ') else ': ' if name else ''}{message}"
-    if error_type in _OUT_OF_BOUNDS:
-        return f"{name} must be {' and '.join(_limits(hint))}, {got}"
-    if fields(hint):
-        return f"{name} is a group of settings, {got}; known: {', '.join(fields(hint))}"
-    if error_type == "string_type" and value is not None and not isinstance(value, (list, dict)):
-        try:
-            TypeAdapter(hint).validate_python(str(value))
-        except ValidationError as error:  # quotes would not do
-            return _sentence({**error.errors()[0], "loc": place}, model, prefix)
-        return f"{name} must be {type_name(hint)}, {got}: write it in quotes"
-    if error_type == "list_type" and isinstance(value, str) and bare(expected(model, (*place, 0))) is str:
-        return f"{name} must be {type_name(hint)}, {got}: write [{', '.join(_flow(word) for word in _words(value))}]"
-    if (
-        error_type.endswith("_type")
-        or error_type in ("literal_error", "finite_number")
-        or typing.get_origin(bare(hint)) is tuple
-    ):
-        return f"{name} must be {type_name(hint)}, {got}"
-    return f"{name}: {message[:1].lower()}{message[1:]}, {got}"
+    if known := _fields_at(model, place):
+        return f"{name} is a group of settings, got {shown(value)}; known: {', '.join(known)}"
+    hint = ""
+    if kind == "list_type" and isinstance(value, str):
+        hint = f": write {json.dumps(value.split())}"
+    elif kind == "string_type" and isinstance(value, (bool, int, float)):
+        hint = ": write it in quotes"
+    return f"{name} {message.replace('Input should', 'must')}, got {shown(value)}{hint}"
 
 
-def _words(text: str) -> list[str]:
-    """As a shell has them."""
-    try:
-        return shlex.split(text)
-    except ValueError:  # an open quote
-        return text.split()
-
-
-def _flow(word: str) -> str:
-    """As an item of a list in YAML."""
-    return word if re.fullmatch(r"[A-Za-z0-9_./-]*[A-Za-z_./][A-Za-z0-9_./-]*", word) else json.dumps(word)
+def _fields_at(model: type[BaseModel], place: Place) -> dict[str, Any]:
+    """Returns the `fields` of the group at a place in `model`; {} for a single value."""
+    hint: Any = model
+    for part in place:
+        known, inner = fields(hint), typing.get_args(bare(hint))
+        hint = known.get(part) if known or not inner else inner[-1]
+    return fields(hint)
 
 
 def _dotted(place: Place) -> str:
@@ -394,20 +365,18 @@ def _dotted(place: Place) -> str:
 
 def bare(hint: Any) -> Any:
     """A type without what `Annotated` adds, and without null."""
-    if typing.get_origin(hint) is Annotated:
-        return bare(typing.get_args(hint)[0])
+    hint = _plain(hint)
     parts = [part for part in typing.get_args(hint) if part is not types.NoneType] if _is_union(hint) else []
     return bare(parts[0]) if len(parts) == 1 else hint
 
 
+def _plain(hint: Any) -> Any:
+    """Returns a type without what `Annotated` adds."""
+    return _plain(typing.get_args(hint)[0]) if typing.get_origin(hint) is Annotated else hint
+
+
 def _is_union(hint: Any) -> bool:
     return typing.get_origin(hint) in (typing.Union, types.UnionType)
-
-
-def _may_be_null(hint: Any) -> bool:
-    if typing.get_origin(hint) is Annotated:
-        return _may_be_null(typing.get_args(hint)[0])
-    return _is_union(hint) and types.NoneType in typing.get_args(hint)
 
 
 def is_section(hint: Any) -> bool:
@@ -422,32 +391,9 @@ def fields(hint: Any) -> dict[str, Any]:
     return typing.get_type_hints(hint, include_extras=True) if is_typeddict(hint) else {}
 
 
-def expected(model: type[BaseModel], place: Place) -> Any:
-    """The type of the value at a place in `model`; `Any` where there is none."""
-    hint: Any = model
-    for part in place:
-        known, inner = fields(hint), typing.get_args(bare(hint))
-        if known or not inner:
-            hint = known.get(part, Any)
-        elif part != "[key]":
-            hint = inner[part if typing.get_origin(bare(hint)) is tuple else -1]
-    return hint
-
-
-def _limits(hint: Any) -> Iterator[str]:
-    """`at least 0`, `below 1`: the bounds of a number of this type."""
-    for part in typing.get_args(hint) if _is_union(hint) else [getattr(hint, "__origin__", None)]:
-        if part is not None:
-            yield from _limits(part)
-    for added in getattr(hint, "__metadata__", ()):
-        for bound in getattr(added, "metadata", [added]):
-            yield from (f"{word} {getattr(bound, key)}" for key, word in _BOUNDS.items() if hasattr(bound, key))
-
-
 def type_name(hint: Any) -> str:
-    """A type as an error message names it."""
-    if typing.get_origin(hint) is Annotated:
-        return type_name(typing.get_args(hint)[0])
+    """Returns the name of a type, for people."""
+    hint = _plain(hint)
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if _is_union(hint):
         return " or ".join("null" if part is types.NoneType else type_name(part) for part in parts)

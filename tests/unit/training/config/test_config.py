@@ -28,7 +28,7 @@ def test_every_recipe_loads_and_survives_a_round_trip(name: str) -> None:
 WRONG = {
     "optim.lr": ["lr=abc", "lr=.inf", "lr=", "lr=true", "lr=-1", "lr=1e400"],
     "epochs": ["epochs=1.5", "epochs=true", "epochs=0", "epochs", "epochs=two", "epochs=99999999999999999999"],
-    "flip must be none . random . alternating": ["flip=Random", "flip=3", "flip=[none]"],
+    "flip must be 'none', 'random' or 'alternating'": ["flip=Random", "flip=3", "flip=[none]"],
     "unknown setting 'leraning'": ["leraning=1"], "did you mean 'optim.lr'": ["optim.lrr=1"], "unknown setting 'optim'": ["optim=3"],
     "optim.name, sync.name": ["name=x"], "write the whole name": ["every=3"],
     "sync.name must be ddp .* zero1": ["sync.name=dpp"], r"data.mean\[1\]": ["data.mean=[1,x]"], "std": ["data.std=[]", "data.std=[1,0]"],
