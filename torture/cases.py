@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.training.config.user_code import imported
 from lockstep.training.contract import UserError
-from lockstep.training.imported import imported
 
 from . import weights
 from .attempt import Attempt, Disturbance, Job

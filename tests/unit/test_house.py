@@ -67,7 +67,7 @@ def test_the_entrance_of_training_is_small() -> None:
 
 
 FORBIDDEN = {
-    "contract": ("torch", "yaml", "lockstep.training."), "config": ("torch",),
+    "contract": ("torch", "yaml", "lockstep.training."), "limits": ("lockstep.",), "config": ("torch",),
     "data.order": ("lockstep.training.config", "torch.distributed"),
     "checkpoint": ("lockstep.training.run",), "sync": ("lockstep.training.models", "lockstep.training.optim"),
     "models": ("lockstep.training.optim", "lockstep.training.sync", "lockstep.training.data"),

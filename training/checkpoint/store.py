@@ -38,7 +38,6 @@ import torch
 from .. import files
 from ..contract import UserError, checkpoint_name
 from ..parallel.exchange import DTYPE_NAMES, join, split
-from ..tensor_file import header
 from .score import KeepBest, Rule
 
 R = TypeVar("R")
@@ -420,7 +419,9 @@ def tensor_file(tensors: dict[str, torch.Tensor], metadata: Mapping[str, str] = 
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     entries = [(name, DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.nbytes) for name, tensor in ordered]
-    head = _readable(header(entries, {**metadata, "format": "pt"}), MAX_HEADER_BYTES, f"the header of {TENSORS}")
+    head = _readable(
+        files.safetensors_header(entries, {**metadata, "format": "pt"}), MAX_HEADER_BYTES, f"the header of {TENSORS}"
+    )
     return [head, *(tensor.reshape(-1).view(torch.uint8).numpy() for _, tensor in ordered)]
 
 

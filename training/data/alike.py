@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ..contract import UserError
+from ..limits import COMPARE_SECONDS
 from ..parallel.exchange import all_gather_trees, raise_together
 from ..parallel.world import World
 from .batches import Seeded, loader
@@ -24,8 +25,8 @@ from .trees import children
 
 Values = list[Any]
 """Of a sample: [shape, some numbers] of each of its tensors, arrays and numbers, or a hash of its texts; None: not comparable."""
-SAMPLES, SECONDS = 16, 0.25
-"""Samples that are compared: fewer if these take longer than so many seconds to load."""
+SAMPLES = 16
+"""Samples that are compared: fewer if they load slowly."""
 NUMBERS, LEAVES = 64, 32
 """Numbers of a tensor, and tensors of a sample, that are compared."""
 TOLERANCE = 0.02
@@ -113,7 +114,7 @@ class _Compared(Dataset[Any]):
             first, second = (_of_sample(*self.dataset.__getitems__([index])) for _ in range(2))
             same = len(first) == len(second)  # else it draws from a generator of its own
             found.append([one if _near(one, other, 0.0) else None for one, other in zip(first, second)] if same else [])
-            if time.monotonic() - began > SECONDS:
+            if time.monotonic() - began > COMPARE_SECONDS:
                 break
         return found
 

@@ -40,9 +40,8 @@ from typing import TypeAlias
 from lockstep.wire.signals import signals_held_back
 
 from .. import files
+from ..limits import DECODE_SECONDS, DECODER_START_SECONDS
 
-SECONDS = 60.0
-"""For one image. There are small files that take hours."""
 MOST_PIXELS = 100_000_000
 """Of one image. A file of a few kilobytes can unpack to gigabytes."""
 MOST_BYTES = 256 << 20
@@ -50,7 +49,6 @@ MOST_BYTES = 256 << 20
 MOST_MEMORY = 4 << 30
 """Bytes of a process' address space. The largest image takes half of it."""
 FORMATS = ("JPEG", "PNG", "WEBP")
-_START_SECONDS = 120.0
 _BATCH = 16
 """Images that a thread asks its process for at once."""
 _ROOT = Path(__file__).parents[3]
@@ -144,11 +142,13 @@ class _Process:
             try:
                 self._connection.send_bytes(json.dumps(questions[len(results) :]).encode())
                 while len(results) < len(items):
-                    results.append(self._received(SECONDS) or self._received(SECONDS).decode("utf-8", "replace"))
+                    results.append(
+                        self._received(DECODE_SECONDS) or self._received(DECODE_SECONDS).decode("utf-8", "replace")
+                    )
             except (OSError, EOFError) as error:
                 reason = f"it ended its decoder process ({self.stop()})"
                 if isinstance(error, TimeoutError):
-                    reason = f"decoding it takes longer than {SECONDS:.0f} s"
+                    reason = f"decoding it takes longer than {DECODE_SECONDS:.0f} s"
                 if suspect == len(results):
                     results.append(reason)
                 else:
@@ -164,7 +164,7 @@ class _Process:
         if self._closed:  # `close` may have seen no process
             self._process.kill()
         try:
-            self._received(_START_SECONDS)
+            self._received(DECODER_START_SECONDS)
         except (OSError, EOFError):
             raise RuntimeError(f"a decoder process does not start: it ended by {self.stop()}") from None
 
@@ -256,7 +256,7 @@ def _main(height: int, width: int) -> None:
     while True:
         for path, expected_format, inside in json.loads(connection.recv_bytes()):
             _limit(
-                resource.RLIMIT_CPU, int(time.process_time() + SECONDS) + 1
+                resource.RLIMIT_CPU, int(time.process_time() + DECODE_SECONDS) + 1
             )  # where nobody is left who would kill us
             result = _result(path, expected_format, inside, height, width)
             if isinstance(result, str):

@@ -23,7 +23,6 @@ from .. import files
 from ..bucket import Bucket, as_user_error
 from ..config import Data
 from ..contract import UserError, say
-from ..tensor_file import header
 from . import sources
 from .order import bounds
 from .shards import MANIFEST, MOST_MANIFEST, SPLITS, Manifest
@@ -301,7 +300,7 @@ class _Spool:
                 digest.update(data)
                 file.write(data)
 
-            write(header([("labels", "I64", labels.shape, labels.nbytes), images]))
+            write(files.safetensors_header([("labels", "I64", labels.shape, labels.nbytes), images]))
             write(labels.astype("<i8").tobytes())
             self._file.seek(low * self._sample_bytes)
             while size:

@@ -38,15 +38,13 @@ from ..contract import (
     UserError,
     to_stderr,
 )  # fmt: skip
+from ..limits import LOST_LIVE_SECONDS, LOST_SECONDS
 from ..observe import account
 from ..parallel.world import cores
 from . import coordinator, exec_rank
 from .ending import Attempts, cluster_code
 from .rendezvous import NotMet, meeting, node_range
 from .worker_group import Interrupted, handle, leave_while_waiting, nothing
-
-LOST_SECONDS = 15
-"""Without `--live`: a node that is not heard of is lost after this time."""
 
 
 def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
@@ -144,7 +142,10 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
         parser.error("nothing to launch: add `run RECIPE …`, or `-- PROGRAM …`")
     if not args.live and (args.min_ranks or args.lost_seconds):
         parser.error("--min-ranks and --lost-seconds need --live")
-    args.min_ranks, args.lost_seconds = args.min_ranks or 1, args.lost_seconds or (10 if args.live else LOST_SECONDS)
+    args.min_ranks, args.lost_seconds = (
+        args.min_ranks or 1,
+        args.lost_seconds or (LOST_LIVE_SECONDS if args.live else LOST_SECONDS),
+    )
     if args.command[0] == "--":
         command = args.command[1:] or parser.error("nothing after --")
     else:

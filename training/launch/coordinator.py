@@ -29,10 +29,10 @@ from lockstep.wire.hangs import Hangs
 from lockstep.wire.signals import FORWARDED
 
 from ..contract import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, named, to_stderr
+from ..limits import ERROR_SECONDS, LEAVE_SECONDS, NODE_LOOK_SECONDS, STOP_SECONDS, STORE_SECONDS
 from ..parallel import stores
 from . import rendezvous
 from .ending import (
-    ERROR_SECONDS,
     FINAL,
     Attempts,
     deaths,
@@ -43,8 +43,6 @@ from .ending import (
 )
 from .node_agent import NodeAgent
 from .nodes import (
-    LEAVE_SECONDS,
-    LOOK_SECONDS,
     DesiredState,
     Ending,
     Link,
@@ -58,10 +56,8 @@ from .nodes import (
     size,
 )  # fmt: skip
 from .rendezvous import CannotMeet, Meeting, NotMet, Secret
-from .worker_group import STOP_SECONDS, Interrupted, WorkerGroup, handle, interrupted, leave_while_waiting
+from .worker_group import Interrupted, WorkerGroup, handle, interrupted, leave_while_waiting
 from .workers import WorkerId, Workers
-
-STORE_SECONDS = 60.0
 
 
 class Coordinator(WorkerGroup):
@@ -387,7 +383,8 @@ class Coordinator(WorkerGroup):
     def _look(self) -> tuple[dict[int, tuple[int, bool]], NodeEvents]:
         """Of the ranks that have ended: rank → exit code, and whether by a signal that was handed on. And what is new elsewhere."""
         ended = {
-            place: (code, -code in self.held.delivered) for place, code in self._processes.ended(LOOK_SECONDS).items()
+            place: (code, -code in self.held.delivered)
+            for place, code in self._processes.ended(NODE_LOOK_SECONDS).items()
         }
         news = NodeEvents() if self._nodes is None else self._nodes.look()
         if news.signalled and not self.live and self.signalled is None:
@@ -417,7 +414,7 @@ class Coordinator(WorkerGroup):
         Time in which this process is stopped itself does not count.
         """
         now = time.monotonic()
-        passed, self._looked = min(now - self._looked, 4 * LOOK_SECONDS), now
+        passed, self._looked = min(now - self._looked, 4 * NODE_LOOK_SECONDS), now
         still = [rank for rank in (*self._processes.stopped(), *elsewhere) if rank in self._running]
         if len(still) == len(self._running):
             still = []  # somebody has suspended the job

@@ -33,8 +33,6 @@ _HINTS: dict[int, str] = {
     signal.SIGKILL: ", by hand or because the memory was used up",
     signal.SIGSTOP: ", stopped for too long",  # it ends no process: so `coordinator.py` names these
 }
-ERROR_SECONDS = 2.0
-"""Between the error of one rank and the end of those that have not said theirs."""
 COUNT_PREFIX = "lockstep-restarts-"
 """Of the names of the files that count restarts: the folder may hold others, which are left alone."""
 

@@ -11,15 +11,14 @@ import sys
 import threading
 from typing import TextIO
 
+from ..limits import OUTPUT_LOOK_SECONDS, OUTPUT_SECONDS
+
 LIMIT = 1 << 16
 """Characters of a line without an end (a progress bar that never breaks) that are kept back at most."""
 
 
-LOOK_SECONDS = 0.1
 _AT_ONCE = 1 << 20
 """Bytes of one look: a pipe holds no more, so one look takes all that was there."""
-FINISH_SECONDS = 30.0
-"""Bound on the printing of what ranks have written: where it ends up may be blocked."""
 
 
 class _Pipe:
@@ -83,14 +82,14 @@ class Copies:
         for rank in self._pipes:
             self.ended(rank)
         if (thread := self._thread) is not None:
-            thread.join(FINISH_SECONDS)
+            thread.join(OUTPUT_SECONDS)
         if thread is None or not thread.is_alive():
             self._selector.close()
 
     def _copy(self) -> None:
         while keys := self._open():
             ended = [key.fd for key in keys if key.data.ended]  # before the look: what they have written is there
-            ready = {key.fd for key, _ in self._selector.select(0 if ended else LOOK_SECONDS)}
+            ready = {key.fd for key, _ in self._selector.select(0 if ended else OUTPUT_LOOK_SECONDS)}
             for key in keys:
                 data = os.read(key.fd, _AT_ONCE) if key.fd in ready else b""
                 if data:

@@ -10,13 +10,11 @@ from types import FrameType
 from typing import Any
 
 from ..contract import EXIT_PREEMPTED, to_stderr
-from .nodes import LEASE, LOOK_SECONDS, DesiredState, Ending, Link, NodeSlot, Report, environment, of_seat
+from ..limits import NODE_LOOK_SECONDS, STOP_SECONDS, STOPPED_SECONDS
+from .nodes import LEASE, DesiredState, Ending, Link, NodeSlot, Report, environment, of_seat
 from .rendezvous import FOREIGN, Foreign
-from .worker_group import STOP_SECONDS, Interrupted, WorkerGroup
+from .worker_group import Interrupted, WorkerGroup
 from .workers import Workers
-
-STOPPED_SECONDS = 1.0
-"""A look that takes longer: this process was stopped meanwhile."""
 
 
 class NodeAgent(WorkerGroup):
@@ -96,7 +94,7 @@ class NodeAgent(WorkerGroup):
         self._word, self._seat, self._ended, self._over_since = None, None, [], 0.0
         while True:
             looked = time.monotonic()
-            ended = self._processes.ended(LOOK_SECONDS)
+            ended = self._processes.ended(NODE_LOOK_SECONDS)
             if time.monotonic() - looked > STOPPED_SECONDS:
                 link.heard_before(LEASE * self.lost_seconds / 2)
             for place, code in ended.items():

@@ -25,21 +25,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.distributed import TCPStore
 
 from ..contract import ENV_LIVE, to_stderr
-from .rendezvous import REPORT_SECONDS, NotMet, Secret, SignedStore, waiting
+from ..limits import HEARD_SECONDS, LAST_CALL_SECONDS, LEAVE_SECONDS, MISSING_NODES_SECONDS, NODE_LOOK_SECONDS
+from .rendezvous import NotMet, Secret, SignedStore, waiting
 from .workers import WorkerId
 
-LOOK_SECONDS = 0.05
-"""Between two reports of a node, and two looks of the first one."""
 NODES_AT_ONCE = 16
 """With more nodes each of them reports, and is looked at, less often."""
 LEASE = 0.5
 """A launcher that is not heard kills its ranks after this part of the time after which it is taken for lost."""
-LEAVE_SECONDS = 1.0
-"""A node or a rank that is told to leave does so alone, if the first node is not told within this time, too."""
-HEARD_SECONDS = 5.0
-"""How long the nodes have to read how the job has ended."""
-LAST_CALL_SECONDS = 3.0
-"""How long an elastic job waits for more nodes, once the fewest are there."""
 _Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
@@ -119,7 +112,7 @@ class DesiredState(_Document):
 
 def pace(nodes: int) -> float:
     """Seconds between two reports of each node, of that many."""
-    return LOOK_SECONDS * max(1.0, nodes / NODES_AT_ONCE)
+    return NODE_LOOK_SECONDS * max(1.0, nodes / NODES_AT_ONCE)
 
 
 def size(seats: list[NodeSlot]) -> int:
@@ -235,12 +228,12 @@ class Nodes:
                 break
             if missing > 0 and now - began > seconds:
                 raise NotMet(f"{missing} of {self._fewest} nodes did not come within {seconds:g} s")
-            if missing > 0 and now - told > REPORT_SECONDS:
+            if missing > 0 and now - told > MISSING_NODES_SECONDS:
                 told = now
                 to_stderr(
                     f"launch: {len(found) + 1} of {self._fewest} nodes are here, {missing} missing: {waiting(now - began, seconds)}"
                 )
-            time.sleep(LOOK_SECONDS)
+            time.sleep(NODE_LOOK_SECONDS)
         had = {seat.number for seat in self.seats}
         chosen = sorted(found, key=lambda number: (number not in had, number))[: self._most - 1]
         seats = [NodeSlot(number=0, first=0, ranks=self._ranks)]
@@ -324,7 +317,7 @@ class Nodes:
             for other in self._others.values() if other.silent < self._lost_seconds / 2
         ):  # fmt: skip
             self._look()
-            time.sleep(LOOK_SECONDS)
+            time.sleep(NODE_LOOK_SECONDS)
 
     def _write(self) -> None:
         """Again and again: whoever reaches the store may have put something else there."""
@@ -427,12 +420,12 @@ class Link:
         deadline, wanted = time.monotonic() + seconds, self._beat
         self._changed.set()
         while self._arrived <= wanted and not self.broken and time.monotonic() < deadline:
-            time.sleep(LOOK_SECONDS / 5)
+            time.sleep(NODE_LOOK_SECONDS / 5)
 
     def close(self) -> None:
         self._over = True
         self._changed.set()
-        self._thread.join(LOOK_SECONDS)
+        self._thread.join(NODE_LOOK_SECONDS)
 
     def _exchange(self) -> None:
         try:

@@ -27,12 +27,9 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
 from ..contract import ENV_SECRET, EXIT_FAILED, EXIT_USAGE, MASTER_PORT, UserError, say
+from ..limits import MISSING_NODES_SECONDS, STORE_SECONDS
 from ..parallel import stores
 
-REPORT_SECONDS = 60.0
-"""Between two lines about nodes that are missing."""
-READ_SECONDS = 60.0
-"""Bound on a question to the store."""
 MOST_BYTES = 1 << 20
 """Of one value. The wanted state of 8,192 ranks has about half of that."""
 UNSIGNED = (
@@ -204,7 +201,7 @@ def reach(wanted: Meeting, served_here: bool, join: Callable[[TCPStore, Secret, 
         now = time.monotonic()
         if now - began >= timeout:
             raise NotMet(f"there was no answer at {wanted.endpoint} for {timeout:g} s: {problem}")
-        if now - last_report >= REPORT_SECONDS:
+        if now - last_report >= MISSING_NODES_SECONDS:
             last_report = now
             say(
                 f"launch: no answer at {wanted.endpoint} yet ({problem}): {waiting(now - began, timeout)}",
@@ -215,7 +212,7 @@ def reach(wanted: Meeting, served_here: bool, join: Callable[[TCPStore, Secret, 
 
 def _joined(wanted: Meeting, served_here: bool, join: Callable[[TCPStore, Secret, bool], Joined]) -> Joined:
     """The store listens on the one address that was named."""
-    (host, port), seconds = wanted.place, max(1.0, min(wanted.join_seconds, READ_SECONDS))
+    (host, port), seconds = wanted.place, max(1.0, min(wanted.join_seconds, STORE_SECONDS))
 
     def joined(serves: bool) -> Joined:
         return join(stores.tcp_store(host, port, serves=serves, seconds=seconds), Secret(wanted.secret), serves)

@@ -29,9 +29,6 @@ from ..contract import (
 )
 from .ending import FINAL, Attempts, deaths, note_end, too_early
 
-STOP_SECONDS = 30
-"""Time that ranks have to end before they are started again."""
-
 
 class Interrupted(Exception):
     """A signal ends the launcher while no rank runs."""

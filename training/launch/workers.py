@@ -15,12 +15,8 @@ from lockstep.wire.progress import state_of
 from lockstep.wire.signals import FORWARDED
 
 from ..contract import ENV_REPLACEMENT
+from ..limits import KILL_SECONDS, POLL_SECONDS
 from .lines import Copies
-
-POLL_SECONDS = 0.05
-"""Between two looks at processes, where the system has no descriptors of them (before Linux 5.3)."""
-KILL_SECONDS = 30.0
-"""Bound on the end of ranks that were killed: one that waits for a device may not end."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from ..config import settings
+from ..config.user_code import check_options, imported
 from ..contract import UserError
-from ..imported import check_options, imported
 
 MODELS = {
     "bag_of_tricks": "lockstep.training.models.bag_of_tricks:BagOfTricks",

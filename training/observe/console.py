@@ -18,10 +18,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..config import Log
 from ..contract import say
 from ..files import json_text
+from ..limits import PROGRESS_SECONDS
 from ..parallel.world import World
 
-PROGRESS_SECONDS = 60.0
-"""Between two lines of progress, where there is no terminal with a bar."""
 MOST_COLUMNS = 6
 """Of what is logged, in the table of epochs."""
 OTHER_COLUMNS = 50

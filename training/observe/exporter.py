@@ -34,9 +34,9 @@ from lockstep.wire.hangs import of_run
 from .. import config as configuration
 from .. import contract, files
 from ..contract import UserError, say
+from ..limits import DISK_SECONDS, REQUEST_SECONDS
 from ..parallel.world import World
 from .metrics import Metrics
-from .rundir import SECONDS
 
 ANY_ADDRESS = "any"
 MAX_CONNECTIONS = 16
@@ -44,8 +44,6 @@ MAX_CONNECTIONS = 16
 checkpoints and events."""
 WAITING_CONNECTIONS = 128
 """For a place among them. A further one is dropped, and comes again after a second."""
-REQUEST_SECONDS = 5.0
-"""For a whole request, from its connection to the last byte of the answer."""
 
 
 class Exporter:
@@ -179,7 +177,7 @@ class Exporter:
         if self.enabled:
             last = threading.Thread(target=self._last_files, name="textfile", daemon=True)
             last.start()
-            last.join(SECONDS)  # no disk that hangs keeps the run from its end
+            last.join(DISK_SECONDS)  # no disk that hangs keeps the run from its end
         if self._server is not None:
             self._server.stop(self._thread)
 

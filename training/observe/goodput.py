@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING
 from lockstep.wire.hangs import HANG_SECONDS
 
 from .. import contract
+from ..limits import LEAST_LINE_SECONDS, MOST_LINE_SECONDS
 from .account import PRECEDENCE, Account, Bucket, Line, boot, boot_seconds, of_run, started
 
 if TYPE_CHECKING:
     from .rundir import RunDirectory
 
-SHARE, LEAST_SECONDS, MOST_SECONDS = 0.01, 0.2, 60.0
-"""Between two lines: this share of the attempt so far, within these bounds. A kill loses no more."""
+SHARE = 0.01
+"""Of the attempt so far: the time between two lines, within the bounds of `limits`."""
 _KEPT = 16
 """Lines that a rank keeps which writes none, should it come to stand in rank 0's place."""
 
@@ -189,7 +190,7 @@ class GoodputRecorder:
             self.count(bucket, value)
         self._since, self._first = now, self._step
         self._seconds.clear()
-        self._due = self._last + min(max(SHARE * (now - self._began), LEAST_SECONDS), MOST_SECONDS)
+        self._due = self._last + min(max(SHARE * (now - self._began), LEAST_LINE_SECONDS), MOST_LINE_SECONDS)
         if self._run is None:
             self._kept.append(line)
         else:

@@ -35,15 +35,9 @@ from .. import config as configuration
 from .. import contract, files
 from ..config import Config, RunSettings, settings
 from ..contract import UserError, say
+from ..limits import DISK_LOOK_SECONDS, DISK_SECONDS, LOCK_AFTER_RESTART_SECONDS, LOCK_SECONDS, RUN_FILE_SECONDS
 from ..parallel.world import World
 
-START_SECONDS = 30.0
-"""For `run.yaml`, without which no run begins."""
-
-SECONDS = 2.0
-"""For one thing, on a disk that has answered so far."""
-LOOK_SECONDS = 0.05
-"""Between two looks at a disk that is late."""
 MOST = 10_000
 """Things that wait for a disk that hangs; further ones are dropped."""
 
@@ -64,7 +58,7 @@ class Background:
         self._running = self._is_late = False
         self._thread: threading.Thread | None = None
 
-    def run(self, task: Callable[[], None], key: object = None, seconds: float = SECONDS) -> bool:
+    def run(self, task: Callable[[], None], key: object = None, seconds: float = DISK_SECONDS) -> bool:
         """Has the task done, which raises nothing, and waits for it. Returns whether everything is done by then.
 
         Args:
@@ -85,9 +79,9 @@ class Background:
                     self._is_late = True
                     break
                 began = time.monotonic()
-                self._change.wait(min(seconds, LOOK_SECONDS))
+                self._change.wait(min(seconds, DISK_LOOK_SECONDS))
                 # A process that gets no CPU wakes late, and its disk is not to blame for that.
-                seconds -= min(time.monotonic() - began, LOOK_SECONDS)
+                seconds -= min(time.monotonic() - began, DISK_LOOK_SECONDS)
         if self._is_late:
             self._late()
         return not self._is_late
@@ -156,7 +150,7 @@ class RunDirectory:
             if path.exists() and (fresh is True or (isinstance(fresh, str) and _begun_otherwise(path, fresh))):
                 _move_aside(path)
             again = os.environ.get(contract.ENV_RESTARTS, "0") != "0"
-            lock = _locked(path, LOCK_SECONDS_AGAIN if again else LOCK_SECONDS)
+            lock = _locked(path, LOCK_AFTER_RESTART_SECONDS if again else LOCK_SECONDS)
         except filelock.Timeout:
             raise UserError(f"{path} is in use by another run: wait for it, or choose another --run-dir") from None
         except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
@@ -198,7 +192,7 @@ class RunDirectory:
         """Of the rank that had it, which is dead: for the rest of the attempt. Raises `UserError`."""
         try:
             path = path.resolve()
-            run = cls(path, _locked(path, LOCK_SECONDS_AGAIN), read_run(path))
+            run = cls(path, _locked(path, LOCK_AFTER_RESTART_SECONDS), read_run(path))
         except filelock.Timeout:
             raise UserError(f"{path} is in use by another run") from None
         except OSError as error:
@@ -259,7 +253,7 @@ class RunDirectory:
             **({"fresh": self.fresh_word} if self.fresh_word else {}),
             "environment": {name: os.environ[name] for name in contract.RUN_ENVIRONMENT if name in os.environ},
         }
-        path, refused = self.path / contract.RUN_FILE, [f"the disk has not answered for {START_SECONDS:.0f} s"]
+        path, refused = self.path / contract.RUN_FILE, [f"the disk has not answered for {RUN_FILE_SECONDS:.0f} s"]
 
         def write() -> None:
             try:
@@ -268,7 +262,7 @@ class RunDirectory:
             except OSError as error:
                 refused[:] = [str(error.strerror)]
 
-        self.disk.run(write, seconds=START_SECONDS)
+        self.disk.run(write, seconds=RUN_FILE_SECONDS)
         if refused:
             raise UserError(f"cannot write {path}: {refused[0]}")
 
@@ -284,9 +278,9 @@ class RunDirectory:
 
     def time(self, line: dict[str, Any], waits: bool) -> None:
         """Appends a line to time.jsonl (`goodput.py`). `waits`: until it is written."""
-        self._append(contract.TIME_FILE, line, SECONDS if waits else 0.0)
+        self._append(contract.TIME_FILE, line, DISK_SECONDS if waits else 0.0)
 
-    def _append(self, name: str, entry: dict[str, Any], seconds: float = SECONDS) -> None:
+    def _append(self, name: str, entry: dict[str, Any], seconds: float = DISK_SECONDS) -> None:
         self._write(name, lambda path: files.append(path, entry), seconds=seconds)
 
     def status(self, code: int | None, reason: str, step: int) -> None:
@@ -317,7 +311,7 @@ class RunDirectory:
         self._write(contract.SUMMARY_FILE, lambda path: files.replace_json(path, values), contract.SUMMARY_FILE)
 
     def _write(
-        self, name: str, write: Callable[[Path], None], key: str | None = None, seconds: float = SECONDS
+        self, name: str, write: Callable[[Path], None], key: str | None = None, seconds: float = DISK_SECONDS
     ) -> None:  # fmt: skip
         def guarded() -> None:
             try:
@@ -360,12 +354,6 @@ def recipe_of(path: Path, what_for: str) -> dict[str, Any]:
             f"{path} holds a run of {run['config'].script}, not of a recipe: {what_for} needs its own script"
         )
     return run
-
-
-LOCK_SECONDS = 10.0
-"""How long another process may still hold the lock."""
-LOCK_SECONDS_AGAIN = 180.0
-"""The same after a restart: network file systems keep the lock of a node that failed until its lease is over."""
 
 
 def _locked(path: Path, seconds: float) -> filelock.FileLock:

@@ -28,13 +28,12 @@ import numpy as np
 import numpy.typing as npt
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ..limits import SLOW_LOOK_SECONDS
 from ..parallel.world import World
 from .clock import Times
 
 PHASES: tuple[Literal["data", "compute", "update"], ...] = ("data", "compute", "update")
 """Of a rank's own time: waiting for its batch; forward and backward, with what a script does between two batches; the rest of the step."""
-LOOK_SECONDS = 1.0
-"""Between two looks; a block of steps is what is new at a look."""
 BLOCKS = 10
 """The newest ones, over which the cost of a rank is taken."""
 LEAST_SHARE = 0.03
@@ -80,7 +79,7 @@ class SlowRank:
         self._left: int = 0
         """How many rows were new when they were left in the store."""
         self._rest = 0.0
-        self._due = time.monotonic() + LOOK_SECONDS
+        self._due = time.monotonic() + SLOW_LOOK_SECONDS
         self._took: deque[float] = deque([0.0], maxlen=5)
         """Seconds of the last looks."""
         self._read = 0
@@ -120,7 +119,7 @@ class SlowRank:
         looked = self._world.leader and self._look(store)
         # With many ranks it takes longer, and is done less often: what is missed is not counted. One look may have had to wait for a CPU.
         self._took.append(time.monotonic() - began)
-        self._due = began + max(LOOK_SECONDS, 500 * min(self._took))
+        self._due = began + max(SLOW_LOOK_SECONDS, 500 * min(self._took))
         return looked
 
     def _leave(self, store: Any) -> None:

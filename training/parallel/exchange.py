@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..contract import EXIT_FAILED, UserError, named
+from ..limits import BEAT_SECONDS
 from . import process
 from .world import World, detect
 
@@ -52,7 +53,6 @@ _OF_NCCL = re.compile(r"NCCL (communicator was aborted|operation timed out|Async
 """torch's own words where the communicator of a collective was aborted before it (2.15): a plain `RuntimeError`, too."""
 _OF_GLOO = re.compile(r"gloo/transport/\S+\] (Timed out|Connection closed|Read error|Write error)")
 """gloo's own words where another rank did not come, or is gone: also in a process group of the script's."""
-BEAT_SECONDS = 1.0
 
 
 def group_size() -> int:

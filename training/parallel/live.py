@@ -31,19 +31,12 @@ import torch
 import torch.distributed as dist
 
 from ..contract import ENV_LIVE
+from ..limits import ADMITTED_LOOK_SECONDS, ANNOUNCED_SECONDS, CLOSE_SECONDS, LIVE_LOOK_SECONDS, MEET_SECONDS
 from . import process, stores
 from .exchange import broadcast_bytes, is_collective, pack, unpack
 from .world import World, backends
 
-ANNOUNCED_SECONDS = 10.0
-"""How long a rank whose collective has failed waits for the launcher to say that a rank is lost; longer by the time after which a node is,
-where there are several. Without a loss it is another error."""
-MEET_SECONDS = 1.0
-"""For the new process group, once all ranks are there: they need milliseconds. Each further attempt has twice the time."""
 ATTEMPTS = 6
-LOOK_SECONDS = 0.002
-CLOSE_SECONDS = 5.0
-ADMITTED_LOOK_SECONDS = 0.02
 Results = list[torch.Tensor]
 _ATTEMPTS = itertools.count()
 """Of this process, one for each of its script's Sessions."""
@@ -490,7 +483,7 @@ class Live:
             self.check()
             if time.monotonic() > deadline:
                 return False
-            time.sleep(LOOK_SECONDS)
+            time.sleep(LIVE_LOOK_SECONDS)
         return True
 
     def _connected_to_ranks(self, place: str, members: list[int]) -> process.Connections:

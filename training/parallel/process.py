@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+from ..limits import FORK_LOOK_SECONDS, FORK_SECONDS
+
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """`mallopt` parameters, from glibc's malloc.h."""
 
@@ -141,9 +143,6 @@ def _ends(fd: int) -> tuple[Address, Address] | None:
 
 
 _TASKS = Path("/proc/self/task")
-_LOOK_SECONDS = 0.012
-"""More than twice the 5 ms after which a thread that waits for Python's lock wakes and asks again."""
-_BOUND_SECONDS = 5.0
 
 
 def let_gloo_finish() -> None:
@@ -156,10 +155,10 @@ def let_gloo_finish() -> None:
     ("terminate called without an active exception", exit code 134). Only Linux shows what its threads do; elsewhere nothing
     is waited for.
     """
-    deadline = time.monotonic() + _BOUND_SECONDS
+    deadline = time.monotonic() + FORK_SECONDS
     before = _looked()
     while before and time.monotonic() < deadline:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(FORK_LOOK_SECONDS)
         now = _looked()
         if now == before and all(state == "S" for state, _ in now.values()):
             return

@@ -17,14 +17,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from ..limits import LISTEN_SECONDS
+
 BACKLOG = 4096
 """Connections that may wait; a large job's ranks all come at once."""
 
 SAID = 300
 """Characters of a text in a store that is shown to somebody."""
-
-LISTEN_SECONDS = 3.0
-"""How long a rank looks by itself whether the store is there. torch looks again only after half a second, and then ever less."""
 
 
 def tcp_store(host: str, port: int, serves: bool, seconds: float, size: int | None = None) -> dist.TCPStore:

@@ -23,14 +23,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..contract import EXIT_FAILED
+from ..limits import DESYNC_LOOK_SECONDS, KNOW_SECONDS
 from ..parallel import stores
 from ..parallel.exchange import reduced
 from ..parallel.world import World
 
-LOOK_SECONDS = 1.0
-"""Between two looks of a rank that gets no further, or waits for the others."""
-KNOW_SECONDS = 3.0
-"""For all ranks to read in the store why they end, before the first one does."""
 _TAG = 4  # of the messages of a meeting
 _RANKS = 1 << 20  # more than there are
 _ATTEMPTS = itertools.count()
@@ -157,7 +154,7 @@ class Meetings:
         before, told = -1, 0
         with contextlib.suppress(RuntimeError):
             store = _get_default_store()
-            while not self._over.wait(LOOK_SECONDS):
+            while not self._over.wait(DESYNC_LOOK_SECONDS):
                 moves, waiting = self._moves(), self._waiting
                 if waiting is not None and waiting.meeting != told:
                     told = waiting.meeting

@@ -26,12 +26,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..contract import ENV_NOTE, ENV_RESTARTS, EXIT_FAILED, UserError, to_stderr
+from ..limits import RAISED_SECONDS, VERDICT_SECONDS
 from ..parallel import stores
 from ..parallel.world import World
 
-REPORT_SECONDS = 5.0
-RAISED_SECONDS = 2.0
-"""Within which ranks that run into the same error of the script do so."""
 _PLACE = re.compile(r"^\[[^]]*\] ")
 """Where in its sources a library's message arose."""
 
@@ -165,7 +163,7 @@ def _missing(world: World, step: int, report_name: str) -> list[str]:
     launchers = stores.without_prefix(store)
     store.set(f"lockstep/{report_name}/{world.rank}", str(step))
     missing = []
-    deadline = time.monotonic() + REPORT_SECONDS
+    deadline = time.monotonic() + VERDICT_SECONDS
     for rank in range(world.size):
         key, ended = [f"lockstep/{report_name}/{rank}"], stores.ended(rank)
         # Asked again and again: `store.wait` would print warnings of torch's own about a wait that is meant to end so.

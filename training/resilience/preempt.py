@@ -25,13 +25,9 @@ import torch.distributed as dist
 from lockstep.wire.signals import FORWARDED, taken
 
 from ..contract import EXIT_PREEMPTED, say
+from ..limits import LAST_WORDS_SECONDS, ONE_SIGNAL_SECONDS
 from ..parallel.exchange import reduced
 from ..parallel.world import World
-
-ONE_SIGNAL_SECONDS = 2.0
-"""Signals within this time count as one: launchers and clusters send the same one to a process twice."""
-LAST_WORDS_SECONDS = 1.0
-"""How long the second signal waits for `Signals.on_second_signal`."""
 
 
 class Signals:

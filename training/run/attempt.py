@@ -29,6 +29,7 @@ from lockstep.wire.progress import About, Progress
 from .. import contract
 from ..checkpoint.state import gather
 from ..contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, RUN_AGAIN, UserError, named
+from ..limits import STATUS_SECONDS
 from ..observe import trackers
 from ..observe.account import Bucket
 from ..observe.clock import Times
@@ -76,8 +77,6 @@ from .unsaved import Unsaved
 
 FIRST_STEPS = 3
 """Steps of an attempt after which the replicas are compared: at the first one a schedule's rate may be 0."""
-STATUS_SECONDS = 10.0
-"""Between two writings of status.json while the run trains: `lockstep status` reads the step there."""
 
 
 class Ended(BaseException):

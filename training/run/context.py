@@ -15,15 +15,13 @@ from ..checkpoint.state import TrainState
 from ..config import Config, RunSettings
 from ..contract import REPORT_FILE
 from ..data.shards import CorruptShard
+from ..limits import REPORT_SECONDS
 from ..observe.console import Console
 from ..observe.exporter import Exporter
 from ..observe.goodput import GoodputRecorder
 from ..observe.metrics import Metrics
 from ..observe.rundir import RunDirectory
 from ..parallel.world import World
-
-REPORT_SECONDS = 60.0
-"""For the report, at the end of a run."""
 
 
 @dataclass(slots=True, kw_only=True)

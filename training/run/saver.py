@@ -23,24 +23,21 @@ from ..checkpoint.score import KeepBest, Rule
 from ..checkpoint.state import gather
 from ..checkpoint.store import SaveResult, Worker, Writer
 from ..contract import UserError, say
+from ..limits import (
+    BUCKET_LOOK_SECONDS,
+    LAST_COMMIT_SECONDS,
+    LEAST_INTERVAL_SECONDS,
+    MOST_INTERVAL_SECONDS,
+    PRIOR_SECONDS,
+    SAVE_LOOK_SECONDS,
+)
 from ..parallel.exchange import failing_together, on_any
 from .context import RunContext
 
-LOOK_SECONDS = 0.25
-"""During the wait for a save: seconds between two checks whether the run must end."""
-PATIENCE_SECONDS = 1.0
-"""During the wait for a bucket: seconds between two questions of the ranks whether it is over."""
-PRIOR_SECONDS = 86_400.0
-"""The prior: one failure in a day of training. The run's own failures are added to it. So a run without failures does not
-get an infinite interval, and one failure in the first minute does not count as one failure per minute."""
-LEAST_SECONDS, MOST_SECONDS = 30.0, 3600.0
-"""Bounds of the interval. The first save comes after the least one: it measures what a save costs."""
 WRITES = 2.0
 """An interval is at least this many times as long as the writing in the background, which takes part of the disk and the CPU."""
 _LAST = 9
 """Saves whose median counts."""
-LAST_SECONDS = 20.0
-"""For the last commit to a bucket, as the attempt ends."""
 _SENDING = Worker("checkpoint-send")
 
 
@@ -82,8 +79,8 @@ class Interval:
     def seconds(self, trained: float) -> float:
         """Seconds between two saves. `trained`: as in `mtbf`."""
         best = math.sqrt(2 * self.cost * self.mtbf(trained))
-        least = max(LEAST_SECONDS, WRITES * statistics.median(self._writes) if self._writes else 0.0)
-        return min(max(best, least), max(MOST_SECONDS, least))
+        least = max(LEAST_INTERVAL_SECONDS, WRITES * statistics.median(self._writes) if self._writes else 0.0)
+        return min(max(best, least), max(MOST_INTERVAL_SECONDS, least))
 
 
 class _NoAnswer(Exception):
@@ -271,9 +268,9 @@ class Saver:
     def _waits_for_bucket(self) -> bool:
         """Waits a moment. Whether the bucket may have the last save yet."""
         if self._sends:
-            wait(self._sends, max(0.0, min(PATIENCE_SECONDS, self._left())))
+            wait(self._sends, max(0.0, min(BUCKET_LOOK_SECONDS, self._left())))
             self._tell_sent()
-        if self._sends and self._left() <= LOOK_SECONDS:
+        if self._sends and self._left() <= SAVE_LOOK_SECONDS:
             self._sends.clear()
             self._not_sent(f"the bucket did not answer within the grace period of {self._grace:g} s", "timeout")
         return bool(self._sends)
@@ -308,10 +305,10 @@ class Saver:
         """Waits for a save, on the way out no longer than the rest of the grace. Raises `_NoAnswer`, `OSError`."""
         while True:
             left = self._left()
-            wait([future], max(0.0, min(left, LOOK_SECONDS)))
+            wait([future], max(0.0, min(left, SAVE_LOOK_SECONDS)))
             if future.done():
                 return future.result()
-            if left <= LOOK_SECONDS:
+            if left <= SAVE_LOOK_SECONDS:
                 raise _NoAnswer(f"the disk did not answer within the grace period of {self._grace:g} s")
 
     def _left(self) -> float:
@@ -364,7 +361,7 @@ class Saver:
     def _finish(self) -> None:
         """Commits how the attempt has ended. A bucket that does not answer keeps no process from its end."""
         assert self._sender is not None
-        future, seconds = self._sender.finish(), max(0.0, min(LAST_SECONDS, self._left()))
+        future, seconds = self._sender.finish(), max(0.0, min(LAST_COMMIT_SECONDS, self._left()))
         wait([future], seconds)
         error = future.exception() if future.done() else f"the bucket did not answer within {seconds:.0f} s"
         if error is not None:

@@ -6,8 +6,8 @@ import inspect
 
 from ..config import Sync
 from ..config import settings as typed
+from ..config.user_code import imported
 from ..contract import UserError
-from ..imported import imported
 from .base import GradientSync
 
 STRATEGIES = {

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ...config import Data, settings
+from ...config.user_code import check_options
 from ...contract import UserError
-from ...imported import check_options
 from . import arrays, builtin, function, images
 from .raw import Raw, Stream
 

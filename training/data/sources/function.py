@@ -21,8 +21,8 @@ from typing import Any
 
 from ... import files
 from ...config import settings
+from ...config.user_code import add_working_directory, check_options, imported
 from ...contract import UserError
-from ...imported import add_working_directory, check_options, imported
 from .raw import Piece, Stream
 
 _MOST_BYTES = 64 << 20

@@ -25,6 +25,7 @@ from pydantic import AfterValidator, Field
 from ...config.sections import Items
 from ...config.settings import Section
 from ...contract import UserError, say
+from ...limits import DECODE_PROGRESS_SECONDS
 from ...parallel.world import cores
 from ..decoders import Decoders, Item
 from .raw import Piece, Share, Stream, rows_of_a_piece
@@ -34,8 +35,6 @@ KINDS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP"}
 """Suffix → the format that the content must have."""
 _DROPPINGS = frozenset({"thumbs.db", "desktop.ini"})
 """What file managers leave, beside names with a leading dot."""
-_PROGRESS_SECONDS = 10.0
-"""Between two lines about how far the decoding is."""
 
 
 def _size(value: int | list[int]) -> list[int]:
@@ -105,12 +104,12 @@ def open_stream(root: Path, options: Options, workers: int) -> Stream:
         height, width = options.size  # type: ignore[misc]
         most = rows_of_a_piece(height * width * 3)
         pixels, labels = bytearray(), []
-        next_line = time.monotonic() + _PROGRESS_SECONDS
+        next_line = time.monotonic() + DECODE_PROGRESS_SECONDS
         with Decoders(height, width, workers or cores()) as decoders:
             for number, (item, result) in enumerate(decoders.decode(items[split]), 1):
                 if time.monotonic() > next_line:
                     say(f"decoding {split} images: {number} of {len(items[split])}", sys.stderr)
-                    next_line = time.monotonic() + _PROGRESS_SECONDS
+                    next_line = time.monotonic() + DECODE_PROGRESS_SECONDS
                 if isinstance(result, str):
                     left_out[item.name] = result
                     _check_broken(left_out, total, options.max_broken)

@@ -26,6 +26,7 @@ import jinja2
 from ... import contract, files
 from ...config import settings
 from ...contract import UserError
+from ...limits import SILENT_RUN_SECONDS
 from . import charts, record
 from .charts import Row, Table
 from .record import RunRecord, number_of
@@ -33,8 +34,6 @@ from .record import RunRecord, number_of
 FOLDER = Path(__file__).parent
 MARK = '<meta name="generator" content="lockstep report">'
 """Stands near the beginning of every report. A file without it is somebody else's, and is not replaced."""
-GONE_SECONDS = 60.0
-"""Without a word of a run whose lock is free: on another machine a lock may not be seen."""
 _ENVIRONMENT = ("versions", "world", "threads", "git_revision", "global_batch_size", "data", "environment")
 """Parts of run.yaml."""
 
@@ -123,7 +122,7 @@ def _gone(path: Path) -> bool:
     """Whether a run that has not ended has no process: rank 0 holds a lock, and writes its status every few seconds."""
     with contextlib.suppress(OSError):
         silent = time.time() - (path / contract.STATUS_FILE).stat().st_mtime
-        return silent > GONE_SECONDS and files.is_locked(path / contract.LOCK_FILE) is False
+        return silent > SILENT_RUN_SECONDS and files.is_locked(path / contract.LOCK_FILE) is False
     return False
 
 

@@ -26,11 +26,11 @@ def test_a_file_that_ends_or_holds_up_its_decoder_is_named(tmp_path: Path, monke
         "    if b'term' in data: os.kill(os.getpid(), 15)\n"
         "    if b'time' in data: raise ValueError(resource.getrlimit(resource.RLIMIT_CPU)[0])\n"
         "    return bytes(9 << 30)[:12] if b'fill' in data else bytes(12)\n"
-        "decoders.decoded, decoders._content, decoders.SECONDS = decoded, lambda path, _: bytes(path), 5\n"
+        "decoders.decoded, decoders._content, decoders.DECODE_SECONDS = decoded, lambda path, _: bytes(path), 5\n"
         "decoders._main(2, 2)\n"
     )
     monkeypatch.setattr(decoders, "_PROGRAM", [str(program)])
-    monkeypatch.setattr(decoders, "SECONDS", 0.5)
+    monkeypatch.setattr(decoders, "DECODE_SECONDS", 0.5)
     items = [Item(tmp_path / name, 0, name) for name in ("a", "kill", "b", "wait", "once", "fill", "time", "term")]
     with Decoders(2, 2, 1) as running:
         results = [result for _, result in running.decode(items)]
@@ -56,7 +56,7 @@ def test_leaving_while_a_process_starts_does_not_wait_for_it(
 
     monkeypatch.setattr(target, name, held)
     monkeypatch.setattr(decoders, "_PROGRAM", ["-c", "import time; time.sleep(600)"])
-    monkeypatch.setattr(decoders, "_START_SECONDS", 30)
+    monkeypatch.setattr(decoders, "DECODER_START_SECONDS", 30)
     with Decoders(2, 2, 1) as running:
         running._threads.submit(running._decode, [Item(tmp_path / "a", 0, "a")])
         assert reached.wait(60)

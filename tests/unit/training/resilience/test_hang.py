@@ -13,7 +13,7 @@ from lockstep.training.resilience import hang
 def test_all_ranks_in_one_evaluation_are_no_hang(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
     store = dist.HashStore()
     monkeypatch.setattr(hang, "_get_default_store", lambda: store)
-    monkeypatch.setattr(hang, "REPORT_SECONDS", 0.2)
+    monkeypatch.setattr(hang, "VERDICT_SECONDS", 0.2)
     if other == "evaluates as long":
         store.set("lockstep/still/7/1/1", "7")
     told = hang._about_the_missing(World(rank=0, size=2), 7, "still/7/1", "nothing came")

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from .config import settings
-from .contract import UserError
+from ..contract import UserError
+from . import settings
 
 
 def imported(name: str, kind: str) -> Any:

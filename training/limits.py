@@ -1,0 +1,136 @@
+"""The limits of time, in seconds, each with its reason. A limit that users may want to change is a setting in `config`.
+
+A module that waits takes its limit from here, so that a reader compares them in one place. Imports nothing.
+"""
+
+from __future__ import annotations
+
+# Disk and run directory.
+
+RUN_FILE_SECONDS = 30.0
+"""Bounds the write of `run.yaml`: no run begins without this file, so the run waits for a slow disk."""
+DISK_SECONDS = 2.0
+"""Bounds the wait for one write to a run directory: training must not stand still for a disk that hangs."""
+DISK_LOOK_SECONDS = 0.05
+"""Time between two looks at a late disk. A process that wakes later was short of CPU, and its disk is not late."""
+LOCK_SECONDS = 10.0
+"""Bounds the wait for the lock of a run directory: an earlier process may need this long to exit."""
+LOCK_AFTER_RESTART_SECONDS = 180.0
+"""The same after a restart: network file systems keep the lock of a failed node until its lease ends."""
+SILENT_RUN_SECONDS = 60.0
+"""A run is shown as dead when its lock is free and it has written nothing for this time. Another machine may not see the lock."""
+LEAST_LINE_SECONDS = 0.2
+"""The shortest time between two lines of time.jsonl."""
+MOST_LINE_SECONDS = 60.0
+"""The longest time between two lines of time.jsonl: a kill loses no more of the account."""
+REPORT_SECONDS = 60.0
+"""Bounds the report at the end of a run: a large report must not keep the GPUs."""
+STATUS_SECONDS = 10.0
+"""Time between two writes of status.json: `lockstep status` reads the step there."""
+
+# Output and metrics.
+
+PROGRESS_SECONDS = 60.0
+"""Time between two lines of progress where there is no terminal: a log of a day keeps a readable size."""
+REQUEST_SECONDS = 5.0
+"""Bounds one scrape, from its connection to the last byte: a silent client must not hold a connection."""
+
+# Data.
+
+DECODE_SECONDS = 60.0
+"""Bounds the decoding of one image: some small files take hours."""
+DECODER_START_SECONDS = 120.0
+"""Bounds the start of a decoder process: a loaded machine with a network file system imports slowly."""
+COMPARE_SECONDS = 0.25
+"""Bounds the loading of the samples by which the ranks compare their datasets: a slow dataset is compared by fewer samples."""
+DECODE_PROGRESS_SECONDS = 10.0
+"""Time between two lines of progress while images are decoded."""
+
+# Checkpoints.
+
+SAVE_LOOK_SECONDS = 0.25
+"""During the wait for a save, time between two checks whether the run must end."""
+BUCKET_LOOK_SECONDS = 1.0
+"""During the wait for a bucket, time between two agreements of the ranks whether the wait is over."""
+PRIOR_SECONDS = 86_400.0
+"""The prior of the save interval: one failure in a day of training. The run's own failures are added.
+Without a prior, a run without failures has an infinite interval, and a failure in the first minute means one a minute."""
+LEAST_INTERVAL_SECONDS = 30.0
+"""The shortest interval between two saves. The first save comes after it, and measures what a save costs."""
+MOST_INTERVAL_SECONDS = 3600.0
+"""The longest interval between two saves: a kill loses no more than an hour."""
+LAST_COMMIT_SECONDS = 20.0
+"""Bounds the last commit to a bucket, as the attempt ends: clusters kill after a grace period."""
+
+# Ranks that wait for each other.
+
+LISTEN_SECONDS = 3.0
+"""A rank tries this long by itself to reach the store. torch tries again after half a second, then ever less often."""
+BEAT_SECONDS = 1.0
+"""Time between two signs of life of a rank that does slow work alone, such as decoding, while the others wait."""
+FORK_LOOK_SECONDS = 0.012
+"""Time between two checks whether a thread holds Python's lock: more than twice the 5 ms after which a waiting thread asks again."""
+FORK_SECONDS = 5.0
+"""Bounds the wait for other threads before a process forks: a thread that never waits must not stop the run."""
+ANNOUNCED_SECONDS = 10.0
+"""A rank whose collective has failed waits this long for the launcher to name a lost rank. On several nodes the time after which a
+node counts as lost is added. Without a loss the collective's error counts."""
+MEET_SECONDS = 1.0
+"""Bounds the first attempt of the remaining ranks to form a process group: they need milliseconds. Each further attempt has twice
+the time."""
+LIVE_LOOK_SECONDS = 0.002
+"""Time between two looks of a rank at the announcement of a loss: the step stands still meanwhile."""
+ADMITTED_LOOK_SECONDS = 0.02
+"""The same for a rank that waits to be admitted: the others do not wait for it."""
+CLOSE_SECONDS = 5.0
+"""Bounds the end of the thread that listens for losses."""
+DESYNC_LOOK_SECONDS = 1.0
+"""Time between two looks at the other ranks of a rank that does not progress."""
+KNOW_SECONDS = 3.0
+"""Bounds the time in which all ranks read in the store why they end, before the first one ends."""
+VERDICT_SECONDS = 5.0
+"""Bounds the wait of a failed collective for the verdict on who hangs."""
+RAISED_SECONDS = 2.0
+"""Ranks that run into the same error of the script do so within this time."""
+SLOW_LOOK_SECONDS = 1.0
+"""Time between two comparisons of the ranks' step times. The steps between two comparisons are a block."""
+
+# Signals.
+
+ONE_SIGNAL_SECONDS = 2.0
+"""Signals within this time count as one: launchers and clusters send the same signal to a process twice."""
+LAST_WORDS_SECONDS = 1.0
+"""Bounds how long the second signal waits for `Signals.on_second_signal`."""
+
+# Launcher.
+
+NODE_LOOK_SECONDS = 0.05
+"""Time between two reports of a node, and between two looks of the first node."""
+LEAVE_SECONDS = 1.0
+"""A node or rank that got a signal leaves alone if the first node gets no signal within this time."""
+HEARD_SECONDS = 5.0
+"""Bounds the time in which the nodes read how the job has ended."""
+LAST_CALL_SECONDS = 3.0
+"""An elastic job waits this long for further nodes once the minimum is there."""
+STOPPED_SECONDS = 1.0
+"""A look that takes longer means that this process was stopped (SIGSTOP, a suspended machine)."""
+POLL_SECONDS = 0.05
+"""Time between two looks at processes where the system has no descriptors of them (before Linux 5.3)."""
+KILL_SECONDS = 30.0
+"""Bounds the end of killed ranks: one that waits for a device may not end."""
+STOP_SECONDS = 30
+"""Bounds the end of ranks before their restart."""
+OUTPUT_LOOK_SECONDS = 0.1
+"""Time between two looks at the ranks' output."""
+OUTPUT_SECONDS = 30.0
+"""Bounds the printing of what the ranks have written: the launcher's own output may be blocked."""
+ERROR_SECONDS = 2.0
+"""Time between the error of one rank and the end of the ranks that have not reported an error."""
+STORE_SECONDS = 60.0
+"""Bounds a question to the launcher's store."""
+MISSING_NODES_SECONDS = 60.0
+"""Time between two lines about missing nodes."""
+LOST_SECONDS = 15
+"""Default of `--lost-seconds` without `--live`: a node without a report for this time is lost."""
+LOST_LIVE_SECONDS = 10
+"""The same with `--live`, where a wrong guess costs a regroup and not a restart."""
