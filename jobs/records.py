@@ -24,6 +24,7 @@ from typing_extensions import NotRequired, TypedDict
 from lockstep.training import contract, files
 from lockstep.training.contract import UserError
 from lockstep.wire import hangs
+from lockstep.wire.status import slow_rank_of
 
 _MOST_LINKS = 40
 
@@ -399,7 +400,7 @@ def about_time(said: Said | None, submitted: float | None, placed: float | None 
             shares["before_start"] = round(began - submitted, 1)
             if placed is not None and int(submitted) <= placed <= began:  # clusters tell whole seconds
                 shares["queued"] = round(max(0.0, placed - submitted), 1)
-    return {"goodput": shares, "slow_rank": contract.slow_rank_of(said)}
+    return {"goodput": shares, "slow_rank": slow_rank_of(said)}
 
 
 def said(run_dir: Path, job: str) -> Said | None:

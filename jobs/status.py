@@ -23,11 +23,10 @@ from lockstep.training.contract import (
     EXIT_UNREACHABLE,
     EXIT_USAGE,
     UserError,
-    goodput_line,
     printable,
-    slow_rank_line,
     to_stderr,
 )
+from lockstep.wire.status import goodput_line, slow_rank_line
 
 EXIT_UNSCHEDULABLE = 3
 EXIT_LOST = 4

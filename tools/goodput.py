@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from lockstep.training.contract import EXIT_DONE, TIME_FILE, UserError, goodput_line, printable
+from lockstep.training.contract import EXIT_DONE, TIME_FILE, UserError, printable
 from lockstep.training.observe.account import Bucket, of_run, plain
 from lockstep.training.run.opened import Run, open_run
+from lockstep.wire.status import goodput_line
 
 from . import RUN, parser
 

@@ -21,6 +21,7 @@ from typing import Any
 from lockstep.training import contract, files
 from lockstep.training.contract import UserError, printable
 from lockstep.wire.hangs import of_run
+from lockstep.wire.status import slow_rank_of
 
 TIMEOUT = 2.0
 _MOST_BYTES = 4 << 20
@@ -66,7 +67,7 @@ class Rank:
     exit_code: int | None
     source: str
     straggler: dict[str, Any] | None = None
-    """Where this rank holds the others up: in which phase, what it costs (`contract.slow_rank_of`)."""
+    """Where this rank holds the others up: in which phase, what it costs (`slow_rank_of`)."""
     hang: str | None = None
     """What it does, and where, while none gets further for it."""
 
@@ -110,7 +111,7 @@ class Reader:
 
     def _straggler(self) -> dict[str, Any] | None:
         """Which rank holds the others up, as rank 0 has found (`slow.py`)."""
-        return contract.slow_rank_of(files.read_json(self.run_dir / contract.STATUS_FILE))
+        return slow_rank_of(files.read_json(self.run_dir / contract.STATUS_FILE))
 
     def _rank(self, rank: int) -> Snapshot | None:
         path = contract.textfile(self.run_dir, rank)

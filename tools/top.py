@@ -10,8 +10,9 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from lockstep.training.contract import EXIT_DONE, UserError, printable, slow_rank_line
+from lockstep.training.contract import EXIT_DONE, UserError, printable
 from lockstep.training.run.opened import Run, open_run
+from lockstep.wire.status import slow_rank_line
 
 from . import RUN, parser
 from .ranks import Rank, Reader, Snapshot

@@ -10,7 +10,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.training.contract import ENV_TORTURE, OF_A_JOB, stat_of, variables_of
+from lockstep.training.contract import ENV_TORTURE, OF_A_JOB
+from lockstep.wire.processes import stat_of, variables_of
 from lockstep.wire.progress import WATCHER
 
 RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from lockstep.wire.signals import FORWARDED, command_of, end_with_launcher
 
+from .cli import check_words
+
 # Else a lost store is a warning with a stack, around the sentence that names the rank.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 if __name__ == "__main__" and command_of(sys.argv[1:])[:1] in (["run"], ["launch"]):
@@ -37,7 +39,6 @@ from .contract import (
     EXIT_NO_READER,
     REPORT_FILE,
     UserError,
-    check_words,
     print_error,
     printable,
     rank_of,

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from .contract import ENV_PROGRAM, EXIT_NO_READER, EXIT_USAGE, UserError, to_stderr
@@ -82,3 +82,17 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) >= 1 << 31:
         raise argparse.ArgumentTypeError(f"must be a whole number from 0, got {text!r}")
     return int(text)
+
+
+def search_path(env: Mapping[str, str]) -> str:
+    """PATH of a job's `command:`, in which `python` is this very interpreter: the one that has torch and Lockstep."""
+    return os.pathsep.join([os.path.dirname(sys.executable), env.get("PATH", os.defpath)])
+
+
+def check_words(arguments: Sequence[str]) -> None:
+    """Raises `UserError` for a command-line argument that is not UTF-8: it could not be written to the run's files."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{argument!r} is not UTF-8: give the file or folder another name") from None

@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 VERSION = "0.1.0"
 
@@ -116,17 +116,6 @@ RUN_ENVIRONMENT = (
 """The only environment variables that `run.yaml` records: an allowlist, so that no secret reaches a file."""
 
 
-def goodput_line(shares: Mapping[str, Any]) -> str:
-    """For people: `goodput` of a run's status.json, or of a job's status, which has `before_start`, too."""
-    text = f"goodput {100 * shares['fraction']:.1f} %"
-    if count := shares["restarts"]:
-        text += f", {100 * shares['lost_to_restarts']:.1f} % lost to {count} restart{'s' if count > 1 else ''}"
-    if "before_start" in shares:
-        queued = f", {shares['queued']:.0f} s of them queued" if "queued" in shares else ""
-        text += f"; before that {shares['before_start']:.0f} s from submission to start{queued} (by the clocks of the machines)"
-    return text
-
-
 def named(ranks: Sequence[int]) -> str:
     """Ranks as text: `1, 5`; for many ranks their ranges, `0–511, 700`, at most `MOST_NAMED` of them."""
     if len(ranks) <= MOST_NAMED:
@@ -142,30 +131,6 @@ def named(ranks: Sequence[int]) -> str:
     return ", ".join(parts) + (f" and {left} more" if left else "")
 
 
-_SLOW_RANK = {"rank": (int,), "phase": (str,), "share": (int, float)}
-_LATEST = 2**36
-"""Unix time, in the year 4147: a number from here on is damaged."""
-
-
-def slow_rank_of(status: Any) -> dict[str, Any] | None:
-    """The rank that the others wait for, of a run's status.json: `rank`, `phase`, `share` of every step that it costs. None where there is
-    none, or it is damaged."""
-    found = status.get("slow_rank") if isinstance(status, Mapping) else None
-    if not isinstance(found, Mapping):
-        return None
-    values: dict[str, Any] = {name: found.get(name) for name in _SLOW_RANK}
-    sound = (
-        type(value) in _SLOW_RANK[name] and (isinstance(value, str) or 0 <= value < _LATEST)
-        for name, value in values.items()
-    )  # fmt: skip
-    return values if all(sound) else None
-
-
-def slow_rank_line(found: Mapping[str, Any]) -> str:
-    """For people: `slow_rank_of` a run's status.json."""
-    return printable(f"rank {found['rank']}, in {found['phase']}: costs {100 * found['share']:.0f} % of every step")
-
-
 def printable(text: str) -> str:
     """One line, control codes made visible: a name in somebody's file must not move the cursor, rename the window or end the line."""
     if text.isprintable():
@@ -176,42 +141,6 @@ def printable(text: str) -> str:
 def _visible(letter: str) -> str:
     code = ord(letter)
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
-
-
-def stat_of(pid: int | str) -> list[str]:
-    """The fields of proc_pid_stat(5) behind the name of the program: 0 is the state, 1 the parent, 3 the session, 19 when it was started,
-    in clock ticks. [] where there is no such process; "self" is this one."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
-    except OSError:
-        return []
-
-
-def variables_of(pid: int) -> dict[str, str]:
-    """The environment of a process of this user (Linux); {} where it has ended, or is another user's.
-
-    Any process may name any job, rank and launcher in its environment, and what to load besides.
-    """
-    try:
-        # The descriptor belongs to this very process, also after its id is given to another one.
-        folder = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return {}
-    try:
-        status, environ = (_of_process(folder, name) for name in ("status", "environ"))
-    except OSError:
-        return {}
-    finally:
-        os.close(folder)
-    users = next((line.split()[1:] for line in status.split(b"\n") if line.startswith(b"Uid:")), [])
-    if set(users) != {str(os.geteuid()).encode()}:  # real, effective, saved, of the file system
-        return {}
-    return dict(os.fsdecode(entry).split("=", 1) for entry in environ.split(b"\0") if b"=" in entry)
-
-
-def _of_process(folder: int, name: str) -> bytes:
-    with open(os.open(name, os.O_RDONLY, dir_fd=folder), "rb") as file:
-        return file.read()
 
 
 def rank_of(env: Mapping[str, str]) -> str:
@@ -253,20 +182,6 @@ def user_errors() -> Iterator[None]:
         if not error.shared or rank_of(os.environ) == "0":
             print_error(error)
         sys.exit(error.code)
-
-
-def search_path(env: Mapping[str, str]) -> str:
-    """PATH of a job's `command:`, in which `python` is this very interpreter: the one that has torch and Lockstep."""
-    return os.pathsep.join([os.path.dirname(sys.executable), env.get("PATH", os.defpath)])
-
-
-def check_words(arguments: Sequence[str]) -> None:
-    """Raises `UserError` for a command-line argument that is not UTF-8: it could not be written to the run's files."""
-    for argument in arguments:
-        try:
-            argument.encode()
-        except UnicodeEncodeError:
-            raise UserError(f"{argument!r} is not UTF-8: give the file or folder another name") from None
 
 
 class UserError(Exception):

@@ -20,7 +20,7 @@ import typer
 
 from lockstep import tools, torture
 from lockstep.training import extras
-from lockstep.training.cli import COMMANDS, INSIDE, answering
+from lockstep.training.cli import COMMANDS, INSIDE, answering, check_words, search_path
 from lockstep.training.contract import (
     ENV_DEBUG,
     ENV_PROGRAM,
@@ -28,9 +28,7 @@ from lockstep.training.contract import (
     EXIT_USAGE,
     VERSION,
     UserError,
-    check_words,
     print_error,
-    search_path,
     to_stderr,
 )
 from lockstep.training.files import keep_out_others

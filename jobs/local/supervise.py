@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.training import contract, files
+from lockstep.training.cli import search_path
+from lockstep.wire.processes import stat_of, variables_of
 
 from .. import records
 
@@ -48,7 +50,7 @@ def adopt_orphans() -> None:
 
 def start_ticks(pid: int) -> int | None:
     """When a process began, in clock ticks since boot: tells it from a later one with the same id (Linux)."""
-    fields = contract.stat_of(pid)
+    fields = stat_of(pid)
     return int(fields[19]) if len(fields) > 19 else None
 
 
@@ -58,7 +60,7 @@ def alive(pid: int, ticks: int | None) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, PermissionError, OverflowError):
         return False
-    fields = contract.stat_of(pid)
+    fields = stat_of(pid)
     if fields[:1] == ["Z"]:  # ended; only nobody has asked for its exit code yet
         return False
     return ticks is None or start_ticks(pid) == ticks
@@ -77,7 +79,7 @@ class _Look:
     def take(cls) -> _Look:
         found = cls({}, {}, {})
         for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
-            fields = contract.stat_of(int(entry)) if entry.isdigit() else []
+            fields = stat_of(int(entry)) if entry.isdigit() else []
             if fields:
                 pid = int(entry)
                 found.states[pid] = fields[0]
@@ -119,7 +121,7 @@ def _of(look: _Look, job: str, ancestors: Sequence[int]) -> list[int]:
 
 def _job(pid: int) -> str:
     """The job that a process's environment names; "" where it names none, or is another user's."""
-    return contract.variables_of(pid).get(contract.ENV_JOB, "")
+    return variables_of(pid).get(contract.ENV_JOB, "")
 
 
 def _another_job(pid: int, job: str) -> bool:
@@ -151,7 +153,7 @@ def described(pids: Sequence[int]) -> str:
     """`process 123 (python3, state D)`, of those that still live."""
     told = []
     for pid in pids:
-        name, state = _read(pid, "comm").decode(errors="replace").strip(), contract.stat_of(pid)[:1]
+        name, state = _read(pid, "comm").decode(errors="replace").strip(), stat_of(pid)[:1]
         if state:
             told.append(f"process {pid} ({name}, state {state[0]})")
     return ", ".join(told[:8])
@@ -187,7 +189,7 @@ def here() -> str:
 
 def main(folder: Path) -> int:
     job = json.loads((folder / "job.json").read_bytes())
-    env = {**os.environ, "PATH": contract.search_path(os.environ), **job["env"], contract.ENV_JOB: job["job"]}
+    env = {**os.environ, "PATH": search_path(os.environ), **job["env"], contract.ENV_JOB: job["job"]}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, nobody would hear of the launcher's end
     adopt_orphans()
     launcher = subprocess.Popen(job["command"], env=env, start_new_session=True)

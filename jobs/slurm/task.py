@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.training import contract, files
+from lockstep.training.cli import search_path
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, to_stderr
 from lockstep.wire import submitit_api
 from lockstep.wire.payload import SessionOptions, environment
@@ -217,7 +218,7 @@ class TrainingTask:
             env |= {
                 "RANK": str(here.rank), "WORLD_SIZE": str(here.size), "LOCAL_RANK": str(here.local_rank),
                 "LOCAL_WORLD_SIZE": str(self.ranks_per_node), "GROUP_RANK": str(here.node),
-                "PATH": contract.search_path(env), "GROUP_WORLD_SIZE": str(here.nodes),
+                "PATH": search_path(env), "GROUP_WORLD_SIZE": str(here.nodes),
                 "MASTER_ADDR": here.hosts[0], "MASTER_PORT": str(here.port),
             }  # fmt: skip
         env |= self.env

@@ -28,11 +28,11 @@ from lockstep.training.contract import (
     EXIT_USAGE,
     UserError,
     rank_of,
-    stat_of,
     to_stderr,
-    variables_of,
 )
 from lockstep.wire import hangs
+
+from .processes import stat_of, variables_of
 
 STACKS = "--stacks"
 """In place of a command: print what the ranks of the job on this node do, with their stacks. With a word behind it: that rank alone."""

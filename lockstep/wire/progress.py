@@ -24,7 +24,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from lockstep.training.contract import ENV_NOTE, OF_A_JOB, stat_of
+from lockstep.training.contract import ENV_NOTE, OF_A_JOB
+
+from .processes import stat_of
 
 SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else 0
 """Nothing else uses a real-time signal of this number. 0: this system has none."""

@@ -17,6 +17,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from lockstep.wire.processes import stat_of
+
 from .. import contract, files
 
 
@@ -223,7 +225,7 @@ def boot() -> str:
 
 def started(process: str) -> float | None:
     """When a process was started ("self": this one), by the clock of the boot; None where that is not known."""
-    fields = contract.stat_of(process or "-")
+    fields = stat_of(process or "-")
     return int(fields[19]) / os.sysconf("SC_CLK_TCK") if len(fields) > 19 else None
 
 

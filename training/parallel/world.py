@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from lockstep.wire.processes import variables_of
+
 from ..contract import (
     ENV_LIVE,
     ENV_REPLACEMENT,
@@ -34,7 +36,6 @@ from ..contract import (
     MASTER_PORT,
     UserError,
     user_errors,
-    variables_of,
 )
 from . import process, stores
 

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import torch
 
 from lockstep.wire.progress import About, Progress
+from lockstep.wire.status import slow_rank_line
 
 from .. import contract
 from ..checkpoint.state import gather
@@ -383,7 +384,7 @@ class Attempt:
         self._told = -STATUS_SECONDS  # status.json has it at once
         if found is not None:
             context.event("slow_rank", step=context.steps_done, **found.plain())
-            context.console.line(f"A slow rank: {contract.slow_rank_line(found.plain())}")
+            context.console.line(f"A slow rank: {slow_rank_line(found.plain())}")
         elif before is not None:
             context.event("slow_rank_over", step=context.steps_done, rank=before[0])
             context.console.line(f"Rank {before[0]} is slow no longer")

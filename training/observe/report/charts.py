@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from ...contract import goodput_line, slow_rank_line, slow_rank_of
+from lockstep.wire.status import goodput_line, slow_rank_line, slow_rank_of
+
 from ..account import STARTING, Bucket
 from .record import RunRecord, number_of, thinned
 
