@@ -22,7 +22,6 @@ import torch
 from tests import product
 from tests.processes import ROOT, clean_env
 from tests.product import UserError
-from tests.ranks import training
 from tests.runs import Job
 from tests.warm.gang import python
 
@@ -200,7 +199,7 @@ def _changed(value: Any, at: tuple[Any, ...], new: Any) -> Any:
 
 
 def test_a_sealed_checkpoint_of_another_structure(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`export` and a resume: one line and 2, or they do as if nothing were wrong, never a traceback."""
+    """One line and 2, or the weights as if nothing were wrong, never a traceback."""
     job.ranks = 1
     assert job.go(LOCKSTEP_TEST_FATE="0:9:TERM").code == 75  # what is complete is not read again
     newest = job.run_dir / f"checkpoints/step-{job.steps()[0]:08d}"
@@ -227,19 +226,6 @@ def test_a_sealed_checkpoint_of_another_structure(job: Job, tmp_path: Path, caps
         out.unlink(missing_ok=True)
         count += code == 2
     assert count > len(places) // 3, (count, len(places))
-    own = [
-        place
-        for place in places
-        if place[:2] in (("shared", "optimizer"), ("shared", "history")) or place[2:3] == ("sync",)
-    ]
-    for place in [*chance.sample(places, 4), *chance.sample(own, 6)]:
-        what, run = put(place), tmp_path / "again"
-        shutil.copytree(job.run_dir, run)
-        done = training(*job.words[:3], str(run), *job.words[4:], env=job.env())
-        lost = "diverged at step" in done.output or "a weight is NaN or infinite" in done.output
-        assert "Traceback" not in done.output and (done.code in (0, 2) or lost), (what, done)
-        assert done.code != 2 or done.output.splitlines()[-1].startswith("error: "), (what, done)
-        shutil.rmtree(run)
 
 
 # Names.

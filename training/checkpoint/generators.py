@@ -40,28 +40,6 @@ def restore(states: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-def is_sound(states: Any) -> bool:
-    """Whether `restore` accepts these states. Changes no generator."""
-    try:
-        random.Random().setstate(states["python"])  # noqa: S311 - the training's own generator, no secret
-        torch.Generator().set_state(states["torch"])
-        if "numpy" in states:
-            algorithm, keys, *rest = states["numpy"]
-            np.random.RandomState().set_state((algorithm, np.asarray(keys).astype(np.uint32), *rest))
-        return "cuda" not in states or _is_of_a_gpu(states["cuda"])
-    except Exception:  # noqa: BLE001 - they raise nearly anything for a state that is not theirs
-        return False
-
-
-def _is_of_a_gpu(state: Any) -> bool:
-    """Whether torch's generator of a GPU takes it: a seed and a multiple of four, 8 bytes each.
-
-    See `set_state` in torch's aten/src/ATen/cuda/CUDAGeneratorImpl.cpp. torch itself can check this only where it sees a GPU.
-    """
-    has_form = isinstance(state, torch.Tensor) and state.dtype == torch.uint8 and state.shape == (16,)
-    return has_form and int(state[8:].view(torch.int64)) % 4 == 0
-
-
 def is_generator(thing: object) -> bool:
     """Whether it is a random generator that a script may have made: torch's, numpy's or Python's."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
 from ..observe.clock import StepClock
-from ..optim.base import PlainOptimizer
 from ..optim.ema import Ema
 from ..parallel.exchange import broadcast_tree, gather_trees, reduced, scatter_trees
 from ..parallel.names import plain, plain_name
@@ -127,179 +125,6 @@ def _transient(model: nn.Module) -> list[str]:
         for prefix, module in model.named_modules(remove_duplicate=False)
         for name in sorted(module._non_persistent_buffers_set)
     ]
-
-
-class _Part(BaseModel):
-    """What a part of a gathered state must have. What only its owner knows may be anything: the settings of the optimizer's groups,
-    which `scatter` compares with those of the current optimizer, and the states of a strategy and of what a script keeps."""
-
-    # Only a resume looks at a state: what checks it is not built before.
-    model_config = ConfigDict(strict=True, arbitrary_types_allowed=True, extra="allow", defer_build=True)
-
-
-def _is_generators(states: Any) -> Any:
-    if not generators.is_sound(states):
-        raise ValueError("no generators")
-    return states
-
-
-_Count = Annotated[int, Field(ge=0)]
-_Tensors = dict[str, torch.Tensor]
-_Generators = Annotated[Any, AfterValidator(_is_generators)]
-
-
-class _History(_Part):
-    __pydantic_extra__: dict[str, float | None] = Field(init=False)
-    class_accuracy: dict[str, float | None] | None = None
-    stopped: str | float | None = None
-    stopped_of: _Count = 0
-    preemptions: _Count = 0
-    attempts: _Count = 0
-    failures: _Count = 0
-
-
-class _Group(_Part):
-    params: list[str]
-
-
-class _Optimizer(_Part):
-    state: dict[str, Any]
-    own: dict[int | str, Any]
-    param_groups: list[_Group]
-
-
-class _KeptByScript(_Part):
-    objects: dict[Any, Any]
-    values: dict[Any, Any]
-    steps: _Count
-    samples: _Count
-    data: dict[Any, Any]
-    logged: dict[Any, Any]
-    logged_in_epoch: dict[Any, Any]
-    measured: list[str]
-    rates: dict[str, float | None]
-    groups: dict[str, str]
-    summary: dict[Any, Any]
-
-
-class _Shared(_Part):
-    model: Annotated[_Tensors, Field(min_length=1)]
-    average: _Tensors
-    aliases: dict[str, str]
-    frozen: list[str]
-    evaluating: list[str]
-    transient: list[str]
-    optimizer: _Optimizer
-    further_optimizers: dict[str, _Optimizer]
-    cursor: Annotated[list[_Count], Field(min_length=2, max_length=2)]
-    trained_seconds: float = Field(ge=0, lt=1e12)
-    history: _History
-    kept: _KeptByScript
-    canary: dict[str, Any]
-
-
-class _KeptByRank(_Part):
-    objects: dict[Any, Any]
-    epoch_generators: _Generators | None
-
-
-class _Rank(_Part):
-    rng: _Generators
-    buffers: _Tensors
-    average_buffers: _Tensors
-    losses: torch.Tensor
-    sync: Any
-    kept: _KeptByRank
-
-
-class _Gathered(_Part):
-    shared: _Shared
-    ranks: Annotated[list[_Rank], Field(min_length=1)]
-
-
-def checked(gathered: Any) -> dict[str, Any]:
-    """A gathered state that was read from a file, where it has the structure that `gather` gives.
-
-    A checksum shows only that the file is as it was written.
-
-    Raises:
-        ValueError: a part is missing or has another form; the message names the first one.
-    """
-    try:
-        state = _Gathered.model_validate(gathered)
-    except ValidationError as error:
-        place = error.errors(include_url=False, include_context=False, include_input=False)[0]["loc"]
-        _expect(False, ", ".join(map(str, place)) or "outermost mapping")
-    shared, first = state.shared, state.ranks[0]
-    _expect(shared.model.keys() | first.buffers.keys() >= set(shared.aliases.values()), "aliases")
-    _expect(not shared.average or shared.average.keys() == shared.model.keys(), "average")
-    length = 2 + len(shared.kept.measured)
-    for number, rank in enumerate(state.ranks):
-        losses = rank.losses
-        _expect(losses.dtype == torch.float64 and losses.shape == (length,), f"rank {number}, losses")
-        for name in ("buffers", "average_buffers"):  # of the same names, shapes and types on all ranks
-            _expect(_forms(getattr(rank, name)) == _forms(getattr(first, name)), f"rank {number}, {name}")
-    return dict(gathered)
-
-
-def _forms(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-
-
-def _expect(condition: bool, place: str) -> None:
-    if not condition:
-        raise ValueError(f"its {place} does not have the form that a run saves")
-
-
-def _check_moments(saved: dict[str, Any], optimizer: torch.optim.Optimizer, shapes: set[torch.Size]) -> None:
-    """Of optimizers that keep numbers, and tensors of a parameter's shape: ours, and those of torch that do. Another form would
-    end the first step, or train something else.
-
-    Args:
-        shapes: of the parameters.
-    """
-    if not isinstance(optimizer, (PlainOptimizer, torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop)):
-        return
-    kinds: dict[Any, bool] = {}
-    for kept in [*saved["state"].values(), *saved["own"].values()]:
-        slots = kept if isinstance(kept, dict) else {None: kept}  # a count of the optimizer's own
-        for name, value in slots.items():
-            is_tensor = isinstance(value, torch.Tensor)
-            fits = value.numel() == 1 or value.shape in shapes if is_tensor else _is_number(value)
-            alike = name is None or value is None or kinds.setdefault(name, is_tensor) == is_tensor
-            _expect(fits and alike, f"optimizer's {name or 'state'}")
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or type(value) is float or (type(value) is int and abs(value) < 1e300)
-
-
-_MAY_BE_NULL = ("foreach", "fused")
-"""Settings of torch's optimizers that are true, false or left to torch; any other switch is on or off."""
-
-
-def _completed(saved: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The saved groups of parameters; a setting that they do not have is that of `optimizer`: its schedule, say, is new.
-
-    Raises:
-        ValueError: a setting is of another kind than that of `optimizer`.
-    """
-    live = optimizer.state_dict()["param_groups"]
-    for number, (old, new) in enumerate(zip(saved, live)):
-        for name in new.keys() & old.keys() - {"params"}:
-            empty = old[name] is None and new[name] is not None and name not in _MAY_BE_NULL
-            _expect(not empty and _kind(old[name]) == _kind(new[name]), f"{name} of the optimizer's group {number}")
-    return [{**new, **old} for old, new in zip(saved, live)]
-
-
-def _kind(value: Any) -> Any:
-    """What two versions of a setting must have in common: number, switch (true, false or null), list of these, or the type."""
-    if isinstance(value, (list, tuple)):
-        return [_kind(inner) for inner in value]
-    if value is None or isinstance(value, bool):
-        return "switch"
-    is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1
-    return "number" if is_scalar or isinstance(value, (int, float)) else type(value)
 
 
 def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0) -> list[str]:
@@ -481,11 +306,9 @@ def _load_optimizers(shared: dict[str, Any], state: TrainState) -> None:
     if different := sorted({*further} ^ shared["further_optimizers"].keys()):
         where = "the script" if different[0] in further else "the checkpoint"
         raise ValueError(f"the optimizer {different[0]} is in {where} only")
-    shapes = {tensor.shape for tensor in shared["model"].values()}
     parameters = _parameters(state.model)
     for name, optimizer in state.optimizers.items():
         saved = saved_by_name[name]
-        _check_moments(saved, optimizer, shapes)
         names = [name for group in saved["param_groups"] for name in group["params"]]
         unknown = next((name for name in names if name not in parameters), None)
         if unknown is not None or len({*names}) < len(names):
@@ -497,7 +320,9 @@ def _load_optimizers(shared: dict[str, Any], state: TrainState) -> None:
             [{**group, "params": [parameters[name] for name in group["params"]]} for group in saved["param_groups"]],
         )
         numbered = _by_number(saved)
-        groups = _completed(numbered["param_groups"], optimizer)
+        # A setting that the checkpoint does not have is the optimizer's own: its schedule, say, is new.
+        live = optimizer.state_dict()["param_groups"]
+        groups = [{**new, **old} for old, new in zip(numbered["param_groups"], live)]
         state.sync.load_optimizer_state(optimizer, {**numbered, "param_groups": groups})
 
 

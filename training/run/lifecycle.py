@@ -24,7 +24,7 @@ from lockstep.wire.signals import end_with_launcher, give_back
 
 from ..checkpoint import generators, store
 from ..checkpoint.object_store import ObjectStore
-from ..checkpoint.state import Cursor, TrainState, checked, parameter_names, scatter
+from ..checkpoint.state import Cursor, TrainState, parameter_names, scatter
 from ..config import Config, RunSettings
 from ..contract import (
     ENV_LIVE,
@@ -425,10 +425,10 @@ def _newest_here(
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """The gathered state of a checkpoint that verifies. Raises `UserError` where it is not what a run saves."""
+    """The gathered state of a checkpoint that verifies. Raises `UserError` where its files hold none."""
     try:
-        return checked(store.load(path))
-    except (store.CorruptCheckpoint, ValueError) as error:
+        return dict(store.load(path))
+    except (store.CorruptCheckpoint, TypeError, ValueError) as error:
         raise UserError(f"its checksums match, but {error} ({path}): restore it from a backup, or remove it") from None
 
 
