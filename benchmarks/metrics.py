@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.measure import machine, write
 from lockstep.training import config, contract
-from lockstep.training.observe.clock import StepClock
+from lockstep.training.observe.clock import StepClock, StepDone
 from lockstep.training.observe.exporter import Exporter
 from lockstep.training.observe.metrics import Metrics
 from lockstep.training.parallel.world import World
@@ -50,7 +50,7 @@ def _calls(metrics: Metrics, run_dir: Path, repeats: int) -> dict[str, Any]:
         clock.grad_ready()
         clock.synced()
         clock.end()
-        metrics.step(clock.measured(), number, 0.1, 64, number)
+        metrics.step_done(StepDone(number, number, 0, clock.measured(), 0, 0.1, 64, number))
         step.append(time.perf_counter() - began)
         if number % 100 == 0:
             scrape.append(_scraped(run_dir))

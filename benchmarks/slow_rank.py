@@ -81,7 +81,9 @@ def looked(self, store, look=slow.SlowRank._look):
     return found
 
 slow.History.add, slow.SlowRank._look = noted, looked
-for part, owner, name in ((0, slow.SlowRank, "add"), (1, GoodputRecorder, "step"), (1, GoodputRecorder, "look"), (2, Progress, "advance")):
+for part, owner, name in (
+    (0, slow.SlowRank, "step_done"), (1, GoodputRecorder, "step_done"), (1, GoodputRecorder, "alive"), (2, Progress, "alive"),
+):
     timed(part, owner, name)
 
 def throttle(where):

@@ -23,6 +23,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lockstep.training.contract import ENV_NOTE, OF_A_JOB
 
@@ -99,7 +100,11 @@ class Progress:
             faulthandler.unregister(SIGNAL)
             self._stacks.close()
 
-    def advance(self, steps: int, of_attempt: int) -> None:
+    def step_done(self, step: Any) -> None:
+        """A step is done. `step` is a `StepDone` of training/observe/clock.py."""
+        self.alive(step.step, step.of_attempt)
+
+    def alive(self, steps: int, of_attempt: int) -> None:
         """Something got done: a step, a batch of an evaluation, a look for signals.
 
         Args:

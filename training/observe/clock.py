@@ -40,6 +40,38 @@ def mark(device: torch.device) -> Mark:
     return event
 
 
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A step that is done, for the observers of the attempt."""
+
+    step: int
+    """Optimizer steps of the run so far."""
+    of_attempt: int
+    """Those of this attempt."""
+    epoch: int
+    """Counts from 0."""
+    measured: list[Times]
+    """Seconds of each phase, of the steps whose times have become known. On a GPU these are steps before this one, whose events have
+    passed by now."""
+    behind: int
+    """How many steps the newest of them lies before this one."""
+    lr: float
+    samples: int
+    """Samples of this step that this rank trained on."""
+    bytes_sent: int
+    """Bytes of gradient that this rank has handed to collectives in this attempt so far."""
+
+
+class Observer:
+    """Observes an attempt: each step that is done, and the signs of life between two steps. Waits for nothing."""
+
+    def step_done(self, step: StepDone) -> None:
+        """A step is done."""
+
+    def alive(self, steps: int, of_attempt: int) -> None:
+        """The rank polls, or has ended a batch of an evaluation. Arguments as in `StepDone`."""
+
+
 class Watch(Protocol):
     """What is known of a step whose strategy waits for other ranks before `synchronize` (`lockstep.training.sync.watch`)."""
 

@@ -20,6 +20,7 @@ from ..contract import say
 from ..files import json_text
 from ..limits import PROGRESS_SECONDS
 from ..parallel.world import World
+from .clock import Observer, StepDone
 
 MOST_COLUMNS = 6
 """Of what is logged, in the table of epochs."""
@@ -27,7 +28,7 @@ OTHER_COLUMNS = 50
 """Width of the others: epoch, step, seconds, loss and speed."""
 
 
-class Console:
+class Console(Observer):
     """Rank 0 prints; the others only warnings, and sentences with `log.verbose`.
 
     Args:
@@ -78,8 +79,9 @@ class Console:
         if self._bar is not None:
             self._bar.update(self._task, total=steps)
 
-    def step(self, epoch: int, done: int) -> None:
-        """Moves the progress bar; without one, prints a line a minute. `epoch` counts from 0, `done` are the steps of the whole run."""
+    def step_done(self, step: StepDone) -> None:
+        """Moves the progress bar; without one, prints a line a minute."""
+        epoch, done = step.epoch, step.step
         if self._bar is not None:
             speed = self._bar.tasks[self._task].speed
             pace = f"{speed:.3g} steps/s{self._means}" if speed else ""

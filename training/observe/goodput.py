@@ -3,7 +3,7 @@
     goodput = GoodputRecorder(environment)      # every rank has one, from the start of its process
     goodput.enter(Bucket.MEETING)               # from here on the rank meets the others
     with goodput.on(Bucket.CHECKPOINT): …       # for a while it saves
-    goodput.step(times, 12)                     # a step is done; what it waited is moved out of `productive`
+    goodput.step_done(step)                     # what the step has waited is moved out of `productive`
     goodput.end(0)
 
 Sums are of a monotonic clock: one that jumps moves nothing. What lies between two attempts is told by the clock of the boot where both
@@ -16,7 +16,7 @@ import contextlib
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from lockstep.wire.hangs import HANG_SECONDS
@@ -24,6 +24,7 @@ from lockstep.wire.hangs import HANG_SECONDS
 from .. import contract
 from ..limits import LEAST_LINE_SECONDS, MOST_LINE_SECONDS
 from .account import PRECEDENCE, Account, Bucket, Line, boot, boot_seconds, of_run, started
+from .clock import Observer, StepDone
 
 if TYPE_CHECKING:
     from .rundir import RunDirectory
@@ -34,7 +35,7 @@ _KEPT = 16
 """Lines that a rank keeps which writes none, should it come to stand in rank 0's place."""
 
 
-class GoodputRecorder:
+class GoodputRecorder(Observer):
     """Where this rank's seconds go, from the start of its process. Rank 0 writes them down once it has the run directory.
 
     Args:
@@ -92,23 +93,17 @@ class GoodputRecorder:
         if self._step > self._resumed:
             self.enter(Bucket.PRODUCTIVE)
 
-    def step(self, measured: Sequence[Mapping[str, float]], step: int) -> None:
-        """A step is done.
-
-        Args:
-            measured: seconds of the phases of the steps that have become known (`clock.py`).
-            step: steps of the run so far.
-        """
+    def step_done(self, step: StepDone) -> None:
         self._tick()
         if self._bucket is Bucket.PRODUCTIVE:
-            for times in measured:
+            for times in step.measured:
                 self._move(times["data_wait"], Bucket.DATA_WAIT)
                 self._move(times["sync_wait"], Bucket.RANK_WAIT)
-        self._bucket, self._step, self._step_at, self._idle = Bucket.PRODUCTIVE, step, self._last, False
+        self._bucket, self._step, self._step_at, self._idle = Bucket.PRODUCTIVE, step.step, self._last, False
         self._look(self._last)
 
-    def look(self) -> None:
-        """A sign of life. Closes a line where one is due."""
+    def alive(self, steps: int, of_attempt: int) -> None:  # noqa: ARG002 - the time alone counts
+        """Closes a line where one is due."""
         self._look(time.monotonic())
 
     def regrouped(self, seconds: float, ranks: int) -> None:

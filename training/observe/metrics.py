@@ -1,7 +1,7 @@
 """The metrics of a rank for Prometheus: the table of all of them, and the calls by which the training sets their values.
 
     metrics = Metrics("cifar", 0, device)
-    metrics.step(times, step=7, lr=0.1, samples=64, sync_bytes=1_000_000)
+    metrics.step_done(step)  # a `StepDone` of clock.py
     metrics.text()                      # b"# HELP training_step …"
 
 Every series has the labels `run` and `rank`, so that the same queries work wherever Prometheus found the rank. A label
@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 
 from ..parallel.process import resident_bytes
 from .account import Bucket
-from .clock import Times
+from .clock import Observer, StepDone
 from .slow import PHASES
 
 PREFIX = "training_"
@@ -95,7 +95,7 @@ _KINDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Metrics:
+class Metrics(Observer):
     """The metrics of one rank, in a registry of their own. Safe to read from other threads."""
 
     def __init__(self, run: str, rank: int, device: torch.device) -> None:
@@ -145,30 +145,20 @@ class Metrics:
         """Adds to a counter. `labels`: as in `set`."""
         self._series(name, *labels).inc(by)
 
-    def alive(self) -> None:
+    def alive(self, steps: int = 0, of_attempt: int = 0) -> None:  # noqa: ARG002 - the time alone counts
         """A sign of life: the rank has ended a step, or a batch of the evaluation."""
         self.alive_at = time.monotonic()
 
-    def step(self, measured: list[Times], step: int, lr: float, samples: int, sync_bytes: int) -> None:
-        """One optimizer step.
-
-        Args:
-            measured: seconds of each phase, of the steps whose times became known since the last call. On a GPU these
-                are steps before this one: its events are read when they have passed.
-            step: optimizer steps done since the run began.
-            lr: learning rate of this step.
-            samples: samples of this step that this rank trained on.
-            sync_bytes: bytes of gradient that this rank has handed to collectives in this attempt so far.
-        """
-        for times in measured:
+    def step_done(self, step: StepDone) -> None:
+        for times in step.measured:
             for phase, histogram in self._phases:
                 histogram.observe(times[phase])
-        self._step.set(step)
+        self._step.set(step.step)
         self._stamp.set(time.time())
-        self._lr.set(lr)
-        self._samples.inc(samples)
-        self._bytes.inc(sync_bytes - self._sync_bytes)
-        self._sync_bytes = sync_bytes
+        self._lr.set(step.lr)
+        self._samples.inc(step.samples)
+        self._bytes.inc(step.bytes_sent - self._sync_bytes)
+        self._sync_bytes = step.bytes_sent
         self.alive()
 
     def slow_rank(self, found: tuple[int, str, float] | None) -> None:

@@ -1,7 +1,6 @@
 """Which rank the others wait for, in which phase, and what it costs them.
 
-    slow = SlowRank(world)
-    slow.add(measured, last)            # after each step, on every rank
+    slow = SlowRank(world, news)        # an observer of each step, on every rank; calls `news()` where there is some
     slow.verdict                        # on rank 0: None, or Verdict(rank=3, phase="data", share=0.11)
 
 A rank's *own* time of a step is what it needs from one sum over the ranks to its part of the next one: the rest of the step before,
@@ -20,7 +19,7 @@ import itertools
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -30,7 +29,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ..limits import SLOW_LOOK_SECONDS
 from ..parallel.world import World
-from .clock import Times
+from .clock import Observer, StepDone, Times
 
 PHASES: tuple[Literal["data", "compute", "update"], ...] = ("data", "compute", "update")
 """Of a rank's own time: waiting for its batch; forward and backward, with what a script does between two batches; the rest of the step."""
@@ -66,11 +65,15 @@ class Verdict:
         return {**asdict(self), "share": round(self.share, 4)}
 
 
-class SlowRank:
-    """Of one attempt. Every rank has one; rank 0 has the verdict."""
+class SlowRank(Observer):
+    """Of one attempt. Every rank has one; rank 0 has the verdict.
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    Args:
+        news: called where all ranks have been looked at, or the others are lost.
+    """
+
+    def __init__(self, world: World, news: Callable[[], None]) -> None:
+        self._world, self._news = world, news
         self._key = f"lockstep/times/{next(_ATTEMPTS)}"  # a process may have several runs over one store
         self._rows: deque[tuple[float, float, float, float]] = deque(maxlen=_MOST_STEPS)
         """Of the last steps: seconds of each of `PHASES`, and of the wait for the other ranks."""
@@ -90,7 +93,11 @@ class SlowRank:
     def verdict(self) -> Verdict | None:
         return self.history.verdict
 
-    def add(self, measured: Sequence[Times], last: int) -> bool:
+    def step_done(self, step: StepDone) -> None:
+        if self._add(step.measured, step.step - step.behind):
+            self._news()
+
+    def _add(self, measured: Sequence[Times], last: int) -> bool:
         """Steps are done.
 
         Args:
@@ -98,7 +105,7 @@ class SlowRank:
             last: which step of the run the last one of them is.
 
         Returns:
-            Whether there is news: all ranks have been looked at, or the others are lost.
+            Whether there is news.
         """
         if self._world.size == 1:
             others, self.history = self.history.ranks, History([])

@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ..contract import ENV_NOTE, ENV_RESTARTS, EXIT_FAILED, UserError, to_stderr
 from ..limits import RAISED_SECONDS, VERDICT_SECONDS
+from ..observe.clock import Observer, StepDone
 from ..parallel import stores
 from ..parallel.world import World
 
@@ -34,16 +35,16 @@ _PLACE = re.compile(r"^\[[^]]*\] ")
 """Where in its sources a library's message arose."""
 
 
-class Heartbeat:
+class Heartbeat(Observer):
     """Writes this rank's step to the store, at most once a second."""
 
     def __init__(self, world: World, now: Callable[[], float] = time.monotonic) -> None:
         self._world, self._now, self._last = world, now, -1.0
 
-    def beat(self, step: int) -> None:
+    def step_done(self, step: StepDone) -> None:
         if self._world.size > 1 and self._now() - self._last >= 1.0:
             self._last = self._now()
-            _get_default_store().set(f"lockstep/step/{self._world.rank}", str(step))
+            _get_default_store().set(f"lockstep/step/{self._world.rank}", str(step.step))
 
 
 def describe_failed_collective(world: World, step: int, error: BaseException) -> str:

@@ -33,7 +33,7 @@ from ..contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, RUN_A
 from ..limits import STATUS_SECONDS
 from ..observe import trackers
 from ..observe.account import Bucket
-from ..observe.clock import Times
+from ..observe.clock import Observer, StepDone, Times
 from ..observe.reading import Reading, means
 from ..observe.slow import SlowRank
 from ..parallel import process
@@ -128,18 +128,21 @@ class Attempt:
         self._told = time.monotonic()
         """When status.json last had the step."""
         self.consensus = Consensus(context.world, signals, self._stop_file)
-        self.heartbeat = Heartbeat(context.world)
         about = About(
             os.path.abspath(context.path), 0 if os.environ.get(contract.ENV_LIVE) else context.world.size, context.attempt,
             context.config.end_hangs,
         )  # fmt: skip
         self.progress = Progress(context.world.number, about, os.environ)
-        self.slow = SlowRank(context.world)
+        self.slow = SlowRank(context.world, self._tell_slow_rank)
         self._named: tuple[int, str] | None = None
         """The slow rank that was told of, and its phase."""
         self.saver = Saver(context, self._alive)
         self.reading = Reading(context.state.losses, context.world, of_all=context.state.of_all)
         self.unsaved = Unsaved(context, Held(context.state).moved)
+        metrics = [context.metrics] if context.config.metrics.enabled else []
+        self.observers: list[Observer | Progress] = [
+            Heartbeat(context.world), self.progress, self.slow, context.console, context.goodput, *metrics
+        ]  # fmt: skip
 
     @property
     def _stop_file(self) -> Path | None:
@@ -288,13 +291,12 @@ class Attempt:
         self.meetings.be_at(places)
 
     def _alive(self) -> None:
-        self.context.metrics.alive()
-        self.progress.advance(self.context.steps_done, self._steps)
+        for observer in self.observers:
+            observer.alive(self.context.steps_done, self._steps)
 
     def poll(self, save_due: bool = False, score: bool | None = None) -> Decision:
         """What the ranks agreed on at the boundary before this one; and, of a score, at this one."""
         self._alive()
-        self.context.goodput.look()
         self._polls += 1
         if self._steps >= FIRST_STEPS and not self._compared:
             self._compared, self.consensus.fingerprint = True, self._fingerprint()
@@ -348,20 +350,18 @@ class Attempt:
             self._steps == 1 and context.world.live is not None
         ):  # it has shown by now that it computes what the others do
             context.world.live.ready()
-        self.heartbeat.beat(done)
-        self.progress.advance(done, self._steps)
         measured = state.clock.measured()
         if measured:
             self.times = measured[-1]
-        if self.slow.add(measured, done - state.clock.behind):
-            self._tell_slow_rank()
+        step = StepDone(
+            step=done, of_attempt=self._steps, epoch=state.cursor.epoch, measured=measured, behind=state.clock.behind, lr=lr,
+            samples=samples, bytes_sent=state.sync.bytes_sent,
+        )  # fmt: skip
+        for observer in self.observers:
+            observer.step_done(step)
         if context.run is not None and time.monotonic() - self._told > STATUS_SECONDS:
             self._told = time.monotonic()
             context.run.status(None, "running", done)
-        context.console.step(state.cursor.epoch, done)
-        context.goodput.step(measured, done)
-        if context.config.metrics.enabled:
-            context.metrics.step(measured, done, lr, samples, state.sync.bytes_sent)
         if done % context.config.log.every == 0 or done in (1, context.console.planned):
             self.reading.take(state.losses, context.kept.measured, grad_norm, step=done, lr=lr)
         self.tell_readings()

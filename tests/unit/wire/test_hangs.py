@@ -20,7 +20,7 @@ from pathlib import Path
 from lockstep.wire.progress import About, Progress
 folder, number = Path(sys.argv[1]), int(sys.argv[2])
 one = Progress(number, About(str(folder), 2, 1, False), {"LOCKSTEP_NOTE": str(folder / "note")})
-one.advance(1, 1)
+one.alive(1, 1)
 exec(compile("def wait(): time.sleep(600)", str(folder / "torch/distributed/collective.py"), "exec"))
 while number or not (folder / "meet").exists():
     time.sleep(0.05)
@@ -74,7 +74,7 @@ def test_what_one_of_several_sessions_gets_done_counts_for_the_process(tmp_path:
     first, second = (Progress(0, About(str(tmp_path / name), 2, 1, False), environment) for name in ("one", "two"))
     try:
         before = progress.seen(tmp_path, 0)
-        first.advance(5, 5)
+        first.alive(5, 5)
         shown = progress.seen(tmp_path, 0)
         assert before is not None and shown is not None and shown.done > before.done
         assert shown.about.run_dir.endswith("two")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families as parse
 
+from lockstep.training.observe.clock import StepDone
 from lockstep.training.observe.metrics import PREFIX, TABLE, Metrics
 
 pytestmark = pytest.mark.promise("metrics")
@@ -18,8 +19,8 @@ def _filled() -> Metrics:
     metrics.set("attempt", 2)
     metrics.set("steps_planned", 24)
     metrics.count("preemptions_total")
-    metrics.step([TIMES, TIMES], step=12, lr=0.1, samples=64, sync_bytes=1000)
-    metrics.step([], step=13, lr=0.1, samples=64, sync_bytes=1500)
+    for number, measured, sent in ((12, [TIMES, TIMES], 1000), (13, [], 1500)):
+        metrics.step_done(StepDone(number, number, 0, measured, 0, lr=0.1, samples=64, bytes_sent=sent))
     metrics.set("loss", 1.5)
     metrics.set("grad_norm", 2.5)
     metrics.set("accuracy", 0.75)
