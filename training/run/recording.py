@@ -133,18 +133,15 @@ class Recorder:
         """Whether a step is recorded."""
         return self._recorded is not None
 
-    def prepare(
-        self, step: Step, work: Work, optimizers: tuple[torch.optim.Optimizer, ...], of: set[torch.Tensor] | None,
-        clip: float, scaler: Any,
-    ) -> None:  # fmt: skip
+    def prepare(self, step: Step, work: Work) -> None:
         """Before a step: records it where that is due, and has it replayed where it is recorded. Collective where it is due."""
         self.replays = None  # an error may have ended the step before
         self._optimizer.publish_rates()
         if not self.failure and self._is_due(work):
             with step.run.goodput.on(Bucket.FIRST_STEP):
-                self._record_on_all_ranks(step, work, optimizers, of, clip, scaler)
+                self._record_on_all_ranks(step, work)
         recorded = self._recorded
-        if recorded is None or _identity(step, work, clip, scaler, self._optimizer.rates) != recorded.identity:
+        if recorded is None or _identity(step, work, self._optimizer.rates) != recorded.identity:
             return
         if trees.fill(recorded.work.batch, list(work.batch)):
             self.replays = recorded
@@ -161,11 +158,11 @@ class Recorder:
         self._times[work.total] = self._times.get(work.total, 0) + 1
         return self._times[work.total] > WARM_UP
 
-    def _record_on_all_ranks(self, step: Step, work: Work, *rest: Any) -> None:
+    def _record_on_all_ranks(self, step: Step, work: Work) -> None:
         """Records on all ranks, or on none. Collective."""
         error = ""
         try:
-            self._record_step(step, work, *rest)
+            self._record_step(step, work)
         except Exception as caught:  # noqa: BLE001 - whatever a model does that cannot be recorded; eager steps go on
             error = f"{type(caught).__name__}: {str(caught).splitlines()[0] if str(caught) else ''}"
         errors = all_gather_trees(error, self._world)
@@ -175,10 +172,7 @@ class Recorder:
             self.failure, self._recorded = f"rank {failed[0]}: {failed[1]}", None
             self._say(f"the step cannot be recorded ({self.failure}); it runs eagerly")
 
-    def _record_step(
-        self, step: Step, work: Work, optimizers: tuple[torch.optim.Optimizer, ...], of: set[torch.Tensor] | None,
-        clip: float, scaler: Any,
-    ) -> None:  # fmt: skip
+    def _record_step(self, step: Step, work: Work) -> None:
         record = CudaGraphs()
         if work.total is None:
             raise ValueError(
@@ -188,11 +182,11 @@ class Recorder:
             raise ValueError("the ranks sum its divisor: give it a number")  # noqa: TRY004 - a value that cannot be recorded
         if not work.samples or work.weight != 1.0:
             raise ValueError("this rank has no sample of the batch")
-        sync, checks = self._sync, step.looks or scaler is not None
+        sync, checks = self._sync, step.looks or work.scaler is not None
         inputs = replace(work, batch=tuple(trees.recorded(item) for item in work.batch))
         # The graph reads these rates, and writes into these gradients also after the strategy has made others.
-        held = [scaler, *_closure(work), *_trained(step), self._optimizer.rates, *sync.gradients()]
-        recorded = _Recorded(inputs, _identity(step, work, clip, scaler, self._optimizer.rates), held)
+        held = [work.scaler, *_closure(work), *_trained(step), self._optimizer.rates, *sync.gradients()]
+        recorded = _Recorded(inputs, _identity(step, work, self._optimizer.rates), held)
         self.before = kept_buffers(step.replica.model) if checks else []
         norm: torch.Tensor | None = None
 
@@ -201,15 +195,15 @@ class Recorder:
             for kept, tensor in zip(self.before, step.replica.model.buffers()):
                 kept.copy_(tensor)
             sync.zero_grad()
-            step.forward_backward(recorded.work, scaler)
+            step.forward_backward(recorded.work)
             self._points.mark(0)
             sync.synchronize()
             self._points.mark(1)
-            norm = step.measure(of, scaler)
+            norm = step.measure(work)
 
         def update() -> None:
             nonlocal norm
-            norm = step.move(optimizers, of, clip, norm)
+            norm = step.move(work, norm)
 
         def whole_step() -> None:
             gradients()
@@ -262,7 +256,7 @@ def _trained(step: Step) -> list[torch.Tensor]:
     return [parameter for parameter in step.replica.model.parameters() if parameter.requires_grad]
 
 
-def _identity(step: Step, work: Work, clip: float, scaler: Any, rates: Any) -> tuple[Any, ...]:
+def _identity(step: Step, work: Work, rates: Any) -> tuple[Any, ...]:
     """What a recording has of the step but its tensors: where it differs, a replay would compute something else."""
     settings = (
         work.samples,
@@ -271,8 +265,8 @@ def _identity(step: Step, work: Work, clip: float, scaler: Any, rates: Any) -> t
         work.weight,
         work.most,
         work.part and work.part.multiple,
-        clip,
-        id(scaler),
+        work.clip,
+        id(work.scaler),
         id(rates),
     )
     return (*map(id, _closure(work)), *map(id, _trained(step)), *settings)

@@ -96,7 +96,8 @@ class Step:
         self.sums = StepSums(run, attempt)
         self._losses: list[torch.Tensor] = []
         self._samples, self._accumulating = 0, False
-        self._divisor: Divisor = None
+        self._work = Work()
+        """The step that `backward` has begun."""
         if not replica.sync.replicas:  # no rank gets through its forward pass without the others
             replica.network.register_forward_pre_hook(self._begin_pass)
 
@@ -186,65 +187,59 @@ class Step:
         if self.pending:
             raise RuntimeError("step(function) came after a backward() without update(): call run.update() first")
         work = Work.of(compute, batch, samples, divisor, self.part, self.run.config, self.replica.sync)
-        work = dataclasses.replace(work, generation=self.dealt.generation)
         self._check_use(work.part, work.samples)
-        optimizers = self.replica.known(optimizers)
-        scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        of = self.replica.parameters_of(optimizers)
+        work = self._moving(work, optimizers, clip, scaler)
+        work = dataclasses.replace(work, generation=self.dealt.generation)
         total = Total(work.samples, work.total)
         if self._canary is not None:
             self._canary.before_step()
         self._as_function, self.attempt.stage = True, 2
         if not self._given:  # else it has begun with the batch: what the script does before the step is a part of it
             self.attempt.buffers.begin()
-        with self.replica.training(optimizers), self._drawing:
+        with self.replica.training(work.optimizers), self._drawing:
             self._redraw()
             if self.recorder is not None:
-                self.recorder.prepare(self, work, optimizers, of, clip, scaler)
+                self.recorder.prepare(self, work)
             if self._replays:
                 self._before = self.recorder.before
             else:
-                keeps = self.looks or scaler is not None or self.in_parts is not None
+                keeps = self.looks or work.scaler is not None or self.in_parts is not None
                 self._before = kept_buffers(self.replica.model) if keeps else []
             scale: float | None = None
-            while True:
-                norm = self.gradients(work, total, of, scaler)
-                if norm is None or bool(self.finite) or self._accepts(scaler):
-                    norm = self.move(optimizers, of, clip, norm)
-                    self._moved(self._samples * work.weight if self.in_parts is None else work.total or 0, divisor)
-                    count_scaled_step(scaler, optimizers, False, self.replica.sync)
-                    break
-                if scale is None and scaler is not None:
-                    scale = scaler.get_scale()
-                if not self._scale_too_high(work, optimizers, scaler):
-                    set_scale(scaler, scale, self.replica.sync)
+            while not self._is_usable(norm := self.gradients(work, total), work):
+                if scale is None and work.scaler is not None:
+                    scale = work.scaler.get_scale()
+                if not self._scale_too_high(work):
+                    set_scale(work.scaler, scale, self.replica.sync)
                     break
                 self._redraw()
+            else:
+                norm = self._use(work, norm)
             self.replica.sync.zero_grad()
         if self.in_parts is not None:
             self.in_parts.end()
         if self.recorder is not None:
             self.recorder.finish()
-        self._end(optimizers, total.value, norm)
+        self._end(work, total.value, norm)
 
-    def gradients(self, work: Work, total: Total, of: set[torch.Tensor] | None, scaler: Any) -> torch.Tensor | None:
+    def gradients(self, work: Work, total: Total) -> torch.Tensor | None:
         """Forward, backward, and the sum over the ranks. Returns the gradient's norm, unscaled, a scalar on the device; None where
         nothing reads it."""
         if self._replays:
             return self.recorder.replay_gradients()
         if self.in_parts is not None:
-            self._sum_parts(work, scaler, self.in_parts)
-            return self.measure(of, scaler)
-        self.forward_backward(work, scaler)
+            self._sum_parts(work, self.in_parts)
+            return self.measure(work)
+        self.forward_backward(work)
         with self.run.state.clock.synchronizing(self.replica.sync.watch):
             self._synchronize()
         self.sums.agree()
         self.attempt.known.add("numbers")
         if work.total is None and work.divisor is None:
             self._divide_by(total.value)
-        return self.measure(of, scaler)
+        return self.measure(work)
 
-    def _sum_parts(self, work: Work, scaler: Any, parts: InParts) -> None:
+    def _sum_parts(self, work: Work, parts: InParts) -> None:
         """The gradients, statistics and loss of all parts of the batch. Where a rank is lost, the others take all of them again."""
         sync, live, tried = self.replica.sync, self.run.world.live, False
 
@@ -254,7 +249,7 @@ class Step:
                 sync.zero_grad()
                 put_back(self.replica.model, self._before)
             tried = True
-            self.forward_backward(self.dealt.now(work), scaler)
+            self.forward_backward(self.dealt.now(work))
             self.sums.agree(parts.refused)
             with self.run.state.clock.synchronizing(sync.watch):
                 return [*sync.sums(), parts.sum(len(self.sums.values))]
@@ -264,17 +259,16 @@ class Step:
         sync.give(iter(sums))
         self.sums.values.copy_(parts.finish(of_parts))  # of all ranks' samples
 
-    def forward_backward(self, work: Work, scaler: Any = None, scale: float | None = None, sums: bool = True) -> None:
+    def forward_backward(self, work: Work, sums: bool = True) -> None:
         """In micro-batches; the last one sends the gradients. Under `sync.name=exact` part by part.
 
         Args:
-            scale: multiplies the loss in place of `scaler`.
             sums: False where the gradients stay this rank's.
         """
         self._forget()
         part, parts = work.part, self.in_parts
         if part is None or parts is None:
-            self._forward_backward(work, 0, work.samples, scaler, scale)
+            self._forward_backward(work, 0, work.samples)
             return
         if sums:
             parts.begin(part, self._before, self.attempt.saver.last_step == self.run.steps_done)
@@ -288,16 +282,16 @@ class Step:
             parts.begin_part(number, sums)
             self.sums.begin()
             if not (sums and parts.refused):
-                self._forward_backward(work, low, high, scaler, scale)
+                self._forward_backward(work, low, high)
             if sums:
                 parts.take(number, (high - low) / part.total, self.sums.values)
 
-    def _forward_backward(self, work: Work, low: int, high: int, scaler: Any, scale: float | None) -> None:
+    def _forward_backward(self, work: Work, low: int, high: int) -> None:
         """Of these samples of the rank's."""
         for first, end in work.micro_batches(low, high):
             with contextlib.nullcontext() if end == high else self.replica.sync.accumulate():
                 loss, numbers = self._loss(work, first, end)
-                self._backpropagate(loss, numbers, end - first, work.weight, work.total, work.divisor, scaler, scale)
+                self._backpropagate(work, loss, numbers, end - first)
 
     def _loss(self, work: Work, first: int, end: int) -> tuple[torch.Tensor, Numbers]:
         """What the function gives for these samples of the rank's: `run.batch` has their number meanwhile."""
@@ -315,24 +309,17 @@ class Step:
         finally:
             self.part = before
 
-    def _backpropagate(
-        self, loss: torch.Tensor, numbers: Numbers, samples: int, weight: float, total: int | None, divisor: Divisor,
-        scaler: Any, scale: float | None = None,
-    ) -> None:  # fmt: skip
-        """Adds the gradient of these samples to that of the step, and their loss and numbers to its sums. Arguments as in `Work`.
-
-        Args:
-            scale: multiplies the loss in place of `scaler`.
-        """
-        share, divisor = (weight, divisor) if divisor is not None else (samples * weight, total or 1)
-        factor = share * self.replica.sync.loss_factor / divisor
-        scaled = loss * factor if scale is None else loss * factor * scale
+    def _backpropagate(self, work: Work, loss: torch.Tensor, numbers: Numbers, samples: int) -> None:
+        """Adds the gradient of these samples to that of the step, and their loss and numbers to its sums."""
+        weighed = samples * work.weight
+        share, divisor = (work.weight, work.divisor) if work.divisor is not None else (weighed, work.total or 1)
+        scaled = loss * (share * self.replica.sync.loss_factor / divisor)
         # The strategy's hooks send the gradients from in here (sync/watch.py, sync/buckets.py; DDP's are torch's).
-        (scaled if scaler is None else scaler.scale(scaled)).backward()
+        (scaled if work.scaler is None else work.scaler.scale(scaled)).backward()
         loss = loss.detach()
         self._losses.append(loss)
         self._samples += samples
-        self.sums.add(loss, numbers, samples, share, weight)
+        self.sums.add(loss, numbers, samples, share, work.weight)
 
     @property
     def _replays(self) -> bool:
@@ -343,69 +330,82 @@ class Step:
         """A recording has computed the gradients, and whether they are finite."""
         self._samples, self._losses, self.finite = work.samples, [], finite
 
-    def measure(self, of: set[torch.Tensor] | None, scaler: Any) -> torch.Tensor | None:
+    def measure(self, work: Work) -> torch.Tensor | None:
         """Takes the loss scale out of the gradients, and gives their norm. NaN and infinity survive the sum, so every rank reads
         the same and needs no further collective."""
-        if not self.looks and scaler is None:
+        if not self.looks and work.scaler is None:
             return None
         sync = self.replica.sync
-        norm = sync.grad_norm(of)
-        if scaler is not None:
-            inverse = scaler._scale.double().reciprocal().float()
+        norm = sync.grad_norm(work.parameters)
+        if work.scaler is not None:
+            inverse = work.scaler._scale.double().reciprocal().float()
             norm = norm * inverse
-            sync.scale_gradients(inverse, of)
+            sync.scale_gradients(inverse, work.parameters)
         self.finite = torch.isfinite(norm)
         return norm
 
-    def move(
-        self, optimizers: Iterable[torch.optim.Optimizer], of: set[torch.Tensor] | None, clip: float,
-        norm: torch.Tensor | None,
-    ) -> torch.Tensor | None:  # fmt: skip
+    def move(self, work: Work, norm: torch.Tensor | None) -> torch.Tensor | None:
         """Clips the gradients and moves the weights. Returns the norm before."""
         if self._replays:
             return self.recorder.replay_update()
-        if clip:
-            norm = self.replica.sync.clip(clip, norm, of)
-        if of is not None:
+        if work.clip:
+            norm = self.replica.sync.clip(work.clip, norm, work.parameters)
+        if work.parameters is not None:
             self.replica.sync.forget_nonfinite()
-        for optimizer in optimizers:
+        for optimizer in work.optimizers:
             optimizer.step()
         return norm
 
-    def _accepts(self, scaler: Any) -> bool:
-        """Whether a gradient that is not finite is used all the same."""
-        return not self.looks and (scaler is None or scaler.get_scale() <= LOWEST_SCALE)
+    # What a function's step and `update` have in common.
 
-    def _moved(self, samples: float, divisor: Divisor) -> None:
+    def _moving(
+        self, work: Work, optimizers: tuple[torch.optim.Optimizer, ...], clip: float, scaler: Any
+    ) -> Work:  # fmt: skip
+        """The step, with what moves the weights: these optimizers, or all."""
+        optimizers = self.replica.known(optimizers)
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        parameters = self.replica.parameters_of(optimizers)
+        return dataclasses.replace(work, optimizers=optimizers, parameters=parameters, clip=clip, scaler=scaler)
+
+    def _is_usable(self, norm: torch.Tensor | None, work: Work) -> bool:
+        """Whether the gradient is finite, or used all the same."""
+        if norm is None or bool(self.finite):
+            return True
+        return not self.looks and (work.scaler is None or work.scaler.get_scale() <= LOWEST_SCALE)
+
+    def _use(self, work: Work, norm: torch.Tensor | None) -> torch.Tensor | None:
+        """Moves the weights, and counts what the step has summed. Returns the gradient's norm before the clipping."""
+        norm = self.move(work, norm)
         self.attempt.nonfinite_steps = 0
-        self.sums.count(self.run.loss_weight(samples, divisor))
+        samples = self._samples * work.weight if self.in_parts is None else work.total or 0
+        self.sums.count(self.run.loss_weight(samples, work.divisor))
+        count_scaled_step(work, False, self.replica.sync)
+        return norm
 
-    def _scale_too_high(self, work: Work | None, optimizers: Iterable[torch.optim.Optimizer], scaler: Any) -> bool:
+    def _scale_too_high(self, work: Work) -> bool:
         """The gradient is not finite. Whether the loss scale is the cause, which is lowered then.
 
         Collective. Raises `Ended` where it is not, and the run is not to go on; `UserError` where a gradient was not summed.
-
-        Args:
-            work: what computes the step again; None: the step was not given as a function.
         """
         self._discard()
         bad = self._ranks_with_bad_loss()
-        if scaler is not None and not bad and scaler.get_scale() > LOWEST_SCALE:
-            count_scaled_step(scaler, optimizers, True, self.replica.sync)
+        if work.scaler is not None and not bad and work.scaler.get_scale() > LOWEST_SCALE:
+            count_scaled_step(work, True, self.replica.sync)
             return True
         if self.looks:
-            self.attempt.skip_step(f"step {self.run.steps_done + 1}: {self._cause(work, bad, scaler)}")
+            self.attempt.skip_step(f"step {self.run.steps_done + 1}: {self._cause(work, bad)}")
         return False
 
-    def _cause(self, work: Work | None, bad: list[int], scaler: Any) -> str:
+    def _cause(self, work: Work, bad: list[int]) -> str:
         """Of a gradient that is not finite. `bad`: the ranks whose loss is not. Collective."""
-        if work is None:
+        if work.compute is None:
             causes = "; ".join(f"rank {rank}: loss is not finite" for rank in bad)
             return causes or "a gradient is not finite, though every loss is"
-        scale = None if scaler is None else LOWEST_SCALE  # what overflows at another is not the cause
+        if work.scaler is not None:  # what overflows at another scale is not the cause
+            work = dataclasses.replace(work, scaler=torch.amp.GradScaler(self.run.world.device.type, LOWEST_SCALE))
 
         def again() -> list[torch.Tensor]:
-            self.forward_backward(self.dealt.now(work), scale=scale, sums=False)
+            self.forward_backward(self.dealt.now(work), sums=False)
             return self._losses
 
         self._redraw()
@@ -475,8 +475,9 @@ class Step:
         self.attempt.stage = 2
         self._check_use(part, samples)
         weight, total = (part.weight, part.total) if part is not None else (1.0, None)
-        self.pending, self._divisor, self._as_function = True, divisor, False
-        self._backpropagate(loss, {}, samples, weight, total, divisor, scaler)
+        self.pending, self._as_function = True, False
+        self._work = work = Work(samples=samples, total=total, divisor=divisor, weight=weight, part=part, scaler=scaler)
+        self._backpropagate(work, loss, {}, samples)
         if self._micro_batches:
             return
         sync = self.replica.sync
@@ -494,9 +495,7 @@ class Step:
     def update(self, optimizers: tuple[torch.optim.Optimizer, ...], clip: float, scaler: Any) -> None:
         """With these optimizers, or all. Raises `Ended` where the gradient is not finite and the run is to end; `RuntimeError`
         without a `backward`."""
-        optimizers = self.replica.known(optimizers)
-        sync, part = self.replica.sync, self.part
-        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        sync, part, work = self.replica.sync, self.part, self._moving(self._work, optimizers, clip, scaler)
         if not self.pending:
             raise RuntimeError("update() was called without backward(): there is no gradient")
         total = self._total
@@ -519,18 +518,13 @@ class Step:
                 raise self._not_summed
             for gradient in sync.gradients():
                 gradient.fill_(math.nan)  # so that the other ranks look, and hear of it
-        of = self.replica.parameters_of(optimizers)
-        norm = self.measure(of, scaler)
-        if norm is None or bool(self.finite) or self._accepts(scaler):
-            norm = self.move(optimizers, of, clip, norm)
-            self._moved(self._samples * (part.weight if part is not None else 1.0), self._divisor)
-            count_scaled_step(scaler, optimizers, False, self.replica.sync)
-        elif not self._scale_too_high(None, optimizers, scaler) and scaler is not None:
-            set_scale(scaler, scaler.get_scale(), self.replica.sync)
+        norm = self.measure(work)
+        if self._is_usable(norm, work):
+            norm = self._use(work, norm)
+        elif not self._scale_too_high(work) and work.scaler is not None:
+            set_scale(work.scaler, work.scaler.get_scale(), sync)
         sync.zero_grad()
-        self._end(optimizers, total, norm)
-
-    # What both have in common.
+        self._end(work, total, norm)
 
     def _discard(self) -> None:
         """Takes back the gradient and what the forward passes have changed. Raises `UserError` where a gradient was not summed, on
@@ -552,7 +546,7 @@ class Step:
         finite = all(bool(torch.isfinite(loss).all()) for loss in self._losses)
         return [rank for rank, is_finite in enumerate(all_gather_trees(finite, self.run.world)) if not is_finite]
 
-    def _end(self, optimizers: tuple[torch.optim.Optimizer, ...], total: int, norm: torch.Tensor | None) -> None:
+    def _end(self, work: Work, total: int, norm: torch.Tensor | None) -> None:
         """The step is over, whether it moved a weight or not."""
         run = self.run
         self._end_stand_in()
@@ -560,7 +554,7 @@ class Step:
         run.kept.steps += 1
         run.progressed = True
         whole = None if self.part is None else self.dealt.wholes
-        samples, new = self.sums.new_samples(optimizers, self._samples, total, whole)
+        samples, new = self.sums.new_samples(work.optimizers, self._samples, total, whole)
         run.kept.samples += new
         if self.replica.ema is not None:
             self.replica.ema.update(run.steps_done)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -27,22 +27,30 @@ Divisor = float | torch.Tensor | None
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step computes: the loss of this rank's part."""
+    """What a step computes, the loss of this rank's part, and how the gradient moves the weights."""
 
-    compute: Compute
-    batch: tuple[Any, ...]
-    samples: int
-    total: int | None
+    compute: Compute | None = None
+    """None: the loss is computed already, and cannot be computed again."""
+    batch: tuple[Any, ...] = ()
+    samples: int = 0
+    total: int | None = None
     """Samples of all ranks; None: not known yet."""
-    divisor: Divisor
-    """`compute` gives a sum of losses, to be divided by this, of all ranks; None: their mean."""
-    weight: float
-    most: int
+    divisor: Divisor = None
+    """The loss is a sum, to be divided by this, of all ranks; None: their mean."""
+    weight: float = 1.0
+    most: int = 0
     """Samples of a micro-batch, about; 0: all at once."""
-    part: Part | None
+    part: Part | None = None
     """Of the global batch; None: it is not known."""
     generation: int = 0
     """Of the ranks, among which the batch was dealt out."""
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    parameters: set[torch.Tensor] | None = None
+    """Those whose gradients make the step; None: every one that is trained."""
+    clip: float = 0.0
+    """Largest norm of the gradient; 0: no clipping."""
+    scaler: Any = None
+    """A `torch.amp.GradScaler`; None: the loss is not scaled."""
 
     @classmethod
     def of(
@@ -82,6 +90,7 @@ class Work:
             copies: it gets tensors in memory of their own, also where these are all samples.
         """
         uncut = (first, end) == (0, self.samples) and not copies
+        assert self.compute is not None
         batch = self.batch if uncut else trees.cut(self.batch, first, end, self.samples, copies)
         result = self.compute(*batch)
         with_numbers = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
@@ -165,16 +174,14 @@ def _checked_numbers(numbers: Numbers) -> Numbers:
     return numbers
 
 
-def count_scaled_step(
-    scaler: Any, optimizers: Iterable[torch.optim.Optimizer], overflow: bool, sync: GradientSync
-) -> None:
+def count_scaled_step(work: Work, overflow: bool, sync: GradientSync) -> None:
     """The scaler, if there is one, lowers its scale after an overflow, and counts a step without one."""
-    if scaler is None:
+    if work.scaler is None:
         return
-    for optimizer in optimizers:
+    for optimizer in work.optimizers:
         found = torch.full((), float(overflow), device=sync.world.device)
-        scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found.device: found}
-    set_scale(scaler, None, sync)
+        work.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found.device: found}
+    set_scale(work.scaler, None, sync)
 
 
 def set_scale(scaler: Any, scale: float | None, sync: GradientSync) -> None:
