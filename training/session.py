@@ -20,17 +20,17 @@ from torch import nn
 
 from lockstep.wire.payload import SessionOptions
 
-from .config import Config, own_settings
+from .config import own_settings
 from .contract import user_errors
 from .data.alike import check_alike
 from .data.batches import Batches, Part, of_dataset
 from .observe.account import Bucket
 from .parallel.exchange import all_gather_trees
 from .run import evaluation
-from .run.lifecycle import Lifecycle
 from .run.loop import Loop
 from .run.replica import Replica
 from .run.reporting import Reporting
+from .run.run import Run
 from .run.work import Compute, divisor_of_all
 
 T = TypeVar("T")
@@ -77,34 +77,36 @@ class Session(Reporting):
             job = SessionOptions.take(os.environ)
             script = Path(sys.argv[0]).stem or "script"
             parsed = own_settings(script, config or {}, settings, (*overrides, *job.settings))
-        lifecycle = Lifecycle(
-            Path(job.run_dir or run_dir), parsed, fresh=job.fresh or fresh, handle_signals=handle_signals, began=began,
-            tells_run_dir=bool(job.run_dir),
+        self._begin(
+            Run(
+                Path(job.run_dir or run_dir), parsed, fresh=job.fresh or fresh, handle_signals=handle_signals, began=began,
+                tells_run_dir=bool(job.run_dir),
+            )
         )  # fmt: skip
-        self._begin(lifecycle)
 
     @classmethod
-    def _of_recipe(cls, run_dir: Path, config: Config, **start: Any) -> Session:
-        """A start of a recipe's run: `config` has the settings of the session, too. `start` as in `Lifecycle`."""
+    def of(cls, run: Run) -> Session:
+        """A session of a run whose settings are known: that of a recipe."""
         session = cls.__new__(cls)
-        session._begin(Lifecycle(run_dir, config, **start))
+        session._begin(run)
         return session
 
-    def _begin(self, lifecycle: Lifecycle) -> None:
-        self._lifecycle = lifecycle
+    def _begin(self, run: Run) -> None:
+        self._run = run
         self._replica: Replica | None = None
+        self._loop: Loop | None = None
         self._evaluating = False
         """The function of `evaluate` is being called."""
-        self.settings, self.run_dir, self.seed = lifecycle.settings, lifecycle.run_dir, lifecycle.settings.seed
+        self.settings, self.run_dir, self.seed = run.config, run.path, run.config.seed
 
     def __enter__(self) -> Session:
-        self.world = self._lifecycle.open()
+        self.world = self._run.open()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:  # fmt: skip
-        self._lifecycle.close(kind, error, trace)
+        self._run.close(kind, error, trace, None if self._loop is None else self._loop.end)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -149,7 +151,7 @@ class Session(Reporting):
         Examples:
             >>> net = Net() if run.resumed else pretrained()  # before replicate(): rank 0's weights count
         """
-        return self._lifecycle.resumed
+        return self._run.resumed
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -159,7 +161,7 @@ class Session(Reporting):
         Examples:
             >>> run.facts["data"] = "digits, 1,797 images"
         """
-        return self._lifecycle.facts
+        return self._run.facts
 
     def replicate(self, model: nn.Module, example: Any = None, name: str = "model") -> nn.Module:
         """Returns the network to call. It is on the rank's device and has rank 0's weights; its gradients are summed over the ranks.
@@ -233,7 +235,7 @@ class Session(Reporting):
             >>> run.keep_of_rank({"loader": loader}, schedule=schedule)
         """
         self._not_yet("keep()")
-        self._lifecycle.begin(self._replicated(), shared, things)
+        self._begin_loop(shared, things)
 
     @property
     def batch(self) -> Part | None:
@@ -515,7 +517,7 @@ class Session(Reporting):
             >>> accuracy = run.evaluate(lambda x, y: (network(x).argmax(1) == y).sum(), dataset)
         """
         self._go_on("run.for_evaluation()")
-        with self._lifecycle.goodput.on(Bucket.EVALUATION):
+        with self._run.goodput.on(Bucket.EVALUATION):
             return self._replicated().for_evaluation(model)
 
     def evaluate(
@@ -554,7 +556,7 @@ class Session(Reporting):
             >>> run.log(**run.evaluate(scores, dataset, 512))
         """
         self._go_on("run.evaluate()")
-        loop = self._lifecycle.loop
+        loop = self._loop
 
         def called(*batch: Any) -> Any:
             self._evaluating = True
@@ -564,16 +566,16 @@ class Session(Reporting):
                 self._evaluating = False
 
         boundary = loop.boundary if loop is not None else lambda: None
-        with self._lifecycle.goodput.on(Bucket.EVALUATION):
+        with self._run.goodput.on(Bucket.EVALUATION):
             return evaluation.of_dataset(called, dataset, batch_size, self.world, self.seed, boundary, workers, collate)
 
     def _go_on(self, call: str) -> None:
         """Before a collective that the script may call after a loop which other ranks are still in."""
         self._check_outside()
-        if self._lifecycle.loop is not None:
-            if (parts := self._lifecycle.loop.step.in_parts) is not None:
+        if self._loop is not None:
+            if (parts := self._loop.step.in_parts) is not None:
                 parts.check_outside()
-            self._lifecycle.loop.attempt.meetings.go_on(call)
+            self._loop.attempt.meetings.go_on(call)
 
     def _of_this_rank(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Around a collective over values of the script's own: those of a lost rank are gone."""
@@ -593,8 +595,15 @@ class Session(Reporting):
         return self._replica
 
     def _not_yet(self, what: str) -> None:
-        if self._lifecycle.loop is not None:
+        if self._loop is not None:
             raise RuntimeError(f"{what} comes before the loop, and before keep(), which is called once")
 
     def _started(self) -> Loop:
-        return self._lifecycle.loop or self._lifecycle.begin(self._replicated(), {}, {})
+        return self._loop or self._begin_loop({}, {})
+
+    def _begin_loop(self, things: Mapping[str, Any], of_rank: Mapping[str, Any]) -> Loop:
+        """The loop from where the run directory says the run stands."""
+        self._run.resume(self._replicated(), things, of_rank)
+        self._loop = Loop(self._run, self._replicated())
+        self._loop.begin()
+        return self._loop

@@ -317,15 +317,15 @@ class RunBegun:
 
     def __init__(self, world: Any, run_dir: Path, *settings: str) -> None:
         self.config = _config.load("smoke", list(settings))
-        session = Inside("training.session").Session
-        self._session = session._of_recipe(run_dir, self.config, handle_signals=False, world=world)
+        run = Inside("training.run.run").Run(run_dir, self.config, handle_signals=False, world=world)
+        self._session = Inside("training.session").Session.of(run)
         self._session.__enter__()
         try:
             self.recipe = Inside("training.recipe.loop").Recipe(self._session, self.config)
         except BaseException as error:
             self._session.__exit__(type(error), error, error.__traceback__)
             raise
-        loop = self._session._lifecycle.loop
+        loop = self._session._loop
         assert loop is not None
         self.loop, self.state, self.model = loop, loop.run.state, self.recipe.model
         self.division = self.recipe.batches.division
@@ -336,8 +336,8 @@ class RunBegun:
     def __exit__(self, *error: object) -> None:
         self.loop.run.exporter.close(0)
         self.loop.attempt.saver.close()
-        if self.loop.run.run is not None:
-            self.loop.run.run.close()
+        if self.loop.run.directory is not None:
+            self.loop.run.directory.close()
 
     def step(self, number: int) -> Any:
         """Trains that step, counted from 0 over all epochs; the ids of this rank's samples."""

@@ -451,7 +451,7 @@ with Session(sys.argv[1], "log.weights_every=1", sync="exact", config={}) as run
             run.step(lambda x, y: F.cross_entropy(model(x), y), x[ids], y[ids])
             if run.steps == 4 and sys.argv[2] == "end" and not run.resumed and run.leader:
                 os.kill(os.getpid(), signal.SIGTERM)
-                poll(lambda: run._lifecycle._signals.received, what="the signal")
+                poll(lambda: run._run.signals.received, what="the signal")
 """
 
 

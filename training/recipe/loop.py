@@ -21,6 +21,7 @@ from ..models.arithmetic import autocast, compiled, real_type
 from ..observe.account import Bucket
 from ..optim import set_rates
 from ..parallel.exchange import failing_together
+from ..run.run import Run
 from ..session import Session
 from . import setup
 from .evaluate import Evaluator, Score
@@ -37,7 +38,7 @@ def train(config: Config, run_dir: Path, fresh: bool | str, began: float) -> Non
         SystemExit: 75 saved and to be run again; 1 diverged or not saved; 2 the config, the data or the run directory cannot be
             used.
     """
-    with Session._of_recipe(run_dir, config, fresh=fresh, began=began) as run:
+    with Session.of(Run(run_dir, config, fresh=fresh, began=began)) as run:
         recipe = Recipe(run, config)
         progress = Progress(run, config, recipe.evaluator)
         for epoch in run.epochs(config.epochs):
@@ -113,7 +114,7 @@ class Progress:
         if not self._every or (run.steps - 1) % self._every:
             return
         loss, seconds = run.loss(), run.seconds
-        with run._lifecycle.goodput.on(Bucket.EVALUATION):
+        with run._run.goodput.on(Bucket.EVALUATION):
             score = self._evaluator.score(run.for_evaluation())
         if self._same_samples:
             loss = score.loss

@@ -1,12 +1,11 @@
 """What surrounds the steps of any run: the boundary at which all ranks leave or save together, checkpoints, metrics, the end.
 
-    attempt = Attempt(context, signals, began, optimizers)
+    attempt = Attempt(run, optimizers)
     with attempt:
         attempt.boundary()                          # before each step; raises `Ended` where the ranks agreed to leave
         …                                           # a step
         attempt.nonfinite_steps = 0                 # or `skip_step`, where no weight was moved
         attempt.step_done(lr, samples, grad_norm)
-    code = conclude(context, signals, ended)        # or `failed`, where an error came
 
 All ranks call the same methods in the same order.
 """
@@ -29,7 +28,7 @@ from lockstep.wire.status import slow_rank_line
 
 from .. import contract
 from ..checkpoint.state import gather
-from ..contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, RUN_AGAIN, UserError, named
+from ..contract import EXIT_FAILED, EXIT_PREEMPTED, RUN_AGAIN, UserError, named
 from ..limits import STATUS_SECONDS
 from ..observe import trackers
 from ..observe.account import Bucket
@@ -40,13 +39,10 @@ from ..parallel import process
 from ..parallel.exchange import (
     all_gather_trees,
     is_collective,
-    is_of_torch_distributed,
-    on_any,
     pack,
     same_on_all,
 )
 from ..parallel.live import CannotTakeAgain, Live
-from ..parallel.world import World
 from ..resilience import divergence
 from ..resilience.closeness import (
     EACH_ALONE,
@@ -66,13 +62,12 @@ from ..resilience.closeness import (
 from ..resilience.desync import Meetings
 from ..resilience.hang import (
     Heartbeat,
-    describe_failed_collective,
     first_of_node,
     naming_the_missing,
 )
-from ..resilience.preempt import Consensus, Decision, Signals
-from .context import RunContext, note_corrupt_shard
+from ..resilience.preempt import Consensus, Decision
 from .held import Held
+from .run import Ended, Run
 from .saver import Saver
 from .unsaved import Unsaved
 
@@ -80,29 +75,15 @@ FIRST_STEPS = 3
 """Steps of an attempt after which the replicas are compared: at the first one a schedule's rate may be 0."""
 
 
-class Ended(BaseException):
-    """The attempt ends here, on all ranks: with an exit code, and a sentence. Not an `Exception`: a user's loop that catches exceptions
-    must not continue on one rank."""
-
-    def __init__(self, code: int, reason: str) -> None:
-        super().__init__(reason)
-        self.code, self.reason = code, reason
-
-
 class Attempt:
     """One attempt, from the cursor to the end. Every method is called by all ranks, in the same order.
 
     Args:
-        signals: what the process receives; None where the calling script handles signals itself.
-        began: `time.perf_counter()` at the start of the process.
         optimizers: by name.
     """
 
-    def __init__(
-        self, context: RunContext, signals: Signals | None, began: float,
-        optimizers: Mapping[str, torch.optim.Optimizer],
-    ) -> None:  # fmt: skip
-        self.context, self.began, self._optimizers = context, began, optimizers
+    def __init__(self, run: Run, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        self.run, self._optimizers = run, optimizers
         self.times: Times = {}
         self.nonfinite_steps = 0
         """Steps in a row whose gradient was not finite."""
@@ -110,12 +91,12 @@ class Attempt:
         """Steps of this attempt."""
         self.grad_norm: torch.Tensor | None = None
         """Of the last step's gradient, a scalar on the device; None where it was not computed."""
-        self._compares = context.world.size > 1 and context.state.sync.replicas
+        self._compares = run.world.size > 1 and run.state.sync.replicas
         """Whether there are replicas to compare."""
         self._compared = not self._compares
         """Whether they were compared after the first steps."""
-        self.buffers = Buffers(context.state.model, context.world, alike=context.state.of_all)
-        self.modes = Modes(context.state.model)
+        self.buffers = Buffers(run.state.model, run.world, alike=run.state.of_all)
+        self.modes = Modes(run.state.model)
         self._told_apart = False
         """A buffer that differs between the ranks was named."""
         self.known: set[str] = set()
@@ -127,89 +108,85 @@ class Attempt:
         """The ranks have agreed to save, and the next boundary does: in an evaluation there is none."""
         self._told = time.monotonic()
         """When status.json last had the step."""
-        self.consensus = Consensus(context.world, signals, self._stop_file)
+        self.consensus = Consensus(run.world, run.signals, self._stop_file)
         about = About(
-            os.path.abspath(context.path), 0 if os.environ.get(contract.ENV_LIVE) else context.world.size, context.attempt,
-            context.config.end_hangs,
+            os.path.abspath(run.path), 0 if os.environ.get(contract.ENV_LIVE) else run.world.size, run.attempt,
+            run.config.end_hangs,
         )  # fmt: skip
-        self.progress = Progress(context.world.number, about, os.environ)
-        self.slow = SlowRank(context.world, self._tell_slow_rank)
+        self.progress = Progress(run.world.number, about, os.environ)
+        self.slow = SlowRank(run.world, self._tell_slow_rank)
         self._named: tuple[int, str] | None = None
         """The slow rank that was told of, and its phase."""
-        self.saver = Saver(context, self._alive)
-        self.reading = Reading(context.state.losses, context.world, of_all=context.state.of_all)
-        self.unsaved = Unsaved(context, Held(context.state).moved)
-        metrics = [context.metrics] if context.config.metrics.enabled else []
+        self.saver = Saver(run, self._alive)
+        self.reading = Reading(run.state.losses, run.world, of_all=run.state.of_all)
+        self.unsaved = Unsaved(run, Held(run.state).moved)
+        metrics = [run.metrics] if run.config.metrics.enabled else []
         self.observers: list[Observer | Progress] = [
-            Heartbeat(context.world), self.progress, self.slow, context.console, context.goodput, *metrics
+            Heartbeat(run.world), self.progress, self.slow, run.console, run.goodput, *metrics
         ]  # fmt: skip
 
     @property
     def _stop_file(self) -> Path | None:
-        return None if self.context.run is None else self.context.run.path / contract.STOP_FILE
+        return None if self.run.directory is None else self.run.directory.path / contract.STOP_FILE
 
     def __enter__(self) -> Attempt:
-        context = self.context
-        context.exporter.begin()
-        if os.environ.get(contract.ENV_LIVE) and context.world.live is None and context.world.size > 1:
-            context.world.live = Live(context.world, context.config.collective_timeout)
-        if context.world.live is not None:
-            context.world.live.regrouped = self._regrouped
-        context.event(
-            "start", world_size=context.world.size, step=context.steps_done, config_hash=context.config.hash()
+        run = self.run
+        run.exporter.begin()
+        if os.environ.get(contract.ENV_LIVE) and run.world.live is None and run.world.size > 1:
+            run.world.live = Live(run.world, run.config.collective_timeout)
+        if run.world.live is not None:
+            run.world.live.regrouped = self._regrouped
+        run.event(
+            "start", world_size=run.world.size, step=run.steps_done, config_hash=run.config.hash()
         )  # fmt: skip
-        preprocessing = time.perf_counter() - self.began
-        context.event("prepared", seconds=preprocessing)
-        context.console.line(f"Preprocessing: {preprocessing:.2f} seconds")
-        timeout = context.config.collective_timeout
-        self._naming = naming_the_missing(
-            context.world, lambda: context.steps_done, timeout, self._lost, lambda: self._polls
-        )
+        preprocessing = time.perf_counter() - run.began
+        run.event("prepared", seconds=preprocessing)
+        run.console.line(f"Preprocessing: {preprocessing:.2f} seconds")
+        timeout = run.config.collective_timeout
+        self._naming = naming_the_missing(run.world, lambda: run.steps_done, timeout, self._lost, lambda: self._polls)
         self._naming.__enter__()
         self.meetings = Meetings(
-            context.world, lambda: 4 * (self._polls + context.steps_done) + self.stage, lambda: context.steps_done, self._desynced
+            run.world, lambda: 4 * (self._polls + run.steps_done) + self.stage, lambda: run.steps_done, self._desynced
         )  # fmt: skip
         return self
 
     def _regrouped(self, lost: Mapping[int, str], joined: Sequence[int], seconds: Mapping[str, float]) -> None:
         """Ranks were lost or admitted, and the others have met again."""
-        context, world = self.context, self.context.world
+        run, world = self.run, self.run.world
         process.forget_broken()
-        if world.leader and context.run is None:
+        if world.leader and run.directory is None:
             try:
-                context.take_over()
+                run.take_over()
             except UserError as error:
                 raise CannotTakeAgain(f"rank 0 was lost, and {error}: all ranks have to start again") from None
-            assert context.run is not None
-            trackers.attach(context.config, context.run, context.steps_done)
+            assert run.directory is not None
+            trackers.attach(run.config, run.directory, run.steps_done)
             self.saver.take_over()
             self.consensus.stop_file = self._stop_file
         for rank, how in lost.items():
             if world.leader:
-                context.exporter.forget(rank)
-            context.event("rank_lost", step=context.steps_done, rank=rank, how=how)
+                run.exporter.forget(rank)
+            run.event("rank_lost", step=run.steps_done, rank=rank, how=how)
         for rank in joined:
-            context.event("rank_joined", step=context.steps_done, rank=rank)
-        context.goodput.regrouped(sum(seconds.values()), world.size)
+            run.event("rank_joined", step=run.steps_done, rank=rank)
+        run.goodput.regrouped(sum(seconds.values()), world.size)
         phases = {name: round(value, 4) for name, value in seconds.items()}
-        context.event(
-            "regrouped", step=context.steps_done, world_size=world.size, generation=world.generation, seconds=phases
-        )
-        if context.run is not None:
+        run.event("regrouped", step=run.steps_done, world_size=world.size, generation=world.generation, seconds=phases)
+        if run.directory is not None:
             assert world.live is not None
-            context.run.ranks = [world.size, world.size + len(world.live.lost)]
-            context.run.status(None, "running", context.steps_done)
-        context.metrics.count("ranks_lost_total", by=len(lost))
-        context.metrics.set("ranks", world.size)
+            run.directory.ranks = [world.size, world.size + len(world.live.lost)]
+            run.directory.status(None, "running", run.steps_done)
+        run.metrics.count("ranks_lost_total", by=len(lost))
+        run.metrics.set("ranks", world.size)
         trains = "1 rank trains on" if world.size == 1 else f"{world.size} ranks train on"
         for ranks, what in ((sorted(lost), "lost"), (joined, "replaced")):
             if ranks:
                 who = f"Ranks {named(list(ranks))} were" if len(ranks) > 1 else f"Rank {ranks[0]} was"
-                context.console.line(f"{who} {what} after step {context.steps_done}: {trains}")
+                run.console.line(f"{who} {what} after step {run.steps_done}: {trains}")
 
     def _lost(self, reason: str) -> None:
         """A collective of NCCL has failed (`failed` handles all other errors). Runs in its own thread; then the process ends."""
-        self._desynced(reason, first_of_node(self.context.world))
+        self._desynced(reason, first_of_node(self.run.world))
 
     def _desynced(self, reason: str, says: bool | None = None) -> None:
         """The ranks know that they have parted. Then the process ends.
@@ -217,14 +194,14 @@ class Attempt:
         Args:
             says: this rank prints the reason; None: rank 0 does.
         """
-        context = self.context
-        context.console.close()
-        context.goodput.failed(in_collective=True)
-        context.goodput.end(EXIT_FAILED)
-        if context.run is not None:
-            context.run.status(EXIT_FAILED, reason, context.steps_done)
-        if context.world.leader if says is None else says:
-            context.console.warn(reason)
+        run = self.run
+        run.console.close()
+        run.goodput.failed(in_collective=True)
+        run.goodput.end(EXIT_FAILED)
+        if run.directory is not None:
+            run.directory.status(EXIT_FAILED, reason, run.steps_done)
+        if run.world.leader if says is None else says:
+            run.console.warn(reason)
         self.saver.close()
 
     def __exit__(
@@ -238,7 +215,7 @@ class Attempt:
                 self.consensus.settle()
             else:
                 if error is not None and is_collective(error):
-                    process.shut(self.context.world.peers)
+                    process.shut(self.run.world.peers)
                 with contextlib.suppress(RuntimeError):  # the first error counts
                     self.consensus.settle()
         finally:
@@ -251,13 +228,13 @@ class Attempt:
         Returns:
             Whether the script has ended the run for good, on any rank.
         """
-        live = self.context.world.live
-        if live is not None and self.context.world.replacement:
+        live = self.run.world.live
+        if live is not None and self.run.world.replacement:
             live.take_seat()  # the others have looked already
-            self.context.forget_untold()
-            self._compares = self.context.state.sync.replicas
+            self.run.forget_untold()
+            self._compares = self.run.state.sync.replicas
             return False
-        decision = self.poll(self.saver.due_by_time(), self.context.scores.asks(self.context.steps_done))
+        decision = self.poll(self.saver.due_by_time(), self.run.scores.asks(self.run.steps_done))
         if decision.stop:
             self.leave()
         self.saver.look()
@@ -272,7 +249,7 @@ class Attempt:
     def _state(self) -> torch.Tensor:
         """What a rank needs to go on from here as this one does; on rank 0. Collective."""
         self._before_gather()
-        gathered = gather(self.context.state)
+        gathered = gather(self.run.state)
         if gathered is None:
             return torch.empty(0)
         gathered["ranks"] = [rank for rank in gathered["ranks"] if rank is not None]
@@ -292,7 +269,7 @@ class Attempt:
 
     def _alive(self) -> None:
         for observer in self.observers:
-            observer.alive(self.context.steps_done, self._steps)
+            observer.alive(self.run.steps_done, self._steps)
 
     def poll(self, save_due: bool = False, score: bool | None = None) -> Decision:
         """What the ranks agreed on at the boundary before this one; and, of a score, at this one."""
@@ -301,14 +278,14 @@ class Attempt:
         if self._steps >= FIRST_STEPS and not self._compared:
             self._compared, self.consensus.fingerprint = True, self._fingerprint()
             self._check_buffers()
-        elif self.context.world.size > 1:
+        elif self.run.world.size > 1:
             self.consensus.fingerprint = self._rates()
         told, decision = self.consensus.some_without_score, self.consensus.poll(save_due, score)
         if self.consensus.replicas_differ:
             self._replicas_differ()
         if self.consensus.some_without_score and not told:
-            self.context.console.warn(
-                f"{self.context.scores.rule.name} was logged on some ranks only, so the checkpoint with the best one cannot be "
+            self.run.console.warn(
+                f"{self.run.scores.rule.name} was logged on some ranks only, so the checkpoint with the best one cannot be "
                 "kept: log it on all ranks"
             )
         self._save_agreed |= decision.save
@@ -316,12 +293,12 @@ class Attempt:
 
     def skip_step(self, reason: str) -> None:
         """A step was skipped, because its gradient was not finite. Raises `Ended` if the settings end the run then."""
-        context, config = self.context, self.context.config
-        context.metrics.count("nonfinite_steps_total")
-        context.event("nonfinite", step=context.steps_done + 1, reason=reason)
+        run, config = self.run, self.run.config
+        run.metrics.count("nonfinite_steps_total")
+        run.event("nonfinite", step=run.steps_done + 1, reason=reason)
         if config.nonfinite == "stop":
             raise Ended(EXIT_FAILED, f"the run diverged at {reason}; no weight was changed by that step")
-        context.console.warn(f"left out {reason}")
+        run.console.warn(f"left out {reason}")
         self.nonfinite_steps += 1
         if self.nonfinite_steps > config.nonfinite_limit:
             raise Ended(
@@ -336,20 +313,18 @@ class Attempt:
             samples: of this rank's part.
             grad_norm: of the gradient, a scalar on the device; None where it was not computed.
         """
-        context, state = self.context, self.context.state
+        run, state = self.run, self.run.state
         state.clock.end()
         self._steps, self.grad_norm = self._steps + 1, grad_norm
         self.buffers.end()
         self.modes.end()
         if self._steps == 1 and not any(self.modes.last):
-            context.console.line(
+            run.console.line(
                 "The model trains in evaluation mode, as the script has set it: no dropout, fixed batch statistics"
             )
-        done = context.steps_done
-        if (
-            self._steps == 1 and context.world.live is not None
-        ):  # it has shown by now that it computes what the others do
-            context.world.live.ready()
+        done = run.steps_done
+        if self._steps == 1 and run.world.live is not None:  # it has shown by now that it computes what the others do
+            run.world.live.ready()
         measured = state.clock.measured()
         if measured:
             self.times = measured[-1]
@@ -359,51 +334,51 @@ class Attempt:
         )  # fmt: skip
         for observer in self.observers:
             observer.step_done(step)
-        if context.run is not None and time.monotonic() - self._told > STATUS_SECONDS:
+        if run.directory is not None and time.monotonic() - self._told > STATUS_SECONDS:
             self._told = time.monotonic()
-            context.run.status(None, "running", done)
-        if done % context.config.log.every == 0 or done in (1, context.console.planned):
-            self.reading.take(state.losses, context.kept.measured, grad_norm, step=done, lr=lr)
+            run.directory.status(None, "running", done)
+        if done % run.config.log.every == 0 or done in (1, run.console.planned):
+            self.reading.take(state.losses, run.kept.measured, grad_norm, step=done, lr=lr)
         self.tell_readings()
-        interval = context.config.log.weights_every
-        if interval and done % interval == 0 and (context.world.leader or context.world.live is not None):
-            context.event("weights", step=done, sha256=sha256(state.model))
-        interval = context.config.check_closeness
+        interval = run.config.log.weights_every
+        if interval and done % interval == 0 and (run.world.leader or run.world.live is not None):
+            run.event("weights", step=done, sha256=sha256(state.model))
+        interval = run.config.check_closeness
         if interval and done % interval == 0:
             self._check_closeness()
 
     def _tell_slow_rank(self) -> None:
         """Rank 0 has looked at the times of all ranks."""
-        context, found, before = self.context, self.slow.verdict, self._named
-        context.metrics.slow_rank(None if found is None else (found.rank, found.phase, found.share))
+        run, found, before = self.run, self.slow.verdict, self._named
+        run.metrics.slow_rank(None if found is None else (found.rank, found.phase, found.share))
         self._named = None if found is None else (found.rank, found.phase)
-        if context.run is not None:
-            context.run.slow_rank = None if found is None else found.plain()
+        if run.directory is not None:
+            run.directory.slow_rank = None if found is None else found.plain()
         if self._named == before:
             return
         self._told = -STATUS_SECONDS  # status.json has it at once
         if found is not None:
-            context.event("slow_rank", step=context.steps_done, **found.plain())
-            context.console.line(f"A slow rank: {slow_rank_line(found.plain())}")
+            run.event("slow_rank", step=run.steps_done, **found.plain())
+            run.console.line(f"A slow rank: {slow_rank_line(found.plain())}")
         elif before is not None:
-            context.event("slow_rank_over", step=context.steps_done, rank=before[0])
-            context.console.line(f"Rank {before[0]} is slow no longer")
+            run.event("slow_rank_over", step=run.steps_done, rank=before[0])
+            run.console.line(f"Rank {before[0]} is slow no longer")
 
     def _check_closeness(self) -> None:
-        self.context.state.clock.settle()
-        live = self.context.world.live
+        self.run.state.clock.settle()
+        live = self.run.world.live
 
         def compare() -> list[torch.Tensor]:  # running statistics differ between ranks, see `averaged_buffers`
-            check_parameter_closeness(self.context.state.model, batch_statistics=False)
-            if self.context.state.ema is not None:
-                check_parameter_closeness(self.context.state.ema.average, batch_statistics=False)
+            check_parameter_closeness(self.run.state.model, batch_statistics=False)
+            if self.run.state.ema is not None:
+                check_parameter_closeness(self.run.state.ema.average, batch_statistics=False)
             return []
 
         with self._telling("replicas", EACH_ALONE):
             compare() if live is None else live.together(compare)
 
     def _fingerprint(self) -> int:
-        state = self.context.state
+        state = self.run.state
         return fingerprint(state.model, *([state.ema.average] if state.ema is not None else []))
 
     def _check_buffers(self) -> None:
@@ -411,10 +386,10 @@ class Attempt:
         apart: list[str] = []
         with self._telling("replicas", SAME_BUFFERS):
             apart = self.buffers.check()
-        if apart and not self._told_apart and self.context.world.leader:
+        if apart and not self._told_apart and self.run.world.leader:
             self._told_apart = True
             more = f" (and {len(apart) - 1} more)" if len(apart) > 1 else ""
-            self.context.console.warn(f"the buffer {apart[0]}{more} {MOVED_APART}")
+            self.run.console.warn(f"the buffer {apart[0]}{more} {MOVED_APART}")
 
     @contextlib.contextmanager
     def _telling(self, what: str, remedy: str) -> Iterator[None]:
@@ -422,7 +397,7 @@ class Attempt:
         try:
             yield
         except ReplicasDiffer as error:
-            done = self.context.steps_done
+            done = self.run.steps_done
             raise Ended(
                 EXIT_FAILED, f"the {what} are not the same after step {done}: {error}. It is not saved. {remedy}"
             ) from error
@@ -433,16 +408,16 @@ class Attempt:
 
     def _same_replicas(self) -> bool:
         """Collective."""
-        if self.context.world.size == 1:
+        if self.run.world.size == 1:
             return True
-        return same_on_all([self._rates(), self._fingerprint() if self._compares else 0], self.context.world)
+        return same_on_all([self._rates(), self._fingerprint() if self._compares else 0], self.run.world)
 
     def _replicas_differ(self) -> NoReturn:
         """Their fingerprints do, on all ranks, by learning rates, modes or weights. Raises `Ended`. Collective."""
         with self._telling("learning rates", SAME_NUMBER):
-            check_same(learning_rates(self._optimizers), self.context.world)
+            check_same(learning_rates(self._optimizers), self.run.world)
         with self._telling("modes", SAME_MODE):
-            self.modes.check(self.context.world)
+            self.modes.check(self.run.world)
         self._check_closeness()
         raise Ended(EXIT_FAILED, f"the replicas were not the same. {EACH_ALONE}")
 
@@ -451,19 +426,19 @@ class Attempt:
         for values in self.reading.ready(wait):
             for name, key in (("loss", "train_loss"), ("grad_norm", "grad_norm")):
                 if None not in (values["train_loss"], values[key]):
-                    self.context.metrics.set(name, values[key])
+                    self.run.metrics.set(name, values[key])
             for name in values.keys() - {"train_loss"}:
                 if name.startswith("train_") and values[name] is not None:
-                    self.context.metrics.set("logged", values[name], name)
+                    self.run.metrics.set("logged", values[name], name)
             times = {name: round(value, 6) for name, value in self.times.items()}
-            self.context.event("step", **values, **times)
+            self.run.event("step", **values, **times)
 
     def epoch_means(self) -> dict[str, float | None]:
         """`train_loss` and others of the epoch, over the samples of all ranks; the next epoch's sums begin at zero. Collective.
 
         None where every step was left out (`nonfinite: skip`).
         """
-        state = self.context.state
+        state = self.run.state
         found = means(state.kept.measured, state.over_ranks(state.losses).tolist())
         state.losses.zero_()
         self.reading.new_epoch()
@@ -474,47 +449,45 @@ class Attempt:
 
         Raises `Ended` instead if a weight is not finite, or if the replicas differ, so that the newest checkpoint stays usable.
         """
-        with self.context.goodput.on(Bucket.CHECKPOINT):
+        with self.run.goodput.on(Bucket.CHECKPOINT):
             self._save()
 
     def _save(self) -> None:
-        context, step = self.context, self.context.steps_done
+        run, step = self.run, self.run.steps_done
         if self.consensus.look() or not self._same_replicas():
             self._replicas_differ()
         self._check_buffers()
-        if context.config.nonfinite != "ignore" and not divergence.finite_everywhere(
-            context.state.model, context.world
-        ):
+        if run.config.nonfinite != "ignore" and not divergence.finite_everywhere(run.state.model, run.world):
             raise Ended(
                 EXIT_FAILED, f"a weight is NaN or infinite after step {step}: not saved; the last checkpoint is good"
             )
         self.unsaved.look()
-        context.scores.saved(step)
+        run.scores.saved(step)
         self._before_gather()
-        self.saver.save(context.scores.of(step))
-        context.goodput.close()
+        self.saver.save(run.scores.of(step))
+        run.goodput.close()
 
     def _before_gather(self) -> None:
         """What a checkpoint, or a rank that is admitted, gets was true where the cursor stands."""
         self.buffers.find()
         self.modes.find()
-        self.context.state.evaluating = self.modes.evaluating()
+        self.run.state.evaluating = self.modes.evaluating()
 
     def leave(self) -> None:
         """The ranks have agreed to end early: saves, and raises `Ended`."""
-        self.context.goodput.enter(Bucket.ENDING)
+        self.run.goodput.enter(Bucket.ENDING)
         self.saver.leaving()
         self.consensus.settle()
         self.tell_readings(wait=True)
-        context, state = self.context, self.context.state
+        run, state = self.run, self.run.state
         state.clock.settle()
         state.history["preemptions"] = state.history.get("preemptions", 0) + 1
-        if context.config.checkpoint.on_signal:
+        if run.config.checkpoint.on_signal:
             self.save()
         durable, resumable = self.saver.durable(), self.saver.resumable()
-        saved, step, last = durable and resumable, context.steps_done, self.saver.last_step
-        who = next(filter(None, all_gather_trees(self.consensus.reason, context.world)), "another rank")
-        context.event("preempted", step=step, reason=who, saved=saved)
+        saved, step, last = durable and resumable, run.steps_done, self.saver.last_step
+        who = next(filter(None, all_gather_trees(self.consensus.reason, run.world)), "another rank")
+        run.event("preempted", step=step, reason=who, saved=saved)
         if not durable:
             raise Ended(EXIT_FAILED, f"ended early by {who} at step {step}, and could not save (see the warnings)")
         if not resumable:
@@ -523,71 +496,8 @@ class Attempt:
                 f"ended early by {who} at step {step}, and nothing is saved: there was no checkpoint yet, and "
                 "checkpoint.on_signal is false",
             )
-        context.metrics.count("preemptions_total")
+        run.metrics.count("preemptions_total")
         # It must not stop the next start, too.
-        context.write(lambda run: (run.path / contract.STOP_FILE).unlink(missing_ok=True))
+        run.write(lambda directory: (directory.path / contract.STOP_FILE).unlink(missing_ok=True))
         where = f"at step {step}" + (f", saved at step {last}" if last != step else "")
         raise Ended(EXIT_PREEMPTED, f"ended early by {who} {where}: {RUN_AGAIN}")
-
-
-def conclude(context: RunContext, signals: Signals | None, ended: Ended) -> int:
-    """The attempt has ended on all ranks: status, last metrics, report. Returns the exit code. Collective."""
-    world = context.world
-    if signals is not None:
-        signals.ignore()
-    context.write(lambda run: run.status(ended.code, ended.reason, context.steps_done))
-    context.exporter.close(ended.code)
-    context.console.close()
-    if ended.code != EXIT_DONE and world.leader:
-        context.console.warn(ended.reason)
-    on_any(False, world)  # every rank has written what goes into the report
-    context.write_report()
-    on_any(False, world)  # when one rank has ended, a launcher may end the others
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()
-    return ended.code
-
-
-def failed(context: RunContext, error: BaseException) -> int | None:
-    """An error has ended the attempt, perhaps on this rank alone: status and last metrics.
-
-    Returns:
-        1 if a collective failed: a sentence with the cause has been printed, and no traceback is needed. None: raise the
-        error again.
-    """
-    world, run = context.world, context.run
-    context.console.close()
-    note_corrupt_shard(context.metrics, error)
-    context.exporter.close(EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED)
-    collective = _failed_collective(world, error)
-    if collective is not None:
-        process.shut(world.peers)  # also where the attempt had ended before
-        why = "" if world.live is None else world.live.why(collective)
-        reason = (
-            f"step {context.steps_done}: {why}"
-            if why
-            else describe_failed_collective(world, context.steps_done, collective)
-        )
-        if run is not None:
-            run.status(EXIT_FAILED, reason, context.steps_done)
-        if first_of_node(world):
-            context.console.warn(reason)
-        return EXIT_FAILED
-    if run is not None and isinstance(error, UserError):
-        run.status(EXIT_USAGE, str(error), context.steps_done)
-    elif run is not None:
-        run.status(EXIT_FAILED, f"{type(error).__name__}: {error}", context.steps_done)
-    return None
-
-
-def _failed_collective(world: World, error: BaseException) -> BaseException | None:
-    """The error of a collective that has ended the attempt. Under `launch --live` the script may have raised another one from it.
-
-    After a loss that is also what torch raises itself: the script uses a process group, or a rank, that is gone.
-    """
-    if world.live is None:
-        return error if world.size > 1 and is_collective(error) else None
-    one: BaseException | None = error
-    while one is not None and not is_collective(one) and not (world.generation and is_of_torch_distributed(one)):
-        one = one.__cause__ or one.__context__
-    return one

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from ..contract import UserError, named
 from ..parallel.exchange import all_gather_trees, tensor_bytes
 from .attempt import Attempt
-from .context import RunContext
+from .run import Run
 
 PROCESSOR = "processor"
 """Named where other things differ, and not compared: many models compute the same bits."""
@@ -30,7 +30,7 @@ PROCESSOR = "processor"
 class Canary:
     """Of one attempt. All ranks call the same methods in the same order."""
 
-    def __init__(self, run: RunContext, attempt: Attempt) -> None:
+    def __init__(self, run: Run, attempt: Attempt) -> None:
         self.run, self._attempt = run, attempt
 
     def before_step(self) -> None:

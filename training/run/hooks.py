@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from ..sync.watch import hooks_of_script
-from .context import RunContext
 from .replica import Replica
+from .run import Run
 
 
 class ScriptHooks:
     """What `look` has seen of them. Whether a hook is linear cannot be seen, and one that prints is harmless: so it is a warning."""
 
-    def __init__(self, run: RunContext, replica: Replica) -> None:
+    def __init__(self, run: Run, replica: Replica) -> None:
         self._run, self._replica = run, replica
         self._cuts = run.world.size > 1 or replica.sync.batch_parts is not None or run.config.micro_batch_size > 0
         """A backward pass has the gradient of a part of the batch."""

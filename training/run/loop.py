@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import time
@@ -20,10 +21,13 @@ from ..parallel.exchange import all_gather_trees, broadcast_tree
 from ..parallel.world import World
 from ..resilience.closeness import sha256
 from ..resilience.desync import Place
-from .attempt import Attempt, Ended
-from .context import RunContext
+from ..sync.buckets import SentAlready
+from .attempt import Attempt
 from .dealt import Dealing
-from .step import Step
+from .recording import Recorder, obstacle
+from .replica import Replica
+from .run import Ended, Run
+from .step import STEPS, Step
 from .work import check_name
 
 T = TypeVar("T")
@@ -32,18 +36,14 @@ MOST_LOGGED = 100
 
 
 class Loop:
-    """The loop of one attempt. All ranks call the same methods in the same order.
+    """The loop of one attempt. All ranks call the same methods in the same order."""
 
-    Args:
-        saved_generators: this rank's generators as they were where the run resumes, until the loop is there again.
-    """
-
-    def __init__(
-        self, run: RunContext, attempt: Attempt, step: Step, saved_generators: dict[str, Any] | None
-    ) -> None:  # fmt: skip
-        self.run, self.attempt, self.step = run, attempt, step
+    def __init__(self, run: Run, replica: Replica) -> None:
+        self.run, self.attempt = run, Attempt(run, replica.optimizers)
+        self.step = Step(run, self.attempt, replica)
         self._warned_of_collate = False
-        self.saved_generators, self._resumed = saved_generators, saved_generators is not None
+        self._saved_generators, self._resumed = run.saved_generators, run.resumed
+        """This rank's generators as they were where the run resumes, until the loop is there again."""
         self.epochs_planned: int | None = None
         self.steps_planned: int | None = None
         """What `epochs` was asked for; both None: it was not called."""
@@ -54,6 +54,22 @@ class Loop:
         """The loop over the batches of the epoch under way has ended, in this attempt."""
         self._under_way: Iterator[Any] | None = None
         """What that loop goes over."""
+
+    def begin(self) -> None:
+        """The attempt begins: the state is where the run resumes."""
+        run, replica = self.run, self.step.replica
+        self.attempt.__enter__()
+        if run.world.replacement:
+            self.attempt.be_at(run.places)
+            self.step.join()
+        if run.config.capture != "never":
+            reason = obstacle(replica.sync, replica.optimizers, run.world)
+            if reason is not None:
+                run.console.line(f"Steps run eagerly: {reason}")
+            else:
+                (optimizer,) = replica.optimizers.values()
+                self.step.recorder = Recorder(optimizer, replica.sync, run.world, run.console.warn)  # type: ignore[arg-type]
+        run.goodput.enter(Bucket.FIRST_STEP)
 
     # The epochs.
 
@@ -132,16 +148,16 @@ class Loop:
         if kept.epoch_generators is not None:  # the run resumes within this epoch, or before its first batch
             kept.restore(kept.epoch_generators, device)
             return
-        if self.saved_generators is not None and not cursor.step:
+        if self._saved_generators is not None and not cursor.step:
             self._resume_generators()
         kept.epoch_generators = kept.capture(device)
 
     def _resume_generators(self) -> None:
         """The loop is where the checkpoint was taken: what it draws from here on is what it would have drawn."""
         self.run.kept.cursor_generators = None
-        if self.saved_generators is not None:
-            self.run.kept.restore(self.saved_generators, self.run.world.device)
-            self.saved_generators = None
+        if self._saved_generators is not None:
+            self.run.kept.restore(self._saved_generators, self.run.world.device)
+            self._saved_generators = None
 
     def _end_epoch(self) -> None:
         """Tells of the epoch, moves the cursor to the next one, and saves where it is time to. Raises `Ended`."""
@@ -325,7 +341,24 @@ class Loop:
             run.metrics.set("accuracy", values["accuracy"])
         run.event("log", step=kept.steps, epoch=run.state.cursor.epoch, **{"values": values})
 
-    def finish(self) -> NoReturn:
+    def end(self, error: BaseException | None) -> Ended:
+        """How the attempt has ended, on all ranks together. Raises `error`, or what came at the end."""
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.push(self.attempt.__exit__)
+                if error is not None:
+                    raise error
+                self.step.check_used("run")
+                self._finish()
+        except Ended as ended:
+            return ended
+        except SentAlready as sent:  # of the script's own `backward`: `run.backward` says it otherwise
+            raise RuntimeError(
+                f"a backward() came whose step before had no run.update(): {STEPS}. Where torch.utils.checkpoint calls a layer again, "
+                "give it use_reentrant=False"
+            ) from sent
+
+    def _finish(self) -> NoReturn:
         """The script has ended: the last save, and the summary. Raises `Ended`."""
         self.attempt.meetings.meet(Place.RUN_END)
         self.run.goodput.enter(Bucket.ENDING)
@@ -347,7 +380,7 @@ class Loop:
             "best_accuracy": history.get("best_accuracy"), run.scores.best_name: run.scores.best,
             "images_per_second": run.kept.samples / trained,
             "examples_seen": run.kept.samples, "trained_seconds": trained,
-            "wall_seconds": time.perf_counter() - self.attempt.began, "restarts": run.attempt - 1,
+            "wall_seconds": time.perf_counter() - run.began, "restarts": run.attempt - 1,
             "preemptions": history.get("preemptions", 0), "checkpoint_failures": saver.failures,
             "config_hash": run.config.hash(), "weights_sha256": weights, "logged": run.kept.logged,
             "goodput": run.goodput.account.plain(), **run.kept.summary,
@@ -375,9 +408,9 @@ class Loop:
         """Whether summary.json is that of the run as it is: a start that adds nothing leaves it, and tells it to those who read
         the lines. It is not where a kill came between the last save and the summary."""
         run = self.run
-        if run.run is None:
+        if run.directory is None:
             return False
-        summary: Any = files.read_json(run.run.path / contract.SUMMARY_FILE)
+        summary: Any = files.read_json(run.directory.path / contract.SUMMARY_FILE)
         now = (run.steps_done, run.state.cursor.epoch)
         if not isinstance(summary, dict) or (summary.get("steps"), summary.get("epochs")) != now:
             return False

@@ -20,16 +20,16 @@ from ..data.batches import Part
 from ..parallel.exchange import all_gather_trees, raise_together
 from ..resilience.closeness import BATCH_STATISTICS
 from ..sync.exact import TreeSum, nodes_of_ranks
-from .context import RunContext
 from .proof import Proof, changed, due
 from .replica import Replica
+from .run import Run
 from .work import Numbers, Work
 
 
 class InParts:
     """What the steps of an attempt share. All ranks call the same methods in the same order."""
 
-    def __init__(self, run: RunContext, replica: Replica, drawing: Drawing) -> None:
+    def __init__(self, run: Run, replica: Replica, drawing: Drawing) -> None:
         self.run, self.replica, self._drawing = run, replica, drawing
         self._names = {*BATCH_STATISTICS, *replica.sync.settings.options.get("mean", ())}
         self._other: UserError | None = None

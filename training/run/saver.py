@@ -32,7 +32,7 @@ from ..limits import (
     SAVE_LOOK_SECONDS,
 )
 from ..parallel.exchange import failing_together, on_any
-from .context import RunContext
+from .run import Run
 
 WRITES = 2.0
 """An interval is at least this many times as long as the writing in the background, which takes part of the disk and the CPU."""
@@ -140,12 +140,12 @@ class Saver:
     """
 
     def __init__(
-        self, context: RunContext, alive: Callable[[], None] = lambda: None, now: Callable[[], float] = time.monotonic,
+        self, run: Run, alive: Callable[[], None] = lambda: None, now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._now, self._alive = now, alive
         self._leaving_since: float | None = None
-        settings = context.config.checkpoint
-        self.context, self.settings, self._grace = context, settings, context.config.preempt.grace_seconds
+        settings = run.config.checkpoint
+        self.run, self.settings, self._grace = run, settings, run.config.preempt.grace_seconds
         self.failures = 0
         self._writer: Writer | None = None
         self._taken_over = ""
@@ -157,47 +157,47 @@ class Saver:
         self._sends: list[Future[list[SaveResult]]] = []
         """What has not been told yet, in order."""
         self._last_send: Future[list[SaveResult]] | None = None
-        self.last_step = context.steps_done
+        self.last_step = run.steps_done
         """The newest state that was saved, or gone on from."""
         self._last_time = now()
-        self.interval = Interval(context.state.history["failures"])
+        self.interval = Interval(run.state.history["failures"])
         self._last_failed = self._hangs = self._saved = False
         self._score: float | None = None
-        self._on_disk = context.run is not None and bool(store.candidates(context.run.checkpoints))
+        self._on_disk = run.directory is not None and bool(store.candidates(run.directory.checkpoints))
         """Whether the run directory, if this rank has one, has a checkpoint. Those of earlier starts have been verified: else there is no
         attempt."""
         self._begin_writing()
 
     def _begin_writing(self) -> None:
-        if (run := self.context.run) is not None:
-            keep, keep_best, objects = self.settings.keep, self.settings.keep_best, self.context.objects
-            self._writer = Writer(run.checkpoints, keep, keep_best)
+        if (directory := self.run.directory) is not None:
+            keep, keep_best, objects = self.settings.keep, self.settings.keep_best, self.run.objects
+            self._writer = Writer(directory.checkpoints, keep, keep_best)
             if objects is not None:
-                self._sender = Sender(objects, run.checkpoints, keep, keep_best)
+                self._sender = Sender(objects, directory.checkpoints, keep, keep_best)
                 # What an earlier attempt, or a rank that was lost, could not.
                 self._last_send = self._sender.send(self.last_step)
                 self._sends = [self._last_send]
-                run.at_close.append(self._finish)
+                directory.at_close.append(self._finish)
 
     def take_over(self) -> None:
         """Rank 0 was lost, and this one writes from here on. A save that the lost rank has not ended is due again."""
         self._begin_writing()
-        assert self.context.run is not None
+        assert self.run.directory is not None
         with contextlib.suppress(OSError):
-            store.clean(self.context.run.checkpoints)
-        newest = store.candidates(self.context.run.checkpoints)[:1]
+            store.clean(self.run.directory.checkpoints)
+        newest = store.candidates(self.run.directory.checkpoints)[:1]
         self._on_disk = bool(newest)
         self._lost = self._saved and (not newest or store.step_of(newest[0]) < self.last_step)
 
     def due_by_step(self) -> bool:
         """Whether the step count asks for a save at this boundary: the same on every rank."""
-        interval, steps = self.settings.every_steps, self.context.steps_done
+        interval, steps = self.settings.every_steps, self.run.steps_done
         return bool(interval) and steps % interval == 0 and steps > self.last_step
 
     @property
     def steps_since(self) -> int:
         """Steps since the last save, the same on every rank."""
-        return self.context.steps_done - self.last_step
+        return self.run.steps_done - self.last_step
 
     def due_by_time(self) -> bool:
         """Whether this rank's clock asks for a save. The ranks then agree on it."""
@@ -205,28 +205,28 @@ class Saver:
         if self._lost:
             return True
         if interval == "auto":
-            interval = self.interval.seconds(self.context.state.clock.trained)
-        return bool(interval) and self.context.world.leader and self._now() - self._last_time >= interval
+            interval = self.interval.seconds(self.run.state.clock.trained)
+        return bool(interval) and self.run.world.leader and self._now() - self._last_time >= interval
 
     def save(self, score: float | None = None) -> None:
         """Gathers the state and hands it to the writer; the disk's part happens in the background. Collective."""
-        self.context.state.clock.settle()
+        self.run.state.clock.settle()
         began = time.perf_counter()
         self._reap()
         self._check_taken_over()
-        gathered = gather(self.context.state)
-        self.last_step, self._last_time, self._score = self.context.steps_done, self._now(), score
+        gathered = gather(self.run.state)
+        self.last_step, self._last_time, self._score = self.run.steps_done, self._now(), score
         self._saved, self._lost = True, False
         if (
             self._writer is not None and gathered is not None and not self._hangs
         ):  # else it would wait for the save that hangs
-            self._future = self._writer.save(self.context.steps_done, gathered, score)
+            self._future = self._writer.save(self.run.steps_done, gathered, score)
             if self._sender is not None:
-                self._last_send = self._sender.send(self.context.steps_done, self._future)
+                self._last_send = self._sender.send(self.run.steps_done, self._future)
                 self._sends.append(self._last_send)
             stalled = time.perf_counter() - began
             self.interval.stalled(stalled)
-            self.context.event("checkpoint", step=self.context.steps_done, stall_seconds=round(stalled, 6))
+            self.run.event("checkpoint", step=self.run.steps_done, stall_seconds=round(stalled, 6))
 
     def look(self) -> None:
         """Records the result of a save that has ended. Does not wait."""
@@ -237,7 +237,7 @@ class Saver:
     def _check_taken_over(self) -> None:
         """Raises `UserError`, on all ranks. Collective."""
         if self.settings.to is not None:
-            with failing_together(self.context.world):
+            with failing_together(self.run.world):
                 if self._taken_over:
                     raise UserError(f"{self._taken_over}: this one ends")
 
@@ -248,7 +248,7 @@ class Saver:
     def durable(self) -> bool:
         """Waits for the last save. Whether the run directory has it, and the bucket if there is one; true where none was made.
         Collective."""
-        world = self.context.world
+        world = self.run.world
         self._reap()
         while True:
             generation = world.generation
@@ -290,16 +290,16 @@ class Saver:
 
     def _not_sent(self, why: str, reason: str) -> None:
         self._count_failure(why, reason)
-        self.context.console.warn(f"a checkpoint is not in the bucket, only on this node's disk: {why}")
+        self.run.console.warn(f"a checkpoint is not in the bucket, only on this node's disk: {why}")
 
     def _count_failure(self, why: str, reason: str) -> None:
-        self.context.metrics.count("checkpoint_failures_total", reason)
+        self.run.metrics.count("checkpoint_failures_total", reason)
         self.failures += 1
-        self.context.event("checkpoint_failed", reason=why, failures=self.failures)
+        self.run.event("checkpoint_failed", reason=why, failures=self.failures)
 
     def resumable(self) -> bool:
         """Whether the run directory has a checkpoint to resume from, of this start or of an earlier one. Collective."""
-        return on_any(self._on_disk, self.context.world)
+        return on_any(self._on_disk, self.run.world)
 
     def _result(self, future: Future[SaveResult]) -> SaveResult:
         """Waits for a save, on the way out no longer than the rest of the grace. Raises `_NoAnswer`, `OSError`."""
@@ -315,7 +315,7 @@ class Saver:
         """Seconds of the grace that are left, to wait for a disk or a bucket; infinite where nobody has asked the ranks to leave."""
         since = self._leaving_since
         agreed = math.inf if since is None else since + self._grace - time.monotonic()
-        return min(self.context.left(), agreed)
+        return min(self.run.left(), agreed)
 
     def _reap(self) -> None:
         """Waits for the last save and records its result. If the disk fails, this checkpoint is lost, and the run continues."""
@@ -327,7 +327,7 @@ class Saver:
             self._hangs = isinstance(error, _NoAnswer)
             self._last_failed = True
             self._count_failure(str(error), "timeout" if self._hangs else "disk")
-            self.context.console.warn(f"a checkpoint could not be saved, the run continues: {error}")
+            self.run.console.warn(f"a checkpoint could not be saved, the run continues: {error}")
         else:
             self._last_failed = self._hangs = False
             self._on_disk = True
@@ -336,24 +336,24 @@ class Saver:
 
     def _stands(self, event: str, result: SaveResult) -> None:
         """A checkpoint is on the disk, or in the bucket."""
-        self.context.event(event, path=result.path.name, seconds=round(result.seconds, 4), bytes=result.bytes)
+        self.run.event(event, path=result.path.name, seconds=round(result.seconds, 4), bytes=result.bytes)
         if event == "checkpoint_sent" or self._sender is None:  # where it outlives this node
-            self.context.metrics.checkpoint_written(result.seconds)
+            self.run.metrics.checkpoint_written(result.seconds)
             self.interval.written(result.seconds)
             self._tell_interval()
 
     def _tell_interval(self) -> None:
         """Reports the interval of `every_seconds: auto`, once, when the first save has been measured."""
-        interval, trained = self.interval, self.context.state.clock.trained
+        interval, trained = self.interval, self.run.state.clock.trained
         if self.settings.every_seconds != "auto" or interval.reported or not interval.measured:
             return
         interval.reported = True
         seconds, mtbf = interval.seconds(trained), interval.mtbf(trained)
-        self.context.event(
+        self.run.event(
             "checkpoint_interval", seconds=round(seconds, 3), cost_seconds=round(interval.cost, 6), mtbf_seconds=round(mtbf, 1),
             failures=interval.failures,
         )  # fmt: skip
-        self.context.console.line(
+        self.run.console.line(
             f"Checkpoints every {seconds:.0f} s (every_seconds: auto): a save costs {interval.cost:.3g} s, and a failure is "
             f"expected every {mtbf / 3600:.3g} h ({interval.failures} so far)"
         )
@@ -365,7 +365,7 @@ class Saver:
         wait([future], seconds)
         error = future.exception() if future.done() else f"the bucket did not answer within {seconds:.0f} s"
         if error is not None:
-            say(f"warning: {self.context.path}: the end of this attempt is not in the bucket: {error}", sys.stderr)
+            say(f"warning: {self.run.path}: the end of this attempt is not in the bucket: {error}", sys.stderr)
 
     def close(self) -> None:
         """Waits for the last save, unless it hangs. Then its temporary file stays, and the next start removes it."""

@@ -29,11 +29,11 @@ from ..resilience import divergence
 from ..sync.base import NotSummed
 from .attempt import Attempt
 from .canary import Canary
-from .context import RunContext
 from .dealt import Dealt
 from .hooks import ScriptHooks
 from .parts import InParts
 from .replica import Replica, Several
+from .run import Run
 from .sums import StepSums
 from .work import (
     Compute,
@@ -55,7 +55,7 @@ LOWEST_SCALE = 2.0**-8
 class Step:
     """The steps of one attempt, one after another. All ranks call the same methods in the same order."""
 
-    def __init__(self, run: RunContext, attempt: Attempt, replica: Replica) -> None:
+    def __init__(self, run: Run, attempt: Attempt, replica: Replica) -> None:
         self.run, self.attempt, self.replica = run, attempt, replica
         self.looks = run.config.nonfinite != "ignore"
         """Whether each gradient is looked at before it moves a weight."""

@@ -11,7 +11,7 @@ from ..contract import UserError
 from ..observe.reading import mean_loss
 from ..parallel.exchange import all_gather_trees, raise_together
 from .attempt import Attempt
-from .context import RunContext
+from .run import Run
 
 
 class StepSums:
@@ -20,7 +20,7 @@ class StepSums:
     The names of the numbers are those of the first step. All ranks call the same methods in the same order.
     """
 
-    def __init__(self, run: RunContext, attempt: Attempt) -> None:
+    def __init__(self, run: Run, attempt: Attempt) -> None:
         self._run, self._attempt = run, attempt
         self.values = torch.zeros_like(run.state.losses)
         """float64 [2 + names], as in the state; under `exact` those of all ranks, once they are summed."""
@@ -93,7 +93,7 @@ class StepSums:
         self._expect(names)
 
     def count(self, weighed: float | torch.Tensor) -> None:
-        """The step has moved the weights. `weighed`: this rank's share of what the sums are divided by (`RunContext.loss_weight`)."""
+        """The step has moved the weights. `weighed`: this rank's share of what the sums are divided by (`Run.loss_weight`)."""
         self.values[1].fill_(weighed)
         self._run.state.losses += self.values
 

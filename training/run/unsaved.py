@@ -21,7 +21,7 @@ from ..contract import named
 from ..parallel.exchange import all_gather_trees, same_on_all
 from ..parallel.names import plain
 from ..resilience.closeness import fingerprint, sums_of_bits
-from .context import RunContext
+from .run import Run
 
 SCORES = ("accuracy", "loss")
 """How the name of a score ends. What else is logged may be a rank's own: a time, a rate, the size of its memory."""
@@ -34,8 +34,8 @@ class Unsaved:
         moved: gives a sentence for each thing that has moved since the loop began, and is in no checkpoint.
     """
 
-    def __init__(self, context: RunContext, moved: Callable[[], list[str]]) -> None:
-        self._context, self._moved = context, moved
+    def __init__(self, run: Run, moved: Callable[[], list[str]]) -> None:
+        self._run, self._moved = run, moved
         self.logged: dict[str, float] = {}
         """What this rank has logged since the last save."""
         self.looked_outside = False
@@ -44,7 +44,7 @@ class Unsaved:
 
     def look(self) -> None:
         """Collective."""
-        state, world = self._context.state, self._context.world
+        state, world = self._run.state, self._run.world
         sentences = (
             {}
             if self.looked_outside
@@ -56,15 +56,15 @@ class Unsaved:
         self.logged.clear()
         for about, sentence in sentences.items():
             if world.leader and about not in self._warned:
-                self._context.console.warn(sentence)
+                self._run.console.warn(sentence)
             self._warned.add(about)
 
     def _alike(self) -> dict[str, str]:
         """What all ranks have alike, by the call that says so."""
-        kept = self._context.kept
+        kept = self._run.kept
         objects = {f"run.keep({name}=…)": _print(stateful.state_dict()) for name, stateful in kept.objects.items()}
         values = {f"run.values[{name!r}]": _print(value) for name, value in kept.values.items()}
-        scores = (*SCORES, self._context.scores.rule.name)
+        scores = (*SCORES, self._run.scores.rule.name)
         logged = {name: value for name, value in self.logged.items() if name.endswith(scores)}
         return {**objects, **values, **{f"run.log({name}=…)": f"{value:.4g}" for name, value in logged.items()}}
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lockstep.training.run import lifecycle
+from lockstep.training.run import run
 from tests import product
 
 
@@ -18,10 +18,10 @@ def test_settings_of_torchs_arithmetic_are_those_of_the_run() -> None:
     changed = ["tf32=true", "cudnn_benchmark=true"]
     try:
         for words, expected in ((changed, [fast, fast, True]), ([], [exact, exact, False])):
-            lifecycle._arithmetic(product.recipe("smoke", *words))
+            run._arithmetic(product.recipe("smoke", *words))
             assert [getattr(owner, name) for owner, name in flags] == expected
         for wanted in (True, False):
-            lifecycle._arithmetic(product.recipe("smoke", f"deterministic={wanted}"))
+            run._arithmetic(product.recipe("smoke", f"deterministic={wanted}"))
             assert torch.are_deterministic_algorithms_enabled() is wanted
     finally:
         torch.use_deterministic_algorithms(False)

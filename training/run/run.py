@@ -1,0 +1,565 @@
+"""A run in this process, from the `with` statement to the exit code: what is opened, resumed from the newest checkpoint, and ended."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from lockstep.wire import submitit_api
+from lockstep.wire.signals import end_with_launcher, give_back
+
+from ..checkpoint import generators
+from ..checkpoint.kept import Kept
+from ..checkpoint.object_store import ObjectStore
+from ..checkpoint.score import Scores
+from ..checkpoint.state import Cursor, TrainState, scatter
+from ..config import Config, RunSettings
+from ..contract import (
+    ENV_NOTE,
+    ENV_RESTARTS,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_PREEMPTED,
+    EXIT_USAGE,
+    REPORT_FILE,
+    VERSION,
+    UserError,
+    say,
+    user_errors,
+)  # fmt: skip
+from ..data.shards import CorruptShard
+from ..files import keep_out_others
+from ..limits import REPORT_SECONDS
+from ..models.arithmetic import float32_on_gpus
+from ..observe import trackers
+from ..observe.account import Bucket
+from ..observe.clock import StepClock
+from ..observe.console import Console
+from ..observe.exporter import Exporter
+from ..observe.goodput import GoodputRecorder
+from ..observe.metrics import Metrics
+from ..observe.rundir import RunDirectory, read_run
+from ..parallel import process
+from ..parallel.exchange import (
+    all_gather_trees,
+    broadcast_tree,
+    failing_together,
+    is_collective,
+    is_of_torch_distributed,
+    on_any,
+    unpack,
+    waiting_for_all,
+)
+from ..parallel.live import Live
+from ..parallel.world import World, detect, joined, set_threads
+from ..resilience import hang
+from ..resilience.preempt import Signals
+from . import resume
+from .recording import capture_stream
+from .replica import Replica
+
+
+class Ended(BaseException):
+    """The attempt ends here, on all ranks: with an exit code, and a sentence. Not an `Exception`: a user's loop that catches exceptions
+    must not continue on one rank."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code, self.reason = code, reason
+
+
+class Run:
+    """One start of a run, in this process. All ranks call `open`, `resume` and `close`, in this order.
+
+    Args:
+        fresh: True renames an earlier run in `run_dir` first, but not at a restart by the launcher; a word does so unless the run
+            was begun with the same word; "" does not.
+        handle_signals: False where the script handles signals itself.
+        began: `time.perf_counter()` at the start of the process.
+        world: whose ranks have joined; None: `open` joins them.
+        tells_run_dir: the output says where the run is kept, since the script does not.
+    """
+
+    world: World
+    exporter: Exporter
+    # From `resume` on:
+    attempt: int
+    """Counts the starts of the run, from 1."""
+    state: TrainState
+    console: Console
+    scores: Scores
+
+    def __init__(
+        self, run_dir: Path, settings: RunSettings, *, fresh: bool | str = False, handle_signals: bool = True,
+        began: float | None = None, world: World | None = None, tells_run_dir: bool = False,
+    ) -> None:  # fmt: skip
+        self.path, self.config = run_dir, settings
+        self._fresh, self._handles, self._joined = fresh, handle_signals, world
+        self.began = began or time.perf_counter()
+        self._tells_run_dir = tells_run_dir
+        self.goodput = GoodputRecorder(os.environ)
+        self.signals: Signals | None = None
+        """What the process receives; None where the script handles signals itself."""
+        self.directory: RunDirectory | None = None
+        """The run directory, on the rank that writes."""
+        self.objects: ObjectStore | None = None
+        """On the rank that writes, where `checkpoint.to` says so."""
+        self.resumed = False
+        """Whether there is a checkpoint, which this start resumes from."""
+        self.facts: dict[str, Any] = {}
+        """What run.yaml says of the run besides its settings: `global_batch_size` and `data`, of a run that is resumed at first."""
+        self.saved_generators: dict[str, Any] | None = None
+        """This rank's generators as they were where the run resumes."""
+        self.places: dict[str, Any] = {}
+        """Where the other ranks are, which have admitted this one."""
+        self.progressed = False
+        """A step was made, or an epoch ended, in this attempt."""
+        self._untold: deque[tuple[int, Any, Callable[[RunDirectory], None]]] = deque()
+        """What rank 0 has written of late, or was about to, as this rank would write it."""
+
+    # What is opened.
+
+    def open(self) -> World:
+        """Joins the ranks and opens the run directory. Ends the process for mistakes that the user can correct."""
+        end_with_launcher(os.environ)
+        keep_out_others()
+        self.goodput.enter(Bucket.MEETING)
+        settings = self.config
+        with user_errors(), contextlib.ExitStack() as stack:
+            if self._handles and threading.current_thread() is threading.main_thread():
+                self.signals = Signals(settings.preempt.signals, meeting=True)
+                stack.callback(self.signals.restore)
+            else:
+                give_back()
+            try:
+                self.world = self._joined or stack.enter_context(
+                    joined(detect(os.environ), settings.device, settings.collective_timeout, settings.backend)
+                )
+                if self.signals is not None:
+                    self.signals.meeting = False
+                self.goodput.enter(Bucket.PREPARED)
+                stack.enter_context(capture_stream(settings, self.world.device))
+                self._opening = stack.enter_context(contextlib.ExitStack())
+                self._opening.enter_context(self._opened())
+            except Exception as error:
+                if not is_collective(error):
+                    raise
+                raise _not_together(error) from error
+            self._stack = stack.pop_all()
+        # Alike on all ranks: an order that the script draws is the same one everywhere.
+        generators.seed(settings.seed)
+        return self.world
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Opens the run directory, serves the metrics, and finds the newest checkpoint. What is open stays so, unless the block
+        raises. Collective. Raises `UserError` on all ranks where any of them cannot go on."""
+        world, settings = self.world, self.config
+        kept = settings.checkpoint
+        restarted = any(os.environ.get(name, "0") != "0" for name in (ENV_RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
+        fresh = self._fresh if isinstance(self._fresh, str) else self._fresh and not restarted
+        self.threads = set_threads(world, settings.threads, os.environ, exact=settings.exact)
+        _arithmetic(settings)
+        if world.device.type == "cpu":
+            process.keep_freed()
+        exporter: Exporter | None = None
+        verified: Path | None = None
+        try:
+            with failing_together(world):
+                if world.leader:
+                    objects = ObjectStore(kept.to) if kept.to is not None else None
+                    brings = (lambda _: None) if objects is None else partial(objects.check, fresh=fresh)
+                    self.directory = RunDirectory.open(self.path, settings, fresh, brings)
+                    self.objects = objects
+                    if note := os.environ.get(ENV_NOTE):
+                        with contextlib.suppress(OSError):  # a copy of the variables of a job that is over
+                            Path(note).write_bytes(os.fsencode(self.directory.path))
+            if kept.to is not None and not world.replacement:
+                limit = settings.collective_timeout
+                with waiting_for_all(world, "bring the checkpoint from the bucket", 24 * 3600.0, limit):
+                    if self.objects is not None and self.directory is not None:
+                        verified = self.objects.acquire(
+                            self.directory.path, fresh, kept.keep_best, lambda text: say(f"warning: {text}", sys.stderr)
+                        )
+                        self.directory.count_attempt()
+            # Only now: a directory that is refused stays untouched. First where it is cleared of what earlier attempts left.
+            for sweeps in (True, False):
+                with failing_together(world):
+                    if sweeps == (self.directory is not None):
+                        exporter = Exporter(settings.metrics, world, self.path, os.environ, sweeps)
+            assert exporter is not None
+            self.exporter = exporter
+            with self.goodput.on(Bucket.RESTORED):
+                with failing_together(world):
+                    self._checkpoint = resume.newest_checkpoint(self.directory, world, exporter.metrics, verified)
+                self.resumed = bool(world.replacement) or broadcast_tree(self._checkpoint is not None, world)
+            saved = self.directory.saved if self.directory else None
+            if world.replacement:
+                saved = read_run(self.path)
+            known = (saved.get("global_batch_size"), saved.get("data")) if saved else None
+            if (known := broadcast_tree(known, world)) is not None:
+                self.facts = {"global_batch_size": known[0], "data": known[1]}
+            yield
+        except BaseException as error:
+            code = EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
+            if exporter is not None:
+                _note_corrupt_shard(exporter.metrics, error)
+                exporter.close(code)
+            if self.directory is not None:
+                self.directory.status(code, str(error) or type(error).__name__, self.directory.step_before)
+                self.directory.close()
+            raise
+
+    # What is resumed.
+
+    def resume(self, replica: Replica, things: Mapping[str, Any], of_rank: Mapping[str, Any]) -> None:
+        """The state of the run from where the run directory says it stands. The model and its optimizers need not be among `things`.
+
+        Raises:
+            UserError: the checkpoint does not fit what the script keeps.
+            RuntimeError: there is no optimizer yet.
+            TypeError, ValueError: things that cannot be kept.
+        """
+        if not replica.optimizers:
+            raise RuntimeError(
+                "there is no optimizer: call run.optimizer(…) before keep() and before the loop; its state is kept, too"
+            )
+        ours = {*map(id, replica.networks.values()), id(replica.model), *map(id, replica.optimizers.values())}
+        world, settings = self.world, self.config
+        losses = torch.zeros(2, dtype=torch.float64, device=world.device)
+        clock = StepClock(world.device)
+        state = TrainState(
+            world, replica.model, replica.optimizers, replica.sync, replica.ema, Cursor(), clock, losses, {}
+        )
+        with failing_together(world):
+            state.kept.add({name: thing for name, thing in things.items() if id(thing) not in ours})
+            state.kept.add(of_rank, of_rank=True)
+            resume.check_live(world, replica.sync, of_rank)
+            resume.check_parameters(replica.model, replica.optimizers)
+        made = resume.Made(replica.sync, replica.optimizers)
+        anew = self._restore(state)
+        replica.sync.zero_grad()
+        self.saved_generators = state.kept.capture(world.device) if self.resumed else None
+        by_step, columns = settings.log.score_every > 0, ["validation accuracy"]
+        self.console = Console(settings.log, world, by_step, columns if isinstance(settings, Config) else None)
+        self.state, self.scores = state, Scores(state.history, settings.checkpoint.keep_best)
+        if anew:
+            self._warn(
+                f"the number of ranks has changed, and each rank has another state of {', '.join(anew)}: none is restored, and it draws as "
+                "at a first start"
+            )
+        made.compare(state.kept, self._warn)
+        self._announce()
+        self._opening.close()  # from here on the end of the attempt closes what it opened
+        if self._tells_run_dir:
+            self.console.line(f"This run is kept in {self.path}")
+        if self.signals is not None:
+            self.signals.on_second_signal = self.exporter.close
+
+    def _restore(self, state: TrainState) -> list[str]:
+        """Gives the state what was saved of it, and counts this attempt. Collective.
+
+        Returns:
+            The names of the script's generators that begin anew, although they were saved.
+        """
+        world, directory, anew = self.world, self.directory, list[str]()
+        starts = broadcast_tree([directory.attempt, directory.failures] if directory else None, world)
+        if self.resumed:
+            self.goodput.enter(Bucket.RESTORED)
+            with failing_together(world):
+                gathered = resume.load(self._checkpoint) if self._checkpoint is not None else None
+            if world.replacement:
+                gathered = self._admitted()
+            with failing_together(world), resume.misfits_explained():
+                anew = scatter(gathered, state, world.rank if world.replacement else 0)
+            self.goodput.enter(Bucket.PREPARED)
+            # A node that has nothing but the checkpoint counts on.
+            saved = [state.history.get("attempts", 0), state.history.get("failures", 0)]
+            starts = saved if world.replacement else [max(starts[0], saved[0] + 1), max(starts[1], saved[1])]
+        self.attempt, failures = starts
+        if directory is not None:
+            directory.attempt, directory.failures = starts
+        state.history.update(attempts=self.attempt, failures=failures)
+        return anew
+
+    def _admitted(self) -> dict[str, Any]:
+        """The state of the other ranks, which have admitted this one in the place of a lost rank. It waits for that."""
+        world = self.world
+        world.live = live = Live(world, self.config.collective_timeout)
+        gathered: dict[str, Any] = unpack(live.join(lambda: all_gather_trees(None, world)))
+        self.places = gathered.pop("places")
+        return gathered
+
+    def _announce(self) -> None:
+        """Metrics, run.yaml, status.json and the first line say that the attempt begins."""
+        settings, world, directory, metrics = self.config, self.world, self.directory, self.metrics
+        metrics.set("info", 1, settings.title, settings.sync.name, str(world.size), VERSION)
+        metrics.set("attempt", self.attempt)
+        metrics.set("ranks", world.size)
+        metrics.set("step", self.steps_done)
+        metrics.count("preemptions_total", by=self.state.history.get("preemptions", 0))
+        with failing_together(world):
+            if directory is not None:
+                directory.describe(settings, world, self.facts, self.threads)
+                trackers.attach(settings, directory, self.steps_done)
+        self.goodput.begin(self.attempt, self.steps_done, world.size)
+        self.goodput.count = lambda bucket, seconds: metrics.count("time_seconds_total", bucket.value, by=seconds)
+        if directory is not None:
+            self.goodput.attach(directory)
+            directory.told = self.console.on_status
+            directory.status(None, "running", self.steps_done)
+            directory.listeners.append(self.console.on_event)
+        over_gloo = " over gloo" if world.device.type == "cuda" and not world.nccl else ""
+        self.console.line(
+            f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}{over_gloo}, {self.threads}"
+        )
+
+    # What an attempt shares.
+
+    @property
+    def kept(self) -> Kept:
+        return self.state.kept
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps of the run so far."""
+        return self.state.kept.steps
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.exporter.metrics
+
+    def left(self) -> float:
+        """Seconds until this process must have ended; infinite where no signal has come."""
+        since = self.signals.since if self.signals is not None else None
+        return math.inf if since is None else since + self.config.preempt.grace_seconds - time.monotonic()
+
+    def _warn(self, text: str) -> None:
+        if self.world.leader:
+            self.console.warn(text)
+
+    def loss_weight(self, samples: float, divisor: Any) -> Any:
+        """Returns this rank's share of what a step's sum of losses is divided by, for the mean loss that the run shows: of the divisor,
+        if there is one. A recipe shows the mean over its samples, also if it minimises a sum."""
+        if divisor is None or isinstance(self.config, Config):
+            return samples
+        return divisor if self.world.leader or self.state.of_all else 0.0
+
+    def event(self, kind: str, **values: Any) -> None:
+        self.write(lambda directory: directory.event(kind, **values), _key({"event": kind, **values}))
+
+    def write(self, action: Callable[[RunDirectory], None], key: Any = None) -> None:
+        """Rank 0 does it, in the run directory. Where it is lost, the rank in its place does again what may not have been done.
+
+        Args:
+            key: of an event, by which one that is there already is known (`take_over`).
+        """
+        if self.directory is not None:
+            action(self.directory)
+        elif self.world.live is not None:
+            done = self.world.live.done
+            while self._untold and self._untold[0][0] < done - 1:  # no rank is two calls behind
+                self._untold.popleft()
+            self._untold.append((done, key, action))
+
+    def forget_untold(self) -> None:
+        """What this rank has told before it was one of the others."""
+        self._untold.clear()
+
+    def take_over(self) -> None:
+        """Rank 0 was lost, and this one is in its place: it has the run directory from here on. Raises `UserError`."""
+        self.directory = directory = RunDirectory.take_over(self.path, self.attempt, self.state.history["failures"])
+        directory.told = self.console.on_status
+        directory.listeners.append(self.console.on_event)
+        self.goodput.take_over(directory)
+        if (url := self.config.checkpoint.to) is not None:
+            self.objects = ObjectStore(url)
+            self.objects.take_over(directory.path)
+        there = [_key(event) for event in directory.last_events()]
+        for _, key, action in self._untold:
+            if key is None or key not in there:
+                action(directory)
+        self._untold.clear()
+
+    # What is ended.
+
+    def close(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None,
+        end: Callable[[BaseException | None], Ended] | None,
+    ) -> None:  # fmt: skip
+        """Ends the run, after `error` where there is one. Raises `SystemExit` for any exit code but 0.
+
+        Args:
+            end: says how the loop ends, or raises; None: no loop has begun.
+        """
+        with user_errors():
+            if isinstance(error, SystemExit) and not error.code:
+                kind = error = trace = None  # the script's own way to its end
+            if self.signals is not None:
+                # Where the process leaves now, one more signal must not change its exit code. A script that goes on has
+                # its handlers back, until its own end.
+                atexit.register(self.signals.ignore)
+            code = self._code(error, end)
+            if code is None:
+                if error is not None:
+                    hang.print_once(self.world, error)
+                self._stack.__exit__(kind, error, trace)
+                if end is None and error is not None and is_collective(error):
+                    raise _not_together(error) from error
+                if isinstance(error, UserError):
+                    raise error
+                return  # the error goes on
+            self._stack.close()
+        if code == EXIT_PREEMPTED and self.signals is not None:
+            submitit_api.go_on(self.signals.replaced, self.signals.received)
+        if code != EXIT_DONE:
+            raise SystemExit(code)
+
+    def _code(self, error: BaseException | None, end: Callable[[BaseException | None], Ended] | None) -> int | None:
+        """Ends the attempt. Collective, but for errors of this rank alone.
+
+        Returns:
+            The exit code; None where `error` is to be raised.
+        """
+        if end is None:
+            if error is not None:
+                return None  # what was opened is closed
+            self.exporter.close(EXIT_DONE)
+            if self.directory is not None:
+                self.directory.close()
+            return EXIT_DONE
+        if error is not None and not isinstance(error, Ended):
+            self.goodput.failed(is_collective(error))
+        self.goodput.enter(Bucket.ENDING)
+        code: int | None = None
+        try:
+            code = self._conclude(end(error))
+            return code
+        except BaseException as raised:
+            code = self._failed(raised)
+            if code is None and raised is not error:
+                raise
+            return code
+        finally:
+            self.goodput.end(code)
+            if self.world.live is not None:
+                self.world.live.close()
+            if self.directory is not None:
+                self.directory.close()
+
+    def _conclude(self, ended: Ended) -> int:
+        """The attempt has ended on all ranks: status, last metrics, report. Returns the exit code. Collective."""
+        world = self.world
+        if self.signals is not None:
+            self.signals.ignore()
+        self.write(lambda directory: directory.status(ended.code, ended.reason, self.steps_done))
+        self.exporter.close(ended.code)
+        self.console.close()
+        if ended.code != EXIT_DONE:
+            self._warn(ended.reason)
+        on_any(False, world)  # every rank has written what goes into the report
+        self._write_report()
+        on_any(False, world)  # when one rank has ended, a launcher may end the others
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        return ended.code
+
+    def _write_report(self) -> None:
+        """Rank 0 writes report.html, when the others have written what goes into it. An error here does not change how the run ended."""
+        if self.directory is None or not self.config.log.report:
+            return
+        path = self.directory.path
+
+        def write() -> None:
+            try:
+                from ..observe import report
+
+                report.write([path], path / REPORT_FILE)
+            except Exception as error:  # noqa: BLE001
+                self.console.warn(f"no {REPORT_FILE}: {error}")
+
+        self.directory.disk.run(write, seconds=REPORT_SECONDS)
+
+    def _failed(self, error: BaseException) -> int | None:
+        """An error has ended the attempt, perhaps on this rank alone: status and last metrics.
+
+        Returns:
+            1 if a collective failed: a sentence with the cause has been printed, and no traceback is needed. None: raise the
+            error again.
+        """
+        world, step = self.world, self.steps_done
+        code = EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
+        self.console.close()
+        _note_corrupt_shard(self.metrics, error)
+        self.exporter.close(code)
+        collective = _failed_collective(world, error)
+        if collective is None:
+            reason = str(error) if code == EXIT_USAGE else f"{type(error).__name__}: {error}"
+        else:
+            process.shut(world.peers)  # also where the attempt had ended before
+            code, why = EXIT_FAILED, "" if world.live is None else world.live.why(collective)
+            reason = f"step {step}: {why}" if why else hang.describe_failed_collective(world, step, collective)
+        if self.directory is not None:
+            self.directory.status(code, reason, step)
+        if collective is None:
+            return None
+        if hang.first_of_node(world):
+            self.console.warn(reason)
+        return code
+
+
+_KEYS = ("step", "epoch", "batch", "path", "name")
+"""What tells an event of a kind from the others of that kind."""
+
+
+def _key(event: dict[str, Any]) -> tuple[Any, ...]:
+    return (event.get("event"), *(event.get(name) for name in _KEYS), sorted(event.get("values") or ()))
+
+
+def _note_corrupt_shard(metrics: Metrics, error: BaseException) -> None:
+    """Counts a damaged shard among the causes of an error that ends the run."""
+    if isinstance(error, CorruptShard) or isinstance(error.__cause__, CorruptShard):
+        metrics.corrupt_file("shard")
+
+
+def _not_together(error: BaseException) -> UserError:
+    """Before the first step a collective that fails has no step to be named with."""
+    lost = UserError(f"the ranks could not start together, one of them or the way to it was lost: {error}")
+    lost.code = EXIT_FAILED
+    return lost
+
+
+def _failed_collective(world: World, error: BaseException) -> BaseException | None:
+    """The error of a collective that has ended the attempt. Under `launch --live` the script may have raised another one from it.
+
+    After a loss that is also what torch raises itself: the script uses a process group, or a rank, that is gone.
+    """
+    if world.live is None:
+        return error if world.size > 1 and is_collective(error) else None
+    one: BaseException | None = error
+    while one is not None and not is_collective(one) and not (world.generation and is_of_torch_distributed(one)):
+        one = one.__cause__ or one.__context__
+    return one
+
+
+def _arithmetic(settings: RunSettings) -> None:
+    deterministic = settings.only_deterministic
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if torch.are_deterministic_algorithms_enabled() != deterministic:  # the call imports torch's compiler
+        torch.use_deterministic_algorithms(deterministic)
+    float32_on_gpus(settings.tf32)
+    torch.backends.cudnn.benchmark = settings.cudnn_benchmark
