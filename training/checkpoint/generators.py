@@ -20,7 +20,7 @@ def capture(device: torch.device) -> dict[str, Any]:
     """The states of all generators, as plain values and tensors (`restore` takes them)."""
     algorithm, keys, *rest = np.random.get_state()
     states: dict[str, Any] = {
-        "python": random.getstate(),
+        "python": _of_python(random.getstate()),
         "torch": torch.get_rng_state(),
         "numpy": [str(algorithm), np.asarray(keys).astype(np.int64), *rest],
     }
@@ -31,7 +31,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 def restore(states: dict[str, Any], device: torch.device) -> None:
     """Restores the states from `capture`; a generator without a saved state keeps its own. Raises `ValueError`, `TypeError`."""
-    random.setstate(states["python"])
+    random.setstate(_to_python(states["python"]))
     torch.set_rng_state(states["torch"])
     if "numpy" in states:
         algorithm, keys, *rest = states["numpy"]
@@ -52,7 +52,7 @@ def state_of(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
-        return generator.getstate()
+        return _of_python(generator.getstate())
     if isinstance(generator, np.random.RandomState):
         return _plain(generator.get_state(legacy=False))
     return _plain(generator.bit_generator.state)
@@ -60,17 +60,30 @@ def state_of(generator: Any) -> Any:
 
 def comparable(state: Any) -> Any:
     """What `state_of` has given, as values that `==` compares."""
+    if isinstance(state, list):  # of Python
+        return [comparable(value) for value in state]
     return state.tolist() if isinstance(state, torch.Tensor) else state
 
 
 def set_state(generator: Any, state: Any) -> None:
     """Raises `ValueError`, `TypeError`, `KeyError`, `RuntimeError` for the state of another kind."""
     if isinstance(generator, random.Random):
-        generator.setstate(state)
+        generator.setstate(_to_python(state))
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
+
+
+def _of_python(state: Any) -> list[Any]:
+    """The state of a generator of Python with its 625 numbers in one tensor."""
+    version, numbers, gauss = state
+    return [version, torch.tensor(numbers), gauss]
+
+
+def _to_python(state: Any) -> tuple[Any, ...]:
+    version, numbers, gauss = state
+    return version, tuple(torch.as_tensor(numbers).tolist()), gauss
 
 
 def _plain(state: Any) -> Any:
