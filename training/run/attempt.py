@@ -254,14 +254,16 @@ class Attempt:
             return torch.empty(0)
         gathered["ranks"] = [rank for rank in gathered["ranks"] if rank is not None]
         places = {"polls": self._polls, "last_step": self.saver.last_step, "save_agreed": self._save_agreed,
-                  "nonfinite_steps": self.nonfinite_steps, "looked_outside": self.unsaved.looked_outside,
+                  "nonfinite_steps": self.nonfinite_steps, "looked_outside": self.unsaved.moved is None,
                   "modes": self.modes.last, "known": sorted(self.known)}  # fmt: skip
         return pack({**gathered, "places": {**places, **self.meetings.places}})
 
     def be_at(self, places: Mapping[str, Any]) -> None:
         """Where the ranks are that have admitted this one."""
         self._polls, self._save_agreed = places["polls"], places["save_agreed"]
-        self.nonfinite_steps, self.unsaved.looked_outside = places["nonfinite_steps"], places["looked_outside"]
+        self.nonfinite_steps = places["nonfinite_steps"]
+        if places["looked_outside"]:
+            self.unsaved.moved = None
         self.modes.last, self.known = places["modes"], set(places["known"])
         self.saver.last_step = places["last_step"]
         self._compared = True

@@ -34,10 +34,9 @@ class Held:
         self._before = self._looked()
 
     def moved(self) -> list[str]:
-        """Returns a sentence for each that has moved since then, and is in no checkpoint. A second call has nothing to compare with."""
+        """Returns a sentence for each that has moved since then, and is in no checkpoint."""
         now, sentences = self._looked(), []
-        before, self._before = self._before, {}
-        for name, (drawing, marks) in before.items():
+        for name, (drawing, marks) in self._before.items():
             later, draws = now.get(name, (drawing, marks))[1], drawing is not None
             if later == marks or (
                 draws and later[:2] != marks[:2]

@@ -35,22 +35,19 @@ class Unsaved:
     """
 
     def __init__(self, run: Run, moved: Callable[[], list[str]]) -> None:
-        self._run, self._moved = run, moved
+        self._run = run
+        self.moved: Callable[[], list[str]] | None = moved
+        """None: what the script trains outside of the session was named."""
         self.logged: dict[str, float] = {}
         """What this rank has logged since the last save."""
-        self.looked_outside = False
-        """What the script trains outside of the session was named."""
         self._warned: set[str] = set()
 
     def look(self) -> None:
         """Collective."""
         state, world = self._run.state, self._run.world
-        sentences = (
-            {}
-            if self.looked_outside
-            else {sentence: sentence for sentence in [*trained_outside(state), *self._moved()]}
-        )
-        self.looked_outside = True
+        moved, self.moved = self.moved, None
+        outside = [] if moved is None else [*trained_outside(state), *moved()]
+        sentences = {sentence: sentence for sentence in outside}
         if world.size > 1 and not same_on_all(mine := self._alike(), world):
             sentences |= unequal(all_gather_trees(mine, world))
         self.logged.clear()
