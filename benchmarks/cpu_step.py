@@ -29,7 +29,7 @@ from lockstep.training.parallel.world import World, detect, joined
 from lockstep.training.recipe.loop import Recipe
 from lockstep.training.run import run as runs
 from lockstep.training.run.recording import WARM_UP
-from lockstep.training.session import Session
+from lockstep.training.session import session_of
 
 FLOP_PER_IMAGE = {"bag_of_tricks": 2.274e9, "resnet18": 3 * 1.11e9, "speedrun": 0.708e9}
 """Forward + backward: the multiply-adds of the convolutions and the linear layer, times two, times three."""
@@ -59,7 +59,7 @@ def our_step(recipe: str, batch: int, world: World, *settings: str) -> Iterator[
             "data.source=synthetic", f"data.options={{n: {32 * size}, n_test: 64}}", f"data.root={folder}",
             "data.resident=always", "metrics.port=0", "log.format=json", *settings,
         ])  # fmt: skip
-        run = Session.of(runs.Run(Path(folder) / "run", chosen, handle_signals=False, world=world))
+        run = session_of(runs.Run(Path(folder) / "run", chosen, handle_signals=False, world=world))
         trained = Recipe(stack.enter_context(run), chosen)
         batches = (batch for _ in run.epochs(chosen.epochs) for batch in run.batches(trained.batches))
         stream = torch.cuda.current_stream() if world.device.type == "cuda" else None

@@ -34,7 +34,7 @@ from lockstep.training.resilience import closeness
 from lockstep.training.resilience.preempt import Consensus
 from lockstep.training.run.evaluation import summed
 from lockstep.training.run.run import Run
-from lockstep.training.session import Session
+from lockstep.training.session import session_of
 
 TINY = [
     "data.source=synthetic", "data.options={n: 2048, n_test: 512, size: 8, noise: 1.5}", "data.num_shards=4",
@@ -159,7 +159,7 @@ def _rank(folder: str) -> dict[str, dict[str, float]]:
         found["join (torch's store and mesh)"] = counts.now().since(before)._asdict()
         before = counts.now()
         settings = _settings(root)
-        with Session.of(Run(root / "run", settings, handle_signals=False, world=world)) as run:
+        with session_of(Run(root / "run", settings, handle_signals=False, world=world)) as run:
             Recipe(run, settings)
             found["a start"] = counts.now().since(before)._asdict()
             for name, (call, times) in calls(world, run._started().run.state).items():

@@ -75,21 +75,10 @@ class Session(Reporting):
         began = time.perf_counter()
         with user_errors():
             job = SessionOptions.take(os.environ)
-            script = Path(sys.argv[0]).stem or "script"
-            parsed = own_settings(script, config or {}, settings, (*overrides, *job.settings))
-        self._begin(
-            Run(
-                Path(job.run_dir or run_dir), parsed, fresh=job.fresh or fresh, handle_signals=handle_signals, began=began,
-                tells_run_dir=bool(job.run_dir),
-            )
-        )  # fmt: skip
-
-    @classmethod
-    def of(cls, run: Run) -> Session:
-        """A session of a run whose settings are known: that of a recipe."""
-        session = cls.__new__(cls)
-        session._begin(run)
-        return session
+            name = Path(sys.argv[0]).stem or "script"
+            parsed = own_settings(name, config or {}, settings, (*overrides, *job.settings))
+        start: dict[str, Any] = {"fresh": job.fresh or fresh, "handle_signals": handle_signals, "began": began}
+        self._begin(Run(Path(job.run_dir or run_dir), parsed, tells_run_dir=bool(job.run_dir), **start))
 
     def _begin(self, run: Run) -> None:
         self._run = run
@@ -103,9 +92,7 @@ class Session(Reporting):
         self.world = self._run.open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:  # fmt: skip
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:  # fmt: skip
         self._run.close(kind, error, trace, None if self._loop is None else self._loop.end)
 
     @property
@@ -556,7 +543,6 @@ class Session(Reporting):
             >>> run.log(**run.evaluate(scores, dataset, 512))
         """
         self._go_on("run.evaluate()")
-        loop = self._loop
 
         def called(*batch: Any) -> Any:
             self._evaluating = True
@@ -565,7 +551,7 @@ class Session(Reporting):
             finally:
                 self._evaluating = False
 
-        boundary = loop.boundary if loop is not None else lambda: None
+        boundary = self._loop.boundary if self._loop is not None else lambda: None
         with self._run.goodput.on(Bucket.EVALUATION):
             return evaluation.of_dataset(called, dataset, batch_size, self.world, self.seed, boundary, workers, collate)
 
@@ -573,9 +559,7 @@ class Session(Reporting):
         """Before a collective that the script may call after a loop which other ranks are still in."""
         self._check_outside()
         if self._loop is not None:
-            if (parts := self._loop.step.in_parts) is not None:
-                parts.check_outside()
-            self._loop.attempt.meetings.go_on(call)
+            self._loop.go_on(call)
 
     def _of_this_rank(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Around a collective over values of the script's own: those of a lost rank are gone."""
@@ -607,3 +591,10 @@ class Session(Reporting):
         self._loop = Loop(self._run, self._replicated())
         self._loop.begin()
         return self._loop
+
+
+def session_of(run: Run) -> Session:
+    """A session of a run whose settings are known: that of a recipe."""
+    session = Session.__new__(Session)
+    session._begin(run)
+    return session

@@ -318,7 +318,7 @@ class RunBegun:
     def __init__(self, world: Any, run_dir: Path, *settings: str) -> None:
         self.config = _config.load("smoke", list(settings))
         run = Inside("training.run.run").Run(run_dir, self.config, handle_signals=False, world=world)
-        self._session = Inside("training.session").Session.of(run)
+        self._session = Inside("training.session").session_of(run)
         self._session.__enter__()
         try:
             self.recipe = Inside("training.recipe.loop").Recipe(self._session, self.config)

@@ -19,10 +19,11 @@ from ..data.augment import augment
 from ..data.batches import Batch
 from ..models.arithmetic import autocast, compiled, real_type
 from ..observe.account import Bucket
+from ..observe.goodput import GoodputRecorder
 from ..optim import set_rates
 from ..parallel.exchange import failing_together
 from ..run.run import Run
-from ..session import Session
+from ..session import Session, session_of
 from . import setup
 from .evaluate import Evaluator, Score
 
@@ -38,9 +39,10 @@ def train(config: Config, run_dir: Path, fresh: bool | str, began: float) -> Non
         SystemExit: 75 saved and to be run again; 1 diverged or not saved; 2 the config, the data or the run directory cannot be
             used.
     """
-    with Session.of(Run(run_dir, config, fresh=fresh, began=began)) as run:
+    start = Run(run_dir, config, fresh=fresh, began=began)
+    with session_of(start) as run:
         recipe = Recipe(run, config)
-        progress = Progress(run, config, recipe.evaluator)
+        progress = Progress(run, config, recipe.evaluator, start.goodput)
         for epoch in run.epochs(config.epochs):
             for batch in run.batches(recipe.batches):
                 recipe.step(batch)
@@ -100,8 +102,8 @@ class Progress:
     With `data.split=exercise` both are of all its samples, after it. `step_seconds` is the mean seconds of a step since the last score.
     """
 
-    def __init__(self, run: Session, config: Config, evaluator: Evaluator) -> None:
-        self._run, self._every, self._evaluator = run, config.log.score_every, evaluator
+    def __init__(self, run: Session, config: Config, evaluator: Evaluator, goodput: GoodputRecorder) -> None:
+        self._run, self._every, self._evaluator, self._goodput = run, config.log.score_every, evaluator, goodput
         self._same_samples = config.data.split == "exercise"
         self._last = (run.steps, run.seconds)
 
@@ -114,7 +116,7 @@ class Progress:
         if not self._every or (run.steps - 1) % self._every:
             return
         loss, seconds = run.loss(), run.seconds
-        with run._run.goodput.on(Bucket.EVALUATION):
+        with self._goodput.on(Bucket.EVALUATION):
             score = self._evaluator.score(run.for_evaluation())
         if self._same_samples:
             loss = score.loss

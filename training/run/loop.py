@@ -306,6 +306,12 @@ class Loop:
         self.step.set_part(part)
         return mine  # type: ignore[no-any-return]
 
+    def go_on(self, call: str) -> None:
+        """Before a collective that the script may call after a loop which other ranks are still in."""
+        if self.step.in_parts is not None:
+            self.step.in_parts.check_outside()
+        self.attempt.meetings.go_on(call)
+
     def boundary(self, call: str = "") -> None:
         """Leaves where the ranks agreed to, but not within a step: no checkpoint could hold its gradients. Raises `Ended`.
 
