@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from lockstep.training.run.opened import Run, open_run
+
 from lockstep.training.contract import EXIT_DONE, TIME_FILE, UserError, printable
 from lockstep.training.observe.account import Bucket, of_run, plain
-from lockstep.training.run.opened import Run, open_run
+from lockstep.training.run.location import Location, location
 from lockstep.wire.status import goodput_line
 
 from . import RUN, parser
@@ -17,7 +19,7 @@ def main(argv: list[str]) -> int:
     """Prints the table, or JSON. Raises `UserError` for wrong arguments, and for a run without a record of its time."""
     parsed = parser("goodput")
     parsed.add_argument(
-        "runs", type=open_run, metavar="RUN", nargs="+", help=f"{RUN}; several, such as those of a sweep"
+        "runs", type=location, metavar="RUN", nargs="+", help=f"{RUN}; several, such as those of a sweep"
     )
     parsed.add_argument("--json", action="store_true", help="print one JSON value with stable fields")
     args = parsed.parse_args(argv)
@@ -25,7 +27,7 @@ def main(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def show(runs: Sequence[Run], as_json: bool) -> None:
+def show(runs: Sequence[Location], as_json: bool) -> None:
     """Prints where the time of some runs went: of each, and of all together. Raises `UserError`."""
     accounts = [of_run(run.path) for run in runs]
     for run, account in zip(runs, accounts):

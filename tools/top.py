@@ -10,8 +10,10 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from lockstep.training.contract import EXIT_DONE, UserError, printable
 from lockstep.training.run.opened import Run, open_run
+
+from lockstep.training.contract import EXIT_DONE, UserError, printable, slow_rank_line
+from lockstep.training.run.location import Location, location
 from lockstep.wire.status import slow_rank_line
 
 from . import RUN, parser
@@ -49,7 +51,7 @@ _NUMBERS = ("DATA", "COMPUTE", "SYNC", "MEMORY")
 def main(argv: list[str]) -> int:
     """Shows the ranks. Raises `UserError` for wrong arguments, and for a run without metrics."""
     parsed = parser("top")
-    parsed.add_argument("run", type=open_run, metavar="RUN", help=RUN)
+    parsed.add_argument("run", type=location, metavar="RUN", help=RUN)
     parsed.add_argument("--every", type=_seconds, default=2.0, help="seconds between two updates, from 0.2; default: 2")
     parsed.add_argument("--once", action="store_true", help="print one table and exit")
     parsed.add_argument("--json", action="store_true", help="print one JSON value with stable fields")
@@ -68,7 +70,7 @@ def _seconds(text: str) -> float:
     return found
 
 
-def show(run: Run, every: float, once: bool, as_json: bool) -> None:
+def show(run: Location, every: float, once: bool, as_json: bool) -> None:
     """The ranks of a run: live, or one table or JSON value of what they do within `every` seconds. Raises `UserError`."""
     reader = Reader(run.path)
     before = reader.read()
@@ -91,7 +93,7 @@ def show(run: Run, every: float, once: bool, as_json: bool) -> None:
     print(legend(ranks))
 
 
-def _live(run: Run, reader: Reader, before: dict[int, Snapshot], every: float) -> None:
+def _live(run: Location, reader: Reader, before: dict[int, Snapshot], every: float) -> None:
     from rich.live import Live
 
     # One more reading back, so that a slow step still falls between two of them.

@@ -48,7 +48,7 @@ from .contract import (
 from .files import keep_out_others
 
 if TYPE_CHECKING:
-    from .run.opened import Run
+    from .run.location import Location
 
 _BEGAN = time.perf_counter()
 
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     shard.set_defaults(action=_shard)
 
     evaluate = commands.add_parser("evaluate", help=COMMANDS["evaluate"])
-    evaluate.add_argument("target", type=_open_run, metavar="RUN|FILE", help=f"{_RUN}, or a file of weights")
+    evaluate.add_argument("target", type=_location, metavar="RUN|FILE", help=f"{_RUN}, or a file of weights")
     evaluate.add_argument("--recipe", help="the recipe that a FILE of weights belongs to")
     _add_set(evaluate, "data.root=DIR")
     evaluate.add_argument(
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(action=_evaluate)
 
     export = commands.add_parser("export", help=COMMANDS["export"])
-    export.add_argument("target", type=_open_run, metavar="RUN", help=_RUN)
+    export.add_argument("target", type=_location, metavar="RUN", help=_RUN)
     export.add_argument("out", type=Path, metavar="OUT", help="a new file: .safetensors, or .pth for torch.load")
     which = export.add_mutually_exclusive_group()
     which.add_argument("--best", action="store_true", help="the checkpoint with the best score (checkpoint.keep_best); "
@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     export.set_defaults(action=_export)
 
     report = commands.add_parser("report", help=COMMANDS["report"])
-    report.add_argument("runs", type=_open_run, metavar="RUN", nargs="+", help=f"{_RUN}; several are compared")
+    report.add_argument("runs", type=_location, metavar="RUN", nargs="+", help=f"{_RUN}; several are compared")
     report.add_argument(
         "--out", type=Path, help="default: RUN/report.html; report.html here for several runs, and of a bucket"
     )
@@ -131,10 +131,10 @@ def _add_set(parser: argparse.ArgumentParser, example: str = "epochs=2 lr=0.1") 
     add_set(parser, f"change settings, e.g. --set {example} (all names: {PROGRAM} settings)")
 
 
-def _open_run(text: str) -> Run:
-    from .run.opened import open_run
+def _location(text: str) -> Location:
+    from .run.location import location
 
-    return open_run(text)
+    return location(text)
 
 
 def _closeness(text: str) -> str:
@@ -185,7 +185,7 @@ def _evaluate(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     from .parallel import world
     from .recipe import evaluate as scoring
 
-    run: Run = args.target
+    run: Location = args.target
     config, checksum = scoring.config_of(run.path, args.recipe, args.assignments, args.trust_model)
     run.bring(warn=to_stderr)
     with world.joined(world.detect(env), config.device, config.collective_timeout, config.backend) as joined:
@@ -201,7 +201,7 @@ def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: A
     from .checkpoint.score import Rule
     from .observe import rundir
 
-    run: Run = args.target
+    run: Location = args.target
     config = rundir.read_run(run.path)["config"]
     wanted = Rule.of(config.checkpoint.keep_best) if args.best else args.step
     run.bring(wanted)
@@ -214,7 +214,7 @@ def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: A
 def _report(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
     from .observe import report
 
-    runs: list[Run] = args.runs
+    runs: list[Location] = args.runs
     out = args.out or (runs[0].report if len(runs) == 1 else Path(REPORT_FILE))
     report.write([run.path for run in runs], out)
     print(printable(str(out)))

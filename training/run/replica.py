@@ -19,7 +19,7 @@ from ..optim.ema import Ema
 from ..parallel.names import unwrapped
 from ..parallel.world import World
 from ..sync.base import BuildOptimizer, GradientSync
-from ..sync.watch import hooks_of
+from ..sync.watch import hooks_of, hooks_of_script
 
 
 class Several(GradientSync):
@@ -244,6 +244,27 @@ class Replica:
         if not 0 < decay < 1 or every < 1:
             raise ValueError(f"average() takes a decay in (0, 1) and every from 1, got {decay} and {every}")
         self.ema = Ema(self.model, decay, every, self.sync.duplicate())
+
+    def hook_before_sum(self) -> str | None:
+        """Returns the name of a parameter whose hook, of the script's, gets the gradient of a part of the batch, before that is summed.
+
+        Raises:
+            UserError: a hook is called too early to use a gradient, or never.
+        """
+        sync, before = self.sync, None
+        for name, after in hooks_of_script(sync.model, self.hooks):
+            if after and sync.replicas:
+                raise sync.refuse(
+                    f"sums the gradient of {name} over the ranks after the hook that register_post_accumulate_grad_hook() has set",
+                    "use the gradient between run.backward() and run.update()",
+                )
+            if not after and not sync.replicas:
+                raise sync.refuse(
+                    f"calls no hook that register_hook() has set, and {name} has one",
+                    "change the gradient between run.backward() and run.update(), or use sync.name=flat",
+                )
+            before = before or (None if after else name)
+        return before
 
     def training(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> contextlib.AbstractContextManager[None]:
         """Inside, a step of these optimizers is computed."""

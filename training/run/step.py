@@ -30,15 +30,14 @@ from ..sync.base import NotSummed
 from .attempt import Attempt
 from .canary import Canary
 from .dealt import Dealt
-from .hooks import ScriptHooks
 from .parts import InParts
 from .replica import Replica, Several
 from .run import Run
-from .sums import StepSums
 from .work import (
     Compute,
     Divisor,
     Numbers,
+    StepSums,
     Total,
     Work,
     checked_loss,
@@ -63,7 +62,9 @@ class Step:
         """Whether the last gradient that was looked at is finite, on the device."""
         cut = replica.sync.batch_parts is not None
         self._drawing = generators.Drawing(run.world.device, every=cut)
-        self._hooks = ScriptHooks(run, replica)
+        self._cuts = run.world.size > 1 or cut or run.config.micro_batch_size > 0
+        """A backward pass has the gradient of a part of the batch."""
+        self._warned_of_hook = False
         self.in_parts = InParts(run, replica, self._drawing) if cut else None
         self.dealt = Dealt(run.world, replica.sync.batch_parts)
         self._canary = Canary(run, attempt) if cut else None
@@ -572,8 +573,17 @@ class Step:
 
     def _check_use(self, part: Part | None, samples: int) -> None:
         """Warns where all ranks use all of the same batch. Looks for hooks, at the start and after each save."""
-        if not self.pending and self.attempt.saver.last_step == self.run.steps_done:
-            self._hooks.look()
+        after_save = not self.pending and self.attempt.saver.last_step == self.run.steps_done
+        if after_save and (self._cuts or not self.replica.sync.replicas):
+            hooked, warned = self.replica.hook_before_sum(), self._warned_of_hook
+            self._warned_of_hook = warned or hooked is not None
+            if hooked is not None and not warned and self.run.world.leader:
+                # Whether a hook is linear cannot be seen, and one that prints is harmless.
+                self.run.console.warn(
+                    f"a hook on {hooked} gets the gradient of a part of the batch, before the sum. A mask or a factor is right "
+                    "there. A clamp, a norm or noise gives another result than one process: change the gradient between "
+                    "run.backward() and run.update(), or give the step clip=…"
+                )
         if part is None and self.same_samples and samples >= self.same_samples:  # fewer: it has taken its share
             self.same_samples = 0
             if self.run.world.leader:

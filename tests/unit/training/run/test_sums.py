@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.training.run.dealt import Dealt
-from lockstep.training.run.sums import StepSums
+from lockstep.training.run.work import StepSums
 
 BATCHES = {
     "parts of one batch": ([("a", "xs"), ("a", "ys"), ("a", "xs")], 12),

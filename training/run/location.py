@@ -1,4 +1,4 @@
-"""A run as a command is given it: its directory, or the URL of the bucket that keeps it. Imports no torch."""
+"""Where a run is kept, as a command is given it: a directory, or the URL of a bucket. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ..checkpoint.score import Rule
 
 
-class Run:
-    """A run in a directory.
+class Location:
+    """A directory.
 
     Args:
         name: for people.
@@ -45,8 +45,9 @@ class Run:
         """Has `path` hold a checkpoint: the newest one, that of a step, or the best by a rule. Raises `UserError`."""
 
 
-class BucketRun(Run):
-    """A run whose `checkpoint.to` names the URL, as of its last commit. Its files are fetched into a folder that goes with the process."""
+class BucketLocation(Location):
+    """The URL that `checkpoint.to` of a run names, with the run as of its last commit. Its files are fetched into a folder that goes with
+    the process."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -91,9 +92,9 @@ class BucketRun(Run):
             ObjectStore(self.name).download(self.path, wanted, warn)
 
 
-def open_run(name: str) -> Run:
+def location(name: str) -> Location:
     """Looks at it when it is used. Raises `UserError` for a URL that is not a bucket's."""
-    return BucketRun(name) if "://" in name else Run(str(Path(name)))
+    return BucketLocation(name) if "://" in name else Location(str(Path(name)))
 
 
 def _remove(folder: str, process: int) -> None:
