@@ -1,10 +1,9 @@
-"""How a network computes: its types, its compilation, and without effect on its batch statistics."""
+"""How a network computes: its types, and its compilation."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -45,33 +44,3 @@ def compiled(network: nn.Module, device: torch.device) -> nn.Module:
         if not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
             raise UserError("compile=true needs a C compiler for Triton: install gcc, or set compile=false")
     return cast(nn.Module, torch.compile(network))
-
-
-def kept_buffers(model: nn.Module) -> list[torch.Tensor]:
-    """Copies of the buffers, the batch statistics among them: what a forward pass changes."""
-    return [buffer.clone() for buffer in model.buffers()]
-
-
-@torch.no_grad()
-def put_back(model: nn.Module, before: list[torch.Tensor]) -> None:
-    """Puts back what `kept_buffers` gave; nothing for an empty list."""
-    if before:
-        for buffer, kept in zip(model.buffers(), before, strict=True):
-            buffer.copy_(kept)
-
-
-@contextlib.contextmanager
-def without_batch_statistics(model: nn.Module) -> Iterator[None]:
-    """The modules that train are in evaluation mode inside. A rank without samples still runs the network, so that it joins the
-    collectives of backward: a stand-in batch times zero, which must move no running statistics.
-
-    Modules that are in evaluation mode already (a batch norm that is frozen) are left so.
-    """
-    training = [module for module in model.modules() if module.training]
-    try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -113,7 +113,7 @@ class Meetings:
             self._over.set()
 
     def in_loop(self) -> None:
-        """The script asks for a batch."""
+        """The loop over the batches begins."""
         self._outside = False
 
     def left(self) -> None:

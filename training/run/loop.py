@@ -259,10 +259,10 @@ class Loop:
         self._warn_of_schedules()
         self._resume_generators()
         run.goodput.train()
+        self.attempt.meetings.in_loop()
         try:
             while True:
                 self.attempt.modes.release()
-                self.attempt.meetings.in_loop()
                 self._left_at_last_step = self._at_last_step and run.state.cursor.step != count
                 stopped = self._left_at_last_step or (run.state.cursor.step != count and self.attempt.boundary())
                 clock.begin()

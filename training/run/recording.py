@@ -21,13 +21,13 @@ import torch
 
 from ..config import RunSettings
 from ..data import trees
-from ..models.arithmetic import kept_buffers
 from ..observe.account import Bucket
 from ..observe.clock import RecordedPoints
 from ..optim.base import RatedOptimizer
 from ..parallel.exchange import all_gather_trees
 from ..parallel.world import World
 from ..sync.base import GradientSync
+from .replica import kept_buffers
 
 if TYPE_CHECKING:
     from .step import Step

@@ -23,7 +23,6 @@ from ..checkpoint import generators
 from ..contract import UserError
 from ..data import order
 from ..data.batches import Part
-from ..models.arithmetic import kept_buffers, put_back, without_batch_statistics
 from ..parallel.exchange import all_gather_trees, raise_together
 from ..resilience import divergence
 from ..sync.base import NotSummed
@@ -31,7 +30,7 @@ from .attempt import Attempt
 from .canary import Canary
 from .dealt import Dealt
 from .parts import InParts
-from .replica import Replica, Several
+from .replica import Replica, Several, kept_buffers, put_back, without_batch_statistics
 from .run import Run
 from .work import (
     Compute,
