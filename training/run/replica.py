@@ -18,7 +18,7 @@ from ..config import Sync
 from ..optim.ema import Ema
 from ..parallel.names import unwrapped
 from ..parallel.world import World
-from ..sync.base import BuildOptimizer, GradientSync
+from ..sync.base import BuildOptimizer, GradientSync, trains_another
 from ..sync.watch import hooks_of, hooks_of_script
 
 
@@ -238,7 +238,7 @@ class Replica:
         groups = itertools.chain.from_iterable(map(self.sync.parameter_groups, optimizers))
         of = list(itertools.chain.from_iterable(groups))
         ids = set(map(id, of))  # a tensor's own hash is a function in Python
-        return None if all(id(p) in ids for p in self.model.parameters() if p.requires_grad) else set(of)
+        return set(of) if trains_another(self.model, ids) else None
 
     def averaged(self, decay: float, every: int) -> None:
         if not 0 < decay < 1 or every < 1:

@@ -56,15 +56,15 @@ class Bucket:
     """Parameters without a gradient on this rank in this step, and where each begins in the payload."""
     starts: list[int] = field(init=False)
     """Where each parameter's gradient begins in the payload."""
-    firsts: torch.Tensor | slice = field(default_factory=lambda: slice(0, 1))
+    firsts: torch.Tensor = field(init=False)
     """The first element of each gradient in the payload."""
 
     def __post_init__(self) -> None:
         self.starts = [0]
         if self.buffer is not None and self.views is not None:
             self.starts = [int(view.storage_offset() - self.buffer.storage_offset()) for view in self.views]
-            starts = [start for start, parameter in zip(self.starts, self.params) if parameter.numel()]
-            self.firsts = torch.tensor(starts, dtype=torch.long, device=self.buffer.device)
+        starts = [start for start, parameter in zip(self.starts, self.params) if parameter.numel()]
+        self.firsts = torch.tensor(starts, dtype=torch.long, device=self.params[0].device)
 
     @property
     def payload(self) -> torch.Tensor:
@@ -239,7 +239,7 @@ class Reducer:
             sent = bucket.rounded.copy_(sent)
         self.bytes_sent += nbytes(sent)
         flat = in_memory(sent)
-        flat[bucket.firsts] += 0.0  # makes 0.0 of -0.0
+        flat.index_add_(0, bucket.firsts, flat.new_zeros(len(bucket.firsts)))  # makes 0.0 of -0.0
         if bucket.lacking:
             parameter = next(iter(bucket.lacking))
             refuse_recording(parameter, f"{self.names[parameter]} has no gradient, and another rank may have one")
@@ -282,7 +282,7 @@ class Reducer:
     def _leave_out(self) -> None:
         """Parameters that no rank has a gradient of have none. Waits for the device where this rank lacks one."""
         lacking = [parameter for bucket in self.buckets for parameter in bucket.lacking]
-        if self.size > 1 and lacking:
+        if lacking and self.size > 1:
             sums = [in_memory(b.payload)[list(b.lacking.values())] for b in self.buckets if b.lacking]
             absent = torch.cat([stands_for_none(firsts) for firsts in sums]).tolist()
         else:
