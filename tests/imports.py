@@ -33,14 +33,16 @@ def all_modules() -> dict[str, Path]:
     return {name: path for package in PACKAGES for name, path in modules(package).items()}
 
 
-def imported(tree: ast.AST, known: dict[str, Path], package: str = "") -> Iterator[str]:
-    """Yields what is imported at run time, in functions too; `if TYPE_CHECKING:` is not.
+def imported(tree: ast.AST, known: dict[str, Path], package: str = "", types: bool = False) -> Iterator[str]:
+    """Yields what is imported at run time, in functions too.
 
     Args:
         package: the package that relative imports start from.
+        types: yields also what is imported under `if TYPE_CHECKING:`.
     """
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        for_types = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        if isinstance(node, ast.If) and for_types and not types:
             for other in node.orelse:
                 yield from imported(other, known, package)
         elif isinstance(node, ast.Import):
@@ -52,19 +54,19 @@ def imported(tree: ast.AST, known: dict[str, Path], package: str = "") -> Iterat
                 whole = f"{module}.{alias.name}"
                 yield whole if whole in known else module
         else:
-            yield from imported(node, known, package)
+            yield from imported(node, known, package, types)
 
 
-def imports_of(name: str, path: Path, known: dict[str, Path]) -> set[str]:
-    """Returns what a module of ours imports, by full names."""
+def imports_of(name: str, path: Path, known: dict[str, Path], types: bool = False) -> set[str]:
+    """Returns what a module of ours imports, by full names. Arguments as in `imported`."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    return set(imported(ast.parse(path.read_text()), known, package))
+    return set(imported(ast.parse(path.read_text()), known, package, types))
 
 
-def graph() -> dict[str, set[str]]:
-    """Each module of ours, and those of ours that it imports, in functions too."""
+def graph(types: bool = False) -> dict[str, set[str]]:
+    """Each module of ours, and those of ours that it imports, in functions too. Arguments as in `imported`."""
     known = all_modules()
     return {
-        name: {other for other in imports_of(name, path, known) if other in known and other != name}
+        name: {other for other in imports_of(name, path, known, types) if other in known and other != name}
         for name, path in known.items()
     }

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from lockstep.training.run.opened import Run, open_run
-
 from lockstep.training.contract import EXIT_DONE, TIME_FILE, UserError, printable
 from lockstep.training.observe.account import Bucket, of_run, plain
 from lockstep.training.run.location import Location, location

@@ -10,9 +10,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from lockstep.training.run.opened import Run, open_run
-
-from lockstep.training.contract import EXIT_DONE, UserError, printable, slow_rank_line
+from lockstep.training.contract import EXIT_DONE, UserError, printable
 from lockstep.training.run.location import Location, location
 from lockstep.wire.status import slow_rank_line
 

@@ -300,7 +300,7 @@ class StrategyLoop:
         import torch.distributed as dist
 
         if (gathered := _states.gather(self._state)) is not None:
-            file.write_bytes(Inside("training.parallel.exchange").pack(gathered).numpy().tobytes())
+            file.write_bytes(Inside("training.parallel.packing").pack(gathered).numpy().tobytes())
         if self._state.world.size > 1:
             dist.barrier()
 
@@ -309,7 +309,7 @@ class StrategyLoop:
         import torch
 
         packed = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
-        _states.scatter(Inside("training.parallel.exchange").unpack(packed), self._state)
+        _states.scatter(Inside("training.parallel.packing").unpack(packed), self._state)
 
 
 class RunBegun:

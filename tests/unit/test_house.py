@@ -25,6 +25,12 @@ def test_no_import_goes_round_in_a_circle() -> None:
     assert list(TopologicalSorter(found).static_order())  # raises CycleError, which names the circle
 
 
+def test_no_import_of_training_goes_round_in_a_circle_for_types_either() -> None:
+    """A reader meets a type below what uses it. In `jobs` the specification names the backends' sections for types only."""
+    found = {name: others for name, others in graph(types=True).items() if not name.startswith("lockstep.jobs")}
+    assert list(TopologicalSorter(found).static_order())  # raises CycleError, which names the circle
+
+
 @pytest.mark.parametrize("package", ["lockstep.training.", "lockstep.jobs."])
 def test_no_folder_imports_in_a_circle(package: str) -> None:
     """A part of the house can be read without those that stand on it."""

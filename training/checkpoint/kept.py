@@ -8,7 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ..parallel.exchange import all_gather_trees, split
+from ..parallel.exchange import all_gather_trees
+from ..parallel.packing import split
 from ..parallel.world import World
 from . import generators
 

@@ -37,7 +37,7 @@ import torch
 
 from .. import files
 from ..contract import UserError, checkpoint_name
-from ..parallel.exchange import DTYPE_NAMES, join, split
+from ..parallel.packing import DTYPE_NAMES, join, split
 from .score import KeepBest, Rule
 
 R = TypeVar("R")

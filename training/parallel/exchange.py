@@ -1,7 +1,4 @@
-"""Small collectives over plain values, without pickle, and what all ranks agree on: errors, whether they hold the same, sums.
-
-A *tree* is nested dicts, lists and tuples of tensors, numbers, texts, booleans and None: what a checkpoint holds.
-`split` turns it into a JSON value and tensors; `join` is the inverse. Both keep every bit.
+"""Small collectives over trees of plain values (`packing`), and what all ranks agree on: errors, whether they hold the same, sums.
 
 Few messages, whatever the number of ranks: a binary tree takes a sum to rank 0 and back: n − 1 messages up and n − 1 down for n
 ranks, the last rank is reached in 2·log₂ n of them. gloo's own sum goes around a ring, which takes 2·(n − 1) one after the
@@ -13,46 +10,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
-import math
 import os
-import re
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..contract import EXIT_FAILED, UserError, named
 from ..limits import BEAT_SECONDS
-from . import process
+from .live import broadcast_bytes
+from .packing import pack, unpack
 from .world import World, detect
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-"""Element types by their names in the safetensors format."""
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_COLLECTIONS: dict[str, Callable[[Iterable[Any]], Any]] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
-
-_PLAIN = {int, float, str, bool, type(None)}
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-_TORCH = Path(torch.__file__).parent
-_WAITING_CODE = tuple(str(_TORCH / folder) + os.sep for folder in ("distributed", "nn/parallel", "autograd"))
-"""Python code of torch that calls collectives. DDP's reducer waits inside a backward pass, below autograd."""
-_OPS = str(_TORCH / "_ops.py")
-"""Between a functional collective and C++."""
-_OF_NCCL = re.compile(r"NCCL (communicator was aborted|operation timed out|Async Error)")
-"""torch's own words where the communicator of a collective was aborted before it (2.15): a plain `RuntimeError`, too."""
-_OF_GLOO = re.compile(r"gloo/transport/\S+\] (Timed out|Connection closed|Read error|Write error)")
-"""gloo's own words where another rank did not come, or is gone: also in a process group of the script's."""
 
 
 def group_size() -> int:
@@ -72,123 +46,6 @@ def group_size() -> int:
     return 1
 
 
-def split(tree: Any, name: Callable[[tuple[str, ...]], str] | None = None) -> tuple[Any, dict[Any, torch.Tensor]]:
-    """(a JSON value with keys in the places of the tensors, the tensors by these keys). Raises `TypeError` for other types.
-
-    Args:
-        name: makes a tensor's key of its place, the keys of the mappings and the positions that lead to it; None: they are numbered.
-    """
-    tensors: dict[Any, torch.Tensor] = {}
-
-    def all_of(values: Iterable[Any], place: tuple[str, ...]) -> list[Any]:
-        return [
-            value if type(value) in _PLAIN else walk(value, (*place, str(number)))  # Python's generator has 625 numbers
-            for number, value in enumerate(values)
-        ]
-
-    def walk(value: Any, place: tuple[str, ...]) -> Any:
-        if type(value) in _PLAIN:
-            return value
-        if isinstance(value, torch.Tensor):
-            if value.dtype not in DTYPE_NAMES:
-                raise TypeError(f"a tree cannot hold {value.dtype}")
-            key = len(tensors) if name is None else name(place)
-            tensors[key] = value.detach()
-            return {"$tensor": key}
-        if isinstance(value, dict):
-            if all(isinstance(key, str) and not key.startswith("$") for key in value):
-                return {key: walk(inner, (*place, key)) for key, inner in value.items()}
-            items = [(walk(key, place), inner) for key, inner in value.items()]
-            return {"$items": [[key, walk(inner, (*place, str(key)))] for key, inner in items]}
-        if isinstance(value, tuple):
-            return {"$tuple": all_of(value, place)}
-        if isinstance(value, list):
-            return all_of(value, place)
-        if isinstance(value, np.generic) and not isinstance(value, (str, bytes)):  # np.float64 is a float, too
-            return {"$scalar": walk(torch.from_numpy(np.array(value)), place)}
-        if isinstance(value, (int, float, str)):  # an enumeration's member, for example
-            return value
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-            native = value.astype(value.dtype.newbyteorder("="), order="C", copy=True)
-            return {"$array": walk(torch.from_numpy(native), place)}
-        if isinstance(value, (bytes, bytearray)):
-            return {"$bytes": walk(as_bytes(bytes(value)), place)}
-        if isinstance(value, (set, frozenset)):
-            return {"$set" if isinstance(value, set) else "$frozenset": all_of(value, place)}
-        raise TypeError(f"a tree cannot hold a {type(value).__name__}")
-
-    return walk(tree, ()), tensors
-
-
-def join(plain: Any, tensors: Mapping[Any, torch.Tensor]) -> Any:
-    """The inverse of `split`. Raises `ValueError` for a value that `split` did not make."""
-    if isinstance(plain, list):
-        return [join(inner, tensors) for inner in plain]
-    if not isinstance(plain, dict):
-        return plain
-    if set(plain) == {"$tensor"}:
-        key = plain["$tensor"]
-        if not isinstance(key, (int, str)) or key not in tensors:
-            raise ValueError(f"no tensor {key!r}")
-        return tensors[key]
-    if set(plain) == {"$items"}:
-        return {join(key, tensors): join(inner, tensors) for key, inner in plain["$items"]}
-    if len(plain) == 1:
-        ((mark, inner),) = plain.items()
-        if mark in _COLLECTIONS:
-            return _COLLECTIONS[mark](join(value, tensors) for value in inner)
-        if mark in ("$array", "$scalar", "$bytes"):
-            return _kept_as_tensor(mark, join(inner, tensors))
-    if any(key.startswith("$") for key in plain):
-        raise ValueError(f"unknown mark {sorted(plain)[0]!r}")
-    return {key: join(inner, tensors) for key, inner in plain.items()}
-
-
-def _kept_as_tensor(mark: str, tensor: Any) -> Any:
-    """The value that `split` stored as a tensor. Raises `ValueError` if `tensor` does not fit `mark`."""
-    if isinstance(tensor, torch.Tensor):
-        if mark == "$array":
-            return tensor.numpy()
-        if mark == "$scalar" and tensor.ndim == 0:
-            return tensor.numpy()[()]
-        if mark == "$bytes" and tensor.ndim == 1:
-            return tensor.numpy().tobytes()
-    raise ValueError(f"{mark} of no such tensor")
-
-
-def pack(tree: Any) -> torch.Tensor:
-    """A tree as one uint8 tensor [bytes] on the CPU. Raises `TypeError` for a value that no tree can hold."""
-    plain, tensors = split(tree)
-    about = [{"dtype": DTYPE_NAMES[t.dtype], "shape": list(t.shape)} for t in tensors.values()]
-    head = json.dumps([plain, about]).encode()
-    parts = [torch.tensor(list(len(head).to_bytes(8, "little")), dtype=torch.uint8), as_bytes(head)]
-    parts += [tensor_bytes(t) for t in tensors.values()]
-    return torch.cat(parts)
-
-
-def unpack(packed: torch.Tensor) -> Any:
-    """The inverse of `pack`: the tree of a uint8 tensor [bytes] on the CPU."""
-    length = int.from_bytes(bytes(packed[:8].tolist()), "little")
-    plain, about = json.loads(packed[8 : 8 + length].numpy().tobytes())
-    tensors, at = [], 8 + length
-    for entry in about:
-        dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
-        size = math.prod(shape) * dtype.itemsize
-        tensors.append(packed[at : at + size].clone().view(dtype).reshape(shape))
-        at += size
-    return join(plain, dict(enumerate(tensors)))
-
-
-def as_bytes(data: bytes) -> torch.Tensor:
-    """A copy of the bytes as a uint8 tensor [len(data)]."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes as a uint8 tensor [bytes] on the CPU. A view, if the tensor is contiguous and on the CPU already."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
 def broadcast_tree(tree: Any, world: World, source: int = 0) -> Any:
     """The tree of rank `source`, on every rank. Tensors arrive on the CPU. Collective. Raises `TypeError` as `pack`."""
     if world.size == 1:
@@ -197,17 +54,6 @@ def broadcast_tree(tree: Any, world: World, source: int = 0) -> Any:
         return all_gather_trees(tree, world)[source]
     packed = broadcast_bytes(pack(tree) if world.rank == source else None, world, source)
     return tree if world.rank == source else unpack(packed)
-
-
-def broadcast_bytes(packed: torch.Tensor | None, world: World, source: int = 0) -> torch.Tensor:
-    """What rank `source` has, a uint8 tensor [bytes] on the CPU, on every rank; None elsewhere. Collective."""
-    mine = packed if packed is not None and world.rank == source else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([mine.numel()])
-    dist.broadcast(length, source)
-    if world.rank != source:
-        mine = torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(mine, source)
-    return mine
 
 
 def all_gather_trees(tree: Any, world: World) -> list[Any]:
@@ -317,7 +163,7 @@ def on_any(flag: bool, world: World) -> bool:
 
 
 def same_on_all(tree: Any, world: World) -> bool:
-    """Whether all ranks hold the same tree (`exchange`), by its sha256. Collective. Raises `TypeError` as `exchange.pack`."""
+    """Whether all ranks hold the same tree, by its sha256. Collective. Raises `TypeError` as `pack`."""
     digest = int.from_bytes(hashlib.sha256(pack(tree).numpy().tobytes()).digest()[:7], "big")
     most, least = reduced(torch.tensor([digest, -digest]), world, torch.maximum).tolist()
     return bool(most == -least)
@@ -332,33 +178,6 @@ def failing_together(world: World) -> Iterator[None]:
     except Exception as caught:  # noqa: BLE001 - raised again below
         error = caught
     raise_together(error, world)
-
-
-def is_collective(error: BaseException) -> bool:
-    """Whether an error comes out of a collective or the store, not of this rank's own work: by its type and by where it was raised.
-
-    torch has a type for its own errors and NCCL's. gloo throws a plain `RuntimeError`: in a call of torch.distributed, in a `wait()`, or
-    in a backward pass. Other errors are thrown there, too, but only gloo's leaves a connection to another rank broken: one of ours, or
-    of a process group that the script has made, which the message tells.
-    """
-    if type(error) is not RuntimeError:
-        return isinstance(error, dist.DistError)
-    if _OF_NCCL.match(str(error)):
-        return True
-    return _raised_in_waiting(error) and (process.broken() or bool(_OF_GLOO.search(str(error))))
-
-
-def _raised_in_waiting(error: BaseException) -> bool:
-    """Whether the innermost frame of Python is in torch's code for collectives, or in a function that calls `wait()`."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    code = next((frame.f_code for frame in reversed(frames) if frame.f_code.co_filename != _OPS), None)
-    return code is not None and (code.co_filename.startswith(_WAITING_CODE) or "wait" in code.co_names)
-
-
-def is_of_torch_distributed(error: BaseException) -> bool:
-    """Whether a function of torch.distributed has raised it, such as for a process group that is gone."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("torch.distributed")
 
 
 def raise_together(error: Exception | None, world: World) -> None:

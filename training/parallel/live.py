@@ -33,8 +33,9 @@ import torch.distributed as dist
 from ..contract import ENV_LIVE
 from ..limits import ADMITTED_LOOK_SECONDS, ANNOUNCED_SECONDS, CLOSE_SECONDS, LIVE_LOOK_SECONDS, MEET_SECONDS
 from . import process, stores
-from .exchange import broadcast_bytes, is_collective, pack, unpack
-from .world import World, backends
+from .failures import is_collective
+from .membership import Membership, backends
+from .packing import pack, unpack
 
 ATTEMPTS = 6
 Results = list[torch.Tensor]
@@ -58,7 +59,7 @@ class Live:
         timeout: seconds that the ranks wait for one another, as in any collective.
     """
 
-    def __init__(self, world: World, timeout: float) -> None:
+    def __init__(self, world: Membership, timeout: float) -> None:
         assert world.master is not None
         self.world, self._timeout = world, timeout
         self.regrouped: Callable[[dict[int, str], list[int], dict[str, float]], None] = lambda *_: None
@@ -137,7 +138,6 @@ class Live:
         self._over, self._nccl = True, None
         process.shut(self._listens)
         self._thread.join(CLOSE_SECONDS)
-        self.world.live = None
 
     def together(self, compute: Callable[[], Results], changes: bool = False) -> Results:
         """What `compute` gives, the same on every rank. It is called again where a rank was lost on the way: it changes nothing.
@@ -528,3 +528,14 @@ class Live:
 def _without_frames(error: Exception) -> Exception:
     """Returns the error of a collective without its frames, which hold the process group. Its type says what they showed."""
     return dist.DistError(str(error)) if type(error) is RuntimeError else error.with_traceback(None)
+
+
+def broadcast_bytes(packed: torch.Tensor | None, world: Membership, source: int = 0) -> torch.Tensor:
+    """What rank `source` has, a uint8 tensor [bytes] on the CPU, on every rank; None elsewhere. Collective."""
+    mine = packed if packed is not None and world.rank == source else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([mine.numel()])
+    dist.broadcast(length, source)
+    if world.rank != source:
+        mine = torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(mine, source)
+    return mine

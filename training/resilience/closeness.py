@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..contract import named
-from ..parallel.exchange import all_gather_trees, group_size, tensor_bytes
+from ..parallel.exchange import all_gather_trees, group_size
 from ..parallel.names import plain_name
+from ..parallel.packing import tensor_bytes
 from ..parallel.world import World
 
 BATCH_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

@@ -38,11 +38,11 @@ from ..observe.slow import SlowRank
 from ..parallel import process
 from ..parallel.exchange import (
     all_gather_trees,
-    is_collective,
-    pack,
     same_on_all,
 )
+from ..parallel.failures import is_collective
 from ..parallel.live import CannotTakeAgain, Live
+from ..parallel.packing import pack
 from ..resilience import divergence
 from ..resilience.closeness import (
     EACH_ALONE,

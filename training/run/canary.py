@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from ..contract import UserError, named
-from ..parallel.exchange import all_gather_trees, tensor_bytes
+from ..parallel.exchange import all_gather_trees
+from ..parallel.packing import tensor_bytes
 from .attempt import Attempt
 from .run import Run
 

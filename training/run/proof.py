@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..contract import UserError, named
 from ..data import order, trees
-from ..parallel.exchange import tensor_bytes
+from ..parallel.packing import tensor_bytes
 from ..resilience.closeness import sums_of_bits
 
 FIRST_STEPS = 3

@@ -57,13 +57,12 @@ from ..parallel.exchange import (
     all_gather_trees,
     broadcast_tree,
     failing_together,
-    is_collective,
-    is_of_torch_distributed,
     on_any,
-    unpack,
     waiting_for_all,
 )
+from ..parallel.failures import is_collective, is_of_torch_distributed
 from ..parallel.live import Live
+from ..parallel.packing import unpack
 from ..parallel.world import World, detect, joined, set_threads
 from ..resilience import hang
 from ..resilience.preempt import Signals
@@ -457,6 +456,7 @@ class Run:
             self.goodput.end(code)
             if self.world.live is not None:
                 self.world.live.close()
+                self.world.live = None
             if self.directory is not None:
                 self.directory.close()
 
