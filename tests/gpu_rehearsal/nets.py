@@ -46,14 +46,6 @@ class Unfinished(DyingPlain):
         return logits
 
 
-class Unhooked(DyingPlain):
-    """On a torch whose NCCL calls nobody before it aborts."""
-
-    def __init__(self, num_classes: int = 10, width: int = 8) -> None:
-        super().__init__(num_classes, width)
-        torch._C._distributed_c10d.Backend.supports_abort_hooks = False
-
-
 class Tardy(SmallConv):
     """Rank 1 comes late to each recorded step, as one whose data is late."""
 

@@ -49,13 +49,3 @@ def test_a_rank_that_fails_does_not_wait_for_the_sums_it_has_begun(tmp_path: Pat
         assert gang.ranks[0].code is None, gang.output
     assert gang.ranks[1].code == 1, gang.output
     assert "ArithmeticError: this rank was told to fail" in gang.ranks[1].output, gang.output
-
-
-def test_where_torch_has_no_hook_a_thread_says_so(tmp_path: Path, data_root: Path) -> None:
-    """Then torch's watchdog ends the process, by a signal."""
-    words = _words(tmp_path, data_root, "tests.gpu_rehearsal.nets:Unhooked")
-    env = {"LOCKSTEP_TEST_FATE": "1:5:STOP", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "6000"}
-    with rehearsing(tmp_path, words, **env) as gang:  # type: ignore[arg-type]
-        poll(lambda: gang.ranks[0].code is not None, TIMEOUT + 60, "the end of rank 0")
-    assert gang.ranks[0].code == -6, gang.output
-    _assert_told(tmp_path, gang)

@@ -167,6 +167,18 @@ def without_prefix(store: dist.Store) -> dist.Store:
     return store
 
 
+def meet(store: dist.Store, key: str, count: int, seconds: float, waits: bool = True) -> None:
+    """Counts this rank under the key. Returns when so many ranks were counted there, or after this time.
+
+    Args:
+        waits: False: returns at once. Rank 0 may serve the store, so it ends after the others have read their keys.
+    """
+    counted, deadline = store.add(key, 1), time.monotonic() + seconds
+    while waits and counted < count and time.monotonic() < deadline:
+        time.sleep(0.05)
+        counted = store.add(key, 0)
+
+
 def stay_on_this_machine() -> None:
     """All ranks are on this machine: gloo's and NCCL's sockets listen on the loopback interface, unless the variables are set."""
     interface = "lo" if sys.platform == "linux" else "lo0"

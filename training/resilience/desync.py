@@ -10,11 +10,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
-import os
 import re
-import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 
@@ -22,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ..contract import EXIT_FAILED
 from ..limits import DESYNC_LOOK_SECONDS, KNOW_SECONDS
 from ..parallel import stores
 from ..parallel.exchange import reduced
+from ..parallel.process import end_process
 from ..parallel.world import World
 
 _TAG = 4  # of the messages of a meeting
@@ -176,28 +173,16 @@ class Meetings:
         if other.beyond >= 0:
             with self._ending:  # what this rank waits for fails when another rank ends
                 with contextlib.suppress(RuntimeError):  # rank 0 has ended, and the store with it
-                    self._until_all_know(store)
+                    stores.meet(store, f"{self._key}/know", self._world.size, KNOW_SECONDS)
+                    stores.meet(store, f"{self._key}/end", self._world.size, KNOW_SECONDS, waits=self._world.leader)
                 self._end(other.sentence)
-
-    def _until_all_know(self, store: dist.Store) -> None:
-        """Each rank says that it knows, and then that it ends: rank 0, which may serve the store, ends last."""
-        key, deadline = f"{self._key}/know", time.monotonic() + KNOW_SECONDS
-        for wanted in (self._world.size, 2 * self._world.size):
-            store.add(key, 1)
-            while (self._world.leader or wanted == self._world.size) and store.add(key, 0) < wanted:
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(0.05)
 
     def _end(self, sentence: str) -> None:
         """Under the lock."""
         if self._over.is_set():
             return
         self._say(sentence)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.flush()
-        os._exit(EXIT_FAILED)  # the thread that waits in a collective cannot be raised in
+        end_process()  # the thread that waits in a collective cannot be raised in
 
 
 def _parted(behind: int, rank: int, ahead: int, other: int) -> str:

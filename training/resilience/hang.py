@@ -5,7 +5,7 @@ looks who else reports within a few seconds: the ones that do not are gone, stop
 our launcher says so in the store, and the other ranks do not wait for it.
 
 gloo raises in the thread that waits. NCCL does not: that thread waits for the GPU, and torch's watchdog aborts the process.
-`naming_the_missing` has the sentence said before that.
+`naming_the_missing` has the sentence printed before that.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ..contract import ENV_NOTE, ENV_RESTARTS, EXIT_FAILED, UserError, to_stderr
+from ..contract import ENV_NOTE, ENV_RESTARTS, UserError, to_stderr
 from ..limits import RAISED_SECONDS, VERDICT_SECONDS
 from ..observe.clock import Observer, StepDone
 from ..parallel import stores
+from ..parallel.process import end_process
 from ..parallel.world import World
 
 _PLACE = re.compile(r"^\[[^]]*\] ")
@@ -50,96 +50,47 @@ class Heartbeat(Observer):
 def describe_failed_collective(world: World, step: int, error: BaseException) -> str:
     """A sentence for an error that struck in a collective: which ranks did not report, and where they were last seen."""
     cause = _PLACE.sub("", (str(error) or type(error).__name__).splitlines()[0]).split(". ")[0][:200]
-    if sentence := _about_the_missing(world, step, "failed", cause):
-        return sentence
+    try:
+        missing = _missing(world, step)
+    except (RuntimeError, ValueError):  # torch's DistError and DistStoreError among them
+        return f"step {step}: lost rank 0, which holds the store, or the network to it ({cause})"
+    if missing:
+        return f"step {step}: {'; '.join(missing)} ({cause})"
     if world.live is not None and world.generation:
         return f"step {step}: {world.live.of_gone_group(cause)}"
     return f"step {step}: a collective failed, although every rank is present ({cause})"
 
 
-def _about_the_missing(world: World, step: int, report_name: str, cause: str) -> str:
-    """The sentence about the ranks that do not report `report_name`, too; empty where all do."""
-    try:
-        missing = _missing(world, step, report_name)
-    except (RuntimeError, ValueError):  # torch's DistError and DistStoreError among them
-        return f"step {step}: lost rank 0, which holds the store, or the network to it ({cause})"
-    return f"step {step}: {'; '.join(missing)} ({cause})" if missing else ""
-
-
 @contextlib.contextmanager
-def naming_the_missing(
-    world: World, step: Callable[[], int], timeout: float, say: Callable[[str], None],
-    progress: Callable[[], int] = lambda: 0,
-) -> Iterator[None]:  # fmt: skip
+def naming_the_missing(world: World, step: Callable[[], int], say: Callable[[str], None]) -> Iterator[None]:
     """Inside the block, a collective of NCCL that fails or times out is reported in a sentence; then the process ends with 1.
 
-    Where torch has no hook for it (2.15 has one), a thread says the sentence shortly before torch's watchdog aborts the
-    process. It cannot see the collectives, only that this rank gets no further: it says nothing where all ranks are in the same
-    state, which is an evaluation, and leaves the end to the watchdog.
+    A torch without abort hooks (before 2.15) aborts the process itself. `lockstep.wire.hangs` has named the rank by then.
 
     Args:
         step: how far this rank is.
-        timeout: of collectives, in seconds.
         say: gets the sentence, in another thread than this one.
-        progress: a count of what this rank does between steps: an evaluation takes none for as long as it lasts.
     """
-    if world.size == 1 or not world.nccl or world.live is not None:  # whose ranks look for themselves
+    nccl = world.size > 1 and world.nccl and world.live is None  # under `--live` the ranks look for themselves
+    backend = world.group._get_backend(world.device) if nccl else None
+    if not getattr(backend, "supports_abort_hooks", False):
         yield
         return
     telling, left = threading.Lock(), threading.Event()
 
-    cause = "a collective of NCCL failed or timed out"
-
-    def tell(sentence: Callable[[], str]) -> bool:
+    def end() -> None:
         with telling:
             if not left.is_set():
-                say(sentence())
-            return not left.is_set()
+                say(describe_failed_collective(world, step(), RuntimeError("a collective of NCCL failed or timed out")))
+                end_process()  # the thread that waits for the GPU cannot be raised in
 
-    def tell_of_missing(still: int) -> bool:
-        sentence = "" if left.is_set() else _about_the_missing(world, step(), f"still/{step()}/{still}", cause)
-        return bool(sentence) and tell(lambda: sentence)
-
-    def end() -> None:
-        if tell(lambda: describe_failed_collective(world, step(), RuntimeError(cause))):
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError, AttributeError):
-                    stream.flush()
-            os._exit(EXIT_FAILED)  # the thread that waits for the GPU cannot be raised in
-
-    backend = world.group._get_backend(world.device)
-    hooked = bool(getattr(backend, "supports_abort_hooks", False))
-    if hooked:
-        backend.register_abort_hook(id(left), end)
-    else:
-        threading.Thread(
-            target=_watch, args=(lambda: (step(), progress()), timeout, tell_of_missing, left), name="hang", daemon=True
-        ).start()
+    backend.register_abort_hook(id(left), end)  # type: ignore[union-attr]
     try:
         yield
     finally:
         with telling:  # a thread that reports already ends the process
             left.set()
-        if hooked:
-            backend.unregister_abort_hook(id(left))
-
-
-def _watch(
-    progress: Callable[[], tuple[int, int]], timeout: float, tell: Callable[[int], bool], left: threading.Event
-) -> None:
-    """Calls `tell` when this rank has made no progress for nine tenths of the timeout, until it returns True.
-
-    Args:
-        tell: called with the number of earlier calls since the last progress; returns whether it reported something.
-    """
-    seen, since, asked = progress(), time.monotonic(), 0
-    while not left.wait(min(1.0, timeout / 20)):
-        if (now := progress()) != seen:
-            seen, since, asked = now, time.monotonic(), 0
-        elif time.monotonic() - since > 0.9 * timeout:
-            if tell(asked):
-                return
-            since, asked = time.monotonic(), asked + 1
+        backend.unregister_abort_hook(id(left))  # type: ignore[union-attr]
 
 
 def first_of_node(world: World) -> bool:
@@ -158,15 +109,15 @@ def first_of_node(world: World) -> bool:
     return True
 
 
-def _missing(world: World, step: int, report_name: str) -> list[str]:
-    """The ranks that did not report the same (`failed`: a collective) within a few seconds."""
+def _missing(world: World, step: int) -> list[str]:
+    """The ranks that did not report a failed collective within a few seconds."""
     store = _get_default_store()
     launchers = stores.without_prefix(store)
-    store.set(f"lockstep/{report_name}/{world.rank}", str(step))
+    store.set(f"lockstep/failed/{world.rank}", str(step))
     missing = []
     deadline = time.monotonic() + VERDICT_SECONDS
     for rank in range(world.size):
-        key, ended = [f"lockstep/{report_name}/{rank}"], stores.ended(rank)
+        key, ended = [f"lockstep/failed/{rank}"], stores.ended(rank)
         # Asked again and again: `store.wait` would print warnings of torch's own about a wait that is meant to end so.
         while not (reported := store.check(key)) and time.monotonic() < deadline and not launchers.check([ended]):
             time.sleep(0.05)
@@ -176,7 +127,7 @@ def _missing(world: World, step: int, report_name: str) -> list[str]:
             how = stores.said(launchers, ended, r"[ -~]+") if launchers.check([ended]) else ""
             last, how = f"last seen at step {at}" if at else "no step recorded", f": {how}" if how else ""
             missing.append(f"rank {rank} did not arrive{how} ({last})")
-    _stay_until_all_know(store, f"lockstep/{report_name}/know", world, world.size - len(missing))
+    stores.meet(store, "lockstep/failed/know", world.size - len(missing), RAISED_SECONDS, waits=world.leader)
     return missing
 
 
@@ -195,7 +146,7 @@ def print_once(world: World, error: BaseException) -> None:
         while not store.check([key]) and time.monotonic() < deadline:
             time.sleep(0.05)
         same = store.check([key]) and stores.said(store, key, "[0-9a-f]{64}") == digest
-        _stay_until_all_know(store, f"{key}/know", world, world.size)
+        stores.meet(store, f"{key}/know", world.size, RAISED_SECONDS, waits=world.leader)
     if isinstance(error, UserError):
         error.shared = same
         return
@@ -211,11 +162,3 @@ def print_once(world: World, error: BaseException) -> None:
 
     if same and not world.leader:
         sys.excepthook = hook
-
-
-def _stay_until_all_know(store: dist.Store, key: str, world: World, reported: int) -> None:
-    """Rank 0 may serve the store, so it waits until the others have read their keys, for `RAISED_SECONDS` at most."""
-    known, deadline = store.add(key, 1), time.monotonic() + RAISED_SECONDS
-    while world.leader and known < reported and time.monotonic() < deadline:
-        time.sleep(0.05)
-        known = store.add(key, 0)

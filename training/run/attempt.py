@@ -142,8 +142,7 @@ class Attempt:
         preprocessing = time.perf_counter() - run.began
         run.event("prepared", seconds=preprocessing)
         run.console.line(f"Preprocessing: {preprocessing:.2f} seconds")
-        timeout = run.config.collective_timeout
-        self._naming = naming_the_missing(run.world, lambda: run.steps_done, timeout, self._lost, lambda: self._polls)
+        self._naming = naming_the_missing(run.world, lambda: run.steps_done, self._lost)
         self._naming.__enter__()
         self.meetings = Meetings(
             run.world, lambda: 4 * (self._polls + run.steps_done) + self.stage, lambda: run.steps_done, self._desynced
