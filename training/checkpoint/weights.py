@@ -104,22 +104,14 @@ def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> No
     """Copies weights into a model. Names that wrappers add (`module.`, `_orig_mod.`) make no difference.
 
     Raises:
-        UserError: names the first weight that does not match, and what the model says of it (`misfit`). `path` is where
-            they came from.
+        UserError: the weights do not fit: what torch says, and what the model advises (`misfit`). They came from `path`.
     """
-    hint = getattr(model, "misfit", "")
-    model_state = model.state_dict()
-    weights = matched(weights, model_state.keys())
-    for name in sorted(model_state.keys() ^ weights.keys()):
-        where = "is missing" if name in model_state else "is not in the model"
-        raise UserError(f"{path}: {name} {where}{hint}")
-    for name, tensor in model_state.items():
-        if weights[name].shape != tensor.shape:
-            shapes = f"{list(weights[name].shape)}, the model {list(tensor.shape)}"
-            raise UserError(f"{path}: {name} has shape {shapes}{hint}")
-        if not torch.can_cast(weights[name].dtype, tensor.dtype):
-            raise UserError(f"{path}: {name} is {weights[name].dtype}, the model's {tensor.dtype}")
-    with files.reading(path):  # of some types, float4 for example, torch has tensors and no arithmetic
+    with files.reading(path, then=getattr(model, "misfit", "")):
+        state = model.state_dict()
+        weights = matched(weights, state.keys())
+        for name in weights.keys() & state.keys():
+            if not torch.can_cast(weights[name].dtype, state[name].dtype):
+                raise UserError(f"{path}: {name} is {weights[name].dtype}, the model's {state[name].dtype}")
         model.load_state_dict(weights)
 
 

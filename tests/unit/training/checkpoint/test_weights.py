@@ -18,9 +18,9 @@ def test_weight_files(tmp_path: Path) -> None:
     other = torch.nn.Linear(2, 2)
     weights.assign(other, weights.read(path), path)
     assert torch.equal(model.weight, other.weight)
-    with pytest.raises(UserError, match="weight has shape"):
+    with pytest.raises(UserError, match="size mismatch for weight"):
         weights.assign(torch.nn.Linear(3, 2), weights.read(path), path)
-    with pytest.raises(UserError, match="bias is not in the model"):
+    with pytest.raises(UserError, match=r"Unexpected key.*bias"):
         weights.assign(torch.nn.Linear(2, 2, bias=False), weights.read(path), path)
     with pytest.raises(UserError, match="exists already"):
         weights.write({}, path)
@@ -90,7 +90,7 @@ def test_what_wrappers_add_to_names_makes_no_difference(tmp_path: Path) -> None:
                     torch.equal(one, two) for one, two in zip(net.state_dict().values(), other.state_dict().values())
                 )
     tensors = net.state_dict()
-    with pytest.raises(UserError, match="is not in the model"):
+    with pytest.raises(UserError, match="Unexpected key"):
         weights.assign(Net(), {**tensors, "_orig_mod.module.weight": tensors["module.weight"]}, path)
     torch.save({"model": tensors, "model_ema": tensors, "epoch": 3}, path)
     with pytest.raises(UserError, match="holds 'model' and 'model_ema'"):
