@@ -51,7 +51,8 @@ def _checkpoint(path: Path, verify: bool = True) -> Any:
 
 def _samples(path: Path, verify: bool = True) -> Any:
     manifest = _shards.Manifest.read(path)
-    manifest.bring(manifest.splits["train"], verify)
+    for shard in manifest.splits["train"]:
+        manifest.file(shard, verify)
     return _shards.Samples.open(manifest, "train", 0, manifest.count("train"))
 
 

@@ -23,6 +23,10 @@ _TRIES = 3
 """Of a file that arrives damaged."""
 
 
+class CorruptShard(UserError):
+    """A shard file is not what its manifest says."""
+
+
 class Cache:
     """What has been fetched from buckets.
 
@@ -36,7 +40,7 @@ class Cache:
         self._bucket, self.folder, self._most, self._needed, self._timeout = bucket, folder, most, needed, timeout
         self.url = bucket.url
 
-    def bring(self, key: str, sha256: str, largest: int, verify: bool, damaged: type[Exception]) -> Path:
+    def bring(self, key: str, sha256: str, largest: int, verify: bool) -> Path:
         """The file of a shard. It is there, or one process of the node fetches it while the others wait.
 
         Args:
@@ -45,7 +49,7 @@ class Cache:
 
         Raises:
             UserError: the bucket cannot be reached (exit code 1); it has no such shard; the disk refuses; the wait took too long.
-            damaged: it is not what its manifest says, also when it is fetched again.
+            CorruptShard: it is not what its manifest says, also when it is fetched again.
         """
         path = self.folder / sha256
         with as_user_error("data.shards cannot be used"):
@@ -54,7 +58,7 @@ class Cache:
                     self.folder.mkdir(parents=True, exist_ok=True)
                     with filelock.FileLock(self.folder / f".lock-{sha256[0]}", timeout=self._timeout):
                         if not _usable(path, sha256, verify=True):
-                            self._fetch(key, path, largest, damaged)
+                            self._fetch(key, path, largest)
             except filelock.Timeout:
                 raise UserError(
                     f"another process has fetched {self.url}/{key} for {self._timeout:.0f} s: check that process, or wait longer with "
@@ -68,12 +72,12 @@ class Cache:
                 ) from None
         return path
 
-    def _fetch(self, key: str, path: Path, largest: int, damaged: type[Exception]) -> None:
+    def _fetch(self, key: str, path: Path, largest: int) -> None:
         """The lock is held."""
         files.remove_stale(self.folder, (path.name,))
         size = self._bucket.size(key)
         if size > largest:
-            raise damaged(f"{self.url}/{key} has {size} bytes, at most {largest} were expected")
+            raise CorruptShard(f"{self.url}/{key} has {size} bytes, at most {largest} were expected")
         self._make_room(size)
         for attempt in range(1, _TRIES + 1):
             try:
@@ -82,7 +86,7 @@ class Cache:
                 return
             except OSError as error:
                 if attempt == _TRIES and isinstance(error, Damaged):
-                    raise damaged(str(error)) from None
+                    raise CorruptShard(str(error)) from None
                 if attempt == _TRIES or error.errno is not None:  # that is the disk's
                     raise
 

@@ -3,7 +3,7 @@
 Samples are uint8 images [n, h, w, c] or float32 feature vectors [n, f]; the tensor is called `images` in either case.
 
 manifest = making.prepare(config.data)                    # finds them, or makes them once a node under a file lock
-manifest.bring(manifest.splits["train"], verify=True)     # each is what its sha256 says; from a bucket it is fetched
+manifest.file(manifest.splits["train"][0], verify=True)   # is what its sha256 says; from a bucket it is fetched
 samples = Samples.open(manifest, "train", low, high)      # opens only the files that hold ids low … high − 1
 """
 
@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -26,9 +26,9 @@ from ..bucket import Bucket, as_user_error
 from ..config import Data, settings
 from ..config.settings import Section
 from ..contract import UserError
-from ..parallel.packing import DTYPE_NAMES
+from ..parallel.exchange import DTYPE_NAMES
 from ..parallel.process import mapped_bytes
-from .cache import FOLDER, Cache
+from .cache import FOLDER, Cache, CorruptShard
 
 MANIFEST = "manifest.json"
 SPLITS = ("train", "test")
@@ -40,10 +40,6 @@ _MOST_HEADER = 1 << 20
 _NEAR = 0.02
 """Difference of two means or deviations that changes no training."""
 _MEND = "make the shards again (python -m lockstep.training shard)"
-
-
-class CorruptShard(UserError):
-    """A shard file is not what its manifest says."""
 
 
 class Shard(Section):
@@ -192,20 +188,18 @@ class Manifest(Section):
                 yield start, shard
             start += shard.count
 
-    def bring(self, shards: Iterable[Shard], verify: bool) -> None:
-        """Fetches those of a bucket that this disk does not have, and reads the others where `verify` says so.
+    def file(self, shard: Shard, verify: bool = False) -> Path:
+        """Returns a shard's file, which is fetched where it is in a bucket and not on this disk.
+
+        Args:
+            verify: read it where it is on this disk.
 
         Raises:
-            UserError: one is missing or corrupt, or the bucket cannot be reached.
+            UserError: it is missing or corrupt, or the bucket cannot be reached.
         """
-        for shard in shards:
-            self.file(shard, verify)
-
-    def file(self, shard: Shard, verify: bool = False) -> Path:
-        """A shard's file; as `bring` for this one."""
         if self._cache is not None:
             largest = shard.count * (math.prod(self.shape) * self.dtype.itemsize + 8) + 8 + _MOST_HEADER
-            return self._cache.bring(shard.file, shard.sha256, largest, verify, CorruptShard)
+            return self._cache.bring(shard.file, shard.sha256, largest, verify)
         path = self.directory / shard.file
         if verify:
             with files.reading(path, CorruptShard, f": {_MEND}"):

@@ -189,7 +189,8 @@ def score_target(target: Path, config: Config, checksum: str | None, world: Worl
         tensors = weights.from_run(target, warn)[0] if target.is_dir() else weights.read(target)
     with waiting_for_all(world, "prepare the data", config.data.prepare_timeout, config.collective_timeout):
         manifest = prepare(config.data)
-        manifest.bring(manifest.splits["test"][world.local_rank :: world.local_size], config.data.verify)
+        for shard in manifest.splits["test"][world.local_rank :: world.local_size]:
+            manifest.file(shard, config.data.verify)
     with failing_together(world):
         check_settings(config, manifest.shape)
         if checksum is not None and checksum != manifest.checksum:

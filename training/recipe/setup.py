@@ -58,7 +58,8 @@ def prepare(run: Session, config: Config) -> Prepared:
     with waiting_for_all(world, "prepare the data", config.data.prepare_timeout, config.collective_timeout):
         manifest = prepare_shards(config.data)
         files = [*manifest.splits["train"], *manifest.splits["test"]]  # which the ranks of a node share
-        manifest.bring(files[world.local_rank :: world.local_size], config.data.verify)
+        for shard in files[world.local_rank :: world.local_size]:
+            manifest.file(shard, config.data.verify)
     with failing_together(world):
         check_settings(config, manifest.shape)
     _check_same_data(manifest, run.facts.get("data"), world)
