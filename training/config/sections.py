@@ -13,7 +13,7 @@ import math
 import re
 import typing
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -169,23 +169,24 @@ def _channels(values: list[T]) -> list[T]:
     return values
 
 
-def _one_of(known: tuple[str, ...], member: str) -> Any:
-    """Returns the type of a name: one of ours, or the import path of a user's own `member`."""
+def _one_of(known: tuple[str, ...], member: str) -> AfterValidator:
+    """Checks a name: one of ours, or the import path of a user's own `member`."""
 
     def check(name: str) -> str:
         if name not in known and not re.fullmatch(FUNCTION, name):
             raise ValueError(f"must be {' | '.join(known)} | package.module:{member}, got {name!r}")
         return name
 
-    schema = {"anyOf": [{"enum": [*known]}, {"pattern": f"^{FUNCTION}$"}]}
-    return Annotated[str, Field(json_schema_extra=schema), AfterValidator(check)]
+    return AfterValidator(check)
+
+
+def _schema(known: tuple[str, ...]) -> Any:
+    return Field(json_schema_extra={"anyOf": [{"enum": [*known]}, {"pattern": f"^{FUNCTION}$"}]})
 
 
 Channels = Annotated[Items[T], AfterValidator(_channels)]
-if TYPE_CHECKING:
-    Source = Strategy = str
-else:
-    Source, Strategy = _one_of(SOURCES, "function"), _one_of(STRATEGIES, "Class")
+Source = Annotated[str, _schema(SOURCES), _one_of(SOURCES, "function")]
+Strategy = Annotated[str, _schema(STRATEGIES), _one_of(STRATEGIES, "Class")]
 
 
 class Augment(Section):
