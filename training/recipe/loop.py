@@ -68,7 +68,8 @@ class Recipe:
         )
         if config.ema.decay:
             run.average(config.ema.decay, config.ema.every)
-        self.scaler = torch.amp.GradScaler(run.device.type, enabled=config.precision == "float16")
+        scales = config.precision == "float16" and config.nonfinite != "ignore"  # it looks at every gradient
+        self.scaler = torch.amp.GradScaler(run.device.type, enabled=scales)
         run.keep(**({"scaler": self.scaler} if self.scaler.is_enabled() else {}))
         setup.describe(run, config, data)
         with failing_together(run.world):
