@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests import product
 from tests.events import events
@@ -94,10 +95,12 @@ def _words(folder: Path, data_root: Path, **changes: object) -> list[str]:
 
 @pytest.mark.parametrize("capture", [pytest.param("never", marks=pytest.mark.smoke), "auto"])
 def test_killed_and_run_again_it_ends_in_the_same_bits(tmp_path: Path, data_root: Path, capture: str) -> None:
-    """Eager steps have dropout, too, which draws from the GPU's generator."""
+    """Eager steps have dropout, too, which draws from the GPU's generator. What `auto` stands for is decided once."""
     calm, dying = ("tests.nets:NormedConv", "Dying") if capture == "never" else ("tests.nets:SmallConv", "DyingPlain")
-    trained(tmp_path / "calm", data_root, capture=capture, model=calm)
-    words = _words(tmp_path, data_root, capture=capture, model=f"tests.nets:{dying}")
+    form: dict[str, object] = {"precision": "bfloat16", "compile": "false"}
+    auto = dict.fromkeys(form, "auto")
+    trained(tmp_path / "calm", data_root, capture=capture, model=calm, **form)
+    words = _words(tmp_path, data_root, capture=capture, model=f"tests.nets:{dying}", **auto)
     with rehearsing(tmp_path, words, LOCKSTEP_TEST_FATE="1:4:KILL") as gang:
         poll(lambda: gang.ranks[1].code is not None, 240, "the death of rank 1")
         assert gang.ranks[1].code == -9, gang.output
@@ -105,6 +108,9 @@ def test_killed_and_run_again_it_ends_in_the_same_bits(tmp_path: Path, data_root
     assert "Resuming at step 2" in rehearsed(tmp_path, words).output
     expected = tensors(tmp_path / "calm" / "run", STEPS)
     assert differing(tensors(tmp_path / "run", STEPS), expected) == []
+    rehearsed(tmp_path, [*words, "device=cpu"])
+    config = yaml.safe_load((tmp_path / "run/run.yaml").read_text())["config"]
+    assert {name: str(config[name]).lower() for name in form} == form, "another device has another form"
 
 
 def test_a_signal_to_one_rank_ends_both_saved(tmp_path: Path, data_root: Path, on_cpu: OnCpu) -> None:

@@ -265,7 +265,6 @@ def test_what_would_depend_on_the_ranks_is_refused_or_warned_of(
         "uneven=mean",
         "compile=true",
         "cudnn_benchmark=true",
-        "capture=auto",
         "tf32=true",
     ],
 )

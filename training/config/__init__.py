@@ -43,9 +43,11 @@ from .sections import (
 from .settings import Section
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+FORM = ("precision", "channels_last", "compile")
+"""Settings of a recipe whose `auto` is decided at a run's first start. run.yaml has what was decided."""
 __all__ = [
-    "Augment", "Checkpoint", "Config", "Data", "Ema", "Evaluate", "Log", "Loss", "Metrics", "Optim", "OwnSettings",
-    "Preempt", "Recipe", "RunSettings", "Sync", "check_overrides", "differences", "load", "of_run", "own_settings", "recipes",
+    "FORM", "Augment", "Checkpoint", "Config", "Data", "Ema", "Evaluate", "Log", "Loss", "Metrics", "Optim", "OwnSettings",
+    "Preempt", "Recipe", "RunSettings", "Sync", "check_overrides", "differences", "form_of", "load", "of_run", "own_settings", "recipes",
     "to_dict",
 ]  # fmt: skip
 
@@ -69,12 +71,14 @@ class Recipe(Section):
     """Samples per step, all ranks together."""
     uneven: Literal["drop", "pad", "weight", "mean"] = "drop"
     """A batch that cannot be divided equally: leave it out, fill it up, weight its parts exactly, or average the ranks' means."""
-    precision: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
-    """Arithmetic of the network. The half formats run under autocast, with float32 weights; float16 scales the loss."""
-    channels_last: bool = False
-    """Memory format of images and convolutions."""
-    compile: bool = False
-    """Run the network through torch.compile (needs a C++ compiler on the CPU, Triton on a GPU)."""
+    precision: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "float32"
+    """Arithmetic of the network. The half formats run under autocast, with float32 weights. float16 scales the loss, but not with
+    `nonfinite: ignore`. `auto`: bfloat16 on a GPU that has it, else float32; a run keeps what it began with."""
+    channels_last: bool | Literal["auto"] = False
+    """Memory format of images and convolutions. `auto`: true on a GPU; a run keeps what it began with."""
+    compile: bool | Literal["auto"] = False
+    """Run the network through torch.compile (needs a C++ compiler on the CPU, Triton on a GPU). `auto`: on a GPU, where the training is
+    long enough to repay it; a run keeps what it began with."""
     data: Data = Field(default_factory=Data)
     """The images."""
     loss: Loss = Field(default_factory=Loss)
@@ -147,8 +151,8 @@ class RunSettings(Section):
     def _deterministic_arithmetic(self) -> Self:
         if self.deterministic and (self.tf32 or self.cudnn_benchmark):
             raise ValueError("deterministic: true needs tf32: false and cudnn_benchmark: false")
-        if self.exact and (self.tf32 or self.cudnn_benchmark or self.capture != "never"):
-            raise ValueError("sync.name=exact needs tf32: false, cudnn_benchmark: false and capture: never")
+        if self.exact and (self.tf32 or self.cudnn_benchmark):
+            raise ValueError("sync.name=exact needs tf32: false and cudnn_benchmark: false")
         return self
 
     @property
@@ -176,7 +180,7 @@ class Config(RunSettings, Recipe):
 
     @model_validator(mode="after")
     def _compiles(self) -> Self:
-        if self.compile and self.exact:
+        if self.compile is True and self.exact:
             raise ValueError("sync.name=exact does not take compile=true: set compile=false, or use sync.name=flat")
         return self
 
@@ -300,10 +304,20 @@ def to_dict(config: RunSettings) -> dict[str, Any]:
     return values
 
 
+def form_of(config: RunSettings) -> dict[str, Any]:
+    """The settings of a recipe that its first start has decided; of a script's own loop none."""
+    return {name: getattr(config, name) for name in FORM} if isinstance(config, Config) else {}
+
+
 def differences(old: RunSettings, new: RunSettings) -> list[str]:
-    """`name: old → new` for each setting that makes `new` another run than `old`."""
+    """`name: old → new` for each setting that makes `new` another run than `old`. In its form a new `auto` is what the old one has."""
     if type(old) is not type(new):
         kinds = [f"script {c.script}" if isinstance(c, OwnSettings) else "a recipe" for c in (old, new)]
         return [f"it trains {kinds[0]} → {kinds[1]}"]
     before, after = (settings.flatten(config, FREE) for config in (old, new))
-    return [f"{name}: {before[name]} → {after[name]}" for name in after if before[name] != after[name]]
+    decided = {name for name in FORM if after.get(name) == "auto"}
+    return [
+        f"{name}: {before[name]} → {after[name]}"
+        for name in after
+        if before[name] != after[name] and name not in decided
+    ]

@@ -25,8 +25,7 @@ from .. import files
 from ..bucket import Bucket, as_user_error
 from ..config import Data, settings
 from ..config.settings import Section
-from ..contract import UserError
-from ..parallel.exchange import DTYPE_NAMES
+from ..parallel.packing import DTYPE_NAMES
 from ..parallel.process import mapped_bytes
 from .cache import FOLDER, Cache, CorruptShard
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import os
 import shutil
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,6 +18,12 @@ from ..contract import UserError
 def real_type(precision: str) -> torch.dtype:
     """The type of weights, images and losses; the half formats are autocast's business."""
     return torch.float64 if precision == "float64" else torch.float32
+
+
+def fast_type(device: torch.device) -> str:
+    """The precision that `auto` stands for: the fast one that has float32's range, where the device computes in it."""
+    has_one = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bfloat16" if has_one else "float32"
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -31,16 +40,38 @@ def float32_on_gpus(tf32: bool) -> None:
     torch.backends.cudnn.conv.fp32_precision = precision  # type: ignore[attr-defined]
 
 
-def compiled(network: nn.Module, device: torch.device) -> nn.Module:
-    """`torch.compile` of the network. Raises `UserError` where its compiler is missing."""
+def no_compiler(device: torch.device) -> str:
+    """What `torch.compile` lacks here, and what to do; empty where it lacks nothing."""
     if device.type == "cpu":
-        if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
-            raise UserError("compile=true needs a C++ compiler on the CPU: install g++, or set compile=false")
-    else:
-        try:
-            import triton  # noqa: F401
-        except ImportError:
-            raise UserError("compile=true needs Triton on a GPU: install it, or set compile=false") from None
-        if not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
-            raise UserError("compile=true needs a C compiler for Triton: install gcc, or set compile=false")
+        has_one = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
+        return "" if has_one else "a C++ compiler on the CPU: install g++"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton on a GPU: install it"
+    return "" if any(shutil.which(name) for name in ("cc", "gcc", "clang")) else "a C compiler for Triton: install gcc"
+
+
+def compiled(network: nn.Module, device: torch.device, kernels: Path) -> nn.Module:
+    """`torch.compile` of the network. Raises `UserError` where its compiler is missing.
+
+    Args:
+        kernels: a folder for what is compiled for a GPU, unless the environment names another. The compiler tries some kernels out and
+            takes the fastest, so that a resumed run has the same ones only where they are kept.
+    """
+    if lacking := no_compiler(device):
+        raise UserError(f"compile=true needs {lacking}, or set compile=false")
+    if device.type == "cuda":
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
     return cast(nn.Module, torch.compile(network))
+
+
+@torch.no_grad()
+def arithmetic_of(model: nn.Module, example: torch.Tensor) -> float:
+    """Floating-point operations of a sample's forward pass in matrix products and convolutions."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    modes = [module.training for module in model.modules()]
+    with FlopCounterMode(display=False) as counter:
+        model.eval()(example)
+    for module, is_training in zip(model.modules(), modes):
+        module.training = is_training
+    return counter.get_total_flops() / len(example)

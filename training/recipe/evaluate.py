@@ -105,7 +105,7 @@ class Evaluator:
 
     def _logits(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
         config = self.config
-        x = normalise(images, config.data, real_type(config.precision), config.channels_last)
+        x = normalise(images, config.data, real_type(config.precision), config.channels_last is True)
 
         def logits(view: torch.Tensor) -> torch.Tensor:
             with autocast(config.precision, self.world.device):

@@ -56,13 +56,15 @@ class Recipe:
     """What a recipe says, ready for its first step. Collective. Raises `UserError` on all ranks where any of them cannot go on."""
 
     def __init__(self, run: Session, config: Config) -> None:
-        self.run, self.config = run, config
+        config = setup.in_form(run, config)
         data = setup.prepare(run, config)
+        self.run, self.config = run, setup.with_compiler(run, config, data)
+        config = self.config
         self.batches, self.model = data.batches, data.model
         self.network = run.replicate(data.model, setup.example(run, config, data))
         if config.compile:
             with failing_together(run.world):
-                self.network = compiled(self.network, run.device)
+                self.network = compiled(self.network, run.device, run.run_dir / "kernels")
         self.optimizer = run.optimizer(
             lambda parameters: optim.build(parameters, config, data.global_batch, data.model)
         )
@@ -86,7 +88,9 @@ class Recipe:
     def loss(self, batch: Batch) -> torch.Tensor:
         """The sum of the losses of these samples."""
         config = self.config
-        x = augment(batch.images, batch.rows, batch.ids, config.data, batch.keys, self._dtype, config.channels_last)
+        x = augment(
+            batch.images, batch.rows, batch.ids, config.data, batch.keys, self._dtype, config.channels_last is True
+        )
         with autocast(config.precision, self.run.device):
             logits = self.network(x)
         smoothing = config.loss.smoothing

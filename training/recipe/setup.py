@@ -5,8 +5,10 @@ Each part that can fail on one rank alone runs in `failing_together`, so that ei
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ from ..data.batches import Batches, Division, Stored
 from ..data.making import prepare as prepare_shards
 from ..data.order import Parts
 from ..data.shards import Manifest, Samples
-from ..models.arithmetic import real_type
+from ..models.arithmetic import arithmetic_of, fast_type, no_compiler, real_type
 from ..parallel.exchange import (
     broadcast_tree,
     failing_together,
@@ -30,6 +32,10 @@ from ..parallel.exchange import (
 )
 from ..parallel.world import World
 from ..session import Session
+
+RATE, COMPILED_SAVES, COMPILING = 1e14, 0.2, 40.0
+"""Operations a second of a training step in half precision, the share of its time that a compiled network saves, and the seconds that it
+takes to compile one: of speedrun and bag_of_tricks on an H100, rounded so that short trainings are not compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,40 @@ class Prepared:
         """The training samples."""
         assert isinstance(self.batches.source, Stored)
         return self.batches.source.samples
+
+
+def in_form(run: Session, config: Config) -> Config:
+    """The config with what `auto` stands for on this device, but of `compile`. Collective."""
+    on_gpu = run.device.type == "cuda"
+    return _decided(run, config, precision=lambda: fast_type(run.device), channels_last=lambda: on_gpu)
+
+
+def with_compiler(run: Session, config: Config, prepared: Prepared) -> Config:
+    """The config with what `compile: auto` stands for. Collective."""
+
+    def repays() -> bool:
+        world, division = run.world, prepared.batches.division
+        compiles = sync.build(config.sync).compiles and not config.exact
+        if world.device.type != "cuda" or not compiles or no_compiler(world.device):
+            return False
+        samples = config.epochs * division.steps * prepared.global_batch / world.size
+        operations = 3 * arithmetic_of(prepared.model, example(run, config, prepared)) * samples
+        return operations / RATE * COMPILED_SAVES > COMPILING
+
+    return _decided(run, config, compile=repays)
+
+
+def _decided(run: Session, config: Config, **choices: Callable[[], Any]) -> Config:
+    """The config where those of these settings that are `auto` have what the run began with, else the choice of rank 0. Collective."""
+    wanted = [name for name in choices if getattr(config, name) == "auto"]
+    if not wanted:
+        return config
+    with failing_together(run.world):
+        begun = run._run.form
+        chosen = {name: begun.get(name, choices[name]()) for name in wanted}
+    config = config.model_copy(update=broadcast_tree(chosen, run.world))
+    run.settings = run._run.config = config
+    return config
 
 
 def prepare(run: Session, config: Config) -> Prepared:
@@ -67,7 +107,7 @@ def prepare(run: Session, config: Config) -> Prepared:
     run.facts.update(global_batch_size=size, data={"name": manifest.source, "checksum": manifest.checksum})
     with failing_together(world):
         strategy = sync.build(config.sync)
-        if config.compile and not strategy.compiles:
+        if config.compile is True and not strategy.compiles:
             raise strategy.refuse("does not take compile=true", "set compile=false, or use sync.name=flat")
         model = _build(config, world, manifest)
         batches = _batches(config, world, manifest, size, models.batch_multiple(model), strategy.batch_parts)
@@ -123,7 +163,7 @@ def _build(config: Config, world: World, manifest: Manifest) -> nn.Module:
     if not models.ours(config.model):
         _check_outputs(model, config.model, manifest)
     model.to(device=world.device, dtype=real_type(config.precision))
-    return model.to(memory_format=torch.channels_last) if config.channels_last else model
+    return model.to(memory_format=torch.channels_last) if config.channels_last is True else model
 
 
 @torch.no_grad()
@@ -170,7 +210,7 @@ def example(run: Session, config: Config, prepared: Prepared) -> torch.Tensor:
     images = _first_images(prepared, max(prepared.batches.division.multiple, 2)).to(run.device)
     rows = torch.arange(len(images), device=images.device)
     dtype = real_type(config.precision)
-    return augment(images, rows, rows, config.data, draw_keys(config.seed, 0), dtype, config.channels_last)
+    return augment(images, rows, rows, config.data, draw_keys(config.seed, 0), dtype, config.channels_last is True)
 
 
 def describe(run: Session, config: Config, prepared: Prepared) -> None:

@@ -62,7 +62,7 @@ class Loop:
         if run.world.replacement:
             self.attempt.be_at(run.places)
             self.step.join()
-        if run.config.capture != "never":
+        if run.config.capture != "never" and run.world.device.type != "cpu":
             reason = obstacle(replica.sync, replica.optimizers, run.world)
             if reason is not None:
                 run.console.line(f"Steps run eagerly: {reason}")

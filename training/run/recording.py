@@ -39,8 +39,6 @@ WARM_UP = 3
 
 def obstacle(sync: GradientSync, optimizers: dict[str, torch.optim.Optimizer], world: World) -> str | None:
     """Why the steps of this run cannot be recorded; None if they can."""
-    if world.device.type != "cuda":
-        return "there is no GPU"
     if world.size > 1 and not world.nccl:
         return "collectives of gloo cannot be recorded in a CUDA graph: use backend=auto, with a GPU for each rank"
     if not sync.capturable:

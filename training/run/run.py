@@ -26,7 +26,7 @@ from ..checkpoint.kept import Kept
 from ..checkpoint.object_store import ObjectStore
 from ..checkpoint.score import Scores
 from ..checkpoint.state import Cursor, TrainState, scatter
-from ..config import Config, RunSettings
+from ..config import Config, RunSettings, form_of
 from ..contract import (
     ENV_NOTE,
     ENV_RESTARTS,
@@ -110,6 +110,8 @@ class Run:
         self.began = began or time.perf_counter()
         self._tells_run_dir = tells_run_dir
         self.goodput = GoodputRecorder(os.environ)
+        self.form: dict[str, Any] = {}
+        """What the run has decided at its first start where a setting was `auto` (`config.FORM`)."""
         self.signals: Signals | None = None
         """What the process receives; None where the script handles signals itself."""
         self.directory: RunDirectory | None = None
@@ -208,9 +210,9 @@ class Run:
             saved = self.directory.saved if self.directory else None
             if world.replacement:
                 saved = read_run(self.path)
-            known = (saved.get("global_batch_size"), saved.get("data")) if saved else None
+            known = (saved.get("global_batch_size"), saved.get("data"), form_of(saved["config"])) if saved else None
             if (known := broadcast_tree(known, world)) is not None:
-                self.facts = {"global_batch_size": known[0], "data": known[1]}
+                self.facts, self.form = {"global_batch_size": known[0], "data": known[1]}, known[2]
             yield
         except BaseException as error:
             code = EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
