@@ -65,7 +65,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     os.environ[ENV_LAUNCHER] = str(os.getpid())
     # The first node counts for all.
-    attempts = Attempts(args.restarts_dir if nodes.serves else None, args.address, args.max_restarts)
+    attempts = Attempts(args.restarts_dir if nodes.serves else None, args.max_restarts)
     if not attempts.begin():
         to_stderr(f"launch: the job was restarted {args.max_restarts} times, as often as --max-restarts allows")
         return EXIT_FAILED

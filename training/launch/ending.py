@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 from collections.abc import Collection, Container, Mapping
 from pathlib import Path
@@ -33,8 +32,8 @@ _HINTS: dict[int, str] = {
     signal.SIGKILL: ", by hand or because the memory was used up",
     signal.SIGSTOP: ", stopped for too long",  # it ends no process: so `coordinator.py` names these
 }
-COUNT_PREFIX = "lockstep-restarts-"
-"""Of the names of the files that count restarts: the folder may hold others, which are left alone."""
+COUNT_FILE = "lockstep-restarts.json"
+"""In the folder of `--restarts-dir`, which may hold other files."""
 
 
 def exit_code(codes: Collection[int]) -> int:
@@ -130,22 +129,21 @@ def note_end(note: Path, code: int, reason: str) -> None:
 
 
 class Attempts:
-    """How often a job was restarted, counted where its replaced first node finds it again; without a folder, as long as the process lives.
+    """How often a job was restarted, counted where its replaced first node reads it again; without a folder, as long as the process lives.
 
     Kubernetes replaces a failed pod (`restartPolicy: ExitCode`) without counting, and a killed launcher cannot count
-    itself. So the first node keeps a file on the run's shared storage; one that says "running" at the start was killed.
+    itself. So the first node, which counts for all, keeps a file on the run's shared storage. If the file says "running" at the
+    start, the launcher before was killed.
 
     Args:
-        node: a name that the replaced first node has again (its host name).
+        folder: of the job.
         limit: restarts that are allowed.
     """
 
-    def __init__(self, folder: Path | None, node: str, limit: int) -> None:
+    def __init__(self, folder: Path | None, limit: int) -> None:
         self.limit = limit
         self.used = self._begun = 0
-        self._file = (
-            folder / f"{COUNT_PREFIX}{re.sub(r'[^A-Za-z0-9.-]', '_', node)}.json" if folder is not None else None
-        )
+        self._file = None if folder is None else folder / COUNT_FILE
 
     @property
     def left(self) -> int:
@@ -200,7 +198,7 @@ class Attempts:
 
     def _write(self, running: bool, only_known: bool = False) -> None:
         if self._file is None or (only_known and not self._file.exists()):
-            return  # the job's final ending has removed the counts
+            return  # the job's final ending has removed the count
         try:
             files.publish(self._file, json.dumps({"used": self.used, "running": running}).encode())
         except OSError as error:
@@ -211,5 +209,4 @@ class Attempts:
 
     def _forget(self) -> None:
         if self._file is not None:
-            for file in self._file.parent.glob(f"{COUNT_PREFIX}*.json"):
-                file.unlink(missing_ok=True)
+            self._file.unlink(missing_ok=True)

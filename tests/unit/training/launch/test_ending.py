@@ -24,7 +24,7 @@ def test_ranks_that_ended_alike_are_one_sentence_and_who_was_killed_comes_first(
 
 def _start(folder: Path) -> Attempts | None:
     """The next pod of the node; None where it may not start."""
-    attempts = Attempts(folder, "n-0", limit=2)
+    attempts = Attempts(folder, limit=2)
     return attempts if attempts.begin() else None
 
 
