@@ -206,6 +206,18 @@ def test_a_node_may_be_late_without_a_restart(tmp_path: Path) -> None:
             assert [other.ends()[0], early.ends()[0]] == [0, 0]
 
 
+def test_a_node_whose_ranks_have_ended_stays_at_a_signal_until_all_have(tmp_path: Path) -> None:
+    """The signal reaches the ranks of the other node: they end with a code of their own, and it is that of both nodes."""
+    program = f"trap 'exit 75' TERM; touch begun-$RANK; {WAIT}"
+    nodes = Nodes(tmp_path)
+    with nodes.both(program, "touch begun-1") as (first, second):
+        nodes.seen("begun-0", "begun-1")
+        second.waits(0.5)
+        second.send_signal(signal.SIGTERM)
+        (code, output), (other, said) = first.ends(), second.ends()
+    assert code == other == 75 and "before all nodes had ended" not in said, output + said
+
+
 LOOP = """
 import os, signal, sys, torch
 from lockstep import Session

@@ -76,7 +76,7 @@ class NodeAgent(WorkerGroup):
         alone = self.live and number in (signal.SIGTERM, signal.SIGINT) and not self.timed_out
         if self._connecting and self._ends(number):
             raise Interrupted(number)
-        if self._pids() and not alone:
+        if (self._pids() or self._ended) and not alone:  # where its ranks have ended, it stays until all have
             if self._ends(number):
                 self._signalled, self._handed_on = signal.SIGALRM if self.timed_out else number, True
             super()._forward(number, frame)
