@@ -18,6 +18,8 @@ from tests.warm.process import Process, members, start
 
 GRACE = 20.0
 """Seconds between the TERM that follows a rank's failure and the KILL, as the tests ask of the launcher."""
+ERROR_SECONDS = 2.0
+"""Between the error of one rank and the TERM to those that have not raised theirs, as under the launcher."""
 
 
 class Gang:
@@ -54,18 +56,23 @@ class Gang:
 
     def wait(self, timeout: float) -> Result:
         """To the end of all ranks. Where they are not done by then, they are killed and the test fails with their output."""
-        killed_at = time.monotonic() + timeout
+        next_at = killed_at = time.monotonic() + timeout
         failed: list[int] = []
+        terminated = False
         # All of them are asked: `any` would stop at the first that runs.
         while None in [process.poll() for process in self.processes]:
             if not failed and (failed := [process.returncode for process in self.processes if process.returncode]):
-                killed_at = time.monotonic() + self.grace
+                raised = all(code > 0 and code not in (2, 75) for code in failed)
+                next_at = time.monotonic() + ERROR_SECONDS * raised
+            if failed and not terminated and time.monotonic() >= next_at:
+                terminated = True
+                next_at = killed_at = time.monotonic() + self.grace
                 self.send_signal(signal.SIGTERM)
             if time.monotonic() >= killed_at:
                 assert failed, f"still running after {timeout} s: {self.words}\n{self.text()}"
                 self.end()
             left = [process for process in self.processes if process.returncode is None]
-            select.select(left, [], [], max(0.0, killed_at - time.monotonic()) if left else 0)
+            select.select(left, [], [], max(0.0, next_at - time.monotonic()) if left else 0)
         codes = failed or [process.returncode for process in self.processes if process.returncode]
         if len(self.processes) == 1 and codes:
             return Result(codes[0], self.text())
