@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import os
+import re
 import secrets
-import threading
+import time
 import uuid
 from collections.abc import Iterator
-from queue import Queue
+from typing import Any
 
 from lockstep.training import contract, files
 from lockstep.wire import hangs
@@ -26,18 +28,21 @@ from ..backend import Checks, Cluster, KnownJob, Lines, Manifests, Prepared, che
 from ..code import store
 from ..command import GRACE_MARGIN
 from ..lint import Rules
-from ..logs import newest, of_rank
+from ..logs import Stamped, newest, of_rank
 from ..manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
 from ..process import Streams, run
 from ..spec.model import JobSpec
-from ..status import Check, Listed, Status, Submitted
-from . import checks, engine, rules
+from ..spec.types import size_in_bytes
+from ..status import Check, Listed, Result, Status, Submitted
+from . import engine
 from . import render as rendering
-from .observe import explain, moment
+from .status import explain, moment
 
 CANCELLED = "lockstep/cancelled"
 CODE = "lockstep/code"
 """Label of the volume with a job's code; its value is the job's name."""
+OLDEST = (2, 20)
+"""From this version of Compose on `--progress quiet`, `--no-recreate` and a file from standard input work together."""
 OURS = tuple(f"{key}={value}" for key, value in MANAGED.items())
 
 Nodes = list[Manifest]  # named here, because `list` is a method below
@@ -64,8 +69,8 @@ class ComposeBackend(Cluster):
         return [rendering.render(spec)]
 
     @classmethod
-    def rules(cls) -> Rules[rules.Subject]:
-        return rules.RULES
+    def rules(cls) -> Rules[rendering.Subject]:
+        return rendering.RULES
 
     @classmethod
     def preparation(cls, spec: JobSpec) -> tuple[str, object]:
@@ -74,7 +79,7 @@ class ComposeBackend(Cluster):
 
     @classmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:  # noqa: ARG003 - the engine is this machine's
-        return checks.check(spec)
+        return _check(spec)
 
     def find(self, name: str, submitting: bool = False) -> KnownJob | None:  # noqa: ARG002 - nobody else takes a job away
         check_name(name)
@@ -93,7 +98,7 @@ class ComposeBackend(Cluster):
         return Submitted(known.name, False, known.where, tuple(str(get(node, "Config", "Hostname")) for node in gone))
 
     def outlook(self, job: Prepared) -> Checks:
-        return [*checks.check(job.spec), Check("start", "ok", "at once")]
+        return [*_check(job.spec), Check("start", "ok", "at once")]
 
     def create(self, job: Prepared, old: KnownJob | None) -> Submitted:
         name = job.spec.name
@@ -179,22 +184,18 @@ class ComposeBackend(Cluster):
         return None
 
     def stream(self, known: KnownJob, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
-        ids = self._ids(known, rank)
-        seen = dict.fromkeys(ids, "")
-        if last is None:
-            yield from self._lines(known.name, seen, rank, follow)
-            return
-
-        def own(id: str) -> Iterator[tuple[str, str]]:
-            # The engine knows nothing of ranks: for one of them all lines are looked at.
-            for time, line in engine.log_lines(id, follow=False, last=max(last, 1) if rank is None else None):
-                seen[id] = max(seen[id], time)
-                if (kept := of_rank(line, rank)) is not None:
-                    yield time, kept
-
-        yield from (line for _, line in newest(map(own, ids), last))
-        if follow:
-            yield from self._lines(known.name, seen, rank, follow)
+        seen = dict.fromkeys(self._ids(known, rank), "")
+        while True:
+            ended = not follow or self.status(known.name).final  # asked before reading, so that nothing is missed
+            sources = [_unseen(id, seen, rank) for id in seen]
+            if last is None:
+                yield from (line for source in sources for _, line in source)
+            else:
+                yield from (line for _, line in newest(sources, last))
+            if ended:
+                return
+            last = None
+            time.sleep(self.interval)
 
     @staticmethod
     def _ids(known: KnownJob, rank: int | None) -> Lines:
@@ -204,43 +205,6 @@ class ComposeBackend(Cluster):
             nodes = [nodes[rank // spec.ranks]]  # without a spec the rank may be on any of them: its prefix tells
         return [str(node["Id"]) for node in nodes]
 
-    def _lines(self, name: str, since: dict[str, str], rank: int | None, follow: bool) -> Iterator[str]:
-        """The lines of containers, those later than a time each."""
-        if not follow:
-            for line in (line for id in since for _, line in engine.log_lines(id, follow=False)):
-                if (found := of_rank(line, rank)) is not None:
-                    yield found
-            return
-        lines: Queue[str | Exception | None] = Queue()
-        for id, last in since.items():
-            threading.Thread(target=self._follow, args=(name, id, last, lines), daemon=True).start()
-        left = len(since)
-        while left:
-            item = lines.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                left -= 1
-            elif (found := of_rank(item, rank)) is not None:
-                yield found
-
-    def _follow(self, name: str, id: str, last: str, lines: Queue[str | Exception | None]) -> None:
-        """One node's output until the job ends, across restarts of the node. An error goes to who reads `lines`."""
-        try:
-            while True:
-                over = self.status(name).final  # asked before reading, so that nothing is missed
-                since = last  # within one reading the two streams may come out of order, or at one time
-                for time, line in engine.log_lines(id, not over, since):
-                    if time > since:
-                        lines.put(line)
-                        last = max(last, time)
-                if over:
-                    break
-                threading.Event().wait(self.interval)
-            lines.put(None)
-        except Exception as error:  # noqa: BLE001 - in a thread: without it the reader would wait for ever
-            lines.put(error)
-
     def exec(self, known: KnownJob, rank: int, command: Lines, streams: Streams) -> int:
         spec = known.spec or JobSpec.recorded(known.name, known.plain)
         (place,) = self._ids(known, rank)
@@ -249,10 +213,7 @@ class ComposeBackend(Cluster):
         words = ["docker", "exec", "--interactive", *terminal, place]
         words += commands.execute("python", rank, command, spec.run_directory, "--token", token)
         # Without a terminal the engine passes no signals on.
-        code = run(words, streams, interrupt=functools.partial(engine.send_signal, place, token))
-        if code:
-            engine.docker("version")  # raises `EngineDown`: then the code is the connection's and not the command's
-        return code
+        return run(words, streams, interrupt=functools.partial(engine.send_signal, place, token))
 
     def stop(self, known: KnownJob) -> Status:
         name, nodes, spec = known.name, known.record, known.spec
@@ -282,6 +243,16 @@ class ComposeBackend(Cluster):
         return rows
 
 
+def _unseen(id: str, seen: dict[str, str], rank: int | None) -> Iterator[Stamped]:
+    """The lines of a container that are later than those before, of one rank or of all; notes the last time in `seen`."""
+    since = seen[id]  # within one reading the two streams may come out of order, or at one time
+    for moment_of, line in engine.log_lines(id, since):
+        if moment_of > since:
+            seen[id] = max(seen[id], moment_of)
+            if (own := of_rank(line, rank)) is not None:
+                yield moment_of, own
+
+
 def _where(name: str) -> str:
     return f"compose project {rendering.project(name)}"
 
@@ -298,3 +269,55 @@ def _secret(there: Nodes) -> str:
     marks = [str(word) for node in there for word in get(node, "Config", "Env") or ()]
     found = [value for name, _, value in (mark.partition("=") for mark in marks) if name == contract.ENV_SECRET]
     return next(filter(None, [*found, os.environ.get(contract.ENV_SECRET)]), "") or secrets.token_hex(32)
+
+
+def _check(spec: JobSpec | None) -> list[Check]:
+    """What would keep a job from running here. An engine that does not answer ends the checks."""
+    try:
+        about = json.loads(engine.docker("info", "--format", "{{json .}}"))
+        if about.get("ServerErrors"):
+            raise engine.EngineError(" ".join(about["ServerErrors"]))
+        version = engine.docker("compose", "version", "--short").strip()
+    except (engine.EngineError, ValueError) as error:
+        return [Check("engine", "missing", str(error))]
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    limited = about.get("MemoryLimit") and about.get("CpuCfsQuota")
+    rows = [
+        Check("engine", "ok", f"{about.get('Name')}, Docker {about.get('ServerVersion')}, {about.get('Driver')}"),
+        Check("compose", "ok", version)
+        if numbers >= OLDEST
+        else Check("compose", "missing", f"{version}: at least 2.20 is needed"),
+        Check("limits", "ok", f"memory and cpus, cgroup version {about.get('CgroupVersion')}")
+        if limited
+        else Check("limits", "warning", "the engine cannot limit memory and cpus (rootless without cgroup v2?)"),
+    ]
+    return rows if spec is None else [*rows, *_check_job(spec, about)]
+
+
+def _check_job(spec: JobSpec, about: dict[str, Any]) -> Iterator[Check]:
+    yield _check_image(spec.image)
+    memory, needed = int(about.get("MemTotal") or 0), spec.nodes * size_in_bytes(spec.memory)
+    detail = f"{spec.nodes} × {spec.memory} of {memory / (1 << 30):.1f} GiB"
+    yield Check("memory", "ok" if needed <= memory else "missing", detail)
+    cores = int(about.get("NCPU") or 0)
+    enough: Result = "missing" if spec.cpus > cores else "warning" if spec.nodes * spec.cpus > cores else "ok"
+    yield Check("cpus", enough, f"{spec.nodes} × {spec.cpus:g} of {cores}")  # a node with more cannot be created
+    if spec.gpus:
+        ready = "nvidia" in (about.get("Runtimes") or {}) or bool(about.get("CDISpecDirs"))
+        detail = f"{spec.nodes} × {spec.gpus} of this machine" if ready else "install the NVIDIA container toolkit"
+        yield Check("gpus", "ok" if ready else "missing", detail)
+    for secret in spec.secrets:
+        there = secret in os.environ
+        yield Check("secret", "ok" if there else "missing", secret if there else f"set {secret} in the environment")
+
+
+def _check_image(name: str | None) -> Check:
+    if name is None:
+        return Check("image", "missing", "image is not set: add it to the job")
+    about = engine.image(name)
+    if about is None and engine.is_ours(name):
+        return Check("image", "missing", engine.not_built(name))
+    if about is None:
+        return Check("image", "warning", f"{name} is not on this machine: submit will pull it")
+    revision = get(about, "Config", "Labels", "org.opencontainers.image.revision") or "unknown"
+    return Check("image", "ok", f"{name}, {int(about.get('Size') or 0) / 1e9:.2f} GB, revision {str(revision)[:12]}")

@@ -17,10 +17,24 @@ from ..logs import BLOCK, STAMPED, Pieces
 from ..status import Unreachable
 
 _INSIDE = "/volume"
-_NO_ANSWER = re.compile(
-    "Cannot connect to the Docker daemon|error during connect|request returned|unexpected EOF|deadline exceeded|i/o timeout"
+_NO_ANSWER = "Cannot connect to the Docker daemon|error during connect|request returned|unexpected EOF|deadline exceeded|i/o timeout"
+"""Errors of docker where the engine, or a proxy before it, did not answer."""
+_ADVICE = (
+    (_NO_ANSWER, "no container engine answers at {where}: start Docker, or set DOCKER_HOST"),
+    (
+        "permission denied.*docker.*sock",
+        "this user may not use the container engine: join the group docker, or use rootless Docker",
+    ),
+    (
+        "is not a docker command|unknown shorthand flag: 'f'",
+        "docker has no compose plugin: install docker-compose-v2 (docker-compose-plugin)",
+    ),
+    (
+        "pull access denied|manifest unknown|No such image",
+        "{line}: build it (make image-cpu, make image), or check the name",
+    ),
 )
-"""What docker says where the engine, or a proxy before it, has given no answer of its own."""
+"""Patterns of docker's errors → what to do. The first that matches counts."""
 TIMEOUT = 120.0
 """Seconds that a question to the engine may take; starting and stopping have bounds of their own."""
 UP_SECONDS = 600.0
@@ -58,29 +72,19 @@ def _run(
             f"docker {words[0]} did not answer within {timeout:g} s: check that the container engine runs"
         ) from None
     if done.returncode != 0:
-        said = done.stderr.decode(errors="replace")
-        raise (EngineDown if _is_down(said) else EngineError)(explain(words, said))
+        errors = done.stderr.decode(errors="replace")
+        raise (EngineDown if re.search(_NO_ANSWER, errors) else EngineError)(explain(words, errors))
     return done.stdout
 
 
-def explain(words: Sequence[str], said: str) -> str:
+def explain(words: Sequence[str], errors: str) -> str:
     """One line of what docker printed: the last that names an error, and what to do where that is known."""
-    lines = [line.strip() for line in said.splitlines() if line.strip() and "level=warning" not in line]
-    found = next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "it gave no reason")
-    if _is_down(said):
-        where = os.environ.get("DOCKER_HOST", "its default socket")
-        return f"no container engine answers at {where}: start Docker, or set DOCKER_HOST"
-    if "permission denied" in said and "docker" in said and "sock" in said:
-        return "this user may not use the container engine: join the group docker, or use rootless Docker"
-    if words[0] == "compose" and ("is not a docker command" in said or "unknown shorthand flag: 'f'" in said):
-        return "docker has no compose plugin: install docker-compose-v2 (docker-compose-plugin)"
-    if "pull access denied" in said or "manifest unknown" in said or "No such image" in said:
-        return f"{found[:300]}: build it (make image-cpu, make image), or check the name"
-    return f"docker {words[0]}: {found[:400]}"
-
-
-def _is_down(said: str) -> bool:
-    return _NO_ANSWER.search(said) is not None
+    lines = [line.strip() for line in errors.splitlines() if line.strip() and "level=warning" not in line]
+    line = next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "it gave no reason")
+    for pattern, advice in _ADVICE:
+        if re.search(pattern, errors, re.DOTALL):
+            return advice.format(line=line[:300], where=os.environ.get("DOCKER_HOST", "its default socket"))
+    return f"docker {words[0]}: {line[:400]}"
 
 
 def is_ours(image: str) -> bool:
@@ -95,12 +99,12 @@ def not_built(image: str) -> str:
 def image(name: str) -> dict[str, Any] | None:
     """`docker image inspect`; None where this machine does not have it. Raises `EngineError`."""
     try:
-        (found,) = json.loads(docker("image", "inspect", name))
+        (about,) = json.loads(docker("image", "inspect", name))
     except EngineError as error:
         if "No such image" not in str(error) and "not found" not in str(error).lower():
             raise
         return None
-    return found if isinstance(found, dict) else None
+    return about if isinstance(about, dict) else None
 
 
 def check_built(name: str | None) -> None:
@@ -175,17 +179,6 @@ def write_volume(volume: str, image: str, name: str, data: bytes, label: str) ->
         docker("rm", "--force", container)
 
 
-def succeeds(*words: str) -> bool:
-    """Whether `docker WORDS` ends with 0. Raises `EngineDown`."""
-    try:
-        docker(*words)
-    except EngineDown:
-        raise
-    except EngineError:
-        return False
-    return True
-
-
 def send_signal(container: str, token: str, number: int) -> None:
     """A signal to the processes that were started in a container with that token. Raises `EngineError`."""
     from .. import command as commands  # and pydantic with it: `make push` does without
@@ -193,21 +186,10 @@ def send_signal(container: str, token: str, number: int) -> None:
     docker("exec", container, *commands.signal("python", token, number))
 
 
-def log_lines(
-    container: str, follow: bool, since: str = "", last: int | None = None
-) -> Iterator[tuple[str, str]]:  # fmt: skip
-    """(time, line) of a container's output, both streams; following ends with the container. `last`: so many at most."""
-    words = [
-        "logs",
-        "--timestamps",
-        *(["--follow"] if follow else []),
-        *(["--since", since] if since else []),
-        *(["--tail", str(last)] if last is not None else []),
-        container,
-    ]
-    process = subprocess.Popen(
-        ["docker", *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+def log_lines(container: str, since: str) -> Iterator[tuple[str, str]]:
+    """(time, line) of what a container has printed from that time on, both streams; "": from its start."""
+    words = ["docker", "logs", "--timestamps", *(["--since", since] if since else []), container]
+    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     try:
         pieces = Pieces(b"\n", STAMPED)

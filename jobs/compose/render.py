@@ -6,13 +6,31 @@ Nothing restarts a node by itself: Docker would also retry wrong usage. The laun
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 from lockstep.training.contract import ENV_METRICS_PORT, ENV_SECRET, MASTER_PORT, METRICS_PORT, UserError
 
 from .. import command as commands
+from .. import lint
 from ..command import GRACE_MARGIN
-from ..manifest import HASH, JOB, MANAGED, SPEC, Manifest, holds, merge
+from ..lint import tag_of
+from ..manifest import (
+    HASH,
+    JOB,
+    MANAGED,
+    SPEC,
+    Change,
+    Manifest,
+    changes,
+    check_directives,
+    get,
+    holds,
+    merge,
+    without_none,
+)
 from ..spec.model import CODE_PARTS, JobSpec
 from ..spec.types import size_in_bytes
 
@@ -26,6 +44,12 @@ CODE = "code_archive"
 """Key of the volume that `code_volume` names."""
 IMAGE_FOLDERS = ("/runs", "/data")
 """Folders of our image that its user may write: a new volume takes over the owner of the folder it is mounted on."""
+MERGED_BY = ("target", "driver")
+"""Keys by which the items of a patch's lists (volumes, devices) merge with those that are rendered."""
+_FOUND_BY = re.compile(
+    r"name|networks(\.default(\.labels(\..*)?)?)?|services(\.node-\d+(\.(hostname|labels(\.(lockstep|app\.kubernetes\.io)/.*)?))?)?"
+)
+"""Places by which Lockstep finds a job and its nodes, and what must stay a mapping."""
 
 
 def project(name: str) -> str:
@@ -40,8 +64,35 @@ def node_name(spec: JobSpec, index: int) -> str:
 
 def render(spec: JobSpec) -> Manifest:
     """The Compose file, with `compose.patch` in it."""
-    rendered: Manifest = merge(file(spec), spec.compose.patch)
+    rendered: Manifest = merge(file(spec), _long_form(spec.compose.patch), MERGED_BY)
+    check_directives(rendered)
+    services = rendered.get("services")
+    for node in services.values() if isinstance(services, dict) else []:
+        if get(node, "network_mode") is not None:
+            node.pop("networks", None)  # Compose takes one of them alone
     return rendered
+
+
+def _long_form(patch: Manifest) -> Manifest:
+    """The patch with each `SOURCE:TARGET:ro` of its services' volumes as a mapping: only mappings merge."""
+    services = patch.get("services")
+    if not isinstance(services, dict):
+        return patch
+    changed = {
+        name: {**service, "volumes": [_mount(item) for item in service["volumes"]]}
+        for name, service in services.items()
+        if isinstance(get(service, "volumes"), list)
+    }
+    return {**patch, "services": {**services, **changed}}
+
+
+def _mount(item: Any) -> Any:
+    if not isinstance(item, str):
+        return item
+    source, target, mode = (item.split(":", 2) if ":" in item else ["", item]) + [""] * (item.count(":") < 2)
+    kind = "bind" if source.startswith(("/", ".", "~", "$")) else "volume"
+    read_only = True if "ro" in mode.split(",") else None
+    return without_none({"type": kind, "source": source or None, "target": target, "read_only": read_only})
 
 
 def file(spec: JobSpec) -> Manifest:
@@ -191,3 +242,65 @@ def _devices(spec: JobSpec, index: int) -> Manifest | None:
 def _literal(text: str) -> str:
     """Compose expands `$NAME` and `${NAME}` everywhere; `$$` is a dollar sign."""
     return text.replace("$", "$$")
+
+
+class Subject(lint.Subject):
+    """A Compose file."""
+
+    volumes = True
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """Of the first node: a patch may have added some."""
+        found = get(next(iter(self.objects), {}), "services", node_name(self.spec, 0), "environment")
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def patched(self) -> list[Change]:
+        """What the patch has made of the rendered file."""
+        return [*changes(file(self.spec), next(iter(self.objects), {}))] if self.spec.compose.patch else []
+
+
+RULES = lint.Rules(Subject)
+
+
+@RULES.rule("LC004")
+def found_by(subject: Subject) -> Iterator[str]:
+    """A patch may not change names and labels, by which Lockstep finds a job and its nodes."""
+    for change in subject.patched:
+        if change.ours and _FOUND_BY.fullmatch(change.path):
+            yield f"compose.patch changes {change.path}, by which Lockstep finds the job and its nodes: leave it out"
+
+
+@RULES.rule("LC016", "note")
+def changed(subject: Subject) -> Iterator[str]:
+    """A patch may open any door of this machine, so everything that it changes is shown."""
+    for change in subject.patched:
+        if change.ours or not change.value or not isinstance(change.value, (dict, list)):
+            yield f"compose.patch sets {change.path}: {json.dumps(change.value)[:200]}"
+
+
+@RULES.rule("LC011", "warning")
+def owner(subject: Subject) -> Iterator[str]:
+    """A new volume belongs to root, unless the image has a folder at that path."""
+    for volume in subject.spec.volumes:
+        if not volume.read_only and not any(volume.path.rstrip("/") == folder for folder in IMAGE_FOLDERS):
+            yield (
+                f"volume {volume.claim} at {volume.path}: a new volume would belong to root, and the job does not run as root; "
+                f"mount it at {' or '.join(IMAGE_FOLDERS)}, or give your image that folder"
+            )
+
+
+@RULES.rule("LC012", "warning")
+def image_tag(subject: Subject) -> Iterator[str]:
+    """A name without a tag means another image tomorrow."""
+    name = subject.spec.image or ""
+    if name and "@sha256:" not in name and tag_of(name) in ("", "latest"):
+        yield f"image {name} has no fixed tag: use a tag, or better a digest (name@sha256:…)"
+
+
+@RULES.rule("LC013", "warning")
+def ignored_settings(subject: Subject) -> Iterator[str]:
+    """A setting that has no meaning here is better not there."""
+    if given := subject.spec.given_elsewhere("compose"):
+        yield f"{given[0]} has no meaning for Compose and is left out (compose.patch changes the file)"

@@ -139,7 +139,7 @@ def manifest(file: dict[str, Any]) -> str:
 
 def lint_of_compose(spec: JobSpec) -> list[Any]:
     """The findings (`id`, `level`, `message`) about the Compose file of a job."""
-    return list(Inside("jobs.compose.rules").RULES.apply(spec, [composed(spec)]))
+    return list(_compose.RULES.apply(spec, [composed(spec)]))
 
 
 def words_of_rank(spec: JobSpec, *more: str) -> list[str]:

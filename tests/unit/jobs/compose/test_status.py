@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.jobs.compose.observe import explain
+from lockstep.jobs.compose.status import explain
 from tests.product import JobSpec
 
 SPEC = JobSpec.of({"name": "small", "recipe": "smoke", "image": "lockstep:1-cpu", "nodes": 2, "ranks_per_node": 2})
