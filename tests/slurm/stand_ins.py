@@ -104,6 +104,11 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
+    return made(tmp_path)
+
+
+def made(tmp_path: Path) -> Site:
+    """A site in an empty folder."""
     (tmp_path / "bin").mkdir()
     for name in ("sbatch", "scancel", "squeue", "scontrol", "sacct"):
         (tmp_path / "bin" / name).write_text(PROGRAM)
