@@ -36,6 +36,13 @@ class Shape(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", defer_build=True)  # `render` needs none of them
 
 
+class Failure(Shape):
+    """A Status: what a server answers in place of what was asked for."""
+
+    message: Text = None
+    reason: Text = None
+
+
 class Owner(Shape):
     kind: Text = None
     name: Text = None

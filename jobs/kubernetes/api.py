@@ -1,7 +1,7 @@
 """Talking to a Kubernetes API server so that what goes wrong on the way is either mended or said in one line.
 
-The official client brings kubeconfig, credentials and TLS; this adds retries with a bound, one renewal of an expired
-token, and pages. Answers are plain JSON: building the client's objects for 10,000 pods takes seconds.
+The official client brings kubeconfig, credentials and TLS, urllib3 the retries; this adds their bound, one renewal of an
+expired token, and pages. Answers are plain JSON: building the client's objects for 10,000 pods takes seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import email.utils
 import json
 import logging
 import os
-import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,14 +26,67 @@ from lockstep.training.contract import UserError
 from ..logs import STAMPED, Pieces
 from ..manifest import get
 from ..status import LoggedOut, Unreachable, seconds_to_answer
-from .answers import ApiError, Gone, Item, Listing, Shape, checked
+from .answers import ApiError, Failure, Gone, Item, Listing, Shape, checked
 
 RETRIED = (429, 500, 502, 503, 504)
+CONNECT_SECONDS = 10.0
 PAGE = 500
 _UNREADABLE = (kubeconfig.ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, KeyError, AttributeError)
 """What reading a kubeconfig may raise."""
 ANONYMOUS = "system:anonymous"
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+class _Bound(urllib3.Timeout):
+    """The time of one request, all attempts together: each attempt gets what is left. Pauses between them do not count."""
+
+    def __init__(self, seconds: float, sleep: Callable[[float], None]) -> None:
+        super().__init__()
+        self._end, self._sleep, self.attempts = time.monotonic() + seconds, sleep, 0
+
+    @property
+    def left(self) -> float:
+        return min(seconds_to_answer(), self._end - time.monotonic())
+
+    def clone(self) -> urllib3.Timeout:
+        """The timeout of the next attempt."""
+        self.attempts += 1
+        left = max(self.left, 0.001)
+        return urllib3.Timeout(connect=min(left, CONNECT_SECONDS), read=left)
+
+    def pause(self, seconds: float) -> None:
+        seconds = min(seconds, max(0.0, seconds_to_answer()))
+        self._end += seconds
+        self._sleep(seconds)
+
+
+class _Retry(urllib3.Retry):
+    """Backoff, jitter and Retry-After are urllib3's; a request whose time is over is not sent again."""
+
+    bound: _Bound
+
+    @classmethod
+    def within(cls, bound: _Bound, attempts: int) -> _Retry:
+        found = cls(
+            attempts - 1, redirect=0, status_forcelist=RETRIED, allowed_methods=None, raise_on_status=False,
+            backoff_factor=0.2, backoff_max=8, backoff_jitter=0.2, retry_after_max=30,
+        )  # fmt: skip
+        found.bound = bound
+        return found
+
+    def new(self, **changes: Any) -> _Retry:
+        found = super().new(**changes)
+        found.bound = self.bound
+        return found
+
+    def increment(self, *what: Any, **why: Any) -> _Retry:
+        if self.bound.left <= 0:
+            self.total = 0
+        return super().increment(*what, **why)
+
+    def sleep(self, response: urllib3.BaseHTTPResponse | None = None) -> None:
+        asked = self.get_retry_after(response) if response is not None else None
+        self.bound.pause(max(self.get_backoff_time(), asked or 0.0))
 
 
 class Api:
@@ -47,20 +99,12 @@ class Api:
     """
 
     def __init__(
-        self,
-        load: Callable[[], kube.Configuration],
-        timeout: float = 20.0,
-        attempts: int = 5,
+        self, load: Callable[[], kube.Configuration], timeout: float = 20.0, attempts: int = 5,
         sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._load, self.timeout, self.attempts, self._sleep = load, timeout, attempts, sleep
         self._ahead = 0.0
-        self._client = self._connect()
-
-    def _connect(self) -> kube.ApiClient:
-        configuration = self._load()
-        configuration.retries = urllib3.Retry(0, redirect=0)  # this class retries, and says so when it gives up
-        return kube.ApiClient(configuration)
+        self._client = kube.ApiClient(load())
 
     @property
     def host(self) -> str:
@@ -100,78 +144,25 @@ class Api:
         self, method: str, path: str, query: dict[str, Any], shape: type[Shape], body: Any = None,
         accept: str = "application/json",
     ) -> Any:  # fmt: skip
-        response = self._send(method, path, query, body, self.timeout, accept=accept)
         try:
-            return checked(response.data, shape)
+            return checked(self._send(method, path, query, self.timeout, body, accept).data, shape)
         except ValueError as error:  # what was asked for may have been done
             raise Unreachable(
                 f"{self.host} answers {method} {path} with what a Kubernetes API server does not say ({error}): "
                 "check the server's address, and what stands between, then try again"
             ) from None
-        finally:
-            response.release_conn()
 
     def _send(
-        self,
-        method: str,
-        path: str,
-        query: dict[str, Any],
-        body: Any,
-        timeout: float,
-        stream: bool = False,
-        accept: str = "application/json",
-    ) -> urllib3.BaseHTTPResponse:
-        problem, renewed, attempt, waited = "was given no time to answer", False, 0, 0.0
-        while attempt < self.attempts and (left := min(seconds_to_answer(), timeout - waited)) > 0:
-            pause = min(8.0, 0.2 * 2**attempt) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not a secret
-            attempt += 1
-            asked = time.monotonic()
-            try:
-                response = self._once(method, path, query, body, left, stream, accept)
-            except urllib3.exceptions.HTTPError as error:
-                problem = _network_problem(error, left)
-            else:
-                if not renewed and _unknown(response):
-                    renewed = True
-                    attempt -= 1
-                    response.release_conn()
-                    before, self._client = self._client, self._connect()
-                    before.close()
-                    continue
-                if response.status not in RETRIED:
-                    return self._checked(response, method, path)
-                problem = f"answers {response.status}: {_message(response)}"
-                with contextlib.suppress(ValueError):
-                    pause = max(pause, min(30.0, float(response.headers.get("Retry-After", 0))))
-                response.release_conn()
-            waited += time.monotonic() - asked
-            if attempt < self.attempts:
-                self._sleep(min(pause, max(0.0, seconds_to_answer())))
-        raise Unreachable(
-            f"{self.host} {problem} ({attempt} attempts): check the network and the cluster, then try again"
-        )
-
-    def _once(
-        self, method: str, path: str, query: dict[str, Any], body: Any, timeout: float, stream: bool, accept: str
-    ) -> urllib3.BaseHTTPResponse:
-        headers = {"Accept": accept}
-        if body is not None:
-            headers["Content-Type"] = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        parameters = [(name, value) for name, value in query.items() if value is not None]
-        request = self._client.param_serialize(
-            method, path, query_params=parameters, header_params=headers, body=body, auth_settings=["BearerToken"]
-        )
-        response: urllib3.BaseHTTPResponse = self._client.call_api(
-            *request, _request_timeout=(min(timeout, 10.0), timeout)
-        ).response
-        with contextlib.suppress(TypeError, ValueError):  # a proxy may leave the time out
-            said = email.utils.parsedate_to_datetime(response.headers["Date"])
-            self._ahead = said.timestamp() - time.time()
-        if not stream:
-            response.data  # noqa: B018 - reads the body here, where a dropped connection is retried
-        return response
-
-    def _checked(self, response: urllib3.BaseHTTPResponse, method: str, path: str) -> urllib3.BaseHTTPResponse:
+        self, method: str, path: str, query: dict[str, Any], timeout: float, body: Any = None,
+        accept: str = "application/json", stream: bool = False,
+    ) -> urllib3.BaseHTTPResponse:  # fmt: skip
+        """The server's good answer. An expired token is renewed once. Raises `ApiError`, `Gone`, `Unreachable`."""
+        response = self._attempt(method, path, query, timeout, body, accept, stream)
+        if _unknown(response):
+            response.release_conn()
+            expired, self._client = self._client, kube.ApiClient(self._load())
+            expired.close()
+            response = self._attempt(method, path, query, timeout, body, accept, stream)
         if response.headers.get("Content-Type", "").startswith("text/html") and response.status != 401:
             response.close()
             raise Unreachable(
@@ -180,13 +171,44 @@ class Api:
             )
         if response.status < 300:
             return response
-        message, reason = _message(response), _field(response, "reason")
+        message, reason = _failure(response)
         response.release_conn()
         if _unknown(response):
             raise LoggedOut(f"{self.host} does not accept the credentials (expired?): log in again, then retry")
         if response.status == 410:
             raise Gone(message)
         raise ApiError(response.status, reason, message or f"{method} {path}: HTTP {response.status}")
+
+    def _attempt(
+        self, method: str, path: str, query: dict[str, Any], timeout: float, body: Any, accept: str, stream: bool
+    ) -> urllib3.BaseHTTPResponse:
+        """The server's answer, whatever it says, after as many attempts as it takes. Raises `Unreachable`."""
+        headers = {"Accept": accept}
+        if body is not None:
+            headers["Content-Type"] = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        parameters = [(name, value) for name, value in query.items() if value is not None]
+        _, url, headers, *_ = self._client.param_serialize(
+            method, path, query_params=parameters, header_params=headers, auth_settings=["BearerToken"]
+        )
+        bound = _Bound(seconds := min(seconds_to_answer(), timeout), self._sleep)
+        if seconds <= 0:
+            raise self._unreachable("was given no time to answer", bound)
+        try:
+            response: urllib3.BaseHTTPResponse = self._client.rest_client.pool_manager.request(
+                method, url, headers=headers, body=None if body is None else json.dumps(body), timeout=bound,
+                retries=_Retry.within(bound, self.attempts), preload_content=not stream,
+            )  # fmt: skip
+        except urllib3.exceptions.HTTPError as error:
+            raise self._unreachable(_network_problem(error, seconds), bound) from None
+        if response.status in RETRIED:
+            raise self._unreachable(f"answers {response.status}: {_failure(response)[0]}", bound)
+        with contextlib.suppress(TypeError, ValueError):  # a proxy may leave the time out
+            self._ahead = email.utils.parsedate_to_datetime(response.headers["Date"]).timestamp() - time.time()
+        return response
+
+    def _unreachable(self, problem: str, bound: _Bound) -> Unreachable:
+        attempts = f"{bound.attempts} attempts"
+        return Unreachable(f"{self.host} {problem} ({attempts}): check the network and the cluster, then try again")
 
     def pages(self, path: str, **query: Any) -> Iterator[dict[str, Any]]:
         """All objects of a list, a page at a time. A list that expires half-way begins again, without doubles."""
@@ -209,7 +231,7 @@ class Api:
 
     def log(self, path: str, seconds: float, **query: Any) -> Iterator[str]:
         """Lines of a container's log. Ends where the stream ends, breaks, or is silent for `seconds`."""
-        response = self._send("GET", path, query, None, seconds, stream=True)
+        response = self._send("GET", path, query, seconds, stream=True)
         pieces = Pieces(b"\n", STAMPED)
         try:
             for chunk in response.stream(1 << 16, decode_content=True):
@@ -224,7 +246,16 @@ class Api:
 
 def _unknown(response: urllib3.BaseHTTPResponse) -> bool:
     """Whether the server does not know who asks. Without credentials it takes everybody for somebody who may do nothing."""
-    return response.status == 401 or (response.status == 403 and f'"{ANONYMOUS}"' in _message(response))
+    return response.status == 401 or (response.status == 403 and f'"{ANONYMOUS}"' in _failure(response)[0])
+
+
+def _failure(response: urllib3.BaseHTTPResponse) -> tuple[str, str]:
+    """Message and reason of a refusal; a proxy gives neither."""
+    answer: dict[str, Any] = {}
+    with contextlib.suppress(ValueError, urllib3.exceptions.HTTPError):
+        answer = checked(response.data, Failure)
+    message = str(answer.get("message") or response.reason or "")
+    return " ".join(message.split())[:2000], str(answer.get("reason") or "")
 
 
 def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configuration], str]:
@@ -283,19 +314,7 @@ def _network_problem(error: urllib3.exceptions.HTTPError, seconds: float) -> str
         return f"did not answer within {round(seconds, 1):g} s"
     if isinstance(reason, urllib3.exceptions.NameResolutionError):
         return "cannot be reached (no address is known for its name)"
-    if isinstance(reason, urllib3.exceptions.ConnectTimeoutError) and not isinstance(
-        reason, urllib3.exceptions.NewConnectionError
-    ):
+    connected = not isinstance(reason, urllib3.exceptions.NewConnectionError)  # which is one of its kind
+    if connected and isinstance(reason, urllib3.exceptions.ConnectTimeoutError):
         return "cannot be reached in time"
     return f"cannot be reached ({str(reason).rpartition(': ')[2][:120] or type(reason).__name__})"
-
-
-def _message(response: urllib3.BaseHTTPResponse) -> str:
-    return " ".join((_field(response, "message") or str(response.reason or "")).split())[:2000]
-
-
-def _field(response: urllib3.BaseHTTPResponse, name: str) -> str:
-    with contextlib.suppress(ValueError, urllib3.exceptions.HTTPError):
-        value = json.loads(response.data)
-        return str(value.get(name) or "") if isinstance(value, dict) else ""
-    return ""
