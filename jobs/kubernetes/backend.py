@@ -30,7 +30,7 @@ from ..process import Streams
 from ..spec.model import JobSpec
 from ..status import FINAL, Listed, Status, Submitted, Unreachable, note, warn
 from . import render, rules
-from .answers import METADATA_LIST, ApiError, Listing, explained
+from .answers import METADATA_LIST, ApiError, explained
 from .observe import (
     INCOMPLETE,
     belongs,
@@ -146,16 +146,36 @@ class KubernetesBackend(Cluster):
         return super().drift(self._with_kind(spec))
 
     def _with_kind(self, spec: JobSpec) -> JobSpec:
-        """`k8s.kind: auto` is the kind of the job that has the name, else the first that the cluster has. Raises `UserError`."""
+        """`k8s.kind: auto` is the kind of the job that has the name, else the one that the cluster serves. Raises `UserError`."""
         if spec.k8s.kind != "auto":
             return spec
         with explained(self.api.host):
-            live = self._find(spec.name)
-            served = self._of_each_kind(lambda kind: (kind, self.api.get(self.path(kind), Listing, limit=1)))
-            kind = live["kind"] if live is not None else next(served, ("", None))[0]
-        if not kind:
-            raise UserError(f"the cluster has neither {' nor '.join(KINDS)}: see `lockstep doctor k8s`")
-        return spec.model_copy(update={"k8s": spec.k8s.model_copy(update={"kind": kind})})
+            jobs = dict(self._of_each_kind(lambda kind: (kind, self._live(kind, spec.name))))
+            kinds = [kind for kind, job in jobs.items() if job is not None] or [*jobs]
+            if not kinds:
+                raise UserError(f"the cluster has neither {' nor '.join(KINDS)}: see `lockstep doctor k8s`")
+            if len(kinds) > 1:
+                kinds = ["TrainJob"] if self._fits_a_trainjob(spec) else ["PyTorchJob"]
+        return render.of_kind(spec, kinds[0])
+
+    def _fits_a_trainjob(self, spec: JobSpec) -> bool:
+        """Whether the cluster's TrainJob can say all of the job. Trainer before 2.3 does not know fields that are rendered, and
+        strict validation refuses them with 400. Any other refusal is told when the job is created."""
+        spec = render.of_kind(spec, "TrainJob").model_copy(update={"code": None})
+        _, job = render.manifests(spec)
+        why = next(rules.trainjob_limits(rules.Subject(spec, [])), "")
+        try:
+            if not why:
+                self.api.create(self.path("TrainJob"), job, dryRun="All")
+        except ApiError as error:
+            why = (
+                f"its TrainJob does not take the job ({error}): Trainer 2.3 or later does"
+                if error.status == 400
+                else ""
+            )
+        if why:
+            note(f"k8s.kind auto: PyTorchJob, although the cluster also has TrainJob: {why}")
+        return not why
 
     def find(self, name: str, submitting: bool = False) -> KnownJob | None:
         check_name(name)
@@ -217,11 +237,9 @@ class KubernetesBackend(Cluster):
         return Submitted(spec.name, made, self._where(live))
 
     def attach(self, job: Prepared, known: KnownJob) -> Submitted:
-        # By its own hash: its pods have that label. The same job may have another one, by settings of other backends.
-        own = next((one for one in (job.spec, known.spec) if one is not None and one.hash() == known.hash), None)
-        if own is not None:
-            with explained(self.api.host):
-                self._complete(own, known.record)
+        if (own := known.spec) is not None and known.hash is not None:
+            with explained(self.api.host):  # its pods have the label with its hash, which need not be that of `job`
+                self._complete(render.of_hash(own, known.hash), known.record)
         return super().attach(job, known)
 
     def _complete(self, spec: JobSpec, live: Manifest, rendered: Manifests | None = None) -> None:
@@ -472,8 +490,16 @@ class KubernetesBackend(Cluster):
             return sorted((_row(job) for of_kind in jobs for job in of_kind), key=lambda row: row.name)
 
     def _find(self, name: str) -> Manifest | None:
-        live = self._of_each_kind(lambda kind: {**self.api.get(self.path(kind, name)), "kind": kind})
-        return next(iter(live), None)
+        return next(filter(None, self._of_each_kind(lambda kind: self._live(kind, name))), None)
+
+    def _live(self, kind: str, name: str) -> Manifest | None:
+        """The job, None where there is none. Raises `ApiError`, for a kind that the cluster does not serve as well."""
+        try:
+            return {**self.api.get(self.path(kind, name)), "kind": kind}
+        except ApiError as error:
+            if error.status == 404 and error.reason:  # a kind that is not served has no Status to give a reason
+                return None
+            raise
 
     def _of_each_kind(self, ask: Callable[[str], Answer]) -> Iterator[Answer]:
         """The answers for the kinds that are installed, and that who asks may use. Raises `ApiError` where there is no answer."""

@@ -47,8 +47,22 @@ it has seen rank 0's pod."""
 
 
 def kind_of(spec: JobSpec) -> str:
-    """Which custom resource the job is; `auto` is settled before a job is submitted (`KubernetesBackend.adapted`)."""
+    """Which custom resource the job is; a submission asks the cluster what `auto` means before it renders."""
     return "PyTorchJob" if spec.k8s.kind == "auto" else spec.k8s.kind
+
+
+def of_kind(spec: JobSpec, kind: str) -> JobSpec:
+    """The spec with this kind in place of `auto`. Its hash stays that of the spec as it was written."""
+    if spec.k8s.kind != "auto":
+        return spec
+    return of_hash(spec.model_copy(update={"k8s": spec.k8s.model_copy(update={"kind": kind})}), spec.hash())
+
+
+def of_hash(spec: JobSpec, value: str) -> JobSpec:
+    """The spec under the hash that a job has already, whatever its own would be now."""
+    spec = spec.model_copy()
+    spec.__dict__["_hash"] = value
+    return spec
 
 
 def manifests(spec: JobSpec, submission: str = RENDERED) -> list[Manifest]:
@@ -66,7 +80,7 @@ def submission_in(policy: Manifest, spec: JobSpec) -> str:
 
 def job(spec: JobSpec, submission: str = RENDERED) -> Manifest:
     """The job without `patch`."""
-    kind = kind_of(spec)
+    spec = of_kind(spec, kind := kind_of(spec))
     body = _trainjob(spec, submission) if kind == "TrainJob" else _pytorchjob(spec, submission)
     return {
         "apiVersion": KINDS[kind][0],

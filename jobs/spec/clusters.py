@@ -65,9 +65,9 @@ Mark = Annotated[LabelKey, AfterValidator(_free)]
 
 
 class Kubernetes(Section):
-    kind: Literal["PyTorchJob", "TrainJob", "auto"] = "PyTorchJob"
-    """Which custom resource to submit: training-operator v1 or Kubeflow Trainer v2. `auto`: the one that the cluster has,
-    PyTorchJob where it has both, and where none is asked (render, lint)."""
+    kind: Literal["PyTorchJob", "TrainJob", "auto"] = "auto"
+    """Which custom resource to submit: training-operator v1 or Kubeflow Trainer v2 (2.3 or later). `auto`: the one that the cluster
+    has, TrainJob where it has both and can say all of the job; PyTorchJob where no cluster is asked (render, lint)."""
     namespace: Label | None = None
     """Namespace; null: the one in the kubeconfig."""
     context: Text | None = Field(default=None, min_length=1, max_length=253)

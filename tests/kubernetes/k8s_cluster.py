@@ -61,7 +61,8 @@ class Cluster:
         self.requests: list[tuple[str, str, dict[str, str], Any]] = []
         self.tokens: set[str] = {"good"}
         self.logs: dict[str, list[str]] = {}
-        self.unknown: set[str] = set()
+        self.unknown: set[str] = {"trainjobs"}
+        """What is not served: a kind, or a version of a group. At first there is the training-operator alone."""
         self.denied: set[str] = set()
         self.incomplete = False
         """Whether an authorizer does not list what it grants."""

@@ -117,8 +117,8 @@ def test_no_kubeconfig_is_one_line(server: ApiServer, tmp_path: Path) -> None:
 def test_refusals_say_what_to_do(backend: Any, cluster: Cluster) -> None:
     cluster.unknown.add("pytorchjobs")
     with pytest.raises(UserError, match="PyTorchJob.*training-operator"):
-        backend.submit(SPEC)
-    cluster.unknown.clear()
+        backend.submit(JobSpec.of({**SPEC.plain(), "k8s": {"kind": "PyTorchJob"}}))
+    cluster.unknown.remove("pytorchjobs")
     for name, status, why, told in (
         ("smoke", 403, 'User "me" cannot create it', "rbac.yaml"),
         ("smoke", 403, "exceeded quota: small, requested: count/pytorchjobs=1", "quota"),
@@ -139,6 +139,7 @@ def test_refusals_say_what_to_do(backend: Any, cluster: Cluster) -> None:
 
 def test_the_rights_of_one_kind_are_enough_for_it(backend: Any, cluster: Cluster, operator: Operator) -> None:
     """A 403 on TrainJobs was fatal to PyTorchJobs."""
+    cluster.unknown.clear()
     cluster.denied.add("trainjobs")
     assert backend.submit(SPEC).created
     operator.round()

@@ -19,6 +19,13 @@ from tests.jobs.helpers import lockstep
 Recorded = dict[str, Any]
 RECORDINGS = Path(__file__).parent / "recordings"
 pytestmark = pytest.mark.promise("k8s-truth")
+
+
+@pytest.fixture(autouse=True)
+def _both_kinds(cluster: Cluster) -> None:
+    cluster.unknown.clear()
+
+
 EXACT = (
     "kind", "apiVersion", "group", "name", "namespace", "uid", "type", "status", "reason", "code", "finalizers",
     "deletionGracePeriodSeconds",

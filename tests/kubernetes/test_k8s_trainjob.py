@@ -19,6 +19,11 @@ SPEC = JobSpec.of(
 pytestmark = [pytest.mark.usefixtures("rights"), pytest.mark.promise("k8s-states")]
 
 
+@pytest.fixture(autouse=True)
+def _trainer(cluster: Cluster) -> None:
+    cluster.unknown.clear()
+
+
 def pod(cluster: Cluster, index: int, phase: str = "Running", suffix: str = "x7k2p", day: int = 1) -> None:
     host = f"second-node-0-{index}"
     meta = {
@@ -99,25 +104,43 @@ def test_pods_that_are_refused_are_told(backend: Any, cluster: Cluster) -> None:
     assert "starting" in backend.status("second").reason, "a Job of somebody else that has the name"
 
 
-def test_auto_takes_the_kind_that_the_cluster_has(backend: Any, cluster: Cluster, tmp_path: Path) -> None:
-    """The record keeps the answer: later it is the same job, whatever else has been installed."""
+OLD = Fault("POST", "trainjobs.*dryRun", 400, 'strict decoding error: unknown field "terminationGracePeriodSeconds"')
+AUTO: dict[str, tuple[set[str], Fault | None, dict[str, Any], str]] = {
+    "both": (set(), None, {}, "trainjobs"),
+    "both, Trainer before 2.3": (set(), OLD, {}, "pytorchjobs"),
+    "both, a setting of PyTorchJobs": (set(), None, {"ttl": "1d"}, "pytorchjobs"),
+    "the training-operator alone": ({"trainjobs"}, None, {}, "pytorchjobs"),
+    "Trainer alone": ({"pytorchjobs"}, None, {}, "trainjobs"),
+}
+"""What is not served, a fault, settings → what is made."""
 
-    def auto(name: str) -> JobSpec:
-        return JobSpec.of({**SPEC.plain(), "name": name, "k8s": {"kind": "auto", "runtime": "lockstep"}})
 
-    backend.submit(auto("both"))
-    assert cluster.get("pytorchjobs", "both")
-    cluster.unknown.add("pytorchjobs")
-    backend.submit(auto("train"))
-    assert cluster.get("trainjobs", "train") and backend.status("train").state == "pending"
+@pytest.mark.parametrize("case", AUTO)
+def test_the_kind_of_a_job_is_the_clusters(
+    backend: Any, cluster: Cluster, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All commands find it, and so does the same job again, whatever has been installed since."""
+    cluster.unknown, fault, settings, plural = {*AUTO[case][0]}, *AUTO[case][1:]
+    cluster.faults += [fault] if fault else []
+    spec = JobSpec.of({**SPEC.plain(), "k8s": settings})
+    assert backend.submit(spec).created
+    (job,) = cluster.all(plural)
+    assert json.loads(job["metadata"]["annotations"]["lockstep/spec"])["k8s"]["kind"] == job["kind"]
+    assert job["metadata"]["labels"]["lockstep/spec-hash"] == spec.hash()
+    assert ("although the cluster also has TrainJob" in capsys.readouterr().err) == bool(fault or settings)
     cluster.unknown.clear()
-    assert not backend.submit(auto("train")).created and backend.drift(auto("train")) == []
-    assert [row.name for row in backend.list()] == ["both", "train"]
-    recorded = cluster.get("trainjobs", "train")["metadata"]["annotations"]["lockstep/spec"]
-    assert json.loads(recorded)["k8s"]["kind"] == "TrainJob"
+    assert not backend.submit(spec).created and backend.drift(spec) == []
+    assert backend.status("second").state == "pending" and [row.name for row in backend.list()] == ["second"]
+    assert [*backend.logs("second")] == []
+    cluster.say("second", {"type": "Failed", "message": "m"}, plural=plural)
+    assert backend.wait("second", 1).state == "failed"
+    assert backend.submit(spec, "replace").created and len(cluster.all(plural)) == 1, "of the same kind"
+    assert backend.cancel("second").state == "cancelled" and not cluster.all(plural)
+
+
+def test_a_cluster_without_either_kind_and_none_at_all(backend: Any, cluster: Cluster, tmp_path: Path) -> None:
     cluster.unknown |= {"pytorchjobs", "trainjobs"}
     with pytest.raises(UserError, match="neither PyTorchJob nor TrainJob"):
-        backend.submit(auto("none"))
-    words = ("--recipe", "smoke", "--image", "localhost:5000/a:1", "--set", "k8s.kind=auto")
-    done = lockstep(tmp_path, "render", "k8s", *words)
+        backend.submit(JobSpec.of({**SPEC.plain(), "k8s": {}}))
+    done = lockstep(tmp_path, "render", "k8s", "--recipe", "smoke", "--image", "localhost:5000/a:1")
     assert "kind: PyTorchJob" in done.stdout and "k8s.kind auto: rendered as PyTorchJob" in done.stderr
