@@ -28,7 +28,7 @@ from ..logs import PREFIX
 from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, spec_in, to_yaml
 from ..process import Streams
 from ..spec.model import JobSpec
-from ..status import FINAL, Listed, Status, Submitted, Unreachable, note, warn
+from ..status import FINAL, Check, Listed, Status, Submitted, Unreachable, note, warn
 from . import render, rules
 from .answers import METADATA_LIST, ApiError, explained
 from .observe import (
@@ -116,16 +116,18 @@ class KubernetesBackend(Cluster):
 
     @classmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:
-        from . import checks
+        from .doctor import Doctor, findings_as_rows
 
+        findings = findings_as_rows(cls.lint(spec) if spec is not None else None)
         try:
             connected = cls.connect(**place)
-        except UserError as error:
-            return checks.without_cluster(str(error), cls.lint(spec) if spec is not None else None)
-        if spec is not None:
-            with contextlib.suppress(UserError):  # what cannot be told shows in the rows
-                spec = connected._with_kind(spec)
-        return checks.check(connected, spec, cls.lint(spec) if spec is not None else None)
+            if spec is not None:
+                with contextlib.suppress(UserError):  # the rows tell why the cluster does not say
+                    spec = connected._with_kind(spec)
+            doctor = Doctor(connected, spec)
+            return [*doctor.cluster(), *doctor.rows(), *findings]
+        except (UserError, ApiError) as error:
+            return [Check("cluster", "missing", str(error)), *findings]
 
     def path(self, kind: str, name: str = "") -> str:
         """Of the jobs of a kind, or of one."""
@@ -192,8 +194,8 @@ class KubernetesBackend(Cluster):
         return self.find(name, submitting)
 
     def outlook(self, job: Prepared) -> Checks:
-        """The server's own dry run, and then what it tells of the job's queue and of the nodes."""
-        from . import checks
+        """The server's own dry run, and then what `doctor` says."""
+        from .doctor import Doctor
 
         policy, rendered = job.manifests
         with explained(self.api.host, rendered["kind"]):
@@ -203,7 +205,7 @@ class KubernetesBackend(Cluster):
                 except ApiError as error:
                     if error.status != 409:  # it is there, and its place would be taken
                         raise
-            return checks.outlook(self, job.spec)
+        return Doctor(self, job.spec).rows()
 
     def create(self, job: Prepared, old: KnownJob | None) -> Submitted:
         """Another command may have sent the same spec at the same time: then that one has made the job."""
