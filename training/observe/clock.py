@@ -40,7 +40,7 @@ def mark(device: torch.device) -> Mark:
     return event
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepDone:
     """A step that is done, for the observers of the attempt."""
 

@@ -189,7 +189,6 @@ class Step:
         work = Work.of(compute, batch, samples, divisor, self.part, self.run.config, self.replica.sync)
         self._check_use(work.part, work.samples)
         work = self._moving(work, optimizers, clip, scaler)
-        work = dataclasses.replace(work, generation=self.dealt.generation)
         total = Total(work.samples, work.total)
         if self._canary is not None:
             self._canary.before_step()
@@ -365,7 +364,10 @@ class Step:
         optimizers = self.replica.known(optimizers)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         parameters = self.replica.parameters_of(optimizers)
-        return dataclasses.replace(work, optimizers=optimizers, parameters=parameters, clip=clip, scaler=scaler)
+        generation = self.dealt.generation
+        return dataclasses.replace(
+            work, optimizers=optimizers, parameters=parameters, clip=clip, scaler=scaler, generation=generation
+        )
 
     def _is_usable(self, norm: torch.Tensor | None, work: Work) -> bool:
         """Whether the gradient is finite, or used all the same."""
