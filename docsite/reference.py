@@ -17,9 +17,9 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from docsite import ROOT
-from lockstep.jobs import registry
 from lockstep.jobs.backend import Cluster
 from lockstep.jobs.cli.main import app
+from lockstep.jobs.job import BACKENDS, backend_of
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.tools import COMMANDS as TOOLS
 from lockstep.training.cli import COMMANDS, INSIDE
@@ -41,7 +41,7 @@ API = {
         "lockstep.jobs.sweep.parse": "The texts of `--sweep`. `from lockstep.jobs import sweep`, for all three.",
         "lockstep.jobs.sweep.expand": "The jobs of a sweep.",
         "lockstep.jobs.sweep.submit": "Submits the jobs of a sweep.",
-        "lockstep.jobs.spec.profile.load": "A cluster profile, for `JobSpec.load(FILE, below=…)`.",
+        "lockstep.jobs.spec.model.load_profile": "A cluster profile, for `JobSpec.load(FILE, below=…)`.",
         "lockstep.jobs.slurm.render.slurm_parameters": "submitit's parameters for a job.",
         "lockstep.jobs.slurm.render.training_task": "What submitit can run as a task of a job.",
         "lockstep.wire.submitit_api.resumable": "A function that submitit starts again. `from lockstep import resumable`.",
@@ -266,7 +266,7 @@ def recipe_page() -> str:
 
 def rules() -> list[Any]:
     """The lint rules of all backends, by id."""
-    found = [registry.backend(name) for name in registry.BACKENDS]
+    found = [backend_of(name) for name in BACKENDS]
     known = {rule.id: rule for one in found if issubclass(one, Cluster) for rule in one.rules().all()}
     return [known[id] for id in sorted(known)]
 

@@ -30,8 +30,7 @@ from lockstep.training import contract, files
 from lockstep.training.contract import UserError
 from lockstep.wire.exec import STACKS
 
-from . import records
-from .code import store
+from . import records, snapshots
 from .lint import Finding, Rules, refuse
 from .manifest import Manifest, differences, to_yaml
 from .process import Streams
@@ -290,7 +289,7 @@ class Backend(abc.ABC):
             raise UserError(
                 f"the {self.name} backend does not carry code to the ranks: put the code into an image, and remove `code` from the job"
             )
-        return store.all_kept(specs)
+        return snapshots.snapshot_all(specs)
 
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
         """Held while a job is submitted."""
@@ -362,7 +361,7 @@ class Backend(abc.ABC):
     def dry_run(self, spec: JobSpec, mode: Mode = "attach") -> Checks:
         """Whether it would start, when, and why not. Nothing is sent. Raises `Unreachable`."""
         try:
-            job = self.prepared(store.checked(spec)[0])
+            job = self.prepared(snapshots.checked(spec)[0])
             refuse({job.spec.name: job.findings}, self.name)
             self.check_secrets(job.spec)
             known, status = self._known(job.spec, mode)
@@ -510,7 +509,7 @@ class Backend(abc.ABC):
 
     def drift(self, spec: JobSpec) -> Lines:
         """`setting: submitted → now` of the job of that name."""
-        return self.require(spec.name).differences(store.pinned(spec)[0])
+        return self.require(spec.name).differences(snapshots.resolve(spec)[0])
 
     def summary(self, name: str) -> dict[str, Any]:
         """`summary.json` of the finished run; where this machine does not see it, rank 0 has printed the same.
@@ -571,7 +570,7 @@ class Cluster(Backend):
     @classmethod
     def lint(cls, spec: JobSpec) -> Findings:
         """What is wrong with a job, before it is submitted."""
-        spec, code = store.pinned(spec)
+        spec, code = snapshots.resolve(spec)
         return cls.rules().apply(spec, cls.manifests(spec), code.paths if code is not None else None)
 
     def sent(self, spec: JobSpec, runs: Sequence[JobSpec]) -> Manifests:  # noqa: ARG002 - for a backend with arrays

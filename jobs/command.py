@@ -44,7 +44,7 @@ def identity(spec: JobSpec) -> str:
     """Of the spec's code, which has been looked at by now."""
     assert spec.code is not None
     if spec.code.hash is None:
-        raise UserError(f"{spec.name}: its code has not been read yet (lockstep.jobs.code.store.pinned)")
+        raise UserError(f"{spec.name}: its code has not been read yet (lockstep.jobs.snapshots.resolve)")
     return spec.code.hash
 
 

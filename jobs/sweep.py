@@ -12,9 +12,8 @@ from lockstep.training import extras
 from lockstep.training.config import settings
 from lockstep.training.contract import EXIT_TIMED_OUT, UserError
 
-from . import registry
 from .backend import Backend, Mode
-from .job import Job
+from .job import Job, backend_of
 from .spec.model import JobSpec
 from .status import WORST, Status, say, show, table, teller, warn
 
@@ -90,7 +89,7 @@ def submit(spec: JobSpec, specs: list[JobSpec], backend: str = "slurm", mode: Mo
         >>> [job.wait(timeout=3600).state for job in jobs]
         ['succeeded', 'succeeded']
     """
-    opened = registry.backend(backend).at(spec)
+    opened = backend_of(backend).at(spec)
     return [Job(done.name, opened) for done in opened.sweep(spec.name, specs, mode)]
 
 
@@ -98,7 +97,7 @@ def submit_and_tell(
     spec: JobSpec, backend: str, texts: list[str], mode: Mode, wait: float | None, as_json: bool
 ) -> int:
     """Submits the runs, as one array where the backend can; with `wait`, to the end and a table. Returns the exit code."""
-    opened = registry.backend(backend).at(spec)
+    opened = backend_of(backend).at(spec)
     values = parse(texts)
     specs = expand(spec, values)
     done = opened.sweep(spec.name, specs, mode)

@@ -65,7 +65,7 @@ class Place:
         """The backend, and the name of the job; of a file, that in it. Warns if another job than the file's has that name."""
         if not name.endswith((".yaml", ".yml")):
             return self.open(backend, name), name
-        from ..registry import backend as backend_of
+        from ..job import backend_of
         from ..status import Unreachable
 
         spec = Job(Path(name), **vars(self)).spec(backend)
@@ -78,7 +78,7 @@ class Place:
     def open(self, backend: str, name: str | None = None) -> JobBackend:
         """The backend, ready for questions about the job of that name, or about all. Raises `UserError`."""
         from .. import records
-        from ..registry import backend as backend_of  # and pydantic with it: `--help` does without
+        from ..job import backend_of  # and pydantic with it: `--help` does without
 
         found = backend_of(backend)
         check_flags(found, vars(self))
@@ -127,9 +127,8 @@ class Job:
         """
         from lockstep.training.config import settings
 
-        from ..registry import backend as backend_of
-        from ..spec import profile as profiles
-        from ..spec.model import JobSpec, place
+        from ..job import backend_of
+        from ..spec.model import JobSpec, load_profile, place
 
         flags = {"namespace": self.namespace, "context": self.context, "host": self.host}
         if backend is not None:
@@ -141,7 +140,7 @@ class Job:
         named = {name: getattr(self, name) for name in ("name", "recipe", "image", "nodes", "gpus")}
         values = {name: value for name, value in {**named, **more}.items() if value is not None}
         values |= dict(settings.assignments(JobSpec, self.sets or []))
-        below = profiles.load(self.profile) if self.profile is not None else {}
+        below = load_profile(self.profile) if self.profile is not None else {}
         if self.file is not None:
             spec = JobSpec.load(self.file, values, below)
             _at_its_host(backend, spec.slurm.host, spec, self.file)
@@ -158,7 +157,7 @@ class Job:
 
 def _at_its_host(backend: str | None, host: str | None, spec: JobSpec | None = None, file: Path | None = None) -> None:
     """Ends this command with the exit code that it has on the login node, if `slurm.host` names one."""
-    from ..registry import backend as backend_of
+    from ..job import backend_of
 
     there = backend_of(backend).login(host) if backend is not None else None
     if there is not None:
@@ -195,10 +194,10 @@ def _runs(spec: JobSpec, sweep: list[str] | None) -> list[JobSpec]:
 
 def check_flags(found: type[JobBackend], flags: Mapping[str, str | None]) -> None:
     """Raises `UserError` for a flag that says where another backend's cluster is."""
-    from .. import registry
+    from ..job import BACKENDS, backend_of
 
     for flag in (name for name, value in flags.items() if value is not None and name not in found.places):
-        owner = next(other for name in registry.BACKENDS if flag in (other := registry.backend(name)).places)
+        owner = next(other for name in BACKENDS if flag in (other := backend_of(name)).places)
         owned = " and ".join(f"--{name}" for name in owner.places)
         verb = "is" if len(owner.places) == 1 else "are"
         raise UserError(f"{owned} {verb} for {owner.name}, not for {found.name}")
@@ -206,12 +205,12 @@ def check_flags(found: type[JobBackend], flags: Mapping[str, str | None]) -> Non
 
 def cluster(name: str, command: str) -> type[Cluster]:
     """A backend that renders. Raises `UserError` where `command` has nothing to do for it."""
-    from .. import registry
     from ..backend import Cluster
+    from ..job import BACKENDS, backend_of
 
-    found = registry.backend(name)
+    found = backend_of(name)
     if not issubclass(found, Cluster):
-        others = [other for other in registry.BACKENDS if issubclass(registry.backend(other), Cluster)]
+        others = [other for other in BACKENDS if issubclass(backend_of(other), Cluster)]
         raise UserError(f"{command} knows {', '.join(others[:-1])} and {others[-1]}, got {name!r}")
     return found
 
@@ -250,10 +249,10 @@ def render(
     as_json: Json = False,
 ) -> None:
     """Print the manifest that submit would apply. No cluster is needed."""
-    from ..code import store
+    from .. import snapshots
 
     found = cluster(backend, "render")
-    spec, code = store.pinned(job.spec(backend))
+    spec, code = snapshots.resolve(job.spec(backend))
     for line in code.lines() if code is not None else []:
         note(line)
     runs = _runs(spec, sweep)
@@ -282,13 +281,13 @@ def lint(
     as_json: Json = False,
 ) -> None:
     """Check a job for known mistakes. Exit code 1 if submit would refuse it."""
-    from .. import registry
+    from .. import snapshots
     from ..backend import Cluster
-    from ..code import store
+    from ..job import BACKENDS, backend_of
     from ..lint import COMMON, errors
 
     if rules:
-        backends = [registry.backend(name) for name in registry.BACKENDS]
+        backends = [backend_of(name) for name in BACKENDS]
         known = {rule.id: rule for found in backends if issubclass(found, Cluster) for rule in found.rules().all()}
         rows = [{"id": id, "level": known[id].level, "title": known[id].title} for id in sorted(known)]
         if as_json:
@@ -301,7 +300,7 @@ def lint(
         found = cluster(backend, "lint").lint(spec)
     else:
         spec.check_training(spec.name)
-        spec, code = store.pinned(spec)
+        spec, code = snapshots.resolve(spec)
         found = COMMON.apply(spec, [], code.paths if code is not None else None)
     if as_json:
         show([{"id": item.id, "level": item.level, "message": item.message} for item in found])
@@ -353,7 +352,7 @@ def submit(
         from .. import sweep as sweeps
 
         raise typer.Exit(sweeps.submit_and_tell(spec, backend, sweep, mode, wait, as_json))
-    from ..registry import backend as backend_of
+    from ..job import backend_of
 
     found = backend_of(backend).at(spec)
     if dry_run:
@@ -386,7 +385,7 @@ def _outlook(name: str, checks: list[Check], as_json: bool) -> NoReturn:
 def diff(backend: Backend, job: Job, as_json: Json = False) -> None:
     """Compare a job file with the job that was submitted. Exit code 1 if they differ."""
     spec = job.spec(backend)
-    from ..registry import backend as backend_of
+    from ..job import backend_of
 
     changed = backend_of(backend).at(spec).drift(spec)
     if as_json:
@@ -582,7 +581,7 @@ def doctor(
         from .. import buckets
 
         _answer(buckets.check(backend), as_json)
-    from ..code import store
+    from .. import snapshots
     from ..status import Check
 
     found_in = cluster(backend, "doctor")
@@ -590,7 +589,7 @@ def doctor(
     spec = None
     if (file, image, profile) != (None, None, None):
         job = Job(file, recipe=None if file is not None else "smoke", image=image, profile=profile, host=place.host)
-        spec, _ = store.pinned(job.spec(backend))
+        spec, _ = snapshots.resolve(job.spec(backend))
     else:
         _at_its_host(found_in.name, place.host)
     found = found_in.doctor(spec, **found_in.place(spec, **vars(place)))

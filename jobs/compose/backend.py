@@ -23,9 +23,8 @@ from lockstep.training import contract, files
 from lockstep.wire import hangs
 
 from .. import command as commands
-from .. import records
+from .. import records, snapshots
 from ..backend import Checks, Cluster, KnownJob, Lines, Manifests, Prepared, check_name
-from ..code import store
 from ..command import GRACE_MARGIN
 from ..lint import Rules
 from ..logs import Stamped, newest, of_rank
@@ -131,7 +130,7 @@ class ComposeBackend(Cluster):
         volume = rendering.code_volume(spec)
         engine.docker("volume", "create", "--label", OURS[0], "--label", label, volume)
         try:
-            engine.write_volume(volume, str(spec.image), "part-000", store.packed(identity), label)
+            engine.write_volume(volume, str(spec.image), "part-000", snapshots.packed(identity), label)
         except BaseException:
             ComposeBackend._remove_code(spec.name)
             raise

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from lockstep.training import files
 from lockstep.training.contract import UserError
 
-from .. import records
+from .. import records, snapshots
 from ..backend import Checks, Cluster, KnownJob, Lines, Manifests, Prepared, check_name
-from ..code import store
 from ..command import identity
 from ..lint import Rules
 from ..logs import PREFIX
@@ -260,7 +259,7 @@ class KubernetesBackend(Cluster):
         owned = {"metadata": {"ownerReferences": [_owner(job, live)]}}
         self._bring(self._policies, merge(policy, owned))
         if spec.code is not None:
-            packed, maps = store.packed(identity(spec)), f"/api/v1/namespaces/{self.namespace}/configmaps"
+            packed, maps = snapshots.packed(identity(spec)), f"/api/v1/namespaces/{self.namespace}/configmaps"
             marks = {JOB: spec.name, SUBMISSION: submission, **MANAGED}
             selector = ",".join(f"{key}={value}" for key, value in marks.items())
             pages = self.api.pages(maps, labelSelector=selector, accept=METADATA_LIST)

@@ -22,9 +22,8 @@ from lockstep.training import contract, extras, files
 from lockstep.training.contract import UserError
 
 from .. import command as commands
-from .. import records
+from .. import records, snapshots
 from ..backend import Backend, Checks, KnownJob, Lines, Prepared, check_name
-from ..code import store
 from ..logs import PREFIX, Pieces, begin, of_rank
 from ..process import Streams, run
 from ..spec.model import JobSpec
@@ -110,7 +109,7 @@ class LocalBackend(Backend):
         if closed := self._closed(run_dir):
             raise UserError(f"run_dir: {closed}: choose another run_dir")
         if spec.code is not None:
-            store.unpacked(commands.identity(spec))
+            snapshots.unpacked(commands.identity(spec))
         if old is not None:
             shutil.rmtree(folder)
         elif folder.exists():
@@ -157,7 +156,7 @@ class LocalBackend(Backend):
     def _command(spec: JobSpec, run_dir: str) -> list[str]:
         if spec.shards_missing_here:
             spec = spec.model_copy(update={"shards": None})  # a path of the cluster; here the data is made on the spot
-        code = str(store.folder(commands.identity(spec))) if spec.code is not None else ""
+        code = str(snapshots.folder(commands.identity(spec))) if spec.code is not None else ""
         command = commands.launch(spec, run_dir, sys.executable, code=code, here=str(Path.cwd()))
         return [*command[:4], "--ranks", str(spec.nodes * spec.ranks), "--nodes", "1", *command[4:]]
 

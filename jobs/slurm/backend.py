@@ -18,9 +18,8 @@ from lockstep.training import contract
 from lockstep.training.contract import UserError
 
 from .. import command as commands
-from .. import process, records
+from .. import process, records, snapshots
 from ..backend import Checks, Cluster, KnownJob, Lines, Manifests, Prepared, Specs, check_name
-from ..code import store
 from ..lint import Rules
 from ..process import Streams
 from ..spec.model import JobSpec
@@ -120,7 +119,7 @@ class SlurmBackend(Cluster):
                 "with --new to start over here"
             )
         if whole.code is not None:
-            store.unpacked(commands.identity(whole))
+            snapshots.unpacked(commands.identity(whole))
         place, submitit = self.cluster, str(_submitit(whole, self.cluster))
         written: dict[str, dict[str, Any]] = {}
         comment = f"lockstep:{records.identity(whole.name)}"  # of this submission: another one may be of the same spec

@@ -13,8 +13,8 @@ from lockstep.training import contract
 from lockstep.training.contract import UserError
 
 from .. import records
-from ..spec.clusters import Slurm
 from ..spec.model import JobSpec
+from ..spec.types import Slurm
 from ..status import Check, Unreachable
 from . import render
 from .observe import NO_ACCOUNTING, answer, ask, one_line, silent

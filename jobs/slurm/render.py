@@ -23,8 +23,7 @@ from lockstep.training.contract import UserError
 from lockstep.wire import submitit_api
 
 from .. import command as commands
-from .. import records
-from ..code import store
+from .. import records, snapshots
 from ..spec.model import JobSpec
 from ..spec.types import size_in_bytes
 from .task import TrainingTask
@@ -178,8 +177,8 @@ def training_task(spec: JobSpec, prepared: bool = False, job: str = "", place: P
     if spec.shards_missing_here and not prepared:
         spec = spec.model_copy(update={"shards": None})  # not prepared: the data is made on the spot
     if spec.code is not None and spec.code.hash is None:  # a driver of one's own
-        spec = store.kept(spec)
-        store.unpacked(commands.identity(spec))
+        spec = snapshots.snapshot(spec)
+        snapshots.unpacked(commands.identity(spec))
     place = place or Place.of_this_machine()
     run_dir = run_directory(spec, place)
     env, code = dict(spec.env), code_folder(spec, place)
@@ -351,7 +350,7 @@ def _teardown(spec: JobSpec, folder: PurePath) -> list[str]:
 
 def code_folder(spec: JobSpec, place: Place) -> str:
     """The copy of the job's code, which the nodes must see; "" without one."""
-    return str(place.lockstep / store.FOLDER / commands.identity(spec)) if spec.code is not None else ""
+    return str(place.lockstep / snapshots.FOLDER / commands.identity(spec)) if spec.code is not None else ""
 
 
 def _mounts(spec: JobSpec, folder: PurePath, place: Place) -> list[str]:

@@ -21,8 +21,7 @@ from lockstep.training.config import settings
 from lockstep.training.contract import VERSION, UserError
 from lockstep.wire import archive
 
-from .. import process
-from ..code import store
+from .. import process, snapshots
 from ..manifest import to_yaml
 from ..process import Streams
 from ..spec.model import JobSpec
@@ -173,11 +172,13 @@ def _packed(spec: JobSpec, submits: bool) -> bytes:
 
     Raises `UserError`.
     """
-    spec, bundle = store.checked(spec)
+    spec, bundle = snapshots.checked(spec)
     plain, sent = spec.plain(), dict[str, bytes]()
     plain["slurm"] = {name: value for name, value in plain.get("slurm", {}).items() if name != "host"}
     if submits and spec.code is not None and spec.code.hash is not None:
-        sent[f"{store.FOLDER}/{spec.code.hash}.tar.gz"] = bundle.packed if bundle else store.packed(spec.code.hash)
+        sent[f"{snapshots.FOLDER}/{spec.code.hash}.tar.gz"] = (
+            bundle.packed if bundle else snapshots.packed(spec.code.hash)
+        )
     recipe = spec.recipe or ""
     if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_absolute():
         if spec.code is None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,17 +24,20 @@ from lockstep.training import config as configuration
 from lockstep.training.config import settings
 from lockstep.training.contract import METRICS_PORT, UserError
 
-from .clusters import PLACES, Compose, Kubernetes, Slurm
 from .types import (
+    PLACES,
     AbsolutePath,
     AbsolutePathOrBucket,
     AnyPath,
+    Compose,
     Duration,
     Image,
+    Kubernetes,
     Label,
     LabelKey,
     Section,
     Size,
+    Slurm,
     Subdomain,
     Text,
     Values,
@@ -48,6 +53,8 @@ MAX_GPUS = 64
 """A node."""
 CPUS_A_GPU, MEMORY_A_GPU = 4, 16
 """Cores and GiB."""
+IN_A_PROFILE = ("slurm", "env", "cpus", "memory", "time_limit", "max_restarts", "grace_seconds", "shards", "gpus")
+"""Settings that a cluster profile may hold: they describe a cluster, not a job."""
 REQUIREMENTS = (
     "requirements is not a setting: put packages into your own image, with three lines in a Dockerfile below `FROM lockstep:cpu`: "
     "`USER 0`, `RUN pip install --no-cache-dir NAME`, `USER 1000:0` (docs/containers.md)"
@@ -441,6 +448,40 @@ def place(values: dict[str, Any], name: str, value: Any) -> None:
     group, _, override = name.partition(".")
     is_override = group == "overrides" and override  # which has a dotted name of its own
     settings.put(values, [group, override] if is_override else name.split("."), value)
+
+
+def profile_folders() -> list[Path]:
+    """Folders that are searched for NAME.yaml, the nearest first; the last one has the profiles that come with Lockstep."""
+    own = os.environ.get("LOCKSTEP_PROFILES")
+    config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    return [*([Path(own)] if own else []), config / "lockstep/profiles", Path(__file__).parent / "cluster_profiles"]
+
+
+def load_profile(name: str) -> dict[str, Any]:
+    """The settings of a cluster profile: a name, or the path of a YAML file. The job's own settings and the flags win over it.
+
+    Raises:
+        UserError: no such profile, or a mistake in it.
+    """
+    if name.endswith((".yaml", ".yml")):
+        path = Path(name)
+    else:
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+            raise UserError(f"--profile takes a name or the path of a .yaml file, got {name!r}")
+        found = [folder / f"{name}.yaml" for folder in profile_folders() if (folder / f"{name}.yaml").exists()]
+        if not found:
+            known = {path.stem for folder in profile_folders() for path in folder.glob("*.yaml")}
+            where = ", ".join(str(folder) for folder in profile_folders())
+            raise UserError(f"there is no profile {name!r} in {where}{settings.nearest(name, known)}")
+        path = found[0]
+    text = settings.read_text(path)
+    values = settings.mapping(text, str(path))
+    unknown = [key for key in values if key not in IN_A_PROFILE]
+    if unknown:
+        raise UserError(f"{path}: a profile holds {', '.join(IN_A_PROFILE)}; {unknown[0]!r} belongs in the job")
+    # By itself: a mistake that is found in the whole job would be looked for in the job's file.
+    settings.build(JobSpec, {"name": "a", "recipe": "smoke", **values}, str(path), lines=settings.lines_of(text))
+    return values
 
 
 def json_schema() -> dict[str, Any]:

@@ -26,10 +26,10 @@ AS_THEY_ARE = {
     "Status": "jobs.status:Status",
     "Streams": "jobs.process:Streams",  # for a backend's `execute`: three descriptors
     "Unreachable": "jobs.status:Unreachable",
-    "backend": "jobs.registry:backend",  # by its name on the command line
+    "backend": "jobs.job:backend_of",  # by its name on the command line
     "command_line": "jobs.cli.main:main",  # what the program `lockstep` runs; ends with SystemExit
-    "copy_of_code": "jobs.code.store:unpacked",  # identity → the folder that local jobs run it in
-    "kept_code": "jobs.code.store:folder",  # identity → the copy that a cluster's nodes run
+    "copy_of_code": "jobs.snapshots:unpacked",  # identity → the folder that local jobs run it in
+    "kept_code": "jobs.snapshots:folder",  # identity → the copy that a cluster's nodes run
     "living": "jobs.local.supervise:living",  # the processes of a submission of a local job
     "slurm_script": "jobs.slurm.render:script",
     "sweep": "jobs.sweep:expand",

@@ -18,14 +18,13 @@ if TYPE_CHECKING:
     from lockstep import JobSpec
 
 _archive = Inside("wire.archive")
-_collect = Inside("jobs.code.collect")
 _command = Inside("jobs.command")
 _compose = Inside("jobs.compose.render")
 _k8s = Inside("jobs.kubernetes.api")
 _k8s_backend = Inside("jobs.kubernetes.backend")
 _manifest = Inside("jobs.manifest")
-_registry = Inside("jobs.registry")
-_store = Inside("jobs.code.store")
+_job = Inside("jobs.job")
+_snapshots = Inside("jobs.snapshots")
 
 
 @contextlib.contextmanager
@@ -56,21 +55,21 @@ def on_clock(backend: Any, clock: Any, patch: pytest.MonkeyPatch) -> None:
 
 def manifests(name: str, spec: JobSpec) -> tuple[list[dict[str, Any]], str]:
     """What a cluster's backend makes of a job: the objects, and the text that `render` prints."""
-    objects = _registry.backend(name).manifests(spec)
+    objects = _job.backend_of(name).manifests(spec)
     return objects, _manifest.to_yaml(objects)
 
 
 def findings(name: str, spec: JobSpec, objects: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     """What the rules of a cluster's backend find in a job, or in other objects for it: id → finding."""
-    rules = _registry.backend(name).rules()
-    spec, code = _store.pinned(spec)
+    rules = _job.backend_of(name).rules()
+    spec, code = _snapshots.resolve(spec)
     given = manifests(name, spec)[0] if objects is None else objects
     return {item.id: item for item in rules.apply(spec, given, None if code is None else code.paths)}
 
 
 def rules(name: str) -> set[str]:
     """The ids of those rules."""
-    return {rule.id for rule in _registry.backend(name).rules().all()}
+    return {rule.id for rule in _job.backend_of(name).rules().all()}
 
 
 def files_of_code(packed: bytes, identity: str) -> set[str]:
@@ -103,28 +102,28 @@ def local(folder: Path, bare: bool = True) -> Any:
 
 def travels(folder: Path) -> dict[str, bytes]:
     """The files of a folder that travel with a job, and what they hold. Raises `UserError`."""
-    return {file.path: file.data for file in _collect.collect(folder).files}
+    return {file.path: file.data for file in _snapshots.collect(folder).files}
 
 
 def code_of(folder: Path) -> tuple[str, bytes]:
     """Identity and archive of the code in a folder."""
-    found = _collect.collect(folder)
+    found = _snapshots.collect(folder)
     return found.identity, found.packed
 
 
 def pinned(spec: JobSpec) -> JobSpec:
     """The spec with the identity of its code in place of the folder; nothing is kept."""
-    return _store.pinned(spec)[0]
+    return _snapshots.resolve(spec)[0]
 
 
 def kept(*specs: JobSpec) -> list[JobSpec]:
     """The specs as they are submitted, with their code kept in $LOCKSTEP_HOME."""
-    return _store.all_kept(list(specs))
+    return _snapshots.snapshot_all(list(specs))
 
 
 def lower_limits_of_code(patch: pytest.MonkeyPatch) -> None:
     """30 files: what is above them need not be made in full."""
-    patch.setattr("lockstep.jobs.code.collect.MAX_FILES", 30)
+    patch.setattr("lockstep.jobs.snapshots.MAX_FILES", 30)
 
 
 def composed(spec: JobSpec, prepare: bool = False) -> dict[str, Any]:
@@ -168,7 +167,7 @@ def slurm_log(folder: Path, job_id: str) -> Iterator[str]:
 
 def break_off_after_code(patch: pytest.MonkeyPatch) -> None:
     """Submissions to Compose are killed when their code is there, and before the first container is."""
-    patch.setattr(_registry.backend("compose"), "_up", lambda self, job: self._bring_code(job.spec))
+    patch.setattr(_job.backend_of("compose"), "_up", lambda self, job: self._bring_code(job.spec))
 
 
 def slurm(lost_after: float = 300.0) -> Any:

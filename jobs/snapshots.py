@@ -1,14 +1,18 @@
-"""One read of a folder: what travels, its identity and its archive are of the same bytes. What cannot travel is refused by name.
+"""Snapshots of the code that jobs run from: $LOCKSTEP_HOME/code/IDENTITY.tar.gz, and IDENTITY/, unpacked and read-only.
 
-The files are those that `.gitignore` and `.lockstepignore` leave. git is not asked.
+A folder is read once: the files that travel, their identity and their archive are of the same bytes. The files are those that
+`.gitignore` and `.lockstepignore` leave, without git. A file that cannot travel is refused by name. A snapshot gets its name when it
+is complete, and never changes: what was submitted is what runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import re
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +23,18 @@ from lockstep.training.contract import EVENTS_FILE, RUN_FILE, STATUS_FILE, UserE
 from lockstep.wire import archive
 from lockstep.wire.archive import DERIVED, MAX_BYTES, MAX_FILES, MAX_PACKED, File
 
-from .. import records
-from ..status import warn
+from . import records
+from .lint import missing_script
+from .manifest import get
+from .spec.model import Code, JobSpec
+from .status import warn
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
+FOLDER = "code"
+KEPT_SECONDS = 7 * 86400
+"""How long a copy is kept that no job of this machine names."""
 IGNORE_FILE = ".lockstepignore"
 GIT_IGNORE_FILE = ".gitignore"
 NEVER = (".git", ".venv", DERIVED)
@@ -264,3 +274,141 @@ def _too_large(sizes: dict[str, int], found: str, limit: str) -> UserError:
     return UserError(
         f"code: {found}, at most {limit} can be sent; the largest files: {named}; name what is not needed in {IGNORE_FILE}"
     )
+
+
+def home() -> Path:
+    """`$LOCKSTEP_HOME/code`; for SLURM it must lie on storage that the nodes share."""
+    return records.home().absolute() / FOLDER
+
+
+def store(identity: str, packed: bytes) -> None:
+    """Keeps the archive, in the place of one that was damaged. Raises `UserError`."""
+    place = records.make(home()) / f"{archive.check_identity(identity)}.tar.gz"
+    try:
+        if _is_whole(place, identity):
+            os.utime(place)  # it is wanted again
+        else:
+            files.replace(place, packed)
+    except OSError as error:
+        raise UserError(f"cannot keep the code in {place.parent}: {error.strerror}; set LOCKSTEP_HOME") from None
+    _remove_unused()
+
+
+def _is_whole(place: Path, identity: str) -> bool:
+    try:
+        archive.read(files.read(place, archive.MAX_PACKED), identity)
+    except (OSError, UserError):
+        return False
+    return True
+
+
+def packed(identity: str) -> bytes:
+    """The archive of a copy. Raises `UserError` where it is not kept, or damaged."""
+    place = home() / f"{archive.check_identity(identity)}.tar.gz"
+    try:
+        records.check(place.parent)
+        data = files.read(place, archive.MAX_PACKED)
+    except OSError as error:
+        raise UserError(
+            f"the code {identity[:12]} is not stored in {place.parent} ({error.strerror}): submit it from its folder"
+        ) from None
+    archive.read(data, identity)  # a disk, or a hand, may have changed it
+    return data
+
+
+def folder(identity: str) -> Path:
+    """Where the code of that identity lies unpacked."""
+    return home() / identity
+
+
+def unpacked(identity: str) -> Path:
+    """The unpacked copy, made where it is missing. One that was changed since is renamed. Raises `UserError`."""
+    target = folder(identity)
+    data = packed(identity)
+    if os.path.lexists(target) and not archive.holds(target, identity):
+        aside = target.with_name(f".{identity}.changed.{os.getpid()}")
+        warn(f"{target} was changed since it was written: it is moved to {aside.name}")
+        try:
+            target.rename(aside)
+        except OSError as error:
+            raise UserError(f"{target} was changed, and cannot be moved away: {error.strerror}") from None
+    return target if target.exists() else archive.unpack(data, identity, target)
+
+
+def _remove_unused() -> None:
+    """Copies that no job names, and what killed commands have left, go after a week."""
+    old = time.time() - KEPT_SECONDS
+    jobs = (files.read_json(path) for path in records.home().glob("*/*/job.json"))
+    named = {str(get(job, "spec", "code", "hash")) for job in jobs}
+    for place in home().iterdir():
+        identity = place.name.removesuffix(".tar.gz")
+        with contextlib.suppress(OSError):
+            if identity in named or place.lstat().st_mtime > old:
+                continue
+            if place.is_dir():
+                archive.remove(place)
+            else:
+                place.unlink()
+
+
+def resolve(spec: JobSpec) -> tuple[JobSpec, Bundle | None]:
+    """The spec with the identity of its code, and the code. Keeps nothing.
+
+    Returns:
+        None in place of the code where there is none, or where the spec names a copy that is kept.
+
+    Raises:
+        UserError: something that must not travel, or a recipe that does not.
+    """
+    if spec.code is None or (spec.code.hash is not None and spec.code.packed):
+        return spec, None
+    if spec.code.hash is not None:
+        return _named(spec, spec.code.hash), None
+    bundle = collect(Path(spec.code.path))
+    recipe = spec.recipe or ""
+    own = recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_absolute()
+    if own and Path(recipe).as_posix() not in {file.path for file in bundle.files}:
+        raise UserError(
+            f"recipe {recipe} is not part of the code: name a file inside the code's folder, by its path from there"
+        )
+    return _with_snapshot(spec, bundle), bundle
+
+
+def checked(spec: JobSpec) -> tuple[JobSpec, Bundle | None]:
+    """`resolve`, for what is to be submitted: also raises `UserError` where the code lacks the command's script."""
+    found, bundle = resolve(spec)
+    if bundle is not None and (missing := missing_script(spec, bundle.paths)):
+        raise UserError(missing)
+    return found, bundle
+
+
+def snapshot(spec: JobSpec) -> JobSpec:
+    """`checked`, and the code is kept for the job. Raises `UserError`, also where an identity is of no copy that is kept."""
+    found, bundle = checked(spec)
+    if bundle is not None:
+        store(bundle.identity, bundle.packed)
+    elif found.code is not None and found.code.hash is not None:
+        found = _named(found, found.code.hash)
+    return found
+
+
+def snapshot_all(specs: list[JobSpec]) -> list[JobSpec]:
+    """`snapshot` for the runs of a sweep: one read of each folder, so that all of them run the same."""
+    known: dict[str, Code | None] = {}
+    found = []
+    for spec in specs:
+        key = "" if spec.code is None else spec.code.model_dump_json()
+        if key not in known:
+            known[key] = snapshot(spec).code
+        found.append(spec.model_copy(update={"code": known[key]}))
+    return found
+
+
+def _named(spec: JobSpec, identity: str) -> JobSpec:
+    """With what the copy of that identity says. Raises `UserError` where none is kept."""
+    return spec.model_copy(update={"code": Code(hash=identity, packed=len(packed(identity)))})
+
+
+def _with_snapshot(spec: JobSpec, bundle: Bundle) -> JobSpec:
+    # The cluster need not know where the code was, and the job is the same job wherever it was.
+    return spec.model_copy(update={"code": Code(hash=bundle.identity, packed=len(bundle.packed))})
