@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.measure import Run, figure, interleaved, options, ratios
 from lockstep.training import config
 from lockstep.training.contract import user_errors
-from lockstep.training.data import making, sources
+from lockstep.training.data import shard_writer, sources
 from lockstep.training.data.batches import Batches, Division, Stored
 from lockstep.training.data.decoders import decoded
 from lockstep.training.data.shards import Manifest, Samples
@@ -63,7 +63,7 @@ def made(root: Path, size: int, workers: int) -> tuple[Manifest, float]:
     """(the shards, the seconds that they took)"""
     data = config.Data(source="images", root=str(root), options={"size": size, "held_out": 0.02}, workers=workers)
     began = time.perf_counter()
-    manifest = making.write(sources.stream(data), root / f"shards-{workers}", "images", 8)
+    manifest = shard_writer.write(sources.stream(data), root / f"shards-{workers}", "images", 8)
     return manifest, time.perf_counter() - began
 
 

@@ -173,7 +173,7 @@ PEERS: dict[str, Callable[[argparse.Namespace, Clock], None]] = {
 
 def prepare(args: argparse.Namespace, work: Path) -> str:
     """Writes the same images for all; returns what they are."""
-    from lockstep.training.data import making, sources
+    from lockstep.training.data import shard_writer, sources
     from lockstep.training.data.sources.raw import Raw
 
     count = args.batch * args.ranks * (args.warm_up + args.steps)
@@ -186,7 +186,9 @@ def prepare(args: argparse.Namespace, work: Path) -> str:
     images, labels = np.ascontiguousarray(raw.train[0][:count]), raw.train[1][:count]
     np.save(work / "images.npy", images)
     np.save(work / "labels.npy", labels)
-    making.write(Raw((images, labels), (raw.test[0][:64], raw.test[1][:64]), raw.classes), work / "shards", name, 4)
+    shard_writer.write(
+        Raw((images, labels), (raw.test[0][:64], raw.test[1][:64]), raw.classes), work / "shards", name, 4
+    )
     return name
 
 

@@ -26,7 +26,7 @@ from benchmarks.ranks import on_ranks
 from lockstep.training import config as configuration
 from lockstep.training.checkpoint import state as states
 from lockstep.training.checkpoint import store
-from lockstep.training.data import making
+from lockstep.training.data import shard_writer
 from lockstep.training.parallel import exchange
 from lockstep.training.parallel.world import World, detect, joined
 from lockstep.training.recipe.loop import Recipe
@@ -178,7 +178,7 @@ def _settings(root: Path) -> configuration.Config:
 def counted(size: int, timeout: float) -> dict[str, dict[str, dict[str, float]]]:
     """Part → measure → of all `size` ranks together, and of the one that does most."""
     with tempfile.TemporaryDirectory() as folder:
-        making.prepare(_settings(Path(folder)).data)
+        shard_writer.prepare(_settings(Path(folder)).data)
         ranks = on_ranks(size, timeout, _rank, folder)
     return {
         name: {

@@ -55,7 +55,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Probe:
     """`gpus`: how many it takes at least. `shares`: two ranks may share a single GPU. `needs`: the row that has to be in order before it is
     tried."""
 
@@ -204,14 +204,14 @@ _OF_A_PRECISION = (
     "this GPU, and look at `nvidia-smi` for memory errors (ECC)"
 )
 ROWS = (
-    Row("visible", visible, _OF_A_GPU, alone=True),
-    Row("peer access", peers, _OF_PEERS, gpus=2, alone=True),
-    Row(_NCCL, all_reduce, _OF_NCCL, gpus=2),
+    Probe("visible", visible, _OF_A_GPU, alone=True),
+    Probe("peer access", peers, _OF_PEERS, gpus=2, alone=True),
+    Probe(_NCCL, all_reduce, _OF_NCCL, gpus=2),
     *(
-        Row(f"strategy {name}", partial(strategy, name), _OF_A_STRATEGY, 2, shares=True, needs=_NCCL)
+        Probe(f"strategy {name}", partial(strategy, name), _OF_A_STRATEGY, 2, shares=True, needs=_NCCL)
         for name in STRATEGIES
     ),
-    *(Row(f"precision {name}", partial(precision, name), _OF_A_PRECISION) for name in PRECISIONS),
+    *(Probe(f"precision {name}", partial(precision, name), _OF_A_PRECISION) for name in PRECISIONS),
 )
 """In the order in which they run. The first one is always there: it says what the others ran on."""
 
@@ -240,7 +240,7 @@ def main(only: Sequence[str], as_json: bool, python: Sequence[str] = (sys.execut
     return EXIT_FAILED if any(row["result"] == "failed" for row in value["rows"]) else EXIT_DONE
 
 
-def table(rows: Sequence[Row], gpus: int, python: Sequence[str], stream: Any) -> dict[str, Any]:
+def table(rows: Sequence[Probe], gpus: int, python: Sequence[str], stream: Any) -> dict[str, Any]:
     """Runs the rows and shows each on `stream`. Returns plain values; those of a rehearsal say so, and have no rates."""
     value: dict[str, Any] = {"date": date.today().isoformat(), "gpus": gpus, "rows": []}  # noqa: DTZ011 - the user's own day
     for row in rows:

@@ -29,7 +29,7 @@ def show(runs: Sequence[Location], as_json: bool) -> None:
     """Prints where the time of some runs went: of each, and of all together. Raises `UserError`."""
     accounts = [of_run(run.path) for run in runs]
     for run, account in zip(runs, accounts):
-        if not account.parts:
+        if not account.stretches:
             raise UserError(f"{run.name} has no {TIME_FILE} that can be read: give a run directory whose run has begun")
     total = plain(accounts)
     if as_json:

@@ -24,7 +24,7 @@ from lockstep.wire.hangs import of_run
 from lockstep.wire.status import slow_rank_of
 
 TIMEOUT = 2.0
-_MOST_BYTES = 4 << 20
+_MAX_BYTES = 4 << 20
 _SINGLE = frozenset(
     f"training_{name}" for name in (
         "step", "steps_planned", "loss", "logged", "finished", "exit_code", "attempt", "last_step_timestamp_seconds",
@@ -116,7 +116,7 @@ class Reader:
     def _rank(self, rank: int) -> Snapshot | None:
         path = contract.textfile(self.run_dir, rank)
         try:
-            written, at = files.read(path, _MOST_BYTES).decode(), path.stat().st_mtime
+            written, at = files.read(path, _MAX_BYTES).decode(), path.stat().st_mtime
         except (OSError, ValueError):
             written, at = "", 0.0
         where = files.read_json(contract.endpoint_file(self.run_dir, rank), limit=4096)
@@ -183,8 +183,8 @@ def _fetch(host: str, port: int, rank_id: object) -> str:
         while chunk := connection.recv(1 << 16):
             data += chunk
             left = deadline - time.monotonic()
-            if len(data) > _MOST_BYTES or left <= 0:
-                raise ValueError(f"more than {_MOST_BYTES} bytes, or than {TIMEOUT:g} s")
+            if len(data) > _MAX_BYTES or left <= 0:
+                raise ValueError(f"more than {_MAX_BYTES} bytes, or than {TIMEOUT:g} s")
             connection.settimeout(left)
     head, _, body = bytes(data).partition(b"\r\n\r\n")
     if not re.match(rb"HTTP/1\.[01] 200 ", head):

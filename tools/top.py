@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 STUCK_SECONDS = 60
-MOST_LOGGED = 4
+MAX_LOGGED = 4
 """Numbers of the script's own, in the title."""
 BAR = 20
 AROUND = 6
@@ -128,7 +128,7 @@ def title(run: str, ranks: list[Rank], width: int = 10_000) -> str:
     images = sum(rank.images_per_second or 0 for rank in ranks)
     first = ranks[0]
     planned = f" of {first.steps_planned}" if first.steps_planned else ""
-    logged = "".join(f", {printable(name)} {value:.4g}" for name, value in list(first.logged.items())[:MOST_LOGGED])
+    logged = "".join(f", {printable(name)} {value:.4g}" for name, value in list(first.logged.items())[:MAX_LOGGED])
     told = f": step {first.step}{planned}, {images:.0f} samples/s{logged}"
     path, room = printable(run), max(width - len(told), 2)
     return (path if len(path) <= room else f"…{path[1 - room :]}") + told

@@ -162,18 +162,18 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG0
 
 def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
     from . import config as configuration
-    from .data import making, sources
+    from .data import shard_writer, sources
 
     data = configuration.load(args.recipe, args.assignments).data
     if args.out is None:
-        manifest = making.prepare(data)
+        manifest = shard_writer.prepare(data)
     elif "://" in args.out:
-        manifest = making.send(data, args.out)
+        manifest = shard_writer.send(data, args.out)
     else:
         folder = Path(args.out)
         if folder.exists():
             raise UserError(f"{folder} exists already: choose another folder, or remove it")
-        manifest = making.write(sources.stream(data), folder, data.source, data.num_shards, split=data.split)
+        manifest = shard_writer.write(sources.stream(data), folder, data.source, data.num_shards, split=data.split)
     for line in manifest.describe(data):
         say(line)
     if args.out is not None and "://" in args.out:

@@ -38,7 +38,7 @@ _PART = 16 << 20
 _AT_ONCE = 4
 _BACKOFF: Any = {"init_backoff": timedelta(seconds=0.5), "base": 3, "max_backoff": timedelta(seconds=15)}
 """Between the tries of a request: 7 to 10 s in all. The library's own are over after 1 to 2 s, before a gateway has restarted."""
-_MOST_PARTS = 9000
+_MAX_PARTS = 9000
 """S3 takes 10,000 parts of an object."""
 _NO_CREDENTIALS = re.compile(r"169\.254\.|latest/api/token|computeMetadata|Account must be specified")
 """Of errors where the environment has none, and the store's library has looked for an identity of this machine."""
@@ -210,7 +210,7 @@ class Bucket:
         size = (
             len(data) if isinstance(data, bytes) else os.stat(data if isinstance(data, Path) else data.fileno()).st_size
         )
-        part = max(_PART, size // _MOST_PARTS + 1)
+        part = max(_PART, size // _MAX_PARTS + 1)
         with self.asking(key):
             self._obstore.put(self._store, key, data, chunk_size=part, max_concurrency=_AT_ONCE)
 

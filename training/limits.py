@@ -19,9 +19,9 @@ LOCK_AFTER_RESTART_SECONDS = 180.0
 """The same after a restart: network file systems keep the lock of a failed node until its lease ends."""
 SILENT_RUN_SECONDS = 60.0
 """A run is shown as dead when its lock is free and it has written nothing for this time. Another machine may not see the lock."""
-LEAST_LINE_SECONDS = 0.2
+MIN_LINE_SECONDS = 0.2
 """The shortest time between two lines of time.jsonl."""
-MOST_LINE_SECONDS = 60.0
+MAX_LINE_SECONDS = 60.0
 """The longest time between two lines of time.jsonl: a kill loses no more of the account."""
 REPORT_SECONDS = 60.0
 """Bounds the report at the end of a run: a large report must not keep the GPUs."""
@@ -55,9 +55,9 @@ BUCKET_LOOK_SECONDS = 1.0
 PRIOR_SECONDS = 86_400.0
 """The prior of the save interval: one failure in a day of training. The run's own failures are added.
 Without a prior, a run without failures has an infinite interval, and a failure in the first minute means one a minute."""
-LEAST_INTERVAL_SECONDS = 30.0
+MIN_INTERVAL_SECONDS = 30.0
 """The shortest interval between two saves. The first save comes after it, and measures what a save costs."""
-MOST_INTERVAL_SECONDS = 3600.0
+MAX_INTERVAL_SECONDS = 3600.0
 """The longest interval between two saves: a kill loses no more than an hour."""
 LAST_COMMIT_SECONDS = 20.0
 """Bounds the last commit to a bucket, as the attempt ends: clusters kill after a grace period."""

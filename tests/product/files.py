@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _config = Inside("training.config")
 _files = Inside("training.files")
-_making = Inside("training.data.making")
+_shard_writer = Inside("training.data.shard_writer")
 _record = Inside("training.observe.report.record")
 _rundir = Inside("training.observe.rundir")
 _shards = Inside("training.data.shards")
@@ -39,7 +39,7 @@ def _recipe(path: Path, words: Sequence[str] = ()) -> Any:
     loaded = _config.load(str(path), list(words))
     again = _config.of_run(_config.to_dict(loaded), "written down")
     assert _config.differences(loaded, again) == [] and loaded.hash() == again.hash()
-    _making.cache_directory(loaded.data)
+    _shard_writer.cache_directory(loaded.data)
     return loaded
 
 
@@ -108,7 +108,7 @@ def seal(checkpoint: Path) -> None:
 def make_shards(folder: Path, samples: int = 12, shards: int = 2) -> Path:
     """A folder of shards of small synthetic images."""
     raw = _sources.load("synthetic", folder, False, {"n": samples, "n_test": 3, "size": 4})
-    return _making.write(raw, folder, "synthetic", shards).directory
+    return _shard_writer.write(raw, folder, "synthetic", shards).directory
 
 
 def train(*words: str) -> int:

@@ -22,7 +22,7 @@ _augment = Inside("training.data.augment")
 _config = Inside("training.config")
 _contract = Inside("training.contract")
 _files = Inside("training.files")
-_making = Inside("training.data.making")
+_shard_writer = Inside("training.data.shard_writer")
 _metrics = Inside("training.observe.metrics")
 _models = Inside("training.models")
 _setup = Inside("training.recipe.setup")
@@ -72,7 +72,7 @@ def source(name: str, root: Path, **options: Any) -> Any:
 
 def sharded(folder: Path, train: Any, test: Any, classes: list[str], files: int = 2) -> Any:
     """Shards of these (samples, labels)."""
-    return _making.write(Inside("training.data.sources.raw").Raw(train, test, classes), folder, "array", files)
+    return _shard_writer.write(Inside("training.data.sources.raw").Raw(train, test, classes), folder, "array", files)
 
 
 def split(made: Any, name: str) -> tuple[Any, Any]:

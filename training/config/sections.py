@@ -29,8 +29,8 @@ from typing_extensions import Self, TypedDict
 from ..contract import BUCKET_URL
 from .settings import Section, shown
 
-GIVEN = ("digits", "synthetic", "cifar10", "fashion_mnist", "classification")
-SOURCES = (*GIVEN, "images", "arrays")
+BUILT_IN = ("digits", "synthetic", "cifar10", "fashion_mnist", "classification")
+SOURCES = (*BUILT_IN, "images", "arrays")
 FUNCTION = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 """A function or a class of one's own, as `package.module:name`."""
 STRATEGIES = ("ddp", "flat", "zero1", "bf16_compress", "exact")
@@ -153,8 +153,8 @@ Rate = Annotated[FiniteFloat, Field(ge=0, lt=1_000_000_000), BeforeValidator(_nu
 Momentum = Annotated[FiniteFloat, Field(ge=0, le=1), BeforeValidator(_number)]
 Count = Annotated[int, Field(ge=0), AfterValidator(_fits)]
 Positive = Annotated[int, Field(ge=1), AfterValidator(_fits)]
-Bucket = Annotated[str, AfterValidator(_bucket)]
-FolderOrBucket = Annotated[str, AfterValidator(_folder_or_bucket)]
+BucketUrl = Annotated[str, AfterValidator(_bucket)]
+FolderOrBucketUrl = Annotated[str, AfterValidator(_folder_or_bucket)]
 Plain = Annotated[dict[str, Any], AfterValidator(_plain)]
 """Settings of something that this package does not know: they go into run.yaml and into the hash."""
 Items = Annotated[list[T], BeforeValidator(lambda value: list(value) if isinstance(value, tuple) else value)]
@@ -205,7 +205,7 @@ class Data(Section):
     """`honest`: the training and test samples of the source. `exercise`: the first tenth is used for both, so nothing is held out."""
     root: Free[str] = "data"
     """Folder of the downloaded data set; the shards are cached below it."""
-    shards: Free[FolderOrBucket | None] = None
+    shards: Free[FolderOrBucketUrl | None] = None
     """Folder with ready shards (`lockstep shard`), or where they are in a bucket, `s3://BUCKET/PREFIX` (`gs://`, `az://`; needs
     obstore): a node fetches each once, below `root`. null: made once below `root`."""
     cache_gb: Free[PositiveNumber] = 100.0
@@ -238,7 +238,7 @@ class Data(Section):
     @property
     def shards_name(self) -> str:
         """A folder's name for ready shards of this source. Somebody's own images may be those of many data sets."""
-        if self.source in GIVEN:
+        if self.source in BUILT_IN:
             return self.source
         identity = json.dumps([self.root, self.options, self.split, self.num_shards], sort_keys=True)
         name = re.sub(r"[^\w.]+", "-", self.source)
@@ -347,7 +347,7 @@ class Checkpoint(Section):
     `max` or `min` of another number that is logged. false: none."""
     on_signal: Free[bool] = True
     """Save when a signal or a STOP file ends the run early."""
-    to: Free[Bucket | None] = None
+    to: Free[BucketUrl | None] = None
     """Also keep the checkpoints in a bucket, from which the run resumes on any node: `s3://BUCKET/PREFIX`, `gs://…` or
     `az://CONTAINER/PREFIX`. Needs obstore."""
 

@@ -33,7 +33,7 @@ MAX_DIGITS = 64
 MAX_COMPLAINTS = 5
 """That one error names."""
 
-Place = tuple[Any, ...]
+KeyPath = tuple[Any, ...]
 """Of a value among nested ones: the names of the groups that it is in, the numbers of the items, and its own."""
 
 
@@ -116,19 +116,19 @@ def mapping(text: str, where: str) -> dict[str, Any]:
     return value
 
 
-def lines_of(text: str) -> dict[Place, int]:
-    """Line of each setting, by its place. The text is known to be sound YAML without aliases."""
-    lines: dict[Place, int] = {}
+def lines_of(text: str) -> dict[KeyPath, int]:
+    """Line of each setting, by its path. The text is known to be sound YAML without aliases."""
+    lines: dict[KeyPath, int] = {}
 
-    def walk(node: yaml.Node, place: Place) -> None:
+    def walk(node: yaml.Node, path: KeyPath) -> None:
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
-                lines[(*place, key.value)] = key.start_mark.line + 1
-                walk(value, (*place, key.value))
+                lines[(*path, key.value)] = key.start_mark.line + 1
+                walk(value, (*path, key.value))
         elif isinstance(node, yaml.SequenceNode):
             for index, value in enumerate(node.value):
-                lines[(*place, index)] = value.start_mark.line + 1
-                walk(value, (*place, index))
+                lines[(*path, index)] = value.start_mark.line + 1
+                walk(value, (*path, index))
 
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if root is not None:
@@ -137,7 +137,7 @@ def lines_of(text: str) -> dict[Place, int]:
 
 
 def build(
-    model: type[M], values: Mapping[str, Any], where: str, prefix: str = "", lines: Mapping[Place, int] | None = None
+    model: type[M], values: Mapping[str, Any], where: str, prefix: str = "", lines: Mapping[KeyPath, int] | None = None
 ) -> M:
     """An instance of `model` from plain values, every one checked.
 
@@ -151,8 +151,8 @@ def build(
     except ValidationError as error:
         complaints = explain(error, model, prefix)
     told = []
-    for message, place in complaints.items():
-        line = next((lines[place[:n]] for n in range(len(place), 0, -1) if place[:n] in lines), None) if lines else None
+    for message, path in complaints.items():
+        line = next((lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), None) if lines else None
         told.append(f"line {line}: {message}" if line else message)
     raise UserError(f"{where}{', ' if told[0].startswith('line ') else ': '}{'; '.join(told)}")
 
@@ -316,8 +316,8 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def explain(error: ValidationError, model: type[BaseModel], prefix: str) -> dict[str, Place]:
-    """Returns the complaints about values of `model`, each with its place. Beyond `MAX_COMPLAINTS` they are counted.
+def explain(error: ValidationError, model: type[BaseModel], prefix: str) -> dict[str, KeyPath]:
+    """Returns the complaints about values of `model`, each with its path. Beyond `MAX_COMPLAINTS` they are counted.
 
     `prefix` stands before each name.
     """
@@ -330,16 +330,16 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str) -> dict
 
 
 def _sentence(complaint: dict[str, Any], model: type[BaseModel], prefix: str) -> str:
-    kind, place, message, value = (complaint[key] for key in ("type", "loc", "msg", "input"))
-    name = prefix + _dotted(place)
+    kind, path, message, value = (complaint[key] for key in ("type", "loc", "msg", "input"))
+    name = prefix + _dotted(path)
     if kind in ("extra_forbidden", "invalid_key"):
-        return f"unknown setting {name!r}{nearest(str(place[-1]), _fields_at(model, place[:-1]))}"
+        return f"unknown setting {name!r}{nearest(str(path[-1]), _fields_at(model, path[:-1]))}"
     if kind == "missing":
         return f"{name} is missing"
     if kind == "value_error":
         message = str(complaint["ctx"]["error"])
         return f"{name}{' ' if message.startswith('must ') else ': ' if name else ''}{message}"
-    if known := _fields_at(model, place):
+    if known := _fields_at(model, path):
         return f"{name} is a group of settings, got {shown(value)}; known: {', '.join(known)}"
     hint = ""
     if kind == "list_type" and isinstance(value, str):
@@ -349,17 +349,17 @@ def _sentence(complaint: dict[str, Any], model: type[BaseModel], prefix: str) ->
     return f"{name} {message.replace('Input should', 'must')}, got {shown(value)}{hint}"
 
 
-def _fields_at(model: type[BaseModel], place: Place) -> dict[str, Any]:
-    """Returns the `fields` of the group at a place in `model`; {} for a single value."""
+def _fields_at(model: type[BaseModel], path: KeyPath) -> dict[str, Any]:
+    """Returns the `fields` of the group at a path in `model`; {} for a single value."""
     hint: Any = model
-    for part in place:
+    for part in path:
         known, inner = fields(hint), typing.get_args(bare(hint))
         hint = known.get(part) if known or not inner else inner[-1]
     return fields(hint)
 
 
-def _dotted(place: Place) -> str:
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if part != "[key]")
+def _dotted(path: KeyPath) -> str:
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path if part != "[key]")
     return "".join(parts).removeprefix(".")
 
 

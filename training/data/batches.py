@@ -263,7 +263,7 @@ class Batches:
             return ids.tolist()
 
         looks = self.warn is not None and self.collate is not None and self.division.parts is not None
-        collate = _Apart(self.collate) if looks and self.collate is not None else self.collate
+        collate = _CollateProbe(self.collate) if looks and self.collate is not None else self.collate
         ids = map(draw, steps)  # no generator: that would end for good
         for item in loader(Seeded(dataset, self.division.seed, epoch), ids, self.workers, collate, self._pins):
             batch, depends = item if looks else (item, False)
@@ -333,15 +333,15 @@ def begun(loader: Iterable[Any]) -> Iterator[Any]:
     """
     if not isinstance(loader, DataLoader) or not loader.num_workers:
         return iter(loader)
-    if not isinstance(loader.worker_init_fn, _Deaf):
-        loader.worker_init_fn = _Deaf(loader.worker_init_fn)
+    if not isinstance(loader.worker_init_fn, _IgnoreSignals):
+        loader.worker_init_fn = _IgnoreSignals(loader.worker_init_fn)
     if (loader.multiprocessing_context or multiprocessing).get_start_method() != "fork":
         resource_tracker.ensure_running()  # it unblocks signals where it starts
-    with signals_held_back():  # the processes inherit the mask: they import before they call `_Deaf`
+    with signals_held_back():  # the processes inherit the mask: they import before they call `_IgnoreSignals`
         return iter(loader)
 
 
-class _Deaf:
+class _IgnoreSignals:
     """A `worker_init_fn`: of the signals that ask for an early end, only the rank's own TERM, at its end, counts."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
@@ -366,7 +366,7 @@ def _end_with_the_rank(rank: int) -> None:
     os._exit(0)
 
 
-class _Apart:
+class _CollateProbe:
     """A `collate_fn` that gives (batch, whether the first sample has another entry there than in a batch of its own)."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:

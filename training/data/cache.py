@@ -31,13 +31,19 @@ class Cache:
     """What has been fetched from buckets.
 
     Args:
-        most: bytes; what was used least recently goes where there would be more. What is in `needed` stays.
+        max_bytes: what was used least recently goes where there would be more. What is in `needed` stays.
         needed: sha256 of the shards that this run may need.
         timeout: seconds to wait for another process that fetches the same shard.
     """
 
-    def __init__(self, bucket: Bucket, folder: Path, most: int, needed: frozenset[str], timeout: float) -> None:
-        self._bucket, self.folder, self._most, self._needed, self._timeout = bucket, folder, most, needed, timeout
+    def __init__(self, bucket: Bucket, folder: Path, max_bytes: int, needed: frozenset[str], timeout: float) -> None:
+        self._bucket, self.folder, self._max_bytes, self._needed, self._timeout = (
+            bucket,
+            folder,
+            max_bytes,
+            needed,
+            timeout,
+        )
         self.url = bucket.url
 
     def bring(self, key: str, sha256: str, largest: int, verify: bool) -> Path:
@@ -97,7 +103,7 @@ class Cache:
             with contextlib.suppress(OSError):
                 if re.fullmatch(r"[0-9a-f]{64}", entry.name):
                     found.append((entry.stat().st_mtime, entry.stat().st_size, Path(entry.path)))
-        left = self._most - size - sum(bytes_ for _, bytes_, _ in found)
+        left = self._max_bytes - size - sum(bytes_ for _, bytes_, _ in found)
         for _, bytes_, path in sorted(found):
             if left >= 0:
                 break

@@ -42,11 +42,11 @@ from lockstep.wire.signals import signals_held_back
 from .. import files
 from ..limits import DECODE_SECONDS, DECODER_START_SECONDS
 
-MOST_PIXELS = 100_000_000
+MAX_PIXELS = 100_000_000
 """Of one image. A file of a few kilobytes can unpack to gigabytes."""
-MOST_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 """Of one file."""
-MOST_MEMORY = 4 << 30
+MAX_MEMORY = 4 << 30
 """Bytes of a process' address space. The largest image takes half of it."""
 FORMATS = ("JPEG", "PNG", "WEBP")
 _BATCH = 16
@@ -206,8 +206,8 @@ def decoded(data: bytes, expected_format: str | None, height: int, width: int) -
         image_format = "JPEG" if image.format == "MPO" else image.format  # a JPEG with further pictures behind it
         if expected_format is not None and image_format != expected_format:
             raise ValueError(f"its name ends in {expected_format}, but its content is {image_format}")
-        if image.width * image.height > MOST_PIXELS:
-            raise ValueError(f"it has {image.width} × {image.height} pixels, at most {MOST_PIXELS} are read")
+        if image.width * image.height > MAX_PIXELS:
+            raise ValueError(f"it has {image.width} × {image.height} pixels, at most {MAX_PIXELS} are read")
         if image.mode.startswith(("I", "F")):  # Pillow would cut the values off at 255
             raise ValueError(f"it has more than 8 bits a channel (mode {image.mode}): save it with 8")
         most = 2 * max(height, width)
@@ -221,10 +221,10 @@ def _content(path: Path, inside: str) -> bytes:
     with files.regular(path) as file:
         opened = Path(f"/proc/self/fd/{file.fileno()}")
         if not opened.exists():  # a system without /proc
-            return files.read(path, MOST_BYTES)
+            return files.read(path, MAX_BYTES)
         if inside and not Path(os.readlink(opened)).is_relative_to(inside):
             raise ValueError("it is a link that leads out of the folder")
-        return files.read(opened, MOST_BYTES)
+        return files.read(opened, MAX_BYTES)
 
 
 def _result(path: str, expected_format: str | None, inside: str, height: int, width: int) -> Result:
@@ -233,7 +233,7 @@ def _result(path: str, expected_format: str | None, inside: str, height: int, wi
     try:
         return decoded(_content(Path(path), inside), expected_format, height, width)
     except Image.DecompressionBombError:
-        return f"it has more than {MOST_PIXELS} pixels"
+        return f"it has more than {MAX_PIXELS} pixels"
     except Image.UnidentifiedImageError:
         return "it is not a JPEG, PNG or WebP image"
     except Exception as error:  # noqa: BLE001 - a damaged file makes the library raise nearly anything
@@ -249,8 +249,8 @@ def _main(height: int, width: int) -> None:
     from PIL import Image
 
     warnings.simplefilter("ignore")
-    Image.MAX_IMAGE_PIXELS = MOST_PIXELS
-    _limit(resource.RLIMIT_AS, MOST_MEMORY)
+    Image.MAX_IMAGE_PIXELS = MAX_PIXELS
+    _limit(resource.RLIMIT_AS, MAX_MEMORY)
     connection = Connection(sys.stdin.fileno())
     connection.send_bytes(b"R")
     while True:

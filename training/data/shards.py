@@ -2,7 +2,7 @@
 
 Samples are uint8 images [n, h, w, c] or float32 feature vectors [n, f]; the tensor is called `images` in either case.
 
-manifest = making.prepare(config.data)                    # finds them, or makes them once a node under a file lock
+manifest = shard_writer.prepare(config.data)                    # finds them, or makes them once a node under a file lock
 manifest.file(manifest.splits["train"][0], verify=True)   # is what its sha256 says; from a bucket it is fetched
 samples = Samples.open(manifest, "train", low, high)      # opens only the files that hold ids low … high − 1
 """
@@ -33,8 +33,8 @@ MANIFEST = "manifest.json"
 SPLITS = ("train", "test")
 MAPPED_BYTES = 128 << 20
 """Bytes of mapped files that `Samples.take` may add to a process' memory, about; one batch more is possible."""
-MOST_MANIFEST = 16 << 20
-_MOST_HEADER = 1 << 20
+MAX_MANIFEST = 16 << 20
+_MAX_HEADER = 1 << 20
 """Bytes that say which tensors a file holds."""
 _NEAR = 0.02
 """Difference of two means or deviations that changes no training."""
@@ -154,7 +154,7 @@ class Manifest(Section):
         """Raises `UserError` where the manifest is missing or malformed."""
         path = directory / MANIFEST
         with files.reading(path, then=f": no shards in {directory}, or {_MEND}"):
-            return cls._parsed(files.read(path, MOST_MANIFEST), directory, str(path))
+            return cls._parsed(files.read(path, MAX_MANIFEST), directory, str(path))
 
     @classmethod
     def fetch(cls, data: Data) -> Manifest:
@@ -166,7 +166,7 @@ class Manifest(Section):
         assert data.shards is not None
         bucket, folder = Bucket(data.shards), Path(data.root) / FOLDER
         with as_user_error("data.shards cannot be used"):
-            text, _ = bucket.read(MANIFEST, MOST_MANIFEST)
+            text, _ = bucket.read(MANIFEST, MAX_MANIFEST)
         place = f"{bucket.url}/{MANIFEST}"
         with files.reading(place, then=f": {_MEND}"):
             manifest = cls._parsed(text, folder, place)
@@ -197,7 +197,7 @@ class Manifest(Section):
             UserError: it is missing or corrupt, or the bucket cannot be reached.
         """
         if self._cache is not None:
-            largest = shard.count * (math.prod(self.shape) * self.dtype.itemsize + 8) + 8 + _MOST_HEADER
+            largest = shard.count * (math.prod(self.shape) * self.dtype.itemsize + 8) + 8 + _MAX_HEADER
             return self._cache.bring(shard.file, shard.sha256, largest, verify)
         path = self.directory / shard.file
         if verify:
@@ -217,7 +217,7 @@ class _Mapped:
     def __init__(self, path: Path, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         with files.regular(path) as file:
             size = int.from_bytes(file.read(8), "little")
-            self._head = json.loads(file.read(min(size, _MOST_HEADER)))
+            self._head = json.loads(file.read(min(size, _MAX_HEADER)))
             # Copy-on-write: torch has no read-only tensors. Nothing here writes, so no page is copied.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._begin = 8 + size

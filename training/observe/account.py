@@ -66,14 +66,14 @@ STEPS = (Bucket.PRODUCTIVE, Bucket.DATA_WAIT, Bucket.RANK_WAIT)
 STARTING = (Bucket.START, Bucket.IMPORTS, Bucket.MEETING, Bucket.PREPARED, Bucket.RESTORED, Bucket.FIRST_STEP)
 _LARGEST = 1e12
 """A number of seconds, steps or ranks from here on is damaged."""
-_MOST_BYTES, _LINE_BYTES, _MOST_PARTS = 64 << 20, 1 << 14, 8192
+_MAX_BYTES, _LINE_BYTES, _MAX_STRETCHES = 64 << 20, 1 << 14, 8192
 
 Line = dict[str, Any]
 """time, attempt, boot, since, until, first, step, ranks, seconds; resumed, of the first one of an attempt; code, of its last one."""
 
 
 @dataclass(slots=True)
-class Part:
+class Stretch:
     """A stretch of an attempt."""
 
     attempt: int
@@ -91,7 +91,7 @@ class Account:
     """The lines of a run, added up."""
 
     def __init__(self) -> None:
-        self.parts: list[Part] = []
+        self.stretches: list[Stretch] = []
         self.last: Line | None = None
         self.began: float | None = None
         """When the first attempt's launcher was started: seconds since the epoch, by its machine's clock of the wall."""
@@ -114,33 +114,33 @@ class Account:
         seconds[Bucket.UNKNOWN] = seconds.get(Bucket.UNKNOWN, 0.0) + wall - known
         if line.get("resumed") is not None:
             self._lose(_number(line["resumed"]))
-        self.parts.append(Part(number, int(first), int(step), count, wall, seconds))
-        if len(self.parts) > _MOST_PARTS:
-            self.parts[: _MOST_PARTS // 2] = _joined(self.parts[: _MOST_PARTS // 2])
+        self.stretches.append(Stretch(number, int(first), int(step), count, wall, seconds))
+        if len(self.stretches) > _MAX_STRETCHES:
+            self.stretches[: _MAX_STRETCHES // 2] = _joined(self.stretches[: _MAX_STRETCHES // 2])
 
     def _lose(self, resumed: float) -> None:
         """The steps after this one were lost."""
-        for part in reversed(self.parts):
-            if part.last <= resumed and part.last > part.first:
+        for stretch in reversed(self.stretches):
+            if stretch.last <= resumed and stretch.last > stretch.first:
                 return
-            if part.last > max(part.first, resumed):
-                share = (part.last - max(part.first, resumed)) / (part.last - part.first)
+            if stretch.last > max(stretch.first, resumed):
+                share = (stretch.last - max(stretch.first, resumed)) / (stretch.last - stretch.first)
                 for bucket in STEPS:
-                    lost = share * part.seconds.get(bucket, 0.0)
-                    part.seconds[bucket] = part.seconds.get(bucket, 0.0) - lost
-                    part.seconds[Bucket.TAKEN_AGAIN] = part.seconds.get(Bucket.TAKEN_AGAIN, 0.0) + lost
-                part.last = max(part.first, int(resumed))
+                    lost = share * stretch.seconds.get(bucket, 0.0)
+                    stretch.seconds[bucket] = stretch.seconds.get(bucket, 0.0) - lost
+                    stretch.seconds[Bucket.TAKEN_AGAIN] = stretch.seconds.get(Bucket.TAKEN_AGAIN, 0.0) + lost
+                stretch.last = max(stretch.first, int(resumed))
 
     @property
     def wall(self) -> float:
-        return sum(part.wall for part in self.parts)
+        return sum(stretch.wall for stretch in self.stretches)
 
     @property
     def seconds(self) -> dict[Bucket, float]:
         """Of the job's wall clock, by bucket."""
         found: dict[Bucket, float] = defaultdict(float)
-        for part in self.parts:
-            for bucket, value in part.seconds.items():
+        for stretch in self.stretches:
+            for bucket, value in stretch.seconds.items():
                 found[bucket] += value
         return found
 
@@ -148,25 +148,25 @@ class Account:
     def rank_seconds(self) -> dict[Bucket, float]:
         """Of all ranks: what rank 0 did counts for each that trains. Those of a rank that was lost, and not replaced, are `down`."""
         found: dict[Bucket, float] = defaultdict(float)
-        for part in self.parts:
-            for bucket, value in part.seconds.items():
-                found[bucket] += value * part.ranks[0]
-            found[Bucket.DOWN] += part.wall * max(0, part.ranks[1] - part.ranks[0])
+        for stretch in self.stretches:
+            for bucket, value in stretch.seconds.items():
+                found[bucket] += value * stretch.ranks[0]
+            found[Bucket.DOWN] += stretch.wall * max(0, stretch.ranks[1] - stretch.ranks[0])
         return found
 
     @property
     def restarts(self) -> int:
-        return max(0, len({part.attempt for part in self.parts}) - 1)
+        return max(0, len({stretch.attempt for stretch in self.stretches}) - 1)
 
     @property
     def lost_to_restarts(self) -> float:
         """Seconds: down, taken again, and what every attempt but the first one needed to its first step."""
-        begun = min((part.attempt for part in self.parts), default=0)
+        begun = min((stretch.attempt for stretch in self.stretches), default=0)
         again = [Bucket.DOWN, Bucket.TAKEN_AGAIN]
         return sum(
-            part.seconds.get(bucket, 0.0)
-            for part in self.parts
-            for bucket in (again if part.attempt == begun else [*again, *STARTING])
+            stretch.seconds.get(bucket, 0.0)
+            for stretch in self.stretches
+            for bucket in (again if stretch.attempt == begun else [*again, *STARTING])
         )
 
     def shares(self) -> dict[str, Any]:
@@ -229,18 +229,18 @@ def started(process: str) -> float | None:
     return int(fields[19]) / os.sysconf("SC_CLK_TCK") if len(fields) > 19 else None
 
 
-def _joined(parts: list[Part]) -> list[Part]:
+def _joined(stretches: list[Stretch]) -> list[Stretch]:
     """Half as many of them, at best: neighbours of the same attempt and ranks become one."""
-    found: list[Part] = []
+    found: list[Stretch] = []
     whole = True
-    for part in parts:
-        last = found[-1] if found else part
-        if whole or (last.attempt, last.ranks) != (part.attempt, part.ranks):
-            found.append(part)
+    for stretch in stretches:
+        last = found[-1] if found else stretch
+        if whole or (last.attempt, last.ranks) != (stretch.attempt, stretch.ranks):
+            found.append(stretch)
             whole = False
             continue
-        last.last, last.wall, whole = part.last, last.wall + part.wall, True
-        for bucket, value in part.seconds.items():
+        last.last, last.wall, whole = stretch.last, last.wall + stretch.wall, True
+        for bucket, value in stretch.seconds.items():
             last.seconds[bucket] = last.seconds.get(bucket, 0.0) + value
     return found
 
@@ -256,7 +256,7 @@ def of_run(run: Path) -> Account:
     """The account of a run directory. What is missing, cut off or damaged is left out: the time of such a line is `unknown` or `down`."""
     account = Account()
     with contextlib.suppress(OSError), files.regular(run / contract.TIME_FILE) as file:
-        while file.tell() < _MOST_BYTES and (text := file.readline(_LINE_BYTES)):
+        while file.tell() < _MAX_BYTES and (text := file.readline(_LINE_BYTES)):
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 line = files.parsed(text)
                 if isinstance(line, dict):

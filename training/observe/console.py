@@ -22,7 +22,7 @@ from ..limits import PROGRESS_SECONDS
 from ..parallel.world import World
 from .clock import Observer, StepDone
 
-MOST_COLUMNS = 6
+MAX_COLUMNS = 6
 """Of what is logged, in the table of epochs."""
 OTHER_COLUMNS = 50
 """Width of the others: epoch, step, seconds, loss and speed."""
@@ -145,7 +145,7 @@ class Console(Observer):
         room = shutil.get_terminal_size().columns - OTHER_COLUMNS if self._bar is not None else math.inf
         found: list[str] = []
         for name in names:
-            if _width(name) <= room and len(found) < MOST_COLUMNS:
+            if _width(name) <= room and len(found) < MAX_COLUMNS:
                 found.append(name)
                 room -= _width(name)
         return found

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from lockstep.wire.hangs import HANG_SECONDS
 
 from .. import contract
-from ..limits import LEAST_LINE_SECONDS, MOST_LINE_SECONDS
+from ..limits import MAX_LINE_SECONDS, MIN_LINE_SECONDS
 from .account import PRECEDENCE, Account, Bucket, Line, boot, boot_seconds, of_run, started
 from .clock import Observer, StepDone
 
@@ -185,7 +185,7 @@ class GoodputRecorder(Observer):
             self.count(bucket, value)
         self._since, self._first = now, self._step
         self._seconds.clear()
-        self._due = self._last + min(max(SHARE * (now - self._began), LEAST_LINE_SECONDS), MOST_LINE_SECONDS)
+        self._due = self._last + min(max(SHARE * (now - self._began), MIN_LINE_SECONDS), MAX_LINE_SECONDS)
         if self._run is None:
             self._kept.append(line)
         else:

@@ -29,7 +29,7 @@ BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper bounds of the histograms, in seconds: about a factor of three each, from 1 ms to half a minute."""
 
 
-class Row(NamedTuple):
+class Spec(NamedTuple):
     kind: Literal["gauge", "counter", "histogram", "summary"]
     help: str
     labels: dict[str, tuple[str, ...]] = {}  # noqa: RUF012 - never changed
@@ -39,53 +39,55 @@ class Row(NamedTuple):
     would raise an alert); or it is read from the process and its GPU when the metrics are scraped."""
 
 
-TABLE: dict[str, Row] = {
-    "info": Row("gauge", "What runs here, always 1.", {"recipe": (), "sync": (), "world_size": (), "version": ()}, since="later"),
-    "attempt": Row("gauge", "Number of this start of the run, from 1."),
-    "start_timestamp_seconds": Row("gauge", "Unix time at which this attempt began."),
-    "step": Row("gauge", "Optimizer steps done since the run began, earlier attempts included."),
-    "steps_planned": Row("gauge", "Optimizer steps of the whole run.", since="later"),
-    "last_step_timestamp_seconds": Row("gauge", "Unix time of the end of the last optimizer step; of the start, before it."),
-    "finished": Row("gauge", "1 once this attempt has ended, however it ended."),
-    "exit_code": Row("gauge", "Exit code of this attempt: 0 done, 1 failed, 2 wrong usage or data, 75 preempted. Absent while it runs.",
+TABLE: dict[str, Spec] = {
+    "info": Spec("gauge", "What runs here, always 1.", {"recipe": (), "sync": (), "world_size": (), "version": ()}, since="later"),
+    "attempt": Spec("gauge", "Number of this start of the run, from 1."),
+    "start_timestamp_seconds": Spec("gauge", "Unix time at which this attempt began."),
+    "step": Spec("gauge", "Optimizer steps done since the run began, earlier attempts included."),
+    "steps_planned": Spec("gauge", "Optimizer steps of the whole run.", since="later"),
+    "last_step_timestamp_seconds": Spec("gauge", "Unix time of the end of the last optimizer step; of the start, before it."),
+    "finished": Spec("gauge", "1 once this attempt has ended, however it ended."),
+    "exit_code": Spec("gauge", "Exit code of this attempt: 0 done, 1 failed, 2 wrong usage or data, 75 preempted. Absent while it runs.",
                      since="later"),
-    "loss": Row("gauge", "Mean training loss of all ranks' samples between the last two readings.", since="later"),
-    "grad_norm": Row("gauge", "L2 norm of the gradient of the global batch, before clipping, at the last reading.", since="later"),
-    "learning_rate": Row("gauge", "Learning rate of the last step."),
-    "accuracy": Row("gauge", "Share of the test images that the last evaluation got right, 0 to 1.", since="later"),
-    "logged": Row("gauge", "A number that a loop of one's own has logged last.", {"name": ()}, since="later"),
-    "samples_total": Row("counter", "Samples this rank has trained on in this attempt."),
-    "sync_bytes_total": Row("counter", "Bytes of gradient this rank has handed to collectives in this attempt."),
-    "nonfinite_steps_total": Row("counter", "Steps whose gradient was NaN or infinite."),
-    "preemptions_total": Row("counter", "Early ends of the run after a checkpoint, earlier attempts included."),
-    "checkpoint_failures_total": Row(
+    "loss": Spec("gauge", "Mean training loss of all ranks' samples between the last two readings.", since="later"),
+    "grad_norm": Spec("gauge", "L2 norm of the gradient of the global batch, before clipping, at the last reading.", since="later"),
+    "learning_rate": Spec("gauge", "Learning rate of the last step."),
+    "accuracy": Spec("gauge", "Share of the test images that the last evaluation got right, 0 to 1.", since="later"),
+    "logged": Spec("gauge", "A number that a loop of one's own has logged last.", {"name": ()}, since="later"),
+    "samples_total": Spec("counter", "Samples this rank has trained on in this attempt."),
+    "sync_bytes_total": Spec("counter", "Bytes of gradient this rank has handed to collectives in this attempt."),
+    "nonfinite_steps_total": Spec("counter", "Steps whose gradient was NaN or infinite."),
+    "preemptions_total": Spec("counter", "Early ends of the run after a checkpoint, earlier attempts included."),
+    "checkpoint_failures_total": Spec(
         "counter", "Checkpoints that could not be written, or sent to the bucket.", {"reason": ("disk", "bucket", "timeout")}
     ),
-    "corrupt_files_total": Row(
+    "corrupt_files_total": Spec(
         "counter", "Files that did not have their checksum and were not used.", {"kind": ("checkpoint", "shard")}
     ),
-    "ranks": Row("gauge", "Ranks that train, as this one knows it."),
-    "ranks_lost_total": Row("counter", "Ranks that were lost while the others went on (launch --live)."),
-    "hung_rank": Row("gauge", "The rank that the others wait for (of several the lowest), while none gets further.", since="later"),
-    "checkpoint_last_success_timestamp_seconds": Row(
+    "ranks": Spec("gauge", "Ranks that train, as this one knows it."),
+    "ranks_lost_total": Spec("counter", "Ranks that were lost while the others went on (launch --live)."),
+    "hung_rank": Spec("gauge", "The rank that the others wait for (of several the lowest), while none gets further.", since="later"),
+    "checkpoint_last_success_timestamp_seconds": Spec(
         "gauge", "Unix time at which the newest checkpoint was on the disk, or in the bucket if there is one.", since="later"
     ),
-    "step_duration_seconds": Row("histogram", "Seconds of an optimizer step, waiting for data included."),
-    "data_wait_seconds": Row("histogram", "Seconds a step waited for its batch."),
-    "grad_ready_seconds": Row("histogram", "Seconds from the batch to the rank's own gradients: forward and backward."),
-    "sync_wait_seconds": Row("histogram", "Seconds from the rank's own gradients to the sum over all ranks. The slowest rank waits least."),
-    "slow_rank_cost_ratio": Row("gauge", "Share of every step that this rank costs the others. Told by rank 0, if it has named it.",
+    "step_duration_seconds": Spec("histogram", "Seconds of an optimizer step, waiting for data included."),
+    "data_wait_seconds": Spec("histogram", "Seconds a step waited for its batch."),
+    "grad_ready_seconds": Spec("histogram", "Seconds from the batch to the rank's own gradients: forward and backward."),
+    "sync_wait_seconds": Spec(
+        "histogram", "Seconds from the rank's own gradients to the sum over all ranks. The slowest rank waits least."
+    ),
+    "slow_rank_cost_ratio": Spec("gauge", "Share of every step that this rank costs the others. Told by rank 0, if it has named it.",
                                 {"phase": PHASES}, since="later"),
-    "checkpoint_duration_seconds": Row("summary", "Seconds from handing a checkpoint to the writer until it was verified on the disk.",
+    "checkpoint_duration_seconds": Spec("summary", "Seconds from handing a checkpoint to the writer until it was verified on the disk.",
                                        since="later"),
-    "time_seconds_total": Row("counter", "Seconds of this rank in this attempt, each in one bucket; on rank 0 with those before it.",
+    "time_seconds_total": Spec("counter", "Seconds of this rank in this attempt, each in one bucket; on rank 0 with those before it.",
                               {"bucket": tuple(bucket.value for bucket in Bucket if bucket is not Bucket.UNKNOWN)}, since="later"),
-    "process_cpu_seconds_total": Row("counter", "User and system CPU seconds of the rank's process.", since="scrape"),
-    "process_resident_memory_bytes": Row("gauge", "Resident memory of the rank's process.", since="scrape"),
-    "rank_gpu_info": Row("gauge", "The rank's GPU, always 1: joins the series of dcgm-exporter on UUID.", {"UUID": ()}, since="scrape"),
-    "gpu_memory_allocated_bytes": Row("gauge", "GPU memory in tensors.", since="scrape"),
-    "gpu_memory_reserved_bytes": Row("gauge", "GPU memory that the process has reserved for tensors.", since="scrape"),
-    "gpu_memory_peak_bytes": Row("gauge", "Most GPU memory in tensors at one time so far.", since="scrape"),
+    "process_cpu_seconds_total": Spec("counter", "User and system CPU seconds of the rank's process.", since="scrape"),
+    "process_resident_memory_bytes": Spec("gauge", "Resident memory of the rank's process.", since="scrape"),
+    "rank_gpu_info": Spec("gauge", "The rank's GPU, always 1: joins the series of dcgm-exporter on UUID.", {"UUID": ()}, since="scrape"),
+    "gpu_memory_allocated_bytes": Spec("gauge", "GPU memory in tensors.", since="scrape"),
+    "gpu_memory_reserved_bytes": Spec("gauge", "GPU memory that the process has reserved for tensors.", since="scrape"),
+    "gpu_memory_peak_bytes": Spec("gauge", "Most GPU memory in tensors at one time so far.", since="scrape"),
 }  # fmt: skip
 """Every metric, without its prefix. docsite/reference.py makes the page of the metrics from it."""
 

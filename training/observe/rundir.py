@@ -38,7 +38,7 @@ from ..contract import UserError, say
 from ..limits import DISK_LOOK_SECONDS, DISK_SECONDS, LOCK_AFTER_RESTART_SECONDS, LOCK_SECONDS, RUN_FILE_SECONDS
 from ..parallel.world import World
 
-MOST = 10_000
+MAX_TASKS = 10_000
 """Things that wait for a disk that hangs; further ones are dropped."""
 
 
@@ -66,7 +66,7 @@ class Background:
             seconds: 0 waits for nothing.
         """
         with self._change:
-            if len(self._waiting) < MOST or key in self._waiting:
+            if len(self._waiting) < MAX_TASKS or key in self._waiting:
                 self._waiting[key if key is not None else object()] = task
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)

@@ -35,11 +35,11 @@ PHASES: tuple[Literal["data", "compute", "update"], ...] = ("data", "compute", "
 """Of a rank's own time: waiting for its batch; forward and backward, with what a script does between two batches; the rest of the step."""
 BLOCKS = 10
 """The newest ones, over which the cost of a rank is taken."""
-LEAST_SHARE = 0.03
+MIN_SHARE = 0.03
 """Of every step, that a rank costs which is named. It is named until it costs half of that."""
 ERRORS = 5.0
 """Standard errors that the cost of a rank must be above chance."""
-_MOST_STEPS = 4096
+_MAX_STEPS = 4096
 """That a rank leaves in the store."""
 _HEAD = struct.Struct("<qq")
 _LONGEST = 1e7
@@ -75,7 +75,7 @@ class SlowRank(Observer):
     def __init__(self, world: World, news: Callable[[], None]) -> None:
         self._world, self._news = world, news
         self._key = f"lockstep/times/{next(_ATTEMPTS)}"  # a process may have several runs over one store
-        self._rows: deque[tuple[float, float, float, float]] = deque(maxlen=_MOST_STEPS)
+        self._rows: deque[tuple[float, float, float, float]] = deque(maxlen=_MAX_STEPS)
         """Of the last steps: seconds of each of `PHASES`, and of the wait for the other ranks."""
         self._last = 0
         """The step of the newest row."""
@@ -164,7 +164,7 @@ def _parsed(data: bytes) -> tuple[int, int, Floats] | None:
     """Number of the rank, the last step, rows; None for what no rank of ours has left there."""
     width = len(PHASES) + 1
     count, odd = divmod(len(data) - _HEAD.size, 4 * width)
-    if odd or not 0 <= count <= _MOST_STEPS:
+    if odd or not 0 <= count <= _MAX_STEPS:
         return None
     number, last = _HEAD.unpack_from(data)
     rows = np.frombuffer(data, "<f4", offset=_HEAD.size).reshape(-1, width).astype(np.float64)
@@ -205,7 +205,7 @@ class History:
         named = self.verdict is not None and self.verdict.rank == rank
         share = float(gained.sum() / spent)
         error = float(np.sqrt(((gained - share * seconds) ** 2).sum()) / spent)
-        if share < (LEAST_SHARE / 2 if named else LEAST_SHARE) or not (named or share > ERRORS * error):
+        if share < (MIN_SHARE / 2 if named else MIN_SHARE) or not (named or share > ERRORS * error):
             return None
         return Verdict(rank, PHASES[int(by_phase[:, place].sum(axis=0).argmax())], share)
 

@@ -20,7 +20,7 @@ from ..contract import UserError, to_stderr
 from ..data import order, sources
 from ..data.augment import check_settings, normalise
 from ..data.batches import fits
-from ..data.making import prepare
+from ..data.shard_writer import prepare
 from ..data.shards import Manifest, Samples
 from ..models.arithmetic import autocast, real_type
 from ..observe.rundir import recipe_of

@@ -19,8 +19,8 @@ from ..config import Config
 from ..contract import MOST_NAMED, UserError, named
 from ..data.augment import augment, check_settings, draw_keys, normalise
 from ..data.batches import Batches, Division, Stored
-from ..data.making import prepare as prepare_shards
 from ..data.order import Parts
+from ..data.shard_writer import prepare as prepare_shards
 from ..data.shards import Manifest, Samples
 from ..models.arithmetic import arithmetic_of, fast_type, no_compiler, real_type
 from ..parallel.exchange import (

@@ -26,8 +26,8 @@ from ..contract import UserError, say
 from ..limits import (
     BUCKET_LOOK_SECONDS,
     LAST_COMMIT_SECONDS,
-    LEAST_INTERVAL_SECONDS,
-    MOST_INTERVAL_SECONDS,
+    MAX_INTERVAL_SECONDS,
+    MIN_INTERVAL_SECONDS,
     PRIOR_SECONDS,
     SAVE_LOOK_SECONDS,
 )
@@ -79,8 +79,8 @@ class Interval:
     def seconds(self, trained: float) -> float:
         """Seconds between two saves. `trained`: as in `mtbf`."""
         best = math.sqrt(2 * self.cost * self.mtbf(trained))
-        least = max(LEAST_INTERVAL_SECONDS, WRITES * statistics.median(self._writes) if self._writes else 0.0)
-        return min(max(best, least), max(MOST_INTERVAL_SECONDS, least))
+        least = max(MIN_INTERVAL_SECONDS, WRITES * statistics.median(self._writes) if self._writes else 0.0)
+        return min(max(best, least), max(MAX_INTERVAL_SECONDS, least))
 
 
 class _NoAnswer(Exception):

@@ -30,7 +30,7 @@ def _table(folder: Path, gpu: str, *rows: tuple[str, str], gpus: int = 2) -> tup
     """(the rows, what is shown, whether it is called a rehearsal) of rows with a name and what they need."""
     script = folder / "played.py"
     script.write_text(PLAYED % gpu)
-    checks = [doctor.Row(name, doctor.visible, "do this", gpus=2, needs=needs) for name, needs in rows]
+    checks = [doctor.Probe(name, doctor.visible, "do this", gpus=2, needs=needs) for name, needs in rows]
     shown = io.StringIO()
     value = doctor.table(checks, gpus, (sys.executable, str(script)), shown)
     return value["rows"], shown.getvalue(), value.get("rehearsal", False)

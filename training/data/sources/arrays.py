@@ -20,9 +20,9 @@ from ...contract import UserError
 from ..order import mix
 from .raw import Piece, Share, Stream, cut
 
-MOST_BYTES = 4 << 30
+MAX_BYTES = 4 << 30
 """Of an array in an .npz file, unpacked."""
-SMALL_BYTES, MOST_RATIO = 256 << 20, 100
+SMALL_BYTES, MAX_RATIO = 256 << 20, 100
 """An array of more bytes is at most this many times as large as its packed form: a file of 4 MB can claim 4 GB."""
 _KEY = 0x5EED0001
 """Of the draw that holds samples out."""
@@ -113,7 +113,7 @@ def _member(archive: zipfile.ZipFile, name: str, path: Path) -> np.ndarray:
     if f"{name}.npy" not in (inside := archive.namelist()):
         raise UserError(f"{path} has no array {name!r}: expected `samples` and `labels`, it has {sorted(inside)[:10]}")
     info = archive.getinfo(f"{name}.npy")
-    most = min(MOST_BYTES, max(SMALL_BYTES, MOST_RATIO * info.compress_size))
+    most = min(MAX_BYTES, max(SMALL_BYTES, MAX_RATIO * info.compress_size))
     if info.file_size > most:
         raise UserError(
             f"{path}: {name}.npy has {info.file_size} bytes unpacked, at most {most} are read: use .npy files"

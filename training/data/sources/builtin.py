@@ -33,7 +33,7 @@ _IDX_FILES = {
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
 _UINT8 = 8
-_MOST_BYTES = 256 << 20
+_MAX_BYTES = 256 << 20
 """Of one file, unpacked; the official ones have 47 MB at most. A packed file of 260 KB can hold as much."""
 
 
@@ -153,7 +153,7 @@ def _cifar10_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
     if not path.exists():
         raise UserError(f"{path} is missing: CIFAR-10 has data_batch_1.bin … data_batch_5.bin and test_batch.bin")
     with files.reading(path):
-        data = np.frombuffer(bytearray(files.read(path, _MOST_BYTES)), np.uint8)
+        data = np.frombuffer(bytearray(files.read(path, _MAX_BYTES)), np.uint8)
     if len(data) == 0 or len(data) % _RECORD:
         raise UserError(
             f"{path} has {len(data)} bytes, expected a multiple of {_RECORD}: it is cut off, or not CIFAR-10"
@@ -168,7 +168,7 @@ def _cifar10_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
 def _cifar10_python(path: Path, md5: str) -> tuple[np.ndarray, np.ndarray]:
     """torchvision unpickles a file that it opens anew after it has looked at its md5; here these are the same bytes."""
     with files.reading(path):
-        data = files.read(path, _MOST_BYTES)
+        data = files.read(path, _MAX_BYTES)
     actual = hashlib.md5(data, usedforsecurity=False).hexdigest()
     if actual != md5:
         raise UserError(
@@ -249,8 +249,8 @@ def read_idx(folder: Path, name: str, dimensions: int, count: int | None = None)
             )
         shape = [int(size) for size in np.frombuffer(head, ">i4", offset=4)]
         size = math.prod(shape)
-        if min(shape) < 0 or size > _MOST_BYTES:
-            raise UserError(f"{path} says it holds {shape} bytes; at most {_MOST_BYTES} are read: it is corrupt")
+        if min(shape) < 0 or size > _MAX_BYTES:
+            raise UserError(f"{path} says it holds {shape} bytes; at most {_MAX_BYTES} are read: it is corrupt")
         if count is not None and shape[0] != count:
             raise UserError(f"{path} says it holds {shape[0]} labels, and there are {count} images: it is corrupt")
         data = file.read(size + 1)  # one more, to see whether it ends there; a packed file cannot fill the memory

@@ -25,7 +25,7 @@ from ...config.user_code import add_working_directory, check_options, imported
 from ...contract import UserError
 from .raw import Piece, Stream
 
-_MOST_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 
 
 def open_stream(name: str, root: Path, options: dict[str, Any]) -> Stream:
@@ -85,6 +85,6 @@ def code_of(name: str) -> str:
             raise UserError(
                 f"cannot find the module of the source {name}: put it where Python looks, or start in its folder"
             )
-        return hashlib.sha256(files.read(Path(origin), _MOST_BYTES)).hexdigest()
+        return hashlib.sha256(files.read(Path(origin), _MAX_BYTES)).hexdigest()
     except (ImportError, ValueError, OSError) as error:
         raise UserError(f"cannot find the module of the source {name}: {error}") from None

@@ -30,7 +30,7 @@ from ...parallel.world import cores
 from ..decoders import Decoders, Item
 from .raw import Piece, Share, Stream, rows_of_a_piece
 
-MOST_SIDE = 4096
+MAX_SIDE = 4096
 KINDS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP"}
 """Suffix → the format that the content must have."""
 _DROPPINGS = frozenset({"thumbs.db", "desktop.ini"})
@@ -39,8 +39,8 @@ _DROPPINGS = frozenset({"thumbs.db", "desktop.ini"})
 
 def _size(value: int | list[int]) -> list[int]:
     sides = value if isinstance(value, list) else [value, value]
-    if len(sides) != 2 or not all(1 <= side <= MOST_SIDE for side in sides):
-        raise ValueError(f"must be a number of pixels, or [height, width], of 1 … {MOST_SIDE}, got {value}")
+    if len(sides) != 2 or not all(1 <= side <= MAX_SIDE for side in sides):
+        raise ValueError(f"must be a number of pixels, or [height, width], of 1 … {MAX_SIDE}, got {value}")
     return sides
 
 

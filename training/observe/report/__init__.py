@@ -28,7 +28,7 @@ from ...config import settings
 from ...contract import UserError
 from ...limits import SILENT_RUN_SECONDS
 from . import charts, record
-from .charts import Row, Table
+from .charts import Table, TableRow
 from .record import RunRecord, number_of
 
 FOLDER = Path(__file__).parent
@@ -144,12 +144,12 @@ def _compared(columns: list[dict[str, Any]], names: list[str], mark: bool = True
 
     Variables of the environment are not marked: many are other ones at every start.
     """
-    first: list[Row] = []
-    rest: list[Row] = []
+    first: list[TableRow] = []
+    rest: list[TableRow] = []
     for key in dict.fromkeys(key for column in columns for key in column):
         cells = [_shown(column.get(key)) for column in columns]
         differs = mark and len(set(cells)) > 1 and not key.startswith("environment.")
-        (first if differs else rest).append(Row(f"{key} (differs)" if differs else key, cells, differs))
+        (first if differs else rest).append(TableRow(f"{key} (differs)" if differs else key, cells, differs))
     return Table(["", *names], [*first, *rest])
 
 

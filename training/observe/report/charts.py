@@ -18,7 +18,7 @@ _POINTS = 400
 """Most points of a curve."""
 _BARS = 32
 """Most ranks that are shown one by one. Of more, those that the others wait for; of attempts, the last."""
-MOST_LOGGED = 12
+MAX_LOGGED = 12
 """Most charts of values that users' own loops have logged."""
 _MOMENTS = (
     "start", "resumed", "checkpoint_written", "checkpoint_sent", "checkpoint_failed", "preempted", "nonfinite", "corrupt_checkpoint",
@@ -39,7 +39,7 @@ Points = list[list[Any]]
 """[x, y] each; of the timeline [seconds, step, what happened or "", why]; of bars [name, length]."""
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """Of a table. One that `differs` is marked: the runs are not alike in it."""
 
     name: str
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 class Table(NamedTuple):
     head: list[str]
-    rows: list[Row]
+    rows: list[TableRow]
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class Chart:
         """A row for each point; of the timeline, for each that is marked."""
         points = [(line.label, point) for line in self.lines for point in line.points if point[2:3] != [""]]
         cells = [[f"{value:.6g}" if isinstance(value, float) else str(value) for value in point] for _, point in points]
-        return Table(["", self.x, self.y], [Row(label, texts) for (label, _), texts in zip(points, cells)])
+        return Table(["", self.x, self.y], [TableRow(label, texts) for (label, _), texts in zip(points, cells)])
 
 
 def of(runs: Sequence[RunRecord], names: list[str]) -> list[Chart]:
@@ -131,7 +131,7 @@ def _curves(named: list[tuple[RunRecord, str]]) -> list[Chart]:
         Chart("Loss", "steps", "mean cross entropy", "line", loss),
         Chart("Test accuracy", "steps", "accuracy, 0 to 1", "line", accuracy),
         Chart("Throughput", "steps", "samples a second, all ranks", "line", speed, from_zero=True),
-        *(Chart(f"Logged: {key}", "steps", key, "line", logged[key]) for key in others[:MOST_LOGGED]),
+        *(Chart(f"Logged: {key}", "steps", key, "line", logged[key]) for key in others[:MAX_LOGGED]),
     ]
 
 
@@ -177,7 +177,7 @@ def _by_attempt(named: list[tuple[RunRecord, str]]) -> list[Chart]:
     charts = []
     for run, name in named:
         attempts: dict[int, dict[Bucket, float]] = defaultdict(lambda: defaultdict(float))
-        for part in run.account.parts:
+        for part in run.account.stretches:
             for bucket, seconds in part.seconds.items():
                 attempts[part.attempt][bucket] += seconds
         shown = sorted(attempts)[-_BARS:]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.training.limits import LEAST_INTERVAL_SECONDS, MOST_INTERVAL_SECONDS, PRIOR_SECONDS
+from lockstep.training.limits import MAX_INTERVAL_SECONDS, MIN_INTERVAL_SECONDS, PRIOR_SECONDS
 from lockstep.training.run.saver import Interval
 from tests.events import events
 from tests.ranks import training
@@ -31,9 +31,9 @@ def test_young_and_dalys_formula_with_the_prior_and_what_was_seen() -> None:
 
 
 def test_the_interval_is_bounded() -> None:
-    assert Interval(0).seconds(0.0) == LEAST_INTERVAL_SECONDS  # until a save has been measured
-    assert _measured(1e-6).seconds(0.0) == LEAST_INTERVAL_SECONDS
-    assert _measured(600.0).seconds(1e9) == MOST_INTERVAL_SECONDS
+    assert Interval(0).seconds(0.0) == MIN_INTERVAL_SECONDS  # until a save has been measured
+    assert _measured(1e-6).seconds(0.0) == MIN_INTERVAL_SECONDS
+    assert _measured(600.0).seconds(1e9) == MAX_INTERVAL_SECONDS
     assert _measured(0.001, write=100.0).seconds(0.0) == 200.0  # the disk must have done with one before the next
 
 
@@ -49,7 +49,7 @@ def test_it_is_told_once_in_the_log(tmp_path: Path, tiny: list[str]) -> None:
     assert done.output.count("(every_seconds: auto)") == 1, done.output
     (event,) = events(tmp_path / "run", "checkpoint_interval")
     assert (
-        event["seconds"] >= LEAST_INTERVAL_SECONDS
+        event["seconds"] >= MIN_INTERVAL_SECONDS
         and event["failures"] == 2
         and event["mtbf_seconds"] >= PRIOR_SECONDS / 3
     )

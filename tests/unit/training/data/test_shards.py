@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.training.data import making, shards
+from lockstep.training.data import shard_writer, shards
 from lockstep.training.data.shards import Manifest, Samples
 from tests import product
 from tests.product import UserError
@@ -36,7 +36,7 @@ def test_writing_never_touches_what_is_there(tmp_path: Path, made: Manifest) -> 
     assert {path.name: path.read_bytes() for path in made.directory.iterdir()} == before
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=str(tmp_path / "file")):
-        making.prepare(product.data(source="digits", root=str(tmp_path / "file")))
+        shard_writer.prepare(product.data(source="digits", root=str(tmp_path / "file")))
 
 
 @pytest.mark.promise("sources")

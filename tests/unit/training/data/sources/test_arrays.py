@@ -167,7 +167,7 @@ def test_an_npy_that_is_none(tmp_path: Path, file: str, damage: Callable[[Path],
 
 
 def test_an_npz_that_would_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays, "MOST_BYTES", 1000)
+    monkeypatch.setattr(arrays, "MAX_BYTES", 1000)
     _write(tmp_path, "packed", IMAGES, LABELS)
     with pytest.raises(UserError, match="samples.npy has 7328 bytes unpacked, at most 1000 are read: use .npy"):
         _made(tmp_path)

@@ -25,7 +25,7 @@ from ..config import Data
 from ..contract import UserError, say
 from . import sources
 from .order import bounds
-from .shards import MANIFEST, MOST_MANIFEST, SPLITS, Manifest
+from .shards import MANIFEST, MAX_MANIFEST, SPLITS, Manifest
 from .sources.raw import Raw, Stream, checked, cut, numbered
 
 MADE_FROM = "made-from.json"
@@ -70,7 +70,7 @@ def send(data: Data, url: str) -> Manifest:
     taken = UserError(f"{bucket.url} exists already, and has shards: choose another prefix, or remove its {MANIFEST}")
     with as_user_error("the shards cannot be sent"):
         with contextlib.suppress(FileNotFoundError):
-            bucket.read(MANIFEST, MOST_MANIFEST)
+            bucket.read(MANIFEST, MAX_MANIFEST)
             raise taken
         manifest = prepare(data)
         about = manifest.model_dump(mode="json", exclude={"directory"}, exclude_defaults=True)
@@ -79,7 +79,7 @@ def send(data: Data, url: str) -> Manifest:
                 entry["file"] = f"{shard.sha256}.safetensors"
                 bucket.put(entry["file"], manifest.file(shard, verify=True))
         text = (json.dumps(about, indent=1) + "\n").encode()
-        if not bucket.swap(MANIFEST, text, None) and bucket.read(MANIFEST, MOST_MANIFEST)[0] != text:
+        if not bucket.swap(MANIFEST, text, None) and bucket.read(MANIFEST, MAX_MANIFEST)[0] != text:
             raise taken
     return manifest
 
