@@ -199,6 +199,16 @@ WRONG = {
         "run.settings.sync.name = 'zero1'; " + LOOP + "for x, y in run.batches(DATA, 16):\n"
         "            run.backward(F.cross_entropy(m(x), y)); torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0); run.update()",
         "error", "run.update(clip=…)"),
+    "an optimizer that looks at all gradients, of which a rank has a part": (
+        "run.settings.sync.name = 'zero1'\n    class Normed(torch.optim.SGD):\n        def step(self):\n"
+        "            torch.nn.utils.clip_grad_norm_(self.param_groups[0]['params'], 1.0); super().step()\n"
+        "    net = run.replicate(torch.nn.Linear(1, 1)); run.optimizer(lambda of: Normed(of, lr=0.1))", "error", "Normed combines them"),
+    "an optimizer with a state that is no parameter's": (
+        "run.settings.sync.name = 'zero1'\n    class Counted(torch.optim.SGD):\n"
+        "        def state_dict(self): return super().state_dict() | {'count': 1}\n"
+        "    net = run.replicate(torch.nn.Linear(1, 1)); run.optimizer(lambda of: Counted(of, lr=0.1))", "error", "saves count besides"),
+    "a hook before the step of a part": (
+        "run.settings.sync.name = 'zero1'; m, o = make(run); o.register_step_pre_hook(print)", "error", "run.step(…, clip=…)"),
     "an optimizer that is not saved": (
         LOOP + "o = torch.optim.SGD(m.parameters(), lr=0.1)\n"
         "        for x, y in run.batches(DATA, 16): run.step(lambda x, y: F.cross_entropy(m(x), y), x, y, optimizer=o)",

@@ -147,15 +147,30 @@ class Zero1(Flat):
 
     def make_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
         optimizer = super().make_optimizer(build)
-        if isinstance(optimizer, torch.optim.LBFGS):
+        kind = type(optimizer)
+        if combines(optimizer):
             raise self.refuse(
-                "needs an optimizer that treats each parameter by itself, and LBFGS combines them",
-                "use another optimizer, or sync.name=ddp",
+                f"needs an optimizer that treats each parameter by itself, and {kind.__name__} combines them",
+                "use another optimizer, or sync.name=flat",
             )
+        if further := optimizer.state_dict().keys() - {"state", "param_groups"}:
+            raise self.refuse(
+                f"saves what an optimizer has of each parameter and group, and {kind.__name__} saves {', '.join(sorted(further))} besides",
+                "keep it in the groups, or use sync.name=flat",
+            )
+        if optimizer._optimizer_step_pre_hooks:
+            self._refuse_hook()
         self.regroup(optimizer, [{**group} for group in optimizer.param_groups])
         optimizer.register_step_post_hook(lambda *_: self._broadcast_parameters())
+        optimizer.register_step_pre_hook = self._refuse_hook  # type: ignore[assignment,method-assign]
         optimizer.add_param_group = self._refuse_group  # type: ignore[assignment,method-assign]
         return optimizer
+
+    def _refuse_hook(self, *_: Any) -> NoReturn:
+        raise self.refuse(
+            "sums each gradient on one rank only, and a hook before the optimizer's step would see that rank's alone",
+            "clip by run.step(…, clip=…), or use sync.name=flat",
+        )
 
     def _refuse_group(self, _: Any) -> NoReturn:
         raise self.refuse(
@@ -188,6 +203,10 @@ class Zero1(Flat):
         self._param_groups = [list(group["params"]) for group in groups]
         owned = [[p for p in params if self.owners.get(p) == self.world.rank] for params in self._param_groups]
         super().regroup(optimizer, [{**group, "params": params} for group, params in zip(groups, owned)])
+        mine = set(itertools.chain.from_iterable(owned))
+        for parameter in itertools.chain.from_iterable(self._param_groups):
+            if parameter not in mine:
+                optimizer.state.pop(parameter, None)  # some optimizers make it when they are made
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         # As the plain optimizer's `state_dict` numbers them.
@@ -218,3 +237,30 @@ def _assign_owners(params: list[nn.Parameter], size: int) -> dict[nn.Parameter, 
         owner[parameter] = min((2 * before + parameter.numel()) * size // (2 * total), size - 1)
         before += parameter.numel()
     return owner
+
+
+def combines(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a parameter's step depends on other parameters, as where the optimizer looks at the norm of all gradients.
+
+    Two small parameters are stepped together, and one of them alone. An optimizer that cannot be made by its defaults is trusted.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return True
+    like = next((p for group in optimizer.param_groups for p in group["params"]), torch.zeros(()))
+    with torch.random.fork_rng(devices=[like.device] if like.is_cuda else []):
+        try:
+            return not torch.equal(_stepped(optimizer, like, 1), _stepped(optimizer, like, 2))
+        except Exception:  # noqa: BLE001 - a constructor of its own may raise anything
+            return False
+
+
+def _stepped(optimizer: torch.optim.Optimizer, like: torch.Tensor, count: int) -> torch.Tensor:
+    """The first of `count` small parameters after a few steps of such an optimizer; the gradients of the others are large."""
+    params = [nn.Parameter(like.new_ones(4, 4) * (number + 1)) for number in range(count)]
+    probe = type(optimizer)(params, **optimizer.defaults)
+    for step in range(1, 4):
+        torch.manual_seed(step)  # a step may draw noise
+        for number, parameter in enumerate(params):
+            parameter.grad = parameter.detach() * 0.1 * step * 100**number
+        probe.step()
+    return params[0].detach()
