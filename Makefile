@@ -65,30 +65,27 @@ test-gpu: $(READY) ## what this machine's GPUs can do: a table, and whole runs o
 	$(VENV)/bin/lockstep doctor gpu
 	@$(RUN) -m tests gpu
 
-lint: $(READY) ## ruff, mypy, hadolint, zizmor, the words and the promises
+lint: $(READY) ## ruff, mypy, hadolint, zizmor, and whether each promise has a test
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(RUN) -m tests.words
-	$(RUN) -m tests.promises
+	@$(RUN) -m tests.promises > /dev/null
 	$(VENV)/bin/hadolint docker/Dockerfile
 	$(VENV)/bin/zizmor --offline --quiet .github
 
 # The site's programs are installed the first time that a site is built.
 DOCS := $(VENV)/.docs
-MKDOCS = DISABLE_MKDOCS_2_WARNING=true PYTHONPATH=$(CURDIR) $(RUN) -m mkdocs
 
 $(DOCS): $(READY)
 	$(RUN) -m pip install -q --group docs
 	@touch $(DOCS)
 
-docs: $(DOCS) ## build the documentation's site in build/site, strictly, and check its links, sizes and completeness; SERVE=1: on http://127.0.0.1:8000
+docs: $(DOCS) ## build the documentation's site in build/site, and check its links and completeness; SERVE=1: on http://127.0.0.1:8000
 	@$(RUN) -m docsite.stage
 ifdef SERVE
-	@$(MKDOCS) serve -f build/docs/mkdocs.yml -w docs -w README.md
+	@$(VENV)/bin/zensical serve --dev-addr 127.0.0.1:8000
 else
-	@$(MKDOCS) build --quiet --strict -f build/docs/mkdocs.yml
-	@$(RUN) -m docsite.check
+	@$(VENV)/bin/zensical build --strict
 	@$(RUN) -m tests docs
 endif
 
@@ -102,7 +99,7 @@ else
 	$(RUN) benchmarks/metrics.py
 endif
 
-generate: $(READY) ## write anew what is made from the code: examples in deploy/, Kubernetes' alert rules, docs/guarantees.md
+generate: $(READY) ## write the files that come from the code: examples in deploy/, Kubernetes' alert rules, the settings of a Session
 	$(RUN) -m docsite.reference > docs/reference/session-settings.md
 	$(VENV)/bin/lockstep render k8s job.yaml -o deploy/k8s/example-pytorchjob.yaml
 	$(VENV)/bin/lockstep render k8s examples/rdma.yaml -o deploy/k8s/example-rdma.yaml
@@ -111,7 +108,6 @@ generate: $(READY) ## write anew what is made from the code: examples in deploy/
 	  --set cpus=32 --set memory=256Gi -o deploy/slurm/example.sbatch
 	@cd deploy/observability && { sed '/^spec:/q' kubernetes/rules.yaml; sed -n '/^groups:/,$$p' prometheus/rules.yaml | sed '/./s/^/  /'; } > build.tmp \
 	  && mv build.tmp kubernetes/rules.yaml
-	$(RUN) -m tests.promises --write
 
 submit-k8s: $(TRAIN) ## submit to Kubernetes: NODES=2 GPUS=4 [RECIPE= IMAGE= NAMESPACE= NAME= JOB=job.yaml]; takes the image of `make push`
 	@image=; test -n "$(IMAGE)" || image=$$($(RUN) docker/pushed.py find $(TAG) $(JOB) $(addprefix gpus=,$(GPUS)) $(SET)) || exit; \

@@ -1,7 +1,7 @@
 """How what surrounds a step grows with the number of ranks: python -m benchmarks.scale [--ranks 2,8,32] [--out FILE]
 
 Counts messages, bytes, listed names and CPU-seconds of real gloo ranks on this machine: of a start, and of each exchange
-between ranks (docs/explanation/scale.md), from the kernel's counters of the ranks' sockets.
+between ranks (docs/how-it-works.md), from the kernel's counters of the ranks' sockets.
 """
 
 from __future__ import annotations

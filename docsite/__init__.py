@@ -1,4 +1,4 @@
-"""The documentation's site: `make docs` builds it from docs/, README.md and the code. Not part of the package."""
+"""The documentation's site. `make docs` builds it from docs/, some pages from elsewhere, and the code."""
 
 from pathlib import Path
 

@@ -1,9 +1,10 @@
 """What the documentation prints, and who reads it: its commands, its code and its files, in the order of the page.
 
-A command that a suite cannot run says why in its comment, in brackets: (on SLURM), (in an engine), (minutes), … `HARDWARE`
-lists what these mean, and which test runs the command where another one does. A block with a title is a file, which the
-page's commands use. A block that is a fragment says so in a comment before it: <!-- not run: … -->. One that another suite
-runs names it: <!-- run: on SLURM -->.
+A comment's line in brackets names what the commands below it need, up to the next comment's line: (on SLURM), (in an
+engine), (minutes), … `HARDWARE` lists what these mean, and which test runs the command where another one does. A command
+that ends with a backslash continues on the next line. A block with a title is a file, which the page's commands use. A block
+that is a fragment says so in a comment before it: <!-- not run: … -->. One that another suite runs names it:
+<!-- run: on SLURM -->.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tests.processes import PYTHON, ROOT, Result, run
 PAGES = [
     "README.md",
     "examples/modules/README.md",
+    "examples/modules/answers.md",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 ]
 
@@ -60,21 +62,16 @@ class Block:
     @property
     def commands(self) -> list[tuple[str, str]]:
         """(command, marker or "") of each line of a shell block."""
-        if self.language != "sh":
+        if self.language != "sh" or self.why:
             return []
-        found = []
-        for line in self.text.splitlines():
-            command, mark, comment = line.partition("#") if line.lstrip().startswith("#") else _cut(line)
-            if command.strip():
-                why = _MARKER.search(comment) if mark else None
-                found.append((command.strip(), why[1] if why else ""))
+        found, why = [], ""
+        for line in re.sub(r"\\\n\s*", "", self.text).splitlines():
+            if line.startswith("#"):
+                marker = _MARKER.search(line)
+                why = marker[1] if marker else ""
+            elif line.strip():
+                found.append((line.strip(), why))
         return found
-
-
-def _cut(line: str) -> tuple[str, str, str]:
-    """A line and its comment, which begins with two spaces and a #."""
-    found = re.search(r"\s{2,}#|\s#\s", line)
-    return (line[: found.start()], "#", line[found.end() :]) if found else (line, "", "")
 
 
 def blocks(page: str) -> list[Block]:

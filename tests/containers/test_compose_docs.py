@@ -96,9 +96,7 @@ class Place(Reader):
 
     def killed_and_brought_back(self, done: Result) -> None:
         """What the page says of a node that is killed: printed for the middle of a job, so it is done in the middle."""
-        (kill,) = [
-            text for text in marked(self.MARKER, "docs/how-to/rehearse-in-compose.md") if text.startswith("docker kill")
-        ]
+        (kill,) = [text for text in marked(self.MARKER, "docs/containers.md") if text.startswith("docker kill")]
         job = f"rehearsal{self.suffix}"
 
         def trains() -> bool:

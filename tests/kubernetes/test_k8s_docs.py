@@ -149,7 +149,7 @@ def test_what_the_table_of_overlays_names_can_be_applied(
     env["KUBECONFIG"] = str(server.kubeconfig(tmp_path / "kubeconfig"))
     for overlay in ("full", "single-node", "trainer", "debug"):
         command = f"make install-k8s OVERLAY=overlays/{overlay}"
-        assert f"`{command}`" in (folder / "docs/kubernetes.md").read_text()
+        assert f"`{command}`" in (folder / "docs/install.md").read_text()
         cluster.objects.clear()
         done = run(["bash", "-c", command], env, cwd=folder)
         assert done.code == 0 and "namespace/lockstep created" in done.output, done.output

@@ -28,7 +28,9 @@ def asked(cluster: Cluster, tmp_path: Path) -> Asked:
     def ask(**changes: Any) -> tuple[int, str, dict[str, tuple[str, str]]]:
         (tmp_path / "job.yaml").write_text(yaml.safe_dump({**JOB, **changes}))
         done = lockstep(tmp_path, "submit", "k8s", "job.yaml", "--dry-run", "--json")
-        writing = [query for method, path, query, _ in cluster.requests if method != "GET" and "selfsubject" not in path]
+        writing = [
+            query for method, path, query, _ in cluster.requests if method != "GET" and "selfsubject" not in path
+        ]
         assert all(query.get("dryRun") == "All" for query in writing) and not cluster.all("pytorchjobs"), done
         found = json.loads(done.stdout)
         return done.returncode, found["would"], {row["name"]: (row["result"], row["detail"]) for row in found["checks"]}
