@@ -12,14 +12,12 @@ steps, outside.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ..config import RunSettings
 from ..data import trees
 from ..observe.account import Bucket
 from ..observe.clock import RecordedPoints
@@ -28,10 +26,8 @@ from ..parallel.exchange import all_gather_trees
 from ..parallel.world import World
 from ..sync.base import GradientSync
 from .replica import kept_buffers
-
-if TYPE_CHECKING:
-    from .step import Step
-    from .work import Work
+from .step import Step
+from .work import Work
 
 WARM_UP = 3
 """Eager steps before the recording: they make optimizer state, choose algorithms and open the communicators."""
@@ -47,19 +43,6 @@ def obstacle(sync: GradientSync, optimizers: dict[str, torch.optim.Optimizer], w
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers.values())
         return f"the optimizer ({kinds}) cannot be recorded in a CUDA graph: use one Nesterov or Muon of lockstep.training.optim"
     return None
-
-
-@contextlib.contextmanager
-def capture_stream(config: RunSettings, device: torch.device) -> Iterator[None]:
-    """A stream of our own: nothing can be recorded on the default one, and autograd binds a parameter's gradient to the
-    stream that the sync strategy hooked it on. So model, hooks and steps all live on this stream."""
-    if config.capture == "never" or device.type != "cuda":
-        yield
-        return
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
 
 
 class CudaGraphs:

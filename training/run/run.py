@@ -67,7 +67,6 @@ from ..parallel.world import World, detect, joined, set_threads
 from ..resilience import hang
 from ..resilience.preempt import Signals
 from . import resume
-from .recording import capture_stream
 from .replica import Replica
 
 
@@ -152,7 +151,7 @@ class Run:
                 if self.signals is not None:
                     self.signals.meeting = False
                 self.goodput.enter(Bucket.PREPARED)
-                stack.enter_context(capture_stream(settings, self.world.device))
+                stack.enter_context(_stream(settings, self.world.device))
                 self._opening = stack.enter_context(contextlib.ExitStack())
                 self._opening.enter_context(self._opened())
             except Exception as error:
@@ -565,3 +564,16 @@ def _arithmetic(settings: RunSettings) -> None:
         torch.use_deterministic_algorithms(deterministic)
     float32_on_gpus(settings.tf32)
     torch.backends.cudnn.benchmark = settings.cudnn_benchmark
+
+
+@contextlib.contextmanager
+def _stream(config: RunSettings, device: torch.device) -> Iterator[None]:
+    """A stream of our own: nothing can be recorded on the default one, and autograd binds a parameter's gradient to the
+    stream that the sync strategy hooked it on. So model, hooks and steps all live on this stream."""
+    if config.capture == "never" or device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
