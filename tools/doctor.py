@@ -46,7 +46,7 @@ PRECISIONS = {"tf32": 0.005, "bfloat16": 0.02, "float16": 0.005}
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a row. `rates`: name with its unit → value. `facts`: plain values for the file."""
+    """The result of a row. `rates`: name with its unit → value. `facts`: plain values for the file."""
 
     result: str  # ok, failed, not tried
     detail: str = ""
@@ -120,7 +120,7 @@ def all_reduce(world: World) -> Outcome:
 
 
 def _seconds(work: Callable[[], object], device: int | torch.device, times: int = 10) -> float:
-    """What work on a GPU takes once its path is open."""
+    """Returns the seconds of some work on a GPU, after a warm-up."""
     work()
     torch.cuda.synchronize(device)
     began = time.perf_counter()
@@ -267,7 +267,7 @@ def table(rows: Sequence[Probe], gpus: int, python: Sequence[str], stream: Any) 
 
 
 def _outcome(name: str, ranks: int, python: Sequence[str]) -> Outcome:
-    """What became of a row in fresh processes, with the rank's name where not all of them failed."""
+    """Returns the result of a row in fresh processes, with the rank's name where not all of them failed."""
     launch = [
         "-m",
         "lockstep.training",

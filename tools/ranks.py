@@ -1,4 +1,4 @@
-"""What the ranks of a run say of themselves: read from their servers, or from the textfiles they leave.
+"""Reads the metrics of a run's ranks, from their servers or from the textfiles that they leave.
 
 reader = Reader(Path("runs/smoke"))
 before, after = reader.read(), reader.read()
@@ -67,9 +67,9 @@ class Rank:
     exit_code: int | None
     source: str
     straggler: dict[str, Any] | None = None
-    """Where this rank holds the others up: in which phase, what it costs (`slow_rank_of`)."""
+    """The phase in which this rank delays the others, and the cost (`slow_rank_of`)."""
     hang: str | None = None
-    """What it does, and where, while none gets further for it."""
+    """The activity of a rank that hangs."""
 
 
 class Reader:
@@ -95,7 +95,7 @@ class Reader:
         return {snapshot.rank: snapshot for snapshot in found}
 
     def judged(self, before: dict[int, Snapshot], after: dict[int, Snapshot]) -> list[Rank]:
-        """What each rank did between two readings (`between`), and what those who watch the run say of those that hang."""
+        """Returns each rank's work between two readings (`between`), and the verdict on ranks that hang."""
         ranks, hang = between(before, after, self._straggler()), of_run(self.run_dir)
         named = {one.rank: one for one in hang.named} if hang is not None else {}
         status = files.read_json(self.run_dir / contract.STATUS_FILE)
@@ -148,7 +148,7 @@ class Reader:
 
 
 def _listeners(port: int) -> set[int]:
-    """The users who listen on a port of this machine; none where that is not told."""
+    """Returns the users who listen on a port of this machine; empty: unknown."""
     users = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError), open(f"/proc/self/net/{table}", encoding="ascii") as lines:
@@ -219,7 +219,7 @@ def parse(text: str) -> dict[str, float]:
 def between(
     before: dict[int, Snapshot], after: dict[int, Snapshot], straggler: dict[str, Any] | None = None
 ) -> list[Rank]:
-    """What each rank did between two readings; since its start, where it made no step between them or is new."""
+    """Returns each rank's work between two readings; since its start if it made no step in between, or is new."""
     ranks = [_rank(before.get(number), snapshot) for number, snapshot in sorted(after.items())]
     for rank in ranks:
         if straggler is not None and straggler["rank"] == rank.rank:

@@ -1,4 +1,4 @@
-"""lockstep top RUN: all ranks of a run, live. Where their steps go, and who holds the others up. Imports no torch."""
+"""lockstep top RUN: all ranks of a run, live. Shows the phases of their steps, and the slow rank. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AROUND = 6
 _LETTERS = (("data_wait", "d", "yellow"), ("compute", "c", "green"), ("sync_wait", "s", "blue"), ("rest", "·", "dim"))
 LEGEND = "d waits for data, c computes, s waits for other ranks, · the rest"
 WIDE = 110
-"""Columns of a terminal that has room for the numbers beside the bar."""
+"""Columns of a terminal that has room for numbers next to the bar."""
 _HEAD = (
     "RANK",
     "STEP",
@@ -108,7 +108,7 @@ def _live(run: Location, reader: Reader, before: dict[int, Snapshot], every: flo
 
 
 def legend(ranks: list[Rank]) -> str:
-    """What the letters mean, and what the rank that holds the others up costs."""
+    """Returns the meaning of the letters, and the cost of the slow rank."""
     return "\n".join([slow_rank_line(rank.straggler) for rank in ranks if rank.straggler] + [LEGEND])
 
 
@@ -157,7 +157,7 @@ def picture(run: str, ranks: list[Rank]) -> Group:
         cells[4] = bar
         style = "bold red" if rank.straggler or rank.hang else None
         table.add_row(*(cells[number] for number in shown), style=style)
-    # Beside the table, which may be narrower. As text: a [/x] in a path is no markup.
+    # Next to the table, which may be narrower. As text: a [/x] in a path is no markup.
     head = Text(title(run, ranks, terminal.columns), style="bold", no_wrap=True, overflow="ellipsis")
     return Group(head, table, Text(caption, style="dim"))
 

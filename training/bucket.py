@@ -30,7 +30,7 @@ from .contract import BUCKET_URL, EVENTS_FILE, EXIT_FAILED, TIME_FILE, UserError
 HEAD = "head"
 MAX_HEAD_BYTES = 4 << 20
 MAX_RUN_FILE_BYTES = 256 << 20
-"""Of one file of the run directory."""
+"""The largest file of the run directory that is sent."""
 MAX_RUN_FILES = 8192
 TRIES = 5
 _PART = 16 << 20
@@ -41,15 +41,15 @@ _BACKOFF: Any = {"init_backoff": timedelta(seconds=0.5), "base": 3, "max_backoff
 _MAX_PARTS = 9000
 """S3 takes 10,000 parts of an object."""
 _NO_CREDENTIALS = re.compile(r"169\.254\.|latest/api/token|computeMetadata|Account must be specified")
-"""Of errors where the environment has none, and the store's library has looked for an identity of this machine."""
+"""Errors of the store's library if neither the environment nor the machine has credentials."""
 Tag: TypeAlias = Any
-"""What the store compares: an entity tag, a generation."""
+"""The version of an object that a conditional write compares: an entity tag, a generation."""
 KEY = r"[0-9a-f]{32}/\d{1,12}-[a-z0-9.-]{1,40}/[a-z][a-z0-9./-]{0,60}"
-"""Of what attempts have sent."""
+"""The keys of files that attempts send."""
 GROWING = (EVENTS_FILE, TIME_FILE)
 """Files of the run directory that are only ever appended to."""
 RUN_FILE_NAME = r"(events|time)\.jsonl|(status|summary)\.json|run\.yaml|metrics/rank-\d{5,9}\.prom"
-"""Of what a commit has of the run directory."""
+"""The files of the run directory that a commit holds."""
 _Token = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 _Size = Annotated[int, Field(ge=0, lt=1 << 60)]
 
@@ -110,7 +110,7 @@ class Head(_Strict):
 
 
 class Bucket:
-    """What is under `url`.
+    """The objects under `url`.
 
     Args:
         url: `s3://BUCKET/PREFIX`, `gs://…`, `az://CONTAINER/PREFIX`. Endpoint and credentials come from the environment, or from the
@@ -160,7 +160,7 @@ class Bucket:
             raise (PermissionError if none or denied else OSError)(f"{self.url}/{key}: {why}") from None
 
     def read_head(self) -> tuple[Head, Tag] | None:
-        """The head as it is now; None: there is none. Read again where it was damaged on the way. Raises `OSError`."""
+        """Returns the current head; None: there is none. Read again where it was damaged on the way. Raises `OSError`."""
         for _ in range(TRIES):
             try:
                 text, tag = self.read(HEAD, MAX_HEAD_BYTES)
@@ -215,8 +215,8 @@ class Bucket:
             self._obstore.put(self._store, key, data, chunk_size=part, max_concurrency=_AT_ONCE)
 
     def swap(self, key: str, data: bytes, tag: Tag | None) -> bool:
-        """Puts an object in the place of the one with this tag; None: where there is none. False: another one is there. That is also the
-        answer where it was done, its answer was lost, and it was asked again. Raises `OSError`."""
+        """Puts an object in the place of the one with this tag; None: where there is none. False: another one is there. The answer is
+        also False if the first answer was lost and the store was asked again. Raises `OSError`."""
         with self.asking(key):
             if self._put_if(key, data, tag):
                 return True
@@ -233,7 +233,7 @@ class Bucket:
         return False
 
     def check_conditions(self, key: str) -> None:
-        """Tries with an object of its own whether the store heeds conditions, and removes it. Raises `OSError`: it does not."""
+        """Tests with a probe object whether the store heeds conditions, and removes the probe. Raises `OSError`: it does not."""
         try:
             self.put(key, b"1")
             _, tag = self.read(key, 1)
@@ -304,8 +304,8 @@ def _bare(tag: Tag) -> Tag:
 
 @functools.cache
 def _loop(process: int) -> asyncio.AbstractEventLoop:
-    """What waits for several answers at once, in one thread for as long as the process lives: a save starts and ends none
-    (`checkpoint/store.py`)."""
+    """Returns the event loop that waits for several answers at once. Its thread lives as long as the process: a save starts and ends
+    no thread (`checkpoint/store.py`)."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name=f"bucket-{process}", daemon=True).start()
     return loop

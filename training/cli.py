@@ -37,8 +37,10 @@ class Parser(argparse.ArgumentParser):
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """Around a command whose answer is what it prints: ends the process with 141 where nobody reads standard output any more
-    (`| head`), and with one line and 2 where it cannot be written, as on a full disk."""
+    """Wraps a command whose result is its output. Ends the process with 141 if the reader has left (`| head`).
+
+    Ends it with one line and 2 if the output cannot be written, as on a full disk.
+    """
     try:
         try:
             yield

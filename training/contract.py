@@ -1,4 +1,4 @@
-"""What `jobs/` (outside the job) and `training/` (inside it) agree on: names, ports, exit codes.
+"""Names, ports and exit codes that `jobs/` (outside the job) and `training/` (inside it) share.
 
 Standard library only, so that both sides import it at no cost.
 """
@@ -21,7 +21,7 @@ BUCKET_URL = r"(s3|gs|az)://[A-Za-z0-9][A-Za-z0-9._-]{1,221}(/[A-Za-z0-9][A-Za-z
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-"""Wrong usage, config or data. Running it again gives the same error, so nobody may retry it."""
+"""Wrong usage, config or data. Running it again gives the same error, so a retry is pointless."""
 EXIT_UNREACHABLE = 69
 """A cluster or a bucket does not answer, or not with sense: try again later (sysexits.h: EX_UNAVAILABLE). Never from a job itself."""
 EXIT_PREEMPTED = 75
@@ -31,7 +31,7 @@ RUN_AGAIN = "run the same command again to resume"
 EXIT_TIMED_OUT = 124
 """The job's time limit is over (as timeout(1) says it)."""
 EXIT_NO_READER = 141
-"""Nobody reads what a command prints any more (128 + SIGPIPE, as a shell says it)."""
+"""The reader of a command's output has left (128 + SIGPIPE, as in a shell)."""
 
 ENV_THREADS = "LOCKSTEP_THREADS"
 ENV_METRICS_PORT = "LOCKSTEP_METRICS_PORT"
@@ -55,11 +55,11 @@ ENV_JOB = "LOCKSTEP_JOB"
 ENV_CODE = "LOCKSTEP_CODE"
 """Identity of the user's own code that the ranks run; run.yaml records it."""
 ENV_SESSION = "LOCKSTEP_SESSION"
-"""What a job hands the `Session` of its program (`lockstep.wire.payload`)."""
+"""The settings that a job gives the `Session` of its program (`lockstep.wire.payload`)."""
 ENV_RUN_DIR = "LOCKSTEP_RUN_DIR"
-"""The run directory of the job, for a command that `lockstep exec` runs beside one of its ranks."""
+"""The run directory of the job, for a command that `lockstep exec` runs next to one of its ranks."""
 ENV_SECRET = "LOCKSTEP_SECRET"  # noqa: S105 - a variable's name
-"""The same on all nodes of a job, and nobody else's: by it the launchers tell what a node has said from what others write.
+"""A secret that all nodes of a job share. The launchers sign their messages with this key.
 The ranks do not get it."""
 ENV_EXEC = "LOCKSTEP_EXEC"
 """Marks the processes of a command that `lockstep exec` runs, so that a signal can be sent to them."""
@@ -79,7 +79,7 @@ OF_A_JOB = (
     ENV_RUN_DIR,
     ENV_EXEC,
 )
-"""What marks the processes of a job; one that they submit does not inherit it."""
+"""Variables that mark the processes of a job. A job that these processes submit does not inherit them."""
 ENV_DEBUG = "LOCKSTEP_DEBUG"
 """With any value, an error of one line has its traceback before it. `--debug` sets it."""
 ENV_REVISION = "LOCKSTEP_REVISION"
@@ -97,13 +97,13 @@ EVENTS_FILE = "events.jsonl"
 TIME_FILE = "time.jsonl"
 SUMMARY_FILE = "summary.json"
 HANG_FILE = "hang.jsonl"
-"""What those who watch the ranks have found, while no rank gets further (`lockstep/wire/hangs.py`)."""
+"""The verdicts on ranks that hang (`lockstep/wire/hangs.py`)."""
 REPORT_FILE = "report.html"
 STOP_FILE = "STOP"
 CHECKPOINTS = "checkpoints"
 ENDPOINTS = "endpoints"
 RANK_HEADER = "Lockstep-Rank"
-"""Of a rank's answers: the `id` of its endpoint file."""
+"""Header of a rank's answers: the `id` in its endpoint file."""
 METRICS = "metrics"
 MOST_NAMED = 8
 """Up to this many ranks a message names one by one; more are shown as ranges."""
@@ -132,7 +132,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def printable(text: str) -> str:
-    """One line, control codes made visible: a name in somebody's file must not move the cursor, rename the window or end the line."""
+    """Returns one line with visible control codes: a name in a file must not move the cursor, rename the window or end the line."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter == "\t" else _visible(letter) for letter in text)
@@ -150,7 +150,7 @@ def rank_of(env: Mapping[str, str]) -> str:
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """A line. What cannot be shown (a full disk, a reader that left) must not end the training."""
+    """Prints a line. An output that cannot be written (a full disk, a reader that left) must not end the training."""
     with contextlib.suppress(OSError):
         print(printable(text), file=file, flush=True)
 
@@ -193,7 +193,7 @@ class UserError(Exception):
 
     shared = False
     code = EXIT_USAGE
-    """What the process ends with."""
+    """The exit code of the process."""
 
     def __str__(self) -> str:
         return printable(super().__str__())

@@ -1,7 +1,6 @@
 """Writing files so that a crash leaves the old content or the new, never half of it.
 
-Everything that touches the disk on the way to a durable file goes through these few functions, by their module name:
-the fault tests replace them one by one.
+All writes of durable files go through these few functions, by their module name. The fault tests replace them one by one.
 """
 
 from __future__ import annotations
@@ -93,10 +92,10 @@ def _finite(value: Any) -> Any:
 
 @contextlib.contextmanager
 def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
-    """A name beside `path`. The file or folder that the block makes there takes the place of `path` at once when it ends.
+    """Yields a name next to `path`. The file or folder that the block makes there replaces `path` at once when the block ends.
 
-    Nobody can foresee the name, and put a link there.
-    Where the block raises, `path` is as it was and nothing of the other is left. A folder replaces none that has files.
+    The name is random, so that no other process puts a link there.
+    If the block raises, `path` is unchanged and the new file is gone. A folder does not replace a folder with files.
 
     Args:
         durable: the block forces to the disk what it writes. That the name is there is durable after `fsync_directory`.
@@ -127,7 +126,7 @@ def replace_json(path: Path, value: Any) -> None:
 
 
 def publish(path: Path, data: bytes) -> None:
-    """Replaces a file that others read while the run goes on. Readers always see a complete file. It is not forced to the disk.
+    """Replaces a file that others read during the run. Readers always see a complete file. It is not forced to the disk.
 
     Raises `OSError`.
     """
@@ -136,7 +135,7 @@ def publish(path: Path, data: bytes) -> None:
 
 
 def is_meant_link(found: os.stat_result) -> bool:
-    """Of what lies in a run directory: a link that the user has put there, or root."""
+    """Returns whether an entry of a run directory is a link that the user, or root, has made."""
     return stat.S_ISLNK(found.st_mode) and found.st_uid in (0, os.geteuid())
 
 
@@ -169,7 +168,7 @@ def remove_stale(directory: Path, names: tuple[str, ...]) -> None:
 
 
 def regular(path: Path) -> BinaryIO:
-    """Opens a regular file to read. A name that somebody else chose may be that of a FIFO or a device, which never ends.
+    """Opens a regular file to read. A name from outside may be that of a FIFO or a device, which never ends.
 
     Raises:
         OSError: it cannot be opened, or is something else.
@@ -186,7 +185,7 @@ def regular(path: Path) -> BinaryIO:
 
 @contextlib.contextmanager
 def reading(path: Path | str, refused: type[Exception] = UserError, then: str = "") -> Iterator[None]:
-    """The one guard around what parses a file that somebody else may have written: whatever is raised becomes one line.
+    """Wraps the parser of a file from outside: every error becomes one line.
 
     A damaged or hostile file makes a parser raise nearly anything, MemoryError and RecursionError among it, and the panic
     of a library in Rust, which is no `Exception`. The error keeps its cause, which `--debug` shows.
@@ -216,7 +215,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def sha256(path: Path) -> str:
-    """Of a regular file of any size, without holding it in memory.
+    """Returns the sha256 of a regular file of any size, without holding the file in memory.
 
     Raises:
         OSError: it cannot be read, or is not a regular file.

@@ -1,4 +1,4 @@
-"""What a user's own training loop keeps in its checkpoints, in addition to model and optimizer."""
+"""The state that a user's own training loop keeps in its checkpoints, in addition to model and optimizer."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class Kept:
         self.values = Values("run.values")
         """The same on every rank."""
         self.summary = Values("run.summary")
-        """What the script has to say in summary.json. The same on every rank."""
+        """Values of the script for summary.json. The same on every rank."""
         self.steps = self.samples = 0
         """Optimizer steps, and samples of all ranks, since the run began."""
         self.data: dict[str, Any] = {}
         """How the current epoch is divided into batches: a resume in the middle of the epoch needs the same division."""
         self.logged: dict[str, float] = {}
-        """What the script has logged last, by name."""
+        """The last value that the script logged under each name."""
         self.logged_in_epoch: dict[str, float] = {}
         """The same, of the epoch under way alone."""
         self.measured: list[str] = []
@@ -84,7 +84,7 @@ class Kept:
         self.epoch_generators: dict[str, Any] | None = None
         """This rank's generators at the start of the epoch under way."""
         self.cursor_generators: dict[str, Any] | None = None
-        """This rank's generators where the cursor stands; None: as they are now."""
+        """This rank's generators at the cursor; None: the current ones."""
 
     def add(self, objects: Mapping[str, Any], of_rank: bool = False) -> None:
         """Raises `TypeError` for an object without a state, or whose state no checkpoint can hold; `ValueError` for a name in use."""

@@ -28,7 +28,7 @@ from . import store
 from .score import KeepBest, Rule, chosen
 
 RECORD = "bucket.json"
-"""In the run directory: the run in the bucket that it is a copy of, and what the rank needs that takes the place of a lost rank 0."""
+"""File of the run directory: the run in the bucket, and the data with which another rank replaces a lost rank 0."""
 _UNUSABLE = "checkpoint.to cannot be used"
 
 
@@ -135,10 +135,10 @@ class ObjectStore(Bucket):
             return bool(yaml.safe_load(self.content(settings)).get("fresh") != fresh)
 
     def take_over(self, run_dir: Path) -> None:
-        """Rank 0 was lost, and this one is in its place: it sends from here on, if nobody else has taken over. Asks the bucket for nothing
-        yet: the other ranks wait."""
+        """Makes this rank the sender after the loss of rank 0, unless another attempt has taken over. Sends no request yet: the other
+        ranks wait."""
         self._run_dir, record = run_dir, files.read_json(run_dir / RECORD)
-        with contextlib.suppress(TypeError, KeyError, ValueError):  # a damaged one: nobody can tell whose the bucket is
+        with contextlib.suppress(TypeError, KeyError, ValueError):  # a damaged record does not say whose the bucket is
             self._damaged = {int(step) for step in record["damaged"]}
             self._holders = [*map(str, record["holders"]), *self._holders]
             self._record(record["run"])
@@ -148,7 +148,7 @@ class ObjectStore(Bucket):
         files.replace_json(self._run_dir / RECORD, record)
 
     def download(self, run_dir: Path, wanted: int | Rule | None, warn: Callable[[str], None]) -> None:
-        """Fetches a checkpoint for somebody who reads a run: the newest one that verifies, that of a step, or the best by a rule.
+        """Fetches a checkpoint for a reader of the run: the newest one that verifies, the one of a step, or the best by a rule.
 
         Raises:
             UserError: there is none.
@@ -185,8 +185,8 @@ class ObjectStore(Bucket):
         return None
 
     def commit(self, path: Path | None, keep: int, keep_best: KeepBest) -> int:
-        """Sends a checkpoint of the run directory, and the files of the run directory as they are by then, and reads them back. Then the
-        head names them. What is not kept any more is removed.
+        """Sends a checkpoint and the current files of the run directory, and reads them back. Then the head names them. Checkpoints that
+        are not kept are removed.
 
         Args:
             path: in the run directory's `checkpoints`. It may be removed there meanwhile. None: the files of the run directory alone.
@@ -289,7 +289,7 @@ class ObjectStore(Bucket):
         raise OSError(f"the head could not be written: {problem}")
 
     def _clean(self, head: Head) -> None:
-        """Removes what earlier attempts have sent and not committed. They can commit nothing any more, and this one has sent nothing."""
+        """Removes files that earlier attempts have sent and not committed. They cannot commit any more, and this attempt has sent none."""
         with contextlib.suppress(OSError, ValidationError):
             keys = self.keys()
             found = self.read_head()  # after the listing: what another attempt has sent since it took over is not in it

@@ -59,7 +59,7 @@ def chosen(
 
 
 class Scores:
-    """The scores of one attempt, as this rank was told of them.
+    """The scores of one attempt that this rank knows.
 
     Args:
         history: the run's, which goes into every checkpoint. It holds the best scores so far (`best_NAME`), and the best that

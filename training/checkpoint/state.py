@@ -48,9 +48,9 @@ class TrainState:
     history: dict[str, Any]
     """Plain values that the run carries along: best and last accuracy, restarts, preemptions."""
     kept: Kept = field(default_factory=Kept)
-    """What the script keeps."""
+    """The state of the script."""
     canary: dict[str, Any] = field(default_factory=dict)
-    """What shows whether another machine computes the same bits (`run/canary.py`); empty: nothing asks for that."""
+    """Results that show whether another machine computes the same bits (`run/canary.py`); empty: no check is wanted."""
     evaluating: list[str] = field(default_factory=list)
     """The modules that are in evaluation mode where the cursor stands, for `gather`."""
 

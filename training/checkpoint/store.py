@@ -83,7 +83,7 @@ def step_of(path: Path) -> int:
 
 
 def manifest(path: Path, step: int | None = None) -> dict[str, Any]:
-    """What a checkpoint says of its files; these are not read. Raises `CorruptCheckpoint`.
+    """Returns the manifest of a checkpoint, whose files are not read. Raises `CorruptCheckpoint`.
 
     Args:
         step: of a folder whose name does not tell it.
@@ -217,7 +217,7 @@ class Writer:
         self._rule = Rule.of(keep_best)
         self._buffers: list[torch.Tensor] = []
         self._kinds: list[tuple[torch.Size, torch.dtype, bool]] = []
-        """Of the buffers."""
+        """Shape, type and device of each buffer."""
         self._pending: Future[SaveResult] | None = None
         _WRITING.begin()
         _HASHING.begin()
@@ -245,10 +245,10 @@ class Writer:
                 self._pending.result()
 
     def _snapshot(self, tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        """Copies the state as it is now. Returns what the writer's thread calls for the copies on the CPU.
+        """Copies the current state. Returns a function that gives the writer's thread the copies on the CPU.
 
-        A GPU copies its tensors within its own memory, and the training goes on while they come to the CPU, on a stream of their
-        own. A GPU without room for that is waited for.
+        A GPU copies its tensors within its own memory. Then a second stream copies them to the CPU while the training continues. The
+        training waits if a GPU has no room for the copy.
         """
         kinds = [(tensor.shape, tensor.dtype, tensor.is_cuda) for tensor in tensors]
         if kinds != self._kinds:

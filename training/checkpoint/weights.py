@@ -65,8 +65,8 @@ def _is_state_dict(value: Any) -> bool:
 def _refuse_bombs(file: BinaryIO, path: Path) -> None:
     """Raises `UserError` for a small file that would fill the memory.
 
-    torch writes its archives unpacked; one of a megabyte that is packed can hold gigabytes. What a pickle names may be called
-    with any size: `bytearray(1 << 40)` and a `Tensor` of lists within lists are among what `weights_only` allows.
+    torch writes its archives unpacked; one of a megabyte that is packed can hold gigabytes. A pickle may call what it names with any
+    size: `bytearray(1 << 40)` and a `Tensor` of lists within lists are among what `weights_only` allows.
     """
     zipped = file.read(4) == b"PK\3\4"  # as torch tells
     file.seek(0)
@@ -93,7 +93,7 @@ def _refuse_bombs(file: BinaryIO, path: Path) -> None:
 
 
 def _names(file: BinaryIO, pickles: int) -> Iterator[str]:
-    """What the first pickles of a file name. Of the opcodes that do so, torch follows this one alone."""
+    """Yields the names in the first pickles of a file. Of all opcodes that name something, torch follows GLOBAL alone."""
     for _ in range(pickles):
         for code, argument, _ in pickletools.genops(file):
             if code.name == "GLOBAL":
@@ -131,7 +131,7 @@ def from_run(
         )
     if path is None:
         raise UserError(f"{run_dir} has no checkpoint yet")
-    with files.reading(path):  # its checksums match, and whoever wrote it may have saved anything
+    with files.reading(path):  # its checksums match, but its writer may have saved anything
         if wanted is not None:
             store.verify(path)
         gathered = store.load(path)

@@ -28,13 +28,13 @@ from ..contract import UserError
 
 MAX_YAML_BYTES = 1 << 20
 MAX_DIGITS = 64
-"""Of a number. (YAML's 1:1:1:… in base 60 takes quadratic time; whole numbers of 4,300 digits cannot be printed.)"""
+"""The longest number. YAML's 1:1:1:… in base 60 takes quadratic time, and Python does not print 4,300 digits."""
 
 MAX_COMPLAINTS = 5
-"""That one error names."""
+"""The most complaints that one error names."""
 
 KeyPath = tuple[Any, ...]
-"""Of a value among nested ones: the names of the groups that it is in, the numbers of the items, and its own."""
+"""The names and list indices that lead to a value among nested ones."""
 
 
 class Section(BaseModel):
@@ -166,8 +166,7 @@ def override(values: dict[str, Any], model: type[BaseModel], overrides: Iterable
 
 
 def empty(model: type[BaseModel], name: str) -> dict[str, Any] | list[Any] | None:
-    """What an empty heading of that name stands for: {} for a group or a mapping, [] for a list, None for a single value, and
-    for whatever may be null."""
+    """Returns the value of an empty heading: {} for a group or a mapping, [] for a list, else None. What may be null is None."""
     whole = fields(model).get(name)
     hint = bare(whole)
     if hint != _plain(whole):  # it may be null
@@ -256,7 +255,7 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def described(model: type[M]) -> type[M]:
     """The model, whose settings and those of its groups have the text under them as their description.
 
-    It is read where somebody prints it: pydantic's own reading takes a fifth of every command's start.
+    The text is read only when it is printed: pydantic's own reading takes a fifth of every command's start.
     """
     texts: dict[str, str] = {}
     for kind in reversed([one for one in model.__mro__ if issubclass(one, Section) and one is not Section]):

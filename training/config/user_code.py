@@ -1,4 +1,4 @@
-"""What a recipe names of somebody's own, as `package.module:name`: it is imported, and its options are looked at before it is called."""
+"""Imports a user's network, strategy or source by its path `package.module:name`, and checks the options before the call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import settings
 
 
 def imported(name: str, kind: str) -> Any:
-    """What the name leads to, from the working directory or an installed package.
+    """Returns the object of that name, from the working directory or an installed package.
 
     Raises:
         UserError: it cannot be imported. `kind` is what it is, for the message.

@@ -1,7 +1,7 @@
 """Whether a dataset is the same on every rank: its length, and a few samples. File names that are not sorted, or an unseeded shuffle,
 give each rank another order: samples would be trained twice, and others never.
 
-Two things may differ: what a dataset draws from generators of its own, and the last bits of what two machines decode.
+Draws from a dataset's private generators may differ, and so may the last bits of an image that two machines decode.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .batches import Seeded, loader
 from .trees import children
 
 Values = list[Any]
-"""Of a sample: [shape, some numbers] of each of its tensors, arrays and numbers, or a hash of its texts; None: not comparable."""
+"""The compared values of a sample: [shape, some numbers] of each tensor, or a hash of its texts; None: not comparable."""
 SAMPLES = 16
 """Samples that are compared: fewer if they load slowly."""
 NUMBERS, LEAVES = 64, 32
@@ -92,7 +92,7 @@ def _near(expected: Any, found: Any, tolerance: float = TOLERANCE) -> bool:
 
 
 def _values(dataset: Any, seed: int, workers: int) -> list[Values]:
-    """Of a few samples, which are spread over the dataset. Empty if a sample cannot be loaded: the loop raises that error."""
+    """Returns the values of a few samples, spread over the dataset. Returns [] if a sample cannot be loaded: the loop raises the error."""
     count = min(SAMPLES, len(dataset))
     ids = [number * len(dataset) // count for number in range(count)]
     compared = _Compared(Seeded(dataset, seed, 0))
@@ -103,7 +103,7 @@ def _values(dataset: Any, seed: int, workers: int) -> list[Values]:
 
 
 class _Compared(Dataset[Any]):
-    """What is compared of the samples of a dataset: a worker sends no more than that."""
+    """A dataset of the values that are compared, so that a worker sends no more."""
 
     def __init__(self, dataset: Seeded) -> None:
         self.dataset = dataset
@@ -112,7 +112,7 @@ class _Compared(Dataset[Any]):
         began, found = time.monotonic(), []
         for index in ids:
             first, second = (_of_sample(*self.dataset.__getitems__([index])) for _ in range(2))
-            same = len(first) == len(second)  # else it draws from a generator of its own
+            same = len(first) == len(second)  # else the sample draws from an unseeded generator
             found.append([one if _near(one, other, 0.0) else None for one, other in zip(first, second)] if same else [])
             if time.monotonic() - began > COMPARE_SECONDS:
                 break
@@ -132,7 +132,7 @@ def _of_sample(sample: Any) -> Values:
             waiting += [entry for _, entry in entries]
         elif (values := _of_leaf(leaf)) is not None:
             numbers.append(values)
-    return [*numbers] or [texts.hexdigest()]  # a text beside numbers may be a path, which differs between nodes
+    return [*numbers] or [texts.hexdigest()]  # a text next to numbers may be a path, which differs between nodes
 
 
 def _of_leaf(leaf: Any) -> list[Any] | None:

@@ -46,7 +46,7 @@ class Part:
     total: int
     """In the global batch, which a mean loss is divided by."""
     weight: float = 1.0
-    """Of each sample; not 1 where the gradient is the mean of the ranks' means (`uneven=mean`)."""
+    """Weight of each sample; not 1 if the gradient is the mean of the ranks' means (`uneven=mean`)."""
     multiple: int = 1
     """Micro-batches are cut in blocks of so many samples."""
     parts: tuple[tuple[int, int], ...] = ()
@@ -126,7 +126,7 @@ class Division:
         return self._drawn[1][at * self.batch : (at + 1) * self.batch]
 
     def describe(self) -> dict[str, Any]:
-        """What a start in the middle of an epoch must be the same in."""
+        """Returns the settings that a resume in the middle of an epoch may not change."""
         return {"samples": self.count, "global_batch_size": self.batch, "shuffle": self.shuffle, "uneven": self.uneven}
 
 
@@ -139,7 +139,7 @@ class Batch:
     ids: torch.Tensor
     labels: torch.Tensor
     keys: Keys
-    """What their augmentation is keyed by (`draw_keys` of the epoch)."""
+    """Keys of the augmentation (`draw_keys` of the epoch)."""
     filled: list[Keys] = field(default_factory=list)
     """The keys that `fill` copied last: they change once an epoch, and a copy waits for the device."""
 
@@ -163,7 +163,7 @@ class Batch:
         return Batch(self.images, self.rows[low:high], self.ids[low:high], self.labels[low:high], self.keys)
 
     def recorded(self) -> Batch:
-        """Tensors of its own for a recorded step to read; images that stay where they are need none."""
+        """Returns copies that a recorded step reads. Images that stay in place are not copied."""
         images = self.images if len(self.images) > len(self.rows) else self.images.clone()
         keys = torch.as_tensor(self.keys, dtype=torch.int64, device=self.rows.device).clone()
         return Batch(images, self.rows.clone(), self.ids.clone(), self.labels.clone(), keys)
@@ -232,7 +232,7 @@ class Batches:
     ) -> None:  # fmt: skip
         self.source, self.division, self.workers, self.collate = source, division, workers, collate
         self.warn: Callable[[str], None] | None = None
-        """What is told, once, where `collate` makes a sample's entries depend on the rank's other samples, but must not."""
+        """Called once with a warning if `collate` makes a sample depend on the rank's other samples, but must not."""
         self._pins = division.world.device.type == "cuda"
 
     def epoch(self, epoch: int, first_step: int = 0, steps: Iterator[int] | None = None) -> Iterator[tuple[Any, Part]]:
@@ -367,7 +367,7 @@ def _end_with_the_rank(rank: int) -> None:
 
 
 class _CollateProbe:
-    """A `collate_fn` that gives (batch, whether the first sample has another entry there than in a batch of its own)."""
+    """A `collate_fn` that returns (batch, whether the first sample has another entry than in a batch by itself)."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate

@@ -20,7 +20,7 @@ from ..contract import UserError
 FOLDER = "shards/fetched"
 """Below `data.root`."""
 _TRIES = 3
-"""Of a file that arrives damaged."""
+"""Downloads of one file before a damaged one counts as corrupt."""
 
 
 class CorruptShard(UserError):
@@ -28,10 +28,10 @@ class CorruptShard(UserError):
 
 
 class Cache:
-    """What has been fetched from buckets.
+    """The shards that were fetched from buckets.
 
     Args:
-        max_bytes: what was used least recently goes where there would be more. What is in `needed` stays.
+        max_bytes: of the cache. The least recently used shards go first; those in `needed` stay.
         needed: sha256 of the shards that this run may need.
         timeout: seconds to wait for another process that fetches the same shard.
     """
@@ -97,7 +97,7 @@ class Cache:
                     raise
 
     def _make_room(self, size: int) -> None:
-        """Removes what no run has used for the longest time. Who trains on it has it mapped."""
+        """Removes the least recently used shards. A run that trains on them has them mapped."""
         found = []
         for entry in os.scandir(self.folder):
             with contextlib.suppress(OSError):

@@ -43,9 +43,9 @@ from .. import files
 from ..limits import DECODE_SECONDS, DECODER_START_SECONDS
 
 MAX_PIXELS = 100_000_000
-"""Of one image. A file of a few kilobytes can unpack to gigabytes."""
+"""The largest image. A file of a few kilobytes can unpack to gigabytes."""
 MAX_BYTES = 256 << 20
-"""Of one file."""
+"""The largest file."""
 MAX_MEMORY = 4 << 30
 """Bytes of a process' address space. The largest image takes half of it."""
 FORMATS = ("JPEG", "PNG", "WEBP")
@@ -191,7 +191,7 @@ class _Process:
             process.kill()
 
 
-# What follows runs in the decoder process.
+# The rest runs in the decoder process.
 
 
 def decoded(data: bytes, expected_format: str | None, height: int, width: int) -> bytes:
@@ -217,7 +217,7 @@ def decoded(data: bytes, expected_format: str | None, height: int, width: int) -
 
 
 def _content(path: Path, inside: str) -> bytes:
-    """Of a file that is below the folder `inside` as it is opened: since it was listed, a link may have taken its place."""
+    """Returns the content of a file that is below the folder `inside` when it is opened: a link may have replaced it since the listing."""
     with files.regular(path) as file:
         opened = Path(f"/proc/self/fd/{file.fileno()}")
         if not opened.exists():  # a system without /proc
@@ -257,7 +257,7 @@ def _main(height: int, width: int) -> None:
         for path, expected_format, inside in json.loads(connection.recv_bytes()):
             _limit(
                 resource.RLIMIT_CPU, int(time.process_time() + DECODE_SECONDS) + 1
-            )  # where nobody is left who would kill us
+            )  # in case the parent is gone, which would kill this process
             result = _result(path, expected_format, inside, height, width)
             if isinstance(result, str):
                 connection.send_bytes(b"")

@@ -29,7 +29,7 @@ from .shards import MANIFEST, MAX_MANIFEST, SPLITS, Manifest
 from .sources.raw import Raw, Stream, checked, cut, numbered
 
 MADE_FROM = "made-from.json"
-"""Beside the manifest of cached shards: size and time of each file of the source that they were made from."""
+"""File next to the manifest of cached shards: size and time of each file of their source."""
 _CHUNK = 4 << 20
 _KINDS = {np.dtype(np.uint8): "U8", np.dtype(np.float32): "F32"}
 
@@ -137,7 +137,7 @@ def _write(
 
 
 def cache_directory(data: Data) -> Path:
-    """Where the shards of a source are cached: one folder for each (source, options, split, number of shards).
+    """Returns the folder of a source's cached shards: one for each (source, options, split, number of shards).
 
     Raises `UserError` for a user's function that cannot be found.
     """
@@ -176,7 +176,7 @@ def prepare(data: Data) -> Manifest:
                 stream = sources.stream(data)
                 if directory.exists():
                     shutil.rmtree(directory)  # who trains on it has its files mapped
-                # Of a source that has just been downloaded there are stamps only now.
+                # A source that was just downloaded has stamps only now.
                 made = write(stream, directory, data.source, data.num_shards, stamps or _stamps(data), data.split)
                 if data.source not in sources.SOURCES and made.mean is not None and not made.fits(data):
                     say(f"warning: {made.statistics(data)}", sys.stderr)
@@ -198,7 +198,7 @@ def _stamps(data: Data) -> sources.Stamps:
 
 
 def _usable(directory: Path, data: Data) -> bool:
-    """Whether shards are there, made from the source's files as they are. Without these files they are all there is."""
+    """Returns whether shards of the source's current files exist. Without these files they are all there is."""
     stamps = _stamps(data) if (directory / MANIFEST).exists() else None
     return stamps is not None and stamps in ([], files.read_json(directory / MADE_FROM))
 

@@ -60,29 +60,29 @@ def _splits(value: dict[str, list[Shard]]) -> dict[str, list[Shard]]:
 
 
 class Manifest(Section):
-    """What a folder of shards holds, or what there is under a prefix in a bucket."""
+    """The content of a folder of shards, or of a prefix in a bucket."""
 
     directory: Path
-    """Where its files are on this disk, or come to."""
+    """Folder of the files on this disk, or of those that are fetched."""
     format: Literal[1]
     source: str
     classes: list[str] = Field(min_length=1)
     shape: Annotated[tuple[int, ...], Field(strict=False), AfterValidator(_shape)]
-    """Of a sample: (height, width, channels) of an image, (features,) of a vector."""
+    """Shape of a sample: (height, width, channels) of an image, (features,) of a vector."""
     splits: Annotated[dict[str, list[Shard]], AfterValidator(_splits)]
     mean: list[float] | None = Field(default=None, min_length=1)
-    """Of the training samples: of each channel for pixels in 0…1, or one number for vectors. None: with `split` "exercise"."""
+    """Mean of the training samples: of each channel for pixels in 0…1, or one number for vectors. None: with `split` "exercise"."""
     std: list[float] | None = Field(default=None, min_length=1)
     """The same of their standard deviation."""
     left_out: dict[str, str] = Field(default_factory=dict)
     """Name of each of the source's files that could not be used (the first 100), and why."""
     num_left_out: int = 0
     _cache: Cache | None = None
-    """Of shards in a bucket."""
+    """Cache of the shards of a bucket."""
 
     @property
     def place(self) -> str:
-        """Where somebody finds them."""
+        """Folder or URL of the shards, for messages."""
         return self._cache.url if self._cache is not None else str(self.directory)
 
     def count(self, split: str) -> int:
@@ -158,7 +158,7 @@ class Manifest(Section):
 
     @classmethod
     def fetch(cls, data: Data) -> Manifest:
-        """Of the shards at the URL `data.shards`.
+        """Returns the manifest at the URL `data.shards`.
 
         Raises:
             UserError: it is missing or malformed, or the bucket cannot be reached (exit code 1).
@@ -241,7 +241,7 @@ class _Mapped:
 class Samples:
     """The samples with ids `low` … `high` − 1 of one split, from files that are mapped into memory, not read.
 
-    What `take` has touched of them is given back before it is much.
+    `take` gives the pages that it has read back to the kernel before they are many.
     """
 
     low: int

@@ -11,8 +11,7 @@ import torch
 
 
 def to_device(item: Any, device: torch.device) -> Any:
-    """The same tree with its tensors on the device. Whatever has a `to(device)` of its own is moved by that, and everything
-    keeps its type."""
+    """Returns the same tree with its tensors on the device. An object with a method `to(device)` moves itself. All types stay."""
     if isinstance(item, torch.Tensor):
         return item.to(device, non_blocking=True)
     if callable(getattr(item, "to", None)) and not isinstance(
@@ -110,7 +109,7 @@ def cut(item: Any, low: int, high: int, count: int, copies: bool = False) -> Any
 
 
 def pieces(item: Any) -> list[Any]:
-    """What `cut` takes entries of: tensors, arrays and lists of samples; nothing that has a `cut`."""
+    """Returns the parts that `cut` slices: tensors, arrays and lists of samples; no object with a method `cut`."""
     if hasattr(item, "cut"):
         return []
     if isinstance(item, Mapping):

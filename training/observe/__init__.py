@@ -1,10 +1,10 @@
-"""What a run reports, and where.
+"""The output of a run.
 
-An event (an epoch, a reading, a checkpoint, a preemption) is said once, by rank 0, to `rundir.RunDirectory.event`. That
-appends a line to events.jsonl and hands the same mapping to its listeners:
+An event (an epoch, a reading, a checkpoint, a preemption) is reported once, by rank 0, to `rundir.RunDirectory.event`. This method
+appends a line to events.jsonl and gives the same mapping to the listeners:
 
     rundir.py     the run directory: run.yaml, status.json, summary.json, and events.jsonl with its listeners
-    console.py    a listener: tables, a progress bar or JSON lines for whoever started the run
+    console.py    a listener: tables, a progress bar or JSON lines for the terminal
     trackers.py   listeners: TensorBoard, Weights & Biases
     report/       reads the files when an attempt has ended, and makes report.html of them
 
@@ -13,7 +13,7 @@ Metrics are no events: every rank has its own, read while it runs.
     metrics.py    the table of all metrics, and a rank's values
     exporter.py   where a rank's metrics go: /metrics and /healthz over HTTP, its address in files, textfiles
 
-What is measured:
+Measurements:
 
     clock.py      seconds of each phase of a step
     goodput.py    where this rank's seconds go, from the start of its process

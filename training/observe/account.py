@@ -1,8 +1,8 @@
-"""Where the time of a job went, from the lines of its time.jsonl. Imports no torch.
+"""The account of a job's time, from the lines of its time.jsonl. Imports no torch.
 
 The job's wall clock is that of rank 0, over all attempts. Every second of it is in exactly one bucket. A line has the seconds of each
-bucket since the line before. Once an attempt says from which step it resumes, the steps after that one have been lost, and
-are `taken_again`: no line is ever changed.
+bucket since the line before. Steps after the resume point count as lost: they are
+`taken_again`. No line is ever changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .. import contract, files
 
 
 class Bucket(str, Enum):
-    """What a second went into. Where two hold, it is in the one that stands first here."""
+    """The categories of a second. If two apply, the first of them counts."""
 
     HANG = "hang"
     """The ranks waited for one that never came: from the last step, or sign of life, to the end of the attempt."""
@@ -81,7 +81,7 @@ class Stretch:
     last: int
     """Steps done before it, and after it."""
     ranks: tuple[int, int]
-    """That train, and that were started."""
+    """Ranks that train, and ranks that were started."""
     wall: float
     seconds: dict[Bucket, float]
     """They add up to `wall`."""
@@ -119,7 +119,7 @@ class Account:
             self.stretches[: _MAX_STRETCHES // 2] = _joined(self.stretches[: _MAX_STRETCHES // 2])
 
     def _lose(self, resumed: float) -> None:
-        """The steps after this one were lost."""
+        """Counts the steps after `resumed` as lost."""
         for stretch in reversed(self.stretches):
             if stretch.last <= resumed and stretch.last > stretch.first:
                 return
@@ -137,7 +137,7 @@ class Account:
 
     @property
     def seconds(self) -> dict[Bucket, float]:
-        """Of the job's wall clock, by bucket."""
+        """Seconds of the job's wall clock, by category."""
         found: dict[Bucket, float] = defaultdict(float)
         for stretch in self.stretches:
             for bucket, value in stretch.seconds.items():
@@ -146,7 +146,7 @@ class Account:
 
     @property
     def rank_seconds(self) -> dict[Bucket, float]:
-        """Of all ranks: what rank 0 did counts for each that trains. Those of a rank that was lost, and not replaced, are `down`."""
+        """Seconds of all ranks: those of rank 0, times the ranks that train. Those of a lost rank without a replacement are `down`."""
         found: dict[Bucket, float] = defaultdict(float)
         for stretch in self.stretches:
             for bucket, value in stretch.seconds.items():
@@ -224,7 +224,7 @@ def boot() -> str:
 
 
 def started(process: str) -> float | None:
-    """When a process was started ("self": this one), by the clock of the boot; None where that is not known."""
+    """Returns the start of a process ("self": the current process), by the clock of the boot; None: unknown."""
     fields = stat_of(process or "-")
     return int(fields[19]) / os.sysconf("SC_CLK_TCK") if len(fields) > 19 else None
 

@@ -1,13 +1,13 @@
-"""Where the metrics of a rank go: an HTTP server, files with its address, and textfiles for runs that end before a scrape.
+"""The outputs of a rank's metrics: an HTTP server, files with its address, and textfiles for runs that end before a scrape.
 
     /metrics                        for Prometheus
     /healthz                        for a supervisor that restarts hanging ranks
     RUN/endpoints/rank-00003.json   {"host": "node2", "port": 9471, "pid": 4711, "id": "…"}, while the rank lives
     RUN/metrics/rank-00003.prom     what the server would answer, every few seconds and at the end
     TEXTFILES/RUN-rank-00003.prom   a copy of it for a node exporter
-    FILE_SD/RUN-rank-00003.json     the server's address for Prometheus' file_sd, where a cluster has no discovery of its own
+    FILE_SD/RUN-rank-00003.json     the server's address for Prometheus' file_sd, if the cluster has no discovery
 
-Nothing here may end the training, or make it wait: what fails is said once, on stderr. The server runs in a thread of the
+A failure here neither ends the training nor delays it: a warning comes once, on stderr. The server runs in a thread of the
 process that trains, so the number of clients and the time of each are bounded.
 """
 
@@ -85,14 +85,14 @@ class Exporter:
             self._serve(None if address == ANY_ADDRESS else address, own_port, tells=asked or address != default)
 
     def _files(self, rank: int) -> tuple[Path, list[Path], Path | None]:
-        """Of a rank: its endpoint, its textfiles, and its target for Prometheus, if there is one."""
+        """Returns a rank's endpoint file, its textfiles, and its target file for Prometheus, if there is one."""
         endpoint, textfiles = contract.endpoint_file(self._run_dir, rank), [contract.textfile(self._run_dir, rank)]
         if self._settings.textfiles is not None:
             textfiles.append(Path(self._settings.textfiles) / f"{self._name}-{textfiles[0].name}")
         return endpoint, textfiles, Path(self._file_sd) / f"{self._name}-{endpoint.name}" if self._file_sd else None
 
     def forget(self, rank: int) -> None:
-        """Another rank is dead, and the run goes on without it: its files would name a server that is gone."""
+        """Removes the files of a lost rank: they name a server that is gone."""
         endpoint, textfiles, target = self._files(rank)
         for path in (endpoint, *textfiles, *filter(None, [target])) if self.enabled else ():
             with contextlib.suppress(OSError), self._folder(path) as folder:
@@ -109,7 +109,7 @@ class Exporter:
     def _serve(self, address: str | None, port: int, tells: bool) -> None:
         """
         Args:
-            tells: another port in its place is warned of: somebody may look for this one.
+            tells: whether to warn of another port: a scraper may expect this port.
         """
         for attempt in (port, 0):
             try:
@@ -158,7 +158,7 @@ class Exporter:
             self._warn(str(path.parent), f"cannot write {path}: {error.strerror}")
 
     def _folder(self, path: Path) -> contextlib.AbstractContextManager[Path]:
-        """That of a file. In the run directory another user may have put a link in its place; elsewhere the user has named it."""
+        """Yields the folder of a file. In the run directory another user may have made a link; elsewhere the user has named the folder."""
         if path.is_relative_to(self._run_dir):
             return files.opened_folder(path.parent)
         return contextlib.nullcontext(path.parent)
@@ -235,7 +235,7 @@ class _Server:
     def __init__(self, address: str | None, port: int, metrics: Metrics, stale_seconds: float) -> None:
         self._metrics, self._stale_seconds = metrics, stale_seconds
         self.id = secrets.token_hex(8)
-        """Stands in the rank's endpoint file and in each answer: whoever has the port of a dead rank has another one."""
+        """An id in the rank's endpoint file and in each answer. A server that has got the port of a dead rank has another id."""
         dual_stack = address is None and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual_stack or ":" in (address or "") else socket.AF_INET
         self.socket = socket.create_server((address or "", port), family=family, dualstack_ipv6=dual_stack)

@@ -34,7 +34,7 @@ class _Copy:
     """The end of the copy; None on a CPU, where nothing is copied."""
     first_of_epoch: bool
     values: dict[str, Any]
-    """What `take` was given, to come back with the numbers."""
+    """Values of `take`, returned with the numbers."""
 
     def is_here(self) -> bool:
         if self.arrived is not None:
@@ -92,7 +92,7 @@ class Reading:
         norm = None if norm is None else norm.detach().clone()
         summed = dist.all_reduce(sums, async_op=True) if self._sums else None
         arrived = None
-        if self._stream is not None:  # a stream of its own waits for the other ranks; the one that trains does not
+        if self._stream is not None:  # a second stream waits for the other ranks; the training stream does not
             self._stream.wait_stream(torch.cuda.current_stream(self._world.device))
             with torch.cuda.stream(self._stream):
                 if summed is not None:
@@ -133,7 +133,7 @@ def means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float | None
 
 
 def mean_loss(losses: float, samples: float) -> float | None:
-    """Of a sum of losses and its number of samples; None without samples: 0 would look like a perfect loss."""
+    """Returns the mean of a sum of losses; None without samples: 0 would look like a perfect loss."""
     return losses / samples if samples > 0 else None
 
 

@@ -43,8 +43,8 @@ MAX_TASKS = 10_000
 
 
 class Background:
-    """What touches the disk, in a thread of its own, one after the other: whoever trains or ends a run waits for a disk no longer than a
-    bound. A disk that is late is not waited for again before it has answered.
+    """A thread that runs disk tasks one after the other. Training, and the end of a run, wait for a disk no longer than a bound. A late
+    disk is not waited for again before it answers.
 
     Args:
         name: of the thread, a daemon: the process can end also where the disk never answers.
@@ -62,7 +62,7 @@ class Background:
         """Has the task done, which raises nothing, and waits for it. Returns whether everything is done by then.
 
         Args:
-            key: a task of the same key that waits is dropped: this one replaces it.
+            key: a waiting task of the same key is dropped.
             seconds: 0 waits for nothing.
         """
         with self._change:
@@ -87,7 +87,7 @@ class Background:
         return not self._is_late
 
     def stop(self) -> None:
-        """What has not been begun is dropped."""
+        """Drops the tasks that have not begun."""
         with self._change:
             self._waiting.clear()
 
@@ -119,9 +119,9 @@ class RunDirectory:
         self.ranks: list[int] | None = None
         """How many ranks there are and were, where some were lost and the others train on."""
         self.goodput: Callable[[], dict[str, Any] | None] = lambda: None
-        """What status.json says of where the time went; None: nothing yet."""
+        """Returns the entry `goodput` of status.json; None: nothing yet."""
         self.slow_rank: dict[str, Any] | None = None
-        """What status.json says of the rank that the others wait for (`slow.py`)."""
+        """The entry `slow_rank` of status.json (`slow.py`)."""
         self.told: Callable[[dict[str, Any]], None] = lambda _: None
         """Gets what is written into status.json."""
         self.at_close: list[Callable[[], None]] = []
@@ -189,7 +189,7 @@ class RunDirectory:
 
     @classmethod
     def take_over(cls, path: Path, attempt: int, failures: int) -> RunDirectory:
-        """Of the rank that had it, which is dead: for the rest of the attempt. Raises `UserError`."""
+        """Opens the directory in the place of a lost rank 0, for the rest of the attempt. Raises `UserError`."""
         try:
             path = path.resolve()
             run = cls(path, _locked(path, LOCK_AFTER_RESTART_SECONDS), read_run(path))
@@ -269,7 +269,7 @@ class RunDirectory:
     def event(self, kind: str, **values: Any) -> None:
         """Appends a line to events.jsonl, and gives the same event to the listeners.
 
-        A disk that refuses or hangs does not end the run: that is said once. A line that a kill has cut off is ended first.
+        A disk that refuses or hangs does not end the run: one warning tells it. A line that a kill has cut off is ended first.
         """
         entry = {"event": kind, "time": round(time.time(), 3), "attempt": self.attempt, **values}
         self._append(contract.EVENTS_FILE, entry)
@@ -378,11 +378,11 @@ def _no_link(path: str, flags: int) -> int:
 
 
 LAST_BYTES = 1 << 17
-"""Of events.jsonl, in which a rank looks for what the one before it has written."""
+"""The end of events.jsonl that a replacement of rank 0 reads."""
 
 
 def _refuse_links_of_others(path: Path) -> None:
-    """Whoever made the directory may have put a link where a run writes. One of the user's own, or of root, is meant."""
+    """Refuses links of other users, which could lead a run's writes elsewhere. Links of the user, or of root, are allowed."""
     for entry in os.scandir(path):
         found = entry.stat(follow_symlinks=False)
         if entry.is_symlink() and not files.is_meant_link(found):

@@ -71,7 +71,7 @@ def logged(event: dict[str, Any]) -> Values:
 
 
 class _Listener:
-    """Stands between the run and a tracker: what it raises switches it off, and where it hangs nobody who trains waits for it.
+    """Guards a tracker: an error switches the tracker off, and training does not wait for a tracker that hangs.
 
     Args:
         patience: seconds that the end of the run waits for it.

@@ -50,7 +50,7 @@ def code_of(name: str) -> list[str]:
 
 
 def stream(data: Data) -> Stream:
-    """The config's source in pieces, both splits as they are.
+    """Returns the config's source in pieces, with both splits of the source.
 
     Raises:
         UserError: an unknown option, or data that is missing or corrupt; while the pieces are read, too.
@@ -83,7 +83,7 @@ def _options(name: str, options: dict[str, Any]) -> Any:
 
 
 def stamps(name: str, root: Path, options: dict[str, Any]) -> Stamps:
-    """Those of the source's files as they are; empty if it is generated, or if the files are gone."""
+    """Returns the stamps of the source's current files; [] if it is generated, or if the files are gone."""
     paths: list[Path] = FILES[name](root) if name in FILES else []
     if name in OWN:
         paths = OWN[name].files_of(root, _options(name, options))

@@ -21,16 +21,16 @@ from ..order import mix
 from .raw import Piece, Share, Stream, cut
 
 MAX_BYTES = 4 << 30
-"""Of an array in an .npz file, unpacked."""
+"""The largest array in an .npz file, unpacked."""
 SMALL_BYTES, MAX_RATIO = 256 << 20, 100
 """An array of more bytes is at most this many times as large as its packed form: a file of 4 MB can claim 4 GB."""
 _KEY = 0x5EED0001
-"""Of the draw that holds samples out."""
+"""Key of the draw that holds samples out."""
 
 
 class Options(Section):
     train: str = "train.npz"
-    """File of the training samples, below `data.root` or absolute: .npz, or .npy beside `train_labels`."""
+    """File of the training samples, below `data.root` or absolute: .npz, or .npy together with `train_labels`."""
     train_labels: str | None = None
     """File of their labels, where `train` is an .npy file."""
     test: str | None = None

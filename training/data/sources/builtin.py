@@ -34,7 +34,7 @@ _IDX_FILES = {
 }
 _UINT8 = 8
 _MAX_BYTES = 256 << 20
-"""Of one file, unpacked; the official ones have 47 MB at most. A packed file of 260 KB can hold as much."""
+"""The largest file, unpacked; the official ones have 47 MB at most. A packed file of 260 KB can hold as much."""
 
 
 def digits() -> Raw:

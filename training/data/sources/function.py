@@ -33,7 +33,7 @@ def open_stream(name: str, root: Path, options: dict[str, Any]) -> Stream:
 
     Raises:
         UserError: there is no such function, it takes no `split`, or not these options; while it is read, for a piece
-            that is not one. What the function itself raises goes through.
+            that is not one. Errors of the function itself are not caught.
     """
     function = imported(name, "the source")
     if not inspect.isfunction(function) or "split" not in inspect.signature(function).parameters:

@@ -34,7 +34,7 @@ MAX_SIDE = 4096
 KINDS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP"}
 """Suffix → the format that the content must have."""
 _DROPPINGS = frozenset({"thumbs.db", "desktop.ini"})
-"""What file managers leave, beside names with a leading dot."""
+"""Files of file managers, which are ignored like names with a leading dot."""
 
 
 def _size(value: int | list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a source gives, in memory or in pieces, and what a shard can hold of it."""
+"""The samples of a source, in memory or in pieces, and the checks that they fit a shard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Piece: TypeAlias = tuple[np.ndarray, np.ndarray]
 Share: TypeAlias = Annotated[Number, Field(ge=0, lt=1)]
 """The type of an option."""
 PIECE_BYTES = 4 << 20
-"""Of samples that a source hands over at once, about."""
+"""Approximate size of a piece of samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Stream:
     """A data set of any size, which comes in pieces."""
 
     pieces: Callable[[str], Generator[Piece, None, None]]
-    """Of the split `train` or `test`, in the order of the samples' ids. An iterator that is left early is closed."""
+    """Yields the pieces of the split `train` or `test`, in the order of the samples' ids. An iterator that is left early is closed."""
     classes: list[str] | None
     """Names of the labels; None: they are numbered, up to the largest label."""
     left_out: dict[str, str] = field(default_factory=dict)

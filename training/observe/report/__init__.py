@@ -33,7 +33,7 @@ from .record import RunRecord, number_of
 
 FOLDER = Path(__file__).parent
 MARK = '<meta name="generator" content="lockstep report">'
-"""Stands near the beginning of every report. A file without it is somebody else's, and is not replaced."""
+"""Stands near the beginning of every report. A file without this mark is not a report, and is not replaced."""
 _ENVIRONMENT = ("versions", "world", "threads", "git_revision", "global_batch_size", "data", "environment")
 """Parts of run.yaml."""
 
@@ -42,7 +42,7 @@ def write(runs: Sequence[Path], out: Path) -> None:
     """Writes the report of some run directories.
 
     Raises:
-        UserError: one of them does not hold a run, or `out` is somebody else's file or cannot be written.
+        UserError: one of them does not hold a run, or `out` is not a report or cannot be written.
     """
     if os.path.lexists(out) and not _is_report(out):
         raise UserError(f"{out} exists and is not a report: choose another --out")

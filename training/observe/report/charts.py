@@ -40,7 +40,7 @@ Points = list[list[Any]]
 
 
 class TableRow(NamedTuple):
-    """Of a table. One that `differs` is marked: the runs are not alike in it."""
+    """A row of a table. One that `differs` is marked: the runs are not alike in it."""
 
     name: str
     cells: list[str]

@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class RunRecord:
-    """What one run directory holds. Times are Unix seconds."""
+    """The content of a run directory. Times are Unix seconds."""
 
     path: Path
     about: dict[str, Any]
@@ -55,7 +55,7 @@ class RunRecord:
     summary: dict[str, Any]
     events: list[dict[str, Any]]
     account: Account
-    """Where the time went."""
+    """The account of the time."""
     ranks: list[dict[str, float]]
     """By rank: mean seconds a step of each phase and of the `rest`, in the last attempt."""
 
