@@ -20,8 +20,6 @@ from pydantic import (
     BeforeValidator,
     Field,
     FiniteFloat,
-    PlainValidator,
-    WithJsonSchema,
     model_validator,
 )
 from typing_extensions import Self, TypedDict
@@ -90,64 +88,22 @@ def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return points
 
 
-def _seconds_or_auto(value: Any) -> Any:
-    number = _number(value)
-    if number == "auto":
-        return number
-    try:
-        known = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
-    except OverflowError:  # a whole number of more than 308 digits
-        known = False
-    if not known:
-        raise ValueError(f"must be a number or auto, got {shown(value)}")
-    if number < 0:
-        raise ValueError(f"must be at least 0, got {shown(value)}")
-    return float(number)
-
-
 LOGGED = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
 """A name under which a script logs numbers."""
 _BETTER = {"accuracy": "max", "test_loss": "min"}
 
 
-def _keep_best(value: Any) -> Any:
-    if isinstance(value, bool):
-        return value
-    if not isinstance(value, dict) or len(value) != 1:
-        raise ValueError(
-            f"must be true, false, or one name with max or min, such as {{val_loss: min}}, got {shown(value)}"
-        )
-    name, better = next(iter(value.items()))
-    if not isinstance(name, str) or not re.fullmatch(LOGGED, name):
-        raise ValueError(f"must name a number that is logged (letters, digits and _, at most 64), got {shown(name)}")
-    if better not in ("max", "min"):
-        raise ValueError(
-            f"must say whether {name} is better where it is higher (max) or lower (min), got {shown(better)}"
-        )
-    if better != _BETTER.get(name, better):
-        raise ValueError(f"must be {{{name}: {_BETTER[name]}}}, got {{{name}: {better}}}, which keeps the worst")
+def _keeps_the_best(value: bool | dict[str, str]) -> bool | dict[str, str]:
+    for name, better in value.items() if isinstance(value, dict) else ():
+        if better != _BETTER.get(name, better):
+            raise ValueError(f"must be {{{name}: {_BETTER[name]}}}, got {{{name}: {better}}}, which keeps the worst")
     return value
 
 
-KeepBest = Annotated[
-    bool | dict[str, Literal["max", "min"]], PlainValidator(_keep_best),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "boolean"},
-                {
-                    "type": "object", "propertyNames": {"pattern": f"^{LOGGED}$"}, "minProperties": 1, "maxProperties": 1,
-                    "additionalProperties": {"enum": ["max", "min"]},
-                },
-            ]
-        }
-    ),
-]  # fmt: skip
+_Better = dict[Annotated[str, Field(pattern=f"^{LOGGED}$")], Literal["max", "min"]]
+KeepBest = Annotated[bool | Annotated[_Better, Field(min_length=1, max_length=1)], AfterValidator(_keeps_the_best)]
 Number = Annotated[FiniteFloat, BeforeValidator(_number)]
-SecondsOrAuto = Annotated[
-    float | Literal["auto"], PlainValidator(_seconds_or_auto),
-    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, {"const": "auto", "type": "string"}]}),
-]  # fmt: skip
+SecondsOrAuto = Annotated[FiniteFloat, Field(ge=0), BeforeValidator(_number)] | Literal["auto"]
 PositiveNumber = Annotated[FiniteFloat, Field(gt=0), BeforeValidator(_number)]
 Rate = Annotated[FiniteFloat, Field(ge=0, lt=1_000_000_000), BeforeValidator(_number)]
 Momentum = Annotated[FiniteFloat, Field(ge=0, le=1), BeforeValidator(_number)]

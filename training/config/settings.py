@@ -329,32 +329,38 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str) -> dict
 
 
 def _sentence(complaint: dict[str, Any], model: type[BaseModel], prefix: str) -> str:
-    kind, path, message, value = (complaint[key] for key in ("type", "loc", "msg", "input"))
+    kind, message, value = (complaint[key] for key in ("type", "msg", "input"))
+    path, known = _located(model, complaint["loc"])
     name = prefix + _dotted(path)
     if kind in ("extra_forbidden", "invalid_key"):
-        return f"unknown setting {name!r}{nearest(str(path[-1]), _fields_at(model, path[:-1]))}"
+        return f"unknown setting {name!r}{nearest(str(path[-1]), _located(model, path[:-1])[1])}"
     if kind == "missing":
         return f"{name} is missing"
     if kind == "value_error":
         message = str(complaint["ctx"]["error"])
         return f"{name}{' ' if message.startswith('must ') else ': ' if name else ''}{message}"
-    if known := _fields_at(model, path):
+    if known:
         return f"{name} is a group of settings, got {shown(value)}; known: {', '.join(known)}"
     hint = ""
     if kind == "list_type" and isinstance(value, str):
         hint = f": write {json.dumps(value.split())}"
     elif kind == "string_type" and isinstance(value, (bool, int, float)):
         hint = ": write it in quotes"
-    return f"{name} {message.replace('Input should', 'must')}, got {shown(value)}{hint}"
+    text = f" must{message[12:]}" if message.startswith("Input should") else f": {message}"
+    return f"{name}{text}, got {shown(value)}{hint}"
 
 
-def _fields_at(model: type[BaseModel], path: KeyPath) -> dict[str, Any]:
-    """Returns the `fields` of the group at a path in `model`; {} for a single value."""
-    hint: Any = model
+def _located(model: type[BaseModel], path: KeyPath) -> tuple[KeyPath, dict[str, Any]]:
+    """Returns a path in `model` without pydantic's names for the members of a union, and the `fields` of the group there."""
+    clean, hint = list[Any](), typing.cast(Any, model)
     for part in path:
+        if _is_union(bare(hint)):
+            hint = None
+            continue
+        clean.append(part)
         known, inner = fields(hint), typing.get_args(bare(hint))
         hint = known.get(part) if known or not inner else inner[-1]
-    return fields(hint)
+    return tuple(clean), fields(hint)
 
 
 def _dotted(path: KeyPath) -> str:
