@@ -562,8 +562,12 @@ def _arithmetic(settings: RunSettings) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.are_deterministic_algorithms_enabled() != deterministic:  # the call imports torch's compiler
         torch.use_deterministic_algorithms(deterministic)
+    # Else a kernel writes NaN into each new tensor before the kernel that fills it.
+    torch.utils.deterministic.fill_uninitialized_memory = not torch.cuda.is_available()  # type: ignore[attr-defined]
     float32_on_gpus(settings.tf32)
     torch.backends.cudnn.benchmark = settings.cudnn_benchmark
+    # Without it float32 runs differ from one another: gradients of filters are added up in the order in which threads come.
+    torch.backends.cudnn.deterministic = not settings.cudnn_benchmark
 
 
 @contextlib.contextmanager

@@ -12,12 +12,12 @@ def test_settings_of_torchs_arithmetic_are_those_of_the_run() -> None:
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     fast, exact = "tf32", "ieee"
     flags: list[tuple[Any, str]] = [
-        (matmul, "fp32_precision"), (cudnn.conv, "fp32_precision"), (cudnn, "benchmark"),
+        (matmul, "fp32_precision"), (cudnn.conv, "fp32_precision"), (cudnn, "benchmark"), (cudnn, "deterministic"),
     ]  # fmt: skip
     before = [getattr(owner, name) for owner, name in flags]
     changed = ["tf32=true", "cudnn_benchmark=true"]
     try:
-        for words, expected in ((changed, [fast, fast, True]), ([], [exact, exact, False])):
+        for words, expected in ((changed, [fast, fast, True, False]), ([], [exact, exact, False, True])):
             run._arithmetic(product.recipe("smoke", *words))
             assert [getattr(owner, name) for owner, name in flags] == expected
         for wanted in (True, False):
