@@ -1,8 +1,8 @@
-"""What happens to a job from `submit` to its end, the same on every backend, and what a backend supplies for it.
+"""Base class of backends: the shared flow of submit, wait and cancel, and the methods that a backend implements.
 
-The flow owns: secrets, the state machine of a name (attach, replace, new), waiting with a bound, the filter of ranks. A
-backend supplies find, create, observe, stream, stop and list, and where it can connect, attach, exec and outlook; one that hands a
-manifest to a cluster is a `Cluster`. One contract test holds all of them to it.
+The flow owns secrets, the state machine of a name (attach, replace, new), the bounded wait and the filter of ranks. A backend
+implements find, create, observe, stream, stop and list, and, if it can, connect, attach, exec and outlook. A backend that hands a
+manifest to a cluster is a `Cluster`. One contract test covers all of them.
 
     backend.submit(spec)                 # idempotent by name and hash of the spec
     backend.status("smoke")              # Status(state, reason, ranks, exit_code)
@@ -36,12 +36,12 @@ from .manifest import Manifest, differences, to_yaml
 from .process import Streams
 from .spec.model import JobSpec
 from .status import (
-    GOES_ON,
+    RESUMABLE,
     Check,
     Listed,
     LoggedOut,
-    Observer,
     Status,
+    StatusCallback,
     Submitted,
     Unreachable,
     answered_within,
@@ -111,7 +111,7 @@ class KnownJob:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job that was read, checked, rendered and linted, and is sent as it is here."""
+    """A job that is read, checked, rendered, linted and ready to be sent."""
 
     spec: JobSpec
     runs: Sequence[JobSpec] = ()
@@ -121,7 +121,7 @@ class Prepared:
 
 
 class _Decision(NamedTuple):
-    """What a submission does under a name."""
+    """The effect of a submission under a name."""
 
     job: Prepared
     known: KnownJob | None
@@ -216,18 +216,18 @@ class Backend(abc.ABC):
     def place(cls, spec: JobSpec | None, **flags: str | None) -> dict[str, str | None]:
         """What `connect` takes: where the flags say, or else the spec."""
 
-        def said(setting: str) -> Any:
+        def of_spec(setting: str) -> Any:
             return functools.reduce(getattr, setting.split("."), spec) if spec is not None else None
 
-        return {flag: flags.get(flag) or said(setting) for flag, setting in cls.places.items()}
+        return {flag: flags.get(flag) or of_spec(setting) for flag, setting in cls.places.items()}
 
     @classmethod
     def at(cls, spec: JobSpec | None, **flags: str | None) -> Self:
         """The backend where the flags say, or else the spec."""
         place = cls.place(spec, **flags)
-        found = cls.connect(**place)
-        found.given_place = {flag: value for flag, value in place.items() if value}
-        return found
+        opened = cls.connect(**place)
+        opened.given_place = {flag: value for flag, value in place.items() if value}
+        return opened
 
     @classmethod
     def login(cls, host: str | None) -> str | None:  # noqa: ARG003 - of most backends nothing is on another machine
@@ -263,7 +263,7 @@ class Backend(abc.ABC):
         with self.exclusive():
             if self.find(name) is not None:
                 raise UserError(f"{name} is already the name of a job: choose another --name for the sweep")
-            placed = [self._decide(Prepared(spec), mode) for spec in specs]
+            placed = [self._resolve_existing(Prepared(spec), mode) for spec in specs]
             there = [item for item in placed if item.attaches]
             if len(there) == len(specs):
                 return [self._place(item) for item in there]
@@ -299,7 +299,7 @@ class Backend(abc.ABC):
         """Decides about all jobs before it creates one."""
         done: Sent = []
         with self.exclusive():
-            decided = [self._decide(job, mode) for job in jobs]
+            decided = [self._resolve_existing(job, mode) for job in jobs]
             for item in decided:
                 if not item.attaches:
                     self.check_secrets(item.job.spec)
@@ -324,16 +324,16 @@ class Backend(abc.ABC):
         if missing and self.secrets_from is not None:
             raise UserError(f"the job needs the secret {missing[0]}: {self.secrets_from}")
 
-    def _decide(self, job: Prepared, mode: Mode) -> _Decision:
+    def _resolve_existing(self, job: Prepared, mode: Mode) -> _Decision:
         """Changes nothing. Raises `UserError` where another job has the name."""
         spec = job.spec
-        known, status = self._known(spec, mode)
+        known, status = self._existing(spec, mode)
         if known is not None and mode == "new":
             name = records.next_name(spec.name, self._taken)
             return _Decision(self.prepared(spec.model_copy(update={"name": name, "run_dir": None})), None)
         return _Decision(job, known, attaches=status is not None and not status.final)
 
-    def _known(self, spec: JobSpec, mode: Mode) -> tuple[KnownJob | None, Status | None]:
+    def _existing(self, spec: JobSpec, mode: Mode) -> tuple[KnownJob | None, Status | None]:
         """The job of that name, and its status if that matters. Raises `UserError` where it is in the way."""
         known = self.find(spec.name, submitting=True)
         if known is None or mode == "new":
@@ -350,7 +350,7 @@ class Backend(abc.ABC):
                 f"{spec.name} exists with another spec ({changed}): choose another name, --new for a numbered one, "
                 "or cancel it and submit with --replace"
             )
-        if status.final and status.state not in GOES_ON:
+        if status.final and status.state not in RESUMABLE:
             why = f" ({status.reason})" if status.reason else ""
             raise UserError(
                 f"{spec.name} has already finished: {status.state}{why}: "
@@ -364,7 +364,7 @@ class Backend(abc.ABC):
             job = self.prepared(snapshots.checked(spec)[0])
             refuse({job.spec.name: job.findings}, self.name)
             self.check_secrets(job.spec)
-            known, status = self._known(job.spec, mode)
+            known, status = self._existing(job.spec, mode)
             if status is not None and not status.final:
                 return [Check("job", "note", f"is there already, with the same spec: {status.state}")]
             place = "new" if known is None or mode == "new" else "takes the place of an earlier one"
@@ -426,7 +426,7 @@ class Backend(abc.ABC):
         """
         known = self._ours(name)
         of_node = known.spec.ranks if known.spec is not None else 1
-        found: dict[int, records.Standing] = {}
+        standings: dict[int, records.Standing] = {}
         for first in range(0, known.world_size, of_node) if rank is None else [rank]:
             with tempfile.TemporaryFile() as answer, open(os.devnull) as nothing:
                 words = [STACKS, *([str(rank)] if rank is not None else [])]
@@ -435,16 +435,16 @@ class Backend(abc.ABC):
                 for line in answer.read().splitlines() if not code else []:
                     with contextlib.suppress(ValueError):
                         if (one := records.parse(files.parsed(line), records.Standing)) is not None:
-                            found[one["rank"]] = one
-        if not found:
-            raise UserError(f"no rank of {name} has said what it does")
-        return [found[number] for number in sorted(found)]
+                            standings[one["rank"]] = one
+        if not standings:
+            raise UserError(f"no rank of {name} has shown what it does")
+        return [standings[number] for number in sorted(standings)]
 
-    def wait(self, name: str, timeout: float, seen: Observer | None = None) -> Status:
-        """The final status, or the one at the timeout (seconds). `seen` gets every status on the way, and the last.
+    def wait(self, name: str, timeout: float, seen: StatusCallback | None = None) -> Status:
+        """Returns the final status, or the one at the timeout (seconds). `seen` gets every status on the way, and the last.
 
-        A job that is gone, or whose node does not answer, for `lost_after` seconds is lost. A cluster that does not answer in this
-        time ends the wait: only its own word makes a job lost.
+        A job that is gone, or whose node does not answer, for `lost_after` seconds is lost. A cluster that does not answer in
+        this time ends the wait: only an answer of the cluster makes a job lost.
 
         Raises:
             Unreachable: the cluster does not answer: for `lost_after` seconds, or it never did.
@@ -564,8 +564,8 @@ class Cluster(Backend):
     @classmethod
     def render(cls, spec: JobSpec, runs: Specs) -> tuple[str, object]:  # noqa: ARG003 - for a backend with arrays
         """What `lockstep render` prints of a job, or of the runs of a sweep: as text, and as plain values."""
-        found = [manifest for run in runs for manifest in cls.manifests(run)]
-        return to_yaml(found), found
+        manifests = [manifest for run in runs for manifest in cls.manifests(run)]
+        return to_yaml(manifests), manifests
 
     @classmethod
     def lint(cls, spec: JobSpec) -> Findings:

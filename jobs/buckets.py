@@ -29,17 +29,17 @@ def check(url: str) -> list[Check]:
         ),
         "delete": (lambda: _deleted(bucket), "and removed"),
     }
-    found: list[Check] = []
+    checks: list[Check] = []
     for name, (look, done) in looks.items():
         try:
             look()
         except OSError as error:
-            found.append(Check(name, "missing", str(error)))
+            checks.append(Check(name, "missing", str(error)))
             if name == "write":
-                break  # of the others nothing can be told
+                break  # the other rows need the object
         else:
-            found.append(Check(name, "ok", done))
-    return [*found, _unfinished(url)]
+            checks.append(Check(name, "ok", done))
+    return [*checks, _unfinished(url)]
 
 
 def _read(bucket: Bucket) -> None:

@@ -13,7 +13,7 @@ from lockstep.training.contract import UserError
 
 from .backend import Backend, Mode
 from .spec.model import JobSpec
-from .status import Observer, Status
+from .status import Status, StatusCallback
 
 BACKENDS = {
     "local": "lockstep.jobs.local",
@@ -30,8 +30,8 @@ def backend_of(name: str) -> type[Backend]:
     name = ALIASES.get(name, name)
     if name not in BACKENDS:
         raise UserError(f"unknown backend {name!r}{settings.nearest(name, BACKENDS)}")
-    found: type[Backend] = importlib.import_module(f"{BACKENDS[name]}.backend").BACKEND
-    return found
+    kind: type[Backend] = importlib.import_module(f"{BACKENDS[name]}.backend").BACKEND
+    return kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Job:
         """
         return self.backend.execute(self.name, command, rank)
 
-    def wait(self, timeout: float = 86400, seen: Observer | None = None) -> Status:
+    def wait(self, timeout: float = 86400, seen: StatusCallback | None = None) -> Status:
         """Waits for the end. Returns the final status, or the current one after `timeout` seconds.
 
         Args:

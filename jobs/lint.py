@@ -1,4 +1,4 @@
-"""Lint: what a rule is, and the rules of every backend. A footgun is a rule with an id, a message that says what to do, and a test.
+"""Lint: what a rule is, and the rules of every backend. Each rule has an id, a message with the fix, and a test.
 
 Rules read the *final* manifest: `patch` can replace any part of it.
 """
@@ -52,9 +52,11 @@ def refuse(jobs: Mapping[str, list[Finding]], backend: str) -> None:
             if item.level != "error" and alike not in printed:
                 printed.add(alike)
                 (warn if item.level == "warning" else note)(f"{item.id}: {item.message}")
-        if found := errors(findings):
-            more = f" (and {len(found) - 1} more: see `lockstep lint --backend {backend}`)" if len(found) > 1 else ""
-            raise UserError(f"{name}: {found[0]}{more}")
+        if refused := errors(findings):
+            more = (
+                f" (and {len(refused) - 1} more: see `lockstep lint --backend {backend}`)" if len(refused) > 1 else ""
+            )
+            raise UserError(f"{name}: {refused[0]}{more}")
 
 
 class Subject:
@@ -120,8 +122,8 @@ class Rules(Generic[S]):
 
     def all(self) -> list[Rule[Any]]:
         """By id."""
-        found: dict[str, Rule[Any]] = {**COMMON._rules, **self._rules}
-        return [found[id] for id in sorted(found)]
+        rules: dict[str, Rule[Any]] = {**COMMON._rules, **self._rules}
+        return [rules[id] for id in sorted(rules)]
 
     def apply(
         self, spec: JobSpec, objects: list[Manifest], files: Collection[str] | None = None
@@ -133,13 +135,13 @@ class Rules(Generic[S]):
         """
         subject = self.subject(spec, objects)
         subject.files = files
-        found = [
+        findings = [
             Finding(rule.id, rule.level, message)
             for rule in self.all()
             if not rule.kinds or not subject.kind or subject.kind in rule.kinds
             for message in rule.look(subject)
         ]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(findings))
 
 
 COMMON = Rules(Subject)

@@ -13,7 +13,7 @@ from lockstep.training import files
 
 BLOCK = 1 << 16
 HEAD = 64
-"""Bytes of a line's beginning by which it is told whether it counts."""
+"""Bytes at a line's beginning that decide whether the line counts."""
 Stamped = tuple[str, str]
 """(time, line); times sort as text."""
 PREFIX = re.compile(r"\[rank (\d+)\] ")
@@ -47,9 +47,9 @@ class Pieces(Generic[AnyStr]):
         self._size += len(lines[-1])
         if self._size > LONGEST:
             piece = self.rest()
-            found = self._head.match(piece) if self._head is not None else None
-            if found is not None:
-                self._kept.append(piece[: found.end()])
+            head = self._head.match(piece) if self._head is not None else None
+            if head is not None:
+                self._kept.append(piece[: head.end()])
             yield piece
 
     def rest(self) -> AnyStr:
@@ -81,7 +81,7 @@ def begin(path: Path, count: int, counts: Callable[[bytes], bool] = lambda head:
         end = file.seek(0, 2)
         if count <= 0:
             return end, 0
-        found, at, after = 0, end, b""
+        count_of, at, after = 0, end, b""
         while at > 0:
             size = min(BLOCK, at)
             at -= size
@@ -91,14 +91,14 @@ def begin(path: Path, count: int, counts: Callable[[bytes], bool] = lambda head:
             place = block.rfind(b"\n", 0, size if at + size < end else size - 1)
             while place >= 0:
                 if counts(block[place + 1 : place + 1 + HEAD].partition(b"\n")[0]):
-                    found += 1
-                    if found == count:
-                        return at + place + 1, found
+                    count_of += 1
+                    if count_of == count:
+                        return at + place + 1, count_of
                 place = block.rfind(b"\n", 0, place)
             after = block[:HEAD]
         if end and counts(after.partition(b"\n")[0]):
-            found += 1
-        return 0, found
+            count_of += 1
+        return 0, count_of
 
 
 def newest(sources: Iterable[Iterable[Stamped]], count: int) -> list[Stamped]:
@@ -111,14 +111,14 @@ def newest(sources: Iterable[Iterable[Stamped]], count: int) -> list[Stamped]:
 
 def shares(there: list[int], count: int) -> list[int]:
     """How many lines of each of several logs without times: `count` in all, dealt out evenly."""
-    found = [0] * len(there)
-    while count > 0 and (short := [index for index, number in enumerate(there) if found[index] < number]):
+    quotas = [0] * len(there)
+    while count > 0 and (short := [index for index, number in enumerate(there) if quotas[index] < number]):
         each = max(1, count // len(short))
         for index in short[:count]:
-            more = min(each, there[index] - found[index])
-            found[index] += more
+            more = min(each, there[index] - quotas[index])
+            quotas[index] += more
             count -= more
-    return found
+    return quotas
 
 
 def last(lines: Iterable[str], count: int | None) -> Iterator[str]:

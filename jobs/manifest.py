@@ -193,10 +193,10 @@ def _named(items: list[Any]) -> dict[Any, Any]:
 def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
     """`name: old → new` for each place where two plain values differ."""
     if isinstance(old, dict) and isinstance(new, dict):
-        found = []
+        lines = []
         for key in sorted({*old, *new}, key=str):
-            found += differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else str(key))
-        return found
+            lines += differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else str(key))
+        return lines
     return [] if old == new else [f"{prefix}: {_short(old)} → {_short(new)}"]
 
 

@@ -16,7 +16,7 @@ from lockstep.training.contract import UserError
 
 from .status import warn
 
-PASSED_ON = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP)
 OF_THE_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
 """What the kernel sends to all processes in a terminal's foreground: to pass it on would be once too often."""
 LOOK_SECONDS = 0.05
@@ -40,17 +40,17 @@ class Streams:
 
 
 @contextlib.contextmanager
-def heard(numbers: Sequence[signal.Signals]) -> Iterator[queue.SimpleQueue[int]]:
+def trap_signals(numbers: Sequence[signal.Signals]) -> Iterator[queue.SimpleQueue[int]]:
     """Signals that come in the block, instead of what they would do. Always empty outside of the main thread."""
-    found: queue.SimpleQueue[int] = queue.SimpleQueue()
+    arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the handler's signature
-        found.put(number)
+        arrived.put(number)
 
     ours = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, note) for number in numbers} if ours else {}
     try:
-        yield found
+        yield arrived
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -73,7 +73,7 @@ def run(
     # A session of its own may not read from our terminal, so somebody has to bring what is typed.
     typed = not terminal and os.isatty(streams.stdin)
     again = False
-    with heard(PASSED_ON) as signals:
+    with trap_signals(FORWARDED) as signals:
         try:
             child = subprocess.Popen(
                 command, env=env, stdin=subprocess.PIPE if typed else streams.stdin, stdout=streams.stdout,
@@ -82,7 +82,7 @@ def run(
         except OSError as error:
             raise UserError(f"cannot start {command[0]}: {error.strerror}") from None
         if child.stdin is not None:
-            threading.Thread(target=_bring, args=(streams.stdin, child.stdin.fileno()), daemon=True).start()
+            threading.Thread(target=_pump, args=(streams.stdin, child.stdin.fileno()), daemon=True).start()
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -114,7 +114,7 @@ def _pass_on(
         os.kill(child.pid, number) if terminal else os.killpg(child.pid, number)
 
 
-def _bring(source: int, target: int) -> None:
+def _pump(source: int, target: int) -> None:
     with contextlib.suppress(OSError):
         while data := os.read(source, CHUNK):
             while data:

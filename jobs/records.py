@@ -1,10 +1,10 @@
-"""What is kept of jobs in $LOCKSTEP_HOME: folders that we alone can write, and the records in them.
+"""Records of jobs in $LOCKSTEP_HOME, in folders that only the user can write.
 
-What a job is run from, signalled by or unpickled from lies there. Nobody else may rename on the way there, either. Then what a path
-names stays what was checked, and can be opened by its path.
+Jobs are executed and unpickled from these folders, so only the user may write to them and to their parents. Then a path that was
+checked can be opened by its name.
 
-A record is read with the shape that it was written in, or not at all: a disk that was full, another version or another hand may have
-written it, and one damaged file must hide no job.
+A record is validated before use. A full disk, another version or another program may have written it, and one damaged file must not
+hide other jobs.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def remember(backend: str, name: str, place: Mapping[str, str]) -> None:
 
 def place_of(backend: str, name: str) -> dict[str, str]:
     """Flag → value of where a job was last submitted to from here; {} where that was not said."""
-    found: Any = None
+    place: Any = None
     with contextlib.suppress(UserError, OSError):
         path = home() / "places" / backend / f"{name}.json"
         if path.parent.name == backend:  # the name is not a path
             check(path.parent)
-            found = files.read_json(path)
-    texts = isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
-    return found if texts else {}
+            place = files.read_json(path)
+    texts = isinstance(place, dict) and all(isinstance(value, str) for value in place.values())
+    return place if texts else {}
 
 
 def make(folder: Path) -> Path:
@@ -90,15 +90,15 @@ def check(folder: Path) -> None:
 
 def own(folder: Path) -> None:
     """`check` of a folder in one that was checked. Raises `UserError`, `OSError`."""
-    found = folder.lstat()
-    mode = stat.S_IMODE(found.st_mode)
-    if not stat.S_ISDIR(found.st_mode):
+    about = folder.lstat()
+    mode = stat.S_IMODE(about.st_mode)
+    if not stat.S_ISDIR(about.st_mode):
         raise UserError(
             f"{folder} is not a plain folder (a link?): jobs are run from the files in it; set LOCKSTEP_HOME"
         )
-    if found.st_uid != os.geteuid():
+    if about.st_uid != os.geteuid():
         raise UserError(
-            f"{folder} belongs to user {found.st_uid}: jobs are run from the files in it; set LOCKSTEP_HOME"
+            f"{folder} belongs to user {about.st_uid}: jobs are run from the files in it; set LOCKSTEP_HOME"
         )
     if mode & 0o077:
         raise UserError(f"{folder} can be changed by other users (mode {mode:o}): chmod 700 it")
@@ -133,30 +133,30 @@ def _way(folder: Path, make: bool = False) -> None:
             continue
         place = at / name
         try:
-            found = place.lstat()
+            about = place.lstat()
         except FileNotFoundError:
             if not make:
                 raise
             place.mkdir(mode=0o700, exist_ok=True)
-            found = place.lstat()
-        if not stat.S_ISLNK(found.st_mode):
-            _step(place, found, me)
+            about = place.lstat()
+        if not stat.S_ISLNK(about.st_mode):
+            _step(place, about, me)
             at = place
             continue
         links += 1
         if links > _MOST_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
-        _judge_step(place, found.st_uid, 0, me)
+        _judge_step(place, about.st_uid, 0, me)
         target = Path(os.readlink(place))
         at = Path("/") if target.is_absolute() else at
         left += [part for part in target.parts if part != "/"][::-1]
 
 
-def _step(place: Path, found: os.stat_result, me: int) -> None:
-    if not stat.S_ISDIR(found.st_mode):
+def _step(place: Path, about: os.stat_result, me: int) -> None:
+    if not stat.S_ISDIR(about.st_mode):
         raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
-    mode = stat.S_IMODE(found.st_mode)
-    _judge_step(place, found.st_uid, mode, me, bool(mode & 0o020) and _is_mine(found.st_gid, me))
+    mode = stat.S_IMODE(about.st_mode)
+    _judge_step(place, about.st_uid, mode, me, bool(mode & 0o020) and _is_mine(about.st_gid, me))
 
 
 def _is_mine(group: int, me: int) -> bool:
@@ -325,11 +325,11 @@ def _shape(kind: type[Any]) -> Any:
 def parse(value: Any, kind: type[R]) -> R | None:
     """The record that a plain value holds; None where a key is missing, a value has another type, or a name is blank."""
     try:
-        found: R = _shape(kind).validate_python(value, strict=True)
+        record: R = _shape(kind).validate_python(value, strict=True)
     except ValueError:  # pydantic's
         return None
     words = (value[name] for name in _FOUND_BY if isinstance(value.get(name), str))
-    return None if any(not word.strip() or "\0" in word for word in words) else found
+    return None if any(not word.strip() or "\0" in word for word in words) else record
 
 
 def read(path: Path, kind: type[R]) -> R | None:
@@ -339,12 +339,12 @@ def read(path: Path, kind: type[R]) -> R | None:
 
 def process(path: Path) -> Process | None:
     """A process that can be asked for and signalled: never a group (0, −1, …) nor init."""
-    found = read(path, Process)
-    return found if found is not None and found["pid"] > 1 else None
+    record = read(path, Process)
+    return record if record is not None and record["pid"] > 1 else None
 
 
 def identity(name: str) -> str:
-    """What one submission of a job is known by: its ranks have it in their environment, and write it into status.json."""
+    """Returns the id of one submission: its ranks have it in their environment, and write it into status.json."""
     return f"{name}.{uuid.uuid4().hex[:12]}"
 
 
@@ -352,7 +352,7 @@ def next_name(name: str, taken: Callable[[str], bool]) -> str:
     """`name-v2`, or the first number that is free. `name-2` is what a sweep calls one of its runs."""
     versions = (f"-v{number}" for number in itertools.count(2))
     free = (f"{name[: 63 - len(end)].rstrip('-')}{end}" for end in versions)
-    return next(found for found in free if not taken(found))
+    return next(numbered for numbered in free if not taken(numbered))
 
 
 def restarts(said: Said | None) -> int:
@@ -361,15 +361,14 @@ def restarts(said: Said | None) -> int:
 
 
 def progress(said: Said | None) -> str:
-    """How far a run is whose processes live, from its status.json: the step, at most some seconds old, and how often it was
-    restarted. An attempt that has ended may be the last one, or be followed by another."""
+    """Returns how far a running job is, from its status.json: the step, at most some seconds old, and its restarts."""
     if said is None:
         return "starting"
     return step(said) + (f", restart {again}" if (again := restarts(said)) else "") + trouble(said)
 
 
 def trouble(said: Said) -> str:
-    """How the attempt has ended, where it has; else what is said of a rank that gets no further."""
+    """Returns how the attempt has ended; of one that runs, which rank hangs."""
     if said["code"] == contract.EXIT_DONE:
         return ", ending"
     if said["code"] is not None:  # a job that is not over starts again by itself
@@ -404,10 +403,10 @@ def about_time(said: Said | None, submitted: float | None, placed: float | None 
 
 
 def said(run_dir: Path, job: str) -> Said | None:
-    """status.json of this very job, which is trusted above exit codes; not one of another run in the same directory."""
-    found = read(run_dir / contract.STATUS_FILE, Said)
-    if found is None or found.get("job") != job:
+    """Returns status.json of this submission, which counts above exit codes; None for one of another run in the directory."""
+    status = read(run_dir / contract.STATUS_FILE, Said)
+    if status is None or status.get("job") != job:
         return None
     if (told := hangs.of_run(run_dir)) is not None:
-        found["hang"] = told.said
-    return found
+        status["hang"] = told.said
+    return status

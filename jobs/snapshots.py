@@ -97,21 +97,21 @@ def collect(folder: Path) -> Bundle:
         sizes = {path: one.st_size for path, one in status.items()}
         if sum(sizes.values()) > MAX_BYTES:
             raise _too_large(sizes, f"{sum(sizes.values())} bytes", f"{MAX_BYTES >> 20} MiB")
-        found = [
+        contents = [
             File(path, bool(status[path].st_mode & 0o100), files.read(place, MAX_BYTES))
             for path, place in places.items()
         ]
     except OSError as error:
         raise UserError(f"code: {error.filename} cannot be read: {error.strerror}") from None
-    for file in found:
+    for file in contents:
         if len(file.data) <= _LFS_BYTES and file.data.startswith(_LFS):
             raise UserError(
                 f"code: {file.path} is a pointer of git-lfs, not the file: git lfs pull, or name it in {IGNORE_FILE}"
             )
-    packed = archive.pack(found)
+    packed = archive.pack(contents)
     if len(packed) > MAX_PACKED:
         raise _too_large(sizes, f"{len(packed)} bytes in an archive", f"{MAX_PACKED >> 20} MiB")
-    return Bundle(found, archive.identity(found), packed)
+    return Bundle(contents, archive.identity(contents), packed)
 
 
 class _Rule(NamedTuple):
@@ -253,26 +253,26 @@ def _place(root: Path, path: str, paths: set[str]) -> Path:
 
 
 def _warn_of_secrets(paths: list[str]) -> None:
-    found = []
+    suspects = []
     for path in paths:
         lower = path.lower()
         names = (lower.rpartition("/")[2], f"/{lower}")
         if not lower.endswith(_HARMLESS) and any(
             fnmatch.fnmatchcase(name, rule) for name in names for rule in _SECRETS
         ):
-            found.append(path)
-    if found:
-        more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+            suspects.append(path)
+    if suspects:
+        more = f" and {len(suspects) - NAMED} more" if len(suspects) > NAMED else ""
         warn(
-            f"code: {', '.join(found[:NAMED])}{more} travel, and look like secrets: name them in {IGNORE_FILE} if they are"
+            f"code: {', '.join(suspects[:NAMED])}{more} travel, and look like secrets: name them in {IGNORE_FILE} if they are"
         )
 
 
-def _too_large(sizes: dict[str, int], found: str, limit: str) -> UserError:
+def _too_large(sizes: dict[str, int], size: str, limit: str) -> UserError:
     largest = sorted(sizes, key=lambda path: (-sizes[path], path))[:NAMED]
     named = ", ".join(f"{path} ({sizes[path]})" for path in largest)
     return UserError(
-        f"code: {found}, at most {limit} can be sent; the largest files: {named}; name what is not needed in {IGNORE_FILE}"
+        f"code: {size}, at most {limit} can be sent; the largest files: {named}; name what is not needed in {IGNORE_FILE}"
     )
 
 
@@ -376,32 +376,32 @@ def resolve(spec: JobSpec) -> tuple[JobSpec, Bundle | None]:
 
 def checked(spec: JobSpec) -> tuple[JobSpec, Bundle | None]:
     """`resolve`, for what is to be submitted: also raises `UserError` where the code lacks the command's script."""
-    found, bundle = resolve(spec)
+    resolved, bundle = resolve(spec)
     if bundle is not None and (missing := missing_script(spec, bundle.paths)):
         raise UserError(missing)
-    return found, bundle
+    return resolved, bundle
 
 
 def snapshot(spec: JobSpec) -> JobSpec:
     """`checked`, and the code is kept for the job. Raises `UserError`, also where an identity is of no copy that is kept."""
-    found, bundle = checked(spec)
+    resolved, bundle = checked(spec)
     if bundle is not None:
         store(bundle.identity, bundle.packed)
-    elif found.code is not None and found.code.hash is not None:
-        found = _named(found, found.code.hash)
-    return found
+    elif resolved.code is not None and resolved.code.hash is not None:
+        resolved = _named(resolved, resolved.code.hash)
+    return resolved
 
 
 def snapshot_all(specs: list[JobSpec]) -> list[JobSpec]:
     """`snapshot` for the runs of a sweep: one read of each folder, so that all of them run the same."""
     known: dict[str, Code | None] = {}
-    found = []
+    result = []
     for spec in specs:
         key = "" if spec.code is None else spec.code.model_dump_json()
         if key not in known:
             known[key] = snapshot(spec).code
-        found.append(spec.model_copy(update={"code": known[key]}))
-    return found
+        result.append(spec.model_copy(update={"code": known[key]}))
+    return result
 
 
 def _named(spec: JobSpec, identity: str) -> JobSpec:

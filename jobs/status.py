@@ -1,4 +1,4 @@
-"""What is reported of jobs: where one stands, which exit code of `lockstep` says so, what `doctor` has found, and how a terminal is told.
+"""Reports about jobs: status, exit codes of `lockstep`, the checks of `doctor`, and how a terminal shows them.
 
 A terminal is shown text without control codes, small tables, and JSON with stable fields.
 """
@@ -36,14 +36,14 @@ State = Literal[
     "succeeded", "failed", "preempted", "cancelled", "timed_out", "lost",
 ]  # fmt: skip
 FINAL = ("succeeded", "failed", "preempted", "cancelled", "timed_out", "lost")
-GOES_ON = ("preempted", "cancelled", "timed_out")
+RESUMABLE = ("preempted", "cancelled", "timed_out")
 """Endings after which the state is saved, so that the same job submitted again resumes."""
 _CODES = {
     "succeeded": EXIT_DONE, "failed": EXIT_FAILED, "unschedulable": EXIT_UNSCHEDULABLE, "lost": EXIT_LOST,
     "preempted": EXIT_PREEMPTED, "cancelled": EXIT_PREEMPTED, "timed_out": EXIT_TIMED_OUT,
 }  # fmt: skip
 
-WORST = (
+EXIT_PRECEDENCE = (
     EXIT_LOST, EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_UNSCHEDULABLE, EXIT_TIMED_OUT, EXIT_PREEMPTED, EXIT_DONE,
 )  # fmt: skip
 """Exit codes of several jobs: the first of these that occurs is that of all."""
@@ -123,7 +123,7 @@ class Status:
         return f"{name}: {self.state}{f' – {self.reason}' if self.reason else ''}"
 
     def tell(self, name: str) -> None:
-        """Prints it for people: the line, the goodput, the slow rank, and a table where there are several nodes."""
+        """Prints the line, the goodput, the slow rank, and, with several nodes, a table."""
         say(self.line(name))
         if self.goodput is not None:
             say(goodput_line(self.goodput))
@@ -184,7 +184,7 @@ class Submitted:
         return asdict(self)
 
 
-Observer = Callable[[Status], None]
+StatusCallback = Callable[[Status], None]
 """Is called with each status on the way of a wait."""
 
 
@@ -250,15 +250,15 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     print(end="", flush=True)  # not sys.stdout.flush(): it is None where it is closed
 
 
-def teller(name: str) -> Observer:
-    """Says on stderr when a job that is waited for changes. A reason that differs in its numbers alone is progress."""
+def progress_printer(name: str) -> StatusCallback:
+    """Returns a callback that prints each change of a job to stderr. A reason that differs in its numbers alone is progress."""
     last: tuple[str, str] | None = None
 
-    def tell(found: Status) -> None:
+    def tell(status: Status) -> None:
         nonlocal last
-        now = (found.state, re.sub(r"\d+", "0", found.reason))
-        if now != last and not found.final:
-            note(found.line(name))
+        now = (status.state, re.sub(r"\d+", "0", status.reason))
+        if now != last and not status.final:
+            note(status.line(name))
         last = now
 
     return tell

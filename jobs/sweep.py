@@ -15,12 +15,12 @@ from lockstep.training.contract import EXIT_TIMED_OUT, UserError
 from .backend import Backend, Mode
 from .job import Job, backend_of
 from .spec.model import JobSpec
-from .status import WORST, Status, say, show, table, teller, warn
+from .status import EXIT_PRECEDENCE, Status, progress_printer, say, show, table, warn
 
 MAX_RUNS = 1000
 METRICS = ("accuracy", "best_accuracy", "test_loss", "train_loss", "steps")
 """Of summary.json; a column for each that a run has. Before them stand the numbers that a script has logged."""
-MOST_LOGGED = 8
+MAX_LOGGED = 8
 """Of these, in the table."""
 
 
@@ -31,18 +31,18 @@ def parse(texts: list[str]) -> dict[str, list[Any]]:
         >>> sweep.parse(["lr=0.1,0.2", "batch_size=64"])
         {'lr': [0.1, 0.2], 'batch_size': [64]}
     """
-    found: dict[str, list[Any]] = {}
+    choices: dict[str, list[Any]] = {}
     for text in texts:
         name, equals, values = text.partition("=")
         if not equals or not name or not values:
             raise UserError(f"--sweep takes NAME=VALUE,VALUE,…, got {text!r}")
-        if name in found:
+        if name in choices:
             raise UserError(f"--sweep {name} is given twice: give all its values in one")
         parsed = settings.parse_yaml(f"[{values}]", f"--sweep {name}")
         if not isinstance(parsed, list) or not parsed or None in parsed:
             raise UserError(f"--sweep {name}: expected values with commas between them, got {values!r}")
-        found[name] = parsed
-    return found
+        choices[name] = parsed
+    return choices
 
 
 def expand(spec: JobSpec, values: dict[str, list[Any]]) -> list[JobSpec]:
@@ -60,7 +60,7 @@ def expand(spec: JobSpec, values: dict[str, list[Any]]) -> list[JobSpec]:
         twice = next((value for number, value in enumerate(choices) if _among(value, choices[:number])), None)
         if twice is not None:
             raise UserError(f"--sweep {name} has {twice!r} twice: give each value once, or another seed for each run")
-    plain, found = spec.plain(), []
+    plain, specs = spec.plain(), []
     for index, combination in enumerate(itertools.product(*values.values())):
         changed = dict(zip(values, combination))
         # The last part of it is the run's name in metrics: two sweeps must not have the same.
@@ -70,9 +70,9 @@ def expand(spec: JobSpec, values: dict[str, list[Any]]) -> list[JobSpec]:
             "overrides": {**spec.overrides, **changed},
             **({"run_dir": run_dir} if run_dir else {}),
         }
-        told = ", ".join(f"{name}={value}" for name, value in changed.items())
-        found.append(JobSpec.of({**plain, **own}, f"the sweep's {told}"))
-    return found
+        text = ", ".join(f"{name}={value}" for name, value in changed.items())
+        specs.append(JobSpec.of({**plain, **own}, f"the sweep's {text}"))
+    return specs
 
 
 def _among(value: Any, others: list[Any]) -> bool:
@@ -114,14 +114,16 @@ def submit_and_tell(
 def _to_the_end(backend: Backend, runs: dict[str, dict[str, Any]], seconds: float, as_json: bool) -> int:
     """`runs`: a run's name → its changed settings. Returns the exit code of the worst."""
     deadline = time.monotonic() + seconds
-    found = {name: backend.wait(name, max(0.0, deadline - time.monotonic()), teller(name)) for name in runs}
-    reached = {name: _summary(backend, name, status) for name, status in found.items()}
+    statuses = {
+        name: backend.wait(name, max(0.0, deadline - time.monotonic()), progress_printer(name)) for name in runs
+    }
+    reached = {name: _summary(backend, name, status) for name, status in statuses.items()}
     logged = {name: _logged(summary) for name, summary in reached.items()}
     if as_json:
         show(
             [
                 {
-                    "name": name, **settings, "state": found[name].state, "exit_code": found[name].exit_code,
+                    "name": name, **settings, "state": statuses[name].state, "exit_code": statuses[name].exit_code,
                     **{metric: reached[name].get(metric) for metric in METRICS}, "logged": logged[name],
                 }
                 for name, settings in runs.items()
@@ -129,18 +131,21 @@ def _to_the_end(backend: Backend, runs: dict[str, dict[str, Any]], seconds: floa
         )  # fmt: skip
     else:
         metrics = [metric for metric in METRICS if any(values.get(metric) is not None for values in reached.values())]
-        own = list(dict.fromkeys(itertools.chain.from_iterable(logged.values())))[:MOST_LOGGED]
+        own = list(dict.fromkeys(itertools.chain.from_iterable(logged.values())))[:MAX_LOGGED]
         settings = list(next(iter(runs.values())))
         rows = [
             (
-                name, *changed.values(), found[name].state, found[name].exit_code, *map(logged[name].get, own),
+                name, *changed.values(), statuses[name].state, statuses[name].exit_code, *map(logged[name].get, own),
                 *map(reached[name].get, metrics),
             )
             for name, changed in runs.items()
         ]  # fmt: skip
         head = ("name", *settings, "state", "exit", *own, *metrics)
         table(tuple(text.upper() for text in head), [tuple(map(_cell, row)) for row in rows])
-    return min((EXIT_TIMED_OUT if status.unfinished else status.code for status in found.values()), key=WORST.index)
+    return min(
+        (EXIT_TIMED_OUT if status.unfinished else status.code for status in statuses.values()),
+        key=EXIT_PRECEDENCE.index,
+    )
 
 
 def _summary(backend: Backend, name: str, status: Status) -> dict[str, Any]:

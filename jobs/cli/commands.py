@@ -23,7 +23,7 @@ from lockstep.training.contract import (
     UserError,
 )
 
-from ..status import note, say, show, table, teller, warn
+from ..status import note, progress_printer, say, show, table, warn
 
 if TYPE_CHECKING:
     from ..backend import Backend as JobBackend
@@ -69,27 +69,27 @@ class Place:
         from ..status import Unreachable
 
         spec = Job(Path(name), **vars(self)).spec(backend)
-        found = backend_of(backend).at(spec)
+        opened = backend_of(backend).at(spec)
         with contextlib.suppress(Unreachable):  # the command itself says so
-            if changed := [line for line in found.drift(spec) if not line.startswith("fresh: ")]:
+            if changed := [line for line in opened.drift(spec) if not line.startswith("fresh: ")]:
                 warn(f"the job {spec.name} is another one than that of {name}: {'; '.join(changed[:8])}")
-        return found, spec.name
+        return opened, spec.name
 
     def open(self, backend: str, name: str | None = None) -> JobBackend:
         """The backend, ready for questions about the job of that name, or about all. Raises `UserError`."""
         from .. import records
         from ..job import backend_of  # and pydantic with it: `--help` does without
 
-        found = backend_of(backend)
-        check_flags(found, vars(self))
+        kind = backend_of(backend)
+        check_flags(kind, vars(self))
         place: dict[str, str | None] = vars(self)
-        submitted = records.place_of(found.name, name) if name is not None and not any(place.values()) else {}
-        _at_its_host(found.name, self.host or submitted.get("host"))
+        submitted = records.place_of(kind.name, name) if name is not None and not any(place.values()) else {}
+        _at_its_host(kind.name, self.host or submitted.get("host"))
         if submitted:
             note(
                 f"{name} was submitted from here with {' '.join(f'--{flag} {value}' for flag, value in submitted.items())}"
             )
-        return found.at(None, **(submitted or place))
+        return kind.at(None, **(submitted or place))
 
 
 @dataclasses.dataclass
@@ -132,9 +132,9 @@ class Job:
 
         flags = {"namespace": self.namespace, "context": self.context, "host": self.host}
         if backend is not None:
-            found = backend_of(backend)
-            check_flags(found, flags)
-            more |= {found.places[flag]: value for flag, value in flags.items() if flag in found.places}
+            kind = backend_of(backend)
+            check_flags(kind, flags)
+            more |= {kind.places[flag]: value for flag, value in flags.items() if flag in kind.places}
         elif given := [flag for flag, value in flags.items() if value is not None]:
             raise UserError(f"--{given[0]} is for one backend: say which, with --backend")
         named = {name: getattr(self, name) for name in ("name", "recipe", "image", "nodes", "gpus")}
@@ -192,15 +192,15 @@ def _runs(spec: JobSpec, sweep: list[str] | None) -> list[JobSpec]:
     return sweeps.expand(spec, sweeps.parse(sweep))
 
 
-def check_flags(found: type[JobBackend], flags: Mapping[str, str | None]) -> None:
+def check_flags(kind: type[JobBackend], flags: Mapping[str, str | None]) -> None:
     """Raises `UserError` for a flag that says where another backend's cluster is."""
     from ..job import BACKENDS, backend_of
 
-    for flag in (name for name, value in flags.items() if value is not None and name not in found.places):
+    for flag in (name for name, value in flags.items() if value is not None and name not in kind.places):
         owner = next(other for name in BACKENDS if flag in (other := backend_of(name)).places)
         owned = " and ".join(f"--{name}" for name in owner.places)
         verb = "is" if len(owner.places) == 1 else "are"
-        raise UserError(f"{owned} {verb} for {owner.name}, not for {found.name}")
+        raise UserError(f"{owned} {verb} for {owner.name}, not for {kind.name}")
 
 
 def cluster(name: str, command: str) -> type[Cluster]:
@@ -208,14 +208,14 @@ def cluster(name: str, command: str) -> type[Cluster]:
     from ..backend import Cluster
     from ..job import BACKENDS, backend_of
 
-    found = backend_of(name)
-    if not issubclass(found, Cluster):
+    kind = backend_of(name)
+    if not issubclass(kind, Cluster):
         others = [other for other in BACKENDS if issubclass(backend_of(other), Cluster)]
         raise UserError(f"{command} knows {', '.join(others[:-1])} and {others[-1]}, got {name!r}")
-    return found
+    return kind
 
 
-def flat(command: Callable[..., None]) -> Callable[..., None]:
+def flatten_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command as typer takes it: in place of a `Job` or a `Place` it has the options that these are made of."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Callable[..., Any]] = {name: kind for name, kind in hints.items() if kind in (Job, Place)}
@@ -238,7 +238,7 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-@flat
+@flatten_options
 def render(
     backend: Backend,
     job: Job,
@@ -251,14 +251,14 @@ def render(
     """Print the manifest that submit would apply. No cluster is needed."""
     from .. import snapshots
 
-    found = cluster(backend, "render")
+    kind = cluster(backend, "render")
     spec, code = snapshots.resolve(job.spec(backend))
     for line in code.lines() if code is not None else []:
         note(line)
     runs = _runs(spec, sweep)
-    for item in found.lint(spec):
+    for item in kind.lint(spec):
         warn(f"{item.id}: {item.message}")
-    text, objects = found.render(spec, runs)
+    text, objects = kind.render(spec, runs)
     if as_json:
         show(objects)
         return
@@ -271,7 +271,7 @@ def render(
             raise UserError(f"cannot write {out}: {error.strerror}") from None
 
 
-@flat
+@flatten_options
 def lint(
     job: Job,
     backend: Annotated[
@@ -288,7 +288,7 @@ def lint(
 
     if rules:
         backends = [backend_of(name) for name in BACKENDS]
-        known = {rule.id: rule for found in backends if issubclass(found, Cluster) for rule in found.rules().all()}
+        known = {rule.id: rule for kind in backends if issubclass(kind, Cluster) for rule in kind.rules().all()}
         rows = [{"id": id, "level": known[id].level, "title": known[id].title} for id in sorted(known)]
         if as_json:
             show(rows)
@@ -297,19 +297,19 @@ def lint(
         return
     spec = job.spec(backend)
     if backend is not None:
-        found = cluster(backend, "lint").lint(spec)
+        findings = cluster(backend, "lint").lint(spec)
     else:
         spec.check_training(spec.name)
         spec, code = snapshots.resolve(spec)
-        found = COMMON.apply(spec, [], code.paths if code is not None else None)
+        findings = COMMON.apply(spec, [], code.paths if code is not None else None)
     if as_json:
-        show([{"id": item.id, "level": item.level, "message": item.message} for item in found])
-    for item in [] if as_json else found:
+        show([{"id": item.id, "level": item.level, "message": item.message} for item in findings])
+    for item in [] if as_json else findings:
         say(str(item))
-    raise typer.Exit(EXIT_FAILED if errors(found) else EXIT_DONE)
+    raise typer.Exit(EXIT_FAILED if errors(findings) else EXIT_DONE)
 
 
-@flat
+@flatten_options
 def submit(
     backend: Backend,
     job: Job,
@@ -354,17 +354,17 @@ def submit(
         raise typer.Exit(sweeps.submit_and_tell(spec, backend, sweep, mode, wait, as_json))
     from ..job import backend_of
 
-    found = backend_of(backend).at(spec)
+    opened = backend_of(backend).at(spec)
     if dry_run:
-        _outlook(spec.name, found.dry_run(spec, mode), as_json)
-    done = found.submit(spec, mode)
+        _outlook(spec.name, opened.dry_run(spec, mode), as_json)
+    done = opened.submit(spec, mode)
     if wait is None:
         if as_json:
             show(done.plain())
         else:
             say(done.text())
         return
-    report(done.name, found.wait(done.name, wait, teller(done.name)), as_json, waited=True)
+    report(done.name, opened.wait(done.name, wait, progress_printer(done.name)), as_json, waited=True)
 
 
 def _outlook(name: str, checks: list[Check], as_json: bool) -> NoReturn:
@@ -381,7 +381,7 @@ def _outlook(name: str, checks: list[Check], as_json: bool) -> NoReturn:
     raise typer.Exit(EXIT_USAGE if refused else EXIT_DONE)
 
 
-@flat
+@flatten_options
 def diff(backend: Backend, job: Job, as_json: Json = False) -> None:
     """Compare a job file with the job that was submitted. Exit code 1 if they differ."""
     spec = job.spec(backend)
@@ -396,7 +396,7 @@ def diff(backend: Backend, job: Job, as_json: Json = False) -> None:
     raise typer.Exit(EXIT_FAILED if changed else EXIT_DONE)
 
 
-@flat
+@flatten_options
 def prepare(
     backend: Backend,
     job: Job,
@@ -404,39 +404,39 @@ def prepare(
     as_json: Json = False,
 ) -> None:
     """Write the shards of the recipe's data to the data volume, once, before the job runs."""
-    found = cluster(backend, "prepare")
+    kind = cluster(backend, "prepare")
     spec = job.spec(backend)
-    text, objects = found.preparation(spec)
+    text, objects = kind.preparation(spec)
     if dry_run:
         if as_json:
             show(objects)
         else:
             print(text, end="")
         return
-    done = found.at(spec).prepare(spec)
+    done = kind.at(spec).prepare(spec)
     if as_json:
         show({"name": done.name, "created": done.created, "where": done.where})
     else:
         say(f"{done.name}: {'submitted' if done.created else 'is there already'} ({done.where})")
 
 
-@flat
+@flatten_options
 def status(backend: Backend, name: NameOrFile, place: Place, as_json: Json = False) -> None:
     """Show the state of a job, and the reason for it."""
-    found, name = place.job(backend, name)
-    report(name, found.status(name), as_json)
+    opened, name = place.job(backend, name)
+    report(name, opened.status(name), as_json)
 
 
-def report(name: str, found: Status, as_json: bool, waited: bool = False) -> None:
+def report(name: str, status: Status, as_json: bool, waited: bool = False) -> None:
     """Prints a status and ends with its exit code; 124 where a wait ended before the job."""
     if as_json:
-        show({"name": name, **found.plain()})
+        show({"name": name, **status.plain()})
     else:
-        found.tell(name)
-    raise typer.Exit(EXIT_TIMED_OUT if waited and found.unfinished else found.code)
+        status.tell(name)
+    raise typer.Exit(EXIT_TIMED_OUT if waited and status.unfinished else status.code)
 
 
-@flat
+@flatten_options
 def logs(
     backend: Backend,
     name: NameOrFile,
@@ -458,22 +458,22 @@ def logs(
     import json
 
     silent = True
-    found, name = place.job(backend, name)
-    for text in found.logs(name, rank, follow, tail):
+    opened, name = place.job(backend, name)
+    for text in opened.logs(name, rank, follow, tail):
         silent = False
         if as_json:
             print(json.dumps({"line": text}), flush=True)
         else:
             say(text)
     if silent and tail != 0 and not follow:
-        status = found.status(name)
+        status = opened.status(name)
         if status.state in ("pending", "queued", "unschedulable"):
             raise UserError(f"{name} has no log yet: {status.state} ({status.reason}); logs -f waits for it")
     if rank and silent and tail != 0:
         note(f"rank {rank} has printed nothing: of ranks above 0 only warnings come, unless log.verbose=true")
 
 
-@flat
+@flatten_options
 def execute(
     backend: Backend,
     name: Name,
@@ -491,7 +491,7 @@ def execute(
     raise typer.Exit(place.open(backend, name).execute(name, command, rank))
 
 
-@flat
+@flatten_options
 def stacks(
     backend: Backend,
     name: Name,
@@ -500,10 +500,10 @@ def stacks(
     as_json: Json = False,
 ) -> None:
     """Print what each rank of a running job does now: what it waits for, where, and its Python stacks."""
-    found = place.open(backend, name).stacks(name, rank)
+    standings = place.open(backend, name).stacks(name, rank)
     if as_json:
-        show(found)
-    for one in [] if as_json else found:
+        show(standings)
+    for one in [] if as_json else standings:
         where = f" ({one['where']})" if one["where"] else ""
         step = f", step {one['step']}" if one["step"] is not None else ""
         say(f"rank {one['rank']} {one['what']}{where} [process {one['pid']}{step}]")
@@ -511,7 +511,7 @@ def stacks(
             say(f"  {text}".rstrip())
 
 
-@flat
+@flatten_options
 def wait(
     backend: Backend,
     name: NameOrFile,
@@ -520,21 +520,21 @@ def wait(
     as_json: Json = False,
 ) -> None:
     """Wait until a job has ended. The exit code says how it ended. Changes of its state are printed to stderr."""
-    found, name = place.job(backend, name)
-    report(name, found.wait(name, timeout, teller(name)), as_json, waited=True)
+    opened, name = place.job(backend, name)
+    report(name, opened.wait(name, timeout, progress_printer(name)), as_json, waited=True)
 
 
-@flat
+@flatten_options
 def cancel(backend: Backend, name: Name, place: Place, as_json: Json = False) -> None:
     """End a job. It gets the grace period to save its state."""
-    found = place.open(backend, name).cancel(name)
+    status = place.open(backend, name).cancel(name)
     if as_json:
-        show({"name": name, **found.plain()})
+        show({"name": name, **status.plain()})
     else:
-        say(found.line(name))
+        say(status.line(name))
 
 
-@flat
+@flatten_options
 def list_jobs(backend: Backend, place: Place, as_json: Json = False) -> None:
     """List the jobs."""
     rows = place.open(backend).list()
@@ -544,7 +544,7 @@ def list_jobs(backend: Backend, place: Place, as_json: Json = False) -> None:
         table(("NAME", "STATE", "NODES", "CREATED"), [(r.name, r.state, str(r.nodes), r.created) for r in rows])
 
 
-@flat
+@flatten_options
 def doctor(
     backend: Annotated[
         str,
@@ -584,24 +584,24 @@ def doctor(
     from .. import snapshots
     from ..status import Check
 
-    found_in = cluster(backend, "doctor")
-    check_flags(found_in, vars(place))
+    kind = cluster(backend, "doctor")
+    check_flags(kind, vars(place))
     spec = None
     if (file, image, profile) != (None, None, None):
         job = Job(file, recipe=None if file is not None else "smoke", image=image, profile=profile, host=place.host)
         spec, _ = snapshots.resolve(job.spec(backend))
     else:
-        _at_its_host(found_in.name, place.host)
-    found = found_in.doctor(spec, **found_in.place(spec, **vars(place)))
+        _at_its_host(kind.name, place.host)
+    checks = kind.doctor(spec, **kind.place(spec, **vars(place)))
     for url in spec.buckets if spec is not None else ():
-        found.append(Check("bucket", "note", f"lockstep doctor {url} tries it, with the credentials of this shell"))
-    _answer(found, as_json)
+        checks.append(Check("bucket", "note", f"lockstep doctor {url} tries it, with the credentials of this shell"))
+    _answer(checks, as_json)
 
 
-def _answer(found: list[Check], as_json: bool) -> NoReturn:
+def _answer(checks: list[Check], as_json: bool) -> NoReturn:
     """The rows of `doctor`, and its exit code."""
     if as_json:
-        show([item.plain() for item in found])
+        show([item.plain() for item in checks])
     else:
-        table(("CHECK", "RESULT", "DETAIL"), [(item.name, item.result, item.detail) for item in found])
-    raise typer.Exit(EXIT_FAILED if any(item.result == "missing" for item in found) else EXIT_DONE)
+        table(("CHECK", "RESULT", "DETAIL"), [(item.name, item.result, item.detail) for item in checks])
+    raise typer.Exit(EXIT_FAILED if any(item.result == "missing" for item in checks) else EXIT_DONE)

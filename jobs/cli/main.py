@@ -183,7 +183,7 @@ def _with_words_of_its_own(command: str, summary: str, start: Callable[[list[str
     app.command(command, help=help_, add_help_option=False, context_settings=taken, options_metavar="…")(begin)
 
 
-def _become(words: Sequence[str]) -> NoReturn:
+def exec_inside(words: Sequence[str]) -> NoReturn:
     """`python -m lockstep.training WORDS` takes this process's place: what belongs inside a job, and loads torch.
 
     It has the name that was typed. Its signals and its exit code are this one's.
@@ -194,7 +194,7 @@ def _become(words: Sequence[str]) -> NoReturn:
 
 def _inside(command: str) -> Callable[[list[str]], NoReturn]:
     """`python -m lockstep.training COMMAND` takes this process's place."""
-    return lambda words: _become([command, *words])
+    return lambda words: exec_inside([command, *words])
 
 
 def _tool(module: str) -> Callable[[list[str]], NoReturn]:
@@ -214,19 +214,19 @@ for _name, _summary in tools.COMMANDS.items():
 _with_words_of_its_own("torture", torture.SUMMARY, _tool("lockstep.torture.command"))
 
 
-def spread(words: list[str]) -> list[str]:
+def expand_set(words: list[str]) -> list[str]:
     """`--set a=1 b=2` as `--set a=1 --set b=2`: what `python -m lockstep.training` takes, this command line takes, too."""
-    found: list[str] = []
+    expanded: list[str] = []
     assigning = False
     for number, word in enumerate(words):
         if word == "--":
-            return found + words[number:]
-        if assigning and found[-1] != "--set" and re.match(r"[A-Za-z_][\w.-]*=", word):
-            found.append("--set")
-        elif word.startswith("-") or (assigning and found[-1] != "--set"):
+            return expanded + words[number:]
+        if assigning and expanded[-1] != "--set" and re.match(r"[A-Za-z_][\w.-]*=", word):
+            expanded.append("--set")
+        elif word.startswith("-") or (assigning and expanded[-1] != "--set"):
             assigning = word == "--set"
-        found.append(word)
-    return found
+        expanded.append(word)
+    return expanded
 
 
 def _app_of(command: str) -> typer.Typer:
@@ -253,7 +253,7 @@ def _main() -> NoReturn:
         command = next(iter(command_of(sys.argv[1:])), "")
         with extras.explained(), signals_held_back() if command == "run" else contextlib.nullcontext():
             # Outside standalone mode typer hands the code of an Exit back instead of raising it.
-            code = _app_of(command)(spread(sys.argv[1:]), standalone_mode=False)
+            code = _app_of(command)(expand_set(sys.argv[1:]), standalone_mode=False)
     except UserError as error:
         print_error(error)
         sys.exit(EXIT_UNREACHABLE if isinstance(error, Unreachable) else error.code)

@@ -171,11 +171,11 @@ class ComposeBackend(Cluster):
         """status.json of this job, which is trusted above exit codes; not one of an earlier job."""
         if spec is None:
             return None
-        found = engine.read_file(str(nodes[0]["Id"]), f"{spec.run_directory}/{contract.STATUS_FILE}")
-        if found is None or found[1] < min(moment(get(node, "State", "StartedAt")) for node in nodes):
+        file = engine.read_file(str(nodes[0]["Id"]), f"{spec.run_directory}/{contract.STATUS_FILE}")
+        if file is None or file[1] < min(moment(get(node, "State", "StartedAt")) for node in nodes):
             return None  # both in whole seconds, as tar keeps them
         with contextlib.suppress(ValueError):
-            said = records.parse(files.parsed(found[0]), records.Said)
+            said = records.parse(files.parsed(file[0]), records.Said)
             hang = engine.read_file(str(nodes[0]["Id"]), f"{spec.run_directory}/{contract.HANG_FILE}")
             if said is not None and hang is not None and (told := hangs.told(hang[0])) is not None:
                 said["hang"] = told.said
@@ -266,8 +266,8 @@ BACKEND = ComposeBackend
 def _secret(there: Nodes) -> str:
     """By what the nodes know each other: the one that those have which are there, else the user's, else a new one."""
     marks = [str(word) for node in there for word in get(node, "Config", "Env") or ()]
-    found = [value for name, _, value in (mark.partition("=") for mark in marks) if name == contract.ENV_SECRET]
-    return next(filter(None, [*found, os.environ.get(contract.ENV_SECRET)]), "") or secrets.token_hex(32)
+    given = [value for name, _, value in (mark.partition("=") for mark in marks) if name == contract.ENV_SECRET]
+    return next(filter(None, [*given, os.environ.get(contract.ENV_SECRET)]), "") or secrets.token_hex(32)
 
 
 def _check(spec: JobSpec | None) -> list[Check]:

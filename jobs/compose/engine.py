@@ -127,12 +127,12 @@ def containers(*labels: str) -> list[dict[str, Any]]:
     if not ids:
         return []
     try:
-        found = json.loads(docker("inspect", "--type", "container", *ids))
+        inspected = json.loads(docker("inspect", "--type", "container", *ids))
     except EngineError as error:
         if "No such container" not in str(error):
             raise
         return containers(*labels)  # one was removed in between
-    return found if isinstance(found, list) else []
+    return inspected if isinstance(inspected, list) else []
 
 
 def volumes(*labels: str) -> list[str]:

@@ -252,8 +252,8 @@ class Subject(lint.Subject):
     @cached_property
     def environment(self) -> dict[str, Any]:
         """Of the first node: a patch may have added some."""
-        found = get(next(iter(self.objects), {}), "services", node_name(self.spec, 0), "environment")
-        return found if isinstance(found, dict) else {}
+        values = get(next(iter(self.objects), {}), "services", node_name(self.spec, 0), "environment")
+        return values if isinstance(values, dict) else {}
 
     @cached_property
     def patched(self) -> list[Change]:

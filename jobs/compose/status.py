@@ -18,10 +18,10 @@ _RUNNING = ("running", "paused", "restarting")
 def moment(text: object) -> float:
     """A time of the engine's as whole seconds since the epoch; 0 where there is none."""
     try:
-        found = datetime.datetime.fromisoformat(str(text or "")[:19]).replace(tzinfo=datetime.timezone.utc)
+        time = datetime.datetime.fromisoformat(str(text or "")[:19]).replace(tzinfo=datetime.timezone.utc)
     except ValueError:
         return 0.0
-    return max(0.0, found.timestamp())
+    return max(0.0, time.timestamp())
 
 
 def explain(nodes: list[Manifest], spec: JobSpec | None, said: records.Said | None, cancelled: bool) -> Status:

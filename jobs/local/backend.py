@@ -30,7 +30,7 @@ from ..spec.model import JobSpec
 from ..spec.types import size_in_bytes
 from ..status import Check, Listed, Part, State, Status, Submitted, warn
 from . import supervise
-from .supervise import ENDED, RUNNING, Looks, alive, here, living, note_end, start_ticks
+from .supervise import ENDED, RUNNING, ProcessTables, alive, here, living, note_end, start_ticks
 
 JOB, SUPERVISOR = "job.json", "supervisor.json"
 POLL_SECONDS = 0.1
@@ -89,16 +89,16 @@ class LocalBackend(Backend):
             os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         )
         ranks = spec.nodes * spec.ranks
-        found = [
+        checks = [
             Check("cpus", "ok" if ranks <= cores else "warning", f"{ranks} ranks on {cores} cores"),
             Check("memory", "ok" if wanted <= memory else "warning", f"{wanted >> 20} of {memory >> 20} MiB"),
         ]
         if spec.gpus:
             gpus, needed = len(list(Path("/dev").glob("nvidia[0-9]*"))), spec.nodes * spec.gpus
-            found.append(Check("gpus", "ok" if needed <= gpus else "missing", f"{needed} of {gpus}"))
+            checks.append(Check("gpus", "ok" if needed <= gpus else "missing", f"{needed} of {gpus}"))
         if closed := self._closed(spec.run_directory_here):
-            found.append(Check("run_dir", "missing", closed))
-        return [*found, Check("start", "ok", "at once")]
+            checks.append(Check("run_dir", "missing", closed))
+        return [*checks, Check("start", "ok", "at once")]
 
     def create(self, job: Prepared, old: KnownJob | None) -> Submitted:
         extras.require("torch")  # the launcher needs it, also for a `command:`
@@ -161,19 +161,19 @@ class LocalBackend(Backend):
         return [*command[:4], "--ranks", str(spec.nodes * spec.ranks), "--nodes", "1", *command[4:]]
 
     def observe(self, known: KnownJob) -> Status:
-        return self._answer(known, *self._before(known), Looks())
+        return self._answer(known, *self._before(known), ProcessTables())
 
     def _before(self, known: KnownJob) -> tuple[bool, bool]:
         """Whether it is being submitted, and whether its supervisor or its launcher lives."""
         folder = self.folder / known.name
         return self._being_submitted(folder), self._supervised(folder)
 
-    def _answer(self, known: KnownJob, being_submitted: bool, supervised: bool, looks: Looks) -> Status:
-        """Its status. `looks` begin behind `_before`, so that what has begun or ended meanwhile shows in them."""
+    def _answer(self, known: KnownJob, being_submitted: bool, supervised: bool, tables: ProcessTables) -> Status:
+        """Returns the status. `tables` are read after `_before`, so they show what has begun or ended meanwhile."""
         record, folder = known.record, self.folder / known.name
         total = known.world_size
         # In the order of a job's life: what has begun or ended between two of these questions shows in the second one.
-        supervised = supervised or (not (folder / ENDED).exists() and bool(living(record["job"], looks=looks)))
+        supervised = supervised or (not (folder / ENDED).exists() and bool(living(record["job"], tables=tables)))
         ended = records.read(folder / ENDED, records.Ended)
         cancelled = (folder / "cancelled").exists()
         created = datetime.datetime.fromisoformat(record["created"]).timestamp()
@@ -248,8 +248,8 @@ class LocalBackend(Backend):
                 lines = file.read().decode(errors="replace").split("\n")
         except OSError:
             return ""
-        found = [line for line in lines if "error" in line.lower()]
-        return found[-1][:300] if found else ""
+        errors = [line for line in lines if "error" in line.lower()]
+        return errors[-1][:300] if errors else ""
 
     def stream(self, known: KnownJob, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
         """The log, from a byte on at which a line begins."""
@@ -295,9 +295,9 @@ class LocalBackend(Backend):
             launcher = records.process(folder / RUNNING)
             if launcher is not None and not signalled:
                 signalled = True
-                told = [pid for file in (SUPERVISOR, RUNNING) if (pid := self._process(folder / file)) is not None]
+                pids = [pid for file in (SUPERVISOR, RUNNING) if (pid := self._process(folder / file)) is not None]
                 # Where both are gone, ranks of it live.
-                supervise.send(told[:1] or living(record["job"]), signal.SIGTERM)
+                supervise.send(pids[:1] or living(record["job"]), signal.SIGTERM)
             time.sleep(POLL_SECONDS)
         pid = self._process(folder / SUPERVISOR)
         supervisor = [pid] if pid is not None else []
@@ -321,10 +321,10 @@ class LocalBackend(Backend):
                     jobs.append((known, self._before(known)))
             except UserError as error:
                 warn(str(error))
-        rows, looks = [], Looks()  # one look at the processes for all of them
+        rows, tables = [], ProcessTables()  # one pair of tables for all of them
         for known, before in jobs:
             try:
-                state = self._answer(known, *before, looks).state
+                state = self._answer(known, *before, tables).state
                 rows.append(Listed(known.name, state, known.plain.get("nodes", 1), known.record["created"]))
             except UserError as error:
                 warn(str(error))

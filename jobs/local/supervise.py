@@ -1,7 +1,7 @@
 """python -m lockstep.jobs.local.supervise FOLDER: keeps a local job's processes, its time limit and its exit code.
 
-Somebody must be there to collect the exit code when the command that submitted the job is long gone. A TERM or INT is
-handed on to the launcher, and begins the end of the job: what lives after the grace is killed.
+The supervisor collects the exit code long after the command that submitted the job has ended. It forwards TERM and INT to the
+launcher, and kills the processes that live after the grace period.
 
 Three things tie a process to its job (Linux). Its environment names the job, which a program may clear. It descends from the
 launcher, also in a session of its own. And where its parent ends, it becomes a child of the job's supervisor instead of init's
@@ -43,7 +43,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """From now on a descendant whose parent ends is a child of this process, which must collect it."""
+    """Makes this process the parent of each descendant whose own parent ends."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -67,7 +67,7 @@ def alive(pid: int, ticks: int | None) -> bool:
 
 
 @dataclass(frozen=True)
-class _Look:
+class _ProcessTable:
     """All processes at one moment."""
 
     states: dict[int, str]
@@ -76,47 +76,47 @@ class _Look:
     """By the job that their environment names."""
 
     @classmethod
-    def take(cls) -> _Look:
-        found = cls({}, {}, {})
+    def take(cls) -> _ProcessTable:
+        processes = cls({}, {}, {})
         for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
             fields = stat_of(int(entry)) if entry.isdigit() else []
             if fields:
                 pid = int(entry)
-                found.states[pid] = fields[0]
-                found.children.setdefault(int(fields[1]), []).append(pid)
+                processes.states[pid] = fields[0]
+                processes.children.setdefault(int(fields[1]), []).append(pid)
                 if job := _job(pid):
-                    found.jobs.setdefault(job, []).append(pid)
-        return found
+                    processes.jobs.setdefault(job, []).append(pid)
+        return processes
 
 
-class Looks:
-    """Two looks at all processes, each taken when it is first asked for: for questions about many jobs at once."""
+class ProcessTables:
+    """Two tables of all processes, each read when it is first needed: for questions about many jobs at once."""
 
     def __init__(self) -> None:
-        self._taken: list[_Look] = []
+        self._taken: list[_ProcessTable] = []
 
-    def __iter__(self) -> Iterator[_Look]:
+    def __iter__(self) -> Iterator[_ProcessTable]:
         for number in range(2):
             if len(self._taken) == number:
-                self._taken.append(_Look.take())
+                self._taken.append(_ProcessTable.take())
             yield self._taken[number]
 
 
-def living(job: str, *ancestors: int, looks: Looks | None = None) -> list[int]:
+def living(job: str, *ancestors: int, tables: ProcessTables | None = None) -> list[int]:
     """The processes of a job: who has its identity in the environment, and who descends from these or from `ancestors`.
 
     Neither this process nor `ancestors` themselves, and no other job that one of them has submitted.
     """
     # A process that forks and ends while /proc is being read may be missed with its child, but not twice.
-    return next((found for look in looks or Looks() if (found := _of(look, job, ancestors))), [])
+    return next((pids for table in tables or ProcessTables() if (pids := _of(table, job, ancestors))), [])
 
 
-def _of(look: _Look, job: str, ancestors: Sequence[int]) -> list[int]:
-    found = [*ancestors, *look.jobs.get(job, ())]
-    for pid in found:  # grows while it is read
-        found += [child for child in look.children.get(pid, ()) if child not in found and not _another_job(child, job)]
+def _of(table: _ProcessTable, job: str, ancestors: Sequence[int]) -> list[int]:
+    pids = [*ancestors, *table.jobs.get(job, ())]
+    for pid in pids:  # grows while it is read
+        pids += [child for child in table.children.get(pid, ()) if child not in pids and not _another_job(child, job)]
     apart = {os.getpid(), *ancestors}
-    return [pid for pid in dict.fromkeys(found) if look.states.get(pid, "Z") != "Z" and pid not in apart]
+    return [pid for pid in dict.fromkeys(pids) if table.states.get(pid, "Z") != "Z" and pid not in apart]
 
 
 def _job(pid: int) -> str:
@@ -145,25 +145,25 @@ def kill(job: str, *ancestors: int) -> None:
     """KILL until nobody of the job lives, for `KILL_SECONDS` at most."""
     deadline = time.monotonic() + KILL_SECONDS
     while (rest := living(job, *ancestors)) and time.monotonic() < deadline:
-        send(rest, signal.SIGKILL)  # in every round: they may fork between the look and the signal
+        send(rest, signal.SIGKILL)  # in every round: they may fork between the listing and the signal
         time.sleep(POLL_SECONDS)
 
 
 def described(pids: Sequence[int]) -> str:
     """`process 123 (python3, state D)`, of those that still live."""
-    told = []
+    texts = []
     for pid in pids:
         name, state = _read(pid, "comm").decode(errors="replace").strip(), stat_of(pid)[:1]
         if state:
-            told.append(f"process {pid} ({name}, state {state[0]})")
-    return ", ".join(told[:8])
+            texts.append(f"process {pid} ({name}, state {state[0]})")
+    return ", ".join(texts[:8])
 
 
 def note_end(folder: Path, job: Mapping[str, Any], code: int | None, timed_out: bool = False) -> records.Ended:
-    """Records how a job ended, once, when no process of it lives any more. What the run itself says counts above `code`.
+    """Records how a job ended, once, when no process of it lives. The run's own status.json counts above `code`.
 
     Args:
-        code: the launcher's; None for who only asks, and finds the same again: it does not wait for the disk.
+        code: the launcher's; None for a command that only asks: it does not wait for the disk.
     """
     write = files.replace if code is not None else files.publish
     said = records.said(Path(job["run_dir"]), job["job"])
@@ -205,7 +205,7 @@ def see_to_its_end(launcher: subprocess.Popen[bytes], job: str, time_limit: floa
 
     Whoever asks for the end, and the time limit, begin the grace; what a killed launcher left has it, too.
     """
-    limit, deadline, asked, told = time.monotonic() + time_limit, math.inf, False, set[int]()
+    limit, deadline, asked, signalled = time.monotonic() + time_limit, math.inf, False, set[int]()
     timed_out = False
     while True:
         _reap(launcher)
@@ -215,9 +215,9 @@ def see_to_its_end(launcher: subprocess.Popen[bytes], job: str, time_limit: floa
             if not rest:
                 return launcher.returncode, timed_out
             deadline = min(deadline, now + grace)
-            if asked:  # the launcher has told its ranks, and nobody what these have started
-                send([pid for pid in rest if pid not in told], signal.SIGTERM)
-                told.update(rest)
+            if asked:  # the launcher has signalled its ranks, but not what these have started
+                send([pid for pid in rest if pid not in signalled], signal.SIGTERM)
+                signalled.update(rest)
         elif now >= limit and not asked:
             timed_out = asked = True
             deadline = now + grace

@@ -468,18 +468,18 @@ def load_profile(name: str) -> dict[str, Any]:
     else:
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
             raise UserError(f"--profile takes a name or the path of a .yaml file, got {name!r}")
-        found = [folder / f"{name}.yaml" for folder in profile_folders() if (folder / f"{name}.yaml").exists()]
-        if not found:
+        candidates = [folder / f"{name}.yaml" for folder in profile_folders() if (folder / f"{name}.yaml").exists()]
+        if not candidates:
             known = {path.stem for folder in profile_folders() for path in folder.glob("*.yaml")}
             where = ", ".join(str(folder) for folder in profile_folders())
             raise UserError(f"there is no profile {name!r} in {where}{settings.nearest(name, known)}")
-        path = found[0]
+        path = candidates[0]
     text = settings.read_text(path)
     values = settings.mapping(text, str(path))
     unknown = [key for key in values if key not in IN_A_PROFILE]
     if unknown:
         raise UserError(f"{path}: a profile holds {', '.join(IN_A_PROFILE)}; {unknown[0]!r} belongs in the job")
-    # By itself: a mistake that is found in the whole job would be looked for in the job's file.
+    # By itself: a mistake that is candidates in the whole job would be looked for in the job's file.
     settings.build(JobSpec, {"name": "a", "recipe": "smoke", **values}, str(path), lines=settings.lines_of(text))
     return values
 

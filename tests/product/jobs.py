@@ -156,7 +156,7 @@ def elsewhere(patch: pytest.MonkeyPatch) -> None:
     """The local backend as on another machine that shares the home folder: no process number means anything there."""
     patch.setattr("lockstep.jobs.local.backend.here", lambda: "other pid:[1]")
     patch.setattr("lockstep.jobs.local.backend.alive", lambda pid, ticks: False)
-    patch.setattr("lockstep.jobs.local.backend.living", lambda job, looks: [])
+    patch.setattr("lockstep.jobs.local.backend.living", lambda job, tables: [])
 
 
 def slurm_log(folder: Path, job_id: str) -> Iterator[str]:
