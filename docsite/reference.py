@@ -19,7 +19,7 @@ from pydantic_core import PydanticUndefined
 
 from docsite import ROOT
 from lockstep.jobs.backend import Cluster
-from lockstep.jobs.cli.main import app
+from lockstep.jobs.cli.main import app_of
 from lockstep.jobs.job import BACKENDS, backend_of
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.training.config import Config, OwnSettings, recipes
@@ -81,7 +81,7 @@ def pages() -> dict[str, str]:
 
 def command_names() -> list[str]:
     """Returns the name of every command of `lockstep`, sorted."""
-    found = typer.main.get_group(app).commands
+    found = typer.main.get_group(app_of()).commands
     return sorted(name for name, command in found.items() if not command.hidden)
 
 

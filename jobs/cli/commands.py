@@ -238,7 +238,6 @@ def flatten_options(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-@flatten_options
 def render(
     backend: Backend,
     job: Job,
@@ -271,7 +270,6 @@ def render(
             raise UserError(f"cannot write {out}: {error.strerror}") from None
 
 
-@flatten_options
 def lint(
     job: Job,
     backend: Annotated[
@@ -309,7 +307,6 @@ def lint(
     raise typer.Exit(EXIT_FAILED if errors(findings) else EXIT_DONE)
 
 
-@flatten_options
 def submit(
     backend: Backend,
     job: Job,
@@ -381,7 +378,6 @@ def _outlook(name: str, checks: list[Check], as_json: bool) -> NoReturn:
     raise typer.Exit(EXIT_USAGE if refused else EXIT_DONE)
 
 
-@flatten_options
 def diff(backend: Backend, job: Job, as_json: Json = False) -> None:
     """Compare a job file with the job that was submitted. Exit code 1 if they differ."""
     spec = job.spec(backend)
@@ -396,7 +392,6 @@ def diff(backend: Backend, job: Job, as_json: Json = False) -> None:
     raise typer.Exit(EXIT_FAILED if changed else EXIT_DONE)
 
 
-@flatten_options
 def prepare(
     backend: Backend,
     job: Job,
@@ -420,7 +415,6 @@ def prepare(
         say(f"{done.name}: {'submitted' if done.created else 'is there already'} ({done.where})")
 
 
-@flatten_options
 def status(backend: Backend, name: NameOrFile, place: Place, as_json: Json = False) -> None:
     """Show the state of a job, and the reason for it."""
     opened, name = place.job(backend, name)
@@ -436,7 +430,6 @@ def report(name: str, status: Status, as_json: bool, waited: bool = False) -> No
     raise typer.Exit(EXIT_TIMED_OUT if waited and status.unfinished else status.code)
 
 
-@flatten_options
 def logs(
     backend: Backend,
     name: NameOrFile,
@@ -473,7 +466,6 @@ def logs(
         note(f"rank {rank} has printed nothing: of ranks above 0 only warnings come, unless log.verbose=true")
 
 
-@flatten_options
 def execute(
     backend: Backend,
     name: Name,
@@ -491,7 +483,6 @@ def execute(
     raise typer.Exit(place.open(backend, name).execute(name, command, rank))
 
 
-@flatten_options
 def stacks(
     backend: Backend,
     name: Name,
@@ -511,7 +502,6 @@ def stacks(
             say(f"  {text}".rstrip())
 
 
-@flatten_options
 def wait(
     backend: Backend,
     name: NameOrFile,
@@ -524,7 +514,6 @@ def wait(
     report(name, opened.wait(name, timeout, progress_printer(name)), as_json, waited=True)
 
 
-@flatten_options
 def cancel(backend: Backend, name: Name, place: Place, as_json: Json = False) -> None:
     """End a job. It gets the grace period to save its state."""
     status = place.open(backend, name).cancel(name)
@@ -534,7 +523,6 @@ def cancel(backend: Backend, name: Name, place: Place, as_json: Json = False) ->
         say(status.line(name))
 
 
-@flatten_options
 def list_jobs(backend: Backend, place: Place, as_json: Json = False) -> None:
     """List the jobs."""
     rows = place.open(backend).list()
@@ -544,7 +532,6 @@ def list_jobs(backend: Backend, place: Place, as_json: Json = False) -> None:
         table(("NAME", "STATE", "NODES", "CREATED"), [(r.name, r.state, str(r.nodes), r.created) for r in rows])
 
 
-@flatten_options
 def doctor(
     backend: Annotated[
         str,

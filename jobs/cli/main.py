@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
 import io
 import os
@@ -37,18 +36,7 @@ from lockstep.wire.signals import command_of, signals_held_back
 from ..status import Unreachable
 from . import commands
 
-app = typer.Typer(
-    name="lockstep", pretty_exceptions_enable=False, add_completion=True,
-    rich_markup_mode=None,  # rich takes longer to import than everything else together
-    help="Train PyTorch models in data parallel, and take the same job from a laptop to a cluster.",
-    epilog="Examples: lockstep run smoke --ranks 2 · lockstep render k8s job.yaml · lockstep submit k8s job.yaml · "
-    "lockstep logs k8s smoke --rank 5 -f · lockstep wait k8s smoke --timeout 3600. "
-    "Exit codes: 0 succeeded, 1 failed, 2 usage, 3 unschedulable, 4 lost, 69 no answer, 75 preempted, 124 timed out, "
-    "141 nobody reads the output.",
-)  # fmt: skip
 
-
-@app.callback(invoke_without_command=True)
 def _root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
@@ -63,7 +51,6 @@ def _root(
         raise typer.Exit
 
 
-@app.command(epilog="Examples: lockstep run smoke --ranks 2 --set epochs=4 · lockstep run --ranks 2 -- python train.py")
 def run(
     recipe: Annotated[
         str, typer.Argument(help="A recipe's name, or the path of a YAML file; or -- and your own PROGRAM.")
@@ -134,7 +121,6 @@ def _program(
     return (["--session", options.text()] if options != SessionOptions() else []) + ["--", name, *arguments]
 
 
-@app.command(epilog="Example: lockstep init mine && cd mine && make train && make test")
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that is new or empty.")],
     name: Annotated[str | None, typer.Option(help="Name of its job; by default the folder's.")] = None,
@@ -156,24 +142,29 @@ def _schema() -> None:
     show(json_schema())
 
 
-app.command(epilog="Example: lockstep render k8s job.yaml --nodes 4 --set k8s.queue=gpu")(commands.render)
-app.command(epilog="Example: lockstep lint job.yaml")(commands.lint)
-app.command(epilog="Example: lockstep submit k8s job.yaml --gpus 4")(commands.submit)
-app.command(epilog="Example: lockstep diff k8s job.yaml")(commands.diff)
-app.command(epilog="Example: lockstep prepare k8s job.yaml")(commands.prepare)
-app.command("schema", epilog="Example: lockstep schema > job.schema.json")(_schema)
-app.command(epilog="Example: lockstep status k8s smoke --json")(commands.status)
-app.command(epilog="Example: lockstep logs k8s smoke --rank 5 --tail 100 --follow")(commands.logs)
-app.command("exec", epilog="Example: lockstep exec k8s smoke --rank 5 -- nvidia-smi")(commands.execute)
-app.command(epilog="Example: lockstep stacks k8s smoke --rank 5")(commands.stacks)
-app.command(epilog="Example: lockstep wait k8s smoke --timeout 3600")(commands.wait)
-app.command(epilog="Example: lockstep cancel k8s smoke")(commands.cancel)
-app.command("list", epilog="Example: lockstep list k8s")(commands.list_jobs)
-app.command(epilog="Examples: lockstep doctor k8s job.yaml · lockstep doctor gpu")(commands.doctor)
+_COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "run": (run, "Examples: lockstep run smoke --ranks 2 --set epochs=4 · lockstep run --ranks 2 -- python train.py"),
+    "init": (init, "Example: lockstep init mine && cd mine && make train && make test"),
+    "render": (commands.render, "Example: lockstep render k8s job.yaml --nodes 4 --set k8s.queue=gpu"),
+    "lint": (commands.lint, "Example: lockstep lint job.yaml"),
+    "submit": (commands.submit, "Example: lockstep submit k8s job.yaml --gpus 4"),
+    "diff": (commands.diff, "Example: lockstep diff k8s job.yaml"),
+    "prepare": (commands.prepare, "Example: lockstep prepare k8s job.yaml"),
+    "schema": (_schema, "Example: lockstep schema > job.schema.json"),
+    "status": (commands.status, "Example: lockstep status k8s smoke --json"),
+    "logs": (commands.logs, "Example: lockstep logs k8s smoke --rank 5 --tail 100 --follow"),
+    "exec": (commands.execute, "Example: lockstep exec k8s smoke --rank 5 -- nvidia-smi"),
+    "stacks": (commands.stacks, "Example: lockstep stacks k8s smoke --rank 5"),
+    "wait": (commands.wait, "Example: lockstep wait k8s smoke --timeout 3600"),
+    "cancel": (commands.cancel, "Example: lockstep cancel k8s smoke"),
+    "list": (commands.list_jobs, "Example: lockstep list k8s"),
+    "doctor": (commands.doctor, "Examples: lockstep doctor k8s job.yaml · lockstep doctor gpu"),
+}
+"""Name → function and epilog of the commands that are parsed here."""
 
 
-def _with_words_of_its_own(command: str, summary: str, start: Callable[[list[str]], NoReturn]) -> None:
-    """A command that parses its own words, and has its own help. click would take a `--` out of them."""
+def _add_other(app: typer.Typer, command: str, summary: str, start: Callable[[list[str]], NoReturn]) -> None:
+    """Adds a command that parses its own words, and has its own help. click would take a `--` out of them."""
     taken = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
     help_ = f"{summary[0].upper()}{summary[1:]}."
 
@@ -206,12 +197,29 @@ def _tool(module: str) -> Callable[[list[str]], NoReturn]:
     return start
 
 
-for _name, _summary in COMMANDS.items():
-    if _name not in INSIDE:
-        _with_words_of_its_own(_name, _summary, _inside(_name))
-for _name, _summary in tools.COMMANDS.items():
-    _with_words_of_its_own(_name, _summary, _tool(f"lockstep.tools.{_name}"))
-_with_words_of_its_own("torture", torture.SUMMARY, _tool("lockstep.torture.command"))
+def app_of(command: str = "") -> typer.Typer:
+    """Returns the app with this command alone, or with all if there is no such one: typer builds the options of every command."""
+    app = typer.Typer(
+        name="lockstep", pretty_exceptions_enable=False, add_completion=True,
+        rich_markup_mode=None,  # rich takes longer to import than everything else together
+        help="Train PyTorch models in data parallel, and take the same job from a laptop to a cluster.",
+        epilog="Examples: lockstep run smoke --ranks 2 · lockstep render k8s job.yaml · lockstep submit k8s job.yaml · "
+        "lockstep logs k8s smoke --rank 5 -f · lockstep wait k8s smoke --timeout 3600. "
+        "Exit codes: 0 succeeded, 1 failed, 2 usage, 3 unschedulable, 4 lost, 69 no answer, 75 preempted, 124 timed out, "
+        "141 nobody reads the output.",
+    )  # fmt: skip
+    app.callback(invoke_without_command=True)(_root)
+    names = [command] if command in _COMMANDS else _COMMANDS
+    for function, epilog, name in ((*_COMMANDS[name], name) for name in names):
+        app.command(name, epilog=epilog)(commands.flatten_options(function))
+    if command not in _COMMANDS:
+        for name, summary in COMMANDS.items():
+            if name not in INSIDE:
+                _add_other(app, name, summary, _inside(name))
+        for name, summary in tools.COMMANDS.items():
+            _add_other(app, name, summary, _tool(f"lockstep.tools.{name}"))
+        _add_other(app, "torture", torture.SUMMARY, _tool("lockstep.torture.command"))
+    return app
 
 
 def expand_set(words: list[str]) -> list[str]:
@@ -227,14 +235,6 @@ def expand_set(words: list[str]) -> list[str]:
             assigning = word == "--set"
         expanded.append(word)
     return expanded
-
-
-def _app_of(command: str) -> typer.Typer:
-    """Returns the app with this command alone, or with all where there is no such one: typer builds the options of every command."""
-    one = copy.copy(app)
-    named = [info for info in app.registered_commands if command in (info.name, getattr(info.callback, "__name__", ""))]
-    one.registered_commands = named or app.registered_commands
-    return one
 
 
 def main() -> NoReturn:
@@ -253,7 +253,7 @@ def _main() -> NoReturn:
         command = next(iter(command_of(sys.argv[1:])), "")
         with extras.explained(), signals_held_back() if command == "run" else contextlib.nullcontext():
             # Outside standalone mode typer hands the code of an Exit back instead of raising it.
-            code = _app_of(command)(expand_set(sys.argv[1:]), standalone_mode=False)
+            code = app_of(command)(expand_set(sys.argv[1:]), standalone_mode=False)
     except UserError as error:
         print_error(error)
         sys.exit(EXIT_UNREACHABLE if isinstance(error, Unreachable) else error.code)
