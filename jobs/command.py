@@ -99,3 +99,19 @@ def shard(spec: JobSpec, python: str = "python") -> list[str]:
     command = [python, "-m", "lockstep.training", "shard", spec.recipe, "--out", str(spec.shard_folder)]
     own = [text for text in spec.assignments() if text.split("=")[0] not in ("data.shards", "shards")]
     return [*command, "--set", "data.root=/tmp/data", *own]
+
+
+def preparation(spec: JobSpec, python: str = "python") -> JobSpec:
+    """The job of one rank that writes the recipe's shards, once. Raises `UserError` for a spec without shards."""
+    if spec.recipe is None or spec.shards is None:
+        raise UserError(f"{spec.name} has no shards: set recipe and shards, e.g. shards: /data/digits")
+    return spec.on_cpu().model_copy(
+        update={
+            "name": f"{spec.name[:55].rstrip('-')}-prepare", "command": shard(spec, python), "nodes": 1, "ranks_per_node": 1,
+            "recipe": None, "shards": None, "code": None, "fresh": None, "overrides": {}, "live": False, "max_restarts": 1,
+            "time_limit": f"{max(1, min(spec.deadline_seconds, 6 * 3600) // 60)}m", "join_timeout": None,
+            "volumes": [volume.model_copy(update={"read_only": False}) for volume in spec.volumes],
+            "run_dir": None if spec.shards_in_a_bucket else spec.shards,
+            "k8s": spec.k8s.model_copy(update={"rdma": {}, "topology": None, "hugepages": None}),
+        }
+    )  # fmt: skip

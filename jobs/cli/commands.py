@@ -401,8 +401,8 @@ def prepare(
     """Write the shards of the recipe's data to the data volume, once, before the job runs."""
     kind = cluster(backend, "prepare")
     spec = job.spec(backend)
-    text, objects = kind.preparation(spec)
     if dry_run:
+        text, objects = kind.preparation(spec)
         if as_json:
             show(objects)
         else:

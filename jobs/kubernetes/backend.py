@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from lockstep.training import files
 from lockstep.training.contract import UserError
 
+from .. import command as commands
 from .. import records, snapshots
 from ..backend import Checks, Cluster, KnownJob, Lines, Manifests, Prepared, check_name
 from ..command import identity
-from ..lint import Rules
+from ..lint import Rules, refuse, volume_of
 from ..logs import PREFIX
-from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, spec_in, to_yaml
+from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, spec_in
 from ..process import Streams
 from ..spec.model import JobSpec
 from ..status import FINAL, Check, Listed, Status, Submitted, Unreachable, note, warn
@@ -110,8 +111,16 @@ class KubernetesBackend(Cluster):
 
     @classmethod
     def preparation(cls, spec: JobSpec) -> tuple[str, object]:
-        objects = [render.preparation(spec)]
-        return to_yaml(objects), objects
+        own = cls._preparation(spec)
+        refuse({own.name: cls.lint(own)}, cls.name)
+        return cls.render(own, [own])
+
+    @staticmethod
+    def _preparation(spec: JobSpec) -> JobSpec:
+        own = commands.preparation(spec)
+        if not spec.shards_in_a_bucket and volume_of(spec, str(spec.shards)) is None:
+            raise UserError(f"shards {spec.shards} is not on a volume: add one to volumes")
+        return own
 
     @classmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:
@@ -310,25 +319,16 @@ class KubernetesBackend(Cluster):
             raise
 
     def prepare(self, spec: JobSpec) -> Submitted:
-        """Creates the one-pod Job that writes the shards. Raises `UserError`."""
-        job, path = render.preparation(spec), f"/apis/batch/v1/namespaces/{self.namespace}/jobs"
-        name, made = job["metadata"]["name"], True
-        with explained(self.api.host, "Job"):
-            try:
-                self.api.create(path, job)
-            except ApiError as error:
-                if error.status != 409:
-                    raise
-                made = False
-                there = get(self.api.find(f"{path}/{name}"), "metadata", "labels", HASH)
-                if there != get(job, "metadata", "labels", HASH):
-                    whose = (
-                        "exists, and lockstep did not make it:"
-                        if there is None
-                        else "prepares for another spec: delete it, or"
-                    )
-                    raise UserError(f"the Job {name} {whose} choose another name") from None
-        return Submitted(name, made, f"{self.namespace}/{name}")
+        """Submits the job that writes the shards, unless it has. Raises `UserError`."""
+        own = self._preparation(spec)
+        known = self.find(own.name)
+        if (
+            known is not None
+            and known.same(self._with_kind(own), self.name)
+            and self.observe(known).state == "succeeded"
+        ):
+            return Submitted(own.name, False, known.where)
+        return self.submit(own, "replace")
 
     def observe(self, known: KnownJob) -> Status:
         with explained(self.api.host):

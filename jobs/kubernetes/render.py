@@ -1,7 +1,7 @@
 """Pure functions from a JobSpec to manifests: no cluster, no clock, no network; same spec, same bytes.
 
 A PyTorchJob (Kubeflow training-operator v1) or a TrainJob (Kubeflow Trainer v2, v1alpha1), which are the same pod in two frames; the
-NetworkPolicy that every job gets; the ConfigMaps of its code; the Job that `lockstep prepare` submits.
+NetworkPolicy that every job gets; the ConfigMaps of its code.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import base64
 import json
 from typing import Any
 
-from lockstep.training.contract import ENV_METRICS_PORT, METRICS_PORT, UserError
+from lockstep.training.contract import ENV_METRICS_PORT, METRICS_PORT
 
 from .. import command as commands
 from ..command import GRACE_MARGIN
@@ -397,57 +397,3 @@ def code_maps(spec: JobSpec, submission: str, packed: bytes) -> list[Manifest]:
             {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True, "binaryData": data}
         )
     return found
-
-
-def preparation(spec: JobSpec) -> Manifest:
-    """The Job of `lockstep prepare`: one pod that writes a recipe's shards onto the data volume.
-
-    Raises:
-        UserError: a spec without shards, or no volume to write them to.
-    """
-    if spec.recipe is None or spec.shards is None:
-        raise UserError(f"{spec.name} has no shards: set recipe and shards, e.g. shards: /data/digits")
-    if not spec.shards_in_a_bucket and not any(holds(volume.path, spec.shards) for volume in spec.volumes):
-        raise UserError(f"shards {spec.shards} is not on a volume: add one to volumes")
-    if spec.image is None:
-        raise UserError("image is not set: add it to the job, or pass --image")
-    spec = spec.model_copy(update={"code": None})  # shards need none of it
-    writable = spec.on_cpu().model_copy(
-        update={
-            "nodes": 1, "ranks_per_node": 1,
-            "volumes": [volume.model_copy(update={"read_only": False}) for volume in spec.volumes],
-            "k8s": spec.k8s.model_copy(update={"rdma": {}, "topology": None, "hugepages": None}),
-        }
-    )  # fmt: skip
-    template = pod_spec(writable)
-    shards = {**template["containers"][0], "command": commands.shard(spec)}
-    shards.pop("ports")
-    marks = {**labels(spec), "lockstep/role": "prepare"}
-    # Not the job's own label: `logs` and the NetworkPolicy must not take this pod for one of its nodes.
-    marks["lockstep/job"] = f"{spec.name}-prepare"[:63].rstrip("-")
-    name = f"{spec.name[:50].rstrip('-')}-prepare"
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": without_none(
-            {"name": name, "namespace": spec.k8s.namespace, "labels": {**marks, HASH: spec.hash()}}
-        ),
-        "spec": {
-            "backoffLimit": 2,
-            "activeDeadlineSeconds": min(spec.deadline_seconds, 6 * 3600),
-            "ttlSecondsAfterFinished": 3600,
-            # `training shard` refuses a folder that exists with exit code 2: done already, or wrong usage.
-            "podFailurePolicy": {
-                "rules": [
-                    {
-                        "action": "FailJob",
-                        "onExitCodes": {"containerName": CONTAINERS["PyTorchJob"], "operator": "In", "values": [2]},
-                    }
-                ]
-            },
-            "template": {
-                "metadata": {"labels": marks, "annotations": {"sidecar.istio.io/inject": "false"}},
-                "spec": {**template, "restartPolicy": "Never", "containers": [shards]},
-            },
-        },
-    }

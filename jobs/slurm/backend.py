@@ -89,7 +89,7 @@ class SlurmBackend(Cluster):
 
     @staticmethod
     def _prepared(spec: JobSpec, place: Place) -> dict[str, str]:
-        own = render.preparation(spec, place)
+        own = commands.preparation(spec, render.interpreter(spec, place))
         return {"script": render.script(own, _submitit(own, place), place=place)}
 
     @classmethod
@@ -143,7 +143,7 @@ class SlurmBackend(Cluster):
 
     def prepare(self, spec: JobSpec) -> Submitted:
         """Submits the job that writes the shards; jobs submitted while it is under way wait for it. Raises `UserError`."""
-        own = render.preparation(spec, self.cluster)
+        own = commands.preparation(spec, render.interpreter(spec, self.cluster))
         if not spec.shards_in_a_bucket and not spec.shards_missing_here:
             return Submitted(own.name, False, f"the shards are in {spec.shard_folder}")
         return self.submit(own, "replace")
@@ -152,7 +152,7 @@ class SlurmBackend(Cluster):
         """The id of a job under way that prepares this one's shards."""
         if spec.recipe is None or spec.shards is None:
             return None
-        own = render.preparation(spec, self.cluster)
+        own = commands.preparation(spec, render.interpreter(spec, self.cluster))
         if observe.ended(self.folder / own.name) is not None:
             return None
         known = self.find(own.name, submitting=True)

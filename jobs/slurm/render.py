@@ -275,24 +275,6 @@ def checked_path(path: PurePath) -> str:
     return str(path)
 
 
-def preparation(spec: JobSpec, place: Place | None = None) -> JobSpec:
-    """The one-task job that writes the recipe's shards, once. Raises `UserError` for a spec without shards."""
-    if spec.recipe is None or spec.shards is None:
-        raise UserError(f"{spec.name} has no shards: set recipe and shards, e.g. shards: /shared/shards")
-    limit, spec = min(spec.deadline_seconds, 6 * 3600), spec.on_cpu()
-    python = interpreter(spec, place or Place.of_this_machine())
-    return JobSpec.of(
-        {
-            "name": f"{spec.name[:55].rstrip('-')}-prepare", "command": commands.shard(spec, python),
-            "cpus": spec.cpus, "memory": spec.memory, "time_limit": f"{max(1, limit // 60)}m", "max_restarts": 1,
-            "image": spec.image, "grace_seconds": spec.grace_seconds, "env": dict(spec.env),
-            "secrets": {name: source.model_dump() for name, source in spec.secrets.items()},
-            "run_dir": None if spec.shards_in_a_bucket else spec.shards,
-            "slurm": spec.slurm.model_dump(mode="json", exclude_defaults=True),
-        }
-    )  # fmt: skip
-
-
 def _setup(spec: JobSpec, folder: PurePath, place: Place) -> list[str]:
     return [
         f"# each task: {json.dumps(_words(spec, place))[:2000]}",

@@ -115,12 +115,14 @@ def test_the_roles_hold_what_is_called_and_asked_for(backend: Any, cluster: Clus
     own = {"code": str(tmp_path / "own"), "k8s": {"queue": "gpu"}, "volumes": [{"claim": "data", "path": "/data"}]}
     values = {"name": "smoke", "recipe": "smoke", "image": "localhost:5000/a:1", "shards": "/data/digits"}
     spec = JobSpec.of({**values, **own})
-    backend.prepare(spec)
+    assert backend.prepare(spec).created and not backend.prepare(spec).created
+    cluster.say("smoke-prepare", {"type": "Succeeded"})
+    assert not backend.prepare(spec).created, "it has written them"
     backend.submit(spec)
     backend.status("smoke")
     cluster.pod("smoke", "smoke-worker-0", {"phase": "Running"})
     cluster.logs["smoke-worker-0"] = ['2026-01-01T00:00:00Z [rank 0] {"event": "done", "steps": 3}']
-    assert backend.summary("smoke") == {"steps": 3} and len(backend.list()) == 1
+    assert backend.summary("smoke") == {"steps": 3} and len(backend.list()) == 2
     backend.wait("smoke", 2)
     backend.cancel("smoke")
     called = set()

@@ -101,10 +101,13 @@ def test_golden(name: str) -> None:
 
 
 def test_prepare_renders_a_valid_job() -> None:
-    _, (job,) = product.backend("k8s").preparation(JobSpec.of(GPU))
-    kubernetes_validate.validate(job, "1.32", strict=True)
-    pod = job["spec"]["template"]["spec"]
-    assert violations(pod) == [] and not any(mount.get("readOnly") for mount in pod["containers"][0]["volumeMounts"])
+    _, objects = product.backend("k8s").preparation(JobSpec.of(GPU))
+    validate(objects)
+    pod = objects[1]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert violations(pod) == [] and not any(mount.get("readOnly") for mount in container["volumeMounts"])
+    assert objects[1]["metadata"]["name"] == "big-prepare" and "nvidia.com/gpu" not in container["resources"]["limits"]
+    assert "shard" in container["command"]
     with pytest.raises(UserError, match="shards"):
         product.backend("k8s").preparation(JobSpec.of(SPECS["cpu"]))
 
