@@ -33,6 +33,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServe
         monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig(tmp_path / "kubeconfig")))
         monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
         yield running
+        assert not running.cluster.not_emulated
         assert all(fault.hits for fault in running.cluster.faults), "a fault that nobody met proves nothing"
 
 

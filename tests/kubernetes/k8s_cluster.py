@@ -64,6 +64,8 @@ class Cluster:
         self.unknown: set[str] = {"trainjobs"}
         """What is not served: a kind, or a version of a group. At first there is the training-operator alone."""
         self.denied: set[str] = set()
+        self.not_emulated: list[str] = []
+        """Requests whose answer nobody has recorded, and why: a test that asks for one fails."""
         self.incomplete = False
         """Whether an authorizer does not list what it grants."""
         self.kubectl = k8s_kubectl.Kubectl()

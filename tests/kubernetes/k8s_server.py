@@ -5,6 +5,7 @@ Not a mock: the official client talks HTTP to it. How it says no is recorded (`r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
@@ -16,13 +17,14 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import k8s_discovery
+import k8s_requests
 import k8s_schema
 from k8s_admission import Refused, check
 from k8s_cluster import KINDS, Cluster, Fault, matches
 
 _PATH = re.compile(
     r"/(?:api|apis)/(?P<group>[^/]+(?:/[^/]+)??)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[a-z]+)"
-    r"(?:/(?P<name>[^/]+))?(?:/(?P<sub>log))?$"
+    r"(?:/(?P<name>[^/]+))?(?:/(?P<sub>[a-z]+))?$"
 )
 _TOLD = (403, 404, 409, 422)
 """Only these failures are about an object or a kind."""
@@ -53,13 +55,16 @@ class _Handler(BaseHTTPRequestHandler):
             with self.cluster.changed:
                 self.cluster.busy -= 1
 
-    do_GET = do_POST = do_PATCH = do_DELETE = _handle
+    do_GET = do_POST = do_PATCH = do_DELETE = do_PUT = _handle
 
     def _respond(self) -> None:
         cluster, url = self.cluster, urlsplit(self.path)
         self.query = {name: values[-1] for name, values in parse_qs(url.query).items()}
         length = int(self.headers.get("Content-Length") or 0)
-        self.body = json.loads(self.rfile.read(length)) if length else None
+        data = self.rfile.read(length)
+        with contextlib.suppress(ValueError):
+            self.body = None
+            self.body = json.loads(data) if data else None
         with cluster.changed:
             cluster.requests.append((self.command, url.path, self.query, self.body))
         if cluster.arrived is not None and cluster.arrived(self.command, self.path):
@@ -77,28 +82,47 @@ class _Handler(BaseHTTPRequestHandler):
         elif (
             "Authorization" not in self.headers and "" not in cluster.tokens
         ):  # everybody may ask, and nobody is told anything
-            self._fail(403, "Forbidden", f'User "system:anonymous" cannot {self.command.lower()} path "{url.path}"')
+            self._forbid("system:anonymous", url.path)
         elif self.headers.get("Authorization", "").removeprefix("Bearer ") not in cluster.tokens:
             self._fail(401, "Unauthorized", "Unauthorized")
         elif known is not None:
             self._answer(200, known)
-        elif match is None or {match["plural"], match["group"]} & cluster.unknown or match["plural"] not in KINDS:
+        elif match is None or {match["plural"], match["group"]} & cluster.unknown or not _served(match):
             self._send(404, b"404 page not found\n", {"Content-Type": "text/plain; charset=utf-8"})
         elif match["plural"] in cluster.denied or not self._may(match):
-            self._fail(
-                403, "Forbidden", f'{match["plural"]} is forbidden: User "me" cannot {self.command.lower()} it here'
-            )
+            self._forbid("me", url.path)
         else:
-            self.plural, self.namespace, self.name = match["plural"], match["namespace"] or "", match["name"]
-            getattr(self, f"_{self.command.lower()}")(match)
+            self._serve(match, data)
+
+    def _serve(self, match: re.Match[str], data: bytes) -> None:
+        self.plural, self.namespace, self.name = match["plural"], match["namespace"] or "", match["name"]
+        try:
+            refusal = k8s_requests.refused(self.command, match, self.query, self.headers, data)
+            if refusal is None:
+                getattr(self, f"_{self.command.lower()}")(match)
+            else:
+                status, reason, message, about = refusal
+                self._fail(status, reason, message, **(about or {}))
+        except k8s_requests.NotEmulated as what:
+            self.cluster.not_emulated.append(f"{self.command} {self.path}: {what}")
+            self._fail(501, "Test", f"not emulated: {what}")
+
+    def _verb(self, match: re.Match[str]) -> str:
+        reading = "get" if match["name"] else "list"
+        return {"GET": reading, "POST": "create", "PATCH": "patch", "DELETE": "delete", "PUT": "update"}[self.command]
+
+    def _forbid(self, user: str, path: str) -> None:
+        text = f'forbidden: User "{user}" cannot {self.command.lower()} path "{path}"'
+        known = self.match is not None and _served(self.match)
+        self._fail(
+            403, "Forbidden", k8s_requests.forbidden(user, self._verb(self.match), self.match) if known else text
+        )
 
     def _may(self, match: re.Match[str]) -> bool:
         plural, role = match["plural"] + (f"/{match['sub']}" if match["sub"] else ""), self.cluster.role
         if role is None or plural.startswith("selfsubject"):
             return True  # everybody may ask for one's own rights
-        reading = "get" if match["name"] else "list"
-        verb = {"GET": reading, "POST": "create", "PATCH": "patch", "DELETE": "delete"}[self.command]
-        return match["namespace"] == self.cluster.home and (verb, plural) in role
+        return match["namespace"] == self.cluster.home and (self._verb(match), plural) in role
 
     def _get(self, match: re.Match[str]) -> None:
         accepted, kubectl = self.headers.get("Accept", ""), self.headers.get("User-Agent", "").startswith("kubectl")
@@ -117,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
         """The object that is asked for; the 404 where there is none."""
         found = self.cluster.get(self.plural, self.name, self.namespace)
         if found is None:
-            self._fail(404, "NotFound", f'{self.plural} "{self.name}" not found')
+            self._fail(404, "NotFound", f'{self._resource()} "{self.name}" not found')
         return found
 
     def _list(self, version: str, metadata_alone: bool) -> None:
@@ -218,27 +242,46 @@ class _Handler(BaseHTTPRequestHandler):
         except Refused as refused:
             self._fail(refused.status, refused.reason, str(refused), **{"name": name, **refused.details})
         except KeyError:
-            self._fail(409, "AlreadyExists", f'{self.plural} "{name}" already exists', name=name)
+            going = "deletionTimestamp" in self.cluster.get(self.plural, name, self.namespace)["metadata"]
+            said = f'{self._resource()} "{name}" already exists'
+            self._fail(409, "AlreadyExists", f"object is being deleted: {said}" if going else said, name=name)
         else:
             self._answer(201, made)
 
     def _patch(self, match: re.Match[str]) -> None:
         found = self._there()
-        wanted = self.body.get("metadata", {}).get("uid")
-        if found is not None and wanted not in (None, found["metadata"]["uid"]):
+        if found is None:
+            return
+        wanted, there = self.body.get("metadata", {}), found["metadata"]
+        if wanted.get("uid") not in (None, there["uid"]):
             self._fail(409, "Conflict", "Precondition failed: UID in precondition", kind=KINDS[self.plural])
-        elif found is not None:
-            self._answer(200, self.cluster.put(self.plural, merged(found, self.body), self.namespace))
+        elif wanted.get("resourceVersion") not in (None, there["resourceVersion"]):
+            why = "the object has been modified; please apply your changes to the latest version and try again"
+            said = f'Operation cannot be fulfilled on {self._resource()} "{self.name}": {why}'
+            self._fail(409, "Conflict", said)
+        else:
+            item = merged(found, self.body)
+            if self.plural in k8s_schema.CUSTOM and [*k8s_schema.validator(KINDS[self.plural]).iter_errors(item)]:
+                raise k8s_requests.NotEmulated("a patch to an invalid object")
+            self._answer(200, self.cluster.put(self.plural, item, self.namespace))
+
+    def _resource(self) -> str:
+        """The kind as messages name it."""
+        return k8s_requests.resource(self.plural, self.match["group"])
 
     def _delete(self, match: re.Match[str]) -> None:
         found, options = self._there(), self.body or {}
         if found is None:
             return
         wanted = options.get("preconditions") or {}
-        if any(wanted.get(key) not in (None, found["metadata"][key]) for key in ("uid", "resourceVersion")):
-            said = "the UID or resourceVersion in the precondition does not match"
-            self._fail(409, "Conflict", said, kind=KINDS[self.plural])
-            return
+        for key, word in (("uid", "UID"), ("resourceVersion", "ResourceVersion")):
+            if (got := wanted.get(key)) not in (None, there := found["metadata"][key]):
+                end = "have been deleted and then recreated" if key == "uid" else "have been modified"
+                why = f"the {word} in the precondition ({got}) does not match the {word} in record ({there}). The object might {end}"
+                kind = k8s_requests.resource(KINDS[self.plural], match["group"])
+                said = f'Operation cannot be fulfilled on {kind} "{self.name}": {why}'
+                self._fail(409, "Conflict", said, kind=KINDS[self.plural])
+                return
         foreground = options.get("propagationPolicy") == "Foreground"
         left = self.cluster.delete(self.plural, self.name, self.namespace, foreground)
         self._answer(200, left or {"kind": "Status", "status": "Success"})
@@ -307,6 +350,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
         except OSError:
             self.close_connection = True  # the client has gone: that is its right
+
+
+def _served(match: re.Match[str]) -> bool:
+    return match["plural"] in KINDS and match["plural"] in k8s_requests.VERSIONS.get(match["group"], ())
 
 
 def _instant(stamp: str) -> float:
