@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import json
 import os
 import subprocess
@@ -50,17 +49,10 @@ def schemas() -> dict[str, str]:
     return {f"reference/{name}.schema.json": json.dumps(schema, indent=1) + "\n" for name, schema in made.items()}
 
 
-@functools.cache
 def pages() -> dict[str, str]:
     """Returns each page's text, by its path on the site."""
-    recipe = (
-        "Set them in a recipe's YAML file, with `--set name=value`, or below `overrides:` in a job file. "
-        "`lockstep settings RECIPE` prints them with the recipe's values. Editors read [the schema](recipe.schema.json)."
-    )
-    job = (
-        "Set them in `job.yaml` or with `--set name=value`. The sections `k8s`, `slurm` and `compose` belong to one "
-        "backend each. Editors read [the schema](job.schema.json)."
-    )
+    recipe = "Set them in a recipe, with `--set NAME=VALUE`, or below `overrides:` of a job. Editors read [the schema](recipe.schema.json)."
+    job = "Set them in `job.yaml` or with `--set NAME=VALUE`. Editors read [the schema](job.schema.json)."
     made = {
         "commands": commands(),
         "recipe-settings": settings(Config, "Settings of a recipe", recipe),
@@ -70,8 +62,7 @@ def pages() -> dict[str, str]:
         "lint-rules": lint_rules(),
         "metrics": metrics(),
         "environment": environment(),
-        "session": "# Session\n\nA training loop of your own. In the examples `F` is `torch.nn.functional`; `Net`, "
-        "`dataset`, `loader` and `pretrained` are yours.\n\n"
+        "session": "# Session\n\nIn the examples `F` is `torch.nn.functional`; `Net`, `dataset`, `loader` and `pretrained` are yours.\n\n"
         + documented("lockstep.training.session.Session", "      inherited_members: true\n"),
         "api": "# Python API\n\nOther names are internal. [`Session`](session.md) has its own page.\n\n"
         + "\n".join(documented(f"lockstep.{name}") for name in API),
@@ -209,8 +200,7 @@ def constants(file: str, prefix: str) -> Iterator[tuple[Any, str]]:
 
 
 OTHERS = {
-    "LOCKSTEP_HOME": "Folder of the jobs that this machine has submitted; default `~/.local/state/lockstep`. "
-    "With SLURM the nodes must see it.",
+    "LOCKSTEP_HOME": "Folder of submitted jobs; default `~/.local/state/lockstep`. With SLURM the nodes must see it.",
     "LOCKSTEP_PROFILES": "Folder of cluster profiles, searched first.",
     "LOCKSTEP_SLURM_HOST": "Login node of a SLURM cluster, HOST or HOST:/PYTHON, if no flag, job file or profile names one.",
     "LOCKSTEP_SLURM_HERE": "Folder that relative paths of a SLURM job begin at, if not the current one. A command over ssh has it.",
@@ -222,7 +212,7 @@ OTHERS = {
 
 def environment() -> str:
     known = dict(constants("training/contract.py", "ENV_")) | OTHERS
-    lead = "# Environment variables\n\nFor the launchers' variables see [the modules](../modules.md).\n\n"
+    lead = "# Environment variables\n\n[Those of launchers](../answers.md#what-does-each-launch-variable-mean).\n\n"
     table = "\n".join(f"| `{name}` | {cell(text)} |" for name, text in sorted(known.items()))
     return f"{lead}| variable | meaning |\n|---|---|\n{table}\n"
 

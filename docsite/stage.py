@@ -17,7 +17,6 @@ ELSEWHERE = {
     "examples/modules/README.md": "modules.md",
     "examples/modules/answers.md": "answers.md",
     "tests/README.md": "tests.md",
-    "tests/gpu_rehearsal/README.md": "gpu-rehearsal.md",
 } | {f"{name}.md": f"{name.lower()}.md" for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG")}
 """Pages outside docs/, with their place on the site."""
 _LINK = re.compile(
