@@ -108,7 +108,7 @@ class Coordinator(WorkerGroup):
             Interrupted: a signal ends the launcher before the ranks have started.
             NotMet: not all nodes came.
         """
-        self._restarts, self._allowed = 0, self.attempts.left
+        self._allowed = self.attempts.left
         try:
             while True:
                 self._start()
@@ -122,12 +122,12 @@ class Coordinator(WorkerGroup):
                 if not codes or not self._start_again(codes, failed, self.attempts.left + counted):
                     return codes
                 if not counted:
-                    self._count_restart()
+                    self.attempts.restarted()
         finally:
             self._processes.kill_all()
             self._processes.finish()
 
-    def part(self, code: int, final: bool, codes: Iterable[int]) -> Parting | None:
+    def part(self, code: int, final: bool, codes: Iterable[int]) -> ExitOrder | None:
         """Tells the other nodes, if there are any, how the job has ended.
 
         Args:
@@ -138,11 +138,7 @@ class Coordinator(WorkerGroup):
             return None
         place = next((self._seats.index(self._seat(rank)) for rank in sorted(codes)), 0)
         self._nodes.part(Ending(code=code, final=final, first=place))
-        return Parting(final=False, first=place == 0)
-
-    def _count_restart(self) -> None:
-        self._restarts += 1
-        self.attempts.restarted(self._restarts)
+        return ExitOrder(final=False, first=place == 0)
 
     def _pids(self) -> list[int]:
         return self._processes.pids()
@@ -169,7 +165,7 @@ class Coordinator(WorkerGroup):
             )
             self._end_if_signalled()
         self._all_ready = self._leaving = self._counted = self._regroups = self._for_all = False
-        self._started_after = self._restarts
+        self._started_after = self.attempts.times
         self.of_lost_nodes.clear()
         self._generation, self._still, self._looked = 0, dict[int, float](), time.monotonic()
         self._replacements = self._admissions = 0
@@ -222,7 +218,7 @@ class Coordinator(WorkerGroup):
         """Has a process started in the place of each of these, which the others admit when it is prepared. It counts as one restart."""
         if self.attempts.left <= 0 or self.signalled is not None:
             return
-        self._count_restart()
+        self.attempts.restarted()
         self._counted = True
         for rank in ranks:
             self._replacements += 1
@@ -466,7 +462,7 @@ class Coordinator(WorkerGroup):
 
 
 @dataclass(frozen=True)
-class Parting:
+class ExitOrder:
     """How this node parts from the others."""
 
     final: bool
@@ -483,7 +479,7 @@ class Parting:
 def run(
     args: argparse.Namespace, command: list[str], ranks: int, meeting: Meeting, attempts: Attempts,
     caught: tuple[signal.Signals, ...], hangs: Hangs,
-) -> tuple[int, Parting | None]:  # fmt: skip
+) -> tuple[int, ExitOrder | None]:  # fmt: skip
     """The exit code of the ranks, and how the nodes part. Raises `NotMet`."""
     ours, several = args.command[0] == "run", meeting.max_nodes > 1
     processes = Workers(command, prefix=args.prefix, blocked=ours)
@@ -530,7 +526,7 @@ def run(
         group.limit(began)
         if isinstance(group, NodeAgent):
             ending = group.run()
-            return group.settled(ending.code, {}), Parting(ending.final, ending.first == group.place)
+            return group.settled(ending.code, {}), ExitOrder(ending.final, ending.first == group.place)
         codes = group.run()
         code = group.settled(exit_code(codes.values()) if codes else EXIT_DONE, codes)
         return code, group.part(code, final(code), codes)

@@ -142,7 +142,8 @@ class Attempts:
 
     def __init__(self, folder: Path | None, limit: int) -> None:
         self.limit = limit
-        self.used = self._begun = 0
+        self.used = self.times = 0
+        """Restarts of the job, and those by this launcher."""
         self._file = None if folder is None else folder / COUNT_FILE
 
     @property
@@ -162,13 +163,12 @@ class Attempts:
         if self.used > self.limit:
             self._forget()
             return False
-        self._begun = self.used
         self._write(running=True)
         return True
 
-    def restarted(self, times: int) -> None:
-        """The ranks have been restarted `times` times since `begin`."""
-        self.used = self._begun + times
+    def restarted(self) -> None:
+        """Counts a restart of the ranks."""
+        self.used, self.times = self.used + 1, self.times + 1
         self._write(running=True, only_known=True)
 
     def end(self, code: int, final: bool = False) -> None:

@@ -84,10 +84,7 @@ class NodeAgent(WorkerGroup):
             self.held.send((), number)  # for the ranks that start next
         else:
             self._leaves = True
-            if self.signalled is None:
-                signal.signal(signal.SIGALRM, self._kill)
-                signal.setitimer(signal.ITIMER_REAL, self.grace)
-            self.signalled = number
+            self._begin_grace(number)
 
     def _follow(self, link: Link) -> Ending | None:
         """None: this node has to come anew, or to leave."""

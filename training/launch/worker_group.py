@@ -97,11 +97,15 @@ class WorkerGroup:
 
     def _forward(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
         if self._ends(number):
-            if self.signalled is None:
-                signal.signal(signal.SIGALRM, self._kill)
-                signal.setitimer(signal.ITIMER_REAL, self.grace)
-            self.signalled = number
+            self._begin_grace(number)
         self.held.send(self._pids(), number)  # without one, for the ranks that start next
+
+    def _begin_grace(self, number: int) -> None:
+        """The ranks have this long from the first signal on."""
+        if self.signalled is None:
+            signal.signal(signal.SIGALRM, self._kill)
+            signal.setitimer(signal.ITIMER_REAL, self.grace)
+        self.signalled = number
 
     def _ends(self, number: int) -> bool:
         """Whether ranks end at this signal: what a program does with a USR1 is its own."""

@@ -50,5 +50,5 @@ def test_a_full_disk_below_the_count_ends_no_job(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(files, "publish", full)
-    started.restarted(1)
+    started.restarted()
     assert started.left == 1 and "warning: cannot count restarts" in capsys.readouterr().err
