@@ -564,7 +564,7 @@ class Session(Reporting):
     def _of_this_rank(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Around a collective over values of the script's own: those of a lost rank are gone."""
         live = self.world.live
-        return contextlib.nullcontext() if live is None else live.once(what)
+        return contextlib.nullcontext() if live is None else live.not_retryable(what)
 
     def _check_outside(self) -> None:
         if self._evaluating:

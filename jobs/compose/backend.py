@@ -177,7 +177,7 @@ class ComposeBackend(Cluster):
         with contextlib.suppress(ValueError):
             said = records.parse(files.parsed(file[0]), records.Said)
             hang = engine.read_file(str(nodes[0]["Id"]), f"{spec.run_directory}/{contract.HANG_FILE}")
-            if said is not None and hang is not None and (told := hangs.told(hang[0])) is not None:
+            if said is not None and hang is not None and (told := hangs.read_hangs(hang[0])) is not None:
                 said["hang"] = told.said
             return said
         return None

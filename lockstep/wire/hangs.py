@@ -1,13 +1,13 @@
-"""The rank that gets no further while the others wait for it: which one, what it does, and where.
+"""Names the rank that is stuck while the others wait for it: what it does, and at which line.
 
-In data parallel one rank that stands has all stand. So where none of the ranks that somebody watches has got anything done for long, by
-what this run's steps take, each is asked for its stacks (`progress.py`). A rank whose main thread is in a collective waits for others,
-and one that is elsewhere is what they wait for. A launcher watches the ranks of its node. Where no launcher of ours has started a rank,
-a process watches it alone:
+In data parallel training one stuck rank stops all ranks. So when no watched rank has made progress for long, compared with this run's
+steps, the watcher asks each rank for its stacks (`progress.py`). A rank whose main thread is in a collective waits for others. A rank
+that is elsewhere is the cause. A launcher watches the ranks of its node. A rank that no launcher of ours has started has a watcher
+process:
 
-    python -m lockstep.wire.hangs FOLDER NUMBER PID      # where it shows its progress, its number, its process
+    python -m lockstep.wire.hangs FOLDER NUMBER PID      # the folder of its progress file, its number, its process
 
-What each of them finds it adds to a file in the run directory, a line each. There the findings meet (`told`).
+Each watcher appends its findings to a file in the run directory, a line each. `read_hangs` combines them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from lockstep.training import contract, files
 from lockstep.training.contract import named, to_stderr
-from lockstep.wire.progress import SIGNAL, Frame, Seen, children, main_frames, place_of, seen, stacks, state_of
+from lockstep.wire.progress import SIGNAL, Frame, RankProgress, children, main_frames, place_of, seen, stacks, state_of
 from lockstep.wire.signals import FORWARDED
 
 LOOK_SECONDS = 0.5
@@ -50,49 +50,49 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Standing:
-    """A rank that gets no further."""
+class StalledRank:
+    """A rank that makes no progress."""
 
     rank: int
     what: str
     where: str
     """Its line and function, the innermost of the user's own; "" where it does not answer."""
     waits: bool
-    """For other ranks."""
+    """Whether it waits for other ranks."""
     stacks: str = ""
-    """Of its threads. Of ranks that wait, one has them."""
+    """The stacks of its threads. Of the waiting ranks only one has them."""
     loaders: str = ""
-    """Those of the processes of its data loader, where it waits for them."""
+    """The stacks of its data loader's processes, if it waits for them."""
 
 
 @dataclass(frozen=True)
 class Hang:
-    """What all who watch have found."""
+    """The findings of all watchers."""
 
     said: str
     step: int
-    ranks: list[Standing]
-    """First those that the others wait for."""
+    ranks: list[StalledRank]
+    """The ranks that the others wait for come first."""
 
     @property
-    def causes(self) -> list[Standing]:
+    def causes(self) -> list[StalledRank]:
         return [one for one in self.ranks if not one.waits]
 
     @property
-    def named(self) -> list[Standing]:
-        """Those that the others wait for. Where none is known, all that wait: they do different things."""
+    def named(self) -> list[StalledRank]:
+        """The ranks that the others wait for. If none is known, all that wait: they are in different collectives."""
         return self.causes or self.ranks
 
 
-def told(data: bytes) -> Hang | None:
-    """What the lines of the file say together; None where there is none that can be read."""
-    found: dict[int, Standing] = {}
+def read_hangs(data: bytes) -> Hang | None:
+    """Combines the lines of the file; None: no line can be read."""
+    found: dict[int, StalledRank] = {}
     step = size = 0
     began = seconds = 0.0
     for line in data.splitlines():
         with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
             value = files.parsed(line)
-            ranks = [_standing_of(one) for one in value["ranks"]]
+            ranks = [_stalled_rank_of(one) for one in value["ranks"]]
             step, size, quiet = int(value["step"]), int(value["size"]), float(value["seconds"])
             if quiet > seconds:
                 began, seconds = float(value["time"]) - quiet, quiet
@@ -100,27 +100,27 @@ def told(data: bytes) -> Hang | None:
     return _hang(found.values(), began, seconds, step, size) if found else None
 
 
-def _hang(found: Iterable[Standing], began: float, seconds: float, step: int, size: int) -> Hang:
+def _hang(found: Iterable[StalledRank], began: float, seconds: float, step: int, size: int) -> Hang:
     ranks = sorted(found, key=lambda one: (one.waits, one.rank))
     since = time.strftime("%H:%M:%S", time.localtime(began))
     return Hang(f"no step for {seconds:.0f} s, since {since}, after step {step}: {_sentence(ranks, size)}", step, ranks)
 
 
-def _standing_of(value: dict[str, Any]) -> Standing:
+def _stalled_rank_of(value: dict[str, Any]) -> StalledRank:
     """Raises `ValueError`, `TypeError`, `KeyError`."""
     texts = {name: value[name] for name in ("what", "where", "stacks", "loaders") if isinstance(value[name], str)}
-    return Standing(rank=int(value["rank"]), waits=bool(value["waits"]), **texts)
+    return StalledRank(rank=int(value["rank"]), waits=bool(value["waits"]), **texts)
 
 
 def of_run(run_dir: Path) -> Hang | None:
-    """None where no rank of the run is said to hang."""
+    """Returns the hang that the run directory reports; None: there is none."""
     try:
-        return told(files.read(run_dir / contract.HANG_FILE, MOST_BYTES))
+        return read_hangs(files.read(run_dir / contract.HANG_FILE, MOST_BYTES))
     except (OSError, ValueError):
         return None
 
 
-def _sentence(ranks: list[Standing], size: int) -> str:
+def _sentence(ranks: list[StalledRank], size: int) -> str:
     causes, waiting = [one for one in ranks if not one.waits], [one.rank for one in ranks if one.waits]
     if causes:
         said = "; ".join(f"rank {one.rank} {one.what}{f' ({one.where})' if one.where else ''}" for one in causes)
@@ -137,48 +137,48 @@ def _sentence(ranks: list[Standing], size: int) -> str:
 
 
 def of_process(rank: int, pid: int) -> dict[str, Any]:
-    """What the process of a rank does now, with its stacks: a `Standing`, its process and its step."""
+    """Returns what the process of a rank does now: the fields of `StalledRank`, its process and its step."""
     if (found := place_of(pid)) is None:
-        nothing = Standing(rank, "shows nothing: it has not begun its steps, or has ended them", "", waits=False)
+        nothing = StalledRank(rank, "shows nothing: it has not begun its steps, or has ended them", "", waits=False)
         return {**asdict(nothing), "pid": pid, "step": None}
     folder, number, shown = found
-    standing = _standing(rank, shown, stacks(folder, {number: shown})[number])
+    standing = _stalled_rank(rank, shown, stacks(folder, {number: shown})[number])
     loaders = stacks(folder, {number: shown}, of_loaders=True)[number] if children(pid) else ""
     return {**asdict(standing), "loaders": loaders, "pid": pid, "step": shown.steps}
 
 
 @dataclass
 class _Rank:
-    found: Seen
+    found: RankProgress
     since: float
-    """When it last got something done (`time.monotonic`)."""
+    """The time of its last progress (`time.monotonic`)."""
     longest: float = 0.0
-    """Seconds for which it had got nothing done, at most, since its first step."""
+    """The longest time without progress since its first step, in seconds."""
 
 
 @dataclass
 class _Finding:
-    """That no rank here gets further, until one does."""
+    """A hang of the ranks here, until one makes progress."""
 
-    first: Seen
+    first: RankProgress
     """One of the ranks."""
-    ranks: dict[int, Standing]
+    ranks: dict[int, StalledRank]
     pids: dict[int, int]
     named: list[int]
-    """Those whose name this one has said."""
+    """Ranks that this watcher has named."""
     said: bool = False
-    """What there is to say of it was said, here or by another."""
+    """Whether the hang was reported, here or by another watcher."""
     size: int = 0
-    """Of the file, when it was looked at last."""
+    """The size of the file at the last look."""
     settled: float = 0.0
-    """When it will not have changed for long (`time.monotonic`)."""
+    """The time at which the file counts as complete, unless it grows (`time.monotonic`)."""
 
 
 class Hangs:
     """Watches some ranks of a node.
 
     Args:
-        folder: where they show their progress.
+        folder: of their progress files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -186,12 +186,12 @@ class Hangs:
         self._ranks: dict[int, _Rank] = {}
         self._next = 0.0
         self._again = 0.0
-        """No rank here waits for another one: when they are asked again."""
+        """The time of the next question for stacks, after one that has shown no hang."""
         self._finding: _Finding | None = None
         self._disk_answers = True
 
     def look(self, ranks: Collection[int]) -> None:
-        """To be called again and again, with the ranks that run here."""
+        """Looks at the ranks that run here. The caller repeats it."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -207,7 +207,7 @@ class Hangs:
             elif known.found.done != found.done:
                 quiet = now - known.since
                 self._ranks[rank] = _Rank(found, now, max(known.longest, quiet if known.found.of_attempt else 0.0))
-            elif late:  # this process was stopped, and they perhaps, too
+            elif late:  # this process was stopped, and the ranks may have been, too
                 known.since = now
         quiet = min((now - known.since for known in self._ranks.values()), default=0.0)
         if quiet < LOOK_SECONDS:
@@ -230,11 +230,11 @@ class Hangs:
         if time.monotonic() < self._again and not somebody_waits:
             return
         texts = stacks(self._folder, shown)
-        ranks = {rank: _standing(rank, one, texts[rank]) for rank, one in shown.items()}
+        ranks = {rank: _stalled_rank(rank, one, texts[rank]) for rank, one in shown.items()}
         waiting = [rank for rank, one in ranks.items() if one.waits]
         if not waiting and not somebody_waits and not all(one.what in STANDS for one in ranks.values()):
             self._again = time.monotonic() + HANG_SECONDS
-            return  # nobody waits for them: an evaluation, a long step, something else between two steps
+            return  # no rank waits for them: an evaluation, a long step, work between two steps
         loaders = stacks(
             self._folder, {rank: shown[rank] for rank, one in ranks.items() if one.what == LOADER}, of_loaders=True
         )
@@ -252,8 +252,8 @@ class Hangs:
             self._say(finding, seconds)
 
     def _settle(self, finding: _Finding, seconds: float) -> None:
-        """Whoever has a rank that others wait for says so. Where all wait here, another may have it. Else the first of those who wait
-        says so."""
+        """Reports a rank here that others wait for. If all ranks here wait, another watcher may have the cause. If none has, the
+        watcher of the first waiting rank reports."""
         if finding.said:
             return
         if not all(one.waits for one in finding.ranks.values()):
@@ -269,7 +269,7 @@ class Hangs:
             finding.said = True
 
     def _say(self, finding: _Finding, seconds: float) -> None:
-        """On standard error, and in the run's events. Ends the ranks here that the others wait for, where the run asks for that."""
+        """Reports on standard error and in the run's events. With `end_hangs`, kills the ranks here that the others wait for."""
         finding.said = True
         first, about = finding.first, finding.first.about
         hang = self._told(first)
@@ -284,13 +284,13 @@ class Hangs:
         finding.named = [one.rank for one in hang.named if one.rank in finding.ranks]
         ends = finding.named if hang.causes else finding.named[:1]
         for pid in [finding.pids[rank] for rank in ends] if about.ends else []:
-            for each in (*children(pid), pid):  # a loader that hangs would not see its end
+            for each in (*children(pid), pid):  # a loader that hangs does not notice the end of its rank
                 if each != os.getpid():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(each, signal.SIGKILL)
 
     def over(self) -> None:
-        """Something gets done here, or nothing runs."""
+        """Ends the hang: a rank has made progress, or none runs."""
         self._again = 0.0
         if (finding := self._finding) is None:
             return
@@ -301,12 +301,12 @@ class Hangs:
         self._finding, self._disk_answers = None, True
         self._on_disk(lambda: _file(finding.first).unlink(missing_ok=True))
 
-    def _told(self, rank: Seen) -> Hang | None:
-        """What all who watch its run have found."""
+    def _told(self, rank: RankProgress) -> Hang | None:
+        """Returns the findings of all watchers of its run."""
         return self._on_disk(lambda: of_run(Path(rank.about.run_dir)))
 
     def _on_disk(self, task: Callable[[], T]) -> T | None:
-        """What it returns; None where it fails, or the disk does not answer. That is waited for once in a hang."""
+        """Runs the task. Returns None if it fails or the disk does not answer. A hang waits for the disk once."""
         done: list[T] = []
 
         def work() -> None:
@@ -321,11 +321,11 @@ class Hangs:
         return done[0] if done else None
 
 
-def _file(rank: Seen) -> Path:
+def _file(rank: RankProgress) -> Path:
     return Path(rank.about.run_dir, contract.HANG_FILE)
 
 
-def _standing(rank: int, found: Seen, text: str) -> Standing:
+def _stalled_rank(rank: int, found: RankProgress, text: str) -> StalledRank:
     state = state_of(found.pid)
     frames = main_frames(text, found.thread)
     waits = _waits(frames, state)
@@ -339,11 +339,11 @@ def _standing(rank: int, found: Seen, text: str) -> Standing:
         what = "waits for others"
     else:
         what = _what(frames, state)
-    return Standing(rank, what, _where(frames), waits and state in ("R", "S"), text)
+    return StalledRank(rank, what, _where(frames), waits and state in ("R", "S"), text)
 
 
 def _waits(frames: list[Frame], state: str) -> bool:
-    """Whether these are of a thread that waits for other ranks: in a collective, or on a GPU, or in a backward pass, for one."""
+    """Returns whether these frames are of a thread that waits for other ranks: in a collective, for a GPU or in a backward pass."""
     for frame in frames[:6]:
         path = frame.file
         if os.path.join("torch", "distributed", "") in path or path.startswith((_OURS + "parallel", _OURS + "sync")):
@@ -370,7 +370,7 @@ def _what(frames: list[Frame], state: str) -> str:
 
 
 def _where(frames: list[Frame]) -> str:
-    """The innermost line of the user's own, else the innermost one."""
+    """Returns the innermost line of the user's code, else the innermost line."""
     libraries = os.path.dirname(os.__file__) + os.sep  # and within it those that were installed
     own = next(
         (
@@ -385,10 +385,10 @@ def _where(frames: list[Frame]) -> str:
 
 
 def main(folder: Path, number: int, pid: int) -> None:
-    """Watches this rank, whose child this process is, until it ends, or says by a signal that it has got all done."""
+    """Watches this rank, the parent of this process, until it ends or reports by a signal that it is done."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
     for one in FORWARDED:
-        signal.signal(one, signal.SIG_IGN)  # a cluster sends them to all processes of a job
+        signal.signal(one, signal.SIG_IGN)  # a cluster signals all processes of a job
     hangs = Hangs(folder)
     while os.getppid() == pid and signal.sigtimedwait({SIGNAL}, LOOK_SECONDS) is None:
         hangs.look([number])

@@ -1,7 +1,7 @@
-"""How far a rank is, where whoever watches it sees it, and its stacks where somebody asks for them.
+"""The progress of a rank, for its watcher, and the stacks of its threads on demand.
 
-The rank counts what it gets done in a small file in a folder of its launcher's, or of its own. It says there, too, at which signal it
-writes the stacks of its threads into a second file: `faulthandler` does that in C, so also where a library holds the interpreter's lock.
+The rank counts its progress in a small mapped file. At a signal it writes the stacks of its threads into a second file. `faulthandler`
+does that in C, so it works also while a library holds the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from .processes import stat_of
 SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else 0
 """Nothing else uses a real-time signal of this number. 0: this system has none."""
 WATCHER = "lockstep.wire.hangs"
-"""The program that watches a rank which no launcher of ours has started."""
+"""The program that watches a rank if no launcher of ours has started it."""
 _COUNTS = struct.Struct("<QQQQQ")
-"""As in `Seen`."""
+"""The counts of `RankProgress`, in its order."""
 _STACK_SECONDS = 1.0
 _PAUSE_SECONDS = 0.02
 _END_SECONDS = 5.0
@@ -43,12 +43,12 @@ _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 
 
 @dataclass(frozen=True)
-class About:
-    """What a rank says of its run."""
+class RunInfo:
+    """The run of a rank."""
 
     run_dir: str
     size: int
-    """Number of ranks; 0: it changes (`launch --live`)."""
+    """Number of ranks; 0: the number changes (`launch --live`)."""
     attempt: int
     ends: bool
     """A rank that hangs is killed, so that it is a lost rank like any other."""
@@ -63,7 +63,7 @@ class Progress:
         number: of the rank, as its launcher knows it.
     """
 
-    def __init__(self, number: int, about: About, environment: Mapping[str, str]) -> None:
+    def __init__(self, number: int, about: RunInfo, environment: Mapping[str, str]) -> None:
         self._counts: mmap.mmap | None = None
         self._done = self._steps = self._of_attempt = 0
         self._watcher: subprocess.Popen[bytes] | None = None
@@ -138,11 +138,11 @@ class Progress:
 
 
 _OPEN: list[Progress] = []
-"""Of the Sessions of this process that are open, in their order."""
+"""The open Sessions of this process, in their order."""
 
 
 def _watcher(folder: Path, number: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """It ends with this process, and is no rank itself."""
+    """Starts the watcher, which ends with this process and is no rank itself."""
     here = os.fspath(Path(__file__).parents[2])
     env = {name: value for name, value in environment.items() if name not in OF_A_JOB}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [here, env.get("PYTHONPATH")]))
@@ -151,34 +151,34 @@ def _watcher(folder: Path, number: int, environment: Mapping[str, str]) -> subpr
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a rank has said of its progress."""
+class RankProgress:
+    """The progress of a rank."""
 
     pid: int
     thread: int
     """Identity of its main thread."""
     done: int
-    """What it has got done, counted."""
+    """Its steps, batches of evaluations and polls, counted."""
     steps: int
     """Of the run."""
     of_attempt: int
     """Steps of this attempt."""
-    about: About
+    about: RunInfo
 
 
-def seen(folder: Path, rank: int) -> Seen | None:
-    """None: it has said nothing, or ends."""
+def seen(folder: Path, rank: int) -> RankProgress | None:
+    """Reads the progress of a rank; None: the rank has written none, or ends."""
     try:
         data = (folder / f"progress-{rank}").read_bytes()
         pid, thread, done, steps, of_attempt = _COUNTS.unpack_from(data)
-        about = About(**json.loads(data[_COUNTS.size :]))
+        about = RunInfo(**json.loads(data[_COUNTS.size :]))
     except (OSError, struct.error, ValueError, TypeError):
         return None
-    return Seen(pid, thread, done, steps, of_attempt, about) if pid else None
+    return RankProgress(pid, thread, done, steps, of_attempt, about) if pid else None
 
 
-def place_of(pid: int) -> tuple[Path, int, Seen] | None:
-    """The folder and the number by which this process shows its progress, and what it shows; None where it shows none (any more)."""
+def place_of(pid: int) -> tuple[Path, int, RankProgress] | None:
+    """Returns the folder, the number and the progress of the rank that this process is; None: it is no rank now."""
     with contextlib.suppress(OSError):
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
@@ -201,16 +201,16 @@ class Frame:
 
 
 def state_of(pid: int) -> str:
-    """R: it runs; S: it waits; D: for a disk or a device; T: it stands stopped (proc_pid_stat(5)); "": there is none."""
+    """Returns R: the process runs; S: it waits; D: it waits for a disk or a device; T: it is stopped (proc_pid_stat(5)); "": it is gone."""
     return next(iter(stat_of(pid)), "")
 
 
-def stacks(folder: Path, ranks: Mapping[int, Seen], of_loaders: bool = False) -> dict[int, str]:
-    """Those of each rank's threads now, as `faulthandler` writes them; "" where it does not answer: it stands stopped, or waits for a
-    disk. Takes a second at most.
+def stacks(folder: Path, ranks: Mapping[int, RankProgress], of_loaders: bool = False) -> dict[int, str]:
+    """Returns the stacks of each rank's threads now, as `faulthandler` writes them; "": the rank does not answer, since it is stopped or
+    waits for a disk. Takes a second at most.
 
     Args:
-        of_loaders: those of the processes that it has forked, in place of its own.
+        of_loaders: the stacks of the processes that the rank has forked, in place of its own.
     """
     begins = {
         rank: _ask(folder, rank, children(found.pid) if of_loaders else [found.pid]) for rank, found in ranks.items()
@@ -231,17 +231,17 @@ def stacks(folder: Path, ranks: Mapping[int, Seen], of_loaders: bool = False) ->
 
 
 def _main_first(text: str, thread: int) -> str:
-    """The stacks with those of this thread, which `faulthandler` writes last, before the others."""
+    """Puts the stack of this thread, which `faulthandler` writes last, before the others."""
     return "\n\n".join(sorted(text.strip().split("\n\n"), key=lambda one: not _is_of(one, thread)))
 
 
 def _is_of(text: str, thread: int) -> bool:
-    """Whether it begins with the line above the stack of this thread."""
+    """Returns whether the text begins with the headline of this thread's stack."""
     return (head := _THREAD.match(text)) is not None and int(head[1], 16) == thread
 
 
 def _ask(folder: Path, rank: int, pids: list[int]) -> int | None:
-    """Where in the rank's file the answer will begin; None: there will be none."""
+    """Asks for the stacks. Returns where in the rank's file the answer will begin; None: no process will answer."""
     try:
         begin = _stacks_file(folder, rank).stat().st_size
     except OSError:
@@ -258,7 +258,7 @@ def _ask(folder: Path, rank: int, pids: list[int]) -> int | None:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that it has started, such as those of its data loader."""
+    """Returns the processes that this process has started, such as those of its data loader."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -271,7 +271,7 @@ def _stacks_file(folder: Path, rank: int) -> Path:
 
 
 def main_frames(text: str, thread: int) -> list[Frame]:
-    """Of this thread, the innermost first."""
+    """Returns the frames of this thread, the innermost first."""
     frames: list[Frame] = []
     inside = False
     for line in text.splitlines():

@@ -47,8 +47,8 @@ with joined() as world:
     live = world.live = Live(world, 60)
     live.regrouped = lambda lost, joined, seconds: told.append((lost, world.rank, world.size))
     live.ready()
-    live.together(lambda: dist.barrier() or [])
-    (total,) = live.together(lambda: called(live.rank, tries), changes=True)
+    live.retryable(lambda: dist.barrier() or [])
+    (total,) = live.retryable(lambda: called(live.rank, tries), changes=True)
     first = float(total)
     total += 1000  # as clipping changes a gradient
     time.sleep(1.5 * (live.rank == 0))  # longer than the new group had to connect

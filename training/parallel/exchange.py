@@ -63,7 +63,7 @@ def all_gather_trees(tree: Any, world: World) -> list[Any]:
     if world.live is None:
         return list(broadcast_tree(gather_trees(tree, world), world))
     packed = pack(tree)
-    return [unpack(blob) for blob in world.live.together(lambda: _gathered_everywhere(packed, world))]
+    return [unpack(blob) for blob in world.live.retryable(lambda: _gathered_everywhere(packed, world))]
 
 
 def _gathered_everywhere(packed: torch.Tensor, world: World) -> list[torch.Tensor]:
@@ -128,7 +128,7 @@ def reduced(tensor: torch.Tensor, world: World, combine: Combine = torch.add, ta
     """
     if world.live is None or world.size == 1:
         return _reduced(tensor, world, combine, tag)
-    return functools.reduce(combine, world.live.together(lambda: _tensors_of_all(tensor, world))).clone()
+    return functools.reduce(combine, world.live.retryable(lambda: _tensors_of_all(tensor, world))).clone()
 
 
 def _tensors_of_all(tensor: torch.Tensor, world: World) -> list[torch.Tensor]:

@@ -1,17 +1,16 @@
-"""Ranks that go on without a lost one: the others meet again, and what was under way ends on all of them.
+"""Lets the ranks continue without a lost one: they form a new process group, and finish the call under way or repeat it.
 
-A *call* is a collective, or several with what is computed for them (`Live.together`). No rank is through with a call before all have come
-to its last collective, so two ranks are at most one call apart. Where a rank is lost in between, the launcher kills what is left of it and
-announces the ranks that remain, a *generation*. Each of these shuts its connections to the others, so that whatever collective it is
-in fails at once, and meets the others in a new process group. Some may be through with the call that the others are in: its result,
-which each rank keeps until it is through with the next one, is sent to those. Else all take the call again, and what the lost rank
-had of it is dealt out anew.
+A *call* is one collective, or several with the computation between them (`Live.retryable`). No rank returns from a call before all ranks
+have reached its last collective, so two ranks are at most one call apart. If a rank is lost, the launcher kills its processes and
+announces the ranks that remain, a *generation*. Each of these shuts its connections to the others, so that the collective under way
+fails at once, and joins a new process group. Some ranks may have finished the call that the others are in. Each rank keeps the result of
+its last call, and sends it to those. Otherwise all ranks repeat the call, and share the lost rank's part of it.
 
-NCCL has no error for a rank that waits on its GPU: its communicator is aborted, and what it was about to sum is anything then. So on GPUs a
-call checks whether that has happened, as its last act, when the GPU is through with it. After torchft's `ProcessGroupNCCL` (its `errored`).
+NCCL raises no error in a rank that waits for its GPU. Its communicator is aborted, and the sum under way has arbitrary values. So on
+GPUs the end of a call waits for the GPU and checks for an abort. After torchft's `ProcessGroupNCCL` (its `errored`).
 
-The state of the training moves between two calls alone, by the same numbers on every rank. So a loss sends nothing of it; a replacement
-of the lost rank gets it in a call of its own (`Live.admit`).
+The state of the training changes only between two calls, alike on every rank. So a loss sends none of it. The replacement of a lost
+rank gets it in a separate call (`Live.admit`).
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ from .packing import pack, unpack
 ATTEMPTS = 6
 Results = list[torch.Tensor]
 _ATTEMPTS = itertools.count()
-"""Of this process, one for each of its script's Sessions."""
+"""Counts the Sessions of this process."""
 
 
-class CannotTakeAgain(dist.DistError):
-    """A rank is lost, and the others cannot go on without it: all ranks have to start again."""
+class RestartRequired(dist.DistError):
+    """A rank is lost, and the others cannot continue without it: all ranks have to start again."""
 
 
 class _Superseded(Exception):
-    """One more rank was lost while the others were about to meet."""
+    """A newer generation was announced while the ranks were forming a group."""
 
 
 class Live:
@@ -103,25 +102,25 @@ class Live:
         self._nodes = [
             node for node, ranks in enumerate(stores.numbers(self._store, stores.NODES)) for _ in range(ranks)
         ]
-        """Of each rank that was started, its node."""
+        """Rank → its node, for all ranks that were started."""
         of_node = int(os.environ[ENV_LIVE]) if world.nodes > 1 else 0
         self._announced_seconds = ANNOUNCED_SECONDS + of_node
         before = process.connections()
         self._listening = stores.tcp_store(*world.master, serves=False, seconds=timeout)
         self._listens = process.new_connections(before)
         self._asked_to_leave: float | None = None
-        """When this rank has said that a signal has reached it."""
+        """When this rank reported its signal (`time.monotonic`); None: it has received none."""
         self._over = False
         self._thread = threading.Thread(target=self._listen, name="live", daemon=True)
         self._thread.start()
 
     def ready(self) -> None:
-        """From here on this rank may be lost without a restart of all."""
+        """Reports that the loss of this rank needs no restart of all ranks any more."""
         self._store.set(stores.ready(self.rank), "1")
 
     def ends(self, signalled: str) -> bool:
-        """Whether a signal that has reached this rank ends all of them. Asked between two steps, until the launcher has said so. Where the
-        signal was for this rank alone, it is lost here: the others wait for it in their next collective, and none is under way.
+        """Returns whether a signal of this rank ends all ranks. The caller asks between two steps, until the launcher has decided. If the
+        signal was for this rank alone, the process ends here. No collective is under way then, and the others notice in their next one.
 
         gloo may miss that a connection is shut on which it is about to send (torch 2.15).
         """
@@ -134,19 +133,20 @@ class Live:
         return self._store.check([stores.ENDING]) or time.monotonic() - self._asked_to_leave > self._announced_seconds
 
     def close(self) -> None:
-        """The attempt is over. A thread that were still in torch would, where it woke as Python ends, abort the process."""
+        """Ends the thread. A thread that is inside torch when the interpreter exits aborts the process."""
         self._over, self._nccl = True, None
         process.shut(self._listens)
         self._thread.join(CLOSE_SECONDS)
 
-    def together(self, compute: Callable[[], Results], changes: bool = False) -> Results:
-        """What `compute` gives, the same on every rank. It is called again where a rank was lost on the way: it changes nothing.
+    def retryable(self, compute: Callable[[], Results], changes: bool = False) -> Results:
+        """Returns the result of `compute`, the same on every rank. Collective. `compute` is called again if a rank is lost meanwhile,
+        so it has no other effect.
 
         Args:
-            changes: the caller changes the tensors that it gets.
+            changes: the caller modifies the returned tensors.
 
         Raises:
-            CannotTakeAgain: the ranks cannot go on without the lost one.
+            RestartRequired: the ranks cannot continue without the lost one.
         """
         if self._inside:  # a part of a call
             return compute()
@@ -156,7 +156,7 @@ class Live:
                 self.check()
                 result = compute()
                 self._look_at_nccl()
-            except CannotTakeAgain:
+            except RestartRequired:
                 raise
             except Exception as error:
                 if not isinstance(error, _Superseded) and not is_collective(error):
@@ -171,8 +171,8 @@ class Live:
                 return [tensor.clone() for tensor in found]
 
     def _look_at_nccl(self) -> None:
-        """Where NCCL was aborted, what it has given is anything. It is aborted after that is announced (`check`); or by torch, which sees
-        that a rank is gone or that a collective has timed out (`get_error`). Raises."""
+        """Raises if NCCL was aborted, since its results have arbitrary values then. This rank aborts it after an announcement (`check`), or
+        torch does when a rank is gone or a collective has timed out (`get_error`)."""
         if (nccl := self._backend_of_gpus()) is not None:
             torch.cuda.synchronize(self.world.device)
             self.check()
@@ -184,17 +184,17 @@ class Live:
 
     @property
     def wanted(self) -> bool:
-        """Whether replacements of lost ranks wait to be admitted. Asks the store, where ranks were lost.
+        """Whether replacements of lost ranks wait to be admitted. Asks the store after a loss only.
 
         They run the script from its beginning, so that they wait in its first Session: in a later one lost ranks are not replaced.
         """
         return self._first and bool(self.lost) and int(self._store.add(stores.WAITING, 0)) > self.admissions
 
     def admit(self, state: Callable[[], torch.Tensor]) -> None:
-        """A call between two steps: the launcher says who is admitted, and each of these gets the state.
+        """Admits replacements between two steps: the launcher chooses them, and each gets the state. Collective.
 
         Args:
-            state: gives it, as bytes, on the rank in the first place; anything elsewhere. Its collectives are those of `join`.
+            state: gives it, as bytes, on the rank in the first place; anything elsewhere. Its collectives are those of `rejoin`.
         """
         key = stores.admission(self.admissions + 1)
 
@@ -206,7 +206,7 @@ class Live:
             if here and self.world.rank == 0:
                 self._store.set(key, "1")
             if not here or not self._until_said([f"{key}/answer"], self._announced_seconds):
-                raise CannotTakeAgain(
+                raise RestartRequired(
                     "the launcher has not admitted the replacements of lost ranks: all ranks have to start again"
                 )
             if int(stores.said(self._store, f"{key}/answer", r"\d{1,9}") or 0) > self.world.generation:
@@ -214,10 +214,10 @@ class Live:
             return [self._sent(state())] if self._newcomers else []
 
         self._admitting = True
-        self.together(compute)
+        self.retryable(compute)
 
-    def join(self, take_part: Callable[[], object]) -> torch.Tensor:
-        """The call of a replacement that belongs to `admit` of the others: the state. It is alone after that until `take_seat`.
+    def rejoin(self, take_part: Callable[[], object]) -> torch.Tensor:
+        """Returns the state, on a replacement, while the others call `admit`. The rank is alone after that until `activate`.
 
         Args:
             take_part: the collectives of `state` there.
@@ -232,7 +232,7 @@ class Live:
         self.admissions, world.generation = int(admission) - 1, int(generation) - 1
         with self._news:  # before it is told, this rank would meet nobody, and make the call alone
             if not self._news.wait_for(lambda: self._announced[0] > world.generation, self._announced_seconds):
-                raise CannotTakeAgain(
+                raise RestartRequired(
                     "the launcher has admitted this replacement, and has not said so to the ranks: all ranks have to start again"
                 )
 
@@ -242,35 +242,35 @@ class Live:
             return [self._sent(None)]
 
         world.replacement, self._admitting = 0, True
-        (state,) = self.together(compute)
+        (state,) = self.retryable(compute)
         if not len(state):
-            raise CannotTakeAgain(
+            raise RestartRequired(
                 "the ranks that trained were lost before their replacements had the state: all ranks have to start again"
             )
         self._seat, world.rank, world.size = (world.rank, world.size), world.size, 1
         world.replacement = number
         return state
 
-    def take_seat(self) -> None:
-        """This rank is where the others are: from here on it makes their calls."""
+    def activate(self) -> None:
+        """Makes this rank a member: it has reached the step of the others, and makes their calls from here on."""
         self.world.replacement = 0
         self.world.rank, self.world.size = self._seat
 
     def _sent(self, state: torch.Tensor | None) -> torch.Tensor:
-        """What rank 0 has, on every rank. No rank has it before all have come here."""
+        """Returns rank 0's tensor on every rank, after all ranks have reached this line. Collective."""
         received = broadcast_bytes(state, self.world)
         dist.barrier()
         return received
 
     @contextlib.contextmanager
-    def once(self, what: str) -> Iterator[None]:
-        """Inside are collectives over values of the script's own, which those of a lost rank would be missing from.
+    def not_retryable(self, what: str) -> Iterator[None]:
+        """Inside, collectives combine values of the script, and the values of a lost rank cannot be computed again.
 
         Raises:
-            CannotTakeAgain: a rank was lost before.
+            RestartRequired: a rank was lost before.
         """
         if self.world.generation:
-            raise CannotTakeAgain(
+            raise RestartRequired(
                 f"{what} after {self._who()}: what that rank had measured is gone, so that all ranks have to start again. "
                 "run.evaluate(function, dataset) and run.loss() do not depend on which ranks there are"
             )
@@ -281,13 +281,13 @@ class Live:
             self._inside = inside
 
     def check(self) -> None:
-        """Ends a call early where a rank is known to be lost. Raises."""
+        """Raises `_Superseded` if a newer generation is announced: that ends a call early."""
         if self._announced[0] > self.world.generation:
             raise _Superseded
 
     def why(self, error: BaseException) -> str:
         """Returns a sentence if this error means that the ranks cannot continue without a lost one, and tells the launcher; else ""."""
-        if isinstance(error, CannotTakeAgain):
+        if isinstance(error, RestartRequired):
             return self._all_again(str(error))
         if not is_collective(error):
             return self.of_gone_group(str(error).partition("\n")[0][:200])
@@ -302,7 +302,7 @@ class Live:
         )
 
     def of_gone_group(self, cause: str) -> str:
-        """The sentence for a failed collective of the script after a loss, where every rank that remains is present."""
+        """Returns the sentence for a collective of the script that fails after a loss, although every rank that remains is present."""
         return self._all_again(
             f"{self._who()}, and a collective of the script's own needs it ({cause}): all ranks have to start again"
         )
@@ -316,7 +316,7 @@ class Live:
         return "; ".join(f"rank {rank} was lost" + (f" ({how})" if how else "") for rank, how in self._gone.items())
 
     def _keep(self, result: Results, changes: bool) -> None:
-        """All ranks have come to this call, so all are through with the one before, and nobody needs its result any more."""
+        """Keeps the result of this call. All ranks have reached the call, so no rank needs the result of the one before."""
         self.done += 1
         self._through()
         if not changes:
@@ -329,12 +329,12 @@ class Live:
         self._result = self._room
 
     def _through(self) -> None:
-        """With a call, which all ranks have come to: also those that were admitted by it."""
+        """Notes the end of a call. Ranks that it has admitted have reached it, too."""
         self.admissions += self._admitting
         self._admitting, self._newcomers = False, []
 
     def _listen(self) -> None:
-        """Waits for the launcher's word, in a thread with a connection of its own."""
+        """Waits for announcements of the launcher, in a thread with a separate connection."""
         generation = 0
         with contextlib.suppress(RuntimeError, ValueError):  # the launcher is gone, or this attempt is over
             while True:
@@ -358,8 +358,8 @@ class Live:
                     self._news.notify_all()
 
     def _meet_again(self, failure: BaseException) -> Results | None:
-        """In a new process group, as often as it takes. Returns the result of the call under way where other ranks have it; None: it is to
-        be taken again."""
+        """Forms a new process group, and repeats that until it succeeds. Returns the result of the call under way if another rank has it;
+        None: the call has to be repeated."""
         found: Results | None = None
         lost: dict[int, str] = {}
         joined: list[int] = []
@@ -373,7 +373,7 @@ class Live:
                 raise failure
             told = time.monotonic()
             if self.rank not in members:
-                raise CannotTakeAgain(f"the launcher takes rank {self.rank} for lost: all ranks have to start again")
+                raise RestartRequired(f"the launcher takes rank {self.rank} for lost: all ranks have to start again")
             self.world.generation = generation
             new = [rank for rank in members if rank not in self._members]
             joined = [rank for rank in [*joined, *new] if rank in members]
@@ -384,7 +384,7 @@ class Live:
                 met = time.monotonic()
                 received = self._catch_up()
                 found = received if received is not None else found
-            except CannotTakeAgain:
+            except RestartRequired:
                 raise
             except (_Superseded, RuntimeError, ValueError) as error:
                 failure = _without_frames(error)
@@ -413,7 +413,7 @@ class Live:
         return stores.said(self._store, key, r"[ -~]+") if self._store.check([key]) else ""
 
     def _join_in_time(self, members: list[int]) -> float:
-        """Returns when all were there (`time.monotonic`). Raises `_Superseded`, `CannotTakeAgain`.
+        """Forms the group in several attempts. Returns when all were there (`time.monotonic`). Raises `_Superseded`, `RestartRequired`.
 
         A rank that is lost while gloo connects the others holds them up until that has timed out, so it gets little time at first.
         """
@@ -422,17 +422,17 @@ class Live:
                 return self._join(
                     f"lockstep/live/meeting/{self.world.generation}.{attempt}", members, MEET_SECONDS * 2**attempt
                 )
-            except CannotTakeAgain:
+            except RestartRequired:
                 raise
             except (RuntimeError, ValueError) as error:
                 reason = str(error).partition("\n")[0]
             self.check()
-        raise CannotTakeAgain(
+        raise RestartRequired(
             f"{self._who()}, and the others could not connect again ({reason}): all ranks have to start again"
         )
 
     def _join(self, place: str, members: list[int], seconds: float) -> float:
-        """Once. Raises `RuntimeError`, too.
+        """Makes one attempt. Raises `RuntimeError`, too.
 
         Args:
             place: in the store.
@@ -446,7 +446,7 @@ class Live:
         store.set(f"{place}/here/{self.rank}", "1")
         if not self._until_said([f"{place}/here/{member}" for member in members], self._timeout):
             missing = [str(member) for member in members if not store.check([f"{place}/here/{member}"])]
-            raise CannotTakeAgain(
+            raise RestartRequired(
                 f"{self._who()}, and rank {', '.join(missing)} has not met the others within {self._timeout:g} s: "
                 "all ranks have to start again"
             )
@@ -477,7 +477,7 @@ class Live:
         return began
 
     def _until_said(self, keys: list[str], seconds: float) -> bool:
-        """Whether all keys are there in time. Raises `_Superseded`."""
+        """Returns whether all keys are there in time. Raises `_Superseded`."""
         deadline = time.monotonic() + seconds
         while not self._store.check(keys):
             self.check()
@@ -487,7 +487,7 @@ class Live:
         return True
 
     def _connected_to_ranks(self, place: str, members: list[int]) -> process.Connections:
-        """This process's connections whose other end is a rank, by file descriptor."""
+        """Returns this process's connections whose other end is a rank, by file descriptor."""
         others: set[tuple[process.Address, process.Address]] = set()
         for member in members:
             if member != self.rank:
@@ -496,7 +496,7 @@ class Live:
         return {fd: (near, far) for fd, (near, far) in process.connections().items() if (far, near) in others}
 
     def _catch_up(self) -> Results | None:
-        """The result of the call that this rank is in, from one that is through with it; None where no rank is. Collective."""
+        """Returns the result of this rank's call from a rank that has finished it; None: no rank has. Collective."""
         if self.world.size == 1:
             return None
         new = self.rank in self._newcomers
@@ -512,7 +512,7 @@ class Live:
         if newest == oldest:
             return None
         if newest - oldest > 1:
-            raise CannotTakeAgain(
+            raise RestartRequired(
                 f"{self._who()}, and the others are {newest - oldest} calls apart: all ranks have to start again"
             )
         source, behind = done.tolist().index(newest), self.done < newest
@@ -531,7 +531,11 @@ def _without_frames(error: Exception) -> Exception:
 
 
 def broadcast_bytes(packed: torch.Tensor | None, world: Membership, source: int = 0) -> torch.Tensor:
-    """What rank `source` has, a uint8 tensor [bytes] on the CPU, on every rank; None elsewhere. Collective."""
+    """Returns the tensor of rank `source` on every rank. Collective.
+
+    Args:
+        packed: a uint8 tensor [bytes] on the CPU; None on the other ranks.
+    """
     mine = packed if packed is not None and world.rank == source else torch.empty(0, dtype=torch.uint8)
     length = torch.tensor([mine.numel()])
     dist.broadcast(length, source)

@@ -1,7 +1,7 @@
-"""Where ranks and nodes meet: key-value stores that listen on one address, not on every address of the machine.
+"""Key-value stores in which ranks and nodes meet. They listen on one address, not on every address of the machine.
 
-torch's TCPStore listens everywhere, and asks nobody who he is: whoever reaches the port reads, writes and deletes. Given a socket
-that is bound already it listens there alone. What comes out of a store is never unpickled, and what is shown of it is `said`.
+torch's TCPStore listens on all addresses and authenticates no client: a stranger who reaches the port reads, writes and deletes.
+With a socket that is bound already it listens there alone. No value is unpickled, and `said` checks a value before it is shown.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     check_parameter_closeness(model)            # in a script of your own, after any step; every rank calls it
     lockstep run … --check-closeness every=100  # in any run
 
-Replicas that start equal and add the same gradients stay equal to the bit, whatever the strategy. The first difference
-is where a gradient was not summed, a seed differed, or memory went bad – long before the loss shows it.
+Replicas that start equal and add the same gradients stay equal to the bit, whatever the strategy. A difference shows a gradient
+that was not summed, a seed that differs, or bad memory – long before the loss shows it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..parallel.packing import tensor_bytes
 from ..parallel.world import World
 
 BATCH_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-"""Buffers of batch norm, ours and torch's: without SyncBatchNorm a rank's own."""
+"""Buffers of batch norm, ours and torch's: they differ between ranks without SyncBatchNorm."""
 
 EACH_ALONE = (
     "Each rank trains a model of its own where it changes weights by itself: in a loop of your own call the network that "
@@ -55,15 +55,14 @@ def check_parameter_closeness(
 ) -> bool:
     """Compares every rank's parameters and buffers with rank 0's. Collective; all ranks raise, or none does.
 
-    True where they agree, so that it may stand in an `assert`.
+    Returns True, so that the call may stand in an `assert`.
 
-    A wrapped model (DDP, FSDP) may be given as it is. A sharded parameter has no copy on other ranks to be compared
-    with and is left out.
+    A wrapped model (DDP, FSDP) is allowed. A sharded parameter has no copy on other ranks and is left out.
 
     Args:
         rtol: relative tolerance, as `torch.isclose`. Replicas are equal to the bit, so the default is 0.
         atol: absolute tolerance.
-        batch_statistics: compare batch norm's running statistics too, which are a rank's own unless they are synchronised.
+        batch_statistics: compare batch norm's running statistics too. They differ between ranks unless they are synchronised.
 
     Raises:
         ReplicasDiffer: naming the first parameter or buffer that differs, on which ranks, and by how much.
@@ -71,15 +70,15 @@ def check_parameter_closeness(
     """
     if group_size() == 1:
         return True
-    named = list(_tensors(model, batch_statistics))
-    device = next((tensor.device for _, tensor in named), torch.device("cpu"))
-    text = repr([(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in named])
+    tensors = list(_tensors(model, batch_statistics))
+    device = next((tensor.device for _, tensor in tensors), torch.device("cpu"))
+    text = repr([(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors])
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")  # exact in a float64
     if other := _unlike_rank_0(torch.tensor([digest], dtype=torch.float64, device=device)):
         # The broadcasts below would not match.
         raise ReplicasDiffer(f"rank {', '.join(map(str, other))} has parameters of other names or shapes than rank 0")
     difference = torch.tensor([-1.0, 0.0, 0.0], dtype=torch.float64)  # (index of the first one, its size, elements)
-    for index, (_, tensor) in enumerate(named):
+    for index, (_, tensor) in enumerate(tensors):
         reference = tensor.detach().clone(memory_format=torch.contiguous_format)
         dist.broadcast(reference, 0)
         if difference[0] < 0:
@@ -91,7 +90,7 @@ def check_parameter_closeness(
     if not found:
         return True
     first = min(int(index) for index, _, _ in found.values())
-    name, tensor = named[first]
+    name, tensor = tensors[first]
     of_first = {rank: (size, int(count)) for rank, (index, size, count) in found.items() if index == first}
     size, count = max(of_first.values())
     raise ReplicasDiffer(
@@ -102,14 +101,14 @@ def check_parameter_closeness(
 
 @torch.no_grad()
 def fingerprint(*modules: nn.Module) -> int:
-    """A whole number from 0, below 2**56, of the bits of all parameters. No collective; waits for the device once."""
-    found = sums_of_bits(parameter for module in modules for parameter in module.parameters()).tolist()
-    return int.from_bytes(hashlib.sha256(repr(found).encode()).digest()[:7], "big")
+    """Returns a hash of the bits of all parameters, a whole number below 2**56. No collective; waits for the device once."""
+    sums = sums_of_bits(parameter for module in modules for parameter in module.parameters()).tolist()
+    return int.from_bytes(hashlib.sha256(repr(sums).encode()).digest()[:7], "big")
 
 
 @torch.no_grad()
 def sums_of_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """A whole number for each tensor [n], int64, on the device of the first."""
+    """Returns the sum of each tensor's bits as whole numbers [n], int64, on the device of the first."""
     sums: list[torch.Tensor] = []
     for tensor in tensors:
         values = torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
@@ -119,20 +118,20 @@ def sums_of_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def named_groups(optimizers: Mapping[str, torch.optim.Optimizer]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each optimizer's groups of parameters, by the names that messages and checkpoints have for them."""
+    """Yields each optimizer's groups of parameters, with their names in messages and checkpoints."""
     for name, optimizer in optimizers.items():
         for number, group in enumerate(optimizer.param_groups):
             yield f"{name}.param_groups[{number}]", group
 
 
 def learning_rates(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, float]:
-    """Of each group of parameters, by its name. A rate in a tensor is left out: to read it may wait for the device."""
+    """Returns the learning rate of each group of parameters. A rate in a tensor is left out: to read it may wait for the device."""
     groups = named_groups(optimizers)
     return {name: float(group["lr"]) for name, group in groups if isinstance(group.get("lr"), (int, float))}
 
 
 def check_same(values: Mapping[str, Any], world: World) -> None:
-    """Raises `ReplicasDiffer` on all ranks where a value is not the same on all, with each rank's. Collective."""
+    """Raises `ReplicasDiffer` on all ranks if a value differs between ranks, with the value of each. Collective."""
     of_ranks = all_gather_trees(dict(values), world)
     for name in of_ranks[0]:
         values_of = [found.get(name) for found in of_ranks]
@@ -145,7 +144,7 @@ def check_same(values: Mapping[str, Any], world: World) -> None:
 
 
 class Modes:
-    """Whether each module of a model was in training mode in the last step, and in the one before."""
+    """Records which modules of a model were in training mode, in the last two steps."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -154,23 +153,23 @@ class Modes:
         self._held: bytes | None = None
 
     def end(self) -> None:
-        """The step ends."""
+        """Records the modes at the end of a step."""
         self._earlier, self.last = self.last, self._now()
         self._held = self.last
 
     def hold(self) -> None:
-        """The modes are those of the next step. What the script sets until `release`, to evaluate, is not."""
+        """Takes the modes now for those of the next step. The script may set others until `release`, to evaluate."""
         self._held = self._now()
 
     def release(self) -> None:
-        """The next step finds what the script has set."""
+        """Takes the modes that the script has set for those of the next step."""
         self._held = None
 
     def _now(self) -> bytes:
         return bytes([module.training for module in self._modules.values()])
 
     def find(self) -> None:
-        """Looks for layers that the script has replaced."""
+        """Reads the list of modules again: the script may have replaced a layer."""
         modules, before = dict(self._model.named_modules()), self._modules
         if modules != before:
             self._modules = modules
@@ -178,28 +177,28 @@ class Modes:
             self._held = None if self._held is None else self._carried(before, self._held)
 
     def _carried(self, before: Mapping[str, nn.Module], modes: bytes) -> bytes:
-        """The modes of these modules, for those that the model has now."""
+        """Returns recorded modes for the modules that the model has now."""
         known = dict(zip(before.values(), modes))
         return bytes([known.get(module, module.training) for module in self._modules.values()])
 
     def evaluating(self) -> list[str]:
-        """Returns the modules that the next step finds in evaluation mode."""
+        """Returns the modules that are in evaluation mode in the next step."""
         modes = self._now() if self._held is None else self._held
         return [name for name, is_training in zip(self._modules, modes) if not is_training]
 
     def check(self, world: World) -> None:
-        """Raises `ReplicasDiffer` on all ranks where a mode is not the same on all. Collective."""
-        for modes in (self._earlier, self.last):  # what the ranks have just compared may be a step old
+        """Raises `ReplicasDiffer` on all ranks if a mode differs between ranks. Collective."""
+        for modes in (self._earlier, self.last):  # the comparison may be a step old
             names = {name or "the model": mode for name, mode in zip(self._modules, modes)}
             check_same({name: f"{'training' if mode else 'evaluation'} mode" for name, mode in names.items()}, world)
 
 
 class Buffers:
-    """The buffers that are the same on all ranks: those that no step of any rank changes, such as a table; or all. A cache, which no
-    `state_dict` holds, is a rank's own.
+    """Compares the buffers that all ranks share: those that no step changes, such as a table; or all. A buffer that no `state_dict`
+    holds, a cache, may differ.
 
     Args:
-        alike: each rank has what all have put together, batch statistics too.
+        alike: all buffers are the same on all ranks, batch statistics too.
     """
 
     def __init__(self, model: nn.Module, world: World, alike: bool) -> None:
@@ -209,7 +208,7 @@ class Buffers:
         self.begin()
 
     def find(self) -> None:
-        """The script may have replaced a layer. The buffers of the new one are compared once a step has shown what it changes."""
+        """Reads the list of buffers again: the script may have replaced a layer."""
         self._places = [
             (f"{path}.{name}".lstrip("."), module, name)
             for path, module in self._model.named_modules()
@@ -224,8 +223,8 @@ class Buffers:
                 yield place, buffer
 
     def begin(self) -> None:
-        """A step begins, or the batch that it is of."""
-        if self._alike or self._world.size == 1:  # nothing asks what a step changes
+        """Notes the versions of the buffers, as a step or its batch begins."""
+        if self._alike or self._world.size == 1:  # no comparison needs them
             self._before = {}
             return
         self._before = {
@@ -237,7 +236,7 @@ class Buffers:
         }
 
     def end(self) -> None:
-        """The step ends. What it has changed is the rank's own."""
+        """Leaves out the buffers that the step has changed."""
         before = self._before
         self.begin()
         for name, (tensor, version) in self._before.items():
@@ -246,7 +245,7 @@ class Buffers:
                 self._moved.add(name)
 
     def check(self) -> list[str]:
-        """Returns the buffers that steps have moved apart. Raises `ReplicasDiffer` on all ranks where another one is not the same on all.
+        """Returns the buffers that differ because steps have changed them. Raises `ReplicasDiffer` on all ranks if another buffer differs.
         Collective."""
         world = self._world
         if world.size == 1:
@@ -266,7 +265,7 @@ class Buffers:
 
 @torch.no_grad()
 def sha256(model: nn.Module) -> str:
-    """Of names, shapes and bytes of the parameters and buffers that this rank holds. No collective."""
+    """Returns the hash of names, shapes and bytes of the parameters and buffers that this rank holds. No collective."""
     found = hashlib.sha256()
     for name, tensor in _tensors(model, batch_statistics=True):
         found.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())
@@ -275,7 +274,7 @@ def sha256(model: nn.Module) -> str:
 
 
 _OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element → whole numbers of so many."""
+"""Size of an element in bytes → whole numbers of this size."""
 
 
 def _tensors(model: nn.Module, batch_statistics: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -291,7 +290,7 @@ def _tensors(model: nn.Module, batch_statistics: bool) -> Iterator[tuple[str, to
 
 
 def _unlike_rank_0(values: torch.Tensor) -> dict[int, list[float]]:
-    """Rank → its values [n], of the ranks whose first value is another one than rank 0's. They are gathered only if there are any."""
+    """Returns the values [n] of each rank whose first value differs from rank 0's. Gathers them only if a rank differs. Collective."""
     both = torch.stack([values[0], -values[0]])
     dist.all_reduce(both, dist.ReduceOp.MAX)  # the largest, and minus the smallest: the same where all are
     if both[0] == -both[1]:

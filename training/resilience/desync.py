@@ -1,8 +1,8 @@
 """Names the rank that leaves the loop alone, or asks for the next batch without a step, while the others wait for its gradient.
 
-Such a rank goes on to another collective than theirs, and gloo then aborts a process, or sums what does not belong together. So the
-ranks meet wherever their ways may part, by messages that no collective is taken for (`exchange.reduced` with a tag). A rank
-that waits there says in the store where it is. One that is beyond that place, and gets no further, knows that they never meet.
+Such a rank calls another collective than the others. Then gloo aborts a process, or adds up unrelated tensors. So the ranks
+synchronise wherever a script may treat them differently. The messages have a tag that no collective has (`exchange.reduced`).
+A rank that waits at a sync point writes into the store which one. A rank that is past this point and is stuck knows that they never meet.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ..parallel.exchange import reduced
 from ..parallel.process import end_process
 from ..parallel.world import World
 
-_TAG = 4  # of the messages of a meeting
+_TAG = 4  # of the messages of a sync point
 _RANKS = 1 << 20  # more than there are
 _ATTEMPTS = itertools.count()
 _SHAPE = r"(\d{1,18}) (\d{1,18}) (\d{1,9}) ([0-3]) (\d{1,18}) (-?\d{1,9})"
 CALLS = ("", "run.sum()", "run.gather()", "run.loss()", "run.for_evaluation()", "run.evaluate()", "run.boundary()")
-"""The collectives of a script, by their numbers; "": the script has ended the epoch, or the run."""
+"""The collectives of a script, by their numbers; "": none, as the epoch or the run ends."""
 _REMEDY = (
     "all ranks make the same steps. Decide alike on all of them, with run.sum() or run.gather(), or end the run with "
     "run.stop(reason), which one rank may call alone"
@@ -39,7 +39,7 @@ _CALL_REMEDY = "all ranks make the same calls. Make this one on all of them, not
 
 
 class Place(enum.IntEnum):
-    """Where the ways of the ranks may part."""
+    """A sync point: here a script may treat the ranks differently."""
 
     LEFT = 0
     SKIPPED = 1
@@ -54,7 +54,7 @@ class Place(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A rank that waits for the others."""
+    """A rank that waits for the others at a sync point."""
 
     meeting: int
     moves: int
@@ -62,7 +62,7 @@ class _Waiting:
     place: int
     step: int
     beyond: int = -1
-    """A rank that is beyond the place and will not come; -1: none is known."""
+    """A rank that is past the sync point and will not come; -1: none is known."""
 
     @property
     def text(self) -> str:
@@ -73,12 +73,13 @@ class _Waiting:
         return f"rank {self.rank} {Place(self.place).words} after step {self.step}, while rank {self.beyond} trains on: {_REMEDY}"
 
 
-class Meetings:
-    """Where the ranks of one attempt meet, and the thread that checks whether they still can.
+class DesyncDetector:
+    """Synchronises the ranks of one attempt, and checks in a thread whether they still can meet.
 
     Args:
-        moves: a count of this rank's steps and polls, the same on all ranks at a meeting; its last two bits: how far a step is.
-        steps: optimizer steps done.
+        moves: counts this rank's steps and polls. The count is the same on all ranks at a sync point. Its last two bits are the
+            stage of the step.
+        steps: returns the number of optimizer steps.
         say: gets the sentence, in any thread; then the process ends.
     """
 
@@ -96,41 +97,42 @@ class Meetings:
         if world.size > 1:
             threading.Thread(target=self._watch, name="desync", daemon=True).start()
 
-    @property
-    def places(self) -> dict[str, int]:
-        """What is alike on all ranks between two steps, for one that comes to it."""
+    def state_dict(self) -> dict[str, int]:
+        """Returns the counts that all ranks share between two steps, for a rank that is admitted."""
         return {"met": self._met, "collectives": self._collectives}
 
-    def be_at(self, places: Mapping[str, int]) -> None:
-        self._met, self._collectives = places["met"], places["collectives"]
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continues with the counts of the other ranks."""
+        self._met, self._collectives = state["met"], state["collectives"]
 
     def close(self) -> None:
-        """The attempt is over: nobody meets any more."""
+        """Ends the check: the attempt is over."""
         with self._ending:
             self._over.set()
 
-    def in_loop(self) -> None:
+    def enter_loop(self) -> None:
         """The loop over the batches begins."""
         self._outside = False
 
-    def left(self) -> None:
-        """The script has left the loop over its batches, perhaps with an error: so nothing waits until it goes on (`go_on`, `meet`)."""
+    def leave_loop(self) -> None:
+        """Notes that the script has left the loop over its batches. It may have raised an error, so the rank waits at its next
+        collective only."""
         self._outside = True
         self._waiting = _Waiting(self._met + 1, self._moves(), self._world.rank, Place.LEFT, self._steps())
 
-    def go_on(self, call: str = "") -> None:
-        """Before a collective that is called in the loop and after it: `meet`, where the loop was left. In the loop it counts as a move.
+    def collective(self, call: str = "") -> None:
+        """Counts a collective of the script as a move. After the loop it is a sync point.
 
         Args:
-            call: of `CALLS`; "": a part of another one.
+            call: one of `CALLS`; "": a part of another collective.
         """
         if call and self._outside:
-            self.meet(Place.LEFT, call)
+            self.sync_point(Place.LEFT, call)
         else:
             self._collectives += 1
 
-    def meet(self, place: Place, call: str = "") -> None:
-        """Waits for the other ranks. Ends the process with a sentence where they are elsewhere. Collective, unless it is over."""
+    def sync_point(self, place: Place, call: str = "") -> None:
+        """Waits for the other ranks. Ends the process with a sentence if they are at another sync point. Collective."""
         world, moves, step = self._world, self._moves(), self._steps()
         if world.size > 1 and not self._over.is_set():
             self._waiting = _Waiting(self._met + 1, moves, world.rank, place, step)
@@ -140,14 +142,14 @@ class Meetings:
         self._waiting = None
 
     def _compare(self, last: int, first: int) -> None:
-        """Ends the process unless all ranks are at the same place: `last` and `-first` are those of two of them."""
+        """Ends the process unless all ranks are at the same sync point. `last` and `-first` are the largest and the smallest code."""
         (behind, rank), (ahead, other) = divmod(-first, _RANKS), divmod(last, _RANKS)
         if behind != ahead:
             with self._ending:
                 self._end(f"after step {self._steps()}: {_parted(behind, rank, ahead, other)}")
 
     def _watch(self) -> None:
-        """Until the attempt is over, or the store is gone: then gloo says so."""
+        """Checks until the attempt is over. Where the store is gone, gloo reports an error."""
         before, told = -1, 0
         with contextlib.suppress(RuntimeError):
             store = _get_default_store()
@@ -161,7 +163,7 @@ class Meetings:
                 before = moves
 
     def _look(self, store: dist.Store, moves: int) -> None:
-        """This rank has got no further since it looked before."""
+        """Looks for a rank that waits in vain: this rank has made no move since the last look."""
         said = stores.said(store, self._key, _SHAPE) if store.check([self._key]) else ""
         match = re.fullmatch(_SHAPE, said)
         other = None if match is None else _Waiting(*map(int, match.groups()))
@@ -178,7 +180,7 @@ class Meetings:
                 self._end(other.sentence)
 
     def _end(self, sentence: str) -> None:
-        """Under the lock."""
+        """Ends the process with this sentence. The caller holds the lock."""
         if self._over.is_set():
             return
         self._say(sentence)
@@ -186,7 +188,7 @@ class Meetings:
 
 
 def _parted(behind: int, rank: int, ahead: int, other: int) -> str:
-    """What `rank` and `other` did, which are not at the same place: one has made fewer moves, or has called something else."""
+    """Returns a sentence about `rank` and `other`: one has made fewer moves, or has called another collective."""
     (one, call), (another, called) = (
         (Place(code // len(CALLS) % len(Place)), CALLS[code % len(CALLS)]) for code in (behind, ahead)
     )

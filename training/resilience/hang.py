@@ -1,11 +1,11 @@
 """Names the missing ranks when a collective fails or times out, with the last step of each.
 
-Every rank notes its step in the store about once a second. A rank whose collective failed reports itself there and
-looks who else reports within a few seconds: the ones that do not are gone, stopped or stuck. Of a rank whose process has ended
-our launcher says so in the store, and the other ranks do not wait for it.
+Every rank writes its step into the store about once a second. A rank whose collective has failed reports itself in the store.
+The ranks that do not report within a few seconds are gone, stopped or stuck. The launcher records in the store which ranks have
+exited, and the other ranks do not wait for these.
 
-gloo raises in the thread that waits. NCCL does not: that thread waits for the GPU, and torch's watchdog aborts the process.
-`naming_the_missing` has the sentence printed before that.
+gloo raises in the thread that waits. With NCCL this thread waits for the GPU, and torch's watchdog aborts the process.
+`naming_the_missing` prints the sentence before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..parallel.process import end_process
 from ..parallel.world import World
 
 _PLACE = re.compile(r"^\[[^]]*\] ")
-"""Where in its sources a library's message arose."""
+"""The place in a library's sources, which begins its message."""
 
 
 class Heartbeat(Observer):
@@ -48,7 +48,7 @@ class Heartbeat(Observer):
 
 
 def describe_failed_collective(world: World, step: int, error: BaseException) -> str:
-    """A sentence for an error that struck in a collective: which ranks did not report, and where they were last seen."""
+    """Returns a sentence for an error of a collective: the ranks that did not report, and the last step of each."""
     cause = _PLACE.sub("", (str(error) or type(error).__name__).splitlines()[0]).split(". ")[0][:200]
     try:
         missing = _missing(world, step)
@@ -63,12 +63,12 @@ def describe_failed_collective(world: World, step: int, error: BaseException) ->
 
 @contextlib.contextmanager
 def naming_the_missing(world: World, step: Callable[[], int], say: Callable[[str], None]) -> Iterator[None]:
-    """Inside the block, a collective of NCCL that fails or times out is reported in a sentence; then the process ends with 1.
+    """Inside, reports a collective of NCCL that fails or times out in a sentence, and ends the process with 1.
 
     A torch without abort hooks (before 2.15) aborts the process itself. `lockstep.wire.hangs` has named the rank by then.
 
     Args:
-        step: how far this rank is.
+        step: returns the number of steps.
         say: gets the sentence, in another thread than this one.
     """
     nccl = world.size > 1 and world.nccl and world.live is None  # under `--live` the ranks look for themselves
@@ -88,14 +88,14 @@ def naming_the_missing(world: World, step: Callable[[], int], say: Callable[[str
     try:
         yield
     finally:
-        with telling:  # a thread that reports already ends the process
+        with telling:  # a thread that is reporting ends the process
             left.set()
         backend.unregister_abort_hook(id(left))  # type: ignore[union-attr]
 
 
 def first_of_node(world: World) -> bool:
-    """Whether this rank is the first one of its node that asks: it says for all why they end. Of another launcher's ranks each does
-    where rank 0 is lost, which holds the store."""
+    """Returns whether this rank is the first of its node that asks. It prints for all why they end. Under another launcher every rank
+    prints it if rank 0 is lost, which holds the store."""
     if note := os.environ.get(ENV_NOTE):
         try:
             Path(f"{note}.failed-{os.environ.get(ENV_RESTARTS)}").touch(exist_ok=False)
@@ -110,7 +110,7 @@ def first_of_node(world: World) -> bool:
 
 
 def _missing(world: World, step: int) -> list[str]:
-    """The ranks that did not report a failed collective within a few seconds."""
+    """Returns a sentence for each rank that did not report a failed collective within a few seconds."""
     store = _get_default_store()
     launchers = stores.without_prefix(store)
     store.set(f"lockstep/failed/{world.rank}", str(step))
@@ -132,8 +132,8 @@ def _missing(world: World, step: int) -> list[str]:
 
 
 def print_once(world: World, error: BaseException) -> None:
-    """Where rank 0 has raised the same error in the same place, its traceback is printed, and a line on every other rank; of a
-    `UserError` its line alone."""
+    """Has the traceback printed on rank 0 alone, and a line on every other rank that raises the same error in the same place. A
+    `UserError` is printed on rank 0 alone."""
     told = isinstance(error, UserError) and error.shared
     if world.size == 1 or told or isinstance(error, (SystemExit, KeyboardInterrupt)):
         return

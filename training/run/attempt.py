@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from lockstep.wire.progress import About, Progress
+from lockstep.wire.progress import Progress, RunInfo
 from lockstep.wire.status import slow_rank_line
 
 from .. import contract
@@ -41,7 +41,7 @@ from ..parallel.exchange import (
     same_on_all,
 )
 from ..parallel.failures import is_collective
-from ..parallel.live import CannotTakeAgain, Live
+from ..parallel.live import Live, RestartRequired
 from ..parallel.packing import pack
 from ..resilience import divergence
 from ..resilience.closeness import (
@@ -59,7 +59,7 @@ from ..resilience.closeness import (
     learning_rates,
     sha256,
 )
-from ..resilience.desync import Meetings
+from ..resilience.desync import DesyncDetector
 from ..resilience.hang import (
     Heartbeat,
     first_of_node,
@@ -109,7 +109,7 @@ class Attempt:
         self._told = time.monotonic()
         """When status.json last had the step."""
         self.consensus = Consensus(run.world, run.signals, self._stop_file)
-        about = About(
+        about = RunInfo(
             os.path.abspath(run.path), 0 if os.environ.get(contract.ENV_LIVE) else run.world.size, run.attempt,
             run.config.end_hangs,
         )  # fmt: skip
@@ -144,7 +144,7 @@ class Attempt:
         run.console.line(f"Preprocessing: {preprocessing:.2f} seconds")
         self._naming = naming_the_missing(run.world, lambda: run.steps_done, self._lost)
         self._naming.__enter__()
-        self.meetings = Meetings(
+        self.desync = DesyncDetector(
             run.world, lambda: 4 * (self._polls + run.steps_done) + self.stage, lambda: run.steps_done, self._desynced
         )  # fmt: skip
         return self
@@ -157,7 +157,7 @@ class Attempt:
             try:
                 run.take_over()
             except UserError as error:
-                raise CannotTakeAgain(f"rank 0 was lost, and {error}: all ranks have to start again") from None
+                raise RestartRequired(f"rank 0 was lost, and {error}: all ranks have to start again") from None
             assert run.directory is not None
             trackers.attach(run.config, run.directory, run.steps_done)
             self.saver.take_over()
@@ -206,7 +206,7 @@ class Attempt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:  # fmt: skip
-        self.meetings.close()
+        self.desync.close()
         self.progress.close()
         try:
             if error is None or isinstance(error, Ended):  # all ranks are here: after another error one may be missing
@@ -229,7 +229,7 @@ class Attempt:
         """
         live = self.run.world.live
         if live is not None and self.run.world.replacement:
-            live.take_seat()  # the others have looked already
+            live.activate()  # the others have looked already
             self.run.forget_untold()
             self._compares = self.run.state.sync.replicas
             return False
@@ -255,7 +255,7 @@ class Attempt:
         places = {"polls": self._polls, "last_step": self.saver.last_step, "save_agreed": self._save_agreed,
                   "nonfinite_steps": self.nonfinite_steps, "looked_outside": self.unsaved.moved is None,
                   "modes": self.modes.last, "known": sorted(self.known)}  # fmt: skip
-        return pack({**gathered, "places": {**places, **self.meetings.places}})
+        return pack({**gathered, "places": {**places, **self.desync.state_dict()}})
 
     def be_at(self, places: Mapping[str, Any]) -> None:
         """Where the ranks are that have admitted this one."""
@@ -266,7 +266,7 @@ class Attempt:
         self.modes.last, self.known = places["modes"], set(places["known"])
         self.saver.last_step = places["last_step"]
         self._compared = True
-        self.meetings.be_at(places)
+        self.desync.load_state_dict(places)
 
     def _alive(self) -> None:
         for observer in self.observers:
@@ -376,7 +376,7 @@ class Attempt:
             return []
 
         with self._telling("replicas", EACH_ALONE):
-            compare() if live is None else live.together(compare)
+            compare() if live is None else live.retryable(compare)
 
     def _fingerprint(self) -> int:
         state = self.run.state

@@ -12,7 +12,7 @@ import torch
 from ..data import order
 from ..data.batches import Batches, Part, share
 from ..data.trees import children, to_device
-from ..parallel.live import CannotTakeAgain
+from ..parallel.live import RestartRequired
 from ..parallel.world import World
 from .work import Work
 
@@ -129,7 +129,7 @@ class Dealt:
         """The same step over what this rank is dealt of the batch now.
 
         Raises:
-            CannotTakeAgain: the script has not got a piece of what it was called with from here.
+            RestartRequired: the script has not got a piece of what it was called with from here.
         """
         if work.generation == self._world.generation:
             return work
@@ -151,7 +151,7 @@ class Dealt:
                 return list(map(deal, piece))
             if isinstance(piece, Mapping):
                 return {key: deal(value) for key, value in piece.items()}
-            raise CannotTakeAgain(
+            raise RestartRequired(
                 f"a rank was lost, and the step cannot be taken again: a {type(piece).__name__} that run.step(function, …) was called with "
                 "is nothing that run.batches() or run.part() has given. Put what is made of a batch into the function"
             )

@@ -113,7 +113,7 @@ class Loop:
             self._begin_epoch()
             yield run.state.cursor.epoch
             self._under_way = None
-            self.attempt.meetings.meet(Place.EPOCH_END)
+            self.attempt.desync.sync_point(Place.EPOCH_END)
             self.step.check_used("epoch")
             if not self._left_at_last_step:
                 self._end_epoch()
@@ -259,7 +259,7 @@ class Loop:
         self._warn_of_schedules()
         self._resume_generators()
         run.goodput.train()
-        self.attempt.meetings.in_loop()
+        self.attempt.desync.enter_loop()
         try:
             while True:
                 self.attempt.modes.release()
@@ -285,13 +285,13 @@ class Loop:
                 clock.between()
                 step.end_batch()
                 if run.steps_done == before:
-                    self.attempt.meetings.meet(Place.SKIPPED)
+                    self.attempt.desync.sync_point(Place.SKIPPED)
                 if length is not None:  # how many steps the script makes of a batch is known now
                     self._plan(length * (run.steps_done - before))
                     length = None
         finally:
             if self._under_way is given:  # else the script has held it beyond the end of its epoch
-                self.attempt.meetings.left()
+                self.attempt.desync.leave_loop()
                 self._under_way = None
             getattr(given, "close", lambda: None)()
 
@@ -310,7 +310,7 @@ class Loop:
         """Before a collective that the script may call after a loop which other ranks are still in."""
         if self.step.in_parts is not None:
             self.step.in_parts.check_outside()
-        self.attempt.meetings.go_on(call)
+        self.attempt.desync.collective(call)
 
     def boundary(self, call: str = "") -> None:
         """Leaves where the ranks agreed to, but not within a step: no checkpoint could hold its gradients. Raises `Ended`.
@@ -318,7 +318,7 @@ class Loop:
         Args:
             call: the script's; "": it is a part of another one.
         """
-        self.attempt.meetings.go_on(call)
+        self.attempt.desync.collective(call)
         if self.attempt.poll().stop and not self.step.pending:
             self.attempt.leave()
 
@@ -366,7 +366,7 @@ class Loop:
 
     def _finish(self) -> NoReturn:
         """The script has ended: the last save, and the summary. Raises `Ended`."""
-        self.attempt.meetings.meet(Place.RUN_END)
+        self.attempt.desync.sync_point(Place.RUN_END)
         self.run.goodput.enter(Bucket.ENDING)
         run, saver = self.run, self.attempt.saver
         if self._best_is_due() or saver.steps_since:

@@ -299,7 +299,7 @@ class Run:
         """The state of the other ranks, which have admitted this one in the place of a lost rank. It waits for that."""
         world = self.world
         world.live = live = Live(world, self.config.collective_timeout)
-        gathered: dict[str, Any] = unpack(live.join(lambda: all_gather_trees(None, world)))
+        gathered: dict[str, Any] = unpack(live.rejoin(lambda: all_gather_trees(None, world)))
         self.places = gathered.pop("places")
         return gathered
 

@@ -253,7 +253,7 @@ class Step:
             with self.run.state.clock.synchronizing(sync.watch):
                 return [*sync.sums(), parts.sum(len(self.sums.values))]
 
-        *sums, of_parts = compute() if live is None else live.together(compute, changes=True)
+        *sums, of_parts = compute() if live is None else live.retryable(compute, changes=True)
         self.attempt.known.add("numbers")
         sync.give(iter(sums))
         self.sums.values.copy_(parts.finish(of_parts))  # of all ranks' samples

@@ -147,7 +147,7 @@ def divisor_of_all(divisor: Divisor, part: Part | None, world: World) -> Divisor
     total = divisor.detach().reshape(()).to(world.device, torch.float64, copy=True)
     if part is not None and not part.samples:
         total.zero_()  # a sample of another rank stands in
-    with contextlib.nullcontext() if world.live is None else world.live.once("a divisor that the ranks sum"):
+    with contextlib.nullcontext() if world.live is None else world.live.not_retryable("a divisor that the ranks sum"):
         if world.size > 1:
             dist.all_reduce(total)
     return total
