@@ -343,7 +343,7 @@ class RunBegun:
         """Trains that step, counted from 0 over all epochs; the ids of this rank's samples."""
         epoch, at = divmod(number, self.division.steps)
         self.state.cursor.epoch, self.state.cursor.step, self.state.kept.steps = epoch, at, number
-        batch, part = next(iter(self.recipe.batches.epoch(epoch, at)))
+        batch, part = next(iter(self.recipe.batches.epoch(epoch, iter([at]))))
         self.state.clock.begin()
         self.loop.step.begin_batch(part)
         self.recipe.step(batch)

@@ -13,6 +13,9 @@ from ..parallel.packing import split
 from ..parallel.world import World
 from . import generators
 
+_PLAIN = ("steps", "samples", "data", "logged", "logged_in_epoch", "measured", "rates", "groups")
+"""Plain values that are the same on every rank."""
+
 
 @runtime_checkable
 class Stateful(Protocol):
@@ -148,10 +151,10 @@ class Kept:
             check_tree(values, name)  # what lies in a list may have changed since it was set
         return {
             "objects": {name: stateful.state_dict() for name, stateful in self.objects.items()},
-            "values": dict(self.values), "steps": self.steps, "samples": self.samples, "data": self.data,
-            "logged": self.logged, "logged_in_epoch": self.logged_in_epoch, "summary": dict(self.summary),
-            "measured": self.measured, "rates": self.rates, "groups": self.groups,
-        }  # fmt: skip
+            "values": dict(self.values),
+            "summary": dict(self.summary),
+            **{name: getattr(self, name) for name in _PLAIN},
+        }
 
     def rank_state(self) -> dict[str, Any]:
         return {
@@ -170,9 +173,8 @@ class Kept:
         self.values.update(shared["values"])
         self.summary.clear()
         self.summary.update(shared["summary"])
-        self.steps, self.samples = shared["steps"], shared["samples"]
-        self.data, self.logged, self.logged_in_epoch = shared["data"], shared["logged"], shared["logged_in_epoch"]
-        self.measured, self.rates, self.groups = shared["measured"], shared["rates"], shared["groups"]
+        for name in _PLAIN:
+            setattr(self, name, shared[name])
         if rank is not None:
             _load(self.rank_objects, rank["objects"])
             self.epoch_generators = rank["epoch_generators"]

@@ -284,13 +284,10 @@ def _like(config: Mapping[str, Any], name: str, value: Any) -> Any:
     if type(before) is float and type(value) is int:
         return float(value)
     if before is not None and type(value) is not type(before):
-        raise UserError(f"--set {name}: expected {_kind(before)} like the script's {before!r}, got {value!r}")
+        raise UserError(
+            f"--set {name}: expected {settings.type_name(type(before))} like the script's {before!r}, got {value!r}"
+        )
     return value
-
-
-def _kind(value: Any) -> str:
-    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list"}
-    return kinds.get(type(value), "a value")
 
 
 def of_run(values: dict[str, Any], where: str) -> RunSettings:

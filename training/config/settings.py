@@ -410,5 +410,5 @@ def type_name(hint: Any) -> str:
         return f"[{', '.join(type_name(part) for part in parts)}]"
     if origin is dict:
         return "a mapping of plain values"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
     return names.get(hint, "settings")

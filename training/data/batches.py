@@ -235,14 +235,14 @@ class Batches:
         """Called once with a warning if `collate` makes a sample depend on the rank's other samples, but must not."""
         self._pins = division.world.device.type == "cuda"
 
-    def epoch(self, epoch: int, first_step: int = 0, steps: Iterator[int] | None = None) -> Iterator[tuple[Any, Part]]:
-        """(batch, part) of each step from `first_step` on. Close the iterator to end its workers, or its thread, early.
+    def epoch(self, epoch: int, steps: Iterator[int] | None = None) -> Iterator[tuple[Any, Part]]:
+        """Yields (batch, part) of each step. Close the iterator to end its workers, or its thread, early.
 
         Args:
-            steps: these in their place, each asked for when its batch is dealt and begun to be loaded. Workers go on where it gives
-                further ones after its end.
+            steps: the steps to load, each drawn when the loading of its batch begins; None: all. If the iterator yields further steps
+                after its end, the workers continue.
         """
-        steps = iter(range(first_step, self.division.steps)) if steps is None else steps
+        steps = iter(range(self.division.steps)) if steps is None else steps
         if not isinstance(self.source, Stored):
             return self._loaded(self.source, epoch, steps)
         read = self._read(self.source, epoch, steps)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -136,14 +136,11 @@ class StepClock:
 
     On a GPU `data_wait` is the time that the GPU stood still for data, `sync_wait` the time that its stream waited for the
     collectives of the other ranks. Such a step becomes known a few steps later, when its last event has passed.
-
-    Args:
-        now: the host's clock, so that tests need not wait.
     """
 
-    def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
-        self._device, self._now = device, now
-        self._host = _Step([now()] * _POINTS)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host = _Step([time.perf_counter()] * _POINTS)
         self._gpu = _Step([mark(device)] * _POINTS) if device.type == "cuda" else None
         self._closed: list[Times] = []
         self._pending: deque[_Step] = deque()
@@ -154,7 +151,7 @@ class StepClock:
 
     def _mark(self, number: int, at: Mark | None = None) -> None:
         """Point `number` is now, or was at a mark that was noted before."""
-        self._host.mark(number, at if isinstance(at, float) else self._now())
+        self._host.mark(number, at if isinstance(at, float) else time.perf_counter())
         if self._gpu is not None:
             self._gpu.mark(number, mark(self._device) if at is None or isinstance(at, float) else at)
 
@@ -232,9 +229,9 @@ class StepClock:
     def settle(self) -> None:
         """Waits for the device, and counts that as training: steps end on the host when they are queued."""
         if self._gpu is not None:
-            began = self._now()
+            began = time.perf_counter()
             torch.cuda.synchronize()
-            self.trained += self._now() - began
+            self.trained += time.perf_counter() - began
 
     @property
     def behind(self) -> int:

@@ -10,7 +10,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -38,9 +38,8 @@ class Console(Observer):
 
     def __init__(
         self, log: Log, world: World, by_step: bool = False, columns: list[str] | None = None,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self.log, self.world, self._now = log, world, now
+        self.log, self.world = log, world
         self._by_step, self._columns = by_step, columns
         self._header = False
         self.planned = 0
@@ -87,7 +86,7 @@ class Console(Observer):
             pace = f"{speed:.3g} steps/s{self._means}" if speed else ""
             self._bar.update(self._task, completed=done, epoch=epoch + 1, pace=pace)
             return
-        now = self._now()
+        now = time.monotonic()
         since, before = self._told or (now, done)
         if now - since >= PROGRESS_SECONDS:
             rate = (done - before) / (now - since)
@@ -115,7 +114,7 @@ class Console(Observer):
 
     def on_status(self, status: dict[str, Any]) -> None:
         """Gets each status.json. As JSON, a line a minute and at each change: for who sees the log alone, as on Kubernetes."""
-        state, now = (status["code"], status.get("ranks")), self._now()
+        state, now = (status["code"], status.get("ranks")), time.monotonic()
         if (
             self.log.format == "json"
             and self.world.leader
