@@ -26,6 +26,7 @@ from .base import (
     trainable,
 )
 from .buckets import Bucket, Bucketed, Reducer
+from .watch import is_ours
 
 
 class Flat(Bucketed):
@@ -158,7 +159,7 @@ class Zero1(Flat):
                 f"saves what an optimizer has of each parameter and group, and {kind.__name__} saves {', '.join(sorted(further))} besides",
                 "keep it in the groups, or use sync.name=flat",
             )
-        if optimizer._optimizer_step_pre_hooks:
+        if not all(is_ours(hook) for hook in optimizer._optimizer_step_pre_hooks.values()):
             self._refuse_hook()
         self.regroup(optimizer, [{**group} for group in optimizer.param_groups])
         optimizer.register_step_post_hook(lambda *_: self._broadcast_parameters())

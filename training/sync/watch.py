@@ -45,11 +45,15 @@ def hooks_of_script(model: nn.Module, of_strategy: Container[int] = ()) -> Itera
     """The parameters with a hook that neither torch nor we nor the strategy have registered, and whether it is one for an accumulated
     gradient."""
     for number, name, after, hook in hooks_of(model):
-        while isinstance(hook, functools.partial):
-            hook = hook.func
-        ours = (getattr(hook, "__module__", None) or "").startswith(("torch.", "lockstep."))
-        if not ours and number not in of_strategy:
+        if number not in of_strategy and not is_ours(hook):
             yield name, after
+
+
+def is_ours(hook: Any) -> bool:
+    """Whether torch or we have written the function."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return (getattr(hook, "__module__", None) or "").startswith(("torch.", "lockstep."))
 
 
 def is_nested_backward() -> bool:
