@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_TIMED_OUT, EXIT_USAGE
@@ -50,7 +52,7 @@ def explain(
     events = [event for event in events if get(event, "involvedObject", "uid") in known]
     parts = [_part(pod, ranks, places, now, replaced.get(host(pod), (0, ""))) for pod in pods]
     parts.sort(key=lambda part: (part.ranks or [1 << 30], part.name))
-    state, reason, code = _judge(job, pods, events, workload, len(hosts), now, maker)
+    state, reason, code = _judge(_Seen(job, pods, events, workload, len(hosts), now, maker))
     again = [f"{name} was replaced: {why}" for name, (_, why) in sorted(replaced.items()) if why]
     if state in ("pending", "restarting") and again and (state == "restarting" or reason.endswith(STARTING)):
         state, reason = "restarting", again[0]
@@ -183,55 +185,133 @@ def _suspended(job: Object) -> bool:
     return bool(get(job, "spec", "suspend") or get(job, "spec", "runPolicy", "suspend"))
 
 
-def _judge(
-    job: Object, pods: list[Object], events: list[Object], workload: Object | None, nodes: int, now: float,
-    maker: Object | None,
-) -> tuple[State, str, int | None]:  # fmt: skip
-    if condition(job, "Succeeded") or condition(job, "Complete"):
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What the cluster says of a job that has not ended."""
+
+    job: Object
+    pods: list[Object]
+    events: list[Object]
+    workload: Object | None
+    nodes: int
+    now: float
+    maker: Object | None
+
+    def in_phase(self, phase: str) -> list[Object]:
+        return [pod for pod in self.pods if get(pod, "status", "phase") == phase]
+
+    def of_pods(self, test: Callable[[Object], str]) -> str | None:
+        """What the test says of the first pod of which it says something."""
+        return next((text for pod in self.pods if (text := test(pod))), None)
+
+    def deleted(self) -> str | None:
+        return orphaned(self.pods, self.now) if get(self.job, "metadata", "deletionTimestamp") else None
+
+    def event_of(self, pod: Object, reason: str) -> str:
+        name = get(pod, "metadata", "name")
+        events = [e for e in self.events if e.get("reason") == reason and get(e, "involvedObject", "name") == name]
+        return str(events[-1].get("message") or "") if events else ""
+
+    def waiting_in_a_queue(self) -> str | None:
+        if self.workload is None or condition(self.workload, "Admitted"):
+            return None
+        queue = get(self.workload, "spec", "queueName") or "?"
+        for kind in ("Evicted", "Preempted"):
+            if (ended := condition(self.workload, kind)) is not None:
+                return f"waiting in queue {queue} after {kind.lower()[:-2]}ion: {ended.get('message') or ''}"
+        conditions = mappings(get(self.workload, "status", "conditions"))
+        message = next((str(c.get("message") or "") for c in conditions if c.get("type") == "QuotaReserved"), "")
+        return f"waiting for quota in queue {queue}" + (f": {' '.join(message.split())}" if message else "")
+
+    def unseen_by_kueue(self) -> str | None:
+        alone = _suspended(self.job) and self.workload is None
+        return get(self.job, "metadata", "labels", KUEUE_QUEUE) or None if alone else None
+
+    def unscheduled(self) -> str | None:
+        placed = [pod for pod in self.pods if get(pod, "spec", "nodeName") or condition(pod, "PodScheduled")]
+        for pod in self.in_phase("Pending"):
+            conditions = mappings(get(pod, "status", "conditions"))
+            last: Object = next((c for c in conditions if c.get("type") == "PodScheduled"), {})
+            refused = last.get("status") == "False" and last.get("reason") in ("Unschedulable", "SchedulerError")
+            message = str(last.get("message") or "") if refused else ""
+            if refused or not get(pod, "spec", "nodeName"):
+                message = message or self.event_of(pod, "FailedScheduling")
+            if message:
+                return f"{len(placed)}/{self.nodes} pods are placed: {message}"
+        return None
+
+    def restarting(self) -> str | None:
+        restarting = condition(self.job, "Restarting")
+        return None if restarting is None else str(restarting.get("message") or "")
+
+    def leaving(self) -> str | None:
+        leaving = [pod for pod in self.pods if get(pod, "metadata", "deletionTimestamp")]
+        return str(get(leaving[0], "metadata", "name")) if leaving else None
+
+    def all_run(self) -> str | None:
+        run = len(self.in_phase("Running"))
+        return f"{run}/{self.nodes}" if run >= self.nodes and not self.in_phase("Pending") else None
+
+    def refused(self) -> str:
+        """What the cluster says to pods that it does not let in: quota, PodSecurity, LimitRange. The job has no such condition."""
+        name = get(self.maker or self.job, "metadata", "name")
+        latest = max((str(get(pod, "metadata", "creationTimestamp")) for pod in self.pods), default="")
+        events = [
+            event for event in self.events
+            if str(event.get("reason")).startswith("FailedCreate") and get(event, "involvedObject", "name") == name
+            and (seen_at(event) or "~") >= latest  # else it was let in since
+        ]  # fmt: skip
+        if not events or len(self.pods) >= self.nodes:
+            return ""
+        return str(events[-1].get("message") or "").removeprefix("Error creating: ")
+
+    def starting(self) -> str | None:
+        """Why not all pods run, once there is one. A volume holds a placed pod up, most often."""
+        for pod in self.in_phase("Pending"):
+            for reason in ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"):
+                if message := self.event_of(pod, reason):
+                    return f"{get(pod, 'metadata', 'name')}: {message}"
+        others = f"the others are refused: {refused}" if (refused := self.refused()) else STARTING
+        return f"{len(self.in_phase('Running'))}/{self.nodes} pods run, {others}" if self.pods else None
+
+    def without_pods(self) -> str:
+        warnings = [str(event.get("message") or "") for event in self.events if event.get("type") == "Warning"]
+        nothing = "no pods yet: is the operator running? (`lockstep doctor k8s`)"
+        return self.refused() or (warnings[-1] if warnings else "") or nothing
+
+
+_UNDER_WAY: tuple[tuple[Callable[[_Seen], str | None], State, str], ...] = (
+    (_Seen.deleted, "running", "is being cancelled{}"),
+    (
+        lambda seen: get(seen.job, "metadata", "annotations", INCOMPLETE), "pending",
+        "is being submitted; where that was cut off, submit it again to finish it, or cancel it",
+    ),
+    (_Seen.waiting_in_a_queue, "queued", "{}"),
+    (_Seen.unseen_by_kueue, "queued", "queue {} has not seen it yet: is Kueue there? (`lockstep doctor k8s`)"),
+    (lambda seen: "" if _suspended(seen.job) else None, "queued", "suspended: it waits for someone to resume it"),
+    (lambda seen: seen.of_pods(lambda pod: _silent(pod, seen.now)), "running", "{}"),
+    (lambda seen: seen.of_pods(_waiting), "pending", "{}"),
+    # For seconds to minutes, until the operator replaces the pod or says that the job has failed.
+    (lambda seen: seen.of_pods(lambda pod: (_broken(pod) or ("", None))[0]), "restarting", "{}"),
+    (_Seen.unscheduled, "unschedulable", "{}"),
+    (_Seen.restarting, "restarting", "{}"),
+    (_Seen.leaving, "restarting", "{} is being ended, and will be replaced"),
+    (_Seen.all_run, "running", "{} pods run"),
+    (_Seen.starting, "pending", "{}"),
+    (_Seen.without_pods, "pending", "{}"),
+)  # fmt: skip
+"""(test, state, sentence): the first test that is not None counts, and the sentence is formatted with what it gives."""
+
+
+def _judge(seen: _Seen) -> tuple[State, str, int | None]:
+    if condition(seen.job, "Succeeded") or condition(seen.job, "Complete"):
         return "succeeded", "", EXIT_DONE
-    failed = condition(job, "Failed")
-    if failed:
-        return _failure(job, failed, pods, events)
-    if get(job, "metadata", "deletionTimestamp"):
-        return "running", f"is being cancelled{orphaned(pods, now)}", None
-    if get(job, "metadata", "annotations", INCOMPLETE) is not None:
-        return "pending", "is being submitted; where that was cut off, submit it again to finish it, or cancel it", None
-    suspended = _suspended(job)
-    if workload is not None and not condition(workload, "Admitted"):
-        return "queued", _queue(workload), None
-    if suspended and workload is None and (queue := get(job, "metadata", "labels", KUEUE_QUEUE)):
-        return "queued", f"queue {queue} has not seen it yet: is Kueue there? (`lockstep doctor k8s`)", None
-    if suspended:
-        return "queued", "suspended: it waits for someone to resume it", None
-    silent = next((why for pod in pods if (why := _silent(pod, now))), None)
-    if silent:
-        return "running", silent, None
-    stuck = next((why for pod in pods if (why := _waiting(pod))), None)
-    if stuck:
-        return "pending", stuck, None
-    broken = next((end for pod in pods if (end := _broken(pod))), None)
-    if broken:  # for seconds to minutes, until the operator replaces the pod or says that the job has failed
-        return "restarting", broken[0], None
-    pending = [pod for pod in pods if get(pod, "status", "phase") == "Pending"]
-    for pod in pending:
-        unscheduled = _unscheduled(pod, events)
-        if unscheduled:
-            placed = sum(map(_placed, pods))
-            return "unschedulable", f"{placed}/{nodes} pods are placed: {unscheduled}", None
-    if condition(job, "Restarting"):
-        return "restarting", str(get(condition(job, "Restarting"), "message") or ""), None
-    leaving = [pod for pod in pods if get(pod, "metadata", "deletionTimestamp")]
-    if leaving:
-        return "restarting", f"{get(leaving[0], 'metadata', 'name')} is being ended, and will be replaced", None
-    running = [pod for pod in pods if get(pod, "status", "phase") == "Running"]
-    if running and not pending and len(running) >= nodes:
-        return "running", f"{len(running)}/{nodes} pods run", None
-    refused = _refused(maker or job, pods, events) if len(pods) < nodes else ""
-    if pods:
-        others = f"the others are refused: {refused}" if refused else STARTING
-        return "pending", _starting(pending, events) or f"{len(running)}/{nodes} pods run, {others}", None
-    warning = refused or _last_warning(events)
-    return "pending", warning or "no pods yet: is the operator running? (`lockstep doctor k8s`)", None
+    if failed := condition(seen.job, "Failed"):
+        return _failure(seen.job, failed, seen.pods, seen.events)
+    texts = (
+        (state, sentence.format(why), None) for test, state, sentence in _UNDER_WAY if (why := test(seen)) is not None
+    )
+    return next(texts)
 
 
 _SAYS = re.compile(r"(?:Py)?\w*[Jj]ob (?P<name>\S+) has failed because (?P<why>.*)", re.S)
@@ -311,13 +391,6 @@ def seconds_of(stamp: Any) -> float | None:
         return None
 
 
-def _placed(pod: Object) -> bool:
-    conditions = mappings(get(pod, "status", "conditions"))
-    return bool(get(pod, "spec", "nodeName")) or any(
-        c.get("type") == "PodScheduled" and c.get("status") == "True" for c in conditions
-    )
-
-
 def orphaned(pods: list[Object], now: float) -> str:
     """What keeps a deletion from its end, where all pods that are left are on nodes that do not answer; else ""."""
     silent = [_silent(pod, now) for pod in pods]
@@ -372,58 +445,3 @@ def _waiting(pod: Object) -> str:
                 code = f", exit code {last['exitCode']}" if "exitCode" in last else ""
                 return f"{name} crashes again and again (CrashLoopBackOff{code}): see `lockstep logs`"
     return ""
-
-
-def _unscheduled(pod: Object, events: list[Object]) -> str:
-    found = [c for c in mappings(get(pod, "status", "conditions")) if c.get("type") == "PodScheduled"]
-    if found and found[0].get("status") == "False" and found[0].get("reason") in ("Unschedulable", "SchedulerError"):
-        return str(found[0].get("message") or _event_of(pod, events, "FailedScheduling"))
-    if not get(pod, "spec", "nodeName"):
-        return _event_of(pod, events, "FailedScheduling")
-    return ""
-
-
-def _starting(pending: list[Object], events: list[Object]) -> str:
-    """What holds a placed pod up: a volume, most often."""
-    for pod in pending:
-        for reason in ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"):
-            message = _event_of(pod, events, reason)
-            if message:
-                return f"{get(pod, 'metadata', 'name')}: {message}"
-    return ""
-
-
-def _event_of(pod: Object, events: list[Object], reason: str) -> str:
-    name = get(pod, "metadata", "name")
-    found = [e for e in events if e.get("reason") == reason and get(e, "involvedObject", "name") == name]
-    return str(found[-1].get("message") or "") if found else ""
-
-
-def _refused(maker: Object, pods: list[Object], events: list[Object]) -> str:
-    """What the cluster says to pods that it does not let in: quota, PodSecurity, LimitRange. The job has no such condition."""
-    name = get(maker, "metadata", "name")
-    latest = max((str(get(pod, "metadata", "creationTimestamp")) for pod in pods), default="")
-    found = [
-        event
-        for event in events
-        if str(event.get("reason")).startswith("FailedCreate")
-        and get(event, "involvedObject", "name") == name
-        and (seen_at(event) or "~") >= latest  # else it was let in since
-    ]
-    return str(found[-1].get("message") or "").removeprefix("Error creating: ") if found else ""
-
-
-def _last_warning(events: list[Object]) -> str:
-    found = [event for event in events if event.get("type") == "Warning"]
-    return str(found[-1].get("message") or "") if found else ""
-
-
-def _queue(workload: Object) -> str:
-    queue = get(workload, "spec", "queueName") or "?"
-    for kind in ("Evicted", "Preempted"):
-        found = condition(workload, kind)
-        if found:
-            return f"waiting in queue {queue} after {kind.lower()[:-2]}ion: {found.get('message') or ''}"
-    pending = [c for c in mappings(get(workload, "status", "conditions")) if c.get("type") == "QuotaReserved"]
-    message = re.sub(r"\s+", " ", str(pending[0].get("message") or "")) if pending else ""
-    return f"waiting for quota in queue {queue}{f': {message}' if message else ''}"
