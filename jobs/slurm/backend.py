@@ -108,7 +108,8 @@ class SlurmBackend(Cluster):
         )  # fmt: skip
 
     def outlook(self, job: Prepared) -> Checks:
-        return [submission.outlook(job.spec.name, job.manifests[0]["script"], self.cluster.here)]
+        start = submission.outlook(job.spec.name, job.manifests[0]["script"], self.cluster.here)
+        return [*checks.rows(job.spec), start]
 
     def create(self, job: Prepared, old: KnownJob | None) -> Submitted:
         """One sbatch, for a job or an array. The folder of `old` goes when SLURM has the new one."""

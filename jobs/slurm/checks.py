@@ -7,6 +7,7 @@ import re
 import secrets
 import shlex
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from lockstep.training import contract
@@ -31,27 +32,38 @@ PROGRAM = (
 
 def check(spec: JobSpec | None, place: Place) -> list[Check]:
     """The checks in order; a controller that does not answer ends them."""
-    found: list[Check] = []
     try:
         version = ask("sinfo", "--version").stdout.strip()
         ask("sbatch", "--version")
         ping = ask("scontrol", "ping")
     except UserError as error:
-        return [*found, Check("cluster", "missing", str(error))]
+        return [Check("cluster", "missing", str(error))]
+    output = one_line(ping.stdout + ping.stderr)
     if ping.returncode != 0 or " UP" not in ping.stdout:
-        said = one_line(ping.stdout + ping.stderr)
-        return [*found, Check("cluster", "missing", f"the controller does not answer: {said}")]
-    found.append(Check("cluster", "ok", f"{version}, {one_line(ping.stdout)}"))
-    looks: dict[str, Callable[[], Iterator[Check]]] = {
-        "partition": lambda: _partition(spec), "gpus": lambda: _gpus(spec), "account": lambda: _account(spec),
-        "accounting": _accounting, "preemption": lambda: _preemption(spec), "folder": lambda: _folder(spec, place),
-    }  # fmt: skip
-    for name, look in looks.items():
-        try:
-            found.extend(look())
-        except (UserError, OSError) as error:
-            found.append(Check(name, "cannot tell", one_line(str(error))))
-    return found
+        return [Check("cluster", "missing", f"the controller does not answer: {output}")]
+    node = _guarded("folder", lambda: _folder(spec, place))
+    return [Check("cluster", "ok", f"{version}, {output}"), *rows(spec), *node]
+
+
+def rows(spec: JobSpec | None) -> list[Check]:
+    """What SLURM itself tells, for `doctor` and for `submit --dry-run`; no node is asked."""
+    looks = {
+        "partition": _partition,
+        "gpus": _gpus,
+        "account": _account,
+        "accounting": _accounting,
+        "preemption": _preemption,
+    }
+    return [row for name, look in looks.items() for row in _guarded(name, partial(look, spec))]
+
+
+def _guarded(name: str, look: Callable[[], Iterator[Check]]) -> list[Check]:
+    checks: list[Check] = []
+    try:
+        checks.extend(look())
+    except (UserError, OSError) as error:
+        checks.append(Check(name, "cannot tell", one_line(str(error))))
+    return checks
 
 
 def _rows(spec: JobSpec | None, form: str) -> list[list[str]]:
@@ -141,7 +153,7 @@ def _account(spec: JobSpec | None) -> Iterator[Check]:
             yield Check(what, "ok" if wanted in known else "missing", f"{wanted}; yours: {listed}")
 
 
-def _accounting() -> Iterator[Check]:
+def _accounting(spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001 - every row is asked with the job
     told = ask("sacct", "-X", "-n", "-S", "now")
     if told.returncode == 0:
         yield Check("accounting", "ok", "sacct answers")
