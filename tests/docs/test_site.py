@@ -87,7 +87,7 @@ def test_every_rule_metric_code_recipe_variable_and_name_is_on_a_page(pages: dic
     for name, kind in metrics:
         assert f"| `{name}` | {kind} |" in pages["reference/metrics.md"], name
     for name, value in product.contract_names().items():
-        if name.startswith("EXIT_"):
+        if name.startswith("EXIT_") and isinstance(value, int):
             assert f"| {value} | `{name}` |" in pages["reference/exit-codes.md"], name
         if name.startswith("ENV_"):
             assert f"| `{value}` |" in pages["reference/environment.md"], name
