@@ -10,7 +10,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -122,18 +122,17 @@ class Status:
         """For people, one line."""
         return f"{name}: {self.state}{f' – {self.reason}' if self.reason else ''}"
 
-    def tell(self, name: str) -> None:
-        """Prints the line, the goodput, the slow rank, and, with several nodes, a table."""
-        say(self.line(name))
-        if self.goodput is not None:
-            say(goodput_line(self.goodput))
-        if self.slow_rank is not None:
-            say(slow_rank_line(self.slow_rank))
+    def lines(self, name: str) -> list[str]:
+        """For people: the line, the goodput, the slow rank, and, with several nodes, a table."""
+        lines = [self.line(name)]
+        lines += [goodput_line(self.goodput)] if self.goodput is not None else []
+        lines += [slow_rank_line(self.slow_rank)] if self.slow_rank is not None else []
         if len(self.ranks) > 1:
-            rows: list[tuple[str, ...]] = [
-                (part.name, part.span, part.state, str(part.restarts), part.reason) for part in self.ranks
-            ]
-            table(("NODE", "RANKS", "STATE", "RESTARTS", "REASON"), rows)
+            head = ("NODE", "RANKS", "STATE", "RESTARTS", "REASON")
+            lines += columns(
+                head, [(one.name, one.span, one.state, str(one.restarts), one.reason) for one in self.ranks]
+            )
+        return lines
 
     def absent(self, rank: int) -> str:
         """Why a rank does not run, as the end of a sentence about its job; "" where it may run."""
@@ -241,13 +240,19 @@ def warn(text: str) -> None:
     note(f"warning: {text}")
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    """Prints columns as wide as their widest cell, control codes made visible."""
+def columns(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    """Returns the lines of a table whose columns are as wide as their widest cell, control codes made visible."""
     cells = [tuple(printable(cell) for cell in row) for row in [head, *rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-    for row in cells:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-    print(end="", flush=True)  # not sys.stdout.flush(): it is None where it is closed
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
+
+
+def answer(as_json: bool, value: Any, lines: Iterable[str]) -> None:
+    """Prints the answer of a command: one JSON value, or the lines for people."""
+    if as_json:
+        show(value)
+    for line in [] if as_json else lines:
+        say(line)
 
 
 def progress_printer(name: str) -> StatusCallback:

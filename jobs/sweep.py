@@ -15,7 +15,7 @@ from lockstep.training.contract import EXIT_TIMED_OUT, UserError
 from .backend import Backend, Mode
 from .job import Job, backend_of
 from .spec.model import JobSpec
-from .status import EXIT_PRECEDENCE, Status, progress_printer, say, show, table, warn
+from .status import EXIT_PRECEDENCE, Status, answer, columns, progress_printer, warn
 
 MAX_RUNS = 1000
 METRICS = ("accuracy", "best_accuracy", "test_loss", "train_loss", "steps")
@@ -102,10 +102,7 @@ def submit_and_tell(
     specs = expand(spec, values)
     done = opened.sweep(spec.name, specs, mode)
     if wait is None:
-        if as_json:
-            show([item.plain() for item in done])
-        for item in [] if as_json else done:
-            say(item.text())
+        answer(as_json, [item.plain() for item in done], (item.text() for item in done))
         return 0
     runs = {one.name: {name: one.overrides[name] for name in values} for one in specs}
     return _to_the_end(opened, runs, wait, as_json)
@@ -119,29 +116,24 @@ def _to_the_end(backend: Backend, runs: dict[str, dict[str, Any]], seconds: floa
     }
     reached = {name: _summary(backend, name, status) for name, status in statuses.items()}
     logged = {name: _logged(summary) for name, summary in reached.items()}
-    if as_json:
-        show(
-            [
-                {
-                    "name": name, **settings, "state": statuses[name].state, "exit_code": statuses[name].exit_code,
-                    **{metric: reached[name].get(metric) for metric in METRICS}, "logged": logged[name],
-                }
-                for name, settings in runs.items()
-            ]
-        )  # fmt: skip
-    else:
-        metrics = [metric for metric in METRICS if any(values.get(metric) is not None for values in reached.values())]
-        own = list(dict.fromkeys(itertools.chain.from_iterable(logged.values())))[:MAX_LOGGED]
-        settings = list(next(iter(runs.values())))
-        rows = [
-            (
-                name, *changed.values(), statuses[name].state, statuses[name].exit_code, *map(logged[name].get, own),
-                *map(reached[name].get, metrics),
-            )
-            for name, changed in runs.items()
-        ]  # fmt: skip
-        head = ("name", *settings, "state", "exit", *own, *metrics)
-        table(tuple(text.upper() for text in head), [tuple(map(_cell, row)) for row in rows])
+    plain = [
+        {
+            "name": name, **changed, "state": statuses[name].state, "exit_code": statuses[name].exit_code,
+            **{metric: reached[name].get(metric) for metric in METRICS}, "logged": logged[name],
+        }
+        for name, changed in runs.items()
+    ]  # fmt: skip
+    metrics = [metric for metric in METRICS if any(values.get(metric) is not None for values in reached.values())]
+    own = list(dict.fromkeys(itertools.chain.from_iterable(logged.values())))[:MAX_LOGGED]
+    head = ("name", *next(iter(runs.values())), "state", "exit", *own, *metrics)
+    rows = [
+        (
+            name, *changed.values(), statuses[name].state, statuses[name].exit_code, *map(logged[name].get, own),
+            *map(reached[name].get, metrics),
+        )
+        for name, changed in runs.items()
+    ]  # fmt: skip
+    answer(as_json, plain, columns(tuple(text.upper() for text in head), [tuple(map(_cell, row)) for row in rows]))
     return min(
         (EXIT_TIMED_OUT if status.unfinished else status.code for status in statuses.values()),
         key=EXIT_PRECEDENCE.index,

@@ -23,7 +23,7 @@ from lockstep.training.contract import (
     UserError,
 )
 
-from ..status import note, progress_printer, say, show, table, warn
+from ..status import answer, columns, note, progress_printer, say, show, warn
 
 if TYPE_CHECKING:
     from ..backend import Backend as JobBackend
@@ -288,11 +288,7 @@ def lint(
         backends = [backend_of(name) for name in BACKENDS]
         known = {rule.id: rule for kind in backends if issubclass(kind, Cluster) for rule in kind.rules().all()}
         rows = [{"id": id, "level": known[id].level, "title": known[id].title} for id in sorted(known)]
-        if as_json:
-            show(rows)
-        for row in [] if as_json else rows:
-            say(f"{row['id']}  {row['level']:7}  {row['title']}")
-        return
+        return answer(as_json, rows, (f"{row['id']}  {row['level']:7}  {row['title']}" for row in rows))
     spec = job.spec(backend)
     if backend is not None:
         findings = cluster(backend, "lint").lint(spec)
@@ -300,10 +296,7 @@ def lint(
         spec.check_training(spec.name)
         spec, code = snapshots.resolve(spec)
         findings = COMMON.apply(spec, [], code.paths if code is not None else None)
-    if as_json:
-        show([{"id": item.id, "level": item.level, "message": item.message} for item in findings])
-    for item in [] if as_json else findings:
-        say(str(item))
+    answer(as_json, [dataclasses.asdict(item) for item in findings], map(str, findings))
     raise typer.Exit(EXIT_FAILED if errors(findings) else EXIT_DONE)
 
 
@@ -356,11 +349,7 @@ def submit(
         _outlook(spec.name, opened.dry_run(spec, mode), as_json)
     done = opened.submit(spec, mode)
     if wait is None:
-        if as_json:
-            show(done.plain())
-        else:
-            say(done.text())
-        return
+        return answer(as_json, done.plain(), [done.text()])
     report(done.name, opened.wait(done.name, wait, progress_printer(done.name)), as_json, waited=True)
 
 
@@ -370,11 +359,8 @@ def _outlook(name: str, checks: list[Check], as_json: bool) -> NoReturn:
     refused = "missing" in results.values()
     attach = results["job"] == "note"
     would = "not start" if refused else "attach" if attach else "wait" if results.get("start") == "warning" else "start"
-    if as_json:
-        show({"name": name, "would": would, "checks": [check.plain() for check in checks]})
-    else:
-        table(("CHECK", "RESULT", "DETAIL"), [(check.name, check.result, check.detail) for check in checks])
-        say(f"{name} would {would}")
+    plain = {"name": name, "would": would, "checks": [check.plain() for check in checks]}
+    answer(as_json, plain, [*_rows(checks), f"{name} would {would}"])
     raise typer.Exit(EXIT_USAGE if refused else EXIT_DONE)
 
 
@@ -384,11 +370,8 @@ def diff(backend: Backend, job: Job, as_json: Json = False) -> None:
     from ..job import backend_of
 
     changed = backend_of(backend).at(spec).drift(spec)
-    if as_json:
-        show({"name": spec.name, "same": not changed, "differences": changed})
-    else:
-        for line in changed or ["no difference"]:
-            say(line)
+    plain = {"name": spec.name, "same": not changed, "differences": changed}
+    answer(as_json, plain, changed or ["no difference"])
     raise typer.Exit(EXIT_FAILED if changed else EXIT_DONE)
 
 
@@ -409,10 +392,8 @@ def prepare(
             print(text, end="")
         return
     done = kind.at(spec).prepare(spec)
-    if as_json:
-        show({"name": done.name, "created": done.created, "where": done.where})
-    else:
-        say(f"{done.name}: {'submitted' if done.created else 'is there already'} ({done.where})")
+    line = f"{done.name}: {'submitted' if done.created else 'is there already'} ({done.where})"
+    answer(as_json, {"name": done.name, "created": done.created, "where": done.where}, [line])
 
 
 def status(backend: Backend, name: NameOrFile, place: Place, as_json: Json = False) -> None:
@@ -423,10 +404,7 @@ def status(backend: Backend, name: NameOrFile, place: Place, as_json: Json = Fal
 
 def report(name: str, status: Status, as_json: bool, waited: bool = False) -> None:
     """Prints a status and ends with its exit code; 124 where a wait ended before the job."""
-    if as_json:
-        show({"name": name, **status.plain()})
-    else:
-        status.tell(name)
+    answer(as_json, {"name": name, **status.plain()}, status.lines(name))
     raise typer.Exit(EXIT_TIMED_OUT if waited and status.unfinished else status.code)
 
 
@@ -517,19 +495,14 @@ def wait(
 def cancel(backend: Backend, name: Name, place: Place, as_json: Json = False) -> None:
     """End a job. It gets the grace period to save its state."""
     status = place.open(backend, name).cancel(name)
-    if as_json:
-        show({"name": name, **status.plain()})
-    else:
-        say(status.line(name))
+    answer(as_json, {"name": name, **status.plain()}, [status.line(name)])
 
 
 def list_jobs(backend: Backend, place: Place, as_json: Json = False) -> None:
     """List the jobs."""
     rows = place.open(backend).list()
-    if as_json:
-        show([row.plain() for row in rows])
-    else:
-        table(("NAME", "STATE", "NODES", "CREATED"), [(r.name, r.state, str(r.nodes), r.created) for r in rows])
+    cells = [(row.name, row.state, str(row.nodes), row.created) for row in rows]
+    answer(as_json, [row.plain() for row in rows], columns(("NAME", "STATE", "NODES", "CREATED"), cells))
 
 
 def doctor(
@@ -585,10 +558,11 @@ def doctor(
     _answer(checks, as_json)
 
 
+def _rows(checks: list[Check]) -> list[str]:
+    return columns(("CHECK", "RESULT", "DETAIL"), [(item.name, item.result, item.detail) for item in checks])
+
+
 def _answer(checks: list[Check], as_json: bool) -> NoReturn:
     """The rows of `doctor`, and its exit code."""
-    if as_json:
-        show([item.plain() for item in checks])
-    else:
-        table(("CHECK", "RESULT", "DETAIL"), [(item.name, item.result, item.detail) for item in checks])
+    answer(as_json, [item.plain() for item in checks], _rows(checks))
     raise typer.Exit(EXIT_FAILED if any(item.result == "missing" for item in checks) else EXIT_DONE)
