@@ -29,8 +29,9 @@ from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, spec_in
 from ..process import Streams
 from ..spec.model import JobSpec
 from ..status import FINAL, Check, Listed, Status, Submitted, Unreachable, note, warn
-from . import render, rules
+from . import render
 from .answers import METADATA_LIST, ApiError, explained
+from .doctor import RULES, Doctor, Subject, findings_as_rows, trainjob_limits
 from .observe import (
     INCOMPLETE,
     belongs,
@@ -107,7 +108,7 @@ class KubernetesBackend(Cluster):
 
     @classmethod
     def rules(cls) -> Rules[Any]:
-        return rules.RULES
+        return RULES
 
     @classmethod
     def preparation(cls, spec: JobSpec) -> tuple[str, object]:
@@ -124,23 +125,20 @@ class KubernetesBackend(Cluster):
 
     @classmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:
-        from .doctor import Doctor, findings_as_rows
-
         findings = findings_as_rows(cls.lint(spec) if spec is not None else None)
         try:
             connected = cls.connect(**place)
             if spec is not None:
                 with contextlib.suppress(UserError):  # the rows tell why the cluster does not say
                     spec = connected._with_kind(spec)
-            doctor = Doctor(connected, spec)
+            doctor = Doctor(connected.api, connected.namespace, spec)
             return [*doctor.cluster(), *doctor.rows(), *findings]
         except (UserError, ApiError) as error:
             return [Check("cluster", "missing", str(error)), *findings]
 
     def path(self, kind: str, name: str = "") -> str:
         """Of the jobs of a kind, or of one."""
-        version, plural = KINDS[kind]
-        return f"/apis/{version}/namespaces/{self.namespace}/{plural}{f'/{name}' if name else ''}"
+        return render.path_of(kind, self.namespace) + (f"/{name}" if name else "")
 
     @property
     def _policies(self) -> str:
@@ -173,7 +171,7 @@ class KubernetesBackend(Cluster):
         strict validation refuses them with 400. Any other refusal is told when the job is created."""
         spec = render.of_kind(spec, "TrainJob").model_copy(update={"code": None})
         _, job = render.manifests(spec)
-        why = next(rules.trainjob_limits(rules.Subject(spec, [])), "")
+        why = next(trainjob_limits(Subject(spec, [])), "")
         try:
             if not why:
                 self.api.create(self.path("TrainJob"), job, dryRun="All")
@@ -203,8 +201,6 @@ class KubernetesBackend(Cluster):
 
     def outlook(self, job: Prepared) -> Checks:
         """The server's own dry run, and then what `doctor` says."""
-        from .doctor import Doctor
-
         policy, rendered = job.manifests
         with explained(self.api.host, rendered["kind"]):
             for path, item in ((self._policies, policy), (self.path(rendered["kind"]), rendered)):
@@ -213,7 +209,7 @@ class KubernetesBackend(Cluster):
                 except ApiError as error:
                     if error.status != 409:  # it is there, and its place would be taken
                         raise
-        return Doctor(self, job.spec).rows()
+        return Doctor(self.api, self.namespace, job.spec).rows()
 
     def create(self, job: Prepared, old: KnownJob | None) -> Submitted:
         """Another command may have sent the same spec at the same time: then that one has made the job."""

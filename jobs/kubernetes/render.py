@@ -46,6 +46,12 @@ LINGER_SECONDS = 30
 it has seen rank 0's pod."""
 
 
+def path_of(kind: str, namespace: str) -> str:
+    """Where the server has the jobs of a kind."""
+    version, plural = KINDS[kind]
+    return f"/apis/{version}/namespaces/{namespace}/{plural}"
+
+
 def kind_of(spec: JobSpec) -> str:
     """Which custom resource the job is; a submission asks the cluster what `auto` means before it renders."""
     return "PyTorchJob" if spec.k8s.kind == "auto" else spec.k8s.kind

@@ -24,7 +24,8 @@ from ..lint import Rules
 from ..process import Streams
 from ..spec.model import JobSpec
 from ..status import Listed, Part, State, Status, Submitted, Unreachable, warn
-from . import checks, observe, render, rules, submission
+from . import observe, render, submission
+from .doctor import RULES, Subject, check, files_of, rows
 from .observe import Look
 from .render import Place
 
@@ -65,7 +66,7 @@ class SlurmBackend(Cluster):
     @classmethod
     def manifests(cls, spec: JobSpec) -> Manifests:
         place = Place.of_this_machine()
-        return render.manifests(spec, _submitit(spec, place), place, rules.look(spec, place))
+        return render.manifests(spec, _submitit(spec, place), place, files_of(spec, place))
 
     @classmethod
     def render(cls, spec: JobSpec, runs: Specs) -> tuple[str, object]:
@@ -79,8 +80,8 @@ class SlurmBackend(Cluster):
         return {"script": found["script"], "parameters": found["parameters"]}
 
     @classmethod
-    def rules(cls) -> Rules[rules.Subject]:
-        return rules.RULES
+    def rules(cls) -> Rules[Subject]:
+        return RULES
 
     @classmethod
     def preparation(cls, spec: JobSpec) -> tuple[str, object]:
@@ -94,7 +95,7 @@ class SlurmBackend(Cluster):
 
     @classmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:  # noqa: ARG003 - this machine is one of it
-        return checks.check(spec, Place.of_this_machine())
+        return check(spec, Place.of_this_machine())
 
     @property
     def cluster(self) -> Place:
@@ -104,12 +105,12 @@ class SlurmBackend(Cluster):
     def sent(self, spec: JobSpec, runs: Sequence[JobSpec]) -> Manifests:
         place, after = self.cluster, self._preparation(spec)
         return render.manifests(
-            spec, _submitit(spec, place), place, rules.look(spec, place), after, max(1, len(runs))
+            spec, _submitit(spec, place), place, files_of(spec, place), after, max(1, len(runs))
         )  # fmt: skip
 
     def outlook(self, job: Prepared) -> Checks:
         start = submission.outlook(job.spec.name, job.manifests[0]["script"], self.cluster.here)
-        return [*checks.rows(job.spec), start]
+        return [*rows(job.spec), start]
 
     def create(self, job: Prepared, old: KnownJob | None) -> Submitted:
         """One sbatch, for a job or an array. The folder of `old` goes when SLURM has the new one."""
