@@ -19,7 +19,7 @@ from lockstep.training.contract import UserError
 
 from ..status import Unreachable
 
-MOST_PODS = 1_000_000
+MAX_PODS = 1_000_000
 """Of a job: far above what a cluster holds, and a list of their names still fits into memory."""
 METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
@@ -27,7 +27,7 @@ METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v
 INSTALL = {"PyTorchJob": "the Kubeflow training-operator", "TrainJob": "Kubeflow Trainer"}
 Text = str | None
 Count = int | None
-Number = Annotated[int | None, Field(ge=0, le=MOST_PODS)]
+Number = Annotated[int | None, Field(ge=0, le=MAX_PODS)]
 
 
 class Shape(BaseModel):
@@ -219,7 +219,7 @@ class Gone(Exception):
 
 
 @contextlib.contextmanager
-def explained(host: str, kind: str = "") -> Iterator[None]:
+def as_user_errors(host: str, kind: str = "") -> Iterator[None]:
     """The server's refusals as one line that says what to do. `kind`: of the object that was asked for."""
     try:
         yield

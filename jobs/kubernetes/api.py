@@ -67,17 +67,17 @@ class _Retry(urllib3.Retry):
 
     @classmethod
     def within(cls, bound: _Bound, attempts: int) -> _Retry:
-        found = cls(
+        retry = cls(
             attempts - 1, redirect=0, status_forcelist=RETRIED, allowed_methods=None, raise_on_status=False,
             backoff_factor=0.2, backoff_max=8, backoff_jitter=0.2, retry_after_max=30,
         )  # fmt: skip
-        found.bound = bound
-        return found
+        retry.bound = bound
+        return retry
 
     def new(self, **changes: Any) -> _Retry:
-        found = super().new(**changes)
-        found.bound = self.bound
-        return found
+        retry = super().new(**changes)
+        retry.bound = self.bound
+        return retry
 
     def increment(self, *what: Any, **why: Any) -> _Retry:
         if self.bound.left <= 0:
@@ -283,8 +283,8 @@ def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configura
             raise UserError(f"cannot read the kubeconfig ({reason}): set KUBECONFIG, or choose --context") from None
         finally:
             logging.getLogger().removeHandler(failures)
-        if failures.said:
-            reason = " ".join(failures.said[0].removeprefix("exec: ").split())[:500]
+        if failures.messages:
+            reason = " ".join(failures.messages[0].removeprefix("exec: ").split())[:500]
             raise LoggedOut(f"the kubeconfig's credential plugin failed ({reason}): log in again, then retry")
         configuration.refresh_api_key_hook = None  # what has expired is asked for again when the server says so
         return configuration
@@ -302,10 +302,10 @@ class _Errors(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        self.messages.append(record.getMessage())
 
 
 def _network_problem(error: urllib3.exceptions.HTTPError, seconds: float) -> str:

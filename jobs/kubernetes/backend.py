@@ -30,20 +30,20 @@ from ..process import Streams
 from ..spec.model import JobSpec
 from ..status import FINAL, Check, Listed, Status, Submitted, Unreachable, note, warn
 from . import render
-from .answers import METADATA_LIST, ApiError, explained
+from .answers import METADATA_LIST, ApiError, as_user_errors
 from .doctor import RULES, Doctor, Subject, findings_as_rows, trainjob_limits
 from .observe import (
     INCOMPLETE,
-    belongs,
-    brief,
-    explain,
     hosts,
     newest,
-    orphaned,
-    placed,
+    owned_by,
+    scheduled_at,
     seconds_of,
     seen_at,
-    slim,
+    state_of,
+    status_from_pods,
+    stuck_reason,
+    trim,
 )  # fmt: skip
 from .render import CODE_KEY, CODE_PART_BYTES, CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE, RENDERED, SUBMISSION
 
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 
 DELETION_MARGIN = 90.0
 """Seconds above its pods' grace that a job which is being deleted may stay."""
-MOST_ASKED = 3
+MAX_PODS_ASKED = 3
 """Pods whose own events are asked for: they say why a pod waits, or has gone."""
-SAID_LINES = 1000
+STATUS_LINES = 1000
 """Of the first pod's last lines, among which a run says once a minute how far it is."""
 MANAGED_SELECTOR = ",".join(f"{key}={value}" for key, value in MANAGED.items())
 
@@ -157,7 +157,7 @@ class KubernetesBackend(Cluster):
         """`k8s.kind: auto` is the kind of the job that has the name, else the one that the cluster serves. Raises `UserError`."""
         if spec.k8s.kind != "auto":
             return spec
-        with explained(self.api.host):
+        with as_user_errors(self.api.host):
             jobs = dict(self._of_each_kind(lambda kind: (kind, self._live(kind, spec.name))))
             kinds = [kind for kind, job in jobs.items() if job is not None] or [*jobs]
             if not kinds:
@@ -168,7 +168,7 @@ class KubernetesBackend(Cluster):
 
     def _fits_a_trainjob(self, spec: JobSpec) -> bool:
         """Whether the cluster's TrainJob can say all of the job. Trainer before 2.3 does not know fields that are rendered, and
-        strict validation refuses them with 400. Any other refusal is told when the job is created."""
+        strict validation refuses them with 400. Any other refusal is reported when the job is created."""
         spec = render.of_kind(spec, "TrainJob").model_copy(update={"code": None})
         _, job = render.manifests(spec)
         why = next(trainjob_limits(Subject(spec, [])), "")
@@ -187,7 +187,7 @@ class KubernetesBackend(Cluster):
 
     def find(self, name: str, submitting: bool = False) -> KnownJob | None:
         check_name(name)
-        with explained(self.api.host):
+        with as_user_errors(self.api.host):
             job = self._find(name)
             if job is None:
                 return None
@@ -202,7 +202,7 @@ class KubernetesBackend(Cluster):
     def outlook(self, job: Prepared) -> Checks:
         """The server's own dry run, and then what `doctor` says."""
         policy, rendered = job.manifests
-        with explained(self.api.host, rendered["kind"]):
+        with as_user_errors(self.api.host, rendered["kind"]):
             for path, item in ((self._policies, policy), (self.path(rendered["kind"]), rendered)):
                 try:
                     self.api.create(path, item, dryRun="All")
@@ -216,7 +216,7 @@ class KubernetesBackend(Cluster):
         spec, (policy, rendered) = job.spec, job.manifests
         submission = render.submission_in(policy, spec)
         marks = {"annotations": {SUBMISSION: submission, INCOMPLETE: "true"}, "labels": {KUEUE_QUEUE: None}}
-        with explained(self.api.host, rendered["kind"]):
+        with as_user_errors(self.api.host, rendered["kind"]):
             if old is not None:
                 self._delete(old.record, self._deletion_seconds(old.spec))
             waiting = merge(rendered, {"metadata": marks, "spec": _suspended(rendered, True)})
@@ -244,7 +244,9 @@ class KubernetesBackend(Cluster):
 
     def attach(self, job: Prepared, known: KnownJob) -> Submitted:
         if (own := known.spec) is not None and known.hash is not None:
-            with explained(self.api.host):  # its pods have the label with its hash, which need not be that of `job`
+            with as_user_errors(
+                self.api.host
+            ):  # its pods have the label with its hash, which need not be that of `job`
                 self._complete(render.of_hash(own, known.hash), known.record)
         return super().attach(job, known)
 
@@ -327,32 +329,34 @@ class KubernetesBackend(Cluster):
         return self.submit(own, "replace")
 
     def observe(self, known: KnownJob) -> Status:
-        with explained(self.api.host):
+        with as_user_errors(self.api.host):
             status = self._observe(known.record, known.spec)
-        return self._with_what_it_says(known, status) if status.final else status
+        return self._with_progress(known, status) if status.final else status
 
     def status(self, name: str) -> Status:
         """With how far the run is: its log takes longer than a look at its pods."""
         known = self.require(name)
         status = self.observe(known)
-        return self._with_what_it_says(known, status) if status.state == "running" else status
+        return self._with_progress(known, status) if status.state == "running" else status
 
-    def _with_what_it_says(self, known: KnownJob, status: Status) -> Status:
+    def _with_progress(self, known: KnownJob, status: Status) -> Status:
         """Nobody outside sees the run's files, but what it prints of them."""
-        with contextlib.suppress(UserError), explained(self.api.host):  # what can be told without it is told
-            said = self._said(known)
-            if said is not None:
+        with contextlib.suppress(UserError), as_user_errors(self.api.host):  # the pods say the rest
+            reported = self._printed_status(known)
+            if reported is not None:
                 created = seconds_of(get(known.record, "metadata", "creationTimestamp"))
-                about = records.about_time(said, created, placed(self._pod(known.record, hosts(known.record)[0])))
-                more = f", {records.progress(said)}" if status.state == "running" else ""
+                about = records.about_time(
+                    reported, created, scheduled_at(self._pod(known.record, hosts(known.record)[0]))
+                )
+                more = f", {records.progress(reported)}" if status.state == "running" else ""
                 return replace(status, reason=f"{status.reason}{more}", **about)
         return status
 
-    def _said(self, known: KnownJob) -> records.Said | None:
+    def _printed_status(self, known: KnownJob) -> records.Said | None:
         """The newest status.json in the log of the first pod, by whichever rank leads there."""
         if known.spec is None:
             return None
-        for line in reversed([*self._reader(known).tail(hosts(known.record)[:1], None, False, SAID_LINES)]):
+        for line in reversed([*self._reader(known).tail(hosts(known.record)[:1], None, False, STATUS_LINES)]):
             if '"event": "status"' in line:
                 with contextlib.suppress(ValueError):
                     return records.parse(files.parsed(PREFIX.sub("", line, count=1).encode()), records.Said)
@@ -361,8 +365,8 @@ class KubernetesBackend(Cluster):
     def _observe(self, job: Manifest, spec: JobSpec | None) -> Status:
         pods, names = self._pods(job), hosts(job)
         ranks, now, live = spec.ranks if spec else 1, self.api.now(), spec is not None and spec.live
-        events = self._events(get(job, "metadata", "uid"), "uid") if brief(job) != "succeeded" else []
-        status = explain(job, pods, events, None, names, ranks, now, live=live)
+        events = self._events(get(job, "metadata", "uid"), "uid") if state_of(job) != "succeeded" else []
+        status = status_from_pods(job, pods, events, None, names, ranks, now, live=live)
         if status.final or status.state == "running":
             return status
         workload = self._workload(job) if get(job, "metadata", "labels", KUEUE_QUEUE) else None
@@ -371,10 +375,10 @@ class KubernetesBackend(Cluster):
             events += self._events(get(maker, "metadata", "uid"), "uid")
         pending = [get(pod, "metadata", "name") for pod in pods if get(pod, "status", "phase") == "Pending"]
         again = [part.name for part in status.ranks if part.restarts]
-        missing = [name for name in names if len(pods) < len(names) <= MOST_ASKED and name not in again]
-        for name in [*pending, *again, *missing][:MOST_ASKED]:  # of a pod that is gone, too
+        missing = [name for name in names if len(pods) < len(names) <= MAX_PODS_ASKED and name not in again]
+        for name in [*pending, *again, *missing][:MAX_PODS_ASKED]:  # of a pod that is gone, too
             events += self._events(name, "name")
-        return explain(job, pods, events, workload, names, ranks, now, maker, live)
+        return status_from_pods(job, pods, events, workload, names, ranks, now, maker, live)
 
     def _events(self, about: Any, key: str) -> Manifests:
         """Of an object by its uid, or of all that had this name; the latest last."""
@@ -407,7 +411,7 @@ class KubernetesBackend(Cluster):
         return None
 
     def stream(self, known: KnownJob, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
-        with explained(self.api.host):
+        with as_user_errors(self.api.host):
             reader, names = self._reader(known), self._of_rank(known, rank)
             yield from reader.lines(names, rank, follow) if last is None else reader.tail(names, rank, follow, last)
 
@@ -427,7 +431,7 @@ class KubernetesBackend(Cluster):
             # Else another one has the name.
             if job is not None and get(job, "metadata", "uid") == get(known.record, "metadata", "uid"):
                 gone_since.clear()
-                return brief(job) in FINAL
+                return state_of(job) in FINAL
             gone_since.append(time.monotonic())
             return gone_since[-1] - gone_since[0] > min(self.lost_after, 30)
 
@@ -441,7 +445,7 @@ class KubernetesBackend(Cluster):
 
         spec = known.spec or JobSpec.recorded(known.name, known.plain)
         host = hosts(known.record)[rank // spec.ranks]
-        with explained(self.api.host):
+        with as_user_errors(self.api.host):
             pod = self._pod(known.record, host)
         if pod is None:
             raise UserError(f"rank {rank} does not run: the pod {host} is gone")
@@ -450,7 +454,7 @@ class KubernetesBackend(Cluster):
         return beside(there, name, container, rank, command, spec.run_directory, streams)
 
     def stop(self, known: KnownJob) -> Status:
-        with explained(self.api.host):
+        with as_user_errors(self.api.host):
             self._delete(known.record, self._deletion_seconds(known.spec))
         return Status("cancelled", "cancelled; its pods had the grace period to save")
 
@@ -473,14 +477,14 @@ class KubernetesBackend(Cluster):
         name, uid = str(get(job, "metadata", "name")), get(job, "metadata", "uid")
         deadline = time.monotonic() + timeout
         while (left := self._find(name)) is not None and get(left, "metadata", "uid") == uid:
-            if why := orphaned(self._pods(job), self.api.now()):
+            if why := stuck_reason(self._pods(job), self.api.now()):
                 raise Unreachable(f"{name} is deleted, and stays as long as its pods{why}")
             if time.monotonic() > deadline:
                 raise UserError(f"{name} is still there {timeout:g} s after its deletion: see its finalizers and pods")
             time.sleep(min(self.interval, 0.5))
 
     def list(self) -> list[Listed]:
-        with explained(self.api.host):
+        with as_user_errors(self.api.host):
             # From the server's watch cache, which answers all at once: pages are read from etcd, a quorum each.
             query = {"labelSelector": MANAGED_SELECTOR, "resourceVersion": "0", "limit": None}
             jobs = self._of_each_kind(lambda kind: [*self.api.pages(self.path(kind), **query)])
@@ -515,17 +519,17 @@ class KubernetesBackend(Cluster):
         """The job's own, not those of an earlier job of the name, nor what somebody else has given its label."""
         selector = f"{JOB}={get(job, 'metadata', 'name')}"
         pages = self.api.pages(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=selector)
-        return [slim(pod) for pod in pages if belongs(pod, job)]
+        return [trim(pod) for pod in pages if owned_by(pod, job)]
 
     def _pod(self, job: Manifest, host: str) -> Manifest | None:
         """The pod of a host, alone: a job may have a thousand others."""
         name, path = str(get(job, "metadata", "name")), f"/api/v1/namespaces/{self.namespace}/pods"
         if job.get("kind") == "TrainJob":  # its pods' names end in something random, their index says which they are
             selector = f"{JOB}={name},batch.kubernetes.io/job-completion-index={host.rpartition('-')[2]}"
-            pods = [pod for pod in self.api.pages(path, labelSelector=selector) if belongs(pod, job)]
+            pods = [pod for pod in self.api.pages(path, labelSelector=selector) if owned_by(pod, job)]
             return next(iter(newest(pods)), None)
         pod: Manifest | None = self.api.find(f"{path}/{host}")
-        return pod if pod is not None and belongs(pod, job) else None
+        return pod if pod is not None and owned_by(pod, job) else None
 
     def _where(self, job: Manifest) -> str:
         return f"{job.get('kind', 'job')} {self.namespace}/{get(job, 'metadata', 'name')} at {self.api.host}"
@@ -534,7 +538,7 @@ class KubernetesBackend(Cluster):
 def _row(job: Manifest) -> Listed:
     nodes = spec_in(get(job, "metadata", "annotations")).get("nodes")
     created = str(get(job, "metadata", "creationTimestamp") or "")
-    return Listed(get(job, "metadata", "name"), brief(job), nodes if isinstance(nodes, int) else 1, created)
+    return Listed(get(job, "metadata", "name"), state_of(job), nodes if isinstance(nodes, int) else 1, created)
 
 
 def submission_of(job: Manifest) -> str:

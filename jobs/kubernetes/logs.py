@@ -20,13 +20,13 @@ from .answers import ApiError
 from .api import Api
 from .observe import host
 
-MOST_PODS = 100
+MAX_PODS = 100
 SILENCE = 300.0
 """Seconds without a line after which a stream is opened anew: a dead connection looks like silence."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LogCursor:
     """How far a pod's log has been read."""
 
     uid: str
@@ -65,14 +65,14 @@ class Reader:
 
     def tail(self, hosts: list[str], rank: int | None, follow: bool, count: int) -> Iterator[str]:
         """The last `count` lines of `hosts` by their times, of one rank or of all, and what follows."""
-        seen: dict[str, Place] = {}
+        seen: dict[str, LogCursor] = {}
         pods = sorted(self._of(hosts), key=_age)  # the newest of a host comes last
 
         def own(pod: dict[str, Any]) -> Iterator[Stamped]:
             # The server knows nothing of ranks: for one of them all lines are looked at.
             for stamp, line in self._once(pod, False, "", max(count, 1) if rank is None else None):
-                seen[host(pod)] = Place(str(get(pod, "metadata", "uid")), stamp)
-                yield from ((stamp, found) for found in _pick(iter((line,)), host(pod), rank))
+                seen[host(pod)] = LogCursor(str(get(pod, "metadata", "uid")), stamp)
+                yield from ((stamp, picked) for picked in _pick(iter((line,)), host(pod), rank))
 
         yield from (line for _, line in newest(map(own, pods), count))
         if follow:
@@ -81,14 +81,14 @@ class Reader:
     def _of(self, hosts: list[str]) -> list[dict[str, Any]]:
         """The pods of these hosts. A single one is asked for alone: a job may have a thousand others."""
         if len(hosts) == 1:
-            found = self.pod(hosts[0])
-            return [] if found is None else [found]
+            pod = self.pod(hosts[0])
+            return [] if pod is None else [pod]
         wanted = set(hosts)
         return [pod for pod in self.pods() if host(pod) in wanted]
 
-    def _follow_all(self, hosts: list[str], rank: int | None, seen: dict[str, Place]) -> Iterator[str]:
-        if len(hosts) > MOST_PODS:
-            raise UserError(f"the job has {len(hosts)} pods, at most {MOST_PODS} are followed at once: choose --rank")
+    def _follow_all(self, hosts: list[str], rank: int | None, seen: dict[str, LogCursor]) -> Iterator[str]:
+        if len(hosts) > MAX_PODS:
+            raise UserError(f"the job has {len(hosts)} pods, at most {MAX_PODS} are followed at once: choose --rank")
         merged: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=10_000)
 
         def work(name: str) -> None:
@@ -114,7 +114,7 @@ class Reader:
         finally:
             self._stop.set()
 
-    def _follow(self, name: str, place: Place | None) -> Iterator[str]:
+    def _follow(self, name: str, place: LogCursor | None) -> Iterator[str]:
         uid, last = (place.uid, place.last) if place is not None else ("", "")
         silent_since = None
         while not self._stop.is_set():
@@ -144,8 +144,8 @@ class Reader:
         try:
             for text in self.api.log(path, SILENCE if follow else 30, sinceTime=since, tailLines=last, **query):
                 first, _, line = text.partition(" ")
-                found = _utc(first)
-                stamp, line = (found, line) if found else (stamp, text)  # a kubelet's own words have no time
+                written = _utc(first)
+                stamp, line = (written, line) if written else (stamp, text)  # a kubelet's own words have no time
                 if not after or stamp > after:
                     yield stamp, line
         except ApiError as error:
@@ -177,6 +177,6 @@ def _utc(stamp: str) -> str:
 
 def _pick(lines: Iterator[str], name: str, rank: int | None) -> Iterator[str]:
     for line in lines:
-        found = of_rank(line, rank)
-        if found is not None:
-            yield found if rank is not None or PREFIX.match(line) else f"[{name}] {line}"
+        picked = of_rank(line, rank)
+        if picked is not None:
+            yield picked if rank is not None or PREFIX.match(line) else f"[{name}] {line}"

@@ -25,13 +25,13 @@ _CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerEr
 
 def condition(item: Object, kind: str) -> Object | None:
     """The condition of that type whose status is True: conditions linger with status False."""
-    found = [
+    conditions = [
         c for c in mappings(get(item, "status", "conditions")) if c.get("type") == kind and c.get("status") == "True"
     ]
-    return found[0] if found else None
+    return conditions[0] if conditions else None
 
 
-def explain(
+def status_from_pods(
     job: Object, pods: list[Object], events: list[Object], workload: Object | None, hosts: list[str], ranks: int,
     now: float, maker: Object | None = None, live: bool = False,
 ) -> Status:  # fmt: skip
@@ -52,7 +52,7 @@ def explain(
     events = [event for event in events if get(event, "involvedObject", "uid") in known]
     parts = [_part(pod, ranks, places, now, replaced.get(host(pod), (0, ""))) for pod in pods]
     parts.sort(key=lambda part: (part.ranks or [1 << 30], part.name))
-    state, reason, code = _judge(_Seen(job, pods, events, workload, len(hosts), now, maker))
+    state, reason, code = _classify(_Seen(job, pods, events, workload, len(hosts), now, maker))
     again = [f"{name} was replaced: {why}" for name, (_, why) in sorted(replaced.items()) if why]
     if state in ("pending", "restarting") and again and (state == "restarting" or reason.endswith(STARTING)):
         state, reason = "restarting", again[0]
@@ -82,10 +82,10 @@ def _replaced(job: Object, pods: list[Object], events: list[Object]) -> dict[str
     whys: dict[str, str] = {}
     # Pods are also deleted when a job is suspended.
     for event in own if any(event.get("reason") == "PyTorchJobRestarting" for event in own) else ():
-        said = str(event.get("message") or "")
-        if event.get("reason") == "SuccessfulDeletePod" and (deleted := _DELETED.fullmatch(said)):
+        message = str(event.get("message") or "")
+        if event.get("reason") == "SuccessfulDeletePod" and (deleted := _DELETED.fullmatch(message)):
             counts[deleted["name"]] = counts.get(deleted["name"], 0) + int(event.get("count") or 1)
-        elif event.get("reason") == "ExitedWithCode" and (exited := _EXITED.fullmatch(said)):
+        elif event.get("reason") == "ExitedWithCode" and (exited := _EXITED.fullmatch(message)):
             whys[exited["name"]] = _died(int(exited["code"]))
     for event in events:
         name = str(get(event, "involvedObject", "name"))
@@ -113,13 +113,13 @@ def _died(code: int) -> str:
 
 def newest(pods: list[Object]) -> list[Object]:
     """Of several pods of one host the latest: a batch Job keeps the failed ones beside those that replace them."""
-    found: dict[str, Object] = {}
+    latest: dict[str, Object] = {}
     for pod in sorted(pods, key=lambda pod: str(get(pod, "metadata", "creationTimestamp"))):
-        found[host(pod)] = pod
-    return list(found.values())
+        latest[host(pod)] = pod
+    return list(latest.values())
 
 
-def slim(pod: Object) -> Object:
+def trim(pod: Object) -> Object:
     """What is looked at here of a pod. The whole one takes 50 kB of memory, and a job may have 10,000."""
     meta, spec = get(pod, "metadata") or {}, get(pod, "spec") or {}
     return {
@@ -132,7 +132,7 @@ def slim(pod: Object) -> Object:
 _OF_METADATA = ("name", "uid", "labels", "creationTimestamp", "deletionTimestamp", "ownerReferences")
 
 
-def belongs(pod: Object, job: Object) -> bool:
+def owned_by(pod: Object, job: Object) -> bool:
     """Whether the pod is of this very job: the operator's names its uid, a TrainJob's that of the batch Job in between."""
     owners = mappings(get(pod, "metadata", "ownerReferences"))
     if job.get("kind") != "TrainJob":
@@ -141,10 +141,10 @@ def belongs(pod: Object, job: Object) -> bool:
     return (f"{get(job, 'metadata', 'name')}-node-0" in [owner.get("name") for owner in owners]) and made >= since
 
 
-def placed(pod: Object | None) -> float | None:
+def scheduled_at(pod: Object | None) -> float | None:
     """When it had its node, in seconds since the epoch."""
-    found = condition(pod or {}, "PodScheduled")
-    return seconds_of(get(found, "lastTransitionTime"))
+    scheduled = condition(pod or {}, "PodScheduled")
+    return seconds_of(get(scheduled, "lastTransitionTime"))
 
 
 def host(pod: Object) -> str:
@@ -163,7 +163,7 @@ def hosts(job: Object) -> list[str]:
     return sorted(f"{name}-{kind.lower()}-{index}" for kind, count in counts.items() for index in range(count))
 
 
-def brief(job: Object) -> State:
+def state_of(job: Object) -> State:
     """The state from the job's own conditions, without a look at its pods."""
     if condition(job, "Succeeded") or condition(job, "Complete"):
         return "succeeded"
@@ -205,7 +205,7 @@ class _Seen:
         return next((text for pod in self.pods if (text := test(pod))), None)
 
     def deleted(self) -> str | None:
-        return orphaned(self.pods, self.now) if get(self.job, "metadata", "deletionTimestamp") else None
+        return stuck_reason(self.pods, self.now) if get(self.job, "metadata", "deletionTimestamp") else None
 
     def event_of(self, pod: Object, reason: str) -> str:
         name = get(pod, "metadata", "name")
@@ -289,7 +289,7 @@ _UNDER_WAY: tuple[tuple[Callable[[_Seen], str | None], State, str], ...] = (
     (_Seen.waiting_in_a_queue, "queued", "{}"),
     (_Seen.unseen_by_kueue, "queued", "queue {} has not seen it yet: is Kueue there? (`lockstep doctor k8s`)"),
     (lambda seen: "" if _suspended(seen.job) else None, "queued", "suspended: it waits for someone to resume it"),
-    (lambda seen: seen.of_pods(lambda pod: _silent(pod, seen.now)), "running", "{}"),
+    (lambda seen: seen.of_pods(lambda pod: _unreachable_node(pod, seen.now)), "running", "{}"),
     (lambda seen: seen.of_pods(_waiting), "pending", "{}"),
     # For seconds to minutes, until the operator replaces the pod or says that the job has failed.
     (lambda seen: seen.of_pods(lambda pod: (_broken(pod) or ("", None))[0]), "restarting", "{}"),
@@ -303,7 +303,7 @@ _UNDER_WAY: tuple[tuple[Callable[[_Seen], str | None], State, str], ...] = (
 """(test, state, sentence): the first test that is not None counts, and the sentence is formatted with what it gives."""
 
 
-def _judge(seen: _Seen) -> tuple[State, str, int | None]:
+def _classify(seen: _Seen) -> tuple[State, str, int | None]:
     if condition(seen.job, "Succeeded") or condition(seen.job, "Complete"):
         return "succeeded", "", EXIT_DONE
     if failed := condition(seen.job, "Failed"):
@@ -320,19 +320,19 @@ _SAYS = re.compile(r"(?:Py)?\w*[Jj]ob (?P<name>\S+) has failed because (?P<why>.
 
 def _failure(job: Object, failed: Object, pods: list[Object], events: list[Object]) -> tuple[State, str, int]:
     message = str(failed.get("message") or "")
-    said = _SAYS.fullmatch(message)
-    why = said["why"] if said is not None and said["name"] == get(job, "metadata", "name") else ""
+    match = _SAYS.fullmatch(message)
+    why = match["why"] if match is not None and match["name"] == get(job, "metadata", "name") else ""
     if failed.get("reason") == "DeadlineExceeded" or "longer than specified deadline" in why:
         return "timed_out", "the time limit is over", EXIT_TIMED_OUT
     ends = [(pod, broken) for pod in pods if (broken := _broken(pod)) is not None]
     ends.sort(key=lambda pair: str(get(_terminated(pair[0]), "finishedAt") or "~"))
-    found = [(str(get(pod, "metadata", "name")), text, code) for pod, (text, code) in ends]
-    for event in reversed(events if not found else []):  # the pod is gone, with its log; above 127 it was replaced
+    failures = [(str(get(pod, "metadata", "name")), text, code) for pod, (text, code) in ends]
+    for event in reversed(events if not failures else []):  # the pod is gone, with its log; above 127 it was replaced
         last = _EXITED.fullmatch(str(event.get("message") or ""))
         if last is not None and int(last["code"]) < 128:
             text = f"{last['name']} ended with exit code {last['code']}, and its log is gone"
-            found.append((last["name"], text, int(last["code"])))
-    for name, text, code in found:
+            failures.append((last["name"], text, int(last["code"])))
+    for name, text, code in failures:
         if code == EXIT_USAGE:
             return "failed", f"{name}: wrong usage, config or data (exit code 2): see `lockstep logs`", EXIT_USAGE
         if code == 128 + 15:
@@ -363,7 +363,7 @@ def _broken(pod: Object) -> tuple[str, int | None] | None:
     return None
 
 
-def _silent(pod: Object, now: float) -> str:
+def _unreachable_node(pod: Object, now: float) -> str:
     """That the pod's node does not answer. A dead node's pods keep the phase Running, and are Terminating for ever."""
     name, node = get(pod, "metadata", "name"), get(pod, "spec", "nodeName")
     silent = f"the node {node} of {name} does not answer" if node else f"the node of {name} does not answer"
@@ -371,9 +371,9 @@ def _silent(pod: Object, now: float) -> str:
     ready = [c for c in conditions if c.get("type") == "Ready"]
     if get(pod, "status", "phase") == "Running" and ready and ready[0].get("status") != "True":
         # A kubelet gives its reasons. Who speaks for a dead node gives this one, or none and leaves the containers ready.
-        said = ready[0].get("reason")
+        reason = ready[0].get("reason")
         inside = [c.get("status") for c in conditions if c.get("type") == "ContainersReady"]
-        if said in ("NodeNotReady", "NodeLost") or (not said and inside == ["True"]):
+        if reason in ("NodeNotReady", "NodeLost") or (not reason and inside == ["True"]):
             return silent
     if get(pod, "status", "phase") == "Unknown":
         return silent
@@ -391,9 +391,9 @@ def seconds_of(stamp: Any) -> float | None:
         return None
 
 
-def orphaned(pods: list[Object], now: float) -> str:
+def stuck_reason(pods: list[Object], now: float) -> str:
     """What keeps a deletion from its end, where all pods that are left are on nodes that do not answer; else ""."""
-    silent = [_silent(pod, now) for pod in pods]
+    silent = [_unreachable_node(pod, now) for pod in pods]
     if not pods or not all(silent):
         return ""
     names = " ".join(str(get(pod, "metadata", "name")) for pod in pods)
@@ -404,7 +404,7 @@ def _part(pod: Object, ranks: int, places: dict[str, int], now: float, replaced:
     node = places.get(host(pod))
     owned = [] if node is None else list(range(node * ranks, (node + 1) * ranks))
     statuses = mappings(get(pod, "status", "containerStatuses"))
-    end, silent = _terminated(pod), _silent(pod, now)
+    end, silent = _terminated(pod), _unreachable_node(pod, now)
     times, why = replaced
     last = f"replaced: {why}" if why else ""
     reason = silent or _waiting(pod) or (f"exit code {end.get('exitCode')}" if end else last)

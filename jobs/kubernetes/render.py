@@ -191,12 +191,12 @@ def labels(spec: JobSpec) -> dict[str, str]:
 
 
 def pod_annotations(spec: JobSpec) -> dict[str, str]:
-    found = {"sidecar.istio.io/inject": "false"}  # a mesh's proxy never ends, and so would the pod
+    annotations = {"sidecar.istio.io/inject": "false"}  # a mesh's proxy never ends, and so would the pod
     # With one of its pods all of them would start again.
-    found |= {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+    annotations |= {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
     if spec.k8s.topology:
-        found[f"kueue.x-k8s.io/podset-{spec.k8s.topology}-topology"] = spec.k8s.topology_level
-    return {**found, **spec.k8s.pod_annotations}
+        annotations[f"kueue.x-k8s.io/podset-{spec.k8s.topology}-topology"] = spec.k8s.topology_level
+    return {**annotations, **spec.k8s.pod_annotations}
 
 
 def pod_spec(spec: JobSpec, submission: str = RENDERED) -> Manifest:
@@ -394,12 +394,12 @@ def network_policy(spec: JobSpec, submission: str = RENDERED) -> Manifest:
 def code_maps(spec: JobSpec, submission: str, packed: bytes) -> list[Manifest]:
     """The ConfigMaps that hold the archive `packed`. They cannot be changed, only deleted."""
     marks = {JOB: spec.name, "lockstep/role": "code", SUBMISSION: submission, **MANAGED}
-    found = []
+    maps = []
     for index, name in enumerate(code_map_names(spec, submission)):
         piece = packed[index * CODE_PART_BYTES : (index + 1) * CODE_PART_BYTES]
         metadata = without_none({"name": name, "namespace": spec.k8s.namespace, "labels": marks})
         data = {CODE_KEY: base64.b64encode(piece).decode()}
-        found.append(
+        maps.append(
             {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True, "binaryData": data}
         )
-    return found
+    return maps
