@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from lockstep.training.contract import EXIT_DONE, TIME_FILE, UserError, printable
-from lockstep.training.observe.account import Bucket, of_run, plain
+from lockstep.training.observe.account import TimeCategory, of_run, plain
 from lockstep.training.run.location import Location, location
 from lockstep.wire.status import goodput_line
 
@@ -43,5 +43,5 @@ def show(runs: Sequence[Location], as_json: bool) -> None:
     print(f"{'':12} {'SECONDS':>12} {'SHARE':>7} {'RANK-SECONDS':>14}")
     for name, seconds in sorted(total["seconds"].items(), key=lambda item: -item[1]):
         share, of_ranks = seconds / max(total["wall_seconds"], 1e-9), total["rank_seconds"][name]
-        if seconds or of_ranks or name == Bucket.UNKNOWN:
+        if seconds or of_ranks or name == TimeCategory.UNKNOWN:
             print(f"{name.replace('_', ' '):12} {seconds:12.1f} {100 * share:5.1f} % {of_ranks:14.1f}")

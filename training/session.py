@@ -24,7 +24,7 @@ from .config import own_settings
 from .contract import user_errors
 from .data.alike import check_alike
 from .data.batches import Batches, Part, of_dataset
-from .observe.account import Bucket
+from .observe.account import TimeCategory
 from .parallel.exchange import all_gather_trees
 from .run import evaluation
 from .run.loop import Loop
@@ -504,7 +504,7 @@ class Session(Reporting):
             >>> accuracy = run.evaluate(lambda x, y: (network(x).argmax(1) == y).sum(), dataset)
         """
         self._go_on("run.for_evaluation()")
-        with self._run.goodput.on(Bucket.EVALUATION):
+        with self._run.goodput.on(TimeCategory.EVALUATION):
             return self._replicated().for_evaluation(model)
 
     def evaluate(
@@ -552,7 +552,7 @@ class Session(Reporting):
                 self._evaluating = False
 
         boundary = self._loop.boundary if self._loop is not None else lambda: None
-        with self._run.goodput.on(Bucket.EVALUATION):
+        with self._run.goodput.on(TimeCategory.EVALUATION):
             return evaluation.of_dataset(called, dataset, batch_size, self.world, self.seed, boundary, workers, collate)
 
     def _go_on(self, call: str) -> None:

@@ -46,7 +46,7 @@ STEP = {
     ("attempt.py", "step_done"),
     ("batches.py", "_loaded"),
     ("batches.py", "_read"),
-    ("trees.py", "to_device"),
+    ("pytree.py", "to_device"),
     ("step.py", "begin_batch"),
     ("step.py", "take"),
     ("step.py", "backward"),

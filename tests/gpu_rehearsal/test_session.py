@@ -36,7 +36,7 @@ def test_pinned_batches_a_scaler_and_micro_batches_that_a_signal_ended_go_on_to_
         waits = collections.Counter(rank.found["step"]) + collections.Counter(resumed.found["step"])
         finite, overflowed = 5, 3
         assert waits == {
-            "copy cpu->cuda pinned by data/trees.py:to_device": 2 * (finite + overflowed),  # images and labels
+            "copy cpu->cuda pinned by data/pytree.py:to_device": 2 * (finite + overflowed),  # images and labels
             "cudaStreamSynchronize by run/step.py:update": finite + overflowed,  # the look for NaN
             "cudaStreamSynchronize by run/step.py:<genexpr>": 2 * overflowed,  # the losses of two micro-batches
             "cudaStreamSynchronize by run/step.py:_scale_too_high": overflowed,

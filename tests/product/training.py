@@ -342,7 +342,7 @@ class RunBegun:
     def step(self, number: int) -> Any:
         """Trains that step, counted from 0 over all epochs; the ids of this rank's samples."""
         epoch, at = divmod(number, self.division.steps)
-        self.state.cursor.epoch, self.state.cursor.step, self.state.kept.steps = epoch, at, number
+        self.state.cursor.epoch, self.state.cursor.step, self.state.user_state.steps = epoch, at, number
         batch, part = next(iter(self.recipe.batches.epoch(epoch, iter([at]))))
         self.state.clock.begin()
         self.loop.step.begin_batch(part)

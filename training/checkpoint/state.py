@@ -22,7 +22,7 @@ from ..parallel.names import plain, plain_name
 from ..parallel.world import World
 from ..sync.base import GradientSync
 from . import generators
-from .kept import Kept
+from .user_state import UserState
 
 
 @dataclass(slots=True)
@@ -43,11 +43,11 @@ class TrainState:
     cursor: Cursor
     clock: StepClock
     losses: torch.Tensor
-    """float64 [2 + names]: the sum of this rank's losses in the current epoch, its number of samples, and the sums that `kept.measured`
+    """float64 [2 + names]: the sum of this rank's losses in the epoch, its number of samples, and the sums that `user_state.measured`
     names; under `exact` those of all ranks."""
     history: dict[str, Any]
     """Plain values that the run carries along: best and last accuracy, restarts, preemptions."""
-    kept: Kept = field(default_factory=Kept)
+    user_state: UserState = field(default_factory=UserState)
     """The state of the script."""
     canary: dict[str, Any] = field(default_factory=dict)
     """Results that show whether another machine computes the same bits (`run/canary.py`); empty: no check is wanted."""
@@ -73,12 +73,12 @@ def gather(state: TrainState) -> dict[str, Any] | None:
     Its tensors are the live ones: copy them before the next step.
     """
     rank_state: dict[str, Any] = {
-        "rng": state.kept.cursor_generators or state.kept.capture(state.world.device),
+        "rng": state.user_state.cursor_generators or state.user_state.capture(state.world.device),
         "buffers": _buffers(state.model),
         "average_buffers": _buffers(state.ema.average) if state.ema else {},
         "losses": state.losses,
         "sync": state.sync.state_dict(),
-        "kept": state.kept.rank_state(),
+        "kept": state.user_state.rank_state(),
     }
     ranks = gather_trees(rank_state, state.world)
     model = state.sync.full_parameters(state.model)
@@ -104,7 +104,7 @@ def gather(state: TrainState) -> dict[str, Any] | None:
         "cursor": [state.cursor.epoch, state.cursor.step],
         "trained_seconds": state.clock.trained,
         "history": state.history,
-        "kept": state.kept.shared_state(),
+        "kept": state.user_state.shared_state(),
         "canary": state.canary,
     }
     return {"shared": shared, "ranks": ranks}
@@ -166,17 +166,17 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0)
         _copy(shared["average"], _parameters(state.ema.average), state.sync.copy_into_shard)
     alike = state.of_all
     if same_size or alike:
-        state.kept.restore(rank_state["rng"], state.world.device)
+        state.user_state.restore(rank_state["rng"], state.world.device)
         anew = []
     else:
-        anew = state.kept.restore_alike(rank_state["own"], state.world)
+        anew = state.user_state.restore_alike(rank_state["own"], state.world)
     mine = same_size or alike or state.world.leader
     losses = rank_state["losses"].to(state.losses, copy=True)
     state.losses = losses if mine else torch.zeros_like(losses)
     state.sync.load_state_dict(rank_state["sync"])
-    state.kept.load(shared["kept"], rank_state["kept"] if same_size else None)
+    state.user_state.load(shared["kept"], rank_state["kept"] if same_size else None)
     if alike and not same_size:
-        state.kept.epoch_generators = rank_state["epoch_generators"]
+        state.user_state.epoch_generators = rank_state["epoch_generators"]
     state.canary = shared["canary"]
     _copy(rank_state["buffers"], _buffers(state.model))
     if state.ema:

@@ -21,7 +21,7 @@ from ..limits import COMPARE_SECONDS
 from ..parallel.exchange import all_gather_trees, raise_together
 from ..parallel.world import World
 from .batches import Seeded, loader
-from .trees import children
+from .pytree import children
 
 Values = list[Any]
 """The compared values of a sample: [shape, some numbers] of each tensor, or a hash of its texts; None: not comparable."""

@@ -29,7 +29,7 @@ from lockstep.wire.signals import FORWARDED, signals_held_back
 
 from ..contract import UserError
 from ..parallel.world import World
-from . import order, trees
+from . import order, pytree
 from .augment import Keys, draw_keys
 from .shards import Samples
 
@@ -377,7 +377,7 @@ class _CollateProbe:
         if len(samples) == 1:
             return batch, False
         try:
-            whole, alone = trees.leaves(batch), trees.leaves(self._collate(samples[:1]))
+            whole, alone = pytree.leaves(batch), pytree.leaves(self._collate(samples[:1]))
         except Exception:  # noqa: BLE001 - it may take several samples only, or have used them up
             return batch, False
         pairs = [(one[:1], own) for one, own in zip(whole, alone) if one.ndim and len(one) == len(samples)]

@@ -1,7 +1,7 @@
 """The account of a job's time, from the lines of its time.jsonl. Imports no torch.
 
-The job's wall clock is that of rank 0, over all attempts. Every second of it is in exactly one bucket. A line has the seconds of each
-bucket since the line before. Steps after the resume point count as lost: they are
+The job's wall clock is that of rank 0, over all attempts. Every second of it is in exactly one category. A line has the seconds of each
+category since the line before. Steps after the resume point count as lost: they are
 `taken_again`. No line is ever changed.
 """
 
@@ -22,7 +22,7 @@ from lockstep.wire.processes import stat_of
 from .. import contract, files
 
 
-class Bucket(str, Enum):
+class TimeCategory(str, Enum):
     """The categories of a second. If two apply, the first of them counts."""
 
     HANG = "hang"
@@ -61,9 +61,16 @@ class Bucket(str, Enum):
     """A line is missing, or the machine slept."""
 
 
-PRECEDENCE = {bucket: place for place, bucket in enumerate(Bucket)}
-STEPS = (Bucket.PRODUCTIVE, Bucket.DATA_WAIT, Bucket.RANK_WAIT)
-STARTING = (Bucket.START, Bucket.IMPORTS, Bucket.MEETING, Bucket.PREPARED, Bucket.RESTORED, Bucket.FIRST_STEP)
+PRECEDENCE = {category: rank for rank, category in enumerate(TimeCategory)}
+STEPS = (TimeCategory.PRODUCTIVE, TimeCategory.DATA_WAIT, TimeCategory.RANK_WAIT)
+STARTING = (
+    TimeCategory.START,
+    TimeCategory.IMPORTS,
+    TimeCategory.MEETING,
+    TimeCategory.PREPARED,
+    TimeCategory.RESTORED,
+    TimeCategory.FIRST_STEP,
+)
 _LARGEST = 1e12
 """A number of seconds, steps or ranks from here on is damaged."""
 _MAX_BYTES, _LINE_BYTES, _MAX_STRETCHES = 64 << 20, 1 << 14, 8192
@@ -83,7 +90,7 @@ class Stretch:
     ranks: tuple[int, int]
     """Ranks that train, and ranks that were started."""
     wall: float
-    seconds: dict[Bucket, float]
+    seconds: dict[TimeCategory, float]
     """They add up to `wall`."""
 
 
@@ -102,7 +109,7 @@ class Account:
         attempt, ranks, given = line.get("attempt"), line.get("ranks"), line.get("seconds")
         if not isinstance(given, Mapping) or not isinstance(ranks, Sequence) or len(ranks) != 2 or since > until:
             raise ValueError("no line of time.jsonl")
-        seconds = {Bucket(name): _number(value) for name, value in given.items()}
+        seconds = {TimeCategory(name): _number(value) for name, value in given.items()}
         number, count = int(_number(attempt)), (int(_number(ranks[0])), int(_number(ranks[1])))
         if self.last is None and line.get("time") is not None:
             self.began = _number(line["time"]) - (until - since)
@@ -111,7 +118,7 @@ class Account:
         missing = 0.0 if last is None or last.get("code") == contract.EXIT_DONE else max(0.0, since - before)
         known = sum(seconds.values())
         wall = max(until - since + missing, known)
-        seconds[Bucket.UNKNOWN] = seconds.get(Bucket.UNKNOWN, 0.0) + wall - known
+        seconds[TimeCategory.UNKNOWN] = seconds.get(TimeCategory.UNKNOWN, 0.0) + wall - known
         if line.get("resumed") is not None:
             self._lose(_number(line["resumed"]))
         self.stretches.append(Stretch(number, int(first), int(step), count, wall, seconds))
@@ -125,10 +132,12 @@ class Account:
                 return
             if stretch.last > max(stretch.first, resumed):
                 share = (stretch.last - max(stretch.first, resumed)) / (stretch.last - stretch.first)
-                for bucket in STEPS:
-                    lost = share * stretch.seconds.get(bucket, 0.0)
-                    stretch.seconds[bucket] = stretch.seconds.get(bucket, 0.0) - lost
-                    stretch.seconds[Bucket.TAKEN_AGAIN] = stretch.seconds.get(Bucket.TAKEN_AGAIN, 0.0) + lost
+                for category in STEPS:
+                    lost = share * stretch.seconds.get(category, 0.0)
+                    stretch.seconds[category] = stretch.seconds.get(category, 0.0) - lost
+                    stretch.seconds[TimeCategory.TAKEN_AGAIN] = (
+                        stretch.seconds.get(TimeCategory.TAKEN_AGAIN, 0.0) + lost
+                    )
                 stretch.last = max(stretch.first, int(resumed))
 
     @property
@@ -136,22 +145,22 @@ class Account:
         return sum(stretch.wall for stretch in self.stretches)
 
     @property
-    def seconds(self) -> dict[Bucket, float]:
+    def seconds(self) -> dict[TimeCategory, float]:
         """Seconds of the job's wall clock, by category."""
-        found: dict[Bucket, float] = defaultdict(float)
+        found: dict[TimeCategory, float] = defaultdict(float)
         for stretch in self.stretches:
-            for bucket, value in stretch.seconds.items():
-                found[bucket] += value
+            for category, value in stretch.seconds.items():
+                found[category] += value
         return found
 
     @property
-    def rank_seconds(self) -> dict[Bucket, float]:
+    def rank_seconds(self) -> dict[TimeCategory, float]:
         """Seconds of all ranks: those of rank 0, times the ranks that train. Those of a lost rank without a replacement are `down`."""
-        found: dict[Bucket, float] = defaultdict(float)
+        found: dict[TimeCategory, float] = defaultdict(float)
         for stretch in self.stretches:
-            for bucket, value in stretch.seconds.items():
-                found[bucket] += value * stretch.ranks[0]
-            found[Bucket.DOWN] += stretch.wall * max(0, stretch.ranks[1] - stretch.ranks[0])
+            for category, value in stretch.seconds.items():
+                found[category] += value * stretch.ranks[0]
+            found[TimeCategory.DOWN] += stretch.wall * max(0, stretch.ranks[1] - stretch.ranks[0])
         return found
 
     @property
@@ -162,11 +171,11 @@ class Account:
     def lost_to_restarts(self) -> float:
         """Seconds: down, taken again, and what every attempt but the first one needed to its first step."""
         begun = min((stretch.attempt for stretch in self.stretches), default=0)
-        again = [Bucket.DOWN, Bucket.TAKEN_AGAIN]
+        again = [TimeCategory.DOWN, TimeCategory.TAKEN_AGAIN]
         return sum(
-            stretch.seconds.get(bucket, 0.0)
+            stretch.seconds.get(category, 0.0)
             for stretch in self.stretches
-            for bucket in (again if stretch.attempt == begun else [*again, *STARTING])
+            for category in (again if stretch.attempt == begun else [*again, *STARTING])
         )
 
     def shares(self) -> dict[str, Any]:
@@ -180,7 +189,7 @@ class Account:
 
 def _shares(accounts: Sequence[Account]) -> dict[str, Any]:
     wall = max(sum(account.wall for account in accounts), 1e-9)
-    productive = sum(account.seconds[Bucket.PRODUCTIVE] for account in accounts)
+    productive = sum(account.seconds[TimeCategory.PRODUCTIVE] for account in accounts)
     lost = sum(account.lost_to_restarts for account in accounts)
     return {
         "fraction": round(productive / wall, 4), "lost_to_restarts": round(lost / wall, 4),
@@ -192,7 +201,7 @@ def plain(accounts: Sequence[Account]) -> dict[str, Any]:
     """The shares and seconds of some runs together."""
     wall = sum(account.wall for account in accounts)
     seconds, rank_seconds = (
-        {bucket.value: round(sum(found[bucket] for found in each), 3) for bucket in Bucket}
+        {category.value: round(sum(found[category] for found in each), 3) for category in TimeCategory}
         for each in ([account.seconds for account in accounts], [account.rank_seconds for account in accounts])
     )
     return {**_shares(accounts), "wall_seconds": round(wall, 3), "seconds": seconds, "rank_seconds": rank_seconds}
@@ -203,10 +212,10 @@ def launcher_ended(run: Path) -> None:
     last, now = of_run(run).last, boot_seconds()
     if last is None or last.get("boot") != boot() or not (started("self") or now) < last["until"] < now:
         return  # no rank of this launcher has written it
-    bucket = Bucket.ENDING if "code" in last else Bucket.DOWN
+    category = TimeCategory.ENDING if "code" in last else TimeCategory.DOWN
     line = {name: value for name, value in last.items() if name != "resumed"}
     line |= {"time": round(time.time(), 3), "since": last["until"], "until": round(now, 4), "first": last["step"]}
-    files.append(run / contract.TIME_FILE, {**line, "seconds": {bucket.value: round(now - last["until"], 4)}})
+    files.append(run / contract.TIME_FILE, {**line, "seconds": {category.value: round(now - last["until"], 4)}})
 
 
 def boot_seconds() -> float:
@@ -240,8 +249,8 @@ def _joined(stretches: list[Stretch]) -> list[Stretch]:
             whole = False
             continue
         last.last, last.wall, whole = stretch.last, last.wall + stretch.wall, True
-        for bucket, value in stretch.seconds.items():
-            last.seconds[bucket] = last.seconds.get(bucket, 0.0) + value
+        for category, value in stretch.seconds.items():
+            last.seconds[category] = last.seconds.get(category, 0.0) + value
     return found
 
 

@@ -1,8 +1,8 @@
-"""Tells where this rank's seconds go: each is in one `Bucket` of `account.py`. Rank 0 appends the sums to time.jsonl.
+"""Tells where this rank's seconds go: each is in one `TimeCategory` of `account.py`. Rank 0 appends the sums to time.jsonl.
 
     goodput = GoodputRecorder(environment)      # every rank has one, from the start of its process
-    goodput.enter(Bucket.MEETING)               # from here on the rank meets the others
-    with goodput.on(Bucket.CHECKPOINT): …       # for a while it saves
+    goodput.enter(TimeCategory.MEETING)               # from here on the rank meets the others
+    with goodput.on(TimeCategory.CHECKPOINT): …       # for a while it saves
     goodput.step_done(step)                     # what the step has waited is moved out of `productive`
     goodput.end(0)
 
@@ -23,7 +23,7 @@ from lockstep.wire.hangs import HANG_SECONDS
 
 from .. import contract
 from ..limits import MAX_LINE_SECONDS, MIN_LINE_SECONDS
-from .account import PRECEDENCE, Account, Bucket, Line, boot, boot_seconds, of_run, started
+from .account import PRECEDENCE, Account, Line, TimeCategory, boot, boot_seconds, of_run, started
 from .clock import Observer, StepDone
 
 if TYPE_CHECKING:
@@ -50,10 +50,10 @@ class GoodputRecorder(Observer):
         self._began = max(started("self") or now, GoodputRecorder._free_since)
         launcher = started(env.get(contract.ENV_LAUNCHER, ""))
         self._since = min(launcher or self._began, self._began) if not GoodputRecorder._free_since else self._began
-        self._bucket = Bucket.IMPORTS
-        self._seconds: dict[Bucket, float] = defaultdict(float)
-        self._seconds[Bucket.START] = self._began - self._since
-        self._seconds[Bucket.IMPORTS] = max(0.0, now - self._began)
+        self._bucket = TimeCategory.IMPORTS
+        self._seconds: dict[TimeCategory, float] = defaultdict(float)
+        self._seconds[TimeCategory.START] = self._began - self._since
+        self._seconds[TimeCategory.IMPORTS] = max(0.0, now - self._began)
         self._boot = boot()
         self._floor = 0.0
         """What was before is in lines of others."""
@@ -65,24 +65,24 @@ class GoodputRecorder(Observer):
         self.account = Account()
         self._kept: deque[Line] = deque(maxlen=_KEPT)
         self._run: RunDirectory | None = None
-        self.count: Callable[[Bucket, float], None] = lambda *_: None
+        self.count: Callable[[TimeCategory, float], None] = lambda *_: None
         """Gets the seconds of each line, for the metrics."""
         self._idle = False
         """The run was complete, and this attempt has added no step (yet)."""
 
     # What the rank does.
 
-    def enter(self, bucket: Bucket) -> None:
+    def enter(self, category: TimeCategory) -> None:
         """From here on the rank does this."""
         self._tick()
-        self._bucket = bucket
+        self._bucket = category
 
     @contextlib.contextmanager
-    def on(self, bucket: Bucket) -> Iterator[None]:
-        """In the block the rank does this, unless it does what comes before it in `Bucket`."""
+    def on(self, category: TimeCategory) -> Iterator[None]:
+        """In the block the rank does this, unless it does what comes before it in `TimeCategory`."""
         before = self._bucket
-        if PRECEDENCE[bucket] < PRECEDENCE[before]:
-            self.enter(bucket)
+        if PRECEDENCE[category] < PRECEDENCE[before]:
+            self.enter(category)
         try:
             yield
         finally:
@@ -91,15 +91,15 @@ class GoodputRecorder(Observer):
     def train(self) -> None:
         """The batches of an epoch begin. Until its first step is done, an attempt is in `first_step`."""
         if self._step > self._resumed:
-            self.enter(Bucket.PRODUCTIVE)
+            self.enter(TimeCategory.PRODUCTIVE)
 
     def step_done(self, step: StepDone) -> None:
         self._tick()
-        if self._bucket is Bucket.PRODUCTIVE:
+        if self._bucket is TimeCategory.PRODUCTIVE:
             for times in step.measured:
-                self._move(times["data_wait"], Bucket.DATA_WAIT)
-                self._move(times["sync_wait"], Bucket.RANK_WAIT)
-        self._bucket, self._step, self._step_at, self._idle = Bucket.PRODUCTIVE, step.step, self._last, False
+                self._move(times["data_wait"], TimeCategory.DATA_WAIT)
+                self._move(times["sync_wait"], TimeCategory.RANK_WAIT)
+        self._bucket, self._step, self._step_at, self._idle = TimeCategory.PRODUCTIVE, step.step, self._last, False
         self._look(self._last)
 
     def alive(self, steps: int, of_attempt: int) -> None:  # noqa: ARG002 - the time alone counts
@@ -109,8 +109,10 @@ class GoodputRecorder(Observer):
     def regrouped(self, seconds: float, ranks: int) -> None:
         """The ranks have met again, so many of them, which took these seconds; in a step, everything since the last one."""
         self._tick()
-        stepping = self._bucket is Bucket.PRODUCTIVE
-        self._move(max(seconds, self._last - self._step_at) if stepping else seconds, Bucket.REGROUP, self._bucket)
+        stepping = self._bucket is TimeCategory.PRODUCTIVE
+        self._move(
+            max(seconds, self._last - self._step_at) if stepping else seconds, TimeCategory.REGROUP, self._bucket
+        )
         self.close()
         self.ranks = ranks, self.ranks[1]
 
@@ -120,17 +122,22 @@ class GoodputRecorder(Observer):
         self._tick()
         waited = self._last - self._alive_at
         if in_collective and waited > HANG_SECONDS:
-            for bucket in (Bucket.PRODUCTIVE, Bucket.EVALUATION, Bucket.CHECKPOINT, Bucket.FIRST_STEP):
-                waited -= self._move(waited, Bucket.HANG, bucket)
+            for category in (
+                TimeCategory.PRODUCTIVE,
+                TimeCategory.EVALUATION,
+                TimeCategory.CHECKPOINT,
+                TimeCategory.FIRST_STEP,
+            ):
+                waited -= self._move(waited, TimeCategory.HANG, category)
         else:
-            self._move(self._last - self._step_at, Bucket.TAKEN_AGAIN)
+            self._move(self._last - self._step_at, TimeCategory.TAKEN_AGAIN)
 
     def _tick(self) -> None:
         now = time.monotonic()
         self._seconds[self._bucket] += now - self._last
         self._last = now
 
-    def _move(self, seconds: float, to: Bucket, of: Bucket = Bucket.PRODUCTIVE) -> float:
+    def _move(self, seconds: float, to: TimeCategory, of: TimeCategory = TimeCategory.PRODUCTIVE) -> float:
         seconds = max(0.0, min(seconds, self._seconds[of]))
         self._seconds[of] -= seconds
         self._seconds[to] += seconds
@@ -152,9 +159,9 @@ class GoodputRecorder(Observer):
             if self._idle or end > self._began:
                 self._floor = end
             else:
-                self._seconds[Bucket.DOWN] += max(0.0, self._since - end)
+                self._seconds[TimeCategory.DOWN] += max(0.0, self._since - end)
                 if end > self._since:  # the launcher's start was that of an earlier attempt
-                    self._seconds[Bucket.DOWN] += self._seconds.pop(Bucket.START, 0.0) - (end - self._since)
+                    self._seconds[TimeCategory.DOWN] += self._seconds.pop(TimeCategory.START, 0.0) - (end - self._since)
                 self._since = end
         self.close(resumed=True)
 
@@ -178,11 +185,11 @@ class GoodputRecorder(Observer):
         line = {
             "time": round(time.time(), 3), "attempt": self._attempt, "boot": self._boot, "since": round(self._since, 4),
             "until": round(now, 4), "first": self._first, "step": self._step, "ranks": list(self.ranks),
-            "seconds": {bucket.value: round(value, 4) for bucket, value in self._seconds.items() if value > 0},
+            "seconds": {category.value: round(value, 4) for category, value in self._seconds.items() if value > 0},
             **({"resumed": self._resumed} if resumed else {}), **({"code": code} if code is not None else {}),
         }  # fmt: skip
-        for bucket, value in self._seconds.items():
-            self.count(bucket, value)
+        for category, value in self._seconds.items():
+            self.count(category, value)
         self._since, self._first = now, self._step
         self._seconds.clear()
         self._due = self._last + min(max(SHARE * (now - self._began), MIN_LINE_SECONDS), MAX_LINE_SECONDS)

@@ -20,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ..parallel.process import resident_bytes
-from .account import Bucket
+from .account import TimeCategory
 from .clock import Observer, StepDone
 from .slow import PHASES
 
@@ -37,6 +37,9 @@ class Spec(NamedTuple):
     since: Literal["start", "later", "scrape"] = "start"
     """From when on there is a series: from the start, as 0; from its first value on (the age of a checkpoint on ranks that write none
     would raise an alert); or it is read from the process and its GPU when the metrics are scraped."""
+
+
+TIME_CATEGORIES = tuple(category.value for category in TimeCategory if category is not TimeCategory.UNKNOWN)
 
 
 TABLE: dict[str, Spec] = {
@@ -81,7 +84,7 @@ TABLE: dict[str, Spec] = {
     "checkpoint_duration_seconds": Spec("summary", "Seconds from handing a checkpoint to the writer until it was verified on the disk.",
                                        since="later"),
     "time_seconds_total": Spec("counter", "Seconds of this rank in this attempt, each in one bucket; on rank 0 with those before it.",
-                              {"bucket": tuple(bucket.value for bucket in Bucket if bucket is not Bucket.UNKNOWN)}, since="later"),
+                              {"bucket": TIME_CATEGORIES}, since="later"),
     "process_cpu_seconds_total": Spec("counter", "User and system CPU seconds of the rank's process.", since="scrape"),
     "process_resident_memory_bytes": Spec("gauge", "Resident memory of the rank's process.", since="scrape"),
     "rank_gpu_info": Spec("gauge", "The rank's GPU, always 1: joins the series of dcgm-exporter on UUID.", {"UUID": ()}, since="scrape"),

@@ -1,7 +1,7 @@
 """Reads the means of all ranks and the gradient's norm every `log.every` steps. Neither the GPU nor a rank waits.
 
-    reading.take(losses, names, norm, step=50)     # starts a sum over the ranks, and a copy to the host
-    for values in reading.ready(): …        # {"step": 50, "train_loss": …, "grad_norm": …}, once the copy has arrived
+    reading.start(losses, names, norm, step=50)     # starts a sum over the ranks, and a copy to the host
+    for values in reading.poll(): …        # {"step": 50, "train_loss": …, "grad_norm": …}, once the copy has arrived
 
 Every rank calls them at the same steps.
 """
@@ -34,7 +34,7 @@ class _Copy:
     """The end of the copy; None on a CPU, where nothing is copied."""
     first_of_epoch: bool
     values: dict[str, Any]
-    """Values of `take`, returned with the numbers."""
+    """Values of `start`, returned with the numbers."""
 
     def is_here(self) -> bool:
         if self.arrived is not None:
@@ -49,7 +49,7 @@ class _Copy:
             self.summed.wait()
 
 
-class Reading:
+class LossReader:
     """Turns the epoch's running sums into the means since the last reading, over the samples of all ranks.
 
     Args:
@@ -77,7 +77,7 @@ class Reading:
         """Whether the epoch had samples at the last reading. The same on all ranks."""
         return not self._first and self._before[1] > 0
 
-    def take(
+    def start(
         self, losses: torch.Tensor, names: Sequence[str], norm: torch.Tensor | None, **values: Any
     ) -> None:  # fmt: skip
         """Starts to read the sums and the norm, as they will be when the work queued so far is done. Collective.
@@ -86,7 +86,7 @@ class Reading:
             losses: as in the constructor, of the current epoch.
             names: of its sums but the first two.
             norm: of the gradient, a scalar; None where it was not computed.
-            values: come back from `ready` with what was read.
+            values: come back from `poll` with what was read.
         """
         sums = losses.clone()
         norm = None if norm is None else norm.detach().clone()
@@ -103,10 +103,10 @@ class Reading:
         self._copies.append(_Copy(sums, names, norm, summed, arrived, self._first, values))
         self._first = False
 
-    def ready(self, wait: bool = False) -> Iterator[dict[str, Any]]:
-        """The readings that have arrived, in order; with `wait`, all that `take` has started.
+    def poll(self, wait: bool = False) -> Iterator[dict[str, Any]]:
+        """The readings that have arrived, in order; with `wait`, all that `start` has started.
 
-        Yields the `values` of `take` with `train_loss` and `train_NAME`, the means over all ranks' samples since the last reading
+        Yields the `values` of `start` with `train_loss` and `train_NAME`, the means over all ranks' samples since the last reading
         (None where there were none), and `grad_norm`.
         """
         while self._copies and (wait or self._copies[0].is_here()):

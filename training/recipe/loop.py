@@ -18,7 +18,7 @@ from ..config import Config
 from ..data.augment import augment
 from ..data.batches import Batch
 from ..models.arithmetic import autocast, compiled, real_type
-from ..observe.account import Bucket
+from ..observe.account import TimeCategory
 from ..observe.goodput import GoodputRecorder
 from ..optim import set_rates
 from ..parallel.exchange import failing_together
@@ -121,7 +121,7 @@ class Progress:
         if not self._every or (run.steps - 1) % self._every:
             return
         loss, seconds = run.loss(), run.seconds
-        with self._goodput.on(Bucket.EVALUATION):
+        with self._goodput.on(TimeCategory.EVALUATION):
             score = self._evaluator.score(run.for_evaluation())
         if self._same_samples:
             loss = score.loss

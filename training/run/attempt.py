@@ -31,9 +31,9 @@ from ..checkpoint.state import gather
 from ..contract import EXIT_FAILED, EXIT_PREEMPTED, RUN_AGAIN, UserError, named
 from ..limits import STATUS_SECONDS
 from ..observe import trackers
-from ..observe.account import Bucket
+from ..observe.account import TimeCategory
 from ..observe.clock import Observer, StepDone, Times
-from ..observe.reading import Reading, means
+from ..observe.reading import LossReader, means
 from ..observe.slow import SlowRank
 from ..parallel import process
 from ..parallel.exchange import (
@@ -118,7 +118,7 @@ class Attempt:
         self._named: tuple[int, str] | None = None
         """The slow rank that was told of, and its phase."""
         self.saver = Saver(run, self._alive)
-        self.reading = Reading(run.state.losses, run.world, of_all=run.state.of_all)
+        self.reading = LossReader(run.state.losses, run.world, of_all=run.state.of_all)
         self.unsaved = Unsaved(run, Held(run.state).moved)
         metrics = [run.metrics] if run.config.metrics.enabled else []
         self.observers: list[Observer | Progress] = [
@@ -339,7 +339,7 @@ class Attempt:
             self._told = time.monotonic()
             run.directory.status(None, "running", done)
         if done % run.config.log.every == 0 or done in (1, run.console.planned):
-            self.reading.take(state.losses, run.kept.measured, grad_norm, step=done, lr=lr)
+            self.reading.start(state.losses, run.user_state.measured, grad_norm, step=done, lr=lr)
         self.tell_readings()
         interval = run.config.log.weights_every
         if interval and done % interval == 0 and (run.world.leader or run.world.live is not None):
@@ -424,7 +424,7 @@ class Attempt:
 
     def tell_readings(self, wait: bool = False) -> None:
         """Events `step` of the readings that have arrived; with `wait`, of all. All ranks wait alike, or none."""
-        for values in self.reading.ready(wait):
+        for values in self.reading.poll(wait):
             for name, key in (("loss", "train_loss"), ("grad_norm", "grad_norm")):
                 if None not in (values["train_loss"], values[key]):
                     self.run.metrics.set(name, values[key])
@@ -440,7 +440,7 @@ class Attempt:
         None where every step was left out (`nonfinite: skip`).
         """
         state = self.run.state
-        found = means(state.kept.measured, state.over_ranks(state.losses).tolist())
+        found = means(state.user_state.measured, state.over_ranks(state.losses).tolist())
         state.losses.zero_()
         self.reading.new_epoch()
         return found
@@ -450,7 +450,7 @@ class Attempt:
 
         Raises `Ended` instead if a weight is not finite, or if the replicas differ, so that the newest checkpoint stays usable.
         """
-        with self.run.goodput.on(Bucket.CHECKPOINT):
+        with self.run.goodput.on(TimeCategory.CHECKPOINT):
             self._save()
 
     def _save(self) -> None:
@@ -476,7 +476,7 @@ class Attempt:
 
     def leave(self) -> None:
         """The ranks have agreed to end early: saves, and raises `Ended`."""
-        self.run.goodput.enter(Bucket.ENDING)
+        self.run.goodput.enter(TimeCategory.ENDING)
         self.saver.leaving()
         self.consensus.settle()
         self.tell_readings(wait=True)

@@ -11,7 +11,7 @@ import torch
 
 from ..data import order
 from ..data.batches import Batches, Part, share
-from ..data.trees import children, to_device
+from ..data.pytree import children, to_device
 from ..parallel.live import RestartRequired
 from ..parallel.world import World
 from .work import Work

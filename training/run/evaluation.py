@@ -19,7 +19,7 @@ from ..contract import UserError
 from ..data import order
 from ..data.alike import check_alike
 from ..data.batches import Seeded, loader
-from ..data.trees import to_device
+from ..data.pytree import to_device
 from ..parallel.exchange import all_gather_trees, raise_together
 from ..parallel.world import World
 

@@ -59,7 +59,7 @@ class Held:
 
     def _look(self) -> dict[str, tuple[Any, list[Any]]]:
         """By their names: the generator, or None for tensors, which are not kept alive, and what changes where they move."""
-        state, kept = self._state, self._state.kept
+        state, kept = self._state, self._state.user_state
         several = state.sync.parts if isinstance(state.sync, Several) else []
         models = [
             plain(model, dict(model.named_parameters())) for model in (state.model, *(part.model for part in several))

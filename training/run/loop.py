@@ -15,8 +15,8 @@ import torch
 from .. import contract, files
 from ..contract import EXIT_DONE, EXIT_FAILED, UserError
 from ..data.batches import Batches, Part, begun
-from ..data.trees import to_device
-from ..observe.account import Bucket
+from ..data.pytree import to_device
+from ..observe.account import TimeCategory
 from ..parallel.exchange import all_gather_trees, broadcast_tree
 from ..parallel.world import World
 from ..resilience.closeness import sha256
@@ -69,7 +69,7 @@ class Loop:
             else:
                 (optimizer,) = replica.optimizers.values()
                 self.step.recorder = Recorder(optimizer, replica.sync, run.world, run.console.warn)  # type: ignore[arg-type]
-        run.goodput.enter(Bucket.FIRST_STEP)
+        run.goodput.enter(TimeCategory.FIRST_STEP)
 
     # The epochs.
 
@@ -132,7 +132,7 @@ class Loop:
             return
         kept = [
             getattr(thing, "optimizer", None)
-            for thing in (*self.run.kept.objects.values(), *self.run.kept.rank_objects.values())
+            for thing in (*self.run.user_state.objects.values(), *self.run.user_state.rank_objects.values())
         ]
         for name, optimizer in self.step.replica.optimizers.items():
             moved = any("initial_lr" in group for group in optimizer.param_groups)
@@ -144,7 +144,7 @@ class Loop:
 
     def _begin_epoch(self) -> None:
         """The script may draw here what it draws once an epoch, in the middle of an epoch too."""
-        kept, cursor, device = self.run.kept, self.run.state.cursor, self.run.world.device
+        kept, cursor, device = self.run.user_state, self.run.state.cursor, self.run.world.device
         if kept.epoch_generators is not None:  # the run resumes within this epoch, or before its first batch
             kept.restore(kept.epoch_generators, device)
             return
@@ -154,14 +154,14 @@ class Loop:
 
     def _resume_generators(self) -> None:
         """The loop is where the checkpoint was taken: what it draws from here on is what it would have drawn."""
-        self.run.kept.cursor_generators = None
+        self.run.user_state.cursor_generators = None
         if self._saved_generators is not None:
-            self.run.kept.restore(self._saved_generators, self.run.world.device)
+            self.run.user_state.restore(self._saved_generators, self.run.world.device)
             self._saved_generators = None
 
     def _end_epoch(self) -> None:
         """Tells of the epoch, moves the cursor to the next one, and saves where it is time to. Raises `Ended`."""
-        run, state, kept, config = self.run, self.run.state, self.run.kept, self.run.config
+        run, state, kept, config = self.run, self.run.state, self.run.user_state, self.run.config
         state.clock.settle()
         self.attempt.tell_readings(wait=True)
         means = self.attempt.epoch_means()
@@ -212,7 +212,7 @@ class Loop:
             raise ValueError(f"accumulate is a number of batches from 1, got {accumulate!r}")
         self._expect_data({} if accumulate is None else {"accumulate": accumulate})
         length = _check_lengths(loader, self.run.world)
-        passed, given = 0 if self.run.kept.has(loader) else self.run.state.cursor.step, begun(loader)
+        passed, given = 0 if self.run.user_state.has(loader) else self.run.state.cursor.step, begun(loader)
         if accumulate is not None:
             given = _lists(given, accumulate)
         next(itertools.islice(given, passed, passed), None)  # takes `passed` of them
@@ -227,7 +227,7 @@ class Loop:
                 "the batches of this epoch are through: begin each epoch with `for epoch in run.epochs(…)`, and go over the "
                 "loader of an evaluation itself, without run.batches() or run.iterate()"
             )
-        before, step = self.run.kept.data, self.run.state.cursor.step
+        before, step = self.run.user_state.data, self.run.state.cursor.step
         if step and before != about:
             different = [
                 f"{name}: {before.get(name)} → {about.get(name)}"
@@ -238,7 +238,7 @@ class Loop:
                 f"the run resumes after batch {step} of an epoch that was divided differently ({'; '.join(different)}): "
                 "undo the change, or start over in another run directory"
             )
-        self.run.kept.data = about
+        self.run.user_state.data = about
 
     def _between_boundaries(
         self, given: Iterator[tuple[T, Part | None]], count: int | None = None, length: int | None = None
@@ -270,9 +270,9 @@ class Loop:
                 if item is self:
                     # What is drawn from here on, in an evaluation, is drawn again after a resume; the modes are set again, too.
                     self.attempt.modes.hold()
-                    run.kept.cursor_generators = run.kept.capture(run.world.device)
+                    run.user_state.cursor_generators = run.user_state.capture(run.world.device)
                     self._epoch_is_through = True
-                    run.goodput.enter(Bucket.EVALUATION)
+                    run.goodput.enter(TimeCategory.EVALUATION)
                     return
                 if part is None and step.same_samples is None:
                     step.same_samples = _same_samples(item, run.world)
@@ -326,7 +326,7 @@ class Loop:
 
     def log(self, numbers: Mapping[str, float]) -> None:
         """Raises `ValueError` for a name that no metric can have, or too many; `TypeError` for a value that is not a number."""
-        run, kept = self.run, self.run.kept
+        run, kept = self.run, self.run.user_state
         values = {}
         for name, value in numbers.items():
             check_name(name)
@@ -367,7 +367,7 @@ class Loop:
     def _finish(self) -> NoReturn:
         """The script has ended: the last save, and the summary. Raises `Ended`."""
         self.attempt.desync.sync_point(Place.RUN_END)
-        self.run.goodput.enter(Bucket.ENDING)
+        self.run.goodput.enter(TimeCategory.ENDING)
         run, saver = self.run, self.attempt.saver
         if self._best_is_due() or saver.steps_since:
             self.attempt.save()
@@ -381,22 +381,22 @@ class Loop:
         summary = {
             "recipe": run.config.title, "sync": run.config.sync.name, "world_size": run.world.size,
             "steps": run.steps_done, "epochs": run.state.cursor.epoch, "train_loss": history.get("train_loss"),
-            **{f"train_{name}": history.get(f"train_{name}") for name in run.kept.measured},
+            **{f"train_{name}": history.get(f"train_{name}") for name in run.user_state.measured},
             "test_loss": history.get("test_loss"), "accuracy": history.get("accuracy"),
             "best_accuracy": history.get("best_accuracy"), run.scores.best_name: run.scores.best,
-            "images_per_second": run.kept.samples / trained,
-            "examples_seen": run.kept.samples, "trained_seconds": trained,
+            "images_per_second": run.user_state.samples / trained,
+            "examples_seen": run.user_state.samples, "trained_seconds": trained,
             "wall_seconds": time.perf_counter() - run.began, "restarts": run.attempt - 1,
             "preemptions": history.get("preemptions", 0), "checkpoint_failures": saver.failures,
-            "config_hash": run.config.hash(), "weights_sha256": weights, "logged": run.kept.logged,
-            "goodput": run.goodput.account.plain(), **run.kept.summary,
+            "config_hash": run.config.hash(), "weights_sha256": weights, "logged": run.user_state.logged,
+            "goodput": run.goodput.account.plain(), **run.user_state.summary,
         }  # fmt: skip
         if run.progressed or not self._stands():
             run.write(lambda directory: directory.summary(summary))
             run.event("done", **summary)
         if not saved:
             raise Ended(EXIT_FAILED, "training finished, but the last checkpoint could not be saved (see the warnings)")
-        remark = run.kept.summary.get("remark")
+        remark = run.user_state.summary.get("remark")
         if self.stopped is not None:
             if run.progressed:  # a start of a run that was stopped has said so
                 run.console.line(f"Stopped for good: {self.stopped}")

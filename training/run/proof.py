@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..contract import UserError, named
-from ..data import order, trees
+from ..data import order, pytree
 from ..parallel.packing import tensor_bytes
 from ..resilience.closeness import sums_of_bits
 
@@ -118,7 +118,7 @@ class Proof:
         """
         self._arguments.clear()
         for number, argument in enumerate(batch, 1):
-            for piece in trees.pieces(argument):
+            for piece in pytree.pieces(argument):
                 if len(piece) != samples:
                     return self._foreign(f"{number} has {len(piece)} entries", total)
                 if isinstance(piece, torch.Tensor):

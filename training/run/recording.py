@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from ..data import trees
-from ..observe.account import Bucket
+from ..data import pytree
+from ..observe.account import TimeCategory
 from ..observe.clock import RecordedPoints
 from ..optim.base import RatedOptimizer
 from ..parallel.exchange import all_gather_trees
@@ -119,12 +119,12 @@ class Recorder:
         self.replays = None  # an error may have ended the step before
         self._optimizer.publish_rates()
         if not self.failure and self._is_due(work):
-            with step.run.goodput.on(Bucket.FIRST_STEP):
+            with step.run.goodput.on(TimeCategory.FIRST_STEP):
                 self._record_on_all_ranks(step, work)
         recorded = self._recorded
         if recorded is None or _identity(step, work, self._optimizer.rates) != recorded.identity:
             return
-        if trees.fill(recorded.work.batch, list(work.batch)):
+        if pytree.fill(recorded.work.batch, list(work.batch)):
             self.replays = recorded
             self._step = step
             step.run.state.clock.before_replay()
@@ -164,7 +164,7 @@ class Recorder:
         if not work.samples or work.weight != 1.0:
             raise ValueError("this rank has no sample of the batch")
         sync, checks = self._sync, step.looks or work.scaler is not None
-        inputs = replace(work, batch=tuple(trees.recorded(item) for item in work.batch))
+        inputs = replace(work, batch=tuple(pytree.recorded(item) for item in work.batch))
         # The graph reads these rates, and writes into these gradients also after the strategy has made others.
         held = [work.scaler, *_closure(work), *_trained(step), self._optimizer.rates, *sync.gradients()]
         recorded = _Recorded(inputs, _identity(step, work, self._optimizer.rates), held)

@@ -29,7 +29,7 @@ class Reporting(ABC):
             0.0
             >>> run.values["best"] = max(run.values["best"], 0.93)
         """
-        return self._started().run.kept.values
+        return self._started().run.user_state.values
 
     @property
     def summary(self) -> MutableMapping[str, Any]:
@@ -39,7 +39,7 @@ class Reporting(ABC):
         Examples:
             >>> run.summary["parameters"] = sum(p.numel() for p in model.parameters())
         """
-        return self._started().run.kept.summary
+        return self._started().run.user_state.summary
 
     @property
     def history(self) -> Mapping[str, Any]:

@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from ..checkpoint import store
-from ..checkpoint.kept import Kept
 from ..checkpoint.state import parameter_names
+from ..checkpoint.user_state import UserState
 from ..contract import ENV_LIVE, UserError, say
 from ..observe.metrics import Metrics
 from ..observe.rundir import RunDirectory
@@ -105,7 +105,7 @@ class Made:
     def _current(self) -> Groups:
         return {name: parameter_names(self._sync, optimizer) for name, optimizer in self._optimizers.items()}
 
-    def compare(self, kept: Kept, warn: Callable[[str], None]) -> None:
+    def compare(self, kept: UserState, warn: Callable[[str], None]) -> None:
         """Warns at the start that brings other learning rates or groups than the last: those of the checkpoint hold."""
         rates, kept.rates = kept.rates, self._rates
         changed = [

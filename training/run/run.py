@@ -22,10 +22,10 @@ from lockstep.wire import submitit_api
 from lockstep.wire.signals import end_with_launcher, give_back
 
 from ..checkpoint import generators
-from ..checkpoint.kept import Kept
 from ..checkpoint.object_store import ObjectStore
 from ..checkpoint.score import Scores
 from ..checkpoint.state import Cursor, TrainState, scatter
+from ..checkpoint.user_state import UserState
 from ..config import Config, RunSettings, form_of
 from ..contract import (
     ENV_NOTE,
@@ -45,7 +45,7 @@ from ..files import keep_out_others
 from ..limits import REPORT_SECONDS
 from ..models.arithmetic import float32_on_gpus
 from ..observe import trackers
-from ..observe.account import Bucket
+from ..observe.account import TimeCategory
 from ..observe.clock import StepClock
 from ..observe.console import Console
 from ..observe.exporter import Exporter
@@ -136,7 +136,7 @@ class Run:
         """Joins the ranks and opens the run directory. Ends the process for mistakes that the user can correct."""
         end_with_launcher(os.environ)
         keep_out_others()
-        self.goodput.enter(Bucket.MEETING)
+        self.goodput.enter(TimeCategory.MEETING)
         settings = self.config
         with user_errors(), contextlib.ExitStack() as stack:
             if self._handles and threading.current_thread() is threading.main_thread():
@@ -150,7 +150,7 @@ class Run:
                 )
                 if self.signals is not None:
                     self.signals.meeting = False
-                self.goodput.enter(Bucket.PREPARED)
+                self.goodput.enter(TimeCategory.PREPARED)
                 stack.enter_context(_stream(settings, self.world.device))
                 self._opening = stack.enter_context(contextlib.ExitStack())
                 self._opening.enter_context(self._opened())
@@ -202,7 +202,7 @@ class Run:
                         exporter = Exporter(settings.metrics, world, self.path, os.environ, sweeps)
             assert exporter is not None
             self.exporter = exporter
-            with self.goodput.on(Bucket.RESTORED):
+            with self.goodput.on(TimeCategory.RESTORED):
                 with failing_together(world):
                     self._checkpoint = resume.newest_checkpoint(self.directory, world, exporter.metrics, verified)
                 self.resumed = bool(world.replacement) or broadcast_tree(self._checkpoint is not None, world)
@@ -245,14 +245,14 @@ class Run:
             world, replica.model, replica.optimizers, replica.sync, replica.ema, Cursor(), clock, losses, {}
         )
         with failing_together(world):
-            state.kept.add({name: thing for name, thing in things.items() if id(thing) not in ours})
-            state.kept.add(of_rank, of_rank=True)
+            state.user_state.add({name: thing for name, thing in things.items() if id(thing) not in ours})
+            state.user_state.add(of_rank, of_rank=True)
             resume.check_live(world, replica.sync, of_rank)
             resume.check_parameters(replica.model, replica.optimizers)
         made = resume.Made(replica.sync, replica.optimizers)
         anew = self._restore(state)
         replica.sync.zero_grad()
-        self.saved_generators = state.kept.capture(world.device) if self.resumed else None
+        self.saved_generators = state.user_state.capture(world.device) if self.resumed else None
         by_step, columns = settings.log.score_every > 0, ["validation accuracy"]
         self.console = Console(settings.log, world, by_step, columns if isinstance(settings, Config) else None)
         self.state, self.scores = state, Scores(state.history, settings.checkpoint.keep_best)
@@ -261,7 +261,7 @@ class Run:
                 f"the number of ranks has changed, and each rank has another state of {', '.join(anew)}: none is restored, and it draws as "
                 "at a first start"
             )
-        made.compare(state.kept, self._warn)
+        made.compare(state.user_state, self._warn)
         self._announce()
         self._opening.close()  # from here on the end of the attempt closes what it opened
         if self._tells_run_dir:
@@ -278,14 +278,14 @@ class Run:
         world, directory, anew = self.world, self.directory, list[str]()
         starts = broadcast_tree([directory.attempt, directory.failures] if directory else None, world)
         if self.resumed:
-            self.goodput.enter(Bucket.RESTORED)
+            self.goodput.enter(TimeCategory.RESTORED)
             with failing_together(world):
                 gathered = resume.load(self._checkpoint) if self._checkpoint is not None else None
             if world.replacement:
                 gathered = self._admitted()
             with failing_together(world), resume.misfits_explained():
                 anew = scatter(gathered, state, world.rank if world.replacement else 0)
-            self.goodput.enter(Bucket.PREPARED)
+            self.goodput.enter(TimeCategory.PREPARED)
             # A node that has nothing but the checkpoint counts on.
             saved = [state.history.get("attempts", 0), state.history.get("failures", 0)]
             starts = saved if world.replacement else [max(starts[0], saved[0] + 1), max(starts[1], saved[1])]
@@ -330,13 +330,13 @@ class Run:
     # What an attempt shares.
 
     @property
-    def kept(self) -> Kept:
-        return self.state.kept
+    def user_state(self) -> UserState:
+        return self.state.user_state
 
     @property
     def steps_done(self) -> int:
         """Optimizer steps of the run so far."""
-        return self.state.kept.steps
+        return self.state.user_state.steps
 
     @property
     def metrics(self) -> Metrics:
@@ -443,7 +443,7 @@ class Run:
             return EXIT_DONE
         if error is not None and not isinstance(error, Ended):
             self.goodput.failed(is_collective(error))
-        self.goodput.enter(Bucket.ENDING)
+        self.goodput.enter(TimeCategory.ENDING)
         code: int | None = None
         try:
             code = self._conclude(end(error))

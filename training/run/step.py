@@ -553,11 +553,11 @@ class Step:
         run = self.run
         self._end_stand_in()
         self.attempt.stage = 0
-        run.kept.steps += 1
+        run.user_state.steps += 1
         run.progressed = True
         whole = None if self.part is None else self.dealt.wholes
         samples, new = self.sums.new_samples(work.optimizers, self._samples, total, whole)
-        run.kept.samples += new
+        run.user_state.samples += new
         if self.replica.ema is not None:
             self.replica.ema.update(run.steps_done)
         self.pending, self._accumulating, self._not_summed, self._samples, self._losses = False, False, None, 0, []

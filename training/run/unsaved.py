@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..checkpoint.kept import Stateful
 from ..checkpoint.state import TrainState, parameter_names
+from ..checkpoint.user_state import Stateful
 from ..contract import named
 from ..parallel.exchange import all_gather_trees, same_on_all
 from ..parallel.names import plain
@@ -58,7 +58,7 @@ class Unsaved:
 
     def _alike(self) -> dict[str, str]:
         """What all ranks have alike, by the call that says so."""
-        kept = self._run.kept
+        kept = self._run.user_state
         objects = {f"run.keep({name}=…)": _print(stateful.state_dict()) for name, stateful in kept.objects.items()}
         values = {f"run.values[{name!r}]": _print(value) for name, value in kept.values.items()}
         scores = (*SCORES, self._run.scores.rule.name)
@@ -113,7 +113,7 @@ def trained_outside(state: TrainState) -> list[str]:
     used = {p for optimizer in optimizers for p in _parameters(optimizer)}
     sentences = [_unused(known, used, state)]
     for optimizer in optimizers:
-        if not state.kept.has(optimizer):
+        if not state.user_state.has(optimizer):
             name = _name_of(optimizer) or "by hand"
             first = next((n for n, p in known.items() if p in _parameters(optimizer)), "")
             sentences.append(
@@ -131,7 +131,11 @@ def _parameters(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
 
 def _alive(state: TrainState) -> tuple[list[nn.Parameter], list[torch.optim.Optimizer]]:
     """All parameters of this process, and the optimizers that no session has made and no wrapper of an optimizer holds."""
-    things: list[object] = [*state.optimizers.values(), *state.kept.objects.values(), *state.kept.rank_objects.values()]
+    things: list[object] = [
+        *state.optimizers.values(),
+        *state.user_state.objects.values(),
+        *state.user_state.rank_objects.values(),
+    ]
     wrapped = {
         id(inner)
         for thing in things
@@ -170,8 +174,8 @@ def _weights_outside(learned: set[torch.Tensor], used: set[torch.Tensor], state:
         learned: weights of no replicated model.
         used: those of them that an optimizer moves, and others.
     """
-    of_rank = storages(states_of(state.kept.rank_objects))
-    held = storages([states_of(state.kept.objects), dict(state.kept.values)])
+    of_rank = storages(states_of(state.user_state.rank_objects))
+    held = storages([states_of(state.user_state.objects), dict(state.user_state.values)])
     outside = {_name_of(p) or f"a parameter of shape {list(p.shape)}": p for p in learned if storage(p) not in of_rank}
     every = all_gather_trees({name: fingerprint(nn.ParameterList([p])) for name, p in outside.items()}, state.world)
     sentences = []

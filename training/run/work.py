@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..config import RunSettings
 from ..config.sections import LOGGED
 from ..contract import UserError
-from ..data import order, trees
+from ..data import order, pytree
 from ..data.batches import Part
 from ..observe.reading import mean_loss
 from ..parallel.exchange import all_gather_trees, raise_together
@@ -97,7 +97,7 @@ class Work:
         """
         uncut = (first, end) == (0, self.samples) and not copies
         assert self.compute is not None
-        batch = self.batch if uncut else trees.cut(self.batch, first, end, self.samples, copies)
+        batch = self.batch if uncut else pytree.cut(self.batch, first, end, self.samples, copies)
         result = self.compute(*batch)
         with_numbers = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
         loss, numbers = result if with_numbers else (result, {})
@@ -233,7 +233,7 @@ class StepSums:
         if not samples:
             return
         self.values[0].add_(loss.double() if share == 1.0 else loss.double() * share)
-        for place, name in enumerate(self._run.kept.measured, 2):
+        for place, name in enumerate(self._run.user_state.measured, 2):
             number = numbers[name]
             on_device = isinstance(number, torch.Tensor) and number.device == loss.device
             if not on_device and loss.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -241,7 +241,7 @@ class StepSums:
             self.values[place].add_(number.detach().reshape(()) if on_device else float(number), alpha=weight)
 
     def _expect(self, names: list[str]) -> None:
-        kept, state = self._run.kept, self._run.state
+        kept, state = self._run.user_state, self._run.state
         if names != kept.measured:
             if self._named or self._attempt.reading.within_epoch:
                 raise UserError(
@@ -265,7 +265,7 @@ class StepSums:
         if self._run.world.size == 1 or "numbers" in self._attempt.known:
             return
         raise_together(refused, self._run.world)
-        every = all_gather_trees(self._run.kept.measured if self._named else None, self._run.world)
+        every = all_gather_trees(self._run.user_state.measured if self._named else None, self._run.world)
         known = {rank: names for rank, names in enumerate(every) if names is not None}
         first, names = next(iter(known.items()))
         for rank, others in known.items():

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from lockstep.wire.status import goodput_line, slow_rank_line, slow_rank_of
 
-from ..account import STARTING, Bucket
+from ..account import STARTING, TimeCategory
 from .record import RunRecord, number_of, thinned
 
 _POINTS = 400
@@ -30,10 +30,13 @@ _PHASES = {
     "rest": "optimizer and rest",
 }  # fmt: skip
 _SPENT = {
-    "productive": (Bucket.PRODUCTIVE,), "waiting for data or ranks": (Bucket.DATA_WAIT, Bucket.RANK_WAIT),
-    "checkpoints and evaluation": (Bucket.CHECKPOINT, Bucket.EVALUATION), "starting and ending": (*STARTING, Bucket.ENDING),
-    "taken again, hung, regrouped": (Bucket.TAKEN_AGAIN, Bucket.HANG, Bucket.REGROUP), "down or unknown": (Bucket.DOWN, Bucket.UNKNOWN),
-}  # fmt: skip
+    "productive": (TimeCategory.PRODUCTIVE,),
+    "waiting for data or ranks": (TimeCategory.DATA_WAIT, TimeCategory.RANK_WAIT),
+    "checkpoints and evaluation": (TimeCategory.CHECKPOINT, TimeCategory.EVALUATION),
+    "starting and ending": (*STARTING, TimeCategory.ENDING),
+    "taken again, hung, regrouped": (TimeCategory.TAKEN_AGAIN, TimeCategory.HANG, TimeCategory.REGROUP),
+    "down or unknown": (TimeCategory.DOWN, TimeCategory.UNKNOWN),
+}
 """Buckets of the wall clock, as they are drawn together."""
 Points = list[list[Any]]
 """[x, y] each; of the timeline [seconds, step, what happened or "", why]; of bars [name, length]."""
@@ -176,14 +179,18 @@ def _by_rank(named: list[tuple[RunRecord, str]]) -> list[Chart]:
 def _by_attempt(named: list[tuple[RunRecord, str]]) -> list[Chart]:
     charts = []
     for run, name in named:
-        attempts: dict[int, dict[Bucket, float]] = defaultdict(lambda: defaultdict(float))
+        attempts: dict[int, dict[TimeCategory, float]] = defaultdict(lambda: defaultdict(float))
         for part in run.account.stretches:
-            for bucket, seconds in part.seconds.items():
-                attempts[part.attempt][bucket] += seconds
+            for category, seconds in part.seconds.items():
+                attempts[part.attempt][category] += seconds
         shown = sorted(attempts)[-_BARS:]
         lines = [
-            Line(label, number, [[f"attempt {one}", sum(attempts[one][bucket] for bucket in buckets)] for one in shown])
-            for number, (label, buckets) in enumerate(_SPENT.items())
+            Line(
+                label,
+                number,
+                [[f"attempt {one}", sum(attempts[one][category] for category in categories)] for one in shown],
+            )
+            for number, (label, categories) in enumerate(_SPENT.items())
         ]
         title = "Where the time of the job went" + (f": {name}" if len(named) > 1 else "")
         unit = f"seconds of the wall clock, down before the attempt: {goodput_line(run.account.shares())}"

@@ -6,14 +6,14 @@ import random
 import pytest
 import torch
 
-from lockstep.training.checkpoint.kept import Kept, Values
+from lockstep.training.checkpoint.user_state import UserState, Values
 
 
 def test_a_generator_of_another_kind_is_named() -> None:
     """A GPU's generator has 16 bytes, and torch raises `RuntimeError` for them."""
     device = torch.device("cpu")
     for state in (torch.zeros(16, dtype=torch.uint8), random.getstate(), {"bit_generator": "PCG64"}):
-        kept = Kept()
+        kept = UserState()
         kept.add({"noise": torch.Generator()})
         with pytest.raises(ValueError, match="noise is a generator of another kind"):
             kept.restore({**kept.capture(device), "own": {"noise": state}}, device)

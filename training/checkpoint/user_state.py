@@ -53,7 +53,7 @@ class Values(dict[str, Any]):
         return self
 
 
-class Kept:
+class UserState:
     """The objects of `Session.keep`, by name, and plain values.
 
     Objects' states are trees of tensors, numpy arrays, numbers, texts and None.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from lockstep.training.data.trees import to_device
+from lockstep.training.data.pytree import to_device
 
 META = torch.device("meta")
 
