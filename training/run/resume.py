@@ -47,7 +47,7 @@ def newest_checkpoint(
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The gathered state of a checkpoint that verifies. Raises `UserError` where it its files hold none."""
+    """The gathered state of a checkpoint that verifies. Raises `UserError` where its files hold none."""
     try:
         return dict(store.load(path))
     except (store.CorruptCheckpoint, TypeError, ValueError) as error:
