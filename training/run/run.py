@@ -285,10 +285,10 @@ class Run:
                 gathered = self._admitted()
             with failing_together(world), resume.misfits_explained():
                 anew = scatter(gathered, state, world.rank if world.replacement else 0)
+                # A node that has nothing but the checkpoint counts on.
+                saved = [int(state.history.get(name, 0)) for name in ("attempts", "failures")]
+                starts = saved if world.replacement else [max(starts[0], saved[0] + 1), max(starts[1], saved[1])]
             self.goodput.enter(TimeCategory.PREPARED)
-            # A node that has nothing but the checkpoint counts on.
-            saved = [state.history.get("attempts", 0), state.history.get("failures", 0)]
-            starts = saved if world.replacement else [max(starts[0], saved[0] + 1), max(starts[1], saved[1])]
         self.attempt, failures = starts
         if directory is not None:
             directory.attempt, directory.failures = starts
