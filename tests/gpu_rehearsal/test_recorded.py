@@ -23,6 +23,8 @@ CASES: dict[str, tuple[int, dict[str, object]]] = {
     "batch statistics and average": (2, {"model": f"{NETS}:Normed", "ema__decay": 0.9, "ema__every": 3}),
     "from pinned memory": (2, {"data__resident": "never"}),
     "float16": (2, {"precision": "float16"}),
+    "exact": (2, {"sync__name": "exact", "model": f"{NETS}:Normed"}),
+    "exact, one graph": (1, {"sync__name": "exact", "nonfinite": "ignore", "model": f"{NETS}:Normed"}),
     "float16, one graph": (2, {"precision": "float16", "nonfinite": "ignore"}),
 }
 """Ranks and settings of a run of 8 steps, of which 3 warm up, and each kind of step comes as a recording."""
@@ -34,6 +36,8 @@ def graphs(gang: Gang, rank: int = 0) -> list[int]:
     return [int(match[1]) for match in found if match]
 
 
+PARTS = 8
+"""Of a batch under exact: each is a launch."""
 FIRST, *OTHERS = CASES
 
 
@@ -48,10 +52,13 @@ def test_a_recorded_run_ends_in_the_bits_of_the_eager_one(tmp_path: Path, data_r
         assert "runs eagerly" not in rank.output
         made = graphs(gang, rank.number)
         each = 1 if changes.get("nonfinite") == "ignore" else 2
-        assert len(made) == each and min(made) > 5
+        exact = changes.get("sync__name") == "exact"
+        assert len(made) == each + exact and min(made) > 5
         assert rank.found["step"].get(LOOK_FOR_NAN, 0) == (0 if each == 1 else STEPS), "the host looks at the gradient"
         launches = rank.lines("LAUNCH")
-        assert len(launches) >= (STEPS - 3) * each
+        eager_steps = 4 if exact else 3  # a step behind a save proves its function
+        assert len(launches) >= (STEPS - eager_steps) * (each + PARTS // ranks * exact)
+        assert rank.found["step"].get("cudaStreamSynchronize by sync/exact.py:give", 0) == eager_steps * exact
         assert {int(line.split("nodes=")[1].split()[0]) for line in launches} <= set(made)
 
 

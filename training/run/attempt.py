@@ -129,6 +129,11 @@ class Attempt:
     def _stop_file(self) -> Path | None:
         return None if self.run.directory is None else self.run.directory.path / contract.STOP_FILE
 
+    @property
+    def after_save(self) -> bool:
+        """Whether the next step follows a save, or the start."""
+        return self.saver.last_step == self.run.steps_done
+
     def __enter__(self) -> Attempt:
         run = self.run
         run.exporter.begin()

@@ -19,7 +19,7 @@ from ..data import order
 from ..data.batches import Part
 from ..parallel.exchange import all_gather_trees, raise_together
 from ..resilience.closeness import BATCH_STATISTICS
-from ..sync.exact import TreeSum, nodes_of_ranks
+from ..sync.exact import TreeSum, capturing, nodes_of_ranks
 from .proof import Proof, changed, due
 from .replica import Replica
 from .run import Run
@@ -41,6 +41,8 @@ class InParts:
         self._warned: set[str] = set()
         self._after: torch.Tensor | None = None
         """The statistics that the last step of the epoch ended with."""
+        self._odd = torch.zeros(2, dtype=torch.bool, device=run.world.device)
+        """Since the host has looked: whether some parts moved a count otherwise than others, and whether a rank refuses the step."""
         self.inside = False
         """The function of a step is called for a part."""
         self.proof: Proof | None = None
@@ -62,12 +64,17 @@ class InParts:
             self._epoch, self._after = self.run.state.cursor.epoch, None
             self._drawing.look()
 
-    def begin(self, part: Part, before: list[torch.Tensor], after_save: bool) -> None:
+    def proves(self, after_save: bool) -> bool:
+        """Whether the function of the step is tested in this one. `after_save`: it follows a save, or a start."""
+        return after_save or due(self.run.config.seed, self.run.steps_done)
+
+    def begin(self, part: Part, before: list[torch.Tensor], after_save: bool, looks: bool = True) -> None:
         """A step over the parts of a global batch, of which `part` has this rank's.
 
         Args:
             before: copies of the model's buffers as they are now (`kept_buffers`).
-            after_save: the step follows a save, or a start.
+            after_save: as in `proves`.
+            looks: the host may wait for the device.
         """
         if not self._told_cost:
             self._told_cost = True
@@ -90,10 +97,9 @@ class InParts:
         others |= dict(self.replica.model.named_parameters())
         self._note_versions(others)
         self._last, self._total = part.first + len(part.parts) - 1, part.total
-        proves = after_save or due(self.run.config.seed, self.run.steps_done)
         model, refuse = self.replica.model, self.replica.sync.refuse
-        self.proof = Proof(model, refuse, others, self._before, after_save) if proves else None
-        if self._after is not None and not torch.equal(self._after, self._values(statistics)):
+        self.proof = Proof(model, refuse, others, self._before, after_save) if self.proves(after_save) else None
+        if looks and self._after is not None and not torch.equal(self._after, self._values(statistics)):
             self._warn(
                 "batch statistics were changed between two steps. A forward pass of the network in training mode sees the samples of its "
                 "rank alone there, so that they depend on the number of ranks: call it in model.eval(), or take run.for_evaluation()"
@@ -172,8 +178,12 @@ class InParts:
             sums: `take` follows, so that the part has no gradients yet.
         """
         self.restore()
-        self._drawing.begin(order.key(self.run.config.seed, self.run.steps_done, number, order.Salt.PART))
+        self.draw(number)
         self._call_is_first = sums
+
+    def draw(self, number: int) -> None:
+        """Seeds the generators with which the part begins."""
+        self._drawing.begin(order.key(self.run.config.seed, self.run.steps_done, number, order.Salt.PART))
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
@@ -223,20 +233,39 @@ class InParts:
             sums: over its samples, float64 (`StepSums.values`).
         """
         self.replica.sync.take(number)
-        buffers, before = self._buffers(), self._before
         if number == self._last:
-            self._look_at_others(buffers)
+            self._look_at_others(self._buffers())
+        self._begin_sum(len(sums))
+        assert self._sum is not None
+        self._sum.add(number, self._collect(share, sums))
+
+    @torch.no_grad()
+    def collect(self, share: float, sums: torch.Tensor) -> list[torch.Tensor]:
+        """Gradients and statistics of a part that is being recorded, whose replays `put` takes. Arguments as in `take`."""
+        self._begin_sum(len(sums))
+        return [*self.replica.sync.collect(), self._collect(share, sums)]
+
+    @torch.no_grad()
+    def put(self, number: int, collected: list[torch.Tensor], sums: int) -> None:
+        """In place of `take`, of a part that was replayed: what `collect` gave. `sums`: how many there are."""
+        *gradients, own = collected
+        self.replica.sync.put(number, gradients)
+        self._begin_sum(sums)
+        assert self._sum is not None
+        self._sum.add(number, self._sum.leaf().copy_(own))
+
+    def _collect(self, share: float, sums: torch.Tensor) -> torch.Tensor:
+        assert self._sum is not None
+        buffers, before = self._buffers(), self._before
         device = self.run.world.device
         means = [buffers[name].double().flatten() * share for name in self._means]
         changed = [(buffers[name] != before[name]).any().double().view(1) for name in self._means]
         counted = [(buffers[name] - before[name]).double().flatten() for name in self._counts]
         squares = [count**2 for count in counted]
         ends = [sums, torch.full((1,), float(self._other is not None), dtype=torch.float64, device=device)]
-        self._begin_sum(len(sums))
-        assert self._sum is not None
         leaf = self._sum.leaf()
         torch.cat([*means, *changed, *counted, *squares, *ends], out=leaf[: self._sum.length])
-        self._sum.add(number, leaf)
+        return leaf
 
     def _look_at_others(self, buffers: dict[str, torch.Tensor]) -> None:
         parameters = dict(self.replica.model.named_parameters())
@@ -255,7 +284,8 @@ class InParts:
 
     @torch.no_grad()
     def finish(self, total: torch.Tensor) -> torch.Tensor:
-        """Puts the statistics together. Returns the sums over all samples, float64. Collective where it raises.
+        """Puts the statistics together. Returns the sums over all samples, float64. Collective where it raises. In a recording the host
+        does not look at them: the next step that is not replayed does.
 
         Args:
             total: what `sum` has given on any rank.
@@ -270,8 +300,9 @@ class InParts:
         for name, mean, moved in zip(self._means, means.split(self._sizes), changed):
             before = self._before[name]
             buffers[name].copy_(torch.where(moved > 0, mean.view(before.shape).to(before.dtype), before))
-        unequal = bool((squares * parts != counted**2).any())
-        if unequal or bool(other):
+        self._odd.logical_or_(torch.stack([(squares * parts != counted**2).any(), other[0] != 0]))
+        unequal, refused = (False, False) if capturing(total) else self._odd.tolist()
+        if unequal or refused:
             error = self._other
             if error is None and unequal:
                 error = self.replica.sync.refuse(
@@ -279,7 +310,7 @@ class InParts:
                     "a layer that some parts of a batch leave out keeps other statistics at other numbers of ranks: use sync.name=flat",
                 )
             raise_together(error, self.run.world)
-        if self.proof is not None:
+        if self.proof is not None and not capturing(total):
             error = self.proof.compare(all_gather_trees(self.proof.record, self.run.world), self._total)
             if error is not None:
                 error.shared = True

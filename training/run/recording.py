@@ -4,6 +4,9 @@ Forward, backward, the sum over the ranks and the update are recorded once and r
 steps is copied into tensors that the recording reads: the batch, and the learning rates of our optimizers. With the check for
 NaN the step is two graphs, gradients and update, with one look at the device between them; with `nonfinite: ignore` it is one.
 
+Under `exact` a part of the batch is a graph, which is replayed for each part, and what follows on the sums over the parts is the update's.
+The sums themselves are launched between them. A step that proves the function (`proof.py`) runs eagerly.
+
 Steps of another shape (the short last one of an epoch) run eagerly, and so does everything where a recording fails. A
 recording reads a tensor again, but no Python variable: a step that trains other parameters than were recorded, or whose
 function, or what it closes over, is another one, runs eagerly, too. The weights' average has a launch of its own every few
@@ -12,12 +15,15 @@ steps, outside.
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from ..contract import ENV_LIVE
 from ..data import pytree
 from ..observe.account import TimeCategory
 from ..observe.clock import RecordedPoints
@@ -25,6 +31,7 @@ from ..optim.base import RatedOptimizer
 from ..parallel.exchange import all_gather_trees
 from ..parallel.world import World
 from ..sync.base import GradientSync
+from .parts import InParts
 from .replica import kept_buffers
 from .step import Step
 from .work import Work
@@ -35,7 +42,9 @@ WARM_UP = 3
 
 def obstacle(sync: GradientSync, optimizers: dict[str, torch.optim.Optimizer], world: World) -> str | None:
     """Why the steps of this run cannot be recorded; None if they can."""
-    if world.size > 1 and not world.nccl:
+    if sync.batch_parts is not None and os.environ.get(ENV_LIVE):
+        return "under launch --live a rank that comes later has recorded nothing"
+    if world.size > 1 and not world.nccl and sync.batch_parts is None:
         return "collectives of gloo cannot be recorded in a CUDA graph: use backend=auto, with a GPU for each rank"
     if not sync.capturable:
         return f"sync.name={sync.settings.name} cannot be recorded in a CUDA graph: use flat"
@@ -73,6 +82,14 @@ class _Recorded:
     gradients: Callable[[], None] | None = None
     """None where they are part of the update's recording."""
     update: Callable[[], None] = lambda: None
+    part: Callable[[], None] | None = None
+    """Of a batch in parts: forward and backward of one, whose samples `work` has."""
+    collected: list[torch.Tensor] = field(default_factory=list)
+    """Where `part` leaves its gradients and statistics."""
+    sums: list[torch.Tensor] = field(default_factory=list)
+    """Where the sums over all parts are read."""
+    samples: int = 0
+    """Of this rank in the step."""
     norm: torch.Tensor | None = None
     """Where `gradients` leaves the gradient's norm."""
     finite: torch.Tensor = field(default_factory=lambda: torch.tensor(True))
@@ -124,9 +141,14 @@ class Recorder:
         recorded = self._recorded
         if recorded is None or _identity(step, work, self._optimizer.rates) != recorded.identity:
             return
-        if pytree.fill(recorded.work.batch, list(work.batch)):
+        self._step = step
+        if step.in_parts is not None:
+            if not step.in_parts.proves(step.attempt.after_save) and not step.in_parts.refused:
+                self.replays = recorded
+                for kept, tensor in zip(self.before, step.replica.model.buffers()):
+                    kept.copy_(tensor)
+        elif pytree.fill(recorded.work.batch, list(work.batch)):
             self.replays = recorded
-            self._step = step
             step.run.state.clock.before_replay()
 
     def finish(self) -> None:
@@ -163,16 +185,28 @@ class Recorder:
             raise ValueError("the ranks sum its divisor: give it a number")  # noqa: TRY004 - a value that cannot be recorded
         if not work.samples or work.weight != 1.0:
             raise ValueError("this rank has no sample of the batch")
-        sync, checks = self._sync, step.looks or work.scaler is not None
-        inputs = replace(work, batch=tuple(pytree.recorded(item) for item in work.batch))
+        sync, checks, parts = self._sync, step.looks or work.scaler is not None, step.in_parts
+        of_one = work if parts is None or work.part is None else work.of_part(*work.part.parts[0])
+        inputs = replace(of_one, batch=tuple(pytree.recorded(item) for item in of_one.batch))
         # The graph reads these rates, and writes into these gradients also after the strategy has made others.
         held = [work.scaler, *_closure(work), *_trained(step), self._optimizer.rates, *sync.gradients()]
-        recorded = _Recorded(inputs, _identity(step, work, self._optimizer.rates), held)
-        self.before = kept_buffers(step.replica.model) if checks else []
+        recorded = _Recorded(inputs, _identity(step, work, self._optimizer.rates), held, samples=work.samples)
+        self.before = kept_buffers(step.replica.model) if checks or parts is not None else []
         norm: torch.Tensor | None = None
+
+        def part(parts: InParts) -> None:
+            parts.restore()
+            step.sums.begin()
+            step._forward_backward(inputs, 0, inputs.samples)
+            recorded.collected = parts.collect(inputs.samples / (work.total or 1), step.sums.values)
 
         def gradients() -> None:
             nonlocal norm
+            if parts is not None:
+                sync.give(iter(recorded.sums[:-1]))
+                step.sums.values.copy_(parts.finish(recorded.sums[-1]))
+                norm = step.measure(work)
+                return
             for kept, tensor in zip(self.before, step.replica.model.buffers()):
                 kept.copy_(tensor)
             sync.zero_grad()
@@ -192,19 +226,24 @@ class Recorder:
 
         sent = sync.bytes_sent
         try:
+            if parts is not None and work.part is not None:
+                parts.begin(work.part, self.before, after_save=False)
+                recorded.part = record(functools.partial(part, parts))
+                recorded.sums = [torch.zeros_like(leaf) for leaf in recorded.collected]
             if checks:
                 recorded.gradients = record(gradients)
                 recorded.norm, recorded.finite = norm, step.finite
             recorded.update = record(update if checks else whole_step)
             recorded.clipped, recorded.bytes_sent = norm, sync.bytes_sent - sent
         finally:
-            sync.bytes_sent = sent  # nothing has run yet
+            if parts is None:  # else nothing is sent in it
+                sync.bytes_sent = sent  # nothing has run yet
         self._recorded = recorded
 
     def replay_gradients(self) -> torch.Tensor | None:
         recorded = self.replays
         assert recorded is not None
-        self._step.replayed(recorded.work, recorded.finite)
+        self._step.replayed(recorded.samples, recorded.finite)
         if recorded.gradients is None:
             return None
         recorded.gradients()
@@ -219,8 +258,28 @@ class Recorder:
             self._count_replay(recorded)
         return recorded.clipped
 
+    def replay_part(self, work: Work, number: int, low: int, high: int) -> bool:
+        """Computes a part of the batch, and adds it to the sums; False where it has another shape than the one that was recorded."""
+        recorded, step = self.replays, self._step
+        assert recorded is not None and recorded.part is not None and step.in_parts is not None
+        of_one = work.of_part(low, high)
+        if of_one.samples != recorded.work.samples or not pytree.fill(recorded.work.batch, list(of_one.batch)):
+            return False
+        step.in_parts.draw(number)
+        recorded.part()
+        step.in_parts.put(number, recorded.collected, len(step.sums.values))
+        return True
+
+    def take_sums(self, sums: list[torch.Tensor]) -> None:
+        """The sums over all parts, which the update's recording reads."""
+        assert self.replays is not None
+        for kept, total in zip(self.replays.sums, sums, strict=True):
+            kept.copy_(total)
+
     def _count_replay(self, recorded: _Recorded) -> None:
         """Counts what the replay sends, and has its points in time read later. The replay need not have ended."""
+        if recorded.part is not None:
+            return  # nothing is sent within a part
         self._sync.bytes_sent += recorded.bytes_sent
         self._step.run.state.clock.replayed(self._points)
 
@@ -245,7 +304,7 @@ def _identity(step: Step, work: Work, rates: Any) -> tuple[Any, ...]:
         work.divisor,
         work.weight,
         work.most,
-        work.part and work.part.multiple,
+        work.part and (work.part.multiple, work.part.of),
         work.clip,
         id(work.scaler),
         id(rates),

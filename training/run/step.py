@@ -224,19 +224,17 @@ class Step:
     def gradients(self, work: Work, total: Total) -> torch.Tensor | None:
         """Forward, backward, and the sum over the ranks. Returns the gradient's norm, unscaled, a scalar on the device; None where
         nothing reads it."""
-        if self._replays:
-            return self.recorder.replay_gradients()
         if self.in_parts is not None:
             self._sum_parts(work, self.in_parts)
-            return self.measure(work)
-        self.forward_backward(work)
-        with self.run.state.clock.synchronizing(self.replica.sync.watch):
-            self._synchronize()
-        self.sums.agree()
-        self.attempt.known.add("numbers")
-        if work.total is None and work.divisor is None:
-            self._divide_by(total.value)
-        return self.measure(work)
+        elif not self._replays:
+            self.forward_backward(work)
+            with self.run.state.clock.synchronizing(self.replica.sync.watch):
+                self._synchronize()
+            self.sums.agree()
+            self.attempt.known.add("numbers")
+            if work.total is None and work.divisor is None:
+                self._divide_by(total.value)
+        return self.recorder.replay_gradients() if self._replays else self.measure(work)
 
     def _sum_parts(self, work: Work, parts: InParts) -> None:
         """The gradients, statistics and loss of all parts of the batch. Where a rank is lost, the others take all of them again."""
@@ -255,6 +253,9 @@ class Step:
 
         *sums, of_parts = compute() if live is None else live.retryable(compute, changes=True)
         self.attempt.known.add("numbers")
+        if self._replays:
+            self.recorder.take_sums([*sums, of_parts])
+            return
         sync.give(iter(sums))
         self.sums.values.copy_(parts.finish(of_parts))  # of all ranks' samples
 
@@ -270,7 +271,7 @@ class Step:
             self._forward_backward(work, 0, work.samples)
             return
         if sums:
-            parts.begin(part, self._before, self.attempt.saver.last_step == self.run.steps_done)
+            parts.begin(part, self._before, self.attempt.after_save, looks=not self._replays)
         live = self.run.world.live if sums else None
         for number, (low, high) in enumerate(part.parts, part.first):
             if live is not None:
@@ -278,6 +279,9 @@ class Step:
             if sums and number == part.first and parts.proof is not None:
                 first = work.micro_batches(low, high)[0]
                 parts.prove(number, functools.partial(self._loss, work, *first), work, self.dealt.gave)
+            if sums and self._replays and self.recorder.replay_part(work, number, low, high):
+                self._samples += high - low
+                continue
             parts.begin_part(number, sums)
             self.sums.begin()
             if not (sums and parts.refused):
@@ -325,9 +329,9 @@ class Step:
         """Whether this step is replayed from a recording."""
         return self.recorder is not None and self.recorder.replays is not None
 
-    def replayed(self, work: Work, finite: torch.Tensor) -> None:
+    def replayed(self, samples: int, finite: torch.Tensor) -> None:
         """A recording has computed the gradients, and whether they are finite."""
-        self._samples, self._losses, self.finite = work.samples, [], finite
+        self._samples, self._losses, self.finite = samples, [], finite
 
     def measure(self, work: Work) -> torch.Tensor | None:
         """Takes the loss scale out of the gradients, and gives their norm. NaN and infinity survive the sum, so every rank reads
@@ -574,8 +578,7 @@ class Step:
 
     def _check_use(self, part: Part | None, samples: int) -> None:
         """Warns where all ranks use all of the same batch. Looks for hooks, at the start and after each save."""
-        after_save = not self.pending and self.attempt.saver.last_step == self.run.steps_done
-        if after_save and (self._cuts or not self.replica.sync.replicas):
+        if not self.pending and self.attempt.after_save and (self._cuts or not self.replica.sync.replicas):
             hooked, warned = self.replica.hook_before_sum(), self._warned_of_hook
             self._warned_of_hook = warned or hooked is not None
             if hooked is not None and not warned and self.run.world.leader:

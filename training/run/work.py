@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -102,6 +102,12 @@ class Work:
         with_numbers = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
         loss, numbers = result if with_numbers else (result, {})
         return checked_loss(loss), _checked_numbers(numbers)
+
+    def of_part(self, low: int, high: int) -> Work:
+        """Of these samples of the rank's alone."""
+        assert self.part is not None
+        batch = pytree.cut(self.batch, low, high, self.samples)
+        return replace(self, batch=batch, samples=high - low, part=replace(self.part, samples=high - low))
 
     def micro_batches(self, low: int, high: int) -> tuple[tuple[int, int], ...]:
         """First and last + 1 sample of each micro-batch of these, of about the same size."""

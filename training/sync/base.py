@@ -138,12 +138,23 @@ class GradientSync(ABC):
         """The gradients are those of this part of the batch alone: the strategy takes them away (`batch_parts`)."""
         raise NotImplementedError
 
+    def collect(self) -> list[torch.Tensor]:
+        """What `take` adds to the sums of a part: `put` takes it. A recorded part ends with it (`batch_parts`, `capturable`)."""
+        raise NotImplementedError
+
+    def put(self, part: int, collected: list[torch.Tensor]) -> None:
+        """Adds what `collect` has given, of which it makes a copy, to the sums of this part (`batch_parts`, `capturable`)."""
+        raise NotImplementedError
+
     def sums(self) -> list[torch.Tensor]:
         """The first half of `synchronize` where it has two (`batch_parts`): the sums over the parts of all ranks. Collective."""
         raise NotImplementedError
 
     def give(self, sums: Iterator[torch.Tensor]) -> None:
-        """The second half: makes gradients of what `sums` has given on any rank, and takes as many of them. It may change the tensors."""
+        """The second half: makes gradients of what `sums` has given on any rank, and takes as many of them. It may change the tensors.
+
+        In a recording it makes those that it made last.
+        """
         raise NotImplementedError
 
     @abstractmethod

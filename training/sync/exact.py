@@ -36,6 +36,11 @@ def nodes_of_ranks(parts: int, size: int) -> tuple[tuple[Node, ...], ...]:
     return tuple(tuple(whole_nodes(parts, *bounds)) for bounds in ranges)
 
 
+def capturing(tensor: torch.Tensor) -> bool:
+    """Whether operations are being recorded on its device, so that the host cannot look at it."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class TreeSum:
     """The sum of a vector over the parts of a batch: of those of all ranks, from those that each rank has.
 
@@ -129,6 +134,7 @@ class Exact(GradientSync):
     """Parts, one by one, and their sum in a fixed tree. Of a parameter that no part used, no rank has a gradient."""
 
     Options = Options
+    capturable = True
 
     def __init__(self, settings: Sync) -> None:
         super().__init__(settings)
@@ -190,7 +196,14 @@ class Exact(GradientSync):
 
     def take(self, part: int) -> None:
         for group in self._groups:
-            group.take(part)
+            group.sum.add(part, group.collect())
+
+    def collect(self) -> list[torch.Tensor]:
+        return [group.collect() for group in self._groups]
+
+    def put(self, part: int, collected: list[torch.Tensor]) -> None:
+        for group, leaf in zip(self._groups, collected, strict=True):
+            group.sum.add(part, group.sum.leaf().copy_(leaf))
 
     def synchronize(self) -> None:
         if not self._in_parts:  # a loop that cuts nothing: each rank has one part
@@ -213,6 +226,8 @@ class _Group:
     def __init__(self, params: list[nn.Parameter], dtype: torch.dtype, world: World) -> None:
         self.params, self._count = params, sum(p.numel() for p in params)
         self.sum = TreeSum(self._count + len(params), dtype, world)
+        self._used = [1.0] * len(params)
+        """By how many parts, in the last step whose sums the host has read."""
 
     def _places(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Of each gradient in the vector, laid out as its parameter."""
@@ -220,8 +235,8 @@ class _Group:
         return [placed(piece, p) for p, piece in zip(self.params, pieces)]
 
     @torch.no_grad()
-    def take(self, part: int) -> None:
-        """Moves the gradients to the part's leaf. Zeros stand for one that is missing."""
+    def collect(self) -> torch.Tensor:
+        """Moves the gradients of a part to a leaf. Zeros stand for one that is missing."""
         leaf = self.sum.leaf()
         # A sum over parts that name different rows is no longer sparse.
         places = zip(self.params, self._places(leaf))
@@ -230,14 +245,16 @@ class _Group:
         ]
         if given:
             torch._foreach_copy_([place for place, _ in given], [gradient for _, gradient in given])
-        used = [float(p.grad is not None) for p in self.params]
-        leaf[self._count : self.sum.length].copy_(torch.tensor(used), non_blocking=True)
-        for parameter in self.params:
+        used = leaf[self._count : self.sum.length].fill_(1.0)
+        for number, parameter in enumerate(self.params):
+            if parameter.grad is None:
+                used[number].zero_()
             parameter.grad = None
-        self.sum.add(part, leaf)
+        return leaf
 
     @torch.no_grad()
     def give(self, total: torch.Tensor) -> None:
-        used = total[self._count : self.sum.length].tolist()
-        for parameter, place, parts in zip(self.params, self._places(total), used):
+        if not capturing(total):
+            self._used = total[self._count : self.sum.length].tolist()
+        for parameter, place, parts in zip(self.params, self._places(total), self._used):
             parameter.grad = place.to(parameter.dtype) if parts else None
