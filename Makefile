@@ -91,8 +91,8 @@ endif
 
 bench: $(TRAIN) ## time a step against torch's DDP and sgemm, a checkpoint, the metrics; GPU=1 DATA=…: steps and trainings on a GPU
 ifdef GPU
-	$(RUN) benchmarks/gpu.py
-	$(RUN) benchmarks/speedrun.py --seconds 480 --data-root $(or $(DATA),data) $(if $(BAG),--bag $(BAG)) $(if $(AIRBENCH),--airbench $(AIRBENCH))
+	$(RUN) benchmarks/gpu.py --rounds 5 --seconds 150
+	$(RUN) benchmarks/speedrun.py --seconds 300 --limit 150 --bounded --data-root $(or $(DATA),data) $(if $(BAG),--bag $(BAG)) $(if $(AIRBENCH),--airbench $(AIRBENCH))
 else
 	$(RUN) benchmarks/cpu_step.py
 	$(RUN) benchmarks/checkpoint.py

@@ -1,12 +1,14 @@
-"""python benchmarks/gpu.py [--rounds 7] [--out FILE]
+"""python benchmarks/gpu.py [--rounds 7] [--seconds 600] [--limit 120] [--out FILE]
 
 What the steps of one GPU tell (`make bench GPU=1`, which goes on with `speedrun.py`): milliseconds of a whole training step
-of bag_of_tricks and speedrun, eager and recorded as CUDA graphs, and both compiled, in turn, at the recipe's batch; at 1/2
-… 1/8 of it without the compiled ones; the share of the floor, which is the step's arithmetic at the rate of a large
-half-precision matrix product measured in the same rounds; and the kernels that take the time of an eager step.
+of bag_of_tricks and speedrun in the form that they have on a GPU, eager, recorded as CUDA graphs, recorded and compiled, and recorded
+under exact, in turn, at the recipe's batch; at 1/2 … 1/8 of it eager and recorded alone; the share of the floor, which is the step's
+arithmetic at the rate of a large half-precision matrix product measured in the same rounds; and the kernels that take the time of an
+eager step.
 
-The file is written anew after every stage. `--device cpu --small` runs every line of it that needs no GPU, on small batches: to
-see that it works, not to measure.
+What is done is said on standard error as it goes, and the file is written anew after every stage. A form that takes longer than `--limit`
+to get ready, and one for which no time is left, fails alone. `--device cpu --small` runs every line of it that needs no GPU, on small
+batches: to see that it works, not to measure.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
+import signal
 import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from benchmarks import speedrun
 from benchmarks.cpu_step import FLOP_PER_IMAGE, our_step
 from benchmarks.measure import RESULTS, interleaved, machine, write
 from lockstep.training.parallel.world import World, detect, joined
@@ -54,17 +57,34 @@ def matmul(device: torch.device, size: int) -> Callable[[], Any]:
 
 def forms(device: torch.device, whole: bool = True) -> dict[str, list[str]]:
     """Name → settings; the compiled ones, which take long to make, for the whole batch alone."""
-    if device.type == "cpu":
-        return {"eager": []}
-    plain = [word for word in speedrun.ON_GPU if not word.startswith("capture")]
-    found = {"eager": plain, "recorded": [*plain, "capture=auto"]}
-    if whole:
-        found |= {f"{name}, compiled": [*settings, "compile=true"] for name, settings in found.items()}
+    plain = ["nonfinite=ignore", "compile=false"]
+    found = {"eager": [*plain, "capture=never"]}
+    if device.type == "cuda":
+        found["recorded"] = plain
+    if whole and device.type == "cuda":
+        found["exact, recorded"] = [*plain, "sync.name=exact"]
+        found["recorded, compiled"] = ["nonfinite=ignore", "compile=true"]
     return found
 
 
-def steps(recipe: str, world: World, args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of each form at each part of the batch, and the share of the floor at the whole one."""
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raises `TimeoutError` inside after so many seconds."""
+
+    def ended(*_: object) -> None:
+        raise TimeoutError(f"not ready after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, ended)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def steps(recipe: str, world: World, args: argparse.Namespace, deadline: float) -> dict[str, Any]:
+    """Milliseconds of each form at each part of the batch, and the share of the floor at the whole one. No form begins after `deadline`."""
     device, repeats = world.device, 1 if args.small else REPEATS
     size = 512 if args.small else 8192
     whole = 64 if args.small else BATCH[recipe]
@@ -74,11 +94,16 @@ def steps(recipe: str, world: World, args: argparse.Namespace) -> dict[str, Any]
         variants = {"matmul": repeated(matmul(device, size), device, repeats)}
         with contextlib.ExitStack() as stack:
             for name, settings in forms(device, part == 1).items():
-                print(f"{recipe}, batch {batch}: {name} …", flush=True)  # compiling takes a minute
+                left = deadline - time.monotonic()
+                # What a run prints is swallowed while it is open: standard error is not.
+                print(f"{recipe}, batch {batch}: {name} …", file=sys.stderr, flush=True)
                 try:
-                    step = stack.enter_context(our_step(recipe, batch, world, *settings))
-                    for _ in range(1 if args.small else 5):  # compiles
-                        step()
+                    if left <= 0:
+                        raise TimeoutError("no time is left (--seconds)")
+                    with limited(min(args.limit, left)):
+                        step = stack.enter_context(our_step(recipe, batch, world, *settings))
+                        for _ in range(1 if args.small else 5):  # compiles
+                            step()
                 except (Exception, SystemExit) as error:  # noqa: BLE001 - one form that fails is a result too
                     found.setdefault("failed", {})[f"{name}, batch {batch}"] = f"{type(error).__name__}: {error}"[:500]
                     continue
@@ -118,9 +143,10 @@ def kernels(recipe: str, world: World, row: dict[str, Any]) -> list[dict[str, An
 
 def measure(args: argparse.Namespace, found: dict[str, Any], save: Callable[[dict[str, Any]], object]) -> None:
     """Fills in the recipes; hands what there is to `save` after each stage."""
+    began = time.monotonic()
     with joined(detect({}), args.device) as world:
-        for recipe in BATCH:
-            row = found["recipes"][recipe] = steps(recipe, world, args)
+        for number, recipe in enumerate(BATCH, 1):
+            row = found["recipes"][recipe] = steps(recipe, world, args, began + args.seconds * number / len(BATCH))
             save(found)
             try:
                 row["kernels"] = kernels(recipe, world, row)
@@ -131,7 +157,7 @@ def measure(args: argparse.Namespace, found: dict[str, Any], save: Callable[[dic
 
 
 def show(recipe: str, row: dict[str, Any]) -> None:
-    print(f"{recipe}: matmul {row['matmul_tflops']:.3g} TFLOP/s")
+    print(f"{recipe}: matmul {row['matmul_tflops']:.3g} TFLOP/s", flush=True)
     for name, times in row["milliseconds"].items():
         share = row["share_of_floor"].get(name)
         cells = "   ".join(f"{batch}: {ms:.2f} ms" for batch, ms in times.items())
@@ -146,6 +172,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="small batches, to see that everything runs")
     parser.add_argument("--rounds", type=int, default=7, help="of each step form")
+    parser.add_argument("--seconds", type=float, default=600, help="no form begins after so long")
+    parser.add_argument(
+        "--limit", type=float, default=120, help="seconds for a form to get ready, with what it compiles"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="the file of the result (default: in benchmarks/results)")
     args = parser.parse_args()

@@ -19,7 +19,7 @@ SAME = 1e-3
 step that was left out, or took the data of another, is off by a tenth at least."""
 ACCURACY = {"original": 0.93, "other": 0.89}
 """Of one speedrun at least, on the original images and on copies of them, such as JPEG files. Published is a mean of 0.9401 on the
-original ones; single trainings scatter by some 0.0015. On JPEG files 0.907 was measured."""
+original ones; single trainings scatter by some 0.0015. On JPEG files 0.9066 to 0.9081 was measured (H100, 2026-11-28)."""
 
 
 class Machine:
@@ -108,8 +108,8 @@ def test_a_hung_rank_is_named(machine: Machine) -> None:
 def test_the_speedrun_reaches_its_accuracy(machine: Machine) -> None:
     if machine.device == "cpu" or not DATA.is_dir():
         pytest.skip(f"takes a GPU, and CIFAR-10 in {DATA} (DATA=…)")
-    fast = ["precision=float16", "capture=auto", "nonfinite=ignore", "device=cuda", f"data.root={DATA.absolute()}"]
-    words = ["run", "speedrun", "--run-dir", str(machine.folder / "speedrun"), "--set", *fast]
+    where = ["device=cuda", f"data.root={DATA.absolute()}"]
+    words = ["run", "speedrun", "--run-dir", str(machine.folder / "speedrun"), "--set", *where]
     done = run([PYTHON, "-m", "lockstep.training", *words], clean_env(CUDA_VISIBLE_DEVICES="0"), 300)
     assert done.code == 0, done.output
     accuracy = json.loads((machine.folder / "speedrun/summary.json").read_text())["accuracy"]
