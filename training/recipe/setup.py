@@ -6,6 +6,7 @@ Each part that can fail on one rank alone runs in `failing_together`, so that ei
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,12 @@ def prepare(run: Session, config: Config) -> Prepared:
     with waiting_for_all(world, "prepare the data", config.data.prepare_timeout, config.collective_timeout):
         manifest = prepare_shards(config.data)
         files = [*manifest.splits["train"], *manifest.splits["test"]]  # which the ranks of a node share
-        for shard in files[world.local_rank :: world.local_size]:
-            manifest.file(shard, config.data.verify)
+        mine = files[world.local_rank :: world.local_size]
+        # A hash leaves Python's lock. The files of a bucket come one after another.
+        from_bucket = "://" in (config.data.shards or "")
+        with ThreadPoolExecutor(1 if from_bucket else torch.get_num_threads()) as pool:
+            for _ in pool.map(lambda shard: manifest.file(shard, config.data.verify), mine):
+                pass
     with failing_together(world):
         check_settings(config, manifest.shape)
     _check_same_data(manifest, run.facts.get("data"), world)
