@@ -47,7 +47,7 @@ def our_step(recipe: str, batch: int, world: World, *settings: str) -> Iterator[
 
     Args:
         batch: images of this rank.
-        settings: with `capture=auto` the step is recorded already. Raises `RuntimeError` where it cannot be.
+        settings: with `capture=auto` the step is recorded already on a GPU. Raises `RuntimeError` where it cannot be.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.suppress(_Measured))
@@ -69,7 +69,7 @@ def our_step(recipe: str, batch: int, world: World, *settings: str) -> Iterator[
             with torch.cuda.stream(stream):  # its own, whatever was opened since
                 trained.step(next(batches))
 
-        if chosen.capture == "auto":
+        if chosen.capture == "auto" and world.device.type == "cuda":
             for _ in range(WARM_UP + 1):
                 step()
             recorder = run._started().step.recorder
