@@ -330,7 +330,9 @@ def joined(
         # Alone until the others admit it, and never rank 0: the run directory is theirs.
         world = dataclasses.replace(world, rank=world.size, size=1, number=world.rank, replacement=int(replacement))
     chosen = choose_device(world, device, shares=backend == "gloo")
-    nccl = chosen.type == "cuda" and backend == "auto"
+    # A rank that is alone sends nothing: NCCL would take half a second to close the communicator that it opens.
+    alone = world.size == 1 and not os.environ.get(ENV_LIVE)
+    nccl = chosen.type == "cuda" and backend == "auto" and not alone
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         if os.environ.get(ENV_LIVE):
@@ -351,8 +353,7 @@ def joined(
         store = _store(world, timeout)
         if nccl and world.size > 1:
             _refuse_shared_gpus(world, chosen, store)
-        # With a device NCCL opens its communicator here, and on that one: else torch guesses `rank modulo GPUs`. One rank needs none:
-        # to open and to destroy it takes half a second.
+        # With a device NCCL opens its communicator here, and on that one: else torch guesses `rank modulo GPUs`.
         of_store = process.connections()
         try:
             dist.init_process_group(
@@ -376,7 +377,8 @@ def joined(
             leave = dist.distributed_c10d._abort_process_group
         raise
     finally:
-        gc.collect()  # networks that hold the group
+        if world.size > 1:
+            gc.collect()  # networks that hold the group, and with it threads that may still drop a tensor
         if dist.is_initialized():  # else this rank has left it, and could not meet the others again
             leave()
         for name, value in before.items():  # else the next `joined` would take these for a launcher's variables

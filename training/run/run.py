@@ -322,7 +322,7 @@ class Run:
             directory.told = self.console.on_status
             directory.status(None, "running", self.steps_done)
             directory.listeners.append(self.console.on_event)
-        over_gloo = " over gloo" if world.device.type == "cuda" and not world.nccl else ""
+        over_gloo = " over gloo" if world.size > 1 and world.device.type == "cuda" and not world.nccl else ""
         self.console.line(
             f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}{over_gloo}, {self.threads}"
         )
