@@ -16,7 +16,7 @@ from tests.runs import LOSSY_START
 
 pytestmark = pytest.mark.promise("gpu-standin")
 
-LOOK_FOR_NAN = "cudaStreamSynchronize by run/step.py:take"
+LOOK_FOR_NAN = "cudaStreamSynchronize by run/step.py:_is_usable"
 """Whether the gradient is finite, before it moves a weight: a step waits once for that (`nonfinite=ignore` does without)."""
 DDPS_OWN = {
     "cudaEventSynchronize by recipe/loop.py:loss",  # torch's logger times its first steps
