@@ -335,6 +335,33 @@ with Session(sys.argv[1]) as run:
     assert done.code == 2 and done.output.count("error: ") == 1 and said in done.output, done.output
 
 
+def test_parts_are_of_one_batch_and_of_the_same_samples(tmp_path: Path) -> None:
+    """What a rank draws by its own samples moves its generators, and the next order is another one. Three ranks do not divide crops as
+    they divide their images. A random transform, and paths, may differ."""
+    lines = """
+with Session(sys.argv[1]) as run:
+    m, o = make(run)
+    def told(*wholes):
+        try:
+            return [len(run.part(whole)) for whole in wholes]
+        except Exception as error:
+            return str(error)
+    for _ in run.epochs(1):
+        for _ in run.iterate(range(2)):
+            step(run, m, DATA[run.part(torch.randperm(15))])
+            found = [told(torch.arange(9) + run.rank), told([run.rank] * 9), told(torch.ones(9)[run.rank :])]
+            found += [told([f"/disk-{run.rank}"] * 9, range(18)), told(torch.randn(9, 2) + run.rank), told(torch.ones(20, 2))]
+            print("\\n".join(f"rank {run.rank}: {one}" for one in found))
+            torch.rand(run.rank + 1)  # as who draws for each sample
+"""
+    done = script(3, SCRIPT + lines, tmp_path / "run")
+    another = "run.part(batch) needs the same batch on every rank, and rank 1 has "
+    lengths = "run.part() cuts 9 and 20 entries for one step, and 3 ranks do not divide both at the same samples"
+    counts = [done.output.count(f"{told}{another}") for told in ("error: ", "rank 2: ", "warning: rank 0: ")]
+    assert done.code == 2 and counts == [1, 3, 1] and done.output.count(f": {lengths}") == 3, done.output
+    assert done.output.count(": [3, 6]") == done.output.count(": [3]") == 3, done.output
+
+
 def test_the_table_of_epochs_fits_the_terminal(tmp_path: Path) -> None:
     """What is logged besides is in the report."""
     lines = """

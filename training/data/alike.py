@@ -68,6 +68,38 @@ def check_alike(dataset: Any, world: World, seed: int, workers: int, who: str, i
         _COMPARED[id(dataset)] = dataset
 
 
+def check_alike_whole(whole: Any, world: World) -> str:
+    """Compares what each rank cuts its part from. Returns a sentence where numbers differ that a random transform may have made, else "".
+    Collective.
+
+    Raises:
+        UserError: on all ranks: whole numbers of samples, such as their labels or places in a dataset, are not the same.
+    """
+    is_array = isinstance(whole, (torch.Tensor, np.ndarray))
+    tensor = torch.as_tensor(whole) if is_array and getattr(whole.dtype, "kind", "") not in ("O", "U", "S") else None
+    if tensor is not None:
+        are_ids = tensor.ndim == 1 and not tensor.is_floating_point() and not tensor.is_complex()
+    else:  # a text may be a path, which differs between nodes
+        are_ids = isinstance(whole, (list, tuple, range)) and all(isinstance(one, (int, np.integer)) for one in whole)
+    ids = [] if not are_ids else [int(one) for one in whole] if tensor is None else tensor.tolist()
+    digest = hashlib.sha256(repr(ids).encode()).hexdigest()
+    every = all_gather_trees([len(whole), digest, [] if are_ids else [_of_leaf(tensor)]], world)
+    first = every[0]
+    other = [rank for rank, found in enumerate(every) if found[:2] != first[:2]]
+    if other:
+        raise_together(
+            UserError(
+                f"run.part(batch) needs the same batch on every rank, and rank {other[0]} has another one than rank 0: draw it from a "
+                "generator of its own, which run.keep(…) keeps, since a rank may have drawn more from torch's; and add up over the ranks "
+                "what they have measured"
+            ),
+            world,
+        )
+    if what := _difference([[values] for *_, values in every]):
+        return f"run.part(batch) needs the same batch on every rank, and {what.partition(' (')[0]}: are they transforms that are drawn?"
+    return ""
+
+
 def _difference(every: list[list[Values]]) -> str:
     """Names a rank whose samples differ from those of the first rank that has any; empty if none does."""
     first_rank, first = next(((rank, values) for rank, values in enumerate(every) if values), (0, []))

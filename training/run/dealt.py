@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..contract import UserError
 from ..data import order
 from ..data.batches import Batches, Part, share
 from ..data.pytree import children, to_device
@@ -96,6 +97,8 @@ class Dealt:
         self._whole: Any = None
         self.wholes = 0
         """How often `run.part` was given another whole than before, of the batch under way."""
+        self._length: int | None = None
+        """Of the first whole of the step under way."""
         self._parts: deque[int] = deque(maxlen=_LAST)
         """The `id` of each of the last ones."""
 
@@ -104,9 +107,18 @@ class Dealt:
         self._item, self._again = item, given.again if isinstance(given, Dealing) else None
         self.generation, self._wholes = self._world.generation, []
         self._whole, self.wholes = None, 0
+        self.end_step()
+
+    def end_step(self) -> None:
+        """What is cut next is of another step."""
+        self._length = None
 
     def part(self, whole: Any) -> tuple[Any, Part]:
-        """This rank's part of what every rank has, and how it counts."""
+        """This rank's part of what every rank has, and how it counts.
+
+        Raises:
+            UserError: on all ranks: what was cut before in this step has another length, and was cut at other samples.
+        """
         mine, part = self._part(whole)
         self.wholes += whole is not self._whole
         self._whole = whole
@@ -123,7 +135,20 @@ class Dealt:
 
     def _part(self, whole: Any) -> tuple[Any, Part]:
         low, high, part = share(len(whole), self._world, self._cut)
+        self._check_length(len(whole))
         return whole[slice(*((low, high) if high > low else (0, 1)))], part
+
+    def _check_length(self, length: int) -> None:
+        """What belongs to one sample, such as its crops, comes to one rank. `exact` looks at the arguments of the step itself."""
+        first, size = self._length or length, self._world.size
+        self._length = first
+        if self._cut is None and any(
+            rank * first // size * length != rank * length // size * first for rank in range(size)
+        ):
+            raise UserError(
+                f"run.part() cuts {first} and {length} entries for one step, and {size} ranks do not divide both at the same samples: "
+                f"make both multiples of {size}, or cut one tensor of sample numbers and take the entries by these"
+            )
 
     def now(self, work: Work) -> Work:
         """The same step over what this rank is dealt of the batch now.

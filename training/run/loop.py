@@ -14,6 +14,7 @@ import torch
 
 from .. import contract, files
 from ..contract import EXIT_DONE, EXIT_FAILED, UserError
+from ..data.alike import check_alike_whole
 from ..data.batches import Batches, Part, begun
 from ..data.pytree import to_device
 from ..observe.account import TimeCategory
@@ -22,7 +23,7 @@ from ..parallel.world import World
 from ..resilience.closeness import sha256
 from ..resilience.desync import Place
 from ..sync.buckets import SentAlready
-from .attempt import Attempt
+from .attempt import FIRST_STEPS, Attempt
 from .dealt import Dealing
 from .recording import Recorder, obstacle
 from .replica import Replica
@@ -41,7 +42,7 @@ class Loop:
     def __init__(self, run: Run, replica: Replica) -> None:
         self.run, self.attempt = run, Attempt(run, replica.optimizers)
         self.step = Step(run, self.attempt, replica)
-        self._warned_of_collate = False
+        self._warned_of_collate = self._warned_of_part = False
         self._saved_generators, self._resumed = run.saved_generators, run.resumed
         """This rank's generators as they were where the run resumes, until the loop is there again."""
         self.epochs_planned: int | None = None
@@ -302,6 +303,10 @@ class Loop:
 
     def part(self, batch: T) -> T:
         """This rank's contiguous part of a global batch. `step` then knows how many samples it has."""
+        run = self.run
+        looks = run.steps_done < FIRST_STEPS or self.attempt.saver.last_step == run.steps_done
+        if looks and run.world.size > 1 and (told := check_alike_whole(batch, run.world)):
+            self._warn_of_part(told)
         mine, part = self.step.dealt.part(batch)
         self.step.set_part(part)
         return mine  # type: ignore[no-any-return]
@@ -311,6 +316,11 @@ class Loop:
         if self.step.in_parts is not None:
             self.step.in_parts.check_outside()
         self.attempt.desync.collective(call)
+
+    def _warn_of_part(self, text: str) -> None:
+        if self.run.world.leader and not self._warned_of_part:
+            self.run.console.warn(text)
+        self._warned_of_part = True
 
     def boundary(self, call: str = "") -> None:
         """Leaves where the ranks agreed to, but not within a step: no checkpoint could hold its gradients. Raises `Ended`.

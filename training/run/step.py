@@ -556,6 +556,7 @@ class Step:
         """The step is over, whether it moved a weight or not."""
         run = self.run
         self._end_stand_in()
+        self.dealt.end_step()
         self.attempt.stage = 0
         run.user_state.steps += 1
         run.progressed = True
