@@ -147,7 +147,7 @@ class Hand:  # an average of one's own, whose state is copies
         self.shadow = state
 with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    hand = Hand(net)
+    hand, net[0].tau = Hand(net), 1.0
     model = run.replicate(net)
     run.optimizer(lambda _: torch.optim.SGD((net[:2] if sys.argv[3] == "outside" else net).parameters(), lr=0.1))
     run.average(0.9)
@@ -158,6 +158,7 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
     split, order, again = random.Random(1), random.Random(1), torch.Generator()
     split.random()
     named = {} if sys.argv[3] == "outside" else {"teacher": teacher, "order": order}
+    centre, hidden, criterion = torch.zeros(4), torch.zeros(4), torch.nn.BatchNorm1d(4)
     lazy, sparse, proxy = torch.nn.LazyLinear(2), {"0.weight": torch.eye(4).to_sparse()}, Proxy()
     wrapped = torch.nn.Linear(2, 2)
     wrapped.weight = torch.nn.Parameter(TwoTensor(wrapped.weight.detach(), wrapped.weight.detach()))
@@ -173,6 +174,7 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
         torch._foreach_lerp_([*teacher.parameters()], [*kept.parameters()], 0.1)
         if sys.argv[3] == "outside":
             shadow["0.bias"] = 0.9 * shadow["0.bias"]
+            net[0].tau = 1.0 - 0.1 * epoch
         for (x,) in run.batches(data, 8):
             loss = kept(torch.ones(1)).square().sum()
             of_kept.zero_grad()
@@ -180,6 +182,8 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
             of_kept.step()
             if sys.argv[3] == "outside":
                 norm(x)  # this rank's samples
+                centre.lerp_(criterion(x).mean(0).detach(), 0.1)
+                hidden = hidden + centre
                 run.values["seen"] = float(x.mean())
                 by_hand.zero_grad()
                 (temperature * (1 + run.rank)).square().backward()
@@ -193,13 +197,14 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
 def test_what_is_trained_outside_of_the_session_is_named_once(tmp_path: Path, sync: str, what: str) -> None:
     """An optimizer that no checkpoint has, a weight that each rank trains by itself, a weight that no optimizer has, copies of weights
     that move, and a generator that draws; what is kept, and a generator that is seeded in each epoch, is none of these. And what is
-    kept as alike, and is a rank's own. Objects that raise when they are looked at, and tensors without an address, are left alone."""
+    kept as alike, and is a rank's own; and a number that the model has in an attribute. A tensor that is made anew is none. Objects
+    that raise when they are looked at, and tensors without an address, are left alone."""
     done = script(2, OUTSIDE, tmp_path / "run", sync, what)
     named = [line for line in done.output.splitlines() if "warning" in line]
-    assert done.code == 0 and len(named) == (8 if what == "outside" else 0), done.output
+    assert done.code == 0 and len(named) == (11 if what == "outside" else 0), done.output
     if named:
-        unused, optimizer, weight, *moved, kept, value = named
-        names = ("teacher moves", "shadow moves", "order draws numbers")
+        unused, optimizer, weight, *moved, kept, value, attribute = named
+        names = ("teacher moves", "shadow moves", "order draws numbers", "centre moves", "criterion moves")
         assert all(f"{name}, and no checkpoint has it" in line for name, line in zip(names, moved, strict=True)), moved
         assert "2.weight and 1 more require a gradient, and no optimizer has them" in unused
         assert "the optimizer by_hand (SGD) does not come from run.optimizer()" in optimizer
@@ -209,6 +214,7 @@ def test_what_is_trained_outside_of_the_session_is_named_once(tmp_path: Path, sy
         )
         assert "run.keep(norm=…) is not the same on rank 1 as on rank 0, whose alone is saved" in kept
         assert "run.values['seen'] is not the same on rank 1" in value
+        assert "the attribute 0.tau of the model changes, and no checkpoint has it" in attribute
 
 
 HOOKS = """

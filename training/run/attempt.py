@@ -66,7 +66,7 @@ from ..resilience.hang import (
     naming_the_missing,
 )
 from ..resilience.preempt import Consensus, Decision
-from .held import Held
+from .held import Held, Settings
 from .run import Ended, Run
 from .saver import Saver
 from .unsaved import Unsaved
@@ -119,7 +119,7 @@ class Attempt:
         """The slow rank that was told of, and its phase."""
         self.saver = Saver(run, self._alive)
         self.reading = LossReader(run.state.losses, run.world, of_all=run.state.of_all)
-        self.unsaved = Unsaved(run, Held(run.state).moved)
+        self.unsaved = Unsaved(run, Held(run.state).moved, Settings(run.state).moved)
         metrics = [run.metrics] if run.config.metrics.enabled else []
         self.observers: list[Observer | Progress] = [
             Heartbeat(run.world), self.progress, self.slow, run.console, run.goodput, *metrics

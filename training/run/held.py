@@ -1,7 +1,8 @@
-"""Weights and random generators that variables of the script hold: what moves and is in no checkpoint, a resume loses. It is named at
-the first save.
+"""Tensors and random generators that variables of the script hold: what moves and is in no checkpoint, a resume loses. It is named at
+the first save. So are numbers that a replicated model has in attributes, at any save.
 
-A copy of the weights is a module that is not replicated, such as a teacher, or a dictionary or list of tensors like the parameters.
+A copy of the weights is a module that is not replicated, such as a teacher, or a dictionary or list of tensors like the parameters. A
+tensor by itself counts where it is changed in place, as a centre or a queue: one that is assigned anew may be a batch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.utils.weak import WeakIdRef
 
 from ..checkpoint import generators
 from ..checkpoint.state import TrainState
-from ..parallel.names import plain
+from ..parallel.names import plain, plain_name
 from .replica import Several
 from .unsaved import states_of, storage, storages, variables
 
@@ -38,9 +39,8 @@ class Held:
         now, sentences = self._looked(), []
         for name, (drawing, marks) in self._before.items():
             later, draws = now.get(name, (drawing, marks))[1], drawing is not None
-            if later == marks or (
-                draws and later[:2] != marks[:2]
-            ):  # one that is made or seeded anew depends on no earlier draws
+            # A generator that is seeded anew, or a tensor that is made anew, depends on nothing earlier.
+            if later == marks or later[0] != marks[0]:
                 continue
             keeps = f"hand it to run.keep({name if name.isidentifier() else 'other'}={name})"
             sentences.append(
@@ -58,32 +58,63 @@ class Held:
             return {}
 
     def _look(self) -> dict[str, tuple[Any, list[Any]]]:
-        """By their names: the generator, or None for tensors, which are not kept alive, and what changes where they move."""
+        """By their names: the generator, or None for tensors, which are not kept alive; what is another where they are made anew; and what
+        changes where they move."""
         state, kept = self._state, self._state.user_state
         several = state.sync.parts if isinstance(state.sync, Several) else []
         models = [
             plain(model, dict(model.named_parameters())) for model in (state.model, *(part.model for part in several))
         ]
         average = {} if state.ema is None else dict(state.ema.average.named_parameters())
-        ours = [*models[0].values(), *average.values()]
+        ours = [*models[0].values(), *average.values(), *state.model.buffers()]
         held = storages([ours, states_of(kept.objects), states_of(kept.rank_objects), dict(kept.values)])
         found: dict[str, tuple[Any, list[Any]]] = {}
         for name, value in _reachable({**kept.objects, **kept.rank_objects}):
             if generators.is_generator(value):
                 if not any(value is one for one in kept.generators.values()):
                     seed = value.initial_seed() if isinstance(value, torch.Generator) else None
-                    found[name] = value, [id(value), seed, generators.comparable(generators.state_of(value))]
+                    found[name] = value, [(id(value), seed), generators.comparable(generators.state_of(value))]
                 continue
-            tensors = [t for t in _weights(value, models) if storage(t) not in held]
-            if tensors:
-                found[name] = None, [(WeakIdRef(tensor), tensor._version) for tensor in tensors]
+            is_tensor = issubclass(type(value), torch.Tensor)
+            tensors = [t for t in ([value] if is_tensor else _weights(value, models)) if storage(t) not in held]
+            if tensors and not (is_tensor and value.requires_grad):
+                marks = [(WeakIdRef(tensor), tensor._version) for tensor in tensors]
+                found[name] = None, [[ref for ref, _ in marks if is_tensor], *marks]
         return found
+
+
+class Settings:
+    """Numbers, switches and texts that the modules of the replicated models have in attributes, when the loop begins."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._model = state.model
+        self._before = self._now()
+
+    def moved(self) -> list[str]:
+        """Returns a sentence for each that has changed since then, once."""
+        now = self._now()
+        names = [name for name, value in self._before.items() if now.get(name, value) != value]
+        for name in names:
+            del self._before[name]
+        return [
+            f"the attribute {name} of the model changes, and no checkpoint has it, so a start that resumes begins with the first value: "
+            "make it a buffer (register_buffer), or set it from run.steps or the epoch"
+            for name in names
+        ]
+
+    def _now(self) -> dict[str, Any]:
+        return {
+            f"{plain_name(self._model, path)}.{name}".lstrip("."): value
+            for path, module in self._model.named_modules()
+            for name, value in vars(module).items()
+            if type(value) in (bool, int, float, str) and name not in ("training", "call_super_init")
+        }
 
 
 def _weights(value: Any, models: list[dict[str, nn.Parameter]]) -> list[torch.Tensor]:
     """The tensors of what may be a copy of the weights of one of these models."""
     if issubclass(type(value), nn.Module):
-        return [*value.parameters()] if "_modules" in vars(value) else []
+        return [*value.parameters(), *value.buffers()] if "_modules" in vars(value) else []
     if not issubclass(type(value), (dict, list, tuple)) or len(value) > len(models[0]):
         return []
     is_dict = issubclass(type(value), dict)
@@ -115,6 +146,8 @@ def _below(named: Iterable[tuple[str, Any]], known: dict[int, Any]) -> Iterator[
     while waiting and len(seen) < MOST:
         name, value, depth = waiting.popleft()
         kind = type(value)
+        if issubclass(kind, torch.Tensor) and not issubclass(kind, nn.Parameter):
+            yield name, value
         if value is None or issubclass(kind, _OPAQUE) or kind.__module__.startswith("lockstep."):
             continue
         if id(value) in seen or id(value) in known:

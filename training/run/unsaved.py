@@ -32,10 +32,11 @@ class Unsaved:
 
     Args:
         moved: gives a sentence for each thing that has moved since the loop began, and is in no checkpoint.
+        changed: the same, at each save.
     """
 
-    def __init__(self, run: Run, moved: Callable[[], list[str]]) -> None:
-        self._run = run
+    def __init__(self, run: Run, moved: Callable[[], list[str]], changed: Callable[[], list[str]]) -> None:
+        self._run, self._changed = run, changed
         self.moved: Callable[[], list[str]] | None = moved
         """None: what the script trains outside of the session was named."""
         self.logged: dict[str, float] = {}
@@ -47,7 +48,7 @@ class Unsaved:
         state, world = self._run.state, self._run.world
         moved, self.moved = self.moved, None
         outside = [] if moved is None else [*trained_outside(state), *moved()]
-        sentences = {sentence: sentence for sentence in outside}
+        sentences = {sentence: sentence for sentence in [*outside, *self._changed()]}
         if world.size > 1 and not same_on_all(mine := self._alike(), world):
             sentences |= unequal(all_gather_trees(mine, world))
         self.logged.clear()
