@@ -103,6 +103,36 @@ with Session(sys.argv[1]) as run:
     assert "rank 0" in outputs[2][0] and "0.1 → 0.025" in outputs[2][0], outputs
 
 
+AGAIN = """
+import sys, torch
+from lockstep import Session
+def start(what, steps):
+    with Session(f"{sys.argv[1]}/{what}", "log.report=false") as run:
+        model = run.replicate(torch.nn.Linear(4, 2))
+        optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        for epoch in run.epochs(steps=steps):
+            for group in optimizer.param_groups if epoch else ():
+                group["lr"] = group["lr"] * 0.1 if what == "rate" else 0.01
+            if what == "weights" and epoch:
+                torch._foreach_mul_([p.data for p in model.parameters()], 0.5)
+            for (x,) in run.batches(torch.utils.data.TensorDataset(torch.randn(16, 4)), 4):
+                run.step(lambda x: model(x).square().mean(), x)
+for what in ("rate", "weights", "value"):
+    start(what, 6)
+    start(what, 8)
+"""
+
+
+def test_what_a_script_changes_a_second_time_as_it_resumes_within_an_epoch_is_named(tmp_path: Path) -> None:
+    done = script(1, AGAIN, tmp_path)
+    named = [line for line in done.output.splitlines() if "warning: " in line]
+    whats = ("the learning rate of optimizer.param_groups[0]", "weights")
+    assert done.code == 0 and len(named) == 2, done.output
+    assert all(
+        f"the script changes {what} between the beginning of an epoch" in line for what, line in zip(whats, named)
+    ), named
+
+
 CHANGED = """
 import hashlib, sys, torch
 from lockstep import Session

@@ -20,7 +20,7 @@ from ..data.pytree import to_device
 from ..observe.account import TimeCategory
 from ..parallel.exchange import all_gather_trees, broadcast_tree
 from ..parallel.world import World
-from ..resilience.closeness import sha256
+from ..resilience.closeness import fingerprint, learning_rates, sha256
 from ..resilience.desync import Place
 from ..sync.buckets import SentAlready
 from .attempt import FIRST_STEPS, Attempt
@@ -49,6 +49,8 @@ class Loop:
         self.steps_planned: int | None = None
         """What `epochs` was asked for; both None: it was not called."""
         self._schedules_checked = False
+        self._at_beginning: dict[str, Any] = {}
+        """`_marks`, where the run resumes within an epoch and its loop has not begun."""
         self._left_at_last_step = False
         """The last step was made in the middle of an epoch, which a start with more steps resumes in."""
         self._epoch_is_through = False
@@ -148,10 +150,28 @@ class Loop:
         kept, cursor, device = self.run.user_state, self.run.state.cursor, self.run.world.device
         if kept.epoch_generators is not None:  # the run resumes within this epoch, or before its first batch
             kept.restore(kept.epoch_generators, device)
+            self._at_beginning = self._marks() if cursor.step else {}
             return
         if self._saved_generators is not None and not cursor.step:
             self._resume_generators()
         kept.epoch_generators = kept.capture(device)
+
+    def _marks(self) -> dict[str, Any]:
+        """What stands for what a script may change at the beginning of an epoch."""
+        state = self.run.state
+        rates = {f"the learning rate of {name}": rate for name, rate in learning_rates(state.optimizers).items()}
+        return {**rates, "weights": fingerprint(state.model) if state.sync.replicas else 0}
+
+    def _warn_of_repeated(self) -> None:
+        """A start that resumes within an epoch does again what the script does before its batches, to what the checkpoint has."""
+        before, self._at_beginning = self._at_beginning, {}
+        now = self._marks() if before else {}
+        changed = [name for name, value in before.items() if now.get(name) != value]
+        if changed and self.run.world.leader:
+            self.run.console.warn(
+                f"the script changes {changed[0]} between the beginning of an epoch and its batches. This start resumes within the epoch, "
+                "so that is done a second time: do it after the batches of the epoch before, or set a value that depends on the epoch alone"
+            )
 
     def _resume_generators(self) -> None:
         """The loop is where the checkpoint was taken: what it draws from here on is what it would have drawn."""
@@ -258,6 +278,7 @@ class Loop:
         self._under_way = given
         self._tell_resumed()
         self._warn_of_schedules()
+        self._warn_of_repeated()
         self._resume_generators()
         run.goodput.train()
         self.attempt.desync.enter_loop()
