@@ -317,3 +317,35 @@ def test_modes_and_buffers_that_must_be_the_same_are_compared(
     assert done.code == (1 if how else 0) and named in done.output and "Traceback" not in done.output, done.output
     assert steps_saved(tmp_path / "run") == saved
     assert ("trains in evaluation mode" in done.output) == (not how), done.output
+
+
+TABLES = """
+import os, sys, torch
+from lockstep import Session
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.features, self.order, self.out = torch.randn(4, 8), torch.randperm(8).tolist(), torch.nn.Linear(8, 1)
+        self.normed = torch.nn.utils.parametrizations.weight_norm(torch.nn.utils.spectral_norm(torch.nn.Linear(1, 4)), "bias")
+    def forward(self, x):
+        return self.out((x @ self.features)[:, self.order])
+for name, seed, epochs in (("starts", 1, 1), ("starts", 2, 2), ("ranks", int(os.environ["RANK"]), 1)):
+    torch.manual_seed(seed)
+    net = Net()
+    with Session(f"{sys.argv[1]}/{name}", "log.report=false") as run:
+        model = run.replicate(net)
+        run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        for _ in run.epochs(epochs):
+            for (x,) in run.batches(torch.utils.data.TensorDataset(torch.ones(8, 4)), 8):
+                run.step(lambda x: model(x).square().mean(), x)
+"""
+
+
+def test_a_table_in_an_attribute_that_is_drawn_anew_is_named(tmp_path: Path) -> None:
+    """Of a model that is made before the session: at another start it is a warning, on another rank an error. What is computed from
+    parameters is no table."""
+    done = script(2, TABLES, tmp_path)
+    another = "the attribute features of the model is another one"
+    counts = [done.output.count(f"{kind}{another}{where}") for kind, where in (
+        ("warning: rank 0: ", " than at the start before"), ("error: ", " on rank 1 than on rank 0"))]  # fmt: skip
+    assert done.code == 2 and counts == [1, 1] and done.output.count("the attribute") == 2, done.output

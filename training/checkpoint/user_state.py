@@ -13,7 +13,7 @@ from ..parallel.packing import split
 from ..parallel.world import World
 from . import generators
 
-_PLAIN = ("steps", "samples", "data", "logged", "logged_in_epoch", "measured", "rates", "groups")
+_PLAIN = ("steps", "samples", "data", "logged", "logged_in_epoch", "measured", "rates", "groups", "tables")
 """Plain values that are the same on every rank."""
 
 
@@ -84,6 +84,8 @@ class UserState:
         """The learning rate of each group as the script made it, by the optimizer's name and the group's number."""
         self.groups: dict[str, str] = {}
         """By the optimizer's name, the sha256 of the parameters in its groups as the script made them."""
+        self.tables: dict[str, str] = {}
+        """A digest of each table that a module has in an attribute (`run/tables.py`), as the script made it."""
         self.epoch_generators: dict[str, Any] | None = None
         """This rank's generators at the start of the epoch under way."""
         self.cursor_generators: dict[str, Any] | None = None

@@ -185,9 +185,14 @@ def attributes(model: nn.Module) -> Digests:
     found = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in _OF_TORCH and id(value) not in own and (text := _text(value, _DEPTH)) is not None:
+            if name not in _OF_TORCH and id(value) not in own and (text := text_of(value)) is not None:
                 found[f"{path}.{name}".lstrip(".")] = text
     return found
+
+
+def text_of(value: Any) -> str | None:
+    """What stands for the value of an attribute; None: it is of another kind."""
+    return _text(value, _DEPTH)
 
 
 def _text(value: Any, depth: int) -> str | None:

@@ -68,6 +68,7 @@ from ..resilience import hang
 from ..resilience.preempt import Signals
 from . import resume
 from .replica import Replica
+from .tables import check_tables
 
 
 class Ended(BaseException):
@@ -262,6 +263,8 @@ class Run:
                 "at a first start"
             )
         made.compare(state.user_state, self._warn)
+        if not world.replacement:  # it comes to ranks that have compared theirs
+            check_tables(state.model, state.user_state, world, self._warn)
         self._announce()
         self._opening.close()  # from here on the end of the attempt closes what it opened
         if self._tells_run_dir:
