@@ -22,6 +22,8 @@ with Session(run_dir, *words) as run:
     body = run.replicate(net, name="body")
     shadow = {name: p.detach().clone() for name, p in net.named_parameters()}
     head = run.replicate(torch.nn.Linear(8, 3), name="head")
+    names = [name for name, _ in [*head.named_parameters(), *head.state_dict().items()]]
+    assert names == 2 * ["weight", "bias"], names  # those that the script knows
     of_body, of_head = (run.optimizer(lambda of: torch.optim.SGD(of, lr=0.1), str(n), m) for n, m in enumerate((body, head)))
     calls = 0
     def loss(x, y):

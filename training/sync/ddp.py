@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+from collections.abc import Iterator
 from typing import Any, NoReturn, cast
 
 import torch
@@ -20,6 +21,25 @@ from .watch import GradientWatch
 _KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
 _NEW = "forward_sync_buffers" in _KNOWN  # torch 2.15 renamed it
 _LOCAL_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _NEW else "broadcast_buffers": False}
+
+
+class _Network(DistributedDataParallel):
+    """Has the names of the network that it wraps, by which a script chooses what to freeze, and the groups of its optimizer."""
+
+    def named_parameters(self, *args: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **named)  # type: ignore[no-any-return]
+
+    def named_buffers(self, *args: Any, **named: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.module.named_buffers(*args, **named)  # type: ignore[no-any-return]
+
+    def named_modules(self, *args: Any, **named: Any) -> Iterator[Any]:
+        return self.module.named_modules(*args, **named)  # type: ignore[no-any-return]
+
+    def state_dict(self, *args: Any, **named: Any) -> Any:
+        return self.module.state_dict(*args, **named)
+
+    def load_state_dict(self, *args: Any, **named: Any) -> Any:
+        return self.module.load_state_dict(*args, **named)
 
 
 class DdpOptions(Section):
@@ -42,7 +62,7 @@ class Ddp(GradientSync):
         self.watch.expect(self._names)  # hooked before DDP's own hooks, which wait for the other ranks
         for parameter in self._names:
             _match_strides_of_gradient(parameter)
-        self.network = DistributedDataParallel(
+        self.network: DistributedDataParallel = _Network(
             model,
             device_ids=[world.device] if world.device.type == "cuda" else None,
             **_LOCAL_BUFFERS,  # batch statistics stay local; evaluation averages them
