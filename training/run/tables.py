@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..checkpoint.kept import Kept
+from ..checkpoint.user_state import UserState
 from ..contract import UserError, named
 from ..parallel.exchange import all_gather_trees, raise_together
 from ..parallel.names import plain_name
@@ -23,7 +23,7 @@ _DERIVED = ("_orig", "_g", "_v")
 """A parametrization keeps its parameters under a name with one of these endings, and computes the attribute anew in each pass."""
 
 
-def check_tables(model: nn.Module, kept: Kept, world: World, warn: Callable[[str], None]) -> None:
+def check_tables(model: nn.Module, kept: UserState, world: World, warn: Callable[[str], None]) -> None:
     """Compares the tables of the ranks, and with those of the start before. Collective.
 
     Raises:
