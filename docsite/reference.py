@@ -31,7 +31,7 @@ API = (
     "jobs.job.submit", "jobs.job.Job", "jobs.spec.model.JobSpec", "jobs.status.Status", "jobs.backend.Backend",
     "jobs.sweep.parse", "jobs.sweep.expand", "jobs.sweep.submit", "jobs.spec.model.load_profile",
     "jobs.slurm.render.slurm_parameters", "jobs.slurm.render.training_task", "wire.submitit_api.resumable",
-    "jobs.status.say", "jobs.status.table",
+    "jobs.status.say", "jobs.status.columns",
     "training.parallel.world.script", "training.parallel.world.joined", "training.parallel.world.detect",
     "training.parallel.world.World",
     "training.sync.build", "training.sync.from_words", "training.sync.base.GradientSync",

@@ -15,7 +15,7 @@ from typing import Literal
 
 from lockstep.jobs import Job, JobSpec, submit, sweep
 from lockstep.jobs.spec import profile
-from lockstep.jobs.status import Status, say, table
+from lockstep.jobs.status import Status, columns, say
 from lockstep.training.contract import UserError
 
 
@@ -65,7 +65,8 @@ def main() -> int:
         if found.state != "succeeded":
             code = code or found.code or 1
             explain(last, found)
-    table(("NAME", "STATE", "accuracy"), rows)
+    for line in columns(("NAME", "STATE", "accuracy"), rows):
+        say(line)
     return code
 
 

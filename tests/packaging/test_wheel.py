@@ -102,7 +102,7 @@ def test_the_wheel_and_the_sdist_hold_the_packages_and_nothing_else(built: Path)
         (["--version"], f"lockstep {project()['version']}"), (["schema"], '"recipe"'), (["settings", "smoke"], "sync.name"),
         (["render", "k8s", *JOB, "--profile", "pyxis-cluster", "--set", "overrides.optim.lr=0.25"], "optim.lr=0.25"),
         (["render", "compose", *JOB], "services:"), (["lint", *JOB], ""), (["lint", "--rules"], "LS001"),
-        (["prepare", "k8s", str(ROOT / "job.yaml"), "--dry-run"], "name: smoke-prepare"),
+        (["prepare", "k8s", str(ROOT / "job.yaml"), "--image", "localhost:5000/a:1", "--dry-run"], "name: smoke-prepare"),
         (["list", "local"], "NAME"), (["list", "slurm"], "NAME"), (["report", "run"], "run/report.html\n"),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
