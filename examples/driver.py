@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.jobs import Job, JobSpec, submit, sweep
-from lockstep.jobs.spec import profile
+from lockstep.jobs.spec.model import load_profile
 from lockstep.jobs.status import Status, columns, say
 from lockstep.training.contract import UserError
 
@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("--tries", type=int, default=3, help="how often to submit again after a preemption")
     parser.add_argument("--poll", type=float, default=5.0, help="seconds between two looks")
     args = parser.parse_args()
-    spec = JobSpec.load(args.file, below=profile.load(args.profile) if args.profile else None)
+    spec = JobSpec.load(args.file, below=load_profile(args.profile) if args.profile else None)
     specs = sweep.expand(spec, sweep.parse(args.sweep)) if args.sweep else [spec]
     mode: Literal["attach", "replace"] = "replace" if args.replace else "attach"
     jobs = sweep.submit(spec, specs, args.backend, mode) if args.sweep else [submit(spec, args.backend, mode)]

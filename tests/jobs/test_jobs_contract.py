@@ -45,7 +45,8 @@ class Bench:
     def spec(self, name: str, program: str, **more: Any) -> JobSpec:
         values = {
             "name": name, "command": ["python", "-c", program], "image": self.image, "nodes": 1, "ranks_per_node": 2,
-            "max_restarts": 0, "run_dir": str(self.folder / name), "grace_seconds": 5, **more,
+            "max_restarts": 0, "run_dir": str(self.folder / name), "grace_seconds": 5,
+            "k8s": {"kind": "PyTorchJob"}, **more,  # what `auto` stands for is the cluster's: tests/kubernetes
         }  # fmt: skip
         return JobSpec.of({**values, "volumes": [{"claim": self.claim, "path": str(self.folder)}]})
 
