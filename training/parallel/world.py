@@ -330,9 +330,7 @@ def joined(
         # Alone until the others admit it, and never rank 0: the run directory is theirs.
         world = dataclasses.replace(world, rank=world.size, size=1, number=world.rank, replacement=int(replacement))
     chosen = choose_device(world, device, shares=backend == "gloo")
-    # A rank that is alone sends nothing: NCCL would take half a second to close the communicator that it opens.
-    alone = world.size == 1 and not os.environ.get(ENV_LIVE)
-    nccl = chosen.type == "cuda" and backend == "auto" and not alone
+    nccl = chosen.type == "cuda" and backend == "auto"
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         if os.environ.get(ENV_LIVE):
@@ -353,7 +351,8 @@ def joined(
         store = _store(world, timeout)
         if nccl and world.size > 1:
             _refuse_shared_gpus(world, chosen, store)
-        # With a device NCCL opens its communicator here, and on that one: else torch guesses `rank modulo GPUs`.
+        # With a device NCCL opens its communicator here, and on that one: else torch guesses `rank modulo GPUs`. A rank that is alone opens
+        # one where a strategy asks for it: `ddp` sums gradients on the GPU, and gloo would take them over the host.
         of_store = process.connections()
         try:
             dist.init_process_group(
