@@ -59,8 +59,9 @@ def our_step(recipe: str, batch: int, world: World, *settings: str) -> Iterator[
             "data.source=synthetic", f"data.options={{n: {32 * size}, n_test: 64}}", f"data.root={folder}",
             "data.resident=always", "metrics.port=0", "log.format=json", *settings,
         ])  # fmt: skip
-        run = session_of(runs.Run(Path(folder) / "run", chosen, handle_signals=False, world=world))
-        trained = Recipe(stack.enter_context(run), chosen)
+        start = runs.Run(Path(folder) / "run", chosen, handle_signals=False, world=world)
+        run = stack.enter_context(session_of(start))
+        trained = Recipe(run, chosen, start)
         batches = (batch for _ in run.epochs(chosen.epochs) for batch in run.batches(trained.batches))
         stream = torch.cuda.current_stream() if world.device.type == "cuda" else None
 

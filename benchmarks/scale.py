@@ -159,8 +159,9 @@ def _rank(folder: str) -> dict[str, dict[str, float]]:
         found["join (torch's store and mesh)"] = counts.now().since(before)._asdict()
         before = counts.now()
         settings = _settings(root)
-        with session_of(Run(root / "run", settings, handle_signals=False, world=world)) as run:
-            Recipe(run, settings)
+        start = Run(root / "run", settings, handle_signals=False, world=world)
+        with session_of(start) as run:
+            Recipe(run, settings, start)
             found["a start"] = counts.now().since(before)._asdict()
             for name, (call, times) in calls(world, run._started().run.state).items():
                 dist.barrier()

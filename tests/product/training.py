@@ -321,7 +321,7 @@ class RunBegun:
         self._session = Inside("training.session").session_of(run)
         self._session.__enter__()
         try:
-            self.recipe = Inside("training.recipe.loop").Recipe(self._session, self.config)
+            self.recipe = Inside("training.recipe.loop").Recipe(self._session, self.config, run)
         except BaseException as error:
             self._session.__exit__(type(error), error, error.__traceback__)
             raise

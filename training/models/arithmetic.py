@@ -70,8 +70,10 @@ def arithmetic_of(model: nn.Module, example: torch.Tensor) -> float:
     from torch.utils.flop_counter import FlopCounterMode
 
     modes = [module.training for module in model.modules()]
-    with FlopCounterMode(display=False) as counter:
-        model.eval()(example)
-    for module, is_training in zip(model.modules(), modes):
-        module.training = is_training
+    try:
+        with FlopCounterMode(display=False) as counter:
+            model.eval()(example)
+    finally:
+        for module, is_training in zip(model.modules(), modes):
+            module.training = is_training
     return counter.get_total_flops() / len(example)

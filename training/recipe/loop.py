@@ -41,7 +41,7 @@ def train(config: Config, run_dir: Path, fresh: bool | str, began: float) -> Non
     """
     start = Run(run_dir, config, fresh=fresh, began=began)
     with session_of(start) as run:
-        recipe = Recipe(run, config)
+        recipe = Recipe(run, config, start)
         progress = Progress(run, config, recipe.evaluator, start.goodput)
         for epoch in run.epochs(config.epochs):
             for batch in run.batches(recipe.batches):
@@ -55,11 +55,12 @@ def train(config: Config, run_dir: Path, fresh: bool | str, began: float) -> Non
 class Recipe:
     """What a recipe says, ready for its first step. Collective. Raises `UserError` on all ranks where any of them cannot go on."""
 
-    def __init__(self, run: Session, config: Config) -> None:
-        config = setup.in_form(run, config)
+    def __init__(self, run: Session, config: Config, start: Run) -> None:
+        config = setup.in_form(run, config, start.form)
         data = setup.prepare(run, config)
-        self.run, self.config = run, setup.with_compiler(run, config, data)
-        config = self.config
+        config = setup.with_compiler(run, config, data, start.form)
+        run.settings = start.config = config
+        self.run, self.config = run, config
         self.batches, self.model = data.batches, data.model
         self.network = run.replicate(data.model, setup.example(run, config, data))
         if config.compile:

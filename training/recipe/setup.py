@@ -5,7 +5,7 @@ Each part that can fail on one rank alone runs in `failing_together`, so that ei
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,14 +55,22 @@ class Prepared:
         return self.batches.source.samples
 
 
-def in_form(run: Session, config: Config) -> Config:
-    """The config with what `auto` stands for on this device, but of `compile`. Collective."""
+def in_form(run: Session, config: Config, begun: Mapping[str, Any]) -> Config:
+    """The config with what `auto` stands for on this device, but of `compile`. Collective.
+
+    Args:
+        begun: what the run has decided at its first start (`Run.form`).
+    """
     on_gpu = run.device.type == "cuda"
-    return _decided(run, config, precision=lambda: fast_type(run.device), channels_last=lambda: on_gpu)
+    return _decided(run, config, begun, precision=lambda: fast_type(run.device), channels_last=lambda: on_gpu)
 
 
-def with_compiler(run: Session, config: Config, prepared: Prepared) -> Config:
-    """The config with what `compile: auto` stands for. Collective."""
+def with_compiler(run: Session, config: Config, prepared: Prepared, begun: Mapping[str, Any]) -> Config:
+    """The config with what `compile: auto` stands for. Collective.
+
+    Args:
+        begun: as of `in_form`.
+    """
 
     def repays() -> bool:
         world, division = run.world, prepared.batches.division
@@ -73,20 +81,17 @@ def with_compiler(run: Session, config: Config, prepared: Prepared) -> Config:
         operations = 3 * arithmetic_of(prepared.model, example(run, config, prepared)) * samples
         return operations / RATE * COMPILED_SAVES > COMPILING
 
-    return _decided(run, config, compile=repays)
+    return _decided(run, config, begun, compile=repays)
 
 
-def _decided(run: Session, config: Config, **choices: Callable[[], Any]) -> Config:
+def _decided(run: Session, config: Config, begun: Mapping[str, Any], **choices: Callable[[], Any]) -> Config:
     """The config where those of these settings that are `auto` have what the run began with, else the choice of rank 0. Collective."""
     wanted = [name for name in choices if getattr(config, name) == "auto"]
     if not wanted:
         return config
     with failing_together(run.world):
-        begun = run._run.form
-        chosen = {name: begun.get(name, choices[name]()) for name in wanted}
-    config = config.model_copy(update=broadcast_tree(chosen, run.world))
-    run.settings = run._run.config = config
-    return config
+        chosen = {name: begun[name] if name in begun else choices[name]() for name in wanted}
+    return config.model_copy(update=broadcast_tree(chosen, run.world))
 
 
 def prepare(run: Session, config: Config) -> Prepared:
