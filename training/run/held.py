@@ -20,7 +20,8 @@ from ..checkpoint import generators
 from ..checkpoint.state import TrainState
 from ..parallel.names import plain, plain_name
 from .replica import Several
-from .unsaved import states_of, storage, storages, variables
+from .tables import first_of, storage, storages
+from .unsaved import states_of, variables
 
 MOST, DEPTH, ITEMS = 5000, 3, 100
 """Objects that are looked at, attributes below a variable, and items of a dictionary or list whose items are looked at."""
@@ -35,18 +36,28 @@ class Held:
         self._before = self._looked()
 
     def moved(self) -> list[str]:
-        """Returns a sentence for each that has moved since then, and is in no checkpoint."""
-        now, sentences = self._looked(), []
+        """Returns a sentence for each that has moved since then, and is in no checkpoint. Of tensors by themselves the first is named:
+        one that sums up may be set to zero before it is read."""
+        now, sentences, in_place = self._looked(), [], False
         for name, (drawing, marks) in self._before.items():
             later, draws = now.get(name, (drawing, marks))[1], drawing is not None
             # A generator that is seeded anew, or a tensor that is made anew, depends on nothing earlier.
             if later == marks or later[0] != marks[0]:
                 continue
+            is_tensor = not draws and bool(marks[0])
+            if is_tensor and in_place:
+                continue
+            in_place = in_place or is_tensor
             keeps = f"hand it to run.keep({name if name.isidentifier() else 'other'}={name})"
+            if draws:
+                sentences.append(
+                    f"{name} draws numbers, and no checkpoint has its state, so a start that resumes draws others: {keeps}"
+                )
+                continue
+            unless = ", unless it is set anew before it is read" if is_tensor else ""
             sentences.append(
-                f"{name} draws numbers, and no checkpoint has its state, so a start that resumes draws others: {keeps}"
-                if draws
-                else f"{name} moves, and no checkpoint has it, so a start that resumes begins with another: make it a module, and {keeps}"
+                f"{name} moves, and no checkpoint has it, so a start that resumes begins with another{unless}: make it a module, "
+                f"and {keeps}"
             )
         return sentences
 
@@ -76,7 +87,8 @@ class Held:
                     found[name] = value, [(id(value), seed), generators.comparable(generators.state_of(value))]
                 continue
             is_tensor = issubclass(type(value), torch.Tensor)
-            tensors = [t for t in ([value] if is_tensor else _weights(value, models)) if storage(t) not in held]
+            tensors = [value] if is_tensor else _weights(value, models)
+            tensors = [t for t in tensors if storage(t) not in held and not t.is_inference()]  # these count no changes
             if tensors and not (is_tensor and value.requires_grad):
                 marks = [(WeakIdRef(tensor), tensor._version) for tensor in tensors]
                 found[name] = None, [[ref for ref, _ in marks if is_tensor], *marks]
@@ -84,22 +96,26 @@ class Held:
 
 
 class Settings:
-    """Numbers, switches and texts that the modules of the replicated models have in attributes, when the loop begins."""
+    """Numbers, switches and texts that the modules of the replicated models have in attributes, at the first save: a first pass may set
+    what later ones leave, such as the longest sequence."""
 
     def __init__(self, state: TrainState) -> None:
         self._model = state.model
-        self._before = self._now()
+        self._before: dict[str, Any] | None = None
 
     def moved(self) -> list[str]:
-        """Returns a sentence for each that has changed since then, once."""
+        """Returns a sentence for those that have changed since then, each once."""
         now = self._now()
+        if self._before is None:
+            self._before = now
         names = [name for name, value in self._before.items() if now.get(name, value) != value]
         for name in names:
             del self._before[name]
+        if not names:
+            return []
         return [
-            f"the attribute {name} of the model changes, and no checkpoint has it, so a start that resumes begins with the first value: "
-            "make it a buffer (register_buffer), or set it from run.steps or the epoch"
-            for name in names
+            f"the attribute {first_of(names)} of the model changes, and no checkpoint has it, so a start that resumes begins with the "
+            "first value: make it a buffer (register_buffer), or set it from run.steps or the epoch"
         ]
 
     def _now(self) -> dict[str, Any]:
@@ -107,7 +123,7 @@ class Settings:
             f"{plain_name(self._model, path)}.{name}".lstrip("."): value
             for path, module in self._model.named_modules()
             for name, value in vars(module).items()
-            if type(value) in (bool, int, float, str) and name not in ("training", "call_super_init")
+            if type(value) in (bool, int, float, str) and value == value and name not in ("training", "call_super_init")
         }
 
 

@@ -20,6 +20,7 @@ from ..parallel.names import unwrapped
 from ..parallel.world import World
 from ..sync.base import BuildOptimizer, GradientSync, trains_another
 from ..sync.watch import hooks_of, hooks_of_script
+from .tables import tables_of
 
 
 class Several(GradientSync):
@@ -119,6 +120,8 @@ class Replica:
         self._settings, self._world = settings, world
         self._parts: dict[str, GradientSync] = {}
         self._networks: dict[str, nn.Module] = {}
+        self.made: list[Any] = []
+        """The tables of the models, as they were replicated."""
         self.hooks: set[int] = set()
         """The numbers of the hooks that the strategies have registered (`hooks_of`)."""
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
@@ -162,6 +165,7 @@ class Replica:
             )
         model.to(self._world.device)
         of_script = {number for number, *_ in hooks_of(model)}
+        self.made += [value for _, value in tables_of(model)]
         self.network = self._networks[name] = strategy.wrap(model, self._world, example)
         self.hooks |= {number for number, *_ in hooks_of(strategy.model)} - of_script
         self._parts[name] = strategy

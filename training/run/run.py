@@ -264,7 +264,8 @@ class Run:
             )
         made.compare(state.user_state, self._warn)
         if not world.replacement:  # it comes to ranks that have compared theirs
-            check_tables(state.model, state.user_state, world, self._warn)
+            check_tables(state.model, replica.made, state.user_state, world, self._warn)
+        replica.made.clear()  # the session would keep them alive
         self._announce()
         self._opening.close()  # from here on the end of the attempt closes what it opened
         if self._tells_run_dir:

@@ -22,6 +22,7 @@ from ..parallel.exchange import all_gather_trees, same_on_all
 from ..parallel.names import plain
 from ..resilience.closeness import fingerprint, sums_of_bits
 from .run import Run
+from .tables import storage, storages
 
 SCORES = ("accuracy", "loss")
 """How the name of a score ends. What else is logged may be a rank's own: a time, a rate, the size of its memory."""
@@ -190,19 +191,6 @@ def _weights_outside(learned: set[torch.Tensor], used: set[torch.Tensor], state:
                 "before run.replicate()"
             )
     return sorted(sentences)
-
-
-def storage(tensor: torch.Tensor) -> int | None:
-    """The address of its memory. None: it has none, as a tensor that is lazy, sparse, sharded or of a class that wraps others."""
-    try:
-        return tensor.untyped_storage().data_ptr() or None
-    except Exception:  # noqa: BLE001 - they raise nearly anything
-        return None
-
-
-def storages(tree: Any) -> set[int | None]:
-    """The addresses of its tensors, and None, so that a tensor without one counts as one of them."""
-    return {storage(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)} | {None}
 
 
 def states_of(objects: dict[str, Stateful]) -> list[Any]:
