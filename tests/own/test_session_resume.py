@@ -112,18 +112,21 @@ def start(what, steps):
         optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
         for epoch in run.epochs(steps=steps):
             for group in optimizer.param_groups if epoch else ():
-                group["lr"] = group["lr"] * 0.1 if what == "rate" else 0.01
+                group["lr"] = group["lr"] * 0.1 if what == "rate" else 0.01 / epoch
             if what == "weights" and epoch:
                 torch._foreach_mul_([p.data for p in model.parameters()], 0.5)
             for (x,) in run.batches(torch.utils.data.TensorDataset(torch.randn(16, 4)), 4):
+                for group in optimizer.param_groups if what == "warmed" else ():
+                    group["lr"] = group["lr"] * 1.1
                 run.step(lambda x: model(x).square().mean(), x)
-for what in ("rate", "weights", "value"):
+for what in ("rate", "weights", "value", "warmed"):
     start(what, 6)
     start(what, 8)
 """
 
 
 def test_what_a_script_changes_a_second_time_as_it_resumes_within_an_epoch_is_named(tmp_path: Path) -> None:
+    """A rate that is set from the epoch is not, also where each step moves it."""
     done = script(1, AGAIN, tmp_path)
     named = [line for line in done.output.splitlines() if "warning: " in line]
     whats = ("the learning rate of optimizer.param_groups[0]", "weights")
@@ -131,6 +134,29 @@ def test_what_a_script_changes_a_second_time_as_it_resumes_within_an_epoch_is_na
     assert all(
         f"the script changes {what} between the beginning of an epoch" in line for what, line in zip(whats, named)
     ), named
+
+
+LOGS = """
+import os, signal, sys, torch
+from lockstep import Session
+with Session(sys.argv[1], "checkpoint.every_steps=100", "log.report=false") as run:
+    model = run.replicate(torch.nn.Linear(4, 2))
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    for epoch in run.epochs(2):
+        for (x,) in run.batches(torch.utils.data.TensorDataset(torch.randn(16, 4)), 4):
+            run.step(lambda x: model(x).square().mean(), x)
+        for part in range(4):
+            if run.rank and not run.resumed and not part:
+                os.kill(os.getpid(), signal.SIGTERM)
+            run.boundary()
+        if run.leader:
+            run.log(seen=1)
+"""
+
+
+def test_the_ranks_save_together_where_one_alone_logs_after_the_evaluation_that_a_start_left(tmp_path: Path) -> None:
+    assert [script(2, LOGS, tmp_path / "run").code for _ in range(2)] == [75, 0]
+    assert product.checkpoint_steps(tmp_path / "run")[0] == 8
 
 
 CHANGED = """

@@ -13,7 +13,18 @@ from ..parallel.packing import split
 from ..parallel.world import World
 from . import generators
 
-_PLAIN = ("steps", "samples", "data", "logged", "logged_in_epoch", "measured", "rates", "groups", "tables")
+_PLAIN = (
+    "steps",
+    "samples",
+    "data",
+    "logged",
+    "logged_in_epoch",
+    "measured",
+    "rates",
+    "groups",
+    "tables",
+    "began_with",
+)
 """Plain values that are the same on every rank."""
 
 
@@ -86,6 +97,8 @@ class UserState:
         """By the optimizer's name, the sha256 of the parameters in its groups as the script made them."""
         self.tables: dict[str, str] = {}
         """A digest of each table that a module has in an attribute (`run/tables.py`), as the script made it."""
+        self.began_with: dict[str, float] = {}
+        """The learning rates with which the batches of the epoch under way began."""
         self.epoch_generators: dict[str, Any] | None = None
         """This rank's generators at the start of the epoch under way."""
         self.cursor_generators: dict[str, Any] | None = None

@@ -159,14 +159,20 @@ class Loop:
     def _marks(self) -> dict[str, Any]:
         """What stands for what a script may change at the beginning of an epoch."""
         state = self.run.state
-        rates = {f"the learning rate of {name}": rate for name, rate in learning_rates(state.optimizers).items()}
-        return {**rates, "weights": fingerprint(state.model) if state.sync.replicas else 0}
+        return {**self._rates(), "weights": fingerprint(state.model) if state.sync.replicas else 0}
+
+    def _rates(self) -> dict[str, float]:
+        rates = learning_rates(self.run.state.optimizers)
+        return {f"the learning rate of {name}": rate for name, rate in rates.items()}
 
     def _warn_of_repeated(self) -> None:
         """A start that resumes within an epoch does again what the script does before its batches, to what the checkpoint has."""
         before, self._at_beginning = self._at_beginning, {}
-        now = self._marks() if before else {}
-        changed = [name for name, value in before.items() if now.get(name) != value]
+        now, kept = self._marks() if before else {}, self.run.user_state
+        # A rate that is set from the epoch is what it was when the epoch began: steps may have moved it since.
+        changed = [name for name, value in before.items() if now.get(name) not in (value, kept.began_with.get(name))]
+        if not self.run.state.cursor.step:
+            kept.began_with = self._rates()
         if changed and self.run.world.leader:
             self.run.console.warn(
                 f"the script changes {changed[0]} between the beginning of an epoch and its batches. This start resumes within the epoch, "
@@ -186,8 +192,8 @@ class Loop:
         state.clock.settle()
         self.attempt.tell_readings(wait=True)
         means = self.attempt.epoch_means()
-        unscored = bool(kept.logged_in_epoch) and not run.progressed  # the start before left during this evaluation
-        reasons = all_gather_trees(self.attempt.consensus.final, run.world)
+        logged_only = bool(kept.logged_in_epoch) and not run.progressed
+        reasons, unscored = zip(*all_gather_trees([self.attempt.consensus.final, logged_only], run.world), strict=True)
         if (reason := next(filter(None, reasons), None)) is not None:
             state.history |= {"stopped": reason, "stopped_of": self.epochs_planned or self.steps_planned or 0}
         state.cursor.epoch, state.cursor.step, run.progressed = state.cursor.epoch + 1, 0, True
@@ -202,8 +208,8 @@ class Loop:
             examples_seen=kept.samples, images_per_second=kept.samples / max(state.clock.trained, 1e-9),
         )  # fmt: skip
         last, every_epoch = self.complete, config.checkpoint.every_steps == 0
-        if last or every_epoch or self.attempt.saver.due_by_step() or self._best_is_due() or unscored:
-            self.attempt.save()
+        if last or every_epoch or self.attempt.saver.due_by_step() or self._best_is_due() or any(unscored):
+            self.attempt.save()  # where one has only logged, the start before left during this evaluation
 
     def _best_is_due(self) -> bool:
         """Whether rank 0 has been told of a score of these weights that is the best so far. Collective."""
