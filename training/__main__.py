@@ -231,8 +231,8 @@ def _settings(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa:
     chosen = settings.flatten(configuration.load(args.recipe, args.assignments)) if args.recipe else {}
     for name, type_name, default, text in settings.documentation(configuration.Config):
         value = chosen.get(name, default)
-        note = "" if value == default else f", default {default!r}"
-        print(f"{name} = {value!r}  ({type_name}{note})\n    {text}")
+        note = "" if value == default else f", default {settings.written(default)}"
+        print(f"{name} = {settings.written(value)}  ({type_name}{note})\n    {text}")
     return EXIT_DONE
 
 

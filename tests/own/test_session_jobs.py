@@ -99,7 +99,7 @@ def test_options_of_lockstep_run_reach_the_session_or_are_refused(lockstep: Lock
 
 HANDED_OVER = {
     "": "LOCKSTEP_SESSION", "nonsense": "LOCKSTEP_SESSION", '{"run_dir": 3}': "LOCKSTEP_SESSION", '{"more": 1}': "LOCKSTEP_SESSION",
-    '{"settings": ["config.rl=1"]}': "'lr'", '{"settings": ["config.flag=1"]}': "True", '{"settings": ["config.deep=1"]}': "'deep'",
+    '{"settings": ["config.rl=1"]}': "'lr'", '{"settings": ["config.flag=1"]}': "true", '{"settings": ["config.deep=1"]}': "'deep'",
 }  # fmt: skip
 """What a launcher may have put into the variable, and what the line about it names."""
 

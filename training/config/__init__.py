@@ -285,7 +285,8 @@ def _like(config: Mapping[str, Any], name: str, value: Any) -> Any:
         return float(value)
     if before is not None and type(value) is not type(before):
         raise UserError(
-            f"--set {name}: expected {settings.type_name(type(before))} like the script's {before!r}, got {value!r}"
+            f"--set {name}: expected {settings.type_name(type(before))} like the script's {settings.written(before)}, "
+            f"got {settings.written(value)}"
         )
     return value
 
@@ -314,7 +315,7 @@ def differences(old: RunSettings, new: RunSettings) -> list[str]:
     before, after = (settings.flatten(config, FREE) for config in (old, new))
     decided = {name for name in FORM if after.get(name) == "auto"}
     return [
-        f"{name}: {before[name]} → {after[name]}"
+        f"{name}: {settings.written(before[name], str)} → {settings.written(after[name], str)}"
         for name in after
         if before[name] != after[name] and name not in decided
     ]

@@ -15,7 +15,7 @@ import json
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -32,6 +32,9 @@ MAX_DIGITS = 64
 
 MAX_COMPLAINTS = 5
 """The most complaints that one error names."""
+
+_SHOULD = "Input should"
+"""How pydantic begins what it expects of a value."""
 
 KeyPath = tuple[Any, ...]
 """The names and list indices that lead to a value among nested ones."""
@@ -309,9 +312,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; known: {', '.join(known) or 'none'}" if len(known) <= 20 else ""
 
 
+def written(value: Any, otherwise: Callable[[Any], str] = repr) -> str:
+    """A value as a settings file has it: null, true and false, and all else as `otherwise` writes it."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else otherwise(value)
+
+
 def shown(value: Any) -> str:
     """A value as an error quotes it: not all of a long one."""
-    text = repr(value)
+    text = written(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -322,10 +330,31 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str) -> dict
     """
     # An unknown name first: it may be why another one is missing.
     complaints = sorted(
-        error.errors(include_url=False), key=lambda one: one["type"] not in ("extra_forbidden", "invalid_key")
+        _joined(error.errors(include_url=False), model),
+        key=lambda one: one["type"] not in ("extra_forbidden", "invalid_key"),
     )
     shown = {_sentence(dict(one), model, prefix): one["loc"] for one in complaints[:MAX_COMPLAINTS]}
     return shown | ({f"and {more} more": ()} if (more := len(complaints) - MAX_COMPLAINTS) > 0 else {})
+
+
+def _joined(complaints: Iterable[Any], model: type[BaseModel]) -> list[dict[str, Any]]:
+    """One complaint for each mistake: pydantic complains for every member of a union.
+
+    Where a value has the kind of one member, and what is in it is wrong, the other members' complaints are left out.
+    """
+    joined = list[dict[str, Any]]()
+    places = [(_located(model, one["loc"])[0], one) for one in complaints]
+    for path, one in places:
+        others = [(place, other) for place, other in places if other is not one and place[: len(path)] == path]
+        typed = one["msg"].startswith(_SHOULD)
+        if typed and any(place != path or not other["msg"].startswith(_SHOULD) for place, other in others):
+            continue
+        first = next((done for done in joined if typed and _located(model, done["loc"])[0] == path), None)
+        if first is None:
+            joined.append(dict(one))
+        else:
+            first["msg"] += " or" + one["msg"].removeprefix(_SHOULD + " be")
+    return joined
 
 
 def _sentence(complaint: dict[str, Any], model: type[BaseModel], prefix: str) -> str:
@@ -346,7 +375,7 @@ def _sentence(complaint: dict[str, Any], model: type[BaseModel], prefix: str) ->
         hint = f": write {json.dumps(value.split())}"
     elif kind == "string_type" and isinstance(value, (bool, int, float)):
         hint = ": write it in quotes"
-    text = f" must{message[12:]}" if message.startswith("Input should") else f": {message}"
+    text = f" must{message.removeprefix(_SHOULD)}" if message.startswith(_SHOULD) else f": {message}"
     return f"{name}{text}, got {shown(value)}{hint}"
 
 

@@ -35,6 +35,8 @@ WRONG = {
     "model_options": ["model_options={a: 2026-11-21}", "model_options={a: {1: 2}}", "model_options=[1]"],
     "collective_timeout": ["collective_timeout=1e300"], "schedule": ["schedule=[[1,1],[1,2]]"], "--set lr": ["lr=[1"],
     "ema.decay": ["ema.decay=1"], "exactly one of batch_size": ["batch_size=8 global_batch_size=8"],
+    "every_seconds must be a valid number or 'auto', got 'x'$": ["checkpoint.every_seconds=x"], "'auto', got null$": ["compile=null"],
+    "set: checkpoint.keep_best.accuracy must be 'max' or 'min', got 3$": ["checkpoint.keep_best={accuracy: 3}"],
     "deterministic": ["deterministic=true tf32=true", "deterministic=true cudnn_benchmark=true"],
 }  # fmt: skip
 """What the one line has to name → words after --set."""
@@ -91,7 +93,7 @@ def test_what_makes_another_run_is_in_the_hash() -> None:
     ):
         assert config.load("smoke", words).hash() == first.hash()
         assert config.differences(first, config.load("smoke", words)) == []
-    for words, difference in ((["lr=3e-3"], "optim.lr: 0.002 → 0.003"), (["tf32=true"], "tf32: False → True")):
+    for words, difference in ((["lr=3e-3"], "optim.lr: 0.002 → 0.003"), (["tf32=true"], "tf32: false → true")):
         other = config.load("smoke", words)
         assert other.hash() != first.hash() and config.differences(first, other) == [difference]
 
