@@ -106,13 +106,16 @@ def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> No
     Raises:
         UserError: the weights do not fit: what torch says, and what the model advises (`misfit`). They came from `path`.
     """
-    with files.reading(path, then=getattr(model, "misfit", "")):
+    try:
         state = model.state_dict()
         weights = matched(weights, state.keys())
         for name in weights.keys() & state.keys():
             if not torch.can_cast(weights[name].dtype, state[name].dtype):
                 raise UserError(f"{path}: {name} is {weights[name].dtype}, the model's {state[name].dtype}")
         model.load_state_dict(weights)
+    except (RuntimeError, ValueError, TypeError) as error:
+        advice = getattr(model, "misfit", "")
+        raise UserError(f"{path} does not fit the model: {files.reason_of(error)}{advice}") from error
 
 
 def from_run(

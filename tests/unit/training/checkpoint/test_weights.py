@@ -18,7 +18,7 @@ def test_weight_files(tmp_path: Path) -> None:
     other = torch.nn.Linear(2, 2)
     weights.assign(other, weights.read(path), path)
     assert torch.equal(model.weight, other.weight)
-    with pytest.raises(UserError, match="size mismatch for weight"):
+    with pytest.raises(UserError, match=r"w\.pth does not fit the model: .*size mismatch for weight"):
         weights.assign(torch.nn.Linear(3, 2), weights.read(path), path)
     with pytest.raises(UserError, match=r"Unexpected key.*bias"):
         weights.assign(torch.nn.Linear(2, 2, bias=False), weights.read(path), path)
