@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,11 @@ from ..contract import UserError
 def real_type(precision: str) -> torch.dtype:
     """The type of weights, images and losses; the half formats are autocast's business."""
     return torch.float64 if precision == "float64" else torch.float32
+
+
+def form_on(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """What `auto` stands for on this device, by the setting's name."""
+    return {"precision": lambda: fast_type(device), "channels_last": lambda: device.type == "cuda"}
 
 
 def fast_type(device: torch.device) -> str:

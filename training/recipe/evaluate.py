@@ -22,7 +22,7 @@ from ..data.augment import check_settings, normalise
 from ..data.batches import fits
 from ..data.shard_writer import prepare
 from ..data.shards import Manifest, Samples
-from ..models.arithmetic import autocast, real_type
+from ..models.arithmetic import autocast, form_on, real_type
 from ..observe.rundir import recipe_of
 from ..parallel.exchange import failing_together, waiting_for_all
 from ..parallel.world import World
@@ -179,12 +179,19 @@ def _elsewhere(config: Config, assignments: list[str], target: Path) -> Config:
     return changed
 
 
+def decided_on(device: torch.device, config: Config) -> Config:
+    """The config with what a run decides on this device where a setting is `auto`: a run has done so, a file of weights has not."""
+    wanted = {name: decide for name, decide in form_on(device).items() if getattr(config, name) == "auto"}
+    return config.model_copy(update={name: decide() for name, decide in wanted.items()})
+
+
 def score_target(target: Path, config: Config, checksum: str | None, world: World) -> Score:
     """Scores RUN or FILE on the test split. Collective. Raises `UserError`."""
 
     def warn(message: str) -> None:
         to_stderr(f"warning: {message}")
 
+    config = decided_on(world.device, config)
     with failing_together(world):
         tensors = weights.from_run(target, warn)[0] if target.is_dir() else weights.read(target)
     with waiting_for_all(world, "prepare the data", config.data.prepare_timeout, config.collective_timeout):

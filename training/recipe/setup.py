@@ -23,7 +23,7 @@ from ..data.batches import Batches, Division, Stored
 from ..data.order import Parts
 from ..data.shard_writer import prepare as prepare_shards
 from ..data.shards import Manifest, Samples
-from ..models.arithmetic import arithmetic_of, fast_type, no_compiler, real_type
+from ..models.arithmetic import arithmetic_of, form_on, no_compiler, real_type
 from ..parallel.exchange import (
     broadcast_tree,
     failing_together,
@@ -61,8 +61,7 @@ def in_form(run: Session, config: Config, begun: Mapping[str, Any]) -> Config:
     Args:
         begun: what the run has decided at its first start (`Run.form`).
     """
-    on_gpu = run.device.type == "cuda"
-    return _decided(run, config, begun, precision=lambda: fast_type(run.device), channels_last=lambda: on_gpu)
+    return _decided(run, config, begun, **form_on(run.device))
 
 
 def with_compiler(run: Session, config: Config, prepared: Prepared, begun: Mapping[str, Any]) -> Config:
