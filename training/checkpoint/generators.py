@@ -78,7 +78,7 @@ def set_state(generator: Any, state: Any) -> None:
 def _of_python(state: Any) -> list[Any]:
     """The state of a generator of Python with its 625 numbers in one tensor."""
     version, numbers, gauss = state
-    return [version, torch.tensor(numbers), gauss]
+    return [version, torch.tensor(numbers, device="cpu"), gauss]
 
 
 def _to_python(state: Any) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ _SPENT = {
     "taken again, hung, regrouped": (TimeCategory.TAKEN_AGAIN, TimeCategory.HANG, TimeCategory.REGROUP),
     "down or unknown": (TimeCategory.DOWN, TimeCategory.UNKNOWN),
 }
-"""Buckets of the wall clock, as they are drawn together."""
+"""Categories of the wall clock, as they are drawn together."""
 Points = list[list[Any]]
 """[x, y] each; of the timeline [seconds, step, what happened or "", why]; of bars [name, length]."""
 
