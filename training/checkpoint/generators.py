@@ -32,7 +32,10 @@ def capture(device: torch.device) -> dict[str, Any]:
 def restore(states: dict[str, Any], device: torch.device) -> None:
     """Restores the states from `capture`; a generator without a saved state keeps its own. Raises `ValueError`, `TypeError`."""
     random.setstate(_to_python(states["python"]))
-    torch.set_rng_state(states["torch"])
+    try:
+        torch.set_rng_state(states["torch"])
+    except RuntimeError as error:  # which is what a failed collective raises, too
+        raise ValueError(f"it holds no state of torch's generator, {error}") from error
     if "numpy" in states:
         algorithm, keys, *rest = states["numpy"]
         np.random.set_state((algorithm, np.asarray(keys).astype(np.uint32), *rest))

@@ -24,6 +24,9 @@ from ..sync.base import GradientSync
 from . import generators
 from .user_state import UserState
 
+_COUNTS = ("attempts", "failures", "preemptions", "stopped_of")
+"""The names in the history that count something."""
+
 
 @dataclass(slots=True)
 class Cursor:
@@ -151,6 +154,7 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0)
         if rank_state["misfit"] is not None:
             raise ValueError(rank_state["misfit"])
     shared = broadcast_tree(None if gathered is None else gathered["shared"], state.world, source)
+    _check_forms(shared, rank_state["losses"])
     parameters = _parameters(state.model)
     _copy(shared["model"], parameters, state.sync.copy_into_shard)
     frozen, evaluating = set(shared["frozen"]), set(shared["evaluating"])
@@ -160,7 +164,7 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0)
         module.training = plain_name(state.model, name) not in evaluating
     _load_optimizers(shared, state)
     state.cursor.epoch, state.cursor.step = shared["cursor"]
-    state.clock.trained = shared["trained_seconds"]
+    state.clock.trained = float(shared["trained_seconds"])
     state.history.update(shared["history"])
     if state.ema:
         _copy(shared["average"], _parameters(state.ema.average), state.sync.copy_into_shard)
@@ -182,6 +186,23 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0)
     if state.ema:
         _copy(rank_state["average_buffers"], _buffers(state.ema.average))
     return anew
+
+
+def _check_forms(shared: dict[str, Any], losses: torch.Tensor) -> None:
+    """Raises `ValueError` for what no save has written. Its writer may seal anything, and the run would fail at the first step."""
+    (epoch, step), kept, history = shared["cursor"], shared["kept"], shared["history"]
+    counts = {"epoch": epoch, "step": step, "steps": kept["steps"], "samples": kept["samples"]}
+    counts |= {name: history[name] for name in _COUNTS if name in history}
+    for name, count in counts.items():
+        if type(count) is not int or not 0 <= count < 1 << 63:
+            raise ValueError(f"its count of {name} is {count!r:.40}")
+    if losses.shape != (2 + len(kept["measured"]),):
+        raise ValueError(f"its sums of losses have the shape {list(losses.shape)}, not [{2 + len(kept['measured'])}]")
+    for saved in (shared["optimizer"], *shared["further_optimizers"].values()):
+        rates = [group[name] for group in saved["param_groups"] for name in ("lr", "initial_lr") if name in group]
+        for rate in rates:
+            if not (type(rate) in (int, float) or (isinstance(rate, torch.Tensor) and rate.numel() == 1)):
+                raise ValueError(f"it has the learning rate {rate!r:.40}")
 
 
 def _merged(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:

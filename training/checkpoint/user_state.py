@@ -189,6 +189,8 @@ class UserState:
         self.summary.clear()
         self.summary.update(shared["summary"])
         for name in _PLAIN:
+            if type(shared[name]) is not type(getattr(self, name)):
+                raise TypeError(f"{name} is {shared[name]!r:.40}")
             setattr(self, name, shared[name])
         if rank is not None:
             _load(self.rank_objects, rank["objects"])

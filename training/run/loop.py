@@ -27,6 +27,7 @@ from .attempt import FIRST_STEPS, Attempt
 from .dealt import Dealing
 from .recording import Recorder, obstacle
 from .replica import Replica
+from .resume import misfits_explained
 from .run import Ended, Run
 from .step import STEPS, Step
 from .work import check_name
@@ -149,7 +150,8 @@ class Loop:
         """The script may draw here what it draws once an epoch, in the middle of an epoch too."""
         kept, cursor, device = self.run.user_state, self.run.state.cursor, self.run.world.device
         if kept.epoch_generators is not None:  # the run resumes within this epoch, or before its first batch
-            kept.restore(kept.epoch_generators, device)
+            with misfits_explained():
+                kept.restore(kept.epoch_generators, device)
             self._at_beginning = self._marks() if cursor.step else {}
             return
         if self._saved_generators is not None and not cursor.step:

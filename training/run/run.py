@@ -262,7 +262,8 @@ class Run:
                 f"the number of ranks has changed, and each rank has another state of {', '.join(anew)}: none is restored, and it draws as "
                 "at a first start"
             )
-        made.compare(state.user_state, self._warn)
+        with resume.misfits_explained():
+            made.compare(state.user_state, self._warn)
         if not world.replacement:  # it comes to ranks that have compared theirs
             check_tables(state.model, replica.made, state.user_state, world, self._warn)
         replica.made.clear()  # the session would keep them alive
