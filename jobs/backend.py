@@ -16,7 +16,6 @@ import contextlib
 import functools
 import json
 import os
-import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -118,6 +117,8 @@ class Prepared:
     """The elements of an array; of a single job there are none."""
     manifests: Manifests = field(default_factory=list)
     findings: Findings = field(default_factory=list)
+    written: JobSpec | None = None
+    """The spec before the backend has settled a part of it, where it has."""
 
 
 class _Decision(NamedTuple):
@@ -255,7 +256,7 @@ class Backend(abc.ABC):
             raise UserError("--new does not work with --sweep, whose runs are numbered already: choose another --name")
         specs = self._with_code(specs)
         if not self.arrays:
-            jobs = [self.prepared(spec) for spec in specs]
+            jobs = self.prepared_all(specs)
             refuse({job.spec.name: job.findings for job in jobs}, self.name)
             return self._submit(jobs, mode)
         whole = self.prepared(specs[0].model_copy(update={"name": name}), specs)
@@ -280,6 +281,10 @@ class Backend(abc.ABC):
     def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Prepared:
         """The job as it is to be sent. `spec`: of the whole array, where there are `runs`."""
         return Prepared(spec, runs)
+
+    def prepared_all(self, specs: Specs) -> Sequence[Prepared]:
+        """The runs of a sweep that go one by one."""
+        return [self.prepared(spec) for spec in specs]
 
     def _with_code(self, specs: Specs) -> Specs:
         """The specs with what their folders of code hold now, of which a copy is kept. Raises `UserError`."""
@@ -330,7 +335,8 @@ class Backend(abc.ABC):
         known, status = self._existing(spec, mode)
         if known is not None and mode == "new":
             name = records.next_name(spec.name, self._taken)
-            return _Decision(self.prepared(spec.model_copy(update={"name": name, "run_dir": None})), None)
+            copy = (job.written or spec).model_copy(update={"name": name, "run_dir": None})
+            return _Decision(self.prepared(copy), None)
         return _Decision(job, known, attaches=status is not None and not status.final)
 
     def _existing(self, spec: JobSpec, mode: Mode) -> tuple[KnownJob | None, Status | None]:
@@ -580,12 +586,6 @@ class Cluster(Backend):
     def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Prepared:
         manifests = self.sent(spec, runs)
         return Prepared(spec, runs, manifests, self.rules().apply(spec, manifests))
-
-
-def check_name(name: str) -> None:
-    """Raises `UserError` for what cannot be a job's name."""
-    if not re.fullmatch(r"[a-z][a-z0-9-]{0,62}", name):
-        raise UserError(f"{name!r} is not a job name (lower-case letters, digits and -)")
 
 
 def _check_rank(known: KnownJob, rank: int | None) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -346,6 +347,12 @@ def process(path: Path) -> Process | None:
 def identity(name: str) -> str:
     """Returns the id of one submission: its ranks have it in their environment, and write it into status.json."""
     return f"{name}.{uuid.uuid4().hex[:12]}"
+
+
+def check_name(name: str) -> None:
+    """Raises `UserError` for what cannot be a job's name."""
+    if not re.fullmatch(r"[a-z][a-z0-9-]{0,62}", name):
+        raise UserError(f"{name!r} is not a job name (lower-case letters, digits and -)")
 
 
 def next_name(name: str, taken: Callable[[str], bool]) -> str:

@@ -24,7 +24,7 @@ from lockstep.wire import hangs
 
 from .. import command as commands
 from .. import records, snapshots
-from ..backend import Checks, Cluster, KnownJob, Lines, Manifests, Prepared, check_name
+from ..backend import Checks, Cluster, KnownJob, Lines, Manifests, Prepared
 from ..command import GRACE_MARGIN
 from ..lint import Rules
 from ..logs import Stamped, newest, of_rank
@@ -81,7 +81,7 @@ class ComposeBackend(Cluster):
         return _check(spec)
 
     def find(self, name: str, submitting: bool = False) -> KnownJob | None:  # noqa: ARG002 - nobody else takes a job away
-        check_name(name)
+        records.check_name(name)
         nodes = _sorted(engine.containers(*OURS, f"{JOB}={name}"))
         if not nodes:
             return None

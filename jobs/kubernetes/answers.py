@@ -214,6 +214,10 @@ class ApiError(Exception):
         self.status, self.reason = status, reason
 
 
+class Failing(Unreachable):
+    """Every attempt met an error of the server itself, or of a webhook that it asks."""
+
+
 class Gone(Exception):
     """410: the resource version of a page is too old. List again."""
 
@@ -241,9 +245,14 @@ def as_user_errors(host: str, kind: str = "") -> Iterator[None]:
                 f"the cluster does not have {kind}: install {INSTALL[kind]}, see `lockstep doctor k8s`"
             ) from None
         advice = ""
-        if kind == "TrainJob" and "unknown field" in message and "runtimePatches" in message:
+        if kind == "TrainJob" and outdated(message):
             advice = "; a TrainJob needs Kubeflow Trainer 2.3 or later: ask for it, or use k8s.kind PyTorchJob"
         raise UserError(f"the cluster refuses ({error.status} {error.reason}): {message}{advice}") from None
+
+
+def outdated(message: str) -> bool:
+    """Whether Trainer is too old for a field of the job."""
+    return "unknown field" in message and "runtimePatches" in message
 
 
 _DENIED = re.compile(r'admission webhook "(?P<name>[^"]+)" denied the request: (?P<why>.*)')

@@ -26,7 +26,7 @@ from lockstep.training.contract import UserError
 from ..logs import STAMPED, Pieces
 from ..manifest import get
 from ..status import LoggedOut, Unreachable, seconds_to_answer
-from .answers import ApiError, Failure, Gone, Item, Listing, Shape, checked
+from .answers import ApiError, Failing, Failure, Gone, Item, Listing, Shape, checked
 
 RETRIED = (429, 500, 502, 503, 504)
 CONNECT_SECONDS = 10.0
@@ -83,6 +83,13 @@ class _Retry(urllib3.Retry):
         if self.bound.left <= 0:
             self.total = 0
         return super().increment(*what, **why)
+
+    def get_retry_after(self, response: urllib3.BaseHTTPResponse) -> float | None:
+        """None also for one that cannot be read, such as `1.5`."""
+        try:
+            return super().get_retry_after(response)
+        except urllib3.exceptions.InvalidHeader:
+            return None
 
     def sleep(self, response: urllib3.BaseHTTPResponse | None = None) -> None:
         asked = self.get_retry_after(response) if response is not None else None
@@ -201,7 +208,8 @@ class Api:
         except urllib3.exceptions.HTTPError as error:
             raise self._unreachable(_network_problem(error, seconds), bound) from None
         if response.status in RETRIED:
-            raise self._unreachable(f"answers {response.status}: {_failure(response)[0]}", bound)
+            failed = self._unreachable(f"answers {response.status}: {_failure(response)[0]}", bound)
+            raise Failing(str(failed)) if response.status >= 500 else failed
         with contextlib.suppress(TypeError, ValueError):  # a proxy may leave the time out
             self._ahead = email.utils.parsedate_to_datetime(response.headers["Date"]).timestamp() - time.time()
         return response

@@ -21,17 +21,17 @@ from lockstep.training.contract import UserError
 
 from .. import command as commands
 from .. import records, snapshots
-from ..backend import Checks, Cluster, KnownJob, Lines, Manifests, Prepared, check_name
+from ..backend import Checks, Cluster, KnownJob, Lines, Manifests, Prepared
 from ..command import identity
-from ..lint import Rules, refuse, volume_of
+from ..lint import Rules, errors, refuse, volume_of
 from ..logs import PREFIX
 from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, spec_in
 from ..process import Streams
 from ..spec.model import JobSpec
 from ..status import FINAL, Check, Listed, Status, Submitted, Unreachable, note, warn
 from . import render
-from .answers import METADATA_LIST, ApiError, as_user_errors
-from .doctor import RULES, Doctor, Subject, findings_as_rows, trainjob_limits
+from .answers import METADATA_LIST, ApiError, Failing, as_user_errors, outdated
+from .doctor import RULES, Doctor, findings_as_rows
 from .observe import (
     INCOMPLETE,
     hosts,
@@ -125,16 +125,16 @@ class KubernetesBackend(Cluster):
 
     @classmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:
-        findings = findings_as_rows(cls.lint(spec) if spec is not None else None)
         try:
             connected = cls.connect(**place)
             if spec is not None:
                 with contextlib.suppress(UserError):  # the rows tell why the cluster does not say
                     spec = connected._with_kind(spec)
             doctor = Doctor(connected.api, connected.namespace, spec)
-            return [*doctor.cluster(), *doctor.rows(), *findings]
+            rows = [*doctor.cluster(), *doctor.rows()]
         except (UserError, ApiError) as error:
-            return [Check("cluster", "missing", str(error)), *findings]
+            rows = [Check("cluster", "missing", str(error))]
+        return [*rows, *findings_as_rows(cls.lint(spec) if spec is not None else None)]  # of the cluster's kind
 
     def path(self, kind: str, name: str = "") -> str:
         """Of the jobs of a kind, or of one."""
@@ -147,14 +147,24 @@ class KubernetesBackend(Cluster):
     def sent(self, spec: JobSpec, runs: Sequence[JobSpec]) -> Manifests:  # noqa: ARG002 - there are no arrays here
         return render.manifests(spec, uuid.uuid4().hex[:8])
 
-    def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Prepared:
-        return super().prepared(self._with_kind(spec), runs)
+    def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = (), kind: str | None = None) -> Prepared:
+        return replace(super().prepared(self._with_kind(spec, kind), runs), written=spec)
+
+    def prepared_all(self, specs: Sequence[JobSpec]) -> Sequence[Prepared]:
+        """New runs are of the last one's kind: its name is the longest."""
+        *others, last = specs
+        decided = self.prepared(last)
+        return [*(self.prepared(spec, kind=decided.spec.k8s.kind) for spec in others), decided]
 
     def drift(self, spec: JobSpec) -> Lines:
-        return super().drift(self._with_kind(spec))
+        return super().drift(render.of_kind(spec, self.require(spec.name).record["kind"]))
 
-    def _with_kind(self, spec: JobSpec) -> JobSpec:
-        """`k8s.kind: auto` is the kind of the job that has the name, else the one that the cluster serves. Raises `UserError`."""
+    def _with_kind(self, spec: JobSpec, new: str | None = None) -> JobSpec:
+        """`k8s.kind: auto` is the kind of the job that has the name, else the one that the cluster serves. Raises `UserError`.
+
+        Args:
+            new: the kind of a new job where the cluster serves both; None: TrainJob, where that can say all of the job.
+        """
         if spec.k8s.kind != "auto":
             return spec
         with as_user_errors(self.api.host):
@@ -163,30 +173,31 @@ class KubernetesBackend(Cluster):
             if not kinds:
                 raise UserError(f"the cluster has neither {' nor '.join(KINDS)}: see `lockstep doctor k8s`")
             if len(kinds) > 1:
-                kinds = ["TrainJob"] if self._fits_a_trainjob(spec) else ["PyTorchJob"]
+                kinds = [new or ("TrainJob" if self._fits_a_trainjob(spec) else "PyTorchJob")]
         return render.of_kind(spec, kinds[0])
 
     def _fits_a_trainjob(self, spec: JobSpec) -> bool:
-        """Whether the cluster's TrainJob can say all of the job. Trainer before 2.3 does not know fields that are rendered, and
-        strict validation refuses them with 400. Any other refusal is reported when the job is created."""
-        spec = render.of_kind(spec, "TrainJob").model_copy(update={"code": None})
-        _, job = render.manifests(spec)
-        why = next(trainjob_limits(Subject(spec, [])), "")
+        """Whether the cluster's TrainJob can say all of the job: by the rules that a PyTorchJob keeps, and by the server's dry run."""
+        broken, job = {}, {}
+        for kind in KINDS:
+            own = render.of_kind(spec, kind).model_copy(update={"code": None})
+            policy, job[kind] = render.manifests(own)
+            broken[kind] = errors(RULES.apply(own, [policy, job[kind]]))
+        common = {item.id for item in broken["PyTorchJob"]}
+        why = next((item.message for item in broken["TrainJob"] if item.id not in common), "")
         try:
             if not why:
-                self.api.create(self.path("TrainJob"), job, dryRun="All")
-        except ApiError as error:
-            why = (
-                f"its TrainJob does not take the job ({error}): Trainer 2.3 or later does"
-                if error.status == 400
-                else ""
-            )
+                self.api.create(self.path("TrainJob"), job["TrainJob"], dryRun="All")
+        except (ApiError, Failing) as error:
+            # A namespace that is missing, and a job that is there now, say nothing of the kind.
+            if not (isinstance(error, ApiError) and error.status in (404, 409)):
+                why = f"it refuses the job ({error}){'; Trainer 2.3 or later takes it' if outdated(str(error)) else ''}"
         if why:
             note(f"k8s.kind auto: PyTorchJob, although the cluster also has TrainJob: {why}")
         return not why
 
     def find(self, name: str, submitting: bool = False) -> KnownJob | None:
-        check_name(name)
+        records.check_name(name)
         with as_user_errors(self.api.host):
             job = self._find(name)
             if job is None:
@@ -503,16 +514,20 @@ class KubernetesBackend(Cluster):
             raise
 
     def _of_each_kind(self, ask: Callable[[str], Answer]) -> Iterator[Answer]:
-        """The answers for the kinds that are installed, and that who asks may use. Raises `ApiError` where there is no answer."""
+        """The answers for the kinds that are installed, and that who asks may use. Raises `ApiError` where there is none, and one is
+        refused."""
         refused: Errors = []
+        answered = False
         for kind in KINDS:
             try:
-                yield ask(kind)
+                answer = ask(kind)
+                answered = True
+                yield answer
             except ApiError as error:
                 if error.status not in (403, 404):
                     raise
                 refused += [error] if error.status == 403 else []
-        if len(refused) == len(KINDS):
+        if refused and not answered:
             raise refused[0]
 
     def _pods(self, job: Manifest) -> Manifests:

@@ -225,10 +225,20 @@ class Doctor:
 
     @cached_property
     def _kinds(self) -> list[str]:
-        """The kind of the job; without one, those that the cluster serves."""
+        """The kind of the job; without one, those that the cluster serves and that who asks may use."""
         if self._given is not None:
             return [kind_of(self._given)]
-        return [kind for kind in KINDS if self._serves(kind)] or [*KINDS]
+        served, refused = [], []
+        for kind in KINDS:
+            try:
+                served += [kind] if self._serves(kind) else []
+            except ApiError as error:
+                if error.status != 403:
+                    raise
+                refused.append(error)
+        if len(refused) == len(KINDS):
+            raise refused[0]
+        return served or [*KINDS]
 
     def _serves(self, kind: str) -> bool:
         return self.api.find(render.path_of(kind, self.namespace), Listing, limit=1) is not None

@@ -23,7 +23,7 @@ from lockstep.training.contract import UserError
 
 from .. import command as commands
 from .. import records, snapshots
-from ..backend import Backend, Checks, KnownJob, Lines, Prepared, check_name
+from ..backend import Backend, Checks, KnownJob, Lines, Prepared
 from ..logs import PREFIX, Pieces, begin, of_rank
 from ..process import Streams, run
 from ..spec.model import JobSpec
@@ -50,7 +50,7 @@ class LocalBackend(Backend):
         self.lock = (self.folder, 30)
 
     def find(self, name: str, submitting: bool = False) -> KnownJob | None:  # noqa: ARG002 - no job is taken away by others
-        check_name(name)
+        records.check_name(name)
         return self._found(name) if self._is_there() else None
 
     def _is_there(self) -> bool:
@@ -66,7 +66,7 @@ class LocalBackend(Backend):
 
     def _found(self, name: str) -> KnownJob | None:
         """`find`, in the folder that was checked."""
-        check_name(name)
+        records.check_name(name)
         file = self.folder / name / JOB
         plain = files.read_json(file)
         if plain is None and not os.path.lexists(file):

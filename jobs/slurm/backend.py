@@ -19,7 +19,7 @@ from lockstep.training.contract import UserError
 
 from .. import command as commands
 from .. import process, records, snapshots
-from ..backend import Checks, Cluster, KnownJob, Lines, Manifests, Prepared, Specs, check_name
+from ..backend import Checks, Cluster, KnownJob, Lines, Manifests, Prepared, Specs
 from ..lint import Rules
 from ..process import Streams
 from ..spec.model import JobSpec
@@ -161,7 +161,7 @@ class SlurmBackend(Cluster):
         return None if known is None or self.observe(known).final else str(known.record["job_id"])
 
     def find(self, name: str, submitting: bool = False) -> KnownJob | None:
-        check_name(name)
+        records.check_name(name)
         folder = self.folder / name
         record = observe.submitted(folder)
         if record is None:
