@@ -83,10 +83,14 @@ def test_a_ready_cluster_is_ok_and_what_is_missing_is_named(doctor: Doctor, clus
     assert doctor(image="lockstep:cuda")["image"][0] == "missing"
 
 
-def test_a_403_is_no_verdict_and_no_cluster_ends_the_checks(doctor: Doctor, cluster: Cluster) -> None:
+def test_a_403_is_no_verdict_and_no_cluster_ends_the_checks(doctor: Doctor, cluster: Cluster, tmp_path: Path) -> None:
     cluster.denied |= {"nodes", "deployments", "secrets", "clusterqueues", "podmonitors"}
     found = doctor()
     assert {found[name][0] for name in ("nodes", "operator", "pull secrets", "pod monitor")} == {"cannot tell"}
+    cluster.unknown.clear()
+    cluster.denied.add("trainjobs")
+    rows = json.loads(lockstep(tmp_path, "doctor", "k8s", "--json").stdout)
+    assert [row["detail"] for row in rows if row["name"] == "custom resource"] == ["PyTorchJob kubeflow.org/v1"], rows
     cluster.tokens.clear()
     ((name, (result, detail)),) = doctor().items()
     assert (name, result) == ("cluster", "missing") and "log in again" in detail

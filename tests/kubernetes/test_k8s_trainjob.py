@@ -138,6 +138,44 @@ def test_the_kind_of_a_job_is_the_clusters(
     assert backend.cancel("second").state == "cancelled" and not cluster.all(plural)
 
 
+def test_what_refuses_a_trainjob_makes_it_a_pytorchjob_decided_once(
+    backend: Any, cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the rules and by the server, whose own words the note has."""
+    auto = {**SPEC.plain(), "k8s": {}}
+    old = 'unknown field "spec.runtimePatches[0].x"'
+    cases = {
+        "a" * 50: (0, "at most"),
+        "hook": (403, "denied it"),
+        "bad": (422, "no"),
+        "old": (400, old),
+        "ill": (500, "hook failed"),
+    }
+    for name, (status, message) in cases.items():
+        cluster.faults += [Fault("POST", "trainjobs.*dryRun", status, message, times=5)] if status else []
+        assert backend.submit(JobSpec.of({**auto, "name": name})).created and cluster.get("pytorchjobs", name)
+        cluster.faults = [fault for fault in cluster.faults if not fault.hits]
+        said = capsys.readouterr().err
+        assert message in said and ("Trainer 2.3" in said) == (name == "old"), (name, said)
+    cluster.faults.append(Fault("POST", "trainjobs.*dryRun", 403, "no"))
+    runs = [JobSpec.of({**auto, "name": f"run-{index}"}) for index in range(3)]
+    assert all(done.created for done in backend.sweep("run", runs)) and not cluster.all("trainjobs")
+    assert capsys.readouterr().err.count("although") == 1
+    cluster.requests.clear()
+    assert backend.drift(runs[0]) == [] and {method for method, *_ in cluster.requests} == {"GET"}
+    backend.submit(runs[0], "new")
+    copy = cluster.get("trainjobs", "run-0-v2")
+    assert copy["metadata"]["labels"]["lockstep/spec-hash"] == runs[0].model_copy(update={"name": "run-0-v2"}).hash()
+
+
+def test_doctor_judges_the_job_that_submit_would_send(backend: Any, cluster: Cluster, tmp_path: Path) -> None:
+    del backend
+    cluster.unknown.add("pytorchjobs")
+    (tmp_path / "job.yaml").write_text(f"name: {'a' * 50}\nrecipe: smoke\nimage: localhost:5000/a:1\n")
+    done = lockstep(tmp_path, "doctor", "k8s", "job.yaml", "--json")
+    assert ("LS001", "missing") in {(row["name"], row["result"]) for row in json.loads(done.stdout)}, done
+
+
 def test_a_cluster_without_either_kind_and_none_at_all(backend: Any, cluster: Cluster, tmp_path: Path) -> None:
     cluster.unknown |= {"pytorchjobs", "trainjobs"}
     with pytest.raises(UserError, match="neither PyTorchJob nor TrainJob"):
