@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lockstep.training.contract import UserError
 from lockstep.wire.payload import SessionOptions
@@ -107,11 +110,30 @@ def preparation(spec: JobSpec, python: str = "python") -> JobSpec:
         raise UserError(f"{spec.name} has no shards: set recipe and shards, e.g. shards: /data/digits")
     return spec.on_cpu().model_copy(
         update={
-            "name": f"{spec.name[:55].rstrip('-')}-prepare", "command": shard(spec, python), "nodes": 1, "ranks_per_node": 1,
+            "name": f"{short(spec.name)}-prepare", "command": shard(spec, python), "nodes": 1, "ranks_per_node": 1,
             "recipe": None, "shards": None, "code": None, "fresh": None, "overrides": {}, "live": False, "max_restarts": 1,
             "time_limit": f"{max(1, min(spec.deadline_seconds, 6 * 3600) // 60)}m", "join_timeout": None,
             "volumes": [volume.model_copy(update={"read_only": False}) for volume in spec.volumes],
             "run_dir": None if spec.shards_in_a_bucket else spec.shards,
-            "k8s": spec.k8s.model_copy(update={"rdma": {}, "topology": None, "hugepages": None}),
+            "k8s": spec.k8s.model_copy(update={"rdma": {}, "topology": None, "hugepages": None, "patch": {}}),
         }
     )  # fmt: skip
+
+
+def short(name: str) -> str:
+    """The name in 40 characters, so that pods of every kind can have it with an end; two long names stay two."""
+    return name if len(name) <= 40 else f"{name[:31].rstrip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def prepares(plain: Mapping[str, Any]) -> bool:
+    """Whether a spec's plain values are those of a `preparation`."""
+    words = plain.get("command")
+    return isinstance(words, list) and words[1:4] == ["-m", "lockstep.training", "shard"]
+
+
+def check_preparation(name: str, plain: Mapping[str, Any]) -> None:
+    """Raises `UserError` where the job that has a preparation's name is another one."""
+    if not prepares(plain):
+        raise UserError(
+            f"`lockstep prepare` uses the name {name}, and another job has it: remove that job, or rename this one"
+        )

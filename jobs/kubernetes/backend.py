@@ -331,12 +331,15 @@ class KubernetesBackend(Cluster):
         """Submits the job that writes the shards, unless it has. Raises `UserError`."""
         own = self._preparation(spec)
         known = self.find(own.name)
-        if (
-            known is not None
-            and known.same(self._with_kind(own), self.name)
-            and self.observe(known).state == "succeeded"
-        ):
-            return Submitted(own.name, False, known.where)
+        if known is not None:
+            commands.check_preparation(own.name, known.plain)
+            kind = known.record["kind"]
+            if known.same(render.of_kind(own, kind), self.name) and self.observe(known).state == "succeeded":
+                note(
+                    f"{own.name} has written the shards: to write them again, remove it "
+                    f"(kubectl --namespace {self.namespace} delete {kind.lower()} {own.name}), or change the job's name"
+                )
+                return Submitted(own.name, False, known.where)
         return self.submit(own, "replace")
 
     def observe(self, known: KnownJob) -> Status:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.training.contract import UserError
 
 from .. import lint
+from ..command import prepares
 from ..lint import Finding, volume_of
 from ..manifest import Change, Manifest, changes, get, mappings
 from ..spec.model import JobSpec
@@ -108,6 +109,8 @@ def injected_variables(subject: Subject) -> Iterator[str]:
 def durable_run(subject: Subject) -> Iterator[str]:
     """A run directory on no persistent volume is gone with the pod; what is kept in a bucket is not."""
     spec = subject.spec
+    if prepares(spec.plain()):  # its run is the shards
+        return
     if spec.checkpoints_bucket is None and volume_of(spec, spec.run_directory) is None:
         yield (
             f"run_dir {spec.run_directory} is not on a volume: a restart would begin anew, uncounted; add one to volumes, or set "

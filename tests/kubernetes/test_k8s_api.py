@@ -53,6 +53,9 @@ def test_retry_after_is_obeyed_and_a_slow_server_given_up(connect: Connect, clus
     cluster.faults.append(Fault("GET", "pytorchjobs", status=429, headers={"Retry-After": "7"}))
     connect(sleep=pauses.append).list()
     assert len(pauses) == 1 and pauses[0] >= 7
+    for odd in ("1.5", "soon", "-1"):
+        cluster.faults.append(Fault("GET", "pytorchjobs", status=429, headers={"Retry-After": odd}))
+        assert connect(sleep=pauses.append).list() == []
     cluster.faults.append(Fault("GET", "pytorchjobs", delay=1.0, times=99))
     cluster.requests.clear()
     with pytest.raises(Unreachable, match=r"0\.3 s"):
@@ -148,9 +151,22 @@ def test_the_rights_of_one_kind_are_enough_for_it(backend: Any, cluster: Cluster
         backend.status("other")
     assert backend.cancel("smoke").state == "cancelled"
     cluster.denied.add("pytorchjobs")
-    for question in (lambda: backend.status("smoke"), backend.list):
-        with pytest.raises(UserError, match="not allowed"):
-            question()
+    for unknown in (set(), {"trainjobs"}):
+        cluster.unknown |= unknown
+        for question in (lambda: backend.status("smoke"), backend.list, lambda: backend.submit(SPEC)):
+            with pytest.raises(UserError, match="not allowed"):
+                question()
+
+
+def test_a_job_with_the_name_of_a_preparation_is_left_alone(backend: Any, cluster: Cluster) -> None:
+    values = {**SPEC.plain(), "shards": "/data/digits", "volumes": [{"claim": "data", "path": "/data"}]}
+    spec = JobSpec.of(values)
+    own = {"name": "smoke-prepare", "command": ["true"], "image": "localhost:5000/a:1"}
+    backend.submit(JobSpec.of(own))
+    cluster.say("smoke-prepare", {"type": "Succeeded"})
+    with pytest.raises(UserError, match="smoke-prepare, and another job has it"):
+        backend.prepare(spec)
+    assert cluster.get("pytorchjobs", "smoke-prepare")
 
 
 @contextlib.contextmanager

@@ -108,7 +108,9 @@ def test_the_examples_volumes_and_ports_are_those_of_what_is_installed() -> None
 
 
 @pytest.mark.promise("k8s-truth")
-def test_the_roles_hold_what_is_called_and_asked_for(backend: Any, cluster: Cluster, tmp_path: Path) -> None:
+def test_the_roles_hold_what_is_called_and_asked_for(
+    backend: Any, cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A job's whole life, request by request; what `doctor` asks for; what `exec` needs is in a component of its own."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own/train.py").touch()
@@ -118,6 +120,7 @@ def test_the_roles_hold_what_is_called_and_asked_for(backend: Any, cluster: Clus
     assert backend.prepare(spec).created and not backend.prepare(spec).created
     cluster.say("smoke-prepare", {"type": "Succeeded"})
     assert not backend.prepare(spec).created, "it has written them"
+    assert "delete pytorchjob smoke-prepare" in capsys.readouterr().err
     backend.submit(spec)
     backend.status("smoke")
     cluster.pod("smoke", "smoke-worker-0", {"phase": "Running"})

@@ -100,7 +100,7 @@ def test_golden(name: str) -> None:
         assert (kind, violations(replica["template"]["spec"])) == ("Worker", [])
 
 
-def test_prepare_renders_a_valid_job() -> None:
+def test_prepare_renders_a_valid_job(capsys: pytest.CaptureFixture[str]) -> None:
     _, objects = product.backend("k8s").preparation(JobSpec.of(GPU))
     validate(objects)
     pod = objects[1]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
@@ -108,6 +108,19 @@ def test_prepare_renders_a_valid_job() -> None:
     assert violations(pod) == [] and not any(mount.get("readOnly") for mount in container["volumeMounts"])
     assert objects[1]["metadata"]["name"] == "big-prepare" and "nvidia.com/gpu" not in container["resources"]["limits"]
     assert "shard" in container["command"]
+    long = "a" * 40
+    bucket = {"shards": "s3://bucket/digits", "volumes": [], "k8s": {"patch": {"spec": {"nprocPerNode": "9"}}}}
+    for kind in ("PyTorchJob", "TrainJob"):  # LS001 refuses names that are too long
+        own = {"k8s": {"kind": kind}}
+        named = [
+            product.backend("k8s").preparation(JobSpec.of({**GPU, **own, "name": f"{long}{end}"}))
+            for end in ("", "b", "c")
+        ]
+        names = {objects[1]["metadata"]["name"] for _, objects in named}
+        assert len(names) == 3 and max(map(len, names)) == 48 and f"{long}-prepare" in names
+    _, objects = product.backend("k8s").preparation(JobSpec.of({**GPU, **bucket}))
+    assert objects[1]["spec"]["nprocPerNode"] == "1", "the patch is for the job"
+    assert "LS019" not in capsys.readouterr().err
     with pytest.raises(UserError, match="shards"):
         product.backend("k8s").preparation(JobSpec.of(SPECS["cpu"]))
 
