@@ -119,7 +119,7 @@ class ComposeBackend(Cluster):
     def _make_volumes(file: Manifest) -> None:
         for key, volume in (file.get("volumes") or {}).items():
             if isinstance(volume, dict) and volume.get("external") and key != rendering.CODE:
-                engine.docker("volume", "create", "--label", OURS[0], str(volume["name"]))
+                engine.docker("volume", "create", "--label", OURS[0], str(volume.get("name", key)))
 
     @staticmethod
     def _bring_code(spec: JobSpec) -> None:

@@ -130,7 +130,7 @@ def render_prepare(spec: JobSpec) -> Manifest:
         volumes[RUN] = {"name": run_volume(spec), "external": True}
     elif not on_volume(spec, spec.run_directory):
         service["volumes"] = [item for item in service["volumes"] if item["source"] != RUN]
-    name = f"{project(spec.name)}-prepare"
+    name = f"{project(spec.name)}_prepare"  # which no job's name can make
     return {"name": name, "services": {"prepare": service}, "volumes": volumes}
 
 
@@ -268,7 +268,9 @@ RULES = lint.Rules(Subject)
 def found_by(subject: Subject) -> Iterator[str]:
     """A patch may not change names and labels, by which Lockstep finds a job and its nodes."""
     for change in subject.patched:
-        if change.ours and _FOUND_BY.fullmatch(change.path):
+        if change.ours and change.path == "volumes":
+            yield "compose.patch volumes is no mapping: give each volume by its name"
+        elif change.ours and _FOUND_BY.fullmatch(change.path):
             yield f"compose.patch changes {change.path}, by which Lockstep finds the job and its nodes: leave it out"
 
 

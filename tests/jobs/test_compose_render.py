@@ -85,7 +85,9 @@ def test_health_is_asked_for_where_it_is_served(changes: dict[str, Any], port: s
 
 
 def test_prepare_writes_to_the_volume_and_is_no_node() -> None:
-    (service,) = composed(JobSpec.of(SPECS["compose-gpu"]), prepare=True)["services"].values()
+    project = composed(JobSpec.of(SPECS["compose-gpu"]), prepare=True)
+    (service,) = project["services"].values()
+    assert project["name"].endswith("_prepare"), "no job's project is named so"
     assert service["entrypoint"] == ["python", "-m", "lockstep.training", "shard"] and "deploy" not in service
     assert not any(mount.get("read_only") for mount in service["volumes"]) and "lockstep/job" not in service["labels"]
     for spec, told in ((spec_of(), "has no shards"), (spec_of(shards="/elsewhere"), "is not on a volume")):
@@ -96,6 +98,7 @@ def test_prepare_writes_to_the_volume_and_is_no_node() -> None:
 PATCHES: list[dict[str, Any]] = [
     {"services": {"node-1": None}}, {"services": {"node-0": {"labels": {"lockstep/job": "other"}}}}, {"name": "other"},
     {"services": {"node-0": {"hostname": "other"}}}, {"networks": {"default": None}},
+    {"volumes": [1]},
 ]  # fmt: skip
 """What would hide a job or its nodes."""
 PROVOKED: list[tuple[str, dict[str, Any]]] = [
