@@ -11,6 +11,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any, ClassVar
 
@@ -109,8 +110,10 @@ class SlurmBackend(Cluster):
         )  # fmt: skip
 
     def outlook(self, job: Prepared) -> Checks:
+        """What sbatch takes is no reason against it: sinfo and sacctmgr may not show all that it knows."""
         start = submission.outlook(job.spec.name, job.manifests[0]["script"], self.cluster.here)
-        return [*rows(job.spec), start]
+        found = rows(job.spec)
+        return [*(replace(row, result="warning") if row.result == "missing" else row for row in found), start]
 
     def create(self, job: Prepared, old: KnownJob | None) -> Submitted:
         """One sbatch, for a job or an array. The folder of `old` goes when SLURM has the new one."""
@@ -148,6 +151,8 @@ class SlurmBackend(Cluster):
         own = commands.preparation(spec, render.interpreter(spec, self.cluster))
         if not spec.shards_in_a_bucket and not spec.shards_missing_here:
             return Submitted(own.name, False, f"the shards are in {spec.shard_folder}")
+        if (known := self.find(own.name)) is not None:
+            commands.check_preparation(own.name, known.plain)
         return self.submit(own, "replace")
 
     def _preparation(self, spec: JobSpec) -> str | None:
@@ -158,7 +163,9 @@ class SlurmBackend(Cluster):
         if observe.ended(self.folder / own.name) is not None:
             return None
         known = self.find(own.name, submitting=True)
-        return None if known is None or self.observe(known).final else str(known.record["job_id"])
+        if known is None or not commands.prepares(known.plain) or self.observe(known).final:
+            return None
+        return str(known.record["job_id"])
 
     def find(self, name: str, submitting: bool = False) -> KnownJob | None:
         records.check_name(name)

@@ -179,6 +179,20 @@ DOCTOR = {
     "scontrol": 'case "$*" in ping) echo "Slurmctld(primary) at host is UP";; *) echo "PreemptMode = OFF";; esac',
     "sacctmgr": 'echo "root|normal"', "sacct": "true", "srun": "exit 1",
 }  # fmt: skip
+STARTS = "echo 'sbatch: Job 8 to start at 2020-01-01T00:00:00 using 1 processors' >&2"
+
+
+def test_what_sbatch_takes_is_no_reason_against_a_job(site: Site) -> None:
+    """A user without an association of its own may use an account that sacctmgr does not list."""
+    for name, answer in {**DOCTOR, "sbatch": STARTS}.items():
+        (site.folder / "bin" / name).write_text(f"#!/bin/sh\n{answer}\n")
+        (site.folder / "bin" / name).chmod(0o755)
+    done = site.run("submit", "slurm", site.file, "--dry-run", "--json", "--new", "--set", "slurm.account=team")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["would"]) == (0, "start"), done
+    assert ("account", "warning") in {(row["name"], row["result"]) for row in found["checks"]}, done
+
+
 FAILS = 'echo "error: Unable to contact slurm controller (connect failure)" >&2; exit 1'
 
 
