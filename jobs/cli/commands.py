@@ -356,7 +356,7 @@ def submit(
 def _outlook(name: str, checks: list[Check], as_json: bool) -> NoReturn:
     """Prints what a submission would meet, and ends: with 2 where it would be refused, or could not start."""
     results = {check.name: check.result for check in checks}
-    refused = "missing" in results.values()
+    refused = any(check.result == "missing" for check in checks)  # several may have one name
     attach = results["job"] == "note"
     would = "not start" if refused else "attach" if attach else "wait" if results.get("start") == "warning" else "start"
     plain = {"name": name, "would": would, "checks": [check.plain() for check in checks]}

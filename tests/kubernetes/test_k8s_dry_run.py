@@ -82,6 +82,10 @@ def test_what_the_server_refuses_is_the_reason(asked: Asked, cluster: Cluster, t
         'namespaces "nowhere" not found': {"k8s": {"namespace": "nowhere"}},
         "image is not set": {"image": None},
     }
+    claim = {"spec": {"accessModes": ["ReadWriteMany"]}, "status": {"phase": "Bound"}}
+    cluster.put("persistentvolumeclaims", {"metadata": {"name": "there"}, **claim})
+    two = [{"claim": "gone", "path": "/data"}, {"claim": "there", "path": "/runs"}]
+    assert asked(volumes=two)[:2] == (2, "not start"), "two rows have one name"
     for said, changes in refused.items():
         code, would, rows = asked(**changes)
         assert (code, would) == (2, "not start") and said in rows["job"][1], (said, rows)
