@@ -125,8 +125,10 @@ install-k8s: ## namespace, rights, volumes, NetworkPolicy; OVERLAY=overlays/sing
 NAME_ := $(or $(IMAGE),lockstep)
 TAG = $(shell git describe --always --dirty --abbrev=12 --exclude '*' 2>/dev/null || echo unknown)
 # The folder of WHEELS and the files of secrets may lie anywhere: whoever calls make has named them.
-BAKE = IMAGE=$(NAME_) TAG=$(TAG) REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) BUILDX_BAKE_ENTITLEMENTS_FS=0 \
-  docker buildx bake -f docker/bake.hcl --load $(BUILD_FLAGS)
+# Names that many environments have count where this command line gives them.
+typed = $(if $(filter command,$(origin $(1))),$($(1)),$(2))
+BAKE = IMAGE=$(NAME_) TAG=$(TAG) REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) TARGET=$(call typed,TARGET) \
+  SOURCE=$(call typed,SOURCE,unknown) BUILDX_BAKE_ENTITLEMENTS_FS=0 docker buildx bake -f docker/bake.hcl --load $(BUILD_FLAGS)
 
 image: ## build the CUDA image NAME:REVISION; IMAGE=registry/name BASE_IMAGE= WHEELS= CA= PIP_CONF= BUILD_FLAGS=
 	$(BAKE) cuda

@@ -1,5 +1,5 @@
-# How the images are built: `make image`, `make image-cpu`, and the release. Each variable comes from the environment or from make;
-# docs/containers.md says what it means.
+# How the images are built: `make image`, `make image-cpu`, and the release. Each variable comes from the environment or from make,
+# and make takes TARGET and SOURCE from its command line alone; docs/containers.md says what it means.
 variable "IMAGE" { default = "lockstep" }
 variable "TAG" { default = "unknown" }
 variable "REVISION" { default = "unknown" }

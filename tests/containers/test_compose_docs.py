@@ -25,7 +25,7 @@ VARIABLES = {
     "make smoke": {"IMAGE": NAME, "SET": "epochs=2", "ACCURACY": "0"},  # a few steps: it is the same three nodes
     "make submit-compose": {"IMAGE": f"{NAME}:cpu"},
     # The whole image would be a gigabyte to compress; what is pushed is its first stage.
-    "make image-cpu push": {"TARGET": "base"},
+    "make image-cpu push": {"MAKEFLAGS": "TARGET=base"},
 }
 """What stands in a command's environment, by how it begins; the longest last."""
 
