@@ -191,7 +191,7 @@ class Toleration(Section):
 
 def _free(key: str) -> str:
     if key.startswith(RESERVED_MARKS):
-        raise ValueError(f"{key} is Lockstep's own, or opens what a patch may not open either: leave it out")
+        raise ValueError(f"{key} is Lockstep's own: leave it out")
     return key
 
 

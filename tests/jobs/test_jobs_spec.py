@@ -19,7 +19,8 @@ BASE: dict[str, Any] = {"name": "a", "recipe": "smoke"}
     ("text", "line", "named"),
     [
         ("nodse: 2", 3, "did you mean 'nodes'"), ("recipe: smok", 3, "twice"), ("overrides:\n  lrr: 1", 3, "did you mean 'lr'"),
-        ("k8s:\n  quue: x", 4, "did you mean 'queue'"), ("memory: 32GB", 3, "memory"), ("memory: 64", 3, "a valid string, got 64"),
+        ("k8s:\n  quue: x", 4, "did you mean 'queue'"), ("memory: 32GB", 3, "memory"),
+        ("kubernetes: {}", 3, "did you mean 'k8s'"), ("memory: 64", 3, "a valid string, got 64"),
         ("nodes: x\ngpus: y", 4, "line 3: nodes must be a valid integer, got 'x'; line 4: gpus"), ("env: {A: 1}", 3, "env.A"),
         ("volumes:\n  - claim: x\n    pth: /a", 5, "did you mean 'path'"), ("name: b", 3, "key 'name' twice"),
         ("nodes: two", 3, "nodes"), ("nodez:", 3, "did you mean 'nodes'"), ("env:\n  A:", 4, "env.A"),

@@ -306,7 +306,8 @@ def _first_line(error: BaseException) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """A suggestion to append to an error about an unknown name."""
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    short = f"{name[:1]}{len(name) - 2}{name[-1:]}"  # as k8s is kubernetes
+    close = [short] if short in known else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; known: {', '.join(known) or 'none'}" if len(known) <= 20 else ""
