@@ -125,15 +125,14 @@ def short(name: str) -> str:
     return name if len(name) <= 40 else f"{name[:31].rstrip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
-def prepares(plain: Mapping[str, Any]) -> bool:
-    """Whether a spec's plain values are those of a `preparation`."""
-    words = plain.get("command")
-    return isinstance(words, list) and words[1:4] == ["-m", "lockstep.training", "shard"]
+def prepares(command: object) -> bool:
+    """Whether the command of a spec is that of a `preparation`, with any interpreter."""
+    return isinstance(command, list) and command[1:4] == ["-m", "lockstep.training", "shard"]
 
 
 def check_preparation(name: str, plain: Mapping[str, Any]) -> None:
     """Raises `UserError` where the job that has a preparation's name is another one."""
-    if not prepares(plain):
+    if not prepares(plain.get("command")):
         raise UserError(
             f"`lockstep prepare` uses the name {name}, and another job has it: remove that job, or rename this one"
         )

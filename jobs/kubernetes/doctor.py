@@ -109,7 +109,7 @@ def injected_variables(subject: Subject) -> Iterator[str]:
 def durable_run(subject: Subject) -> Iterator[str]:
     """A run directory on no persistent volume is gone with the pod; what is kept in a bucket is not."""
     spec = subject.spec
-    if prepares(spec.plain()):  # its run is the shards
+    if prepares(spec.command):  # its run is the shards
         return
     if spec.checkpoints_bucket is None and volume_of(spec, spec.run_directory) is None:
         yield (

@@ -163,7 +163,7 @@ class SlurmBackend(Cluster):
         if observe.ended(self.folder / own.name) is not None:
             return None
         known = self.find(own.name, submitting=True)
-        if known is None or not commands.prepares(known.plain) or self.observe(known).final:
+        if known is None or not commands.prepares(known.plain.get("command")) or self.observe(known).final:
             return None
         return str(known.record["job_id"])
 
