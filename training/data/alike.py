@@ -75,15 +75,9 @@ def check_alike_whole(whole: Any, world: World) -> str:
     Raises:
         UserError: on all ranks: whole numbers of samples, such as their labels or places in a dataset, are not the same.
     """
-    is_array = isinstance(whole, (torch.Tensor, np.ndarray))
-    tensor = torch.as_tensor(whole) if is_array and getattr(whole.dtype, "kind", "") not in ("O", "U", "S") else None
-    if tensor is not None:
-        are_ids = tensor.ndim == 1 and not tensor.is_floating_point() and not tensor.is_complex()
-    else:  # a text may be a path, which differs between nodes
-        are_ids = isinstance(whole, (list, tuple, range)) and all(isinstance(one, (int, np.integer)) for one in whole)
-    ids = [] if not are_ids else [int(one) for one in whole] if tensor is None else tensor.tolist()
-    digest = hashlib.sha256(repr(ids).encode()).hexdigest()
-    every = all_gather_trees([len(whole), digest, [] if are_ids else [_of_leaf(tensor)]], world)
+    ids = _ids(whole)
+    values = _of_leaf(whole) if ids is None and isinstance(whole, (torch.Tensor, np.ndarray)) else None
+    every = all_gather_trees([len(whole), hashlib.sha256(ids or b"").hexdigest(), [values]], world)
     first = every[0]
     other = [rank for rank, found in enumerate(every) if found[:2] != first[:2]]
     if other:
@@ -98,6 +92,20 @@ def check_alike_whole(whole: Any, world: World) -> str:
     if what := _difference([[values] for *_, values in every]):
         return f"run.part(batch) needs the same batch on every rank, and {what.partition(' (')[0]}: are they transforms that are drawn?"
     return ""
+
+
+def _ids(whole: Any) -> bytes | None:
+    """Whole numbers of samples, one each; None: it has none. A text may be a path, which differs between nodes."""
+    if isinstance(whole, torch.Tensor):
+        real = whole.is_floating_point() or whole.is_complex() or whole.is_quantized
+        array = None if real or whole.layout is not torch.strided or whole.ndim != 1 else whole.cpu().numpy()
+    elif isinstance(whole, np.ndarray):
+        array = whole if whole.ndim == 1 and whole.dtype.kind in "biu" else None
+    elif isinstance(whole, (list, tuple, range)) and all(isinstance(one, (int, np.integer)) for one in whole):
+        return repr([int(one) for one in whole]).encode()
+    else:
+        return None
+    return None if array is None else array.dtype.str.encode() + array.tobytes()
 
 
 def _difference(every: list[list[Values]]) -> str:
@@ -169,7 +177,7 @@ def _of_sample(sample: Any) -> Values:
 
 def _of_leaf(leaf: Any) -> list[Any] | None:
     """The shape, and float64 numbers that are spread over the leaf; None: it has none."""
-    if isinstance(leaf, torch.Tensor) and (leaf.layout is not torch.strided or leaf.is_complex()):
+    if isinstance(leaf, torch.Tensor) and (leaf.layout is not torch.strided or leaf.is_complex() or leaf.is_quantized):
         return None
     array = leaf.detach() if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
     if isinstance(array, np.ndarray) and array.dtype.kind not in "biuf":
