@@ -361,7 +361,7 @@ class Session(Reporting):
     def part(self, batch: T) -> T:
         """This rank's contiguous part of a global batch (a tensor, an array or a list) that every rank has in full.
 
-        `step` then knows the number of samples of this rank and of all ranks.
+        `step` then knows the number of samples of this rank and of all ranks. Collective, at the first steps and after each save.
 
         Examples:
             >>> for ids in run.iterate(torch.randperm(len(dataset)).split(512)):  # the same on every rank

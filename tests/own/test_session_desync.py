@@ -48,7 +48,7 @@ with Session(sys.argv[1], sync=sync) as run:
     if kind == "leader after the loop" and run.leader:
         run.for_evaluation()
     if kind == "calls after the loop":
-        run.sum(1.0) if run.leader else run.gather(1)
+        run.sum(1.0) if run.leader else run.part(x)  # which looks at it after a save
 """
 LEFT = "rank 1 left the loop over its batches after step 6, while rank "
 SKIPPED = "rank 1 asked for the next batch without a step after step 6, while rank "
@@ -57,7 +57,7 @@ SAYS = {
     "exit": "rank 1 left the loop over the epochs after step 6, while rank ",
     "ways": "after step 6: rank 1 left the loop over its batches, and rank 0 asked for the next batch without a step",
     "leader after the loop": "rank 0 called run.for_evaluation() after the loop, and rank 1 did not: all ranks make the same calls",
-    "calls after the loop": "rank 1 called run.gather() after the loop, and rank 0 called run.sum(): all ranks make the same calls",
+    "calls after the loop": "rank 1 called run.part() after the loop, and rank 0 called run.sum(): all ranks make the same calls",
 }  # fmt: skip
 
 

@@ -29,7 +29,9 @@ _TAG = 4  # of the messages of a sync point
 _RANKS = 1 << 20  # more than there are
 _ATTEMPTS = itertools.count()
 _SHAPE = r"(\d{1,18}) (\d{1,18}) (\d{1,9}) ([0-3]) (\d{1,18}) (-?\d{1,9})"
-CALLS = ("", "run.sum()", "run.gather()", "run.loss()", "run.for_evaluation()", "run.evaluate()", "run.boundary()")
+CALLS = (
+    "", "run.sum()", "run.gather()", "run.loss()", "run.for_evaluation()", "run.evaluate()", "run.boundary()", "run.part()",
+)  # fmt: skip
 """The collectives of a script, by their numbers; "": none, as the epoch or the run ends."""
 _REMEDY = (
     "all ranks make the same steps. Decide alike on all of them, with run.sum() or run.gather(), or end the run with "

@@ -333,15 +333,20 @@ class Loop:
     def part(self, batch: T) -> T:
         """This rank's contiguous part of a global batch. `step` then knows how many samples it has."""
         run = self.run
-        looks = run.steps_done < FIRST_STEPS or self.attempt.saver.last_step == run.steps_done
-        if looks and run.world.size > 1 and (told := check_alike_whole(batch, run.world)):
-            self._warn_of_part(told)
+        if run.world.size > 1 and (run.steps_done < FIRST_STEPS or self.attempt.saver.last_step == run.steps_done):
+            self._meet("run.part()")
+            if told := check_alike_whole(batch, run.world):
+                self._warn_of_part(told)
         mine, part = self.step.dealt.part(batch)
         self.step.set_part(part)
         return mine  # type: ignore[no-any-return]
 
     def go_on(self, call: str) -> None:
         """Before a collective that the script may call after a loop which other ranks are still in."""
+        self.step.dealt.end_step()  # an evaluation begins, or ends
+        self._meet(call)
+
+    def _meet(self, call: str) -> None:
         if self.step.in_parts is not None:
             self.step.in_parts.check_outside()
         self.attempt.desync.collective(call)
