@@ -173,6 +173,9 @@ WRONG = {
         LOOP + "for x, y in run.batches(DATA, 16):\n            for a, b in run.accumulate([(x[:8], y[:8]), (x[8:], y[8:])]):\n"
         "                run.backward(F.cross_entropy(m(a), b), samples=16); break\n            run.update()",
         "RuntimeError", "accumulate()"),
+    "an update without a backward": (
+        "m, o = make(run); run.optimizer(lambda of: torch.optim.SGD(of, lr=0.1), 'second')\n    for _ in run.epochs(1): run.update()",
+        "RuntimeError", "update() was called without backward()"),
     "a batch without an update": (
         LOOP + "for x, y in run.batches(DATA, 16): run.backward(m(x).sum())", "RuntimeError", "update()"),
     "a state that no file holds": (
@@ -337,8 +340,9 @@ with Session(sys.argv[1]) as run:
 
 def test_parts_are_of_one_batch_and_of_the_same_samples(tmp_path: Path) -> None:
     """What a rank draws by its own samples moves its generators, and the next order is another one. Three ranks do not divide crops as
-    they divide their images. A random transform, and paths, may differ."""
+    they divide their images. A random transform, and paths, may differ. Parts of an evaluation have any length."""
     lines = """
+import numpy as np
 with Session(sys.argv[1]) as run:
     m, o = make(run)
     def told(*wholes):
@@ -351,6 +355,15 @@ with Session(sys.argv[1]) as run:
             step(run, m, DATA[run.part(torch.randperm(15))])
             found = [told(torch.arange(9) + run.rank), told([run.rank] * 9), told(torch.ones(9)[run.rank :])]
             found += [told([f"/disk-{run.rank}"] * 9, range(18)), told(torch.randn(9, 2) + run.rank), told(torch.ones(20, 2))]
+            quantized = torch.quantize_per_tensor(torch.ones(9), 0.1, 0, torch.qint8)
+            others = np.arange(9)[::-1], np.ones(9)[::-1], np.arange(9, dtype=">i8"), np.ones((9, 2), ">f8"), quantized
+            found += [told(*others, np.frombuffer(bytes(9), "u1"), np.zeros(9, "M8[s]"), np.zeros(9, [("x", int)]))]
+            try:
+                step(run, m, DATA[:3], samples=3)
+            except Exception as error:
+                found += [str(error)]
+            run.sum(1)  # an evaluation of one's own
+            step(run, m, DATA[run.part(torch.arange(15))])
             print("\\n".join(f"rank {run.rank}: {one}" for one in found))
             torch.rand(run.rank + 1)  # as who draws for each sample
 """
@@ -359,7 +372,8 @@ with Session(sys.argv[1]) as run:
     lengths = "run.part() cuts 9 and 20 entries for one step, and 3 ranks do not divide both at the same samples"
     counts = [done.output.count(f"{told}{another}") for told in ("error: ", "rank 2: ", "warning: rank 0: ")]
     assert done.code == 2 and counts == [1, 3, 1] and done.output.count(f": {lengths}") == 3, done.output
-    assert done.output.count(": [3, 6]") == done.output.count(": [3]") == 3, done.output
+    assert [done.output.count(f": {some}\n") for some in ([3, 6], [3], [7], [3] * 8)] == [3, 3, 2, 3], done.output
+    assert "not writable" not in done.output, done.output
 
 
 def test_the_table_of_epochs_fits_the_terminal(tmp_path: Path) -> None:

@@ -97,8 +97,8 @@ class Dealt:
         self._whole: Any = None
         self.wholes = 0
         """How often `run.part` was given another whole than before, of the batch under way."""
-        self._length: int | None = None
-        """Of the first whole of the step under way."""
+        self._lengths: list[int] = []
+        """Of the wholes since the step before, without those that are equal."""
         self._parts: deque[int] = deque(maxlen=_LAST)
         """The `id` of each of the last ones."""
 
@@ -110,16 +110,14 @@ class Dealt:
         self.end_step()
 
     def end_step(self) -> None:
-        """What is cut next is of another step."""
-        self._length = None
+        """What is cut next is of another step, or of an evaluation."""
+        self._lengths = []
 
     def part(self, whole: Any) -> tuple[Any, Part]:
-        """This rank's part of what every rank has, and how it counts.
-
-        Raises:
-            UserError: on all ranks: what was cut before in this step has another length, and was cut at other samples.
-        """
+        """This rank's part of what every rank has, and how it counts."""
         mine, part = self._part(whole)
+        if len(whole) not in self._lengths:
+            self._lengths.append(len(whole))
         self.wholes += whole is not self._whole
         self._whole = whole
         self._parts.append(id(mine))
@@ -135,29 +133,33 @@ class Dealt:
 
     def _part(self, whole: Any) -> tuple[Any, Part]:
         low, high, part = share(len(whole), self._world, self._cut)
-        self._check_length(len(whole))
         return whole[slice(*((low, high) if high > low else (0, 1)))], part
 
-    def _check_length(self, length: int) -> None:
-        """What belongs to one sample, such as its crops, comes to one rank. `exact` looks at the arguments of the step itself."""
-        first, size = self._length or length, self._world.size
-        self._length = first
-        if self._cut is None and any(
-            rank * first // size * length != rank * length // size * first for rank in range(size)
-        ):
-            raise UserError(
-                f"run.part() cuts {first} and {length} entries for one step, and {size} ranks do not divide both at the same samples: "
-                f"make both multiples of {size}, or cut one tensor of sample numbers and take the entries by these"
-            )
+    def check_lengths(self) -> None:
+        """What belongs to one sample, such as its crops, comes to one rank. `exact` looks at the arguments of the step itself.
+
+        Raises:
+            UserError: on all ranks: wholes of this step have other lengths than the first one, and are cut at other samples.
+        """
+        size = self._world.size
+        for length in self._lengths if self._cut is None else ():
+            first = self._lengths[0]
+            if any(rank * first // size * length != rank * length // size * first for rank in range(size)):
+                raise UserError(
+                    f"run.part() cuts {first} and {length} entries for one step, and {size} ranks do not divide both at the same samples: "
+                    f"make both multiples of {size}, or cut one tensor of sample numbers and take the entries by these"
+                )
 
     def now(self, work: Work) -> Work:
         """The same step over what this rank is dealt of the batch now.
 
         Raises:
             RestartRequired: the script has not got a piece of what it was called with from here.
+            UserError: as `check_lengths`.
         """
         if work.generation == self._world.generation:
             return work
+        self.check_lengths()
         item, part = (None, None) if self._again is None else self._again()
         item = None if self._again is None else to_device(item, self._world.device)
         found: list[Part] = [] if part is None else [part]

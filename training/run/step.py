@@ -501,9 +501,9 @@ class Step:
     def update(self, optimizers: tuple[torch.optim.Optimizer, ...], clip: float, scaler: Any) -> None:
         """With these optimizers, or all. Raises `Ended` where the gradient is not finite and the run is to end; `RuntimeError`
         without a `backward`."""
-        sync, part, work = self.replica.sync, self.part, self._moving(self._work, optimizers, clip, scaler)
         if not self.pending:
             raise RuntimeError("update() was called without backward(): there is no gradient")
+        sync, part, work = self.replica.sync, self.part, self._moving(self._work, optimizers, clip, scaler)
         total = self._total
         if total is None:
             raise RuntimeError(
@@ -578,7 +578,8 @@ class Step:
         self.replica.sync.scale_gradients(torch.tensor(1.0 / total, device=self.run.world.device))
 
     def _check_use(self, part: Part | None, samples: int) -> None:
-        """Warns where all ranks use all of the same batch. Looks for hooks, at the start and after each save."""
+        """Warns where all ranks use all of the same batch. Looks for hooks, at the start and after each save. Raises as `check_lengths`."""
+        self.dealt.check_lengths()
         if not self.pending and self.attempt.after_save and (self._cuts or not self.replica.sync.replicas):
             hooked, warned = self.replica.hook_before_sum(), self._warned_of_hook
             self._warned_of_hook = warned or hooked is not None
