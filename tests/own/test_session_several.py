@@ -23,15 +23,10 @@ with Session(run_dir, *words) as run:
     shadow = {name: p.detach().clone() for name, p in net.named_parameters()}
     head = run.replicate(torch.nn.Linear(8, 3), name="head")
     held = torch.nn.ModuleDict({"head": head, "average": torch.optim.swa_utils.AveragedModel(head)})
-    held.load_state_dict(held.state_dict())
-    names = [name for name, _ in [*head.named_parameters(), *head.state_dict().items(), *held["head"].named_buffers()]]
-    assert names == 2 * ["weight", "bias"], names  # those that the script knows
-    assert held.get_parameter("head.bias") is head.get_parameter("bias") and "head.weight" in held.state_dict()
-    with torch.no_grad():
-        zeros = {name: torch.zeros_like(p) for name, p in head.named_parameters()}
-        assert not torch.func.functional_call(head, zeros, torch.ones(1, 8)).any() and head(torch.ones(1, 8)).any()
-        if run.leader:
-            held["average"](torch.ones(1, 8))  # a copy is called alone
+    names = [name for name, _ in head.named_parameters()]
+    assert names == ["weight", "bias"], names  # those that the script knows
+    missing = held.load_state_dict(held.state_dict())
+    assert not missing.missing_keys and not missing.unexpected_keys
     del held
     of_body, of_head = (run.optimizer(lambda of: torch.optim.SGD(of, lr=0.1), str(n), m) for n, m in enumerate((body, head)))
     calls = 0

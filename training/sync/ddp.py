@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import math
-import types
+from collections.abc import Iterator
 from typing import Any, NoReturn, cast
 
 import torch
@@ -24,38 +23,21 @@ _NEW = "forward_sync_buffers" in _KNOWN  # torch 2.15 renamed it
 _LOCAL_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _NEW else "broadcast_buffers": False}
 
 
-def _called_through(ddp: DistributedDataParallel, model: nn.Module) -> nn.Module:
-    """Returns the model with the same attributes, names and state, where only a call differs: it goes through DDP.
+class _Network(DistributedDataParallel):
+    """Gives the parameters, buffers and modules by the names of the network that it wraps.
 
-    A script chooses by names what to freeze, and the groups of its optimizer. Those of DDP itself begin with `module.`.
+    By these a script chooses what to freeze, and the groups of its optimizer. The state dict is that of torch's DDP, so that a module that
+    holds the network loads what it has saved.
     """
-    kind = type(model)
 
-    class Through:
-        def __init_subclass__(cls) -> None:
-            """Ends here: a class of the script's may register its subclasses."""
+    def named_parameters(self, *args: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **named)  # type: ignore[no-any-return]
 
-        def __new__(cls, *args: Any, **named: Any) -> Any:  # type(network)(…) is another network
-            return kind(*args, **named)
+    def named_buffers(self, *args: Any, **named: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.module.named_buffers(*args, **named)  # type: ignore[no-any-return]
 
-        def __call__(self, *args: Any, **named: Any) -> Any:
-            return ddp(*args, **named)
-
-        # A copy is the model's: DDP sums no gradients of it.
-
-        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-            return copy.deepcopy(model, memo)
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return copy.copy, (model,)
-
-    called: Any = types.new_class(kind.__name__, (Through, kind))
-    called.__module__, called.__qualname__ = kind.__module__, kind.__qualname__
-    if not hasattr(model, "module"):
-        called.module = model  # as DDP has it
-    network: nn.Module = object.__new__(called)
-    object.__setattr__(network, "__dict__", vars(model))
-    return network
+    def named_modules(self, *args: Any, **named: Any) -> Iterator[Any]:
+        return self.module.named_modules(*args, **named)  # type: ignore[no-any-return]
 
 
 class DdpOptions(Section):
@@ -78,7 +60,7 @@ class Ddp(GradientSync):
         self.watch.expect(self._names)  # hooked before DDP's own hooks, which wait for the other ranks
         for parameter in self._names:
             _match_strides_of_gradient(parameter)
-        self.network = DistributedDataParallel(
+        self.network: DistributedDataParallel = _Network(
             model,
             device_ids=[world.device] if world.device.type == "cuda" else None,
             **_LOCAL_BUFFERS,  # batch statistics stay local; evaluation averages them
@@ -92,7 +74,7 @@ class Ddp(GradientSync):
         else:
             self._warm_up(example)
         self.network.register_forward_pre_hook(self._announce)
-        return _called_through(self.network, model)
+        return self.network
 
     def _announce(self, *_: Any) -> None:
         """DDP sums the gradients of one backward pass after this. Those of any other it leaves to the rank, without a word."""
