@@ -14,6 +14,7 @@ pytestmark = pytest.mark.promise("session-same")
 CODE = """
 import sys, torch, torch.nn.functional as F, weakref
 from lockstep import Session
+from lockstep.training.contract import UserError
 run_dir, first, *words = sys.argv[1:]
 DATA = torch.utils.data.TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(1)), torch.arange(64) % 3)
 with Session(run_dir, *words) as run:
@@ -27,6 +28,11 @@ with Session(run_dir, *words) as run:
     assert names == ["weight", "bias"], names  # those that the script knows
     missing = held.load_state_dict(held.state_dict())
     assert not missing.missing_keys and not missing.unexpected_keys
+    zeros = {name: torch.zeros_like(p) for name, p in head.named_parameters()}
+    try:
+        assert not torch.func.functional_call(head, zeros, torch.ones(1, 8)).any()
+    except UserError as error:  # under ddp
+        assert "functional_call" in str(error), error
     del held
     of_body, of_head = (run.optimizer(lambda of: torch.optim.SGD(of, lr=0.1), str(n), m) for n, m in enumerate((body, head)))
     calls = 0

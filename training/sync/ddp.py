@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..config.settings import Section
+from ..contract import UserError
 from ..parallel.world import World
 from .base import GradientSync, NotSummed, nbytes, undisturbed
 from .watch import GradientWatch
@@ -38,6 +39,15 @@ class _Network(DistributedDataParallel):
 
     def named_modules(self, *args: Any, **named: Any) -> Iterator[Any]:
         return self.module.named_modules(*args, **named)  # type: ignore[no-any-return]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        model = self.__dict__.get("_modules", {}).get("module")
+        if isinstance(value, torch.Tensor) and model is not None and name in {**model._parameters, **model._buffers}:
+            raise UserError(
+                f"{name} is a parameter or buffer of the network within, which sync.name=ddp would call without this value: set it on "
+                "network.module, and for functional_call take another strategy (sync.name=flat)"
+            )
+        super().__setattr__(name, value)
 
 
 class DdpOptions(Section):
