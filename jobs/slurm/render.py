@@ -322,8 +322,11 @@ def _teardown(spec: JobSpec, folder: PurePath) -> list[str]:
         "# A container has no scontrol: rank 0 leaves a note and ends, and the script asks for the requeue.",
         f'[ -e "{note}_requeue_$lockstep_restarts" ] && lockstep_again=yes',
         f'lockstep_saved=$(ls "{note}"_saved_* 2>/dev/null | wc -l)',
-        "# The signal came while a task was being started, before anything could hold it back. Nothing is lost.",
-        "[ $lockstep_code = $((128 + $(kill -l USR2))) ] && "
+        "# The signal came while a task was being started, before anything could hold it back, or srun has ended such a task as another",
+        "# died of the signal. Nothing is lost. TERM is scancel's, too: such a job does not run any more.",
+        "lockstep_number=$((lockstep_code - 128))",
+        '{ [ $lockstep_number = "$(kill -l USR2)" ] || { [ $lockstep_number = "$(kill -l TERM)" ] && '
+        '[ "$(squeue --noheader --jobs "$lockstep_job" --format %T)" = RUNNING ]; }; } && '
         f'[ $((lockstep_restarts - lockstep_saved)) -lt {spec.max_restarts} ] && [ ! -e "{note}_cancelled" ] && lockstep_again=yes',
         'if [ $lockstep_code != 0 ] && [ $lockstep_again = yes ]; then scontrol requeue "$lockstep_job" && sleep 120; fi',
         "exit $lockstep_code",

@@ -127,11 +127,12 @@ os.execv({PYTHON!r}, [{PYTHON!r}, *sys.argv[1:]])
 def test_a_signal_while_a_task_is_being_started(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing holds it back yet, so the task dies of it: the job is started again, once.
 
-    Only the script is left to ask for that, by the code that srun ends with: where every task dies, and where one does whose rank is not
-    the first. No language has a part in it.
+    Only the script is left to ask for that, by the code that srun ends with: where every task dies, where one does whose rank is not the
+    first, and where srun ends the other task before it has begun. No language has a part in it.
     """
     first = (
-        '[ "${SLURM_RESTART_COUNT:-0}" != 0 ] || case $SLURM_JOB_NAME$SLURM_PROCID in every?) kill -USR2 $$;; '
+        '[ "${SLURM_RESTART_COUNT:-0}" != 0 ] || case $SLURM_JOB_NAME$SLURM_PROCID in every?|peer0) kill -USR2 $$;; '
+        "peer1) exec sleep 60;; "
         f"one1) while [ ! -e {bench.folder}/$SLURM_JOB_NAME ]; do sleep 0.1; done; kill -USR2 $$;; esac"
     )
     stand_in(bench, monkeypatch, first)
@@ -141,11 +142,11 @@ def test_a_signal_while_a_task_is_being_started(bench: Bench, monkeypatch: pytes
         "shopt -s nullglob",
         "lockstep_job=mine lockstep_restarts=9",
     ]
-    for name in ("every", "one"):
+    for name in ("every", "one", "peer"):
         program = f"print('through'); open({str(bench.folder / name)!r}, 'w')"
         spec = bench.command(name, program, max_restarts=1, slurm={**IN_APPTAINER, "setup": setup})
         bench.backend.submit(spec)
-    for name in ("every", "one"):
+    for name in ("every", "one", "peer"):
         found = bench.wait(name)
         assert (found.state, found.ranks[0].restarts) == ("succeeded", 1), found
         for rank in (0, 1):

@@ -33,7 +33,9 @@ lockstep_again=no
 # A container has no scontrol: rank 0 leaves a note and ends, and the script asks for the requeue.
 [ -e "/shared/lockstep/slurm/big/submitit/${lockstep_job}_requeue_$lockstep_restarts" ] && lockstep_again=yes
 lockstep_saved=$(ls "/shared/lockstep/slurm/big/submitit/${lockstep_job}"_saved_* 2>/dev/null | wc -l)
-# The signal came while a task was being started, before anything could hold it back. Nothing is lost.
-[ $lockstep_code = $((128 + $(kill -l USR2))) ] && [ $((lockstep_restarts - lockstep_saved)) -lt 3 ] && [ ! -e "/shared/lockstep/slurm/big/submitit/${lockstep_job}_cancelled" ] && lockstep_again=yes
+# The signal came while a task was being started, before anything could hold it back, or srun has ended such a task as another
+# died of the signal. Nothing is lost. TERM is scancel's, too: such a job does not run any more.
+lockstep_number=$((lockstep_code - 128))
+{ [ $lockstep_number = "$(kill -l USR2)" ] || { [ $lockstep_number = "$(kill -l TERM)" ] && [ "$(squeue --noheader --jobs "$lockstep_job" --format %T)" = RUNNING ]; }; } && [ $((lockstep_restarts - lockstep_saved)) -lt 3 ] && [ ! -e "/shared/lockstep/slurm/big/submitit/${lockstep_job}_cancelled" ] && lockstep_again=yes
 if [ $lockstep_code != 0 ] && [ $lockstep_again = yes ]; then scontrol requeue "$lockstep_job" && sleep 120; fi
 exit $lockstep_code
