@@ -44,7 +44,7 @@ def _calls(metrics: Metrics, run_dir: Path, repeats: int) -> dict[str, Any]:
     step, scrape = [], []
     for number in range(repeats):
         began = time.perf_counter()
-        metrics.alive()
+        metrics.alive(number, number)
         clock.begin()
         clock.data_ready()
         clock.grad_ready()

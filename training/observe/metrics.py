@@ -150,7 +150,7 @@ class Metrics(Observer):
         """Adds to a counter. `labels`: as in `set`."""
         self._series(name, *labels).inc(by)
 
-    def alive(self, steps: int = 0, of_attempt: int = 0) -> None:  # noqa: ARG002 - the time alone counts
+    def alive(self, steps: int, of_attempt: int) -> None:  # noqa: ARG002 - the time alone counts
         """A sign of life: the rank has ended a step, or a batch of the evaluation."""
         self.alive_at = time.monotonic()
 
@@ -164,7 +164,7 @@ class Metrics(Observer):
         self._samples.inc(step.samples)
         self._bytes.inc(step.bytes_sent - self._sync_bytes)
         self._sync_bytes = step.bytes_sent
-        self.alive()
+        self.alive(step.step, step.of_attempt)
 
     def slow_rank(self, found: tuple[int, str, float] | None) -> None:
         """The slow rank, its phase and what it costs; None: there is none. The series has that rank's label, not this one's."""

@@ -19,7 +19,7 @@ import itertools
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ..limits import SLOW_LOOK_SECONDS
 from ..parallel.world import World
-from .clock import Observer, StepDone, Times
+from .clock import Observer, StepDone
 
 PHASES: tuple[Literal["data", "compute", "update"], ...] = ("data", "compute", "update")
 """Of a rank's own time: waiting for its batch; forward and backward, with what a script does between two batches; the rest of the step."""
@@ -94,40 +94,30 @@ class SlowRank(Observer):
         return self.history.verdict
 
     def step_done(self, step: StepDone) -> None:
-        if self._add(step.measured, step.step - step.behind):
-            self._news()
-
-    def _add(self, measured: Sequence[Times], last: int) -> bool:
-        """Steps are done.
-
-        Args:
-            measured: their times, oldest first (`StepClock.measured`).
-            last: which step of the run the last one of them is.
-
-        Returns:
-            Whether there is news.
-        """
         if self._world.size == 1:
             others, self.history = self.history.ranks, History([])
-            return bool(others)
-        new = measured if self._last else measured[1:]  # the first step compiles, and warms up
+            if others:
+                self._news()
+            return
+        new = step.measured if self._last else step.measured[1:]  # the first step compiles, and warms up
         for times in new:
             data, compute, waited = (max(0.0, times[name]) for name in ("data_wait", "grad_ready", "sync_wait"))
             self._rows.append((data, compute, self._rest, waited))
             self._rest = max(0.0, times["step_duration"] - data - compute - waited)
-        self._last, self._left = last, self._left + len(new)
+        self._last, self._left = step.step - step.behind, self._left + len(new)
         began = time.monotonic()
         if began < self._due or not self._rows:
-            return False
+            return
         store: Any = _get_default_store()  # the stubs of torch know of texts alone
         if not store.has_extended_api():
-            return False  # a file, which would grow
+            return  # a file, which would grow
         self._leave(store)
         looked = self._world.leader and self._look(store)
         # With many ranks it takes longer, and is done less often: what is missed is not counted. One look may have had to wait for a CPU.
         self._took.append(time.monotonic() - began)
         self._due = began + max(SLOW_LOOK_SECONDS, 500 * min(self._took))
-        return looked
+        if looked:
+            self._news()
 
     def _leave(self, store: Any) -> None:
         """The steps since the last time but one: each rank does this at another step, and what they leave has to overlap."""

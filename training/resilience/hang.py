@@ -38,12 +38,12 @@ _PLACE = re.compile(r"^\[[^]]*\] ")
 class Heartbeat(Observer):
     """Writes this rank's step to the store, at most once a second."""
 
-    def __init__(self, world: World, now: Callable[[], float] = time.monotonic) -> None:
-        self._world, self._now, self._last = world, now, -1.0
+    def __init__(self, world: World) -> None:
+        self._world, self._last = world, -1.0
 
     def step_done(self, step: StepDone) -> None:
-        if self._world.size > 1 and self._now() - self._last >= 1.0:
-            self._last = self._now()
+        if self._world.size > 1 and time.monotonic() - self._last >= 1.0:
+            self._last = time.monotonic()
             _get_default_store().set(f"lockstep/step/{self._world.rank}", str(step.step))
 
 

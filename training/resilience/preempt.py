@@ -153,10 +153,8 @@ class Consensus:
         stop_file: a file whose appearance asks for the end; rank 0 looks for it once a second.
     """
 
-    def __init__(
-        self, world: World, signals: Signals | None, stop_file: Path | None, now: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.world, self.signals, self.stop_file, self._now = world, signals, stop_file, now
+    def __init__(self, world: World, signals: Signals | None, stop_file: Path | None) -> None:
+        self.world, self.signals, self.stop_file = world, signals, stop_file
         self.reason: str | None = None
         self.final: str | None = None
         """Why the script ends the run for good, on this rank."""
@@ -174,7 +172,7 @@ class Consensus:
         if self.reason is None and received and (live is None or live.ends(received)):
             self.reason = f"{received} on rank {self.world.rank}"
         if self.reason is None and self.stop_file is not None and self.world.leader:
-            now = self._now()
+            now = time.monotonic()
             if now - self._looked >= 1.0:
                 self._looked = now
                 with contextlib.suppress(OSError):

@@ -136,13 +136,10 @@ class Saver:
 
     Args:
         alive: called while this rank waits for a bucket, which may take long.
-        now: seconds of a clock that never goes back.
     """
 
-    def __init__(
-        self, run: Run, alive: Callable[[], None] = lambda: None, now: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        self._now, self._alive = now, alive
+    def __init__(self, run: Run, alive: Callable[[], None]) -> None:
+        self._alive = alive
         self._leaving_since: float | None = None
         settings = run.config.checkpoint
         self.run, self.settings, self._grace = run, settings, run.config.preempt.grace_seconds
@@ -159,7 +156,7 @@ class Saver:
         self._last_send: Future[list[SaveResult]] | None = None
         self.last_step = run.steps_done
         """The newest state that was saved, or gone on from."""
-        self._last_time = now()
+        self._last_time = time.monotonic()
         self.interval = Interval(run.state.history["failures"])
         self._last_failed = self._hangs = self._saved = False
         self._score: float | None = None
@@ -206,7 +203,7 @@ class Saver:
             return True
         if interval == "auto":
             interval = self.interval.seconds(self.run.state.clock.trained)
-        return bool(interval) and self.run.world.leader and self._now() - self._last_time >= interval
+        return bool(interval) and self.run.world.leader and time.monotonic() - self._last_time >= interval
 
     def save(self, score: float | None = None) -> None:
         """Gathers the state and hands it to the writer; the disk's part happens in the background. Collective."""
@@ -215,7 +212,7 @@ class Saver:
         self._reap()
         self._check_taken_over()
         gathered = gather(self.run.state)
-        self.last_step, self._last_time, self._score = self.run.steps_done, self._now(), score
+        self.last_step, self._last_time, self._score = self.run.steps_done, time.monotonic(), score
         self._saved, self._lost = True, False
         if (
             self._writer is not None and gathered is not None and not self._hangs
