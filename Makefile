@@ -153,14 +153,13 @@ lock: $(READY) ## resolve docker/requirements-*.txt anew, with hashes; CPU_WHEEL
 	$(LOCK) -o docker/requirements-cuda.txt
 	$(LOCK) --excludes docker/excluded-cpu.txt -c docker/cpu.txt --find-links $(CPU_WHEELS) -o docker/requirements-cpu.txt
 
-release: $(READY) ## build dist/: wheel, sdist, schemas, notes of the version; images, too, with IMAGE=registry/name
+release: $(READY) ## build dist/: wheel, sdist, schemas, notes of the version
 	@test -z "$$(git status --porcelain)" || { echo "error: the working tree has changes, and a release has none: commit them" >&2; exit 2; }
 	@rm -rf dist && $(VENV)/bin/uv build --quiet
 	@$(VENV)/bin/lockstep schema > dist/job.schema.json
 	@$(RUN) -m lockstep.training settings --schema > dist/recipe.schema.json
 	@awk '/^## \[/ {inside = ++sections == 1; next} inside' CHANGELOG.md > dist/NOTES.md
 	@ls dist
-	$(if $(IMAGE),@$(MAKE) image image-cpu push)
 
 clean: ## remove caches; runs/, data/ and .venv stay
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

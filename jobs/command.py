@@ -110,7 +110,7 @@ def preparation(spec: JobSpec, python: str = "python") -> JobSpec:
         raise UserError(f"{spec.name} has no shards: set recipe and shards, e.g. shards: /data/digits")
     return spec.on_cpu().model_copy(
         update={
-            "name": f"{short(spec.name)}-prepare", "command": shard(spec, python), "nodes": 1, "ranks_per_node": 1,
+            "name": preparation_name(spec.name), "command": shard(spec, python), "nodes": 1, "ranks_per_node": 1,
             "recipe": None, "shards": None, "code": None, "fresh": None, "overrides": {}, "live": False, "max_restarts": 1,
             "time_limit": f"{max(1, min(spec.deadline_seconds, 6 * 3600) // 60)}m", "join_timeout": None,
             "volumes": [volume.model_copy(update={"read_only": False}) for volume in spec.volumes],
@@ -120,9 +120,11 @@ def preparation(spec: JobSpec, python: str = "python") -> JobSpec:
     )  # fmt: skip
 
 
-def short(name: str) -> str:
-    """The name in 40 characters, so that pods of every kind can have it with an end; two long names stay two."""
-    return name if len(name) <= 40 else f"{name[:31].rstrip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+def preparation_name(name: str) -> str:
+    """Returns the name of the preparation of this job: at most 40 characters and an end, so that pods of every kind can have it. Two
+    long names stay two."""
+    short = name if len(name) <= 40 else f"{name[:31].rstrip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return f"{short}-prepare"
 
 
 def prepares(command: object) -> bool:

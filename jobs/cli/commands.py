@@ -470,14 +470,14 @@ def stacks(
 ) -> None:
     """Print what each rank of a running job does now: what it waits for, where, and its Python stacks."""
     standings = place.open(backend, name).stacks(name, rank)
-    if as_json:
-        show(standings)
-    for one in [] if as_json else standings:
+    lines: list[str] = []
+    for one in standings:
         where = f" ({one['where']})" if one["where"] else ""
         step = f", step {one['step']}" if one["step"] is not None else ""
-        say(f"rank {one['rank']} {one['what']}{where} [process {one['pid']}{step}]")
-        for text in (*one["stacks"].splitlines(), *one["loaders"].splitlines()):
-            say(f"  {text}".rstrip())
+        lines.append(f"rank {one['rank']} {one['what']}{where} [process {one['pid']}{step}]")
+        texts = (*one["stacks"].splitlines(), *one["loaders"].splitlines())
+        lines += [f"  {text}".rstrip() for text in texts]
+    answer(as_json, standings, lines)
 
 
 def wait(

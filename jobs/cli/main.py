@@ -209,8 +209,8 @@ def app_of(command: str = "") -> typer.Typer:
         "141 nobody reads the output.",
     )  # fmt: skip
     app.callback(invoke_without_command=True)(_root)
-    names = [command] if command in _COMMANDS else _COMMANDS
-    for function, epilog, name in ((*_COMMANDS[name], name) for name in names):
+    for name in [command] if command in _COMMANDS else _COMMANDS:
+        function, epilog = _COMMANDS[name]
         app.command(name, epilog=epilog)(commands.flatten_options(function))
     if command not in _COMMANDS:
         for name, summary in COMMANDS.items():

@@ -16,7 +16,7 @@ from lockstep.training.contract import ENV_METRICS_PORT, ENV_SECRET, MASTER_PORT
 from .. import command as commands
 from .. import lint
 from ..command import GRACE_MARGIN
-from ..lint import tag_of
+from ..lint import tag_of, volume_of
 from ..manifest import (
     HASH,
     JOB,
@@ -98,7 +98,7 @@ def _mount(item: Any) -> Any:
 def file(spec: JobSpec) -> Manifest:
     """The Compose file without the patch."""
     volumes = {volume.claim: {"name": volume.claim, "external": True} for volume in spec.volumes}
-    if not on_volume(spec, spec.run_directory):
+    if volume_of(spec, spec.run_directory) is None:
         volumes[RUN] = {"name": run_volume(spec), "external": True}
     if spec.code is not None:
         volumes[CODE] = {"name": code_volume(spec), "external": True}
@@ -112,26 +112,16 @@ def file(spec: JobSpec) -> Manifest:
 
 def render_prepare(spec: JobSpec) -> Manifest:
     """The Compose file of one container that writes the recipe's shards. Raises `UserError`."""
-    if spec.recipe is None or spec.shards is None:
-        raise UserError(f"{spec.name} has no shards: set recipe and shards, e.g. shards: /data/shards")
-    if not spec.shards_in_a_bucket and not on_volume(spec, spec.shards):
+    own = commands.preparation(spec).model_copy(update={"name": spec.name})
+    if spec.shards_in_a_bucket:  # data.root may be on the run's volume
+        own = own.model_copy(update={"run_dir": spec.run_dir})
+    elif volume_of(spec, str(spec.shards)) is None:
         raise UserError(f"shards {spec.shards} is not on a volume: add one to volumes")
-    writable = spec.on_cpu().model_copy(
-        update={
-            "nodes": 1, "ranks_per_node": 1, "code": None,
-            "volumes": [volume.model_copy(update={"read_only": False}) for volume in spec.volumes],
-        }
-    )  # fmt: skip
-    words = [_literal(word) for word in commands.shard(spec)]
-    service = {**_node(writable, 0), "entrypoint": words[:4], "command": words[4:], "healthcheck": {"disable": True}}
+    words = [_literal(word) for word in own.command or ()]
+    service = {**_node(own, 0), "entrypoint": words[:4], "command": words[4:]}
     service["labels"] = {"lockstep/role": "prepare", **MANAGED}  # not one of the job's nodes
-    volumes = {volume.claim: {"name": volume.claim, "external": True} for volume in spec.volumes}
-    if spec.shards_in_a_bucket and not on_volume(spec, spec.run_directory):  # data.root may be there
-        volumes[RUN] = {"name": run_volume(spec), "external": True}
-    elif not on_volume(spec, spec.run_directory):
-        service["volumes"] = [item for item in service["volumes"] if item["source"] != RUN]
     name = f"{project(spec.name)}_prepare"  # which no job's name can make
-    return {"name": name, "services": {"prepare": service}, "volumes": volumes}
+    return {"name": name, "services": {"prepare": service}, "volumes": file(own)["volumes"]}
 
 
 def run_volume(spec: JobSpec) -> str:
@@ -142,10 +132,6 @@ def run_volume(spec: JobSpec) -> str:
 def code_volume(spec: JobSpec) -> str:
     """The volume with the archive of the job's code."""
     return f"{project(spec.name)}-code-{commands.identity(spec)[:12]}"
-
-
-def on_volume(spec: JobSpec, path: str) -> bool:
-    return any(holds(volume.path, path) for volume in spec.volumes)
 
 
 def _node(spec: JobSpec, index: int) -> Manifest:
@@ -218,7 +204,7 @@ def _serves_health(spec: JobSpec) -> bool:
 
 def _mounts(spec: JobSpec) -> list[Manifest]:
     mounts: list[Manifest] = []
-    if not on_volume(spec, spec.run_directory):
+    if volume_of(spec, spec.run_directory) is None:
         # The parent, where it is a folder of our image: its owner becomes the new volume's.
         parent = next((path for path in IMAGE_FOLDERS if holds(path, spec.run_directory)), spec.run_directory)
         mounts.append({"type": "volume", "source": RUN, "target": parent})

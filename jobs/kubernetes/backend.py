@@ -127,11 +127,11 @@ class KubernetesBackend(Cluster):
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:
         try:
             connected = cls.connect(**place)
+            rows = Doctor(connected.api, connected.namespace, None).cluster()
             if spec is not None:
                 with contextlib.suppress(UserError):  # the rows tell why the cluster does not say
                     spec = connected._with_kind(spec)
-            doctor = Doctor(connected.api, connected.namespace, spec)
-            rows = [*doctor.cluster(), *doctor.rows()]
+            rows += Doctor(connected.api, connected.namespace, spec).rows()
         except (UserError, ApiError) as error:
             rows = [Check("cluster", "missing", str(error))]
         return [*rows, *findings_as_rows(cls.lint(spec) if spec is not None else None)]  # of the cluster's kind
@@ -157,7 +157,8 @@ class KubernetesBackend(Cluster):
         return [*(self.prepared(spec, kind=decided.spec.k8s.kind) for spec in others), decided]
 
     def drift(self, spec: JobSpec) -> Lines:
-        return super().drift(render.of_kind(spec, self.require(spec.name).record["kind"]))
+        known = self.require(spec.name)
+        return known.differences(render.of_kind(snapshots.resolve(spec)[0], known.record["kind"]))
 
     def _with_kind(self, spec: JobSpec, new: str | None = None) -> JobSpec:
         """`k8s.kind: auto` is the kind of the job that has the name, else the one that the cluster serves. Raises `UserError`.

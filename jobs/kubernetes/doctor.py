@@ -41,8 +41,6 @@ CONTROLLERS = {"PyTorchJob": "training-operator", "TrainJob": "trainer-controlle
 """Part of the name of each controller's image."""
 Rows = Iterator[Check]
 
-PYTORCHJOB = ("PyTorchJob",)
-TRAINJOB = ("TrainJob",)
 INJECTED = re.compile(
     r"PET_.*|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|GROUP_RANK|TORCHELASTIC_.*"
 )
@@ -118,7 +116,7 @@ def durable_run(subject: Subject) -> Iterator[str]:
         )
 
 
-@rule("LS024", kinds=PYTORCHJOB)
+@rule("LS024", kinds=("PyTorchJob",))
 def ports(subject: Subject) -> Iterator[str]:
     """There is one metrics port a rank, beside the operator's."""
     if subject.spec.metrics_port <= render.RENDEZVOUS_PORT < subject.spec.metrics_port + subject.spec.ranks:
@@ -145,7 +143,7 @@ def changed(subject: Subject) -> Iterator[str]:
             yield f"k8s.patch sets {change.path}: {json.dumps(change.value)[:200]}"
 
 
-@rule("LS036", kinds=TRAINJOB)
+@rule("LS036", kinds=("TrainJob",))
 def trainjob_limits(subject: Subject) -> Iterator[str]:
     """What a TrainJob's pods get beyond a patch is set in the runtime."""
     given = subject.spec.plain().get("k8s", {})

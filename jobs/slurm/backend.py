@@ -159,10 +159,10 @@ class SlurmBackend(Cluster):
         """The id of a job under way that prepares this one's shards."""
         if spec.recipe is None or spec.shards is None:
             return None
-        own = commands.preparation(spec, render.interpreter(spec, self.cluster))
-        if observe.ended(self.folder / own.name) is not None:
+        name = commands.preparation_name(spec.name)
+        if observe.ended(self.folder / name) is not None:
             return None
-        known = self.find(own.name, submitting=True)
+        known = self.find(name, submitting=True)
         if known is None or not commands.prepares(known.plain.get("command")) or self.observe(known).final:
             return None
         return str(known.record["job_id"])

@@ -293,21 +293,22 @@ def _accounting(spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001 - ever
     elif not NO_ACCOUNTING.search(told.stderr):
         raise silent(told)
     else:
-        age = _setting("MinJobAge") or "?"
+        age = _setting(answer("scontrol", "show", "config"), "MinJobAge") or "?"
         detail = f"there is none: jobs that ended are known for {age}, then from their own files only"
         yield Check("accounting", "warning", detail)
 
 
 def _preemption(spec: JobSpec | None) -> Iterator[Check]:
-    mode = _setting("PreemptMode")
-    if mode == "OFF" or _setting("PreemptType") in ("preempt/none", "(null)"):
+    config = answer("scontrol", "show", "config")
+    mode = _setting(config, "PreemptMode")
+    if mode == "OFF" or _setting(config, "PreemptType") in ("preempt/none", "(null)"):
         yield Check("preemption", "ok", "off: no job is preempted")
-    elif "preempt_send_user_signal" in _setting("SlurmctldParameters"):
+    elif "preempt_send_user_signal" in _setting(config, "SlurmctldParameters"):
         yield Check("preemption", "ok", f"{mode}, the job gets a signal before (preempt_send_user_signal)")
     else:
         detail = f"{mode}, without SlurmctldParameters=preempt_send_user_signal: the job gets SIGTERM only"
         yield Check("preemption", "warning", f"{detail}, and GraceTime must be long enough to save")
-    allowed = re.match(r"\d+", _setting("KillWait"))
+    allowed = re.match(r"\d+", _setting(config, "KillWait"))
     if allowed and int(allowed[0]) < 10:
         yield Check(
             "kill wait", "warning", f"KillWait {allowed[0]} s is short: a job that has not saved by then is killed"
@@ -316,9 +317,9 @@ def _preemption(spec: JobSpec | None) -> Iterator[Check]:
         yield Check("requeue", "warning", "PreemptMode=CANCEL ends preempted jobs: submit again to resume")
 
 
-def _setting(name: str) -> str:
-    """Of SLURM's configuration, "" where it does not have it. Raises `Unreachable`."""
-    match = re.search(rf"^{name}\s*=\s*(.*)$", answer("scontrol", "show", "config"), re.M)
+def _setting(config: str, name: str) -> str:
+    """Of SLURM's configuration, "" where it does not have it."""
+    match = re.search(rf"^{name}\s*=\s*(.*)$", config, re.M)
     return match[1].strip() if match else ""
 
 
