@@ -304,9 +304,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     rows = compared(runs)
     print(table(runs, rows))
     every = {name: [[one.own, one.whole, one.accuracy] for one in outcomes] for name, outcomes in runs.items()}
-    if args.bounded and args.airbench:
-        print(BOUNDED)
     notes = [BOUNDED] if args.bounded and args.airbench else []
+    for note in notes:
+        print(note)
     return {"runs": every, "columns": ["own", "whole", "accuracy"], "compared": rows, "failed": failed, "notes": notes}
 
 

@@ -95,14 +95,6 @@ def cell(text: object) -> str:
     return str(text).replace("|", "\\|").replace("\n", " ")
 
 
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yields the models that a field may hold, also within a list or as an alternative to null."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in typing.get_args(annotation):
-        yield from _models(part)
-
-
 def rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, Any, str, bool]]:
     """Yields (dotted name, type, default, meaning, whether a resume may change it) of each setting of a model."""
     for name, field in typed.described(model).model_fields.items():
@@ -112,14 +104,14 @@ def rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, A
             continue
         default = field.get_default(call_default_factory=True)
         yield prefix + name, typed.type_name(field.annotation), default, meaning, FREE in field.metadata
-        for inner in dict.fromkeys(_models(field.annotation)):
+        for inner in dict.fromkeys(typed.models_in(field.annotation)):
             mark = "[]" if "list" in str(field.annotation).lower() else ""
             yield from rows(inner, f"{prefix}{name}{mark}.")
 
 
 def shown(default: Any) -> str:
     """Returns a default as a cell of the table, in backquotes."""
-    text = json.dumps(default) if default is None or isinstance(default, bool) else str(default)
+    text = typed.written(default, str)
     return "`required`" if default is PydanticUndefined else f"`{cell(text)}`" if text else ""
 
 

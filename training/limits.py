@@ -1,4 +1,4 @@
-"""The limits of time, in seconds, each with its reason. A limit that users may want to change is a setting in `config`.
+"""The limits of time of `training`, in seconds, each with its reason. A limit that users may want to change is a setting in `config`.
 
 A module that waits takes its limit from here, so that a reader compares them in one place. Imports nothing.
 """

@@ -101,7 +101,7 @@ def before_each_batch(do: Callable[[], None]) -> None:
 
 def mlp() -> Any:
     """The network that the recipe `mlp` begins with, of seed 0."""
-    Inside("training.checkpoint.generators").seed(0)
+    Inside("training.generators").seed(0)
     return _models.build("mlp", {}, 32, (1024,))
 
 

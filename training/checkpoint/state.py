@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .. import generators
 from ..observe.clock import StepClock
 from ..optim.ema import Ema
 from ..parallel.exchange import broadcast_tree, gather_trees, reduced, scatter_trees
 from ..parallel.names import plain, plain_name
 from ..parallel.world import World
 from ..sync.base import GradientSync
-from . import generators
 from .user_state import UserState
 
 _COUNTS = ("attempts", "failures", "preemptions", "stopped_of")

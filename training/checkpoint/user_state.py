@@ -8,10 +8,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from .. import generators
 from ..parallel.exchange import all_gather_trees
 from ..parallel.packing import split
 from ..parallel.world import World
-from . import generators
 
 _PLAIN = (
     "steps",

@@ -271,17 +271,18 @@ def described(model: type[M]) -> type[M]:
                         texts[name] = inspect.cleandoc(words)
     for name, field in model.model_fields.items():
         field.description = texts.get(name, field.description)
-        for inner in _models(field.annotation):
+        for inner in models_in(field.annotation):
             described(inner)
     model.model_rebuild(force=True)
     return model
 
 
-def _models(hint: Any) -> Iterator[type[BaseModel]]:
+def models_in(hint: Any) -> Iterator[type[BaseModel]]:
+    """Yields the models that a field may hold, also within a list or as an alternative to null."""
     if isinstance(hint, type) and issubclass(hint, BaseModel):
         yield hint
     for part in typing.get_args(hint):
-        yield from _models(part)
+        yield from models_in(part)
 
 
 def documentation(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, Any, str]]:
@@ -334,8 +335,8 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str) -> dict
         _joined(error.errors(include_url=False), model),
         key=lambda one: one["type"] not in ("extra_forbidden", "invalid_key"),
     )
-    shown = {_sentence(dict(one), model, prefix): one["loc"] for one in complaints[:MAX_COMPLAINTS]}
-    return shown | ({f"and {more} more": ()} if (more := len(complaints) - MAX_COMPLAINTS) > 0 else {})
+    found = {_sentence(dict(one), model, prefix): one["loc"] for one in complaints[:MAX_COMPLAINTS]}
+    return found | ({f"and {more} more": ()} if (more := len(complaints) - MAX_COMPLAINTS) > 0 else {})
 
 
 def _joined(complaints: Iterable[Any], model: type[BaseModel]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,16 +70,23 @@ def compiled(network: nn.Module, device: torch.device, kernels: Path) -> nn.Modu
     return cast(nn.Module, torch.compile(network))
 
 
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model is in evaluation mode inside; after it each module is in the mode that it had."""
+    modes = [module.training for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, is_training in zip(model.modules(), modes):
+            module.training = is_training
+
+
 @torch.no_grad()
 def arithmetic_of(model: nn.Module, example: torch.Tensor) -> float:
     """Floating-point operations of a sample's forward pass in matrix products and convolutions."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    modes = [module.training for module in model.modules()]
-    try:
-        with FlopCounterMode(display=False) as counter:
-            model.eval()(example)
-    finally:
-        for module, is_training in zip(model.modules(), modes):
-            module.training = is_training
+    with evaluating(model), FlopCounterMode(display=False) as counter:
+        model(example)
     return counter.get_total_flops() / len(example)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import models, sync
-from ..checkpoint import generators, weights
+from .. import generators, models, sync
+from ..checkpoint import weights
 from ..config import Config
 from ..contract import MOST_NAMED, UserError, named
 from ..data.augment import augment, check_settings, draw_keys, normalise
@@ -23,7 +23,7 @@ from ..data.batches import Batches, Division, Stored
 from ..data.order import Parts
 from ..data.shard_writer import prepare as prepare_shards
 from ..data.shards import Manifest, Samples
-from ..models.arithmetic import arithmetic_of, form_on, no_compiler, real_type
+from ..models.arithmetic import arithmetic_of, evaluating, form_on, no_compiler, real_type
 from ..parallel.exchange import (
     broadcast_tree,
     failing_together,
@@ -181,15 +181,12 @@ def _check_outputs(model: nn.Module, name: str, manifest: Manifest) -> None:
     shape = manifest.shape
     count = 2 * models.batch_multiple(model)
     samples = torch.zeros(count, shape[2], *shape[:2]) if len(shape) == 3 else torch.zeros(count, *shape)
-    modes = [module.training for module in model.modules()]
     expected = f"[n, {len(manifest.classes)}] (n samples, one score a class)"
     try:
-        output = model.eval()(samples)
+        with evaluating(model):
+            output = model(samples)
     except Exception:  # noqa: BLE001 - the first step fails in the same way, with the place in the user's own code
         return
-    finally:
-        for module, is_training in zip(model.modules(), modes):
-            module.training = is_training
     scores = isinstance(output, torch.Tensor) and output.ndim == 2 and len(output) == count
     if not scores or output.shape[1] < len(manifest.classes):  # more than needed do no harm
         description = (

@@ -97,7 +97,6 @@ class Attempt:
         """Whether they were compared after the first steps."""
         self.buffers = Buffers(run.state.model, run.world, alike=run.state.of_all)
         self.modes = Modes(run.state.model)
-        self._told_apart = False
         """A buffer that differs between the ranks was named."""
         self.known: set[str] = set()
         """What the ranks have compared in this attempt, once, and a rank that is admitted need not: `numbers`, `machine`, `batch`."""
@@ -392,10 +391,9 @@ class Attempt:
         apart: list[str] = []
         with self._telling("replicas", SAME_BUFFERS):
             apart = self.buffers.check()
-        if apart and not self._told_apart and self.run.world.leader:
-            self._told_apart = True
+        if apart:
             more = f" (and {len(apart) - 1} more)" if len(apart) > 1 else ""
-            self.run.console.warn(f"the buffer {apart[0]}{more} {MOVED_APART}")
+            self.run.warn(f"the buffer {apart[0]}{more} {MOVED_APART}", about="buffers")
 
     @contextlib.contextmanager
     def _telling(self, what: str, remedy: str) -> Iterator[None]:

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..checkpoint.generators import Drawing
 from ..contract import UserError
 from ..data import order
 from ..data.alike import check_alike
 from ..data.batches import Seeded, loader
 from ..data.pytree import to_device
+from ..generators import Drawing
 from ..parallel.exchange import all_gather_trees, raise_together
 from ..parallel.world import World
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdRef
 
-from ..checkpoint import generators
+from .. import generators
 from ..checkpoint.state import TrainState
 from ..parallel.names import plain, plain_name
 from .replica import Several

@@ -43,7 +43,7 @@ class Loop:
     def __init__(self, run: Run, replica: Replica) -> None:
         self.run, self.attempt = run, Attempt(run, replica.optimizers)
         self.step = Step(run, self.attempt, replica)
-        self._warned_of_collate = self._warned_of_part = False
+        self._warned_of_collate = False
         self._saved_generators, self._resumed = run.saved_generators, run.resumed
         """This rank's generators as they were where the run resumes, until the loop is there again."""
         self.epochs_planned: int | None = None
@@ -333,10 +333,10 @@ class Loop:
     def part(self, batch: T) -> T:
         """This rank's contiguous part of a global batch. `step` then knows how many samples it has."""
         run = self.run
-        if run.world.size > 1 and (run.steps_done < FIRST_STEPS or self.attempt.saver.last_step == run.steps_done):
+        if run.world.size > 1 and (run.steps_done < FIRST_STEPS or self.attempt.after_save):
             self._meet("run.part()")
             if told := check_alike_whole(batch, run.world):
-                self._warn_of_part(told)
+                run.warn(told, "run.part()")
         mine, part = self.step.dealt.part(batch)
         self.step.set_part(part)
         return mine  # type: ignore[no-any-return]
@@ -350,11 +350,6 @@ class Loop:
         if self.step.in_parts is not None:
             self.step.in_parts.check_outside()
         self.attempt.desync.collective(call)
-
-    def _warn_of_part(self, text: str) -> None:
-        if self.run.world.leader and not self._warned_of_part:
-            self.run.console.warn(text)
-        self._warned_of_part = True
 
     def boundary(self, call: str = "") -> None:
         """Leaves where the ranks agreed to, but not within a step: no checkpoint could hold its gradients. Raises `Ended`.

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.generators import Drawing
 from ..contract import UserError
 from ..data import order
 from ..data.batches import Part
+from ..generators import Drawing
 from ..parallel.exchange import all_gather_trees, raise_together
 from ..resilience.closeness import BATCH_STATISTICS
 from ..sync.exact import TreeSum, capturing, nodes_of_ranks
@@ -38,7 +38,6 @@ class InParts:
         self._epoch = -1
         """Of the last batch."""
         self._told_cost = False
-        self._warned: set[str] = set()
         self._after: torch.Tensor | None = None
         """The statistics that the last step of the epoch ended with."""
         self._odd = torch.zeros(2, dtype=torch.bool, device=run.world.device)
@@ -80,7 +79,7 @@ class InParts:
             self._told_cost = True
             self._tell_cost(part)
         if self._drawing.drawn_between:
-            self._warn(
+            self.run.warn(
                 "the script draws random numbers between two steps. Under sync.name=exact what is drawn for the samples of a batch belongs "
                 "into the function of run.step(function, …), where it is the same at every number of ranks"
             )
@@ -100,7 +99,7 @@ class InParts:
         model, refuse = self.replica.model, self.replica.sync.refuse
         self.proof = Proof(model, refuse, others, self._before, after_save) if self.proves(after_save) else None
         if looks and self._after is not None and not torch.equal(self._after, self._values(statistics)):
-            self._warn(
+            self.run.warn(
                 "batch statistics were changed between two steps. A forward pass of the network in training mode sees the samples of its "
                 "rank alone there, so that they depend on the number of ranks: call it in model.eval(), or take run.for_evaluation()"
             )
@@ -133,12 +132,6 @@ class InParts:
             f"sync.name=exact: batches of {part.total} in {part.of} part{'s' * (part.of > 1)}; a rank computes up to {most} of them, "
             f"{most * world.size / part.of:.3g} × an even share{sends}"
         )
-
-    def _warn(self, text: str) -> None:
-        """Once, by rank 0: what a script does it does on all ranks."""
-        if text not in self._warned and self.run.world.leader:
-            self._warned.add(text)
-            self.run.console.warn(text)
 
     def prove(
         self, number: int, result: Callable[[], tuple[torch.Tensor, Numbers]], work: Work, given: Callable[[Any], bool]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .. import generators
 from ..contract import UserError, named
 from ..data import order, pytree
 from ..parallel.packing import tensor_bytes
@@ -190,12 +190,12 @@ def attributes(model: nn.Module) -> Digests:
     return found
 
 
-def text_of(value: Any) -> str | None:
-    """What stands for the value of an attribute; None: it is of another kind."""
-    return _text(value, _DEPTH)
+def text_of(value: Any, depth: int = _DEPTH) -> str | None:
+    """What stands for the value of an attribute; None: it is of another kind.
 
-
-def _text(value: Any, depth: int) -> str | None:
+    Args:
+        depth: of the lists and mappings that are looked into.
+    """
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
         return repr(value)
     if isinstance(value, torch.Tensor):
@@ -206,22 +206,18 @@ def _text(value: Any, depth: int) -> str | None:
             if value.dtype.hasobject
             else _digest(torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy()))
         )
-    if isinstance(value, torch.Generator):
-        return _digest(value.get_state())
-    if isinstance(value, random.Random):
-        return hashlib.sha256(repr(value.getstate()).encode()).hexdigest()
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
+    if generators.is_generator(value):
+        return hashlib.sha256(repr(generators.comparable(generators.state_of(value))).encode()).hexdigest()
     if not depth:
         return None
     if isinstance(value, Mapping):
-        return repr([(str(key), _text(inner, depth - 1)) for key, inner in value.items()])
+        return repr([(str(key), text_of(inner, depth - 1)) for key, inner in value.items()])
     if isinstance(value, (list, tuple, deque)):
-        return repr([_text(inner, depth - 1) for inner in value])
+        return repr([text_of(inner, depth - 1) for inner in value])
     if isinstance(value, (set, frozenset)):
-        return repr(sorted(str(_text(inner, depth - 1)) for inner in value))
+        return repr(sorted(str(text_of(inner, depth - 1)) for inner in value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return repr([_text(getattr(value, field.name, None), depth - 1) for field in dataclasses.fields(value)])
+        return repr([text_of(getattr(value, field.name, None), depth - 1) for field in dataclasses.fields(value)])
     return None
 
 

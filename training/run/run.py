@@ -21,7 +21,7 @@ import torch
 from lockstep.wire import submitit_api
 from lockstep.wire.signals import end_with_launcher, give_back
 
-from ..checkpoint import generators
+from .. import generators
 from ..checkpoint.object_store import ObjectStore
 from ..checkpoint.score import Scores
 from ..checkpoint.state import Cursor, TrainState, scatter
@@ -112,6 +112,7 @@ class Run:
         self.goodput = GoodputRecorder(os.environ)
         self.form: dict[str, Any] = {}
         """What the run has decided at its first start where a setting was `auto` (`config.FORM`)."""
+        self._warned: set[str] = set()
         self.signals: Signals | None = None
         """What the process receives; None where the script handles signals itself."""
         self.directory: RunDirectory | None = None
@@ -258,14 +259,14 @@ class Run:
         self.console = Console(settings.log, world, by_step, columns if isinstance(settings, Config) else None)
         self.state, self.scores = state, Scores(state.history, settings.checkpoint.keep_best)
         if anew:
-            self._warn(
+            self.warn(
                 f"the number of ranks has changed, and each rank has another state of {', '.join(anew)}: none is restored, and it draws as "
                 "at a first start"
             )
         with resume.misfits_explained():
-            made.compare(state.user_state, self._warn)
+            made.compare(state.user_state, self.warn)
         if not world.replacement:  # it comes to ranks that have compared theirs
-            check_tables(state.model, replica.made, state.user_state, world, self._warn)
+            check_tables(state.model, replica.made, state.user_state, world, self.warn)
         replica.made.clear()  # the session would keep them alive
         self._announce()
         self._opening.close()  # from here on the end of the attempt closes what it opened
@@ -352,9 +353,16 @@ class Run:
         since = self.signals.since if self.signals is not None else None
         return math.inf if since is None else since + self.config.preempt.grace_seconds - time.monotonic()
 
-    def _warn(self, text: str) -> None:
-        if self.world.leader:
-            self.console.warn(text)
+    def warn(self, text: str, about: str = "") -> None:
+        """Warns once, on rank 0. All ranks call it, so that one that takes rank 0's place does not repeat it.
+
+        Args:
+            about: what counts as the same, if not the text.
+        """
+        if (about or text) not in self._warned:
+            self._warned.add(about or text)
+            if self.world.leader:
+                self.console.warn(text)
 
     def loss_weight(self, samples: float, divisor: Any) -> Any:
         """Returns this rank's share of what a step's sum of losses is divided by, for the mean loss that the run shows: of the divisor,
@@ -475,7 +483,7 @@ class Run:
         self.exporter.close(ended.code)
         self.console.close()
         if ended.code != EXIT_DONE:
-            self._warn(ended.reason)
+            self.warn(ended.reason)
         on_any(False, world)  # every rank has written what goes into the report
         self._write_report()
         on_any(False, world)  # when one rank has ended, a launcher may end the others

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..checkpoint import generators
+from .. import generators
 from ..contract import UserError
 from ..data import order
 from ..data.batches import Part
@@ -63,7 +63,6 @@ class Step:
         self._drawing = generators.Drawing(run.world.device, every=cut)
         self._cuts = run.world.size > 1 or cut or run.config.micro_batch_size > 0
         """A backward pass has the gradient of a part of the batch."""
-        self._warned_of_hook = False
         self.in_parts = InParts(run, replica, self._drawing) if cut else None
         self.dealt = Dealt(run.world, replica.sync.batch_parts)
         self._canary = Canary(run, attempt) if cut else None
@@ -280,7 +279,6 @@ class Step:
                 first = work.micro_batches(low, high)[0]
                 parts.prove(number, functools.partial(self._loss, work, *first), work, self.dealt.gave)
             if sums and self._replays and self.recorder.replay_part(work, number, low, high):
-                self._samples += high - low
                 continue
             parts.begin_part(number, sums)
             self.sums.begin()
@@ -581,14 +579,14 @@ class Step:
         """Warns where all ranks use all of the same batch. Looks for hooks, at the start and after each save. Raises as `check_lengths`."""
         self.dealt.check_lengths()
         if not self.pending and self.attempt.after_save and (self._cuts or not self.replica.sync.replicas):
-            hooked, warned = self.replica.hook_before_sum(), self._warned_of_hook
-            self._warned_of_hook = warned or hooked is not None
-            if hooked is not None and not warned and self.run.world.leader:
+            hooked = self.replica.hook_before_sum()
+            if hooked is not None:
                 # Whether a hook is linear cannot be seen, and one that prints is harmless.
-                self.run.console.warn(
+                self.run.warn(
                     f"a hook on {hooked} gets the gradient of a part of the batch, before the sum. A mask or a factor is right "
                     "there. A clamp, a norm or noise gives another result than one process: change the gradient between "
-                    "run.backward() and run.update(), or give the step clip=…"
+                    "run.backward() and run.update(), or give the step clip=…",
+                    about="hooks",
                 )
         if part is None and self.same_samples and samples >= self.same_samples:  # fewer: it has taken its share
             self.same_samples = 0

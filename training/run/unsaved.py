@@ -22,7 +22,7 @@ from ..parallel.exchange import all_gather_trees, same_on_all
 from ..parallel.names import plain
 from ..resilience.closeness import fingerprint, sums_of_bits
 from .run import Run
-from .tables import storage, storages
+from .tables import first_of, storage, storages
 
 SCORES = ("accuracy", "loss")
 """How the name of a score ends. What else is logged may be a rank's own: a time, a rate, the size of its memory."""
@@ -42,7 +42,6 @@ class Unsaved:
         """None: what the script trains outside of the session was named."""
         self.logged: dict[str, float] = {}
         """What this rank has logged since the last save."""
-        self._warned: set[str] = set()
 
     def look(self) -> None:
         """Collective."""
@@ -54,9 +53,7 @@ class Unsaved:
             sentences |= unequal(all_gather_trees(mine, world))
         self.logged.clear()
         for about, sentence in sentences.items():
-            if world.leader and about not in self._warned:
-                self._run.console.warn(sentence)
-            self._warned.add(about)
+            self._run.warn(sentence, about)
 
     def _alike(self) -> dict[str, str]:
         """What all ranks have alike, by the call that says so."""
@@ -162,9 +159,8 @@ def _unused(known: dict[str, nn.Parameter], used: set[torch.Tensor], state: Trai
     unused = [name for name, p in known.items() if p.requires_grad and name not in ours and p not in used]
     if not unused:
         return ""
-    more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
     return (
-        f"{unused[0]}{more} require a gradient, and no optimizer has them: give them to run.optimizer(), or freeze them by "
+        f"{first_of(unused)} require a gradient, and no optimizer has them: give them to run.optimizer(), or freeze them by "
         "requires_grad_(False)"
     )
 

@@ -8,14 +8,13 @@ that place. The buffer is cut into buckets of `sync.bucket_mb`, which the engine
 from __future__ import annotations
 
 import itertools
-import random
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..generators import Drawing
 from ..parallel.exchange import gather_trees
 from ..parallel.world import World
 from .base import (
@@ -250,33 +249,20 @@ def combines(optimizer: torch.optim.Optimizer) -> bool:
     if isinstance(optimizer, torch.optim.LBFGS):
         return True
     like = next((p for group in optimizer.param_groups for p in group["params"]), torch.zeros(()))
-    python, numbers = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[like.device] if like.is_cuda else []):
+    with Drawing(like.device, every=True) as drawing:
         try:
-            return not torch.equal(_stepped(optimizer, like, 1), _stepped(optimizer, like, 2))
+            return not torch.equal(*(_stepped(optimizer, like, count, drawing) for count in (1, 2)))
         except Exception:  # noqa: BLE001 - a constructor of its own may raise anything
             return False
-        finally:
-            random.setstate(python)
-            np.random.set_state(numbers)
 
 
-def _stepped(optimizer: torch.optim.Optimizer, like: torch.Tensor, count: int) -> torch.Tensor:
+def _stepped(optimizer: torch.optim.Optimizer, like: torch.Tensor, count: int, drawing: Drawing) -> torch.Tensor:
     """The first of `count` small parameters after a few steps of such an optimizer; the gradients of the others are large."""
     params = [nn.Parameter(like.new_ones(4, 4) * (number + 1)) for number in range(count)]
     probe = type(optimizer)(params, **optimizer.defaults)
     for step in range(1, 4):
-        _seed(step, like.device)  # a step may draw noise
+        drawing.begin(step)  # a step may draw noise
         for number, parameter in enumerate(params):
             parameter.grad = parameter.detach() * 0.1 * step * 100**number
         probe.step()
     return params[0].detach()
-
-
-def _seed(number: int, device: torch.device) -> None:
-    """Seeds the generators that `combines` puts back: `torch.manual_seed` would seed those of all GPUs."""
-    torch.default_generator.manual_seed(number)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(number)
-    random.seed(number)
-    np.random.seed(number)

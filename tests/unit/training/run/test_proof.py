@@ -33,6 +33,7 @@ CHANGES: dict[str, tuple[Any, Callable[[Any], None]]] = {
     "dictionary": ({}, lambda net: net.value.update(a=1)),
     "set": (set(), lambda net: net.value.add(1)),
     "generator": (torch.Generator(), lambda net: torch.rand(1, generator=net.value)),
+    "numpy's old generator": (np.random.RandomState(1), lambda net: net.value.rand()),
     "numpy's generator": (np.random.default_rng(0), lambda net: net.value.random()),
     "Python's generator": (random.Random(0), lambda net: net.value.random()),
 }

@@ -34,13 +34,13 @@ def restore(states: dict[str, Any], device: torch.device) -> None:
     random.setstate(_to_python(states["python"]))
     try:
         torch.set_rng_state(states["torch"])
+        if "cuda" in states and device.type == "cuda":
+            torch.cuda.set_rng_state(states["cuda"], device)
     except RuntimeError as error:  # which is what a failed collective raises, too
         raise ValueError(f"it holds no state of torch's generator, {error}") from error
     if "numpy" in states:
         algorithm, keys, *rest = states["numpy"]
         np.random.set_state((algorithm, np.asarray(keys).astype(np.uint32), *rest))
-    if "cuda" in states and device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def is_generator(thing: object) -> bool:
