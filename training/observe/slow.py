@@ -28,6 +28,7 @@ import numpy.typing as npt
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..limits import SLOW_LOOK_SECONDS
+from ..parallel import stores
 from ..parallel.world import World
 from .clock import Observer, StepDone
 
@@ -129,13 +130,10 @@ class SlowRank(Observer):
         self._left = 0
 
     def _look(self, store: Any) -> bool:
-        keys = [f"{self._key}/{rank}" for rank in range(self._world.size)]
-        if not store.check(keys):
+        parsed = [_parsed(stores.read(store, f"{self._key}/{rank}")) for rank in range(self._world.size)]
+        posts = [post for post in parsed if post is not None]
+        if len(posts) < self._world.size:
             return False
-        found = [_parsed(data) for data in store.multi_get(keys)]
-        if None in found:
-            return False
-        posts = [post for post in found if post is not None]
         first = max(self._read, *(last - len(rows) for _, last, rows in posts))
         end = min(last for _, last, _ in posts)
         if first >= end:

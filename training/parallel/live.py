@@ -410,7 +410,7 @@ class Live:
 
     def _ended_how(self, rank: int) -> str:
         key = stores.ended(rank)
-        return stores.said(self._store, key, r"[ -~]+") if self._store.check([key]) else ""
+        return stores.said(self._store, key, r"[ -~]+")
 
     def _join_in_time(self, members: list[int]) -> float:
         """Forms the group in several attempts. Returns when all were there (`time.monotonic`). Raises `_Superseded`, `RestartRequired`.
@@ -491,7 +491,7 @@ class Live:
         others: set[tuple[process.Address, process.Address]] = set()
         for member in members:
             if member != self.rank:
-                ends = json.loads(self._store.get(f"{place}/{member}"))
+                ends = json.loads(stores.read(self._store, f"{place}/{member}"))
                 others |= {((near[0], near[1]), (far[0], far[1])) for near, far in ends}
         return {fd: (near, far) for fd, (near, far) in process.connections().items() if (far, near) in others}
 

@@ -25,6 +25,8 @@ BACKLOG = 4096
 SAID = 300
 """Characters of a text in a store that is shown to somebody."""
 
+_ABSENT = "\0absent"
+
 
 def tcp_store(host: str, port: int, serves: bool, seconds: float, size: int | None = None) -> dist.TCPStore:
     """A store at `host:port`, which this process serves or only uses. With port 0 it gets a free one.
@@ -144,13 +146,23 @@ def leaving(rank: int) -> str:
     return f"{LEAVING}/{rank}"
 
 
+def read(store: dist.Store, key: str) -> bytes:
+    """Returns the value of a key, and nothing where the store has none.
+
+    `get` after `check` waits for the store's timeout, with all threads of this process that use the store, if somebody else deletes the
+    key in between. `compare_set` with a value that nobody writes never waits, and sets nothing.
+    """
+    value: bytes = store.compare_set(key, _ABSENT, _ABSENT)
+    return b"" if value == _ABSENT.encode() else value
+
+
 def said(store: dist.Store, key: str, shape: str, most: int = SAID) -> str:
-    """What stands under a key that is there, if it is a text of that shape (a regular expression); "" for anything else.
+    """Returns the text of a key, if it has that shape (a regular expression); "" for anything else, and where the store has none.
 
     Args:
         most: characters.
     """
-    text = store.get(key).decode(errors="replace")
+    text = read(store, key).decode(errors="replace")
     return text if len(text) <= most and re.fullmatch(shape, text) else ""
 
 

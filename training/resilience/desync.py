@@ -166,8 +166,7 @@ class DesyncDetector:
 
     def _look(self, store: dist.Store, moves: int) -> None:
         """Looks for a rank that waits in vain: this rank has made no move since the last look."""
-        said = stores.said(store, self._key, _SHAPE) if store.check([self._key]) else ""
-        match = re.fullmatch(_SHAPE, said)
+        match = re.fullmatch(_SHAPE, stores.said(store, self._key, _SHAPE))
         other = None if match is None else _Waiting(*map(int, match.groups()))
         if other is None or other.meeting <= self._met:  # in this order: `moves` was read while they had not met
             return

@@ -122,9 +122,8 @@ def _missing(world: World, step: int) -> list[str]:
         while not (reported := store.check(key)) and time.monotonic() < deadline and not launchers.check([ended]):
             time.sleep(0.05)
         if not reported:
-            seen = f"lockstep/step/{rank}"
-            at = stores.said(store, seen, r"\d{1,18}") if store.check([seen]) else ""
-            how = stores.said(launchers, ended, r"[ -~]+") if launchers.check([ended]) else ""
+            at = stores.said(store, f"lockstep/step/{rank}", r"\d{1,18}")
+            how = stores.said(launchers, ended, r"[ -~]+")
             last, how = f"last seen at step {at}" if at else "no step recorded", f": {how}" if how else ""
             missing.append(f"rank {rank} did not arrive{how} ({last})")
     stores.meet(store, "lockstep/failed/know", world.size - len(missing), RAISED_SECONDS, waits=world.leader)
@@ -145,7 +144,7 @@ def print_once(world: World, error: BaseException) -> None:
             store.set(key, digest)
         while not store.check([key]) and time.monotonic() < deadline:
             time.sleep(0.05)
-        same = store.check([key]) and stores.said(store, key, "[0-9a-f]{64}") == digest
+        same = stores.said(store, key, "[0-9a-f]{64}") == digest
         stores.meet(store, f"{key}/know", world.size, RAISED_SECONDS, waits=world.leader)
     if isinstance(error, UserError):
         error.shared = same
