@@ -96,7 +96,7 @@ class UserState:
         self.groups: dict[str, str] = {}
         """By the optimizer's name, the sha256 of the parameters in its groups as the script made them."""
         self.tables: dict[str, str] = {}
-        """A digest of each table that a module has in an attribute (`run/tables.py`), as the script made it."""
+        """A digest of each table that a module has in an attribute (`run/replica.py`), as the script made it."""
         self.began_with: dict[str, float] = {}
         """The learning rates with which the batches of the epoch under way began."""
         self.epoch_generators: dict[str, Any] | None = None

@@ -11,7 +11,7 @@ that was not summed, a seed that differs, or bad memory – long before the loss
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -130,17 +130,33 @@ def learning_rates(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str,
     return {name: float(group["lr"]) for name, group in groups if isinstance(group.get("lr"), (int, float))}
 
 
+def unlike_rank_0(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Returns the ranks that have another value than rank 0, by the name of the value. A rank may lack one, which differs from none.
+
+    Args:
+        of_ranks: the values of each rank by their names.
+    """
+    ranks = {
+        name: [rank for rank, values in enumerate(of_ranks) if values.get(name, first) != first]
+        for name, first in of_ranks[0].items()
+    }
+    return {name: others for name, others in ranks.items() if others}
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Returns the first name, and how many more there are."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
 def check_same(values: Mapping[str, Any], world: World) -> None:
     """Raises `ReplicasDiffer` on all ranks if a value differs between ranks, with the value of each. Collective."""
     of_ranks = all_gather_trees(dict(values), world)
-    for name in of_ranks[0]:
-        values_of = [found.get(name) for found in of_ranks]
-        if len(set(values_of)) > 1:
-            said = ", ".join(
-                f"{value} on rank {named([rank for rank, other in enumerate(values_of) if other == value])}"
-                for value in dict.fromkeys(values_of)
-            )
-            raise ReplicasDiffer(f"{name} has {said}")
+    for name in unlike_rank_0(of_ranks):
+        of_value: dict[Any, list[int]] = {}
+        for rank, of_rank in enumerate(of_ranks):
+            of_value.setdefault(of_rank.get(name), []).append(rank)
+        values_of_ranks = ", ".join(f"{value} on rank {named(ranks)}" for value, ranks in of_value.items())
+        raise ReplicasDiffer(f"{name} has {values_of_ranks}")
 
 
 class Modes:
@@ -251,16 +267,13 @@ class Buffers:
         if world.size == 1:
             return []
         tensors = dict(self._tensors())
-        sums = sums_of_bits(tensors.values()).tolist()
-        found = {name: [name in self._moved, total] for name, total in zip(tensors, sums)}
-        of_ranks, apart = all_gather_trees(found, world), []
-        for name, (_, total) in of_ranks[0].items():
-            values = [found.get(name, [True, 0]) for found in of_ranks]
-            other = [rank for rank, value in enumerate(values) if value[1] != total]
-            if other and not any(moved for moved, _ in values):
-                raise ReplicasDiffer(f"the buffer {name} on rank {named(other)} differs from rank 0's")
-            apart += [name] * bool(other)
-        return apart
+        sums = dict(zip(tensors, sums_of_bits(tensors.values()).tolist()))
+        of_ranks = all_gather_trees([sums, sorted(self._moved)], world)
+        apart = unlike_rank_0([sums for sums, _ in of_ranks])
+        for name, ranks in apart.items():
+            if not any(name in moved for _, moved in of_ranks):
+                raise ReplicasDiffer(f"the buffer {name} on rank {named(ranks)} differs from rank 0's")
+        return [*apart]
 
 
 @torch.no_grad()

@@ -66,7 +66,6 @@ from ..resilience.hang import (
     naming_the_missing,
 )
 from ..resilience.preempt import Consensus, Decision
-from .held import Held, Settings
 from .run import Ended, Run
 from .saver import Saver
 from .unsaved import Unsaved
@@ -118,7 +117,7 @@ class Attempt:
         """The slow rank that was told of, and its phase."""
         self.saver = Saver(run, self._alive)
         self.reading = LossReader(run.state.losses, run.world, of_all=run.state.of_all)
-        self.unsaved = Unsaved(run, Held(run.state).moved, Settings(run.state).moved)
+        self.unsaved = Unsaved(run)
         metrics = [run.metrics] if run.config.metrics.enabled else []
         self.observers: list[Observer | Progress] = [
             Heartbeat(run.world), self.progress, self.slow, run.console, run.goodput, *metrics
@@ -257,7 +256,7 @@ class Attempt:
             return torch.empty(0)
         gathered["ranks"] = [rank for rank in gathered["ranks"] if rank is not None]
         places = {"polls": self._polls, "last_step": self.saver.last_step, "save_agreed": self._save_agreed,
-                  "nonfinite_steps": self.nonfinite_steps, "looked_outside": self.unsaved.moved is None,
+                  "nonfinite_steps": self.nonfinite_steps, "looked_outside": self.unsaved.held is None,
                   "modes": self.modes.last, "known": sorted(self.known)}  # fmt: skip
         return pack({**gathered, "places": {**places, **self.desync.state_dict()}})
 
@@ -266,7 +265,7 @@ class Attempt:
         self._polls, self._save_agreed = places["polls"], places["save_agreed"]
         self.nonfinite_steps = places["nonfinite_steps"]
         if places["looked_outside"]:
-            self.unsaved.moved = None
+            self.unsaved.held = None
         self.modes.last, self.known = places["modes"], set(places["known"])
         self.saver.last_step = places["last_step"]
         self._compared = True

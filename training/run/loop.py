@@ -66,6 +66,9 @@ class Loop:
         if run.world.replacement:
             self.attempt.be_at(run.places)
             self.step.join()
+        else:  # the others have compared theirs
+            self.attempt.unsaved.compare_tables(replica.made)
+        replica.made.clear()  # the session would keep them alive
         if run.config.capture != "never" and run.world.device.type != "cpu":
             reason = obstacle(replica.sync, replica.optimizers, run.world)
             if reason is not None:

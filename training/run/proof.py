@@ -181,13 +181,16 @@ def changed(refuse: Refuse, name: str, is_parameter: bool) -> UserError:
 def attributes(model: nn.Module) -> Digests:
     """What stands for each attribute of the modules, by name: numbers, texts, tensors, arrays, generators, and what lists and dictionaries
     hold of them. Parameters and buffers are left out, and so are other objects."""
+    return {name: text for name, value in attributes_of(model) if (text := text_of(value)) is not None}
+
+
+def attributes_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields the attributes of the modules by name, without parameters, buffers and what torch keeps for itself."""
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    found = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in _OF_TORCH and id(value) not in own and (text := text_of(value)) is not None:
-                found[f"{path}.{name}".lstrip(".")] = text
-    return found
+            if name not in _OF_TORCH and id(value) not in own:
+                yield f"{path}.{name}".lstrip("."), value
 
 
 def text_of(value: Any, depth: int = _DEPTH) -> str | None:

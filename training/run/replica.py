@@ -9,8 +9,10 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from .. import sync as strategies
 from ..checkpoint.state import averaged_buffers
@@ -20,7 +22,12 @@ from ..parallel.names import unwrapped
 from ..parallel.world import World
 from ..sync.base import BuildOptimizer, GradientSync, trains_another
 from ..sync.watch import hooks_of, hooks_of_script
-from .tables import tables_of
+from .proof import attributes_of
+
+SHORT = 16
+"""Most whole numbers of a list that is no table: a rank may have others, such as its experts, or the ranks of its group."""
+_DERIVED = ("_orig", "_g", "_v")
+"""A parametrization keeps its parameters under a name with one of these endings, and computes the attribute anew in each pass."""
 
 
 class Several(GradientSync):
@@ -330,3 +337,41 @@ def without_batch_statistics(model: nn.Module) -> Iterator[None]:
 def _what(value: object) -> str:
     """A value as an error names it."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"a value of type {type(value).__name__}"
+
+
+def tables_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields the tables that modules have in plain attributes, by name: tensors and arrays, such as random features, and long lists of
+    whole numbers, such as a permutation. What shares the memory of a parameter or buffer is none.
+
+    `replicate` sends parameters and buffers alone, and so does a checkpoint: a table that is drawn must be the same on each rank and at
+    each start.
+    """
+    own, modules = storages([*model.parameters(), *model.buffers()]), dict(model.named_modules())
+    for name, value in attributes_of(model):
+        path, _, attribute = name.rpartition(".")
+        if any(f"{attribute}{ending}" in modules[path]._parameters for ending in _DERIVED):
+            continue
+        is_tensor = isinstance(value, torch.Tensor) and not value.requires_grad and storage(value) not in own
+        is_array = isinstance(value, np.ndarray) and not value.dtype.hasobject
+        if (is_tensor and value.numel() > 1) or (is_array and value.size > 1) or _is_long(value):
+            yield name, value
+
+
+def _is_long(value: Any) -> bool:
+    """Whether it is a list of many whole numbers."""
+    if not isinstance(value, (list, tuple)) or len(value) <= SHORT:
+        return False
+    return all(type(one) is int or isinstance(one, np.integer) for one in value)
+
+
+def storage(tensor: torch.Tensor) -> int | None:
+    """The address of its memory. None: it has none, as a tensor that is lazy, sparse, sharded or of a class that wraps others."""
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except Exception:  # noqa: BLE001 - they raise nearly anything
+        return None
+
+
+def storages(tree: Any) -> set[int | None]:
+    """The addresses of its tensors, and None, so that a tensor without one counts as one of them."""
+    return {storage(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)} | {None}

@@ -68,7 +68,6 @@ from ..resilience import hang
 from ..resilience.preempt import Signals
 from . import resume
 from .replica import Replica
-from .tables import check_tables
 
 
 class Ended(BaseException):
@@ -265,9 +264,6 @@ class Run:
             )
         with resume.misfits_explained():
             made.compare(state.user_state, self.warn)
-        if not world.replacement:  # it comes to ranks that have compared theirs
-            check_tables(state.model, replica.made, state.user_state, world, self.warn)
-        replica.made.clear()  # the session would keep them alive
         self._announce()
         self._opening.close()  # from here on the end of the attempt closes what it opened
         if self._tells_run_dir:

@@ -1,54 +1,66 @@
-"""What a script has by itself, and a save loses: what it trains outside of its session, and what the ranks do not have alike. It is named
-in warnings."""
+"""What a script has by itself, and a save loses: what it trains outside of its session, what moves and is in no checkpoint, and what the
+ranks do not have alike. It is named in warnings.
+
+A copy of the weights is a module that is not replicated, such as a teacher, or a dictionary or list of tensors like the parameters. A
+tensor by itself counts where it is changed in place, as a centre or a queue: one that is assigned anew may be a batch.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import sys
+import types
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdRef
 
+from .. import generators
 from ..checkpoint.state import TrainState, parameter_names
 from ..checkpoint.user_state import Stateful
 from ..contract import named
 from ..parallel.exchange import all_gather_trees, same_on_all
-from ..parallel.names import plain
-from ..resilience.closeness import fingerprint, sums_of_bits
+from ..parallel.names import plain, plain_name
+from ..resilience.closeness import fingerprint, first_of, sums_of_bits, unlike_rank_0
+from .proof import attributes_of, text_of
+from .replica import Several, storage, storages, tables_of
 from .run import Run
-from .tables import first_of, storage, storages
 
 SCORES = ("accuracy", "loss")
 """How the name of a score ends. What else is logged may be a rank's own: a time, a rate, the size of its memory."""
+MOST, DEPTH, ITEMS = 5000, 3, 100
+"""Objects that are looked at, attributes below a variable, and items of a dictionary or list whose items are looked at."""
+_OPAQUE = (types.ModuleType, types.FunctionType, type, str, bytes, int, float, torch.Tensor, torch.optim.Optimizer)
+Marks = dict[str, tuple[Any, list[Any]]]
+"""By the name of what a variable holds: the generator, or None for tensors, which are not kept alive; what is another where they are made
+anew; and what changes where they move."""
 
 
 class Unsaved:
-    """Warns of each once, at a save.
+    """Looks when the loop begins and at each save, and warns of each thing once."""
 
-    Args:
-        moved: gives a sentence for each thing that has moved since the loop began, and is in no checkpoint.
-        changed: the same, at each save.
-    """
-
-    def __init__(self, run: Run, moved: Callable[[], list[str]], changed: Callable[[], list[str]]) -> None:
-        self._run, self._changed = run, changed
-        self.moved: Callable[[], list[str]] | None = moved
-        """None: what the script trains outside of the session was named."""
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.held: Marks | None = _held(run.state)
+        """Of the variables as the loop began; None: what moves or trains outside of the session was named."""
+        self._settings: dict[str, Any] | None = None
+        """Of the models at the first save: a first pass may set what later ones leave, such as the longest sequence."""
         self.logged: dict[str, float] = {}
         """What this rank has logged since the last save."""
 
     def look(self) -> None:
         """Collective."""
         state, world = self._run.state, self._run.world
-        moved, self.moved = self.moved, None
-        outside = [] if moved is None else [*trained_outside(state), *moved()]
-        sentences = {sentence: sentence for sentence in [*outside, *self._changed()]}
+        held, self.held = self.held, None
+        outside = [] if held is None else [*trained_outside(state), *_moved(held, _held(state))]
+        sentences = {sentence: sentence for sentence in [*outside, *self._changed_settings()]}
         if world.size > 1 and not same_on_all(mine := self._alike(), world):
             sentences |= unequal(all_gather_trees(mine, world))
         self.logged.clear()
@@ -64,6 +76,45 @@ class Unsaved:
         logged = {name: value for name, value in self.logged.items() if name.endswith(scores)}
         return {**objects, **values, **{f"run.log({name}=…)": f"{value:.4g}" for name, value in logged.items()}}
 
+    def _changed_settings(self) -> Iterator[str]:
+        """Yields a sentence for numbers, switches and texts in attributes of the models that have changed, each once."""
+        model = self._run.state.model
+        now = {
+            plain_name(model, name): value
+            for name, value in attributes_of(model)
+            if type(value) in (bool, int, float, str) and value == value
+        }
+        before = self._settings = now if self._settings is None else self._settings
+        if names := [name for name, value in before.items() if now.get(name, value) != value]:
+            self._settings = {name: value for name, value in before.items() if name not in names}
+            yield (
+                f"the attribute {first_of(names)} of the model changes, and no checkpoint has it, so a start that resumes begins with the "
+                "first value: make it a buffer (register_buffer), or set it from run.steps or the epoch"
+            )
+
+    def compare_tables(self, made: Collection[Any]) -> None:
+        """Compares the tables of the ranks, and with those of the start before, and warns where one is another. Collective.
+
+        Args:
+            made: the values that the modules had when they were replicated. A pass since then may have left others, such as the last
+                attention.
+        """
+        model, kept, ids = self._run.state.model, self._run.user_state, {id(value) for value in made}
+        tables = {plain_name(model, name): text_of(value) or "" for name, value in tables_of(model) if id(value) in ids}
+        apart = unlike_rank_0(all_gather_trees(tables, self._run.world))
+        before, kept.tables = kept.tables, tables
+        mend = "make it a buffer (register_buffer), or draw it by a fixed seed"
+        if apart:
+            self._run.warn(
+                f"the attribute {first_of([*apart])} of the model is another one on rank {named(next(iter(apart.values())))} than on rank "
+                f"0, and run.replicate() sends parameters and buffers alone: unless it is to be a rank's own, {mend}"
+            )
+        changed = [name for name, digest in tables.items() if before.get(name, digest) != digest and name not in apart]
+        if changed:
+            self._run.warn(
+                f"the attribute {first_of(changed)} of the model is another one than at the start before, and no checkpoint has it: {mend}"
+            )
+
 
 def unequal(of_ranks: Sequence[dict[str, str]]) -> dict[str, str]:
     """Returns a sentence for each call for which a rank has something else than rank 0. A rank may lack it.
@@ -72,14 +123,13 @@ def unequal(of_ranks: Sequence[dict[str, str]]) -> dict[str, str]:
         of_ranks: by the call, what stands for its value, or the value itself where it was logged.
     """
     sentences = {}
-    for call, first in of_ranks[0].items():
-        others = [rank for rank, found in enumerate(of_ranks) if found.get(call, first) != first]
-        if others and call.startswith("run.log"):
+    for call, others in unlike_rank_0(of_ranks).items():
+        if call.startswith("run.log"):
             sentences[call] = (
-                f"{call} gets {first} on rank 0 and {of_ranks[others[0]][call]} on rank {others[0]}, and rank 0's alone is written: if "
-                "each has measured samples of its own, add them up by run.sum()"
+                f"{call} gets {of_ranks[0][call]} on rank 0 and {of_ranks[others[0]][call]} on rank {others[0]}, and rank 0's alone is "
+                "written: if each has measured samples of its own, add them up by run.sum()"
             )
-        elif others:
+        else:
             sentences[call] = (
                 f"{call} is not the same on rank {named(others)} as on rank 0, whose alone is saved: compute it from the same samples on "
                 "all ranks, or keep each rank's own by run.keep_of_rank()"
@@ -172,8 +222,8 @@ def _weights_outside(learned: set[torch.Tensor], used: set[torch.Tensor], state:
         learned: weights of no replicated model.
         used: those of them that an optimizer moves, and others.
     """
-    of_rank = storages(states_of(state.user_state.rank_objects))
-    held = storages([states_of(state.user_state.objects), dict(state.user_state.values)])
+    of_rank = storages(_states_of(state.user_state.rank_objects))
+    held = storages([_states_of(state.user_state.objects), dict(state.user_state.values)])
     outside = {_name_of(p) or f"a parameter of shape {list(p.shape)}": p for p in learned if storage(p) not in of_rank}
     every = all_gather_trees({name: fingerprint(nn.ParameterList([p])) for name, p in outside.items()}, state.world)
     sentences = []
@@ -189,13 +239,13 @@ def _weights_outside(learned: set[torch.Tensor], used: set[torch.Tensor], state:
     return sorted(sentences)
 
 
-def states_of(objects: dict[str, Stateful]) -> list[Any]:
+def _states_of(objects: dict[str, Stateful]) -> list[Any]:
     return [stateful.state_dict() for stateful in objects.values()]
 
 
 def _name_of(thing: object) -> str | None:
     """The script's name for an optimizer or a weight: of a variable, of an attribute, or within a module."""
-    for names in variables():
+    for names in _variables():
         for name, value in names.items():
             if value is thing:
                 return name
@@ -211,7 +261,122 @@ def _name_of(thing: object) -> str | None:
     return None
 
 
-def variables() -> Iterator[dict[str, Any]]:
+def _moved(before: Marks, now: Marks) -> Iterator[str]:
+    """Yields a sentence for each thing that has moved, and is in no checkpoint. Of tensors by themselves the first is named: one that sums
+    up may be set to zero before it is read."""
+    in_place = False
+    for name, (drawing, marks) in before.items():
+        later, draws = now.get(name, (drawing, marks))[1], drawing is not None
+        # A generator that is seeded anew, or a tensor that is made anew, depends on nothing earlier.
+        if later == marks or later[0] != marks[0]:
+            continue
+        is_tensor = not draws and bool(marks[0])
+        if is_tensor and in_place:
+            continue
+        in_place = in_place or is_tensor
+        keeps = f"hand it to run.keep({name if name.isidentifier() else 'other'}={name})"
+        unless = ", unless it is set anew before it is read" if is_tensor else ""
+        others = f"moves, and no checkpoint has it, so a start that resumes begins with another{unless}: make it a module, and"
+        if draws:
+            others = "draws numbers, and no checkpoint has its state, so a start that resumes draws others:"
+        yield f"{name} {others} {keeps}"
+
+
+def _held(state: TrainState) -> Marks:
+    """What the variables hold that is in no checkpoint. It only warns, so it says nothing where an object of the script raises, whatever
+    that is."""
+    try:
+        return dict(_marks(state))
+    except Exception:  # noqa: BLE001 - a property, or a subclass of a tensor or a dictionary, may raise anything
+        return {}
+
+
+def _marks(state: TrainState) -> Iterator[tuple[str, tuple[Any, list[Any]]]]:
+    kept = state.user_state
+    several = state.sync.parts if isinstance(state.sync, Several) else []
+    models = [
+        plain(model, dict(model.named_parameters())) for model in (state.model, *(part.model for part in several))
+    ]
+    average = {} if state.ema is None else dict(state.ema.average.named_parameters())
+    ours = [*models[0].values(), *average.values(), *state.model.buffers()]
+    held = storages([ours, _states_of(kept.objects), _states_of(kept.rank_objects), dict(kept.values)])
+    for name, value in _reachable({**kept.objects, **kept.rank_objects}):
+        if generators.is_generator(value):
+            if not any(value is one for one in kept.generators.values()):
+                seed = value.initial_seed() if isinstance(value, torch.Generator) else None
+                yield name, (value, [(id(value), seed), generators.comparable(generators.state_of(value))])
+            continue
+        is_tensor = issubclass(type(value), torch.Tensor)
+        tensors = [value] if is_tensor else _weights(value, models)
+        tensors = [t for t in tensors if storage(t) not in held and not t.is_inference()]  # these count no changes
+        if tensors and not (is_tensor and value.requires_grad):
+            versions = [(WeakIdRef(tensor), tensor._version) for tensor in tensors]
+            yield name, (None, [[ref for ref, _ in versions if is_tensor], *versions])
+
+
+def _weights(value: Any, models: list[dict[str, nn.Parameter]]) -> list[torch.Tensor]:
+    """The tensors of what may be a copy of the weights of one of these models."""
+    if issubclass(type(value), nn.Module):
+        return [*value.parameters(), *value.buffers()] if "_modules" in vars(value) else []
+    if not issubclass(type(value), (dict, list, tuple)) or len(value) > len(models[0]):
+        return []
+    is_dict = issubclass(type(value), dict)
+    tensors = list(value.values() if is_dict else value)
+    if not tensors or not all(issubclass(type(one), torch.Tensor) for one in tensors):
+        return []
+    if is_dict:
+        return tensors if any(value.keys() & model.keys() for model in models) else []
+    shapes = [one.shape for one in tensors]
+    for model in models:
+        trained = [p.shape for p in model.values() if p.requires_grad]
+        every = [p.shape for p in model.values()]
+        if shapes in (trained, every):
+            return tensors
+    return []
+
+
+def _reachable(kept: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What the variables of the running functions hold, and attributes and items below them, without what these kept objects hold:
+    a state may be made of copies."""
+    named = ((name, value) for names in _variables() for name, value in names.items() if name[:2] != "__")
+    yield from _below(named, {id(value): value for _, value in _below(kept.items(), {})})
+
+
+def _below(named: Iterable[tuple[str, Any]], known: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+    """These values, and attributes and items below them, without those that are known."""
+    waiting = deque((name, value, 0) for name, value in named)
+    seen: dict[int, Any] = {}
+    while waiting and len(seen) < MOST:
+        name, value, depth = waiting.popleft()
+        kind = type(value)
+        if issubclass(kind, torch.Tensor) and not issubclass(kind, nn.Parameter):
+            yield name, value
+        if value is None or issubclass(kind, _OPAQUE) or kind.__module__.startswith("lockstep."):
+            continue
+        if id(value) in seen or id(value) in known:
+            continue
+        seen[id(value)] = value
+        yield name, value
+        if depth == DEPTH or issubclass(kind, nn.Module):
+            continue
+        waiting.extend((inner, one, depth + 1) for inner, one in _inside(name, value))
+
+
+def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
+    """The items or attributes of a value."""
+    if issubclass(type(value), dict):
+        named = [(key, one) for key, one in dict.items(value) if type(key) in (str, int)]
+        return [(f"{name}[{key!r}]", one) for key, one in named[:ITEMS]]
+    if issubclass(type(value), (list, tuple)):
+        return [(f"{name}[{number}]", one) for number, one in enumerate(value[:ITEMS])]
+    try:
+        attributes = object.__getattribute__(value, "__dict__")  # a proxy may compute it
+    except AttributeError:
+        return []
+    return [(f"{name}.{attribute}", one) for attribute, one in list(attributes.items())]
+
+
+def _variables() -> Iterator[dict[str, Any]]:
     """The variables of the functions that are running, innermost first, without ours."""
     frame = sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]
