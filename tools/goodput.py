@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lockstep.training.contract import EXIT_DONE, TIME_FILE, UserError, printable
 from lockstep.training.observe.account import TimeCategory, of_run, plain
-from lockstep.training.run.location import Location, location
+from lockstep.training.run.location import Location
 from lockstep.wire.status import goodput_line
 
 from . import RUN, parser
@@ -17,7 +17,7 @@ def main(argv: list[str]) -> int:
     """Prints the table, or JSON. Raises `UserError` for wrong arguments, and for a run without a record of its time."""
     parsed = parser("goodput")
     parsed.add_argument(
-        "runs", type=location, metavar="RUN", nargs="+", help=f"{RUN}; several, such as those of a sweep"
+        "runs", type=Location, metavar="RUN", nargs="+", help=f"{RUN}; several, such as those of a sweep"
     )
     parsed.add_argument("--json", action="store_true", help="print one JSON value with stable fields")
     args = parsed.parse_args(argv)

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from lockstep.training.contract import EXIT_DONE, UserError, printable
-from lockstep.training.run.location import Location, location
+from lockstep.training.run.location import Location
 from lockstep.wire.status import slow_rank_line
 
 from . import RUN, parser
@@ -49,7 +49,7 @@ _NUMBERS = ("DATA", "COMPUTE", "SYNC", "MEMORY")
 def main(argv: list[str]) -> int:
     """Shows the ranks. Raises `UserError` for wrong arguments, and for a run without metrics."""
     parsed = parser("top")
-    parsed.add_argument("run", type=location, metavar="RUN", help=RUN)
+    parsed.add_argument("run", type=Location, metavar="RUN", help=RUN)
     parsed.add_argument("--every", type=_seconds, default=2.0, help="seconds between two updates, from 0.2; default: 2")
     parsed.add_argument("--once", action="store_true", help="print one table and exit")
     parsed.add_argument("--json", action="store_true", help="print one JSON value with stable fields")

@@ -132,9 +132,9 @@ def _add_set(parser: argparse.ArgumentParser, example: str = "epochs=2 lr=0.1") 
 
 
 def _location(text: str) -> Location:
-    from .run.location import location
+    from .run.location import Location
 
-    return location(text)
+    return Location(text)
 
 
 def _closeness(text: str) -> str:

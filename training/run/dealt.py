@@ -32,30 +32,17 @@ class Dealing(Iterator[tuple[Any, "Part | None"]]):
         self._open()
 
     def _open(self) -> None:
-        self._asked = _Asked(self._world, self._step, self._batches.division.steps)
-        self._given = self._batches.epoch(self._epoch, steps=self._asked)
+        steps = iter(range(self._step, self._batches.division.steps))
+        self._given = self._batches.epoch(self._epoch, steps=steps)
         self._generation = self._world.generation
 
     def __next__(self) -> tuple[Any, Part | None]:
         if self._generation != self._world.generation:
-            self._deal_anew()
-        while (given := next(self._given, None)) is None or self._asked.generations.popleft() != self._generation:
-            if given is None:
-                if self._step == self._batches.division.steps:
-                    raise StopIteration
-                self._open()  # it had given the last batch before a rank was lost
-        self._current = given
-        self._step += 1
-        return given
-
-    def _deal_anew(self) -> None:
-        """A loader's processes go on with other samples: it would take longer to end them and start new ones, and to load a batch here
-        would open files that processes started later then share."""
-        if self._batches.workers:
-            self._asked.step, self._generation = self._step, self._world.generation
-        else:
             self.close()
             self._open()
+        self._current = next(self._given)
+        self._step += 1
+        return self._current
 
     def again(self) -> tuple[Any, Part | None]:
         """The batch under way, as it is dealt now."""
@@ -66,22 +53,6 @@ class Dealing(Iterator[tuple[Any, "Part | None"]]):
 
     def close(self) -> None:
         getattr(self._given, "close", lambda: None)()
-
-
-class _Asked(Iterator[int]):
-    """The steps whose batches a loader is asked for, some ahead of those that it has given. They may be set back, also after the end."""
-
-    def __init__(self, world: World, step: int, end: int) -> None:
-        self._world, self.step, self._end = world, step, end
-        self.generations: deque[int] = deque()
-        """In which each of them was asked for, of those that are not given yet."""
-
-    def __next__(self) -> int:
-        if self.step == self._end:
-            raise StopIteration
-        self.generations.append(self._world.generation)
-        self.step += 1
-        return self.step - 1
 
 
 class Dealt:
@@ -129,7 +100,7 @@ class Dealt:
 
     def gave(self, piece: Any) -> bool:
         """Whether this very object is of the batch, or was given by `part`."""
-        return id(piece) in self._parts or _place(piece, self._item) is not None
+        return id(piece) in self._parts or any(piece is one for one, _ in _pairs(self._item, self._item))
 
     def _part(self, whole: Any) -> tuple[Any, Part]:
         low, high, part = share(len(whole), self._world, self._cut)
@@ -161,8 +132,8 @@ class Dealt:
             return work
         self.check_lengths()
         item, part = (None, None) if self._again is None else self._again()
-        item = None if self._again is None else to_device(item, self._world.device)
-        found: list[Part] = [] if part is None else [part]
+        pairs = [] if part is None else [*_pairs(self._item, to_device(item, self._world.device))]
+        found = [] if part is None else [part]
 
         def deal(piece: Any) -> Any:
             for mine, whole in self._wholes:
@@ -170,8 +141,9 @@ class Dealt:
                     again, of = self._part(whole)
                     found.append(of)
                     return again
-            if self._again is not None and (place := _place(piece, self._item)) is not None:
-                return _at(item, place)
+            for given, again in pairs:
+                if piece is given:
+                    return again
             if isinstance(piece, tuple):
                 return tuple(map(deal, piece))
             if isinstance(piece, list) and piece and isinstance(piece[0], torch.Tensor):
@@ -190,17 +162,8 @@ class Dealt:
         )
 
 
-def _place(piece: Any, item: Any) -> tuple[Any, ...] | None:
-    """Where in a batch this very object is; None: nowhere."""
-    if piece is item:
-        return ()
-    for key, child in children(item):
-        if (place := _place(piece, child)) is not None:
-            return (key, *place)
-    return None
-
-
-def _at(item: Any, place: tuple[Any, ...]) -> Any:
-    for key in place:
-        item = dict(children(item))[key]
-    return item
+def _pairs(item: Any, again: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields each object in a batch, and the one in its place in a batch of the same form."""
+    yield item, again
+    for (_, child), (_, other) in zip(children(item), children(again)):
+        yield from _pairs(child, other)

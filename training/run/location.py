@@ -19,45 +19,24 @@ if TYPE_CHECKING:
 
 
 class Location:
-    """A directory.
+    """A directory, or the URL that `checkpoint.to` of a run names, with the run as of its last commit. The files of a bucket are fetched
+    into a folder that goes with the process.
 
-    Args:
-        name: for people.
+    Raises:
+        UserError: the URL is not a bucket's.
     """
 
     def __init__(self, name: str) -> None:
-        self.name, self._path = name, Path(name)
-
-    @property
-    def path(self) -> Path:
-        """Its directory."""
-        return self._path
-
-    @property
-    def report(self) -> Path:
-        """Where its report is written to."""
-        return self._path / REPORT_FILE
-
-    def look(self) -> None:
-        """Has `path` show the run as it is now. Raises `UserError`."""
-
-    def bring(self, wanted: int | Rule | None = None, warn: Callable[[str], None] = print) -> None:
-        """Has `path` hold a checkpoint: the newest one, that of a step, or the best by a rule. Raises `UserError`."""
-
-
-class BucketLocation(Location):
-    """The URL that `checkpoint.to` of a run names, with the run as of its last commit. Its files are fetched into a folder that goes with
-    the process."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._bucket = Bucket(name, retries=3)
-        self._folder: Path | None = None
+        self._bucket = Bucket(name, retries=3) if "://" in name else None
+        self._folder = None if self._bucket else Path(name)
+        self.name = str(self._folder or name)
+        """For people."""
         self._names = set[str]()
         """Of the files of the last commit that was shown."""
 
     @property
     def path(self) -> Path:
+        """Its directory."""
         if self._folder is None:
             temporary = tempfile.mkdtemp(prefix="lockstep-")
             atexit.register(_remove, temporary, os.getpid())
@@ -68,9 +47,13 @@ class BucketLocation(Location):
 
     @property
     def report(self) -> Path:
-        return Path(REPORT_FILE)
+        """Where its report is written to."""
+        return Path(REPORT_FILE) if self._bucket else self.path / REPORT_FILE
 
     def look(self) -> None:
+        """Has `path` show the run as it is now. Raises `UserError`."""
+        if self._bucket is None:
+            return
         with as_user_error(f"{self.name} cannot be read", EXIT_UNREACHABLE):
             for head in self._bucket.heads():
                 if not head.run_files:
@@ -86,15 +69,13 @@ class BucketLocation(Location):
         raise UserError(f"{self.name} has no run, or lacks files of it: give what its checkpoint.to says")
 
     def bring(self, wanted: int | Rule | None = None, warn: Callable[[str], None] = print) -> None:
+        """Has `path` hold a checkpoint: the newest one, that of a step, or the best by a rule. Raises `UserError`."""
+        if self._bucket is None:
+            return
         from ..checkpoint.object_store import ObjectStore
 
         with as_user_error(f"{self.name} cannot be read", EXIT_UNREACHABLE):
             ObjectStore(self.name).download(self.path, wanted, warn)
-
-
-def location(name: str) -> Location:
-    """Looks at it when it is used. Raises `UserError` for a URL that is not a bucket's."""
-    return BucketLocation(name) if "://" in name else Location(str(Path(name)))
 
 
 def _remove(folder: str, process: int) -> None:

@@ -27,9 +27,8 @@ from ..parallel.exchange import all_gather_trees, raise_together
 from ..resilience import divergence
 from ..sync.base import NotSummed
 from .attempt import Attempt
-from .canary import Canary
 from .dealt import Dealt
-from .parts import InParts
+from .parts import InParts, check_alone, check_machine
 from .replica import Replica, Several, kept_buffers, put_back, without_batch_statistics
 from .run import Run
 from .work import (
@@ -65,7 +64,6 @@ class Step:
         """A backward pass has the gradient of a part of the batch."""
         self.in_parts = InParts(run, replica, self._drawing) if cut else None
         self.dealt = Dealt(run.world, replica.sync.batch_parts)
-        self._canary = Canary(run, attempt) if cut else None
         self.recorder: Any = None
         """Replays steps that it has recorded (`recording.Recorder`)."""
         self.pending = False
@@ -103,8 +101,8 @@ class Step:
     def join(self) -> None:
         """This rank comes to others that have begun already, on a machine that computes what theirs do."""
         self.same_samples = 0 if "batch" in self.attempt.known else None
-        if self._canary is not None:
-            self._canary.check_alone()
+        if self.in_parts is not None:
+            check_alone(self.run)
 
     def _begin_pass(self, *_: Any) -> None:
         self.attempt.stage = max(self.attempt.stage, 1)
@@ -189,8 +187,8 @@ class Step:
         self._check_use(work.part, work.samples)
         work = self._moving(work, optimizers, clip, scaler)
         total = Total(work.samples, work.total)
-        if self._canary is not None:
-            self._canary.before_step()
+        if self.in_parts is not None:
+            check_machine(self.run, self.attempt.known)
         self._as_function, self.attempt.stage = True, 2
         if not self._given:  # else it has begun with the batch: what the script does before the step is a part of it
             self.attempt.buffers.begin()

@@ -11,7 +11,7 @@ from obstore.store import MemoryStore
 
 from lockstep.training.bucket import HEAD, Bucket, Damaged, File, Head
 from lockstep.training.contract import UserError
-from lockstep.training.run.location import location
+from lockstep.training.run.location import Location
 
 pytestmark = pytest.mark.promise("object-stores")
 FIRST = Head(run="0" * 32, holder="a" * 32, commit="c" * 32)
@@ -40,7 +40,7 @@ def commit(bucket: Bucket, head: Head, **texts: str) -> Head:
 
 def test_each_look_shows_the_last_commit(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where another attempt commits between the two things that a look asks for."""
-    shown = location("s3://bucket/run")
+    shown = Location("s3://bucket/run")
 
     def seen() -> dict[str, str]:
         shown.look()
@@ -69,7 +69,7 @@ def test_a_head_with_names_of_other_files_is_refused(name: str, bucket: Bucket) 
     file = commit(bucket, FIRST, rank_00000="a").run_files["metrics/rank-00000.prom"]
     bucket.put(HEAD, FIRST.model_copy(update={"run_files": {name: file}}).text())
     with pytest.raises(UserError, match="is not what a run writes"):
-        location("s3://bucket/run").look()
+        Location("s3://bucket/run").look()
 
 
 def test_a_damaged_file_is_named_and_one_that_is_damaged_on_its_way_is_read_again(
