@@ -1,7 +1,7 @@
 """Base class of backends: the shared flow of submit, wait and cancel, and the methods that a backend implements.
 
 The flow owns secrets, the state machine of a name (attach, replace, new), the bounded wait and the filter of ranks. A backend
-implements find, create, observe, stream, stop and list, and, if it can, connect, attach, exec and outlook. A backend that hands a
+implements find, create, observe, stream, stop and list, and, if it can, connect, attach, exec and preflight. A backend that hands a
 manifest to a cluster is a `Cluster`. One contract test covers all of them.
 
     backend.submit(spec)                 # idempotent by name and hash of the spec
@@ -37,11 +37,11 @@ from .spec.model import JobSpec
 from .status import (
     RESUMABLE,
     Check,
-    Listed,
+    JobSummary,
     LoggedOut,
     Status,
     StatusCallback,
-    Submitted,
+    SubmitResult,
     Unreachable,
     answered_within,
     warn,
@@ -51,7 +51,7 @@ Mode = Literal["attach", "replace", "new"]
 """What to do about a job of the same name: attach to the same one, replace a finished one, or take a numbered name."""
 Lines = list[str]  # these are named here, because `list` is a method of every backend
 Specs = list[JobSpec]
-Sent = list[Submitted]
+Sent = list[SubmitResult]
 Manifests = list[Manifest]
 Checks = list[Check]
 Findings = list[Finding]
@@ -63,7 +63,7 @@ SUMMARY_LINES = 1000
 
 
 @dataclass(frozen=True)
-class KnownJob:
+class JobRecord:
     """A job that a backend knows."""
 
     name: str
@@ -71,7 +71,7 @@ class KnownJob:
     """Of the spec that it was submitted with; None where lockstep has not made it."""
     plain: dict[str, Any]
     """That spec, as plain values."""
-    record: Any
+    handle: Any
     """What the backend itself knows it by."""
     where: str
     """Where it is, for people."""
@@ -109,7 +109,7 @@ class KnownJob:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Submission:
     """A job that is read, checked, rendered, linted and ready to be sent."""
 
     spec: JobSpec
@@ -117,15 +117,15 @@ class Prepared:
     """The elements of an array; of a single job there are none."""
     manifests: Manifests = field(default_factory=list)
     findings: Findings = field(default_factory=list)
-    written: JobSpec | None = None
+    original: JobSpec | None = None
     """The spec before the backend has settled a part of it, where it has."""
 
 
 class _Decision(NamedTuple):
     """The effect of a submission under a name."""
 
-    job: Prepared
-    known: KnownJob | None
+    job: Submission
+    known: JobRecord | None
     """The job of that name: the new one attaches to it, or replaces it."""
     attaches: bool = False
 
@@ -163,7 +163,7 @@ class Backend(abc.ABC):
         return cls()
 
     @abc.abstractmethod
-    def find(self, name: str, submitting: bool = False) -> KnownJob | None:
+    def find(self, name: str, submitting: bool = False) -> JobRecord | None:
         """The job of that name; None where there is none. Raises `UserError` where its record is damaged.
 
         Args:
@@ -171,22 +171,22 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def create(self, job: Prepared, old: KnownJob | None) -> Submitted:
+    def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:
         """Starts the job. `old`: the finished one of this name whose place it takes."""
 
-    def attach(self, job: Prepared, known: KnownJob) -> Submitted:
+    def attach(self, job: Submission, known: JobRecord) -> SubmitResult:
         """The same job is under way: brings what is missing of it."""
-        return Submitted(job.spec.name, False, known.where)
+        return SubmitResult(job.spec.name, False, known.where)
 
     @abc.abstractmethod
-    def observe(self, known: KnownJob) -> Status:
+    def observe(self, known: JobRecord) -> Status:
         """Where it stands now. Raises `Unreachable`, `UserError`."""
 
     @abc.abstractmethod
-    def stream(self, known: KnownJob, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
+    def stream(self, known: JobRecord, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
         """Its lines: of one rank, or of all with `[rank 5] ` before each. `last`: begin this many lines before the end."""
 
-    def exec(self, known: KnownJob, rank: int, command: Lines, streams: Streams) -> int:  # noqa: ARG002
+    def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:  # noqa: ARG002
         """Runs a command beside a rank, in its folder and with its environment. Returns the command's exit code.
 
         Raises:
@@ -196,13 +196,13 @@ class Backend(abc.ABC):
         raise UserError(f"the {self.name} backend cannot run a command beside a rank")
 
     @abc.abstractmethod
-    def stop(self, known: KnownJob) -> Status:
+    def stop(self, known: JobRecord) -> Status:
         """Ends it, with its grace period to save."""
 
     @abc.abstractmethod
-    def list(self) -> list[Listed]: ...
+    def list(self) -> list[JobSummary]: ...
 
-    def outlook(self, job: Prepared) -> Checks:  # noqa: ARG002 - for one that can tell
+    def preflight(self, job: Submission) -> Checks:  # noqa: ARG002 - for one that can tell
         """What a new job would meet. The row `start` says when it would start: `warning`, not at once; `missing`, not at all.
 
         Raises:
@@ -239,7 +239,7 @@ class Backend(abc.ABC):
         """
         return None
 
-    def submit(self, spec: JobSpec, mode: Mode = "attach") -> Submitted:
+    def submit(self, spec: JobSpec, mode: Mode = "attach") -> SubmitResult:
         """Starts the job, or attaches to the same one. Raises `UserError` for another or a finished one."""
         (spec,) = self._with_code([spec])
         job = self.prepared(spec)
@@ -264,7 +264,7 @@ class Backend(abc.ABC):
         with self.exclusive():
             if self.find(name) is not None:
                 raise UserError(f"{name} is already the name of a job: choose another --name for the sweep")
-            placed = [self._resolve_existing(Prepared(spec), mode) for spec in specs]
+            placed = [self._resolve_existing(Submission(spec), mode) for spec in specs]
             there = [item for item in placed if item.attaches]
             if len(there) == len(specs):
                 return [self._place(item) for item in there]
@@ -276,13 +276,13 @@ class Backend(abc.ABC):
             self.create(whole, None)
             for spec in specs:
                 records.remember(self.name, spec.name, self.given_place)
-            return [Submitted(spec.name, True, self.require(spec.name).where) for spec in specs]
+            return [SubmitResult(spec.name, True, self.require(spec.name).where) for spec in specs]
 
-    def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Prepared:
+    def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Submission:
         """The job as it is to be sent. `spec`: of the whole array, where there are `runs`."""
-        return Prepared(spec, runs)
+        return Submission(spec, runs)
 
-    def prepared_all(self, specs: Specs) -> Sequence[Prepared]:
+    def prepared_all(self, specs: Specs) -> Sequence[Submission]:
         """The runs of a sweep that go one by one."""
         return [self.prepared(spec) for spec in specs]
 
@@ -300,7 +300,7 @@ class Backend(abc.ABC):
         """Held while a job is submitted."""
         return contextlib.nullcontext() if self.lock is None else records.locked(*self.lock)
 
-    def _submit(self, jobs: Sequence[Prepared], mode: Mode) -> Sent:
+    def _submit(self, jobs: Sequence[Submission], mode: Mode) -> Sent:
         """Decides about all jobs before it creates one."""
         done: Sent = []
         with self.exclusive():
@@ -317,7 +317,7 @@ class Backend(abc.ABC):
                 raise
         return done
 
-    def _place(self, decided: _Decision) -> Submitted:
+    def _place(self, decided: _Decision) -> SubmitResult:
         job, known, attaches = decided
         placed = self.attach(job, known) if known is not None and attaches else self.create(job, known)
         records.remember(self.name, placed.name, self.given_place)
@@ -329,17 +329,17 @@ class Backend(abc.ABC):
         if missing and self.secrets_from is not None:
             raise UserError(f"the job needs the secret {missing[0]}: {self.secrets_from}")
 
-    def _resolve_existing(self, job: Prepared, mode: Mode) -> _Decision:
+    def _resolve_existing(self, job: Submission, mode: Mode) -> _Decision:
         """Changes nothing. Raises `UserError` where another job has the name."""
         spec = job.spec
         known, status = self._existing(spec, mode)
         if known is not None and mode == "new":
             name = records.next_name(spec.name, self._taken)
-            copy = (job.written or spec).model_copy(update={"name": name, "run_dir": None})
+            copy = (job.original or spec).model_copy(update={"name": name, "run_dir": None})
             return _Decision(self.prepared(copy), None)
         return _Decision(job, known, attaches=status is not None and not status.final)
 
-    def _existing(self, spec: JobSpec, mode: Mode) -> tuple[KnownJob | None, Status | None]:
+    def _existing(self, spec: JobSpec, mode: Mode) -> tuple[JobRecord | None, Status | None]:
         """The job of that name, and its status if that matters. Raises `UserError` where it is in the way."""
         known = self.find(spec.name, submitting=True)
         if known is None or mode == "new":
@@ -374,7 +374,7 @@ class Backend(abc.ABC):
             if status is not None and not status.final:
                 return [Check("job", "note", f"is there already, with the same spec: {status.state}")]
             place = "new" if known is None or mode == "new" else "takes the place of an earlier one"
-            return [Check("job", "ok", place), *self.outlook(job)]
+            return [Check("job", "ok", place), *self.preflight(job)]
         except Unreachable:
             raise
         except UserError as error:
@@ -389,7 +389,7 @@ class Backend(abc.ABC):
         except UserError:
             return True
 
-    def require(self, name: str) -> KnownJob:
+    def require(self, name: str) -> JobRecord:
         """The job of that name. Raises `UserError` where there is none."""
         known = self.find(name)
         if known is None:
@@ -507,7 +507,7 @@ class Backend(abc.ABC):
         status = self.observe(known)
         return status if status.final else self.stop(known)
 
-    def _ours(self, name: str) -> KnownJob:
+    def _ours(self, name: str) -> JobRecord:
         known = self.require(name)
         if known.hash is None:
             raise UserError(f"lockstep did not make {name}, and leaves it alone")
@@ -530,7 +530,7 @@ class Backend(abc.ABC):
             raise UserError(f"{name} has not written a summary {place}: it is {self.observe(known).state}")
         return value
 
-    def _printed(self, known: KnownJob) -> dict[str, Any] | None:
+    def _printed(self, known: JobRecord) -> dict[str, Any] | None:
         last = None
         for line in self.stream(known, 0, False, SUMMARY_LINES):  # of a long run's log, which may have a gigabyte
             if '"done"' in line:
@@ -564,7 +564,7 @@ class Cluster(Backend):
         """What would keep a job from running there."""
 
     @abc.abstractmethod
-    def prepare(self, spec: JobSpec) -> Submitted:
+    def prepare(self, spec: JobSpec) -> SubmitResult:
         """Writes the recipe's shards, or submits what does. Raises `UserError`."""
 
     @classmethod
@@ -583,12 +583,12 @@ class Cluster(Backend):
         """`manifests` as this submission sends them."""
         return self.manifests(spec)
 
-    def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Prepared:
+    def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Submission:
         manifests = self.sent(spec, runs)
-        return Prepared(spec, runs, manifests, self.rules().apply(spec, manifests))
+        return Submission(spec, runs, manifests, self.rules().apply(spec, manifests))
 
 
-def _check_rank(known: KnownJob, rank: int | None) -> None:
+def _check_rank(known: JobRecord, rank: int | None) -> None:
     """Raises `UserError` for a rank that the job does not have, and where its spec is of another version."""
     total = known.world_size
     if rank is not None and not 0 <= rank < total:

@@ -66,7 +66,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class NodeStatus:
     """One node of the job."""
 
     name: str
@@ -89,7 +89,7 @@ class Status:
 
     state: State
     reason: str
-    ranks: list[Part] = field(default_factory=list)
+    ranks: list[NodeStatus] = field(default_factory=list)
     exit_code: int | None = None
     goodput: dict[str, Any] | None = None
     """Of the run, over all attempts: `fraction`, `lost_to_restarts`, `restarts`; None where that is not known. Where the run has begun in
@@ -152,7 +152,7 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class JobSummary:
     """A row of `lockstep list`."""
 
     name: str
@@ -166,7 +166,7 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
+class SubmitResult:
     """`created` is False where the same job was there already; `restarted` names the nodes of it that were started again."""
 
     name: str

@@ -346,14 +346,14 @@ def submit(
 
     opened = backend_of(backend).at(spec)
     if dry_run:
-        _outlook(spec.name, opened.dry_run(spec, mode), as_json)
+        _print_preflight(spec.name, opened.dry_run(spec, mode), as_json)
     done = opened.submit(spec, mode)
     if wait is None:
         return answer(as_json, done.plain(), [done.text()])
     report(done.name, opened.wait(done.name, wait, progress_printer(done.name)), as_json, waited=True)
 
 
-def _outlook(name: str, checks: list[Check], as_json: bool) -> NoReturn:
+def _print_preflight(name: str, checks: list[Check], as_json: bool) -> NoReturn:
     """Prints what a submission would meet, and ends: with 2 where it would be refused, or could not start."""
     results = {check.name: check.result for check in checks}
     refused = any(check.result == "missing" for check in checks)  # several may have one name

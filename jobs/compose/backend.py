@@ -24,7 +24,7 @@ from lockstep.wire import hangs
 
 from .. import command as commands
 from .. import records, snapshots
-from ..backend import Checks, Cluster, KnownJob, Lines, Manifests, Prepared
+from ..backend import Checks, Cluster, JobRecord, Lines, Manifests, Submission
 from ..command import GRACE_MARGIN
 from ..lint import Rules
 from ..logs import Stamped, newest, of_rank
@@ -32,7 +32,7 @@ from ..manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
 from ..process import Streams, run
 from ..spec.model import JobSpec
 from ..spec.types import size_in_bytes
-from ..status import Check, Listed, Result, Status, Submitted
+from ..status import Check, JobSummary, Result, Status, SubmitResult
 from . import engine
 from . import render as rendering
 from .status import explain, moment
@@ -80,35 +80,37 @@ class ComposeBackend(Cluster):
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:  # noqa: ARG003 - the engine is this machine's
         return _check(spec)
 
-    def find(self, name: str, submitting: bool = False) -> KnownJob | None:  # noqa: ARG002 - nobody else takes a job away
+    def find(self, name: str, submitting: bool = False) -> JobRecord | None:  # noqa: ARG002 - nobody else takes a job away
         records.check_name(name)
         nodes = _sorted(engine.containers(*OURS, f"{JOB}={name}"))
         if not nodes:
             return None
         labels = get(nodes[0], "Config", "Labels")
-        return KnownJob(name, get(labels, HASH), spec_in(labels), nodes, _where(name), len(nodes))
+        return JobRecord(name, get(labels, HASH), spec_in(labels), nodes, _where(name), len(nodes))
 
-    def attach(self, job: Prepared, known: KnownJob) -> Submitted:
+    def attach(self, job: Submission, known: JobRecord) -> SubmitResult:
         """A node that was lost comes back."""
         self.check_secrets(job.spec)
         engine.check_built(job.spec.image)
-        gone = [node for node in known.record if get(node, "State", "Status") in ("exited", "dead")]
-        self._up(job, known.record)
-        return Submitted(known.name, False, known.where, tuple(str(get(node, "Config", "Hostname")) for node in gone))
+        gone = [node for node in known.handle if get(node, "State", "Status") in ("exited", "dead")]
+        self._up(job, known.handle)
+        return SubmitResult(
+            known.name, False, known.where, tuple(str(get(node, "Config", "Hostname")) for node in gone)
+        )
 
-    def outlook(self, job: Prepared) -> Checks:
+    def preflight(self, job: Submission) -> Checks:
         return [*_check(job.spec), Check("start", "ok", "at once")]
 
-    def create(self, job: Prepared, old: KnownJob | None) -> Submitted:
+    def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:
         name = job.spec.name
         engine.check_built(job.spec.image)
         if old is not None:
             self._remove(name)
         self._remove_code(name)  # a submission that was interrupted leaves some
         self._up(job)
-        return Submitted(name, True, _where(name))
+        return SubmitResult(name, True, _where(name))
 
-    def _up(self, job: Prepared, there: Nodes | None = None) -> None:
+    def _up(self, job: Submission, there: Nodes | None = None) -> None:
         (file,) = job.manifests
         self._make_volumes(file)
         self._bring_code(job.spec)
@@ -143,7 +145,7 @@ class ComposeBackend(Cluster):
         for volume in engine.volumes(f"{CODE}={name}"):
             engine.docker("volume", "rm", volume)
 
-    def prepare(self, spec: JobSpec) -> Submitted:
+    def prepare(self, spec: JobSpec) -> SubmitResult:
         """Writes the shards, and returns when they are there. Raises `UserError`."""
         file = rendering.render_prepare(spec)
         self.check_secrets(spec)
@@ -155,13 +157,13 @@ class ComposeBackend(Cluster):
         except engine.EngineError as error:
             if "exists already" not in str(error):
                 raise
-            return Submitted(str(file["name"]), False, where)
+            return SubmitResult(str(file["name"]), False, where)
         finally:
             engine.docker("compose", "-p", str(file["name"]), "down", "--timeout", "5")
-        return Submitted(str(file["name"]), True, where)
+        return SubmitResult(str(file["name"]), True, where)
 
-    def observe(self, known: KnownJob) -> Status:
-        nodes, spec = known.record, known.spec
+    def observe(self, known: JobRecord) -> Status:
+        nodes, spec = known.handle, known.spec
         cancelled = bool(engine.volumes(f"{CANCELLED}={known.name}"))
         said = self._said(nodes, spec)
         about = records.about_time(said, moment(nodes[0].get("Created")))
@@ -182,7 +184,7 @@ class ComposeBackend(Cluster):
             return said
         return None
 
-    def stream(self, known: KnownJob, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
+    def stream(self, known: JobRecord, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
         seen = dict.fromkeys(self._ids(known, rank), "")
         while True:
             ended = not follow or self.status(known.name).final  # asked before reading, so that nothing is missed
@@ -197,14 +199,14 @@ class ComposeBackend(Cluster):
             time.sleep(self.interval)
 
     @staticmethod
-    def _ids(known: KnownJob, rank: int | None) -> Lines:
+    def _ids(known: JobRecord, rank: int | None) -> Lines:
         """The containers that a rank may be in, or all."""
-        nodes, spec = known.record, known.spec
+        nodes, spec = known.handle, known.spec
         if rank is not None and spec is not None:
             nodes = [nodes[rank // spec.ranks]]  # without a spec the rank may be on any of them: its prefix tells
         return [str(node["Id"]) for node in nodes]
 
-    def exec(self, known: KnownJob, rank: int, command: Lines, streams: Streams) -> int:
+    def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
         spec = known.spec or JobSpec.recorded(known.name, known.plain)
         (place,) = self._ids(known, rank)
         token = uuid.uuid4().hex
@@ -214,8 +216,8 @@ class ComposeBackend(Cluster):
         # Without a terminal the engine passes no signals on.
         return run(words, streams, interrupt=functools.partial(engine.send_signal, place, token))
 
-    def stop(self, known: KnownJob) -> Status:
-        name, nodes, spec = known.name, known.record, known.spec
+    def stop(self, known: JobRecord) -> Status:
+        name, nodes, spec = known.name, known.handle, known.spec
         grace = (spec.grace_seconds if spec else 60) + GRACE_MARGIN
         marker = f"{rendering.project(name)}-cancelled"
         engine.docker("volume", "create", "--label", f"{CANCELLED}={name}", "--label", OURS[0], marker)
@@ -230,15 +232,15 @@ class ComposeBackend(Cluster):
             engine.docker("volume", "rm", marker)
         self._remove_code(name)
 
-    def list(self) -> list[Listed]:
+    def list(self) -> list[JobSummary]:
         jobs: dict[str, Nodes] = {}
         for node in engine.containers(*OURS, JOB):
             jobs.setdefault(str(get(node, "Config", "Labels", JOB)), []).append(node)
         rows = []
         for name, nodes in sorted(jobs.items()):
             created = min(str(node["Created"]) for node in nodes).partition(".")[0] + "+00:00"
-            known = KnownJob(name, None, spec_in(get(nodes[0], "Config", "Labels")), _sorted(nodes), _where(name))
-            rows.append(Listed(name, self.observe(known).state, len(nodes), created))
+            known = JobRecord(name, None, spec_in(get(nodes[0], "Config", "Labels")), _sorted(nodes), _where(name))
+            rows.append(JobSummary(name, self.observe(known).state, len(nodes), created))
         return rows
 
 

@@ -10,7 +10,7 @@ from lockstep.training import contract
 from .. import records
 from ..manifest import Manifest, get
 from ..spec.model import JobSpec
-from ..status import Part, State, Status
+from ..status import NodeStatus, State, Status
 
 _RUNNING = ("running", "paused", "restarting")
 
@@ -57,7 +57,7 @@ def explain(nodes: list[Manifest], spec: JobSpec | None, said: records.Said | No
     return _ended(nodes, parts, said, cancelled)
 
 
-def _ended(nodes: list[Manifest], parts: list[Part], said: records.Said | None, cancelled: bool) -> Status:
+def _ended(nodes: list[Manifest], parts: list[NodeStatus], said: records.Said | None, cancelled: bool) -> Status:
     codes = [int(get(node, "State", "ExitCode") or 0) for node in nodes]
     reason = said["reason"] if said else ""
     code = _worst(codes)
@@ -92,10 +92,10 @@ def _worst(codes: list[int]) -> int:
     return bad[0] if bad else max(codes, default=0)
 
 
-def _part(node: Manifest, index: int, spec: JobSpec | None, restarts: int) -> Part:
+def _part(node: Manifest, index: int, spec: JobSpec | None, restarts: int) -> NodeStatus:
     name = str(get(node, "Config", "Hostname"))
     width = spec.ranks if spec else 1
-    return Part(name, list(range(index * width, (index + 1) * width)), *_state(node, name), restarts)
+    return NodeStatus(name, list(range(index * width, (index + 1) * width)), *_state(node, name), restarts)
 
 
 def _state(node: Manifest, name: str) -> tuple[str, str]:

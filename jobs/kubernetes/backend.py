@@ -21,14 +21,14 @@ from lockstep.training.contract import UserError
 
 from .. import command as commands
 from .. import records, snapshots
-from ..backend import Checks, Cluster, KnownJob, Lines, Manifests, Prepared
+from ..backend import Checks, Cluster, JobRecord, Lines, Manifests, Submission
 from ..command import identity
 from ..lint import Rules, errors, refuse, volume_of
 from ..logs import PREFIX
 from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, spec_in
 from ..process import Streams
 from ..spec.model import JobSpec
-from ..status import FINAL, Check, Listed, Status, Submitted, Unreachable, note, warn
+from ..status import FINAL, Check, JobSummary, Status, SubmitResult, Unreachable, note, warn
 from . import render
 from .answers import METADATA_LIST, ApiError, Failing, as_user_errors, outdated
 from .doctor import RULES, Doctor, findings_as_rows
@@ -147,10 +147,10 @@ class KubernetesBackend(Cluster):
     def sent(self, spec: JobSpec, runs: Sequence[JobSpec]) -> Manifests:  # noqa: ARG002 - there are no arrays here
         return render.manifests(spec, uuid.uuid4().hex[:8])
 
-    def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = (), kind: str | None = None) -> Prepared:
-        return replace(super().prepared(self._with_kind(spec, kind), runs), written=spec)
+    def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = (), kind: str | None = None) -> Submission:
+        return replace(super().prepared(self._with_kind(spec, kind), runs), original=spec)
 
-    def prepared_all(self, specs: Sequence[JobSpec]) -> Sequence[Prepared]:
+    def prepared_all(self, specs: Sequence[JobSpec]) -> Sequence[Submission]:
         """New runs are of the last one's kind: its name is the longest."""
         *others, last = specs
         decided = self.prepared(last)
@@ -158,7 +158,7 @@ class KubernetesBackend(Cluster):
 
     def drift(self, spec: JobSpec) -> Lines:
         known = self.require(spec.name)
-        return known.differences(render.of_kind(snapshots.resolve(spec)[0], known.record["kind"]))
+        return known.differences(render.of_kind(snapshots.resolve(spec)[0], known.handle["kind"]))
 
     def _with_kind(self, spec: JobSpec, new: str | None = None) -> JobSpec:
         """`k8s.kind: auto` is the kind of the job that has the name, else the one that the cluster serves. Raises `UserError`.
@@ -197,21 +197,21 @@ class KubernetesBackend(Cluster):
             note(f"k8s.kind auto: PyTorchJob, although the cluster also has TrainJob: {why}")
         return not why
 
-    def find(self, name: str, submitting: bool = False) -> KnownJob | None:
+    def find(self, name: str, submitting: bool = False) -> JobRecord | None:
         records.check_name(name)
         with as_user_errors(self.api.host):
             job = self._find(name)
             if job is None:
                 return None
             plain, labels = spec_in(get(job, "metadata", "annotations")), get(job, "metadata", "labels")
-            known = KnownJob(name, get(labels, HASH), plain, job, self._where(job), len(hosts(job)))
+            known = JobRecord(name, get(labels, HASH), plain, job, self._where(job), len(hosts(job)))
             if not submitting or not get(job, "metadata", "deletionTimestamp"):
                 return known
             warn(f"{name} is being deleted: waiting until it is gone")
             self._await_end(job, self._deletion_seconds(known.spec))
         return self.find(name, submitting)
 
-    def outlook(self, job: Prepared) -> Checks:
+    def preflight(self, job: Submission) -> Checks:
         """The server's own dry run, and then what `doctor` says."""
         policy, rendered = job.manifests
         with as_user_errors(self.api.host, rendered["kind"]):
@@ -223,14 +223,14 @@ class KubernetesBackend(Cluster):
                         raise
         return Doctor(self.api, self.namespace, job.spec).rows()
 
-    def create(self, job: Prepared, old: KnownJob | None) -> Submitted:
+    def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:
         """Another command may have sent the same spec at the same time: then that one has made the job."""
         spec, (policy, rendered) = job.spec, job.manifests
         submission = render.submission_in(policy, spec)
         marks = {"annotations": {SUBMISSION: submission, INCOMPLETE: "true"}, "labels": {KUEUE_QUEUE: None}}
         with as_user_errors(self.api.host, rendered["kind"]):
             if old is not None:
-                self._delete(old.record, self._deletion_seconds(old.spec))
+                self._delete(old.handle, self._deletion_seconds(old.spec))
             waiting = merge(rendered, {"metadata": marks, "spec": _suspended(rendered, True)})
             try:
                 live: Manifest | None = self.api.create(self.path(rendered["kind"]), waiting)
@@ -252,14 +252,14 @@ class KubernetesBackend(Cluster):
                     with contextlib.suppress(ApiError, UserError):
                         self.api.delete(self.path(rendered["kind"], spec.name), _deletion(live))
                 raise
-        return Submitted(spec.name, made, self._where(live))
+        return SubmitResult(spec.name, made, self._where(live))
 
-    def attach(self, job: Prepared, known: KnownJob) -> Submitted:
+    def attach(self, job: Submission, known: JobRecord) -> SubmitResult:
         if (own := known.spec) is not None and known.hash is not None:
             with as_user_errors(
                 self.api.host
             ):  # its pods have the label with its hash, which need not be that of `job`
-                self._complete(render.of_hash(own, known.hash), known.record)
+                self._complete(render.of_hash(own, known.hash), known.handle)
         return super().attach(job, known)
 
     def _complete(self, spec: JobSpec, live: Manifest, rendered: Manifests | None = None) -> None:
@@ -328,24 +328,24 @@ class KubernetesBackend(Cluster):
                     return
             raise
 
-    def prepare(self, spec: JobSpec) -> Submitted:
+    def prepare(self, spec: JobSpec) -> SubmitResult:
         """Submits the job that writes the shards, unless it has. Raises `UserError`."""
         own = self._preparation(spec)
         known = self.find(own.name)
         if known is not None:
             commands.check_preparation(own.name, known.plain)
-            kind = known.record["kind"]
+            kind = known.handle["kind"]
             if known.same(render.of_kind(own, kind), self.name) and self.observe(known).state == "succeeded":
                 note(
                     f"{own.name} has written the shards: to write them again, remove it "
                     f"(kubectl --namespace {self.namespace} delete {kind.lower()} {own.name}), or change the job's name"
                 )
-                return Submitted(own.name, False, known.where)
+                return SubmitResult(own.name, False, known.where)
         return self.submit(own, "replace")
 
-    def observe(self, known: KnownJob) -> Status:
+    def observe(self, known: JobRecord) -> Status:
         with as_user_errors(self.api.host):
-            status = self._observe(known.record, known.spec)
+            status = self._observe(known.handle, known.spec)
         return self._with_progress(known, status) if status.final else status
 
     def status(self, name: str) -> Status:
@@ -354,24 +354,24 @@ class KubernetesBackend(Cluster):
         status = self.observe(known)
         return self._with_progress(known, status) if status.state == "running" else status
 
-    def _with_progress(self, known: KnownJob, status: Status) -> Status:
+    def _with_progress(self, known: JobRecord, status: Status) -> Status:
         """Nobody outside sees the run's files, but what it prints of them."""
         with contextlib.suppress(UserError), as_user_errors(self.api.host):  # the pods say the rest
             reported = self._printed_status(known)
             if reported is not None:
-                created = seconds_of(get(known.record, "metadata", "creationTimestamp"))
+                created = seconds_of(get(known.handle, "metadata", "creationTimestamp"))
                 about = records.about_time(
-                    reported, created, scheduled_at(self._pod(known.record, hosts(known.record)[0]))
+                    reported, created, scheduled_at(self._pod(known.handle, hosts(known.handle)[0]))
                 )
                 more = f", {records.progress(reported)}" if status.state == "running" else ""
                 return replace(status, reason=f"{status.reason}{more}", **about)
         return status
 
-    def _printed_status(self, known: KnownJob) -> records.Said | None:
+    def _printed_status(self, known: JobRecord) -> records.Said | None:
         """The newest status.json in the log of the first pod, by whichever rank leads there."""
         if known.spec is None:
             return None
-        for line in reversed([*self._reader(known).tail(hosts(known.record)[:1], None, False, STATUS_LINES)]):
+        for line in reversed([*self._reader(known).tail(hosts(known.handle)[:1], None, False, STATUS_LINES)]):
             if '"event": "status"' in line:
                 with contextlib.suppress(ValueError):
                     return records.parse(files.parsed(PREFIX.sub("", line, count=1).encode()), records.Said)
@@ -425,18 +425,18 @@ class KubernetesBackend(Cluster):
                     raise
         return None
 
-    def stream(self, known: KnownJob, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
+    def stream(self, known: JobRecord, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
         with as_user_errors(self.api.host):
             reader, names = self._reader(known), self._of_rank(known, rank)
             yield from reader.lines(names, rank, follow) if last is None else reader.tail(names, rank, follow, last)
 
     @staticmethod
-    def _of_rank(known: KnownJob, rank: int | None) -> Lines:
+    def _of_rank(known: JobRecord, rank: int | None) -> Lines:
         """The hosts that a rank may be on: without a spec it may be on any of them, and its prefix tells."""
-        names, spec = hosts(known.record), known.spec
+        names, spec = hosts(known.handle), known.spec
         return [names[rank // spec.ranks]] if rank is not None and spec is not None else names
 
-    def _reader(self, known: KnownJob) -> Reader:
+    def _reader(self, known: JobRecord) -> Reader:
         from .logs import Reader
 
         gone_since: list[float] = []
@@ -444,33 +444,33 @@ class KubernetesBackend(Cluster):
         def over() -> bool:
             job = self._find(known.name)
             # Else another one has the name.
-            if job is not None and get(job, "metadata", "uid") == get(known.record, "metadata", "uid"):
+            if job is not None and get(job, "metadata", "uid") == get(known.handle, "metadata", "uid"):
                 gone_since.clear()
                 return state_of(job) in FINAL
             gone_since.append(time.monotonic())
             return gone_since[-1] - gone_since[0] > min(self.lost_after, 30)
 
         return Reader(
-            self.api, self.namespace, partial(self._pods, known.record), partial(self._pod, known.record), over,
-            self.interval, CONTAINERS[known.record["kind"]], self.lost_after,
+            self.api, self.namespace, partial(self._pods, known.handle), partial(self._pod, known.handle), over,
+            self.interval, CONTAINERS[known.handle["kind"]], self.lost_after,
         )  # fmt: skip
 
-    def exec(self, known: KnownJob, rank: int, command: Lines, streams: Streams) -> int:
+    def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
         from .exec import beside
 
         spec = known.spec or JobSpec.recorded(known.name, known.plain)
-        host = hosts(known.record)[rank // spec.ranks]
+        host = hosts(known.handle)[rank // spec.ranks]
         with as_user_errors(self.api.host):
-            pod = self._pod(known.record, host)
+            pod = self._pod(known.handle, host)
         if pod is None:
             raise UserError(f"rank {rank} does not run: the pod {host} is gone")
         there = ["kubectl", "--namespace", self.namespace, *(["--context", self.context] if self.context else [])]
-        name, container = str(get(pod, "metadata", "name")), CONTAINERS[known.record["kind"]]
+        name, container = str(get(pod, "metadata", "name")), CONTAINERS[known.handle["kind"]]
         return beside(there, name, container, rank, command, spec.run_directory, streams)
 
-    def stop(self, known: KnownJob) -> Status:
+    def stop(self, known: JobRecord) -> Status:
         with as_user_errors(self.api.host):
-            self._delete(known.record, self._deletion_seconds(known.spec))
+            self._delete(known.handle, self._deletion_seconds(known.spec))
         return Status("cancelled", "cancelled; its pods had the grace period to save")
 
     @staticmethod
@@ -498,7 +498,7 @@ class KubernetesBackend(Cluster):
                 raise UserError(f"{name} is still there {timeout:g} s after its deletion: see its finalizers and pods")
             time.sleep(min(self.interval, 0.5))
 
-    def list(self) -> list[Listed]:
+    def list(self) -> list[JobSummary]:
         with as_user_errors(self.api.host):
             # From the server's watch cache, which answers all at once: pages are read from etcd, a quorum each.
             query = {"labelSelector": MANAGED_SELECTOR, "resourceVersion": "0", "limit": None}
@@ -554,10 +554,10 @@ class KubernetesBackend(Cluster):
         return f"{job.get('kind', 'job')} {self.namespace}/{get(job, 'metadata', 'name')} at {self.api.host}"
 
 
-def _row(job: Manifest) -> Listed:
+def _row(job: Manifest) -> JobSummary:
     nodes = spec_in(get(job, "metadata", "annotations")).get("nodes")
     created = str(get(job, "metadata", "creationTimestamp") or "")
-    return Listed(get(job, "metadata", "name"), state_of(job), nodes if isinstance(nodes, int) else 1, created)
+    return JobSummary(get(job, "metadata", "name"), state_of(job), nodes if isinstance(nodes, int) else 1, created)
 
 
 def submission_of(job: Manifest) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_TIMED_OUT, EXIT_USAGE
 
 from ..manifest import get, mappings
-from ..status import Part, State, Status
+from ..status import NodeStatus, State, Status
 from .render import CONTAINERS, KUEUE_QUEUE
 
 Object = dict[str, Any]
@@ -400,7 +400,7 @@ def stuck_reason(pods: list[Object], now: float) -> str:
     return f": {silent[0]}. When that node stays away, an administrator must remove its pods: kubectl delete pod --force {names}"
 
 
-def _part(pod: Object, ranks: int, places: dict[str, int], now: float, replaced: tuple[int, str]) -> Part:
+def _part(pod: Object, ranks: int, places: dict[str, int], now: float, replaced: tuple[int, str]) -> NodeStatus:
     node = places.get(host(pod))
     owned = [] if node is None else list(range(node * ranks, (node + 1) * ranks))
     statuses = mappings(get(pod, "status", "containerStatuses"))
@@ -413,7 +413,7 @@ def _part(pod: Object, ranks: int, places: dict[str, int], now: float, replaced:
     )
     state = "unknown" if silent else phase.lower()
     restarts = times + sum(int(item.get("restartCount") or 0) for item in statuses)
-    return Part(str(get(pod, "metadata", "name")), owned, state, reason, restarts)
+    return NodeStatus(str(get(pod, "metadata", "name")), owned, state, reason, restarts)
 
 
 def _terminated(pod: Object) -> Object | None:

@@ -23,12 +23,12 @@ from lockstep.training.contract import UserError
 
 from .. import command as commands
 from .. import records, snapshots
-from ..backend import Backend, Checks, KnownJob, Lines, Prepared
+from ..backend import Backend, Checks, JobRecord, Lines, Submission
 from ..logs import PREFIX, Pieces, begin, of_rank
 from ..process import Streams, run
 from ..spec.model import JobSpec
 from ..spec.types import size_in_bytes
-from ..status import Check, Listed, Part, State, Status, Submitted, warn
+from ..status import Check, JobSummary, NodeStatus, State, Status, SubmitResult, warn
 from . import supervise
 from .supervise import ENDED, RUNNING, ProcessTables, alive, here, living, note_end, start_ticks
 
@@ -49,7 +49,7 @@ class LocalBackend(Backend):
         self.folder = folder or records.home() / "local"
         self.lock = (self.folder, 30)
 
-    def find(self, name: str, submitting: bool = False) -> KnownJob | None:  # noqa: ARG002 - no job is taken away by others
+    def find(self, name: str, submitting: bool = False) -> JobRecord | None:  # noqa: ARG002 - no job is taken away by others
         records.check_name(name)
         return self._found(name) if self._is_there() else None
 
@@ -64,7 +64,7 @@ class LocalBackend(Backend):
             raise UserError(f"cannot look for jobs in {self.folder}: {error.strerror}; set LOCKSTEP_HOME") from None
         return True
 
-    def _found(self, name: str) -> KnownJob | None:
+    def _found(self, name: str) -> JobRecord | None:
         """`find`, in the folder that was checked."""
         records.check_name(name)
         file = self.folder / name / JOB
@@ -76,11 +76,11 @@ class LocalBackend(Backend):
         record = records.parse(plain, records.LocalJob)
         if record is None:
             raise UserError(f"{file} is damaged, or of another version: remove its folder")
-        return KnownJob(
+        return JobRecord(
             name, record["hash"], record["spec"], record, str(self.folder / name), run_dir=record["run_dir"]
         )  # fmt: skip
 
-    def outlook(self, job: Prepared) -> Checks:
+    def preflight(self, job: Submission) -> Checks:
         """It starts at once: nothing is reserved here. What it asks for may be more than there is."""
         extras.require("torch")
         spec, cores = job.spec, os.cpu_count() or 1
@@ -100,11 +100,11 @@ class LocalBackend(Backend):
             checks.append(Check("run_dir", "missing", closed))
         return [*checks, Check("start", "ok", "at once")]
 
-    def create(self, job: Prepared, old: KnownJob | None) -> Submitted:
+    def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:
         extras.require("torch")  # the launcher needs it, also for a `command:`
         spec, folder = job.spec, self.folder / job.spec.name
         # The same job resumes where it was, from whatever folder it is submitted.
-        run_dir = old.record["run_dir"] if old is not None and old.hash == spec.hash() else spec.run_directory_here
+        run_dir = old.handle["run_dir"] if old is not None and old.hash == spec.hash() else spec.run_directory_here
         records.make_way(Path(run_dir))
         if closed := self._closed(run_dir):
             raise UserError(f"run_dir: {closed}: choose another run_dir")
@@ -134,7 +134,7 @@ class LocalBackend(Backend):
         files.replace_json(folder / SUPERVISOR, {"pid": process.pid, "ticks": start_ticks(process.pid)})
         # It is meant to outlive this process; where it does not, somebody has to take its exit code.
         threading.Thread(target=process.wait, daemon=True).start()
-        return Submitted(spec.name, True, str(folder))
+        return SubmitResult(spec.name, True, str(folder))
 
     @staticmethod
     def _closed(run_dir: str) -> str:
@@ -160,17 +160,17 @@ class LocalBackend(Backend):
         command = commands.launch(spec, run_dir, sys.executable, code=code, here=str(Path.cwd()))
         return [*command[:4], "--ranks", str(spec.nodes * spec.ranks), "--nodes", "1", *command[4:]]
 
-    def observe(self, known: KnownJob) -> Status:
+    def observe(self, known: JobRecord) -> Status:
         return self._answer(known, *self._before(known), ProcessTables())
 
-    def _before(self, known: KnownJob) -> tuple[bool, bool]:
+    def _before(self, known: JobRecord) -> tuple[bool, bool]:
         """Whether it is being submitted, and whether its supervisor or its launcher lives."""
         folder = self.folder / known.name
         return self._being_submitted(folder), self._supervised(folder)
 
-    def _answer(self, known: KnownJob, being_submitted: bool, supervised: bool, tables: ProcessTables) -> Status:
+    def _answer(self, known: JobRecord, being_submitted: bool, supervised: bool, tables: ProcessTables) -> Status:
         """Returns the status. `tables` are read after `_before`, so they show what has begun or ended meanwhile."""
-        record, folder = known.record, self.folder / known.name
+        record, folder = known.handle, self.folder / known.name
         total = known.world_size
         # In the order of a job's life: what has begun or ended between two of these questions shows in the second one.
         supervised = supervised or (not (folder / ENDED).exists() and bool(living(record["job"], tables=tables)))
@@ -180,7 +180,7 @@ class LocalBackend(Backend):
 
         def answer(state: State, reason: str, code: int | None = None) -> Status:
             said = records.said(Path(record["run_dir"]), record["job"])
-            part = Part("this machine", list(range(total)), state, restarts=records.restarts(said))
+            part = NodeStatus("this machine", list(range(total)), state, restarts=records.restarts(said))
             return Status(state, reason, [part], code, **records.about_time(said, created))
 
         if ended is not None and ended["job"] != record["job"]:
@@ -251,7 +251,7 @@ class LocalBackend(Backend):
         errors = [line for line in lines if "error" in line.lower()]
         return errors[-1][:300] if errors else ""
 
-    def stream(self, known: KnownJob, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
+    def stream(self, known: JobRecord, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
         """The log, from a byte on at which a line begins."""
         path, start = self.folder / known.name / "log.txt", 0
         with files.reading(path):
@@ -272,8 +272,8 @@ class LocalBackend(Backend):
             if (rest := pieces.rest()) and (kept := of_rank(rest, rank)) is not None:
                 yield kept
 
-    def exec(self, known: KnownJob, rank: int, command: Lines, streams: Streams) -> int:
-        record = known.record
+    def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
+        record = known.handle
         if record["host"] != here():
             raise UserError(f"{known.name} runs on {record['host'].partition(' ')[0]}: run the command there")
         launcher = self._process(self.folder / known.name / RUNNING)
@@ -281,8 +281,8 @@ class LocalBackend(Backend):
         words = commands.execute(sys.executable, rank, command, record["run_dir"])
         return run(words, streams, {**os.environ, **marks})
 
-    def stop(self, known: KnownJob) -> Status:
-        record, folder = known.record, self.folder / known.name
+    def stop(self, known: JobRecord) -> Status:
+        record, folder = known.handle, self.folder / known.name
         if record["host"] != here():
             raise UserError(f"{known.name} runs on {record['host'].partition(' ')[0]}: cancel it there")
         with contextlib.suppress(OSError):  # it says why it ended, no more: a full disk may not keep a job alive
@@ -312,7 +312,7 @@ class LocalBackend(Backend):
             )
         return status
 
-    def list(self) -> list[Listed]:
+    def list(self) -> list[JobSummary]:
         jobs = []
         names = sorted(os.listdir(self.folder)) if self._is_there() else []
         for name in (name for name in names if os.path.lexists(self.folder / name / JOB)):
@@ -325,7 +325,7 @@ class LocalBackend(Backend):
         for known, before in jobs:
             try:
                 state = self._answer(known, *before, tables).state
-                rows.append(Listed(known.name, state, known.plain.get("nodes", 1), known.record["created"]))
+                rows.append(JobSummary(known.name, state, known.plain.get("nodes", 1), known.handle["created"]))
             except UserError as error:
                 warn(str(error))
         return rows

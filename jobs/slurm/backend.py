@@ -20,17 +20,17 @@ from lockstep.training.contract import UserError
 
 from .. import command as commands
 from .. import process, records, snapshots
-from ..backend import Checks, Cluster, KnownJob, Lines, Manifests, Prepared, Specs
+from ..backend import Checks, Cluster, JobRecord, Lines, Manifests, Specs, Submission
 from ..lint import Rules
 from ..process import Streams
 from ..spec.model import JobSpec
-from ..status import Listed, Part, State, Status, Submitted, Unreachable, warn
+from ..status import JobSummary, NodeStatus, State, Status, SubmitResult, Unreachable, warn
 from . import observe, render, submission
 from .doctor import RULES, Subject, check, files_of, rows
 from .observe import Look
 from .render import Place
 
-Rows = list[Listed]  # named here, because `list` is a method below
+Rows = list[JobSummary]  # named here, because `list` is a method below
 
 
 class SlurmBackend(Cluster):
@@ -109,13 +109,13 @@ class SlurmBackend(Cluster):
             spec, _submitit(spec, place), place, files_of(spec, place), after, max(1, len(runs))
         )  # fmt: skip
 
-    def outlook(self, job: Prepared) -> Checks:
+    def preflight(self, job: Submission) -> Checks:
         """What sbatch takes is no reason against it: sinfo and sacctmgr may not show all that it knows."""
-        start = submission.outlook(job.spec.name, job.manifests[0]["script"], self.cluster.here)
+        start = submission.preflight(job.spec.name, job.manifests[0]["script"], self.cluster.here)
         found = rows(job.spec)
         return [*(replace(row, result="warning") if row.result == "missing" else row for row in found), start]
 
-    def create(self, job: Prepared, old: KnownJob | None) -> Submitted:
+    def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:
         """One sbatch, for a job or an array. The folder of `old` goes when SLURM has the new one."""
         whole, runs, (sent,) = job.spec, job.runs or [job.spec], job.manifests
         if old is not None and old.same(whole, self.name) and old.run_dir != sent["run_dir"]:
@@ -144,13 +144,13 @@ class SlurmBackend(Cluster):
         ]
         minutes = render.minutes(whole)
         job_id, *_ = submission.send(whole.name, sent["script"], minutes, place, self.folder, written, comment, tasks)
-        return Submitted(whole.name, True, _where({"job_id": job_id, "submitit": submitit}))
+        return SubmitResult(whole.name, True, _where({"job_id": job_id, "submitit": submitit}))
 
-    def prepare(self, spec: JobSpec) -> Submitted:
+    def prepare(self, spec: JobSpec) -> SubmitResult:
         """Submits the job that writes the shards; jobs submitted while it is under way wait for it. Raises `UserError`."""
         own = commands.preparation(spec, render.interpreter(spec, self.cluster))
         if not spec.shards_in_a_bucket and not spec.shards_missing_here:
-            return Submitted(own.name, False, f"the shards are in {spec.shard_folder}")
+            return SubmitResult(own.name, False, f"the shards are in {spec.shard_folder}")
         if (known := self.find(own.name)) is not None:
             commands.check_preparation(own.name, known.plain)
         return self.submit(own, "replace")
@@ -165,9 +165,9 @@ class SlurmBackend(Cluster):
         known = self.find(name, submitting=True)
         if known is None or not commands.prepares(known.plain.get("command")) or self.observe(known).final:
             return None
-        return str(known.record["job_id"])
+        return str(known.handle["job_id"])
 
-    def find(self, name: str, submitting: bool = False) -> KnownJob | None:
+    def find(self, name: str, submitting: bool = False) -> JobRecord | None:
         records.check_name(name)
         folder = self.folder / name
         record = observe.submitted(folder)
@@ -195,13 +195,13 @@ class SlurmBackend(Cluster):
 
     def job_id(self, name: str) -> str:
         """SLURM's id of the job. Raises `UserError`."""
-        return str(self.require(name).record["job_id"])
+        return str(self.require(name).handle["job_id"])
 
-    def observe(self, known: KnownJob) -> Status:
+    def observe(self, known: JobRecord) -> Status:
         return self._observed(known, observe.look)
 
-    def _observed(self, known: KnownJob, look: Look) -> Status:
-        record, folder = known.record, self.folder / known.name
+    def _observed(self, known: JobRecord, look: Look) -> Status:
+        record, folder = known.handle, self.folder / known.name
         spec = JobSpec.recorded(known.name, known.plain)
         if record["job_id"] is None:
             new = observe.is_new(record) or submission.under_way(self.folder / record["array_name"])
@@ -213,7 +213,7 @@ class SlurmBackend(Cluster):
             seen, unanswered = None, error
         outage = unanswered is not None and not isinstance(unanswered, observe.Forgotten)
         notes, before = observe.Notes(record), observe.ended(folder)
-        parts = [Part(**part) for part in before["ranks"]] if before is not None else []
+        parts = [NodeStatus(**part) for part in before["ranks"]] if before is not None else []
         noted = max((part.restarts for part in parts), default=0)
         if seen is None:
             stands = True
@@ -238,15 +238,15 @@ class SlurmBackend(Cluster):
                 observe.write_end(folder, plain)
         return told
 
-    def stop(self, known: KnownJob) -> Status:
+    def stop(self, known: JobRecord) -> Status:
         name = known.name
-        if known.record["job_id"] is None:
+        if known.handle["job_id"] is None:
             with self.exclusive():  # a submission that is under way has its number then
                 known = self.find(name, submitting=True) or self.require(name)
                 status = self.observe(known)
             if status.final:
                 return status
-        record = known.record
+        record = known.handle
         job_id = str(record["job_id"])
         try:
             observe.cancelled(record).touch()  # from here on no rank asks for a requeue
@@ -272,20 +272,20 @@ class SlurmBackend(Cluster):
             observe.order("scancel", job_id)
         return self.wait(name, 120)
 
-    def stream(self, known: KnownJob, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
+    def stream(self, known: JobRecord, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
         spec = JobSpec.recorded(known.name, known.plain)
         one = [rank] if rank is not None else list(range(known.world_size))
         return submission.lines(
-            known.record, list(range(spec.nodes)) if spec.live else one, rank, spec.live,
+            known.handle, list(range(spec.nodes)) if spec.live else one, rank, spec.live,
             lambda: not follow or self.status(known.name).final, min(self.interval, 1.0), last,
         )  # fmt: skip
 
-    def exec(self, known: KnownJob, rank: int, command: Lines, streams: Streams) -> int:
+    def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
         """A step of the same job, on the rank's node, with no resources of its own.
 
         In a container it has one of its own, from the job's image and with its folders: SLURM lets nobody into another's.
         """
-        spec, record = JobSpec.recorded(known.name, known.plain), known.record
+        spec, record = JobSpec.recorded(known.name, known.plain), known.handle
         job_id, hosts = observe.nodes(str(record["job_id"]))
         hosts = observe.in_the_order_of_ranks(spec, hosts)
         python = render.interpreter(spec, self.cluster)
@@ -314,7 +314,7 @@ class SlurmBackend(Cluster):
             observe.look(job_id)  # raises `Unreachable`: then the code is the connection's and not the command's
         return code
 
-    def list(self) -> list[Listed]:
+    def list(self) -> list[JobSummary]:
         entries = sorted(path.parent for path in self.folder.glob(f"[!.]*/{observe.JOB}"))
         found = {entry: observe.submitted(entry) for entry in entries}
         ends = {entry: observe.ended(entry) for entry in entries}
@@ -334,21 +334,21 @@ class SlurmBackend(Cluster):
             except UserError as error:
                 warn(str(error))
                 continue
-            rows.append(Listed(entry.name, state, record["spec"].get("nodes", 1), record["created"]))
+            rows.append(JobSummary(entry.name, state, record["spec"].get("nodes", 1), record["created"]))
         return rows
 
-    def _listed(self, known: KnownJob, end: dict[str, Any] | None, look: Look) -> State:
-        if known.record["job_id"] is None:
+    def _listed(self, known: JobRecord, end: dict[str, Any] | None, look: Look) -> State:
+        if known.handle["job_id"] is None:
             return self.status(known.name).state
-        seen = look(str(known.record["job_id"])) if end is not None else None
+        seen = look(str(known.handle["job_id"])) if end is not None else None
         if end is not None and (seen is None or observe.final(seen.state)):
             ended: State = end["state"]
             return ended
         return self._observed(known, look).state
 
 
-def _found(name: str, record: dict[str, Any]) -> KnownJob:
-    return KnownJob(name, record["hash"], record["spec"], record, _where(record), run_dir=record["run_dir"])
+def _found(name: str, record: dict[str, Any]) -> JobRecord:
+    return JobRecord(name, record["hash"], record["spec"], record, _where(record), run_dir=record["run_dir"])
 
 
 def _submitit(spec: JobSpec, place: Place) -> PurePath:

@@ -22,7 +22,7 @@ from lockstep.wire import submitit_api
 from .. import records
 from ..records import Note, Said
 from ..spec.model import JobSpec
-from ..status import Part, State, Status, Unreachable
+from ..status import NodeStatus, State, Status, Unreachable
 
 JOB = "job.json"
 ENDED = "ended.json"
@@ -472,10 +472,10 @@ def _names(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks[:8]))
 
 
-def _parts(spec: JobSpec, found: Known | None, state: State, restarts: int) -> list[Part]:
+def _parts(spec: JobSpec, found: Known | None, state: State, restarts: int) -> list[NodeStatus]:
     hosts = in_the_order_of_ranks(spec, submitit_api.node_names(found.nodes) if found is not None else [])
     return [
-        Part(
+        NodeStatus(
             hosts[node] if node < len(hosts) else f"node {node}",
             list(range(node * spec.ranks, (node + 1) * spec.ranks)), state, "", restarts,
         )

@@ -134,7 +134,7 @@ class _InDoubt(Unreachable):
     """The controller may have taken the job before it fell silent: the record stays, without a number."""
 
 
-def outlook(name: str, script: str, here: PurePath) -> Check:
+def preflight(name: str, script: str, here: PurePath) -> Check:
     """When sbatch expects the job to start. Raises `UserError`, `Unreachable`."""
     program = shutil.which("sbatch")
     if program is None:
