@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, ClassVar
 
 from lockstep.training import contract
@@ -28,7 +28,6 @@ from ..status import JobSummary, NodeStatus, State, Status, SubmitResult, Unreac
 from . import observe, render, submission
 from .doctor import RULES, Subject, check, files_of, rows
 from .observe import Look
-from .render import Place
 
 Rows = list[JobSummary]  # named here, because `list` is a method below
 
@@ -37,7 +36,6 @@ class SlurmBackend(Cluster):
     """See `Backend`. On a machine of the cluster.
 
     Args:
-        place: the cluster's folders; None: those of this machine. The nodes must see `place.jobs`.
         interval: seconds between two questions to the controller.
         lost_after: seconds without an answer from the controller after which a wait ends.
     """
@@ -48,9 +46,9 @@ class SlurmBackend(Cluster):
     arrays = True
     secrets_from = "set it in the environment, SLURM takes it along"
 
-    def __init__(self, place: Place | None = None, interval: float = 2.0, lost_after: float = 300.0) -> None:
-        self._place_of_jobs, self.interval, self.lost_after = place, interval, lost_after
-        self.folder = Path(place.jobs) if place is not None else records.home().absolute() / "slurm"
+    def __init__(self, interval: float = 2.0, lost_after: float = 300.0) -> None:
+        self.interval, self.lost_after = interval, lost_after
+        self.folder = render.jobs_folder()
         self.lock = (self.folder, 60)  # the cluster's: whoever submits there, from wherever, waits for it
 
     @classmethod
@@ -66,19 +64,13 @@ class SlurmBackend(Cluster):
 
     @classmethod
     def manifests(cls, spec: JobSpec) -> Manifests:
-        place = Place.of_this_machine()
-        return render.manifests(spec, _submitit(spec, place), place, files_of(spec, place))
+        return render.manifests(spec, render.submitit_folder(spec.name), files_of(spec))
 
     @classmethod
     def render(cls, spec: JobSpec, runs: Specs) -> tuple[str, object]:
         """The batch script, and the same with its payload as plain values."""
-        found = cls._rendered(spec, len(runs), Place.of_this_machine())
-        return found["script"], found
-
-    @staticmethod
-    def _rendered(spec: JobSpec, elements: int, place: Place) -> dict[str, Any]:
-        (found,) = render.manifests(spec, _submitit(spec, place), place, elements=elements)
-        return {"script": found["script"], "parameters": found["parameters"]}
+        (sent,) = render.manifests(spec, render.submitit_folder(spec.name), elements=len(runs))
+        return sent["script"], {"script": sent["script"], "parameters": sent["parameters"]}
 
     @classmethod
     def rules(cls) -> Rules[Subject]:
@@ -86,32 +78,21 @@ class SlurmBackend(Cluster):
 
     @classmethod
     def preparation(cls, spec: JobSpec) -> tuple[str, object]:
-        found = cls._prepared(spec, Place.of_this_machine())
-        return found["script"], found
-
-    @staticmethod
-    def _prepared(spec: JobSpec, place: Place) -> dict[str, str]:
-        own = commands.preparation(spec, render.interpreter(spec, place))
-        return {"script": render.script(own, _submitit(own, place), place=place)}
+        own = commands.preparation(spec, render.interpreter(spec))
+        script = render.script(own, render.submitit_folder(own.name))
+        return script, {"script": script}
 
     @classmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:  # noqa: ARG003 - this machine is one of it
-        return check(spec, Place.of_this_machine())
-
-    @property
-    def cluster(self) -> Place:
-        """Its folders."""
-        return self._place_of_jobs or Place.of_this_machine()
+        return check(spec)
 
     def sent(self, spec: JobSpec, runs: Sequence[JobSpec]) -> Manifests:
-        place, after = self.cluster, self._preparation(spec)
-        return render.manifests(
-            spec, _submitit(spec, place), place, files_of(spec, place), after, max(1, len(runs))
-        )  # fmt: skip
+        folder, after = render.submitit_folder(spec.name), self._preparation(spec)
+        return render.manifests(spec, folder, files_of(spec), after, max(1, len(runs)))
 
     def preflight(self, job: Submission) -> Checks:
         """What sbatch takes is no reason against it: sinfo and sacctmgr may not show all that it knows."""
-        start = submission.preflight(job.spec.name, job.manifests[0]["script"], self.cluster.here)
+        start = submission.preflight(job.spec.name, job.manifests[0]["script"])
         found = rows(job.spec)
         return [*(replace(row, result="warning") if row.result == "missing" else row for row in found), start]
 
@@ -125,12 +106,12 @@ class SlurmBackend(Cluster):
             )
         if whole.code is not None:
             snapshots.unpacked(commands.identity(whole))
-        place, submitit = self.cluster, str(_submitit(whole, self.cluster))
+        submitit = str(render.submitit_folder(whole.name))
         written: dict[str, dict[str, Any]] = {}
         comment = f"lockstep:{records.identity(whole.name)}"  # of this submission: another one may be of the same spec
         for element, spec in enumerate(runs):
             written[spec.name] = {
-                "spec": spec.record(), "hash": spec.hash(), "run_dir": render.run_directory(spec, place),
+                "spec": spec.record(), "hash": spec.hash(), "run_dir": render.run_directory(spec),
                 "submitit": submitit, "job_id": None,
                 "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
                 "since": time.time(), "comment": comment, "array_name": whole.name,
@@ -138,17 +119,14 @@ class SlurmBackend(Cluster):
             }  # fmt: skip
         for record in written.values():  # a container mounts the folders above the runs
             records.make_way(Path(record["run_dir"]))
-        tasks = [
-            render.training_task(spec, sent["after"] is not None, str(written[spec.name]["job"]), place)
-            for spec in runs
-        ]
+        tasks = [render.training_task(spec, sent["after"] is not None, str(written[spec.name]["job"])) for spec in runs]
         minutes = render.minutes(whole)
-        job_id, *_ = submission.send(whole.name, sent["script"], minutes, place, self.folder, written, comment, tasks)
+        job_id, *_ = submission.send(whole.name, sent["script"], minutes, self.folder, written, comment, tasks)
         return SubmitResult(whole.name, True, _where({"job_id": job_id, "submitit": submitit}))
 
     def prepare(self, spec: JobSpec) -> SubmitResult:
         """Submits the job that writes the shards; jobs submitted while it is under way wait for it. Raises `UserError`."""
-        own = commands.preparation(spec, render.interpreter(spec, self.cluster))
+        own = commands.preparation(spec, render.interpreter(spec))
         if not spec.shards_in_a_bucket and not spec.shards_missing_here:
             return SubmitResult(own.name, False, f"the shards are in {spec.shard_folder}")
         if (known := self.find(own.name)) is not None:
@@ -288,11 +266,11 @@ class SlurmBackend(Cluster):
         spec, record = JobSpec.recorded(known.name, known.plain), known.handle
         job_id, hosts = observe.nodes(str(record["job_id"]))
         hosts = observe.in_the_order_of_ranks(spec, hosts)
-        python = render.interpreter(spec, self.cluster)
+        python = render.interpreter(spec)
         if rank // spec.ranks >= len(hosts):
             raise UserError(f"{spec.name} has {len(hosts)} nodes, too few for rank {rank}")
         token = uuid.uuid4().hex
-        options, words = render.container(spec, Path(record["submitit"]), self.cluster)
+        options, words = render.container(spec, Path(record["submitit"]))
         # Quiet: at Ctrl-C it would tell of its tasks, while the signal goes to the command another way.
         step = ["srun", f"--jobid={job_id}", "--overlap", "--quiet", "--nodes=1", "--ntasks=1"]
         step += [f"--nodelist={hosts[rank // spec.ranks]}", "--job-name=lockstep-exec", *options]
@@ -349,10 +327,6 @@ class SlurmBackend(Cluster):
 
 def _found(name: str, record: dict[str, Any]) -> JobRecord:
     return JobRecord(name, record["hash"], record["spec"], record, _where(record), run_dir=record["run_dir"])
-
-
-def _submitit(spec: JobSpec, place: Place) -> PurePath:
-    return place.jobs / spec.name / observe.SUBMITIT
 
 
 def _where(record: dict[str, Any]) -> str:

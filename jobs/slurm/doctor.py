@@ -6,6 +6,7 @@ import getpass
 import re
 import secrets
 import shlex
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -20,7 +21,6 @@ from ..spec.types import Slurm
 from ..status import Check, Unreachable
 from . import render
 from .observe import NO_ACCOUNTING, answer, ask, one_line, silent
-from .render import Place
 
 NODE_SECONDS = 60
 IMAGE_SECONDS = 600
@@ -49,7 +49,7 @@ class Subject(lint.Subject):
 _PACKAGES = ("opt/venv", "usr", "usr/local", "opt/conda")
 
 
-def files_of(spec: JobSpec, place: Place) -> dict[str, str]:
+def files_of(spec: JobSpec) -> dict[str, str]:
     """What the cluster's files say of a job before it is submitted.
 
     Returns:
@@ -57,16 +57,16 @@ def files_of(spec: JobSpec, place: Place) -> dict[str, str]:
     """
     return {
         "no_shards": str(spec.shard_folder) if spec.shards_missing_here else "",
-        "no_submitit": _without_submitit(spec, place),
+        "no_submitit": _without_submitit(spec),
     }
 
 
-def _without_submitit(spec: JobSpec, place: Place) -> str:
+def _without_submitit(spec: JobSpec) -> str:
     """An image that is a folder shows what it holds."""
     image = spec.slurm.image or spec.image
     if spec.slurm.container is None or not image:
         return ""
-    inside = Path(place.resolve(image))
+    inside = Path(render.resolve(image))
     found = [path for folder in _PACKAGES for path in inside.glob(f"{folder}/lib/python3*/*-packages")]
     return image if found and not any((path / "submitit").exists() for path in found) else ""
 
@@ -163,7 +163,7 @@ def image_without_submitit(subject: Subject) -> Iterator[str]:
         yield f"{image} does not have submitit, which starts the tasks: build it from docker/ of this version, or install submitit in it"
 
 
-def check(spec: JobSpec | None, place: Place) -> list[Check]:
+def check(spec: JobSpec | None) -> list[Check]:
     """The checks in order; a controller that does not answer ends them."""
     try:
         version = ask("sinfo", "--version").stdout.strip()
@@ -174,7 +174,7 @@ def check(spec: JobSpec | None, place: Place) -> list[Check]:
     output = one_line(ping.stdout + ping.stderr)
     if ping.returncode != 0 or " UP" not in ping.stdout:
         return [Check("cluster", "missing", f"the controller does not answer: {output}")]
-    node = _guarded("folder", lambda: _folder(spec, place))
+    node = _guarded("folder", lambda: _folder(spec))
     return [Check("cluster", "ok", f"{version}, {output}"), *rows(spec), *node]
 
 
@@ -323,19 +323,19 @@ def _setting(config: str, name: str) -> str:
     return match[1].strip() if match else ""
 
 
-def _folder(spec: JobSpec | None, place: Place) -> Iterator[Check]:
+def _folder(spec: JobSpec | None) -> Iterator[Check]:
     """Writes a file here and has a node read it, with the interpreter, and in the image, that the job will use."""
-    places = [records.make(Path(place.jobs))]
+    places = [records.make(render.jobs_folder())]
     if spec is not None:
-        places.append(Path(render.run_directory(spec, place)).parent)
+        places.append(Path(render.run_directory(spec)).parent)
         places[-1].mkdir(parents=True, exist_ok=True)
     word = secrets.token_hex(8)
     files = [folder / f".doctor-{word}" for folder in places]
     for file in files:
         file.write_text(word)
     own = spec.slurm if spec is not None else Slurm()
-    python = render.interpreter(spec, place) if spec is not None else place.python
-    options, words = render.container(spec, place.jobs, place) if spec is not None else ([], [])
+    python = render.interpreter(spec) if spec is not None else sys.executable
+    options, words = render.container(spec, render.jobs_folder()) if spec is not None else ([], [])
     where = f"{python} in {own.image or spec.image}" if spec is not None and own.container is not None else python
     flags = (("-p", own.partition), ("-A", own.account), ("--qos", own.qos))
     options += [word for flag, value in flags if value for word in (flag, value)]
@@ -347,7 +347,7 @@ def _folder(spec: JobSpec | None, place: Place) -> Iterator[Check]:
     bound = NODE_SECONDS if own.container is None else IMAGE_SECONDS
     try:
         told = ask("srun", "-N1", "-n1", "-t", str(bound // 60), f"--immediate={NODE_SECONDS // 2}", "-J", "lockstep-doctor",
-            f"--chdir={place.here}", *options, *command, *map(str, files), seconds=bound,
+            f"--chdir={render.base_folder()}", *options, *command, *map(str, files), seconds=bound,
         )  # fmt: skip
     except Unreachable:
         yield Check("node", "cannot tell", f"no node was free, or answered, within {bound} s")

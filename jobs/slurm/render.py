@@ -13,7 +13,6 @@ import os
 import re
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
@@ -61,48 +60,37 @@ OWN = {
 """What `slurm.patch` may not touch, and what to use instead."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The folders of the cluster, and its Python."""
+def jobs_folder() -> Path:
+    """Where the SLURM jobs are kept. It must lie on storage that the nodes share. Raises `UserError`."""
+    return records.home().absolute() / "slurm"
 
-    lockstep: PurePath
-    """$LOCKSTEP_HOME there."""
-    here: PurePath
+
+def submitit_folder(name: str) -> Path:
+    """Where submitit keeps the script, payload and logs of a job."""
+    return jobs_folder() / name / "submitit"
+
+
+def base_folder() -> Path:
     """What a relative path is relative to."""
-    home: PurePath
-    """The user's folder."""
-    python: str
-    """The interpreter of the nodes, where no other one is named."""
-
-    @classmethod
-    def of_this_machine(cls) -> Place:
-        here = Path(os.environ.get(HERE) or Path.cwd())
-        return cls(records.home().absolute(), here, Path(os.path.expanduser("~")), sys.executable)
-
-    @property
-    def jobs(self) -> PurePath:
-        """Where the SLURM jobs are kept. It must lie on storage that the nodes share."""
-        return self.lockstep / "slurm"
-
-    def resolve(self, path: str) -> str:
-        """An absolute path of the cluster. `~` is the cluster's, too."""
-        if path == "~" or path.startswith("~/"):
-            return str(self.home / path[2:])
-        return str(self.here / path)
+    return Path(os.environ.get(HERE) or Path.cwd())
 
 
-def parameters(spec: JobSpec, folder: PurePath, after: str | None = None, place: Place | None = None) -> dict[str, Any]:
+def resolve(path: str) -> str:
+    """An absolute path of the cluster."""
+    return str(base_folder() / os.path.expanduser(path))
+
+
+def parameters(spec: JobSpec, folder: PurePath, after: str | None = None) -> dict[str, Any]:
     """Arguments of submitit's `AutoExecutor.update_parameters`.
 
     Args:
         folder: where submitit keeps this job's script, payload and logs; the nodes must see it.
         after: id of a job that must have succeeded first.
-        place: the cluster's folders; None: this machine is one of it.
 
     Raises:
         UserError: a path or a value of `slurm.patch` that must not stand in a script.
     """
-    settings, place = spec.slurm, place or Place.of_this_machine()
+    settings = spec.slurm
     tasks = 1 if spec.live else spec.ranks
     cpus = max(1, int(spec.cpus // tasks))
     more: dict[str, Any] = {"requeue": True, "output": f"{checked_path(folder)}/%j_batch.out"}
@@ -133,10 +121,10 @@ def parameters(spec: JobSpec, folder: PurePath, after: str | None = None, place:
         "slurm_exclusive": True if settings.exclusive else None,
         "slurm_dependency": f"afterok:{after}" if after is not None else None,
         "slurm_array_parallelism": settings.array_parallelism,
-        "slurm_setup": _setup(spec, folder, place),
+        "slurm_setup": _setup(spec, folder),
         "slurm_teardown": _teardown(spec, folder),
         # Since 22.05 srun does not use the value of sbatch; without it all ranks of a node share one core.
-        "slurm_srun_args": [f"--cpus-per-task={cpus}", *ending, *container(spec, folder, place)[0]],
+        "slurm_srun_args": [f"--cpus-per-task={cpus}", *ending, *container(spec, folder)[0]],
     }
     if spec.gpus and settings.gpu_type:
         values["slurm_gres"] = f"gpu:{settings.gpu_type}:{spec.gpus}"
@@ -164,7 +152,7 @@ def slurm_parameters(spec: JobSpec) -> dict[str, Any]:
     return {**found, "slurm_setup": _environment(spec)}
 
 
-def training_task(spec: JobSpec, prepared: bool = False, job: str = "", place: Place | None = None) -> TrainingTask:
+def training_task(spec: JobSpec, prepared: bool = False, job: str = "") -> TrainingTask:
     """What each task of the job runs, for `executor.submit` of submitit: plain values, importable on the nodes.
 
     `results()` has summary.json of rank 0, and None for the others.
@@ -172,46 +160,41 @@ def training_task(spec: JobSpec, prepared: bool = False, job: str = "", place: P
     Args:
         prepared: another job writes the shards before this one starts.
         job: identity of this submission.
-        place: the cluster's folders; None: this machine is one of it.
     """
     if spec.shards_missing_here and not prepared:
         spec = spec.model_copy(update={"shards": None})  # not prepared: the data is made on the spot
     if spec.code is not None and spec.code.hash is None:  # a driver of one's own
         spec = snapshots.snapshot(spec)
         snapshots.unpacked(commands.identity(spec))
-    place = place or Place.of_this_machine()
-    run_dir = run_directory(spec, place)
-    env, code = dict(spec.env), code_folder(spec, place)
+    run_dir = run_directory(spec)
+    env, code = dict(spec.env), code_folder(spec)
     if spec.live:
         code = ""  # its launcher is told by its words what the job brings
     elif spec.command is not None:
         env[contract.ENV_SESSION] = commands.session_options(spec, run_dir)
     return TrainingTask(
-        words=_words(spec, place), run_dir=run_dir, nodes=spec.nodes, ranks_per_node=spec.ranks,
+        words=_words(spec), run_dir=run_dir, nodes=spec.nodes, ranks_per_node=spec.ranks,
         max_restarts=spec.max_restarts, metrics_port=spec.metrics_port, env=env,
         job=job, code=commands.identity(spec) if code else "", code_folder=code,
     )  # fmt: skip
 
 
-def interpreter(spec: JobSpec, place: Place) -> str:
+def interpreter(spec: JobSpec) -> str:
     """The Python that runs the tasks: on the node, or in the image."""
-    return spec.slurm.python or (place.python if spec.slurm.container is None else "python")
+    return spec.slurm.python or (sys.executable if spec.slurm.container is None else "python")
 
 
-def python(spec: JobSpec, folder: PurePath, place: Place) -> str:
+def python(spec: JobSpec, folder: PurePath) -> str:
     """The shell words before `-u -m submitit.core._submit` on a node."""
-    held = ["sh", "-c", HOLD, "held", interpreter(spec, place)]
-    return shlex.join([*container(spec, folder, place)[1], *held])
+    held = ["sh", "-c", HOLD, "held", interpreter(spec)]
+    return shlex.join([*container(spec, folder)[1], *held])
 
 
-def container(spec: JobSpec, folder: PurePath, place: Place | None = None) -> tuple[list[str], list[str]]:
+def container(spec: JobSpec, folder: PurePath) -> tuple[list[str], list[str]]:
     """What has a program run in the job's image: options of srun (pyxis), and words before the program (Apptainer)."""
     settings = spec.slurm
     image = str(settings.image or spec.image)
-    mounts = ",".join(
-        f"{path}:{path}" if ":" not in path else path
-        for path in _mounts(spec, folder, place or Place.of_this_machine())
-    )
+    mounts = ",".join(f"{path}:{path}" if ":" not in path else path for path in _mounts(spec, folder))
     if settings.container == "pyxis":
         return [f"--container-image={image}", f"--container-mounts={mounts}"], []
     if settings.container == "apptainer":
@@ -229,26 +212,22 @@ def places(spec: JobSpec, rank: int) -> list[str]:
     return [word for name, value in values.items() for word in ("--env", f"{name}={value}")]
 
 
-def script(
-    spec: JobSpec, folder: PurePath, after: str | None = None, elements: int = 1, place: Place | None = None
-) -> str:
+def script(spec: JobSpec, folder: PurePath, after: str | None = None, elements: int = 1) -> str:
     """The sbatch script. Needs no SLURM on this machine. `elements` above 1: an array. Raises `UserError`."""
-    return str(manifests(spec, folder, place, after=after, elements=elements)[0]["script"])
+    return str(manifests(spec, folder, after=after, elements=elements)[0]["script"])
 
 
 def manifests(
-    spec: JobSpec, folder: PurePath, place: Place | None = None, known: dict[str, str] | None = None,
-    after: str | None = None, elements: int = 1,
-) -> list[dict[str, Any]]:  # fmt: skip
+    spec: JobSpec, folder: PurePath, known: dict[str, str] | None = None, after: str | None = None, elements: int = 1
+) -> list[dict[str, Any]]:
     """The script and its parameters as an object, which lint reads. `known`: what the rules know of the cluster's files."""
-    place = place or Place.of_this_machine()
-    values = parameters(spec, folder, after, place)
+    values = parameters(spec, folder, after)
     return [
         {
             "kind": "Slurm",
             "parameters": values,
-            "script": submitit_api.batch_script(folder, python(spec, folder, place), values, elements),
-            "run_dir": run_directory(spec, place),
+            "script": submitit_api.batch_script(folder, python(spec, folder), values, elements),
+            "run_dir": run_directory(spec),
             "after": after,
             "files": known or {},
         }
@@ -260,9 +239,9 @@ def minutes(spec: JobSpec) -> int:
     return math.ceil(spec.deadline_seconds / 60)
 
 
-def run_directory(spec: JobSpec, place: Place) -> str:
+def run_directory(spec: JobSpec) -> str:
     """The run directory, on the cluster's side."""
-    return place.resolve(spec.run_dir or f"runs/jobs/{spec.name}")
+    return resolve(spec.run_dir or f"runs/jobs/{spec.name}")
 
 
 def checked_path(path: PurePath) -> str:
@@ -275,10 +254,10 @@ def checked_path(path: PurePath) -> str:
     return str(path)
 
 
-def _setup(spec: JobSpec, folder: PurePath, place: Place) -> list[str]:
+def _setup(spec: JobSpec, folder: PurePath) -> list[str]:
     return [
-        f"# each task: {json.dumps(_words(spec, place))[:2000]}",
-        *([f"# its code: {checked_path(PurePosixPath(code_folder(spec, place)))}"] if spec.code is not None else []),
+        f"# each task: {json.dumps(_words(spec))[:2000]}",
+        *([f"# its code: {checked_path(PurePosixPath(code_folder(spec)))}"] if spec.code is not None else []),
         # The tasks unpickle what lies there: nobody else may have put it there.
         f'[ -O {folder} ] && [[ "$(stat -c %a {folder})" == *00 ]] || {{ echo "{folder} is not mine alone"; exit 2; }}',
         "lockstep_restarts=${SLURM_RESTART_COUNT:-0}",
@@ -290,13 +269,13 @@ def _setup(spec: JobSpec, folder: PurePath, place: Place) -> list[str]:
     ]
 
 
-def _words(spec: JobSpec, place: Place) -> list[str]:
+def _words(spec: JobSpec) -> list[str]:
     """What a task starts: its rank, or its node's launcher."""
-    run_dir = run_directory(spec, place)
+    run_dir = run_directory(spec)
     if not spec.live:
-        return commands.rank(spec, run_dir, str(place.here))
+        return commands.rank(spec, run_dir, str(base_folder()))
     known = spec.model_copy(update={"join_timeout": spec.join_timeout or JOIN_TIMEOUT})
-    _, _, _, *words = commands.launch(known, run_dir, code=code_folder(spec, place), here=str(place.here))
+    _, _, _, *words = commands.launch(known, run_dir, code=code_folder(spec), here=str(base_folder()))
     return words
 
 
@@ -333,15 +312,15 @@ def _teardown(spec: JobSpec, folder: PurePath) -> list[str]:
     ]
 
 
-def code_folder(spec: JobSpec, place: Place) -> str:
+def code_folder(spec: JobSpec) -> str:
     """The copy of the job's code, which the nodes must see; "" without one."""
-    return str(place.lockstep / snapshots.FOLDER / commands.identity(spec)) if spec.code is not None else ""
+    return str(snapshots.folder(commands.identity(spec))) if spec.code is not None else ""
 
 
-def _mounts(spec: JobSpec, folder: PurePath, place: Place) -> list[str]:
-    run = PurePosixPath(run_directory(spec, place)).parent
+def _mounts(spec: JobSpec, folder: PurePath) -> list[str]:
+    run = PurePosixPath(run_directory(spec)).parent
     own = [str(folder), str(run), *([spec.shards] if spec.shards and not spec.shards_in_a_bucket else [])]
-    own += [f"{code}:{code}:ro"] if (code := code_folder(spec, place)) else []
+    own += [f"{code}:{code}:ro"] if (code := code_folder(spec)) else []
     return list(dict.fromkeys([*own, *spec.slurm.mounts]))
 
 

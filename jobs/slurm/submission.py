@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from lockstep.training import files
@@ -49,7 +49,7 @@ _OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_ACCOUNT")
 
 
 def send(
-    name: str, script: str, minutes: int, place: render.Place, jobs: Path, written: dict[str, dict[str, Any]], comment: str,
+    name: str, script: str, minutes: int, jobs: Path, written: dict[str, dict[str, Any]], comment: str,
     tasks: list[TrainingTask],
 ) -> list[str]:  # fmt: skip
     """Submits, keeps the records, and returns the job's ids, one a task. What had their folders before is gone then.
@@ -79,9 +79,7 @@ def send(
         # Whoever interrupts this command waits: a submission is not cut in two.
         with signals_held_back():
             with _in_place(jobs, name, written, script, payloads) as whole:
-                number = _sbatch(
-                    program, name, comment, whole / observe.SUBMITIT / f"{NEW}_{submitit_api.SCRIPT}", place.here
-                )
+                number = _sbatch(program, name, comment, whole / observe.SUBMITIT / f"{NEW}_{submitit_api.SCRIPT}")
             adopt(whole / observe.SUBMITIT, number)
             for (own, record), end in zip(written.items(), ends, strict=True):
                 observe.write(jobs / own, {**record, "job_id": f"{number}{end}"})
@@ -134,7 +132,7 @@ class _InDoubt(Unreachable):
     """The controller may have taken the job before it fell silent: the record stays, without a number."""
 
 
-def preflight(name: str, script: str, here: PurePath) -> Check:
+def preflight(name: str, script: str) -> Check:
     """When sbatch expects the job to start. Raises `UserError`, `Unreachable`."""
     program = shutil.which("sbatch")
     if program is None:
@@ -142,7 +140,7 @@ def preflight(name: str, script: str, here: PurePath) -> Check:
     try:
         told = subprocess.run(
             [program, "--test-only"], env=_environment(), input=script, capture_output=True, text=True, errors="replace",
-            timeout=SECONDS, check=False, cwd=here,
+            timeout=SECONDS, check=False, cwd=render.base_folder(),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise Unreachable(f"the SLURM controller did not answer for {SECONDS:g} s") from None
@@ -177,15 +175,15 @@ def _refusal(name: str, said: str) -> UserError:
     return UserError(f"SLURM refuses {name}: {reason}")
 
 
-def _sbatch(program: str, name: str, comment: str, script: Path, here: PurePath) -> str:
-    """The job's number. The ranks start in `here`. Raises `UserError`, `Unreachable`."""
+def _sbatch(program: str, name: str, comment: str, script: Path) -> str:
+    """The job's number. The ranks start in `render.base_folder()`. Raises `UserError`, `Unreachable`."""
     with (script.parent.parent / SENDING).open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             told = subprocess.run(
                 [program, f"--comment={comment}", str(script)], env=_environment(), stdin=subprocess.DEVNULL, capture_output=True,
                 text=True, errors="replace", timeout=SECONDS, check=False, start_new_session=True, pass_fds=[lock.fileno()],
-                cwd=here,
+                cwd=render.base_folder(),
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             told = observe.Told([program], 1, "", f"timed out after {SECONDS:g} s")
