@@ -60,9 +60,10 @@ class Tied(NormedConv):
 
 
 class Sociable(SmallConv):
-    """Works among several ranks, and fails alone."""
+    """Works among several ranks, and fails alone. A pass takes long enough for a kill to meet it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
         if torch.distributed.get_world_size() == 1:
             raise ArithmeticError("nobody is here")
         return super().forward(x)

@@ -73,15 +73,12 @@ def test_a_script_that_does_not_is_caught(flaw: str, moment: str, says: str) -> 
 @pytest.mark.promise("kill-resume")
 def test_a_recipe_on_two_ranks(tmp_path: Path) -> None:
     small = settings(tmp_path / "data", model="tests.nets:Sociable")
-    words = ["--json", "--cases", "2", "--faults", "kill-rank,term-all", "--moments", "step,save", "smoke", *small]
+    words = ["--json", "--cases", "1", "--faults", "kill-rank", "--moments", "step", "smoke", *small]
     done = run([*TORTURE, *words], clean_env(), timeout=300)
     told = json.loads(done.output)
     assert done.code == 0 and told["undisturbed"]["ranks"] == 2 and told["undisturbed"]["steps"] == 24, told
-    hit = {
-        case["fault"]: case["codes"] for case in told["cases"] if any(case["done"])
-    }  # a stalled machine may miss one
-    assert hit and hit.items() <= {"kill-rank": [1, 0], "term-all": [75, 0]}.items(), told
-    assert [case["weights"] for case in told["cases"]] == ["equal", "equal"], told
+    (case,) = told["cases"]
+    assert any(case["done"]) and case["codes"] == [1, 0] and case["weights"] == "equal", told
 
 
 @pytest.mark.promise("bad-input")
