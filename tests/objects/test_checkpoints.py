@@ -21,7 +21,7 @@ from tests.events import events
 from tests.faults.test_launcher_nodes import two_namespaces
 from tests.objects.server import FAULTS, Proxy, environment, objects, put, read
 from tests.own.test_survivors import ranks_of
-from tests.printed import PAGES, Reader, marked
+from tests.printed import Reader, pages
 from tests.processes import PYTHON, ROOT, Result, poll, started
 from tests.ranks import live
 from tests.warm.gang import Gang, running
@@ -499,7 +499,7 @@ class Place(Reader):
         return text.replace("s3://BUCKET", "s3://bucket")
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if marked(Place.MARKER, page)])
+@pytest.mark.parametrize("page", pages(Place.MARKER))
 def test_a_page_as_it_is_printed(page: str, proxy: Proxy, tmp_path: Path) -> None:
     path = f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"
     Place(tmp_path, {**environment(proxy.port), "PATH": path}).reads(page)

@@ -92,7 +92,7 @@ def test_what_stays_damaged_is_named(here: Node) -> None:
     done = here.go()
     assert done.code == 2 and "is not what was written: its sha256 differs" in done.output, done.output
     assert not here.kept
-    here.proxy.reset(lambda _, method, path: "503" if method == "GET" and "safetensors" in path else "")
+    here.proxy.reset(lambda _, method, path: "403" if method == "GET" and "safetensors" in path else "")
     done = here.go()
     assert done.code == 1 and "data.shards cannot be used: s3://bucket/shards/" in done.output, done.output
     here.proxy.reset()
