@@ -97,12 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self, match: re.Match[str], data: bytes) -> None:
         self.plural, self.namespace, self.name = match["plural"], match["namespace"] or "", match["name"]
         try:
-            refusal = k8s_requests.refused(self.command, match, self.query, self.headers, data)
-            if refusal is None:
-                getattr(self, f"_{self.command.lower()}")(match)
-            else:
-                status, reason, message, about = refusal
-                self._fail(status, reason, message, **(about or {}))
+            k8s_requests.check(self.command, match, self.query, self.headers, data)
+            getattr(self, f"_{self.command.lower()}")(match)
         except k8s_requests.NotEmulated as what:
             self.cluster.not_emulated.append(f"{self.command} {self.path}: {what}")
             self._fail(501, "Test", f"not emulated: {what}")
@@ -146,7 +142,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _list(self, version: str, metadata_alone: bool) -> None:
         cluster = self.cluster
-        start, _, of = self.query.get("continue", f"0:{cluster.version}").partition(":")
+        start, _, of = (token := self.query.get("continue", f"0:{cluster.version}")).partition(":")
+        if not re.fullmatch(r"\d+:\d+", token):
+            why = "continue key is not valid: invalid character 'i' looking for beginning of value"
+            self._fail(400, "BadRequest", f"invalid continue token: {why}")
+            return
         if int(start) and int(of) < cluster.oldest:
             self._fail(410, "Expired", "The provided continue parameter is too old")
             return
