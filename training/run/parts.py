@@ -42,8 +42,9 @@ class InParts:
     def __init__(self, run: Run, replica: Replica, drawing: Drawing) -> None:
         self.run, self.replica, self._drawing = run, replica, drawing
         self._names = {*BATCH_STATISTICS, *replica.sync.settings.options.get("mean", ())}
-        self._other: UserError | None = None
-        """This rank's part has changed a buffer that nothing says how to put together."""
+        self.refused: UserError | None = None
+        """Why this rank refuses the step, such as a buffer that its part has changed and nothing says how to put together. Nothing more
+        needs to be computed: `finish` raises it."""
         self._sum: TreeSum | None = None
         self._epoch = -1
         """Of the last batch."""
@@ -119,15 +120,16 @@ class InParts:
         self._of, self._begun = part.of, False
         self.replica.sync.begin_parts(part.of)
 
-    def _begin_sum(self, sums: int) -> None:
-        """How many sums a step has is known once its function was called."""
-        if self._begun:
-            return
-        self._begun, self._sections = True, [*self._sections, sums, 1]
-        if self._sum is None or self._sum.length != sum(self._sections):
-            self._sum = TreeSum(sum(self._sections), torch.float64, self.run.world)
-        self._sum.release()
-        self._sum.begin(self._of)
+    def _tree(self, sums: int) -> TreeSum:
+        """The sum of the step under way. How many sums a step has is known once its function was called."""
+        if not self._begun:
+            self._begun, self._sections = True, [*self._sections, sums, 1]
+            if self._sum is None or self._sum.length != sum(self._sections):
+                self._sum = TreeSum(sum(self._sections), torch.float64, self.run.world)
+            self._sum.release()
+            self._sum.begin(self._of)
+        assert self._sum is not None
+        return self._sum
 
     def _note_versions(self, others: Mapping[str, torch.Tensor]) -> None:
         self._others = {name: (id(tensor), tensor._version) for name, tensor in others.items()}
@@ -159,20 +161,15 @@ class InParts:
             return result()[0]
 
         proof, sync = self.proof, self.replica.sync
-        self._other = self._other or proof.look_at_arguments(work.batch, work.samples, self._total, given)
-        self._other = self._other or proof.look_for_collectives(call)
+        self.refused = self.refused or proof.look_at_arguments(work.batch, work.samples, self._total, given)
+        self.refused = self.refused or proof.look_for_collectives(call)
         self._note_versions(proof.alone)  # an error in that call has put buffers back
-        if self._other is None:
+        if self.refused is None:
             error = proof.prove(call)
             self._look_at_others(self._buffers())  # a better reason, where there is one
-            self._other = self._other or error
+            self.refused = self.refused or error
         sync.zero_grad()
         sync.begin_parts(self._of)
-
-    @property
-    def refused(self) -> UserError | None:
-        """Nothing more needs to be computed: `finish` raises this."""
-        return self._other
 
     def begin_part(self, number: int, sums: bool) -> None:
         """Puts back the statistics and the generators with which each part begins.
@@ -198,9 +195,9 @@ class InParts:
         finally:
             self.inside = False
         first, self._call_is_first = self._call_is_first, False
-        if first and self._other is None and self.replica.sync.has_gradients:
+        if first and self.refused is None and self.replica.sync.has_gradients:
             names = [name for name, p in self.replica.model.named_parameters() if p.grad is not None]
-            self._other = self.replica.sync.refuse(
+            self.refused = self.replica.sync.refuse(
                 f"needs each gradient from the loss that the function returns, and {names[0]} has one before",
                 "add the losses up in the function in place of a backward() in it, and after a backward() between two steps call "
                 "model.zero_grad()",
@@ -238,36 +235,33 @@ class InParts:
         self.replica.sync.take(number)
         if number == self._last:
             self._look_at_others(self._buffers())
-        self._begin_sum(len(sums))
-        assert self._sum is not None
-        self._sum.add(number, self._collect(share, sums))
+        tree = self._tree(len(sums))
+        tree.add(number, self._collect(tree, share, sums))
 
     @torch.no_grad()
     def collect(self, share: float, sums: torch.Tensor) -> list[torch.Tensor]:
         """Gradients and statistics of a part that is being recorded, whose replays `put` takes. Arguments as in `take`."""
-        self._begin_sum(len(sums))
-        return [*self.replica.sync.collect(), self._collect(share, sums)]
+        tree = self._tree(len(sums))
+        return [*self.replica.sync.collect(), self._collect(tree, share, sums)]
 
     @torch.no_grad()
     def put(self, number: int, collected: list[torch.Tensor], sums: int) -> None:
         """In place of `take`, of a part that was replayed: what `collect` gave. `sums`: how many there are."""
         *gradients, own = collected
         self.replica.sync.put(number, gradients)
-        self._begin_sum(sums)
-        assert self._sum is not None
-        self._sum.add(number, self._sum.leaf().copy_(own))
+        tree = self._tree(sums)
+        tree.add(number, tree.leaf().copy_(own))
 
-    def _collect(self, share: float, sums: torch.Tensor) -> torch.Tensor:
-        assert self._sum is not None
+    def _collect(self, tree: TreeSum, share: float, sums: torch.Tensor) -> torch.Tensor:
         buffers, before = self._buffers(), self._before
         device = self.run.world.device
         means = [buffers[name].double().flatten() * share for name in self._means]
         changed = [(buffers[name] != before[name]).any().double().view(1) for name in self._means]
         counted = [(buffers[name] - before[name]).double().flatten() for name in self._counts]
         squares = [count**2 for count in counted]
-        ends = [sums, torch.full((1,), float(self._other is not None), dtype=torch.float64, device=device)]
-        leaf = self._sum.leaf()
-        torch.cat([*means, *changed, *counted, *squares, *ends], out=leaf[: self._sum.length])
+        ends = [sums, torch.full((1,), float(self.refused is not None), dtype=torch.float64, device=device)]
+        leaf = tree.leaf()
+        torch.cat([*means, *changed, *counted, *squares, *ends], out=leaf[: tree.length])
         return leaf
 
     def _look_at_others(self, buffers: dict[str, torch.Tensor]) -> None:
@@ -275,15 +269,13 @@ class InParts:
         now = {**buffers, **parameters}
         for name, was in self._others.items():
             tensor = now.get(name)
-            if self._other is not None or (tensor is not None and (id(tensor), tensor._version) == was):
+            if self.refused is not None or (tensor is not None and (id(tensor), tensor._version) == was):
                 continue
-            self._other = changed(self.replica.sync.refuse, name, name in parameters)
+            self.refused = changed(self.replica.sync.refuse, name, name in parameters)
 
     def sum(self, sums: int) -> torch.Tensor:
         """What `finish` takes, of all parts. `sums`: how many `take` gets of each part. Collective."""
-        self._begin_sum(sums)
-        assert self._sum is not None
-        return self._sum.finish()
+        return self._tree(sums).finish()
 
     @torch.no_grad()
     def finish(self, total: torch.Tensor) -> torch.Tensor:
@@ -296,9 +288,8 @@ class InParts:
         Raises:
             UserError: on all ranks: the function of the step depends on more than its samples, or a buffer cannot be put together.
         """
-        assert self._sum is not None
-        parts = self._sum.parts
-        means, changed, counted, squares, sums, other = total[: self._sum.length].split(self._sections)
+        parts = self._of
+        means, changed, counted, squares, sums, other = total[: sum(self._sections)].split(self._sections)
         buffers = self._buffers()
         for name, mean, moved in zip(self._means, means.split(self._sizes), changed):
             before = self._before[name]
@@ -306,7 +297,7 @@ class InParts:
         self._odd.logical_or_(torch.stack([(squares * parts != counted**2).any(), other[0] != 0]))
         unequal, refused = (False, False) if capturing(total) else self._odd.tolist()
         if unequal or refused:
-            error = self._other
+            error = self.refused
             if error is None and unequal:
                 error = self.replica.sync.refuse(
                     f"needs counts that every part moves alike ({', '.join(self._counts)})",

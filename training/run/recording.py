@@ -88,14 +88,10 @@ class _Recorded:
     """Where `part` leaves its gradients and statistics."""
     sums: list[torch.Tensor] = field(default_factory=list)
     """Where the sums over all parts are read."""
-    samples: int = 0
-    """Of this rank in the step."""
     norm: torch.Tensor | None = None
-    """Where `gradients` leaves the gradient's norm."""
+    """Where the gradient's norm is left, before the clipping."""
     finite: torch.Tensor = field(default_factory=lambda: torch.tensor(True))
     """Where it leaves whether the gradient is finite."""
-    clipped: torch.Tensor | None = None
-    """Where the whole step has left the norm: that of the clipping, if there is one."""
     bytes_sent: int = 0
     """What one replay hands to collectives."""
 
@@ -186,11 +182,11 @@ class Recorder:
         if not work.samples or work.weight != 1.0:
             raise ValueError("this rank has no sample of the batch")
         sync, checks, parts = self._sync, step.looks or work.scaler is not None, step.in_parts
-        of_one = work if parts is None or work.part is None else work.of_part(*work.part.parts[0])
+        of_one = work if parts is None or work.part is None else work.of_samples(*work.part.parts[0])
         inputs = replace(of_one, batch=tuple(pytree.recorded(item) for item in of_one.batch))
         # The graph reads these rates, and writes into these gradients also after the strategy has made others.
         held = [work.scaler, *_closure(work), *_trained(step), self._optimizer.rates, *sync.gradients()]
-        recorded = _Recorded(inputs, _identity(step, work, self._optimizer.rates), held, samples=work.samples)
+        recorded = _Recorded(inputs, _identity(step, work, self._optimizer.rates), held)
         self.before = kept_buffers(step.replica.model) if checks or parts is not None else []
         norm: torch.Tensor | None = None
 
@@ -232,18 +228,18 @@ class Recorder:
                 recorded.sums = [torch.zeros_like(leaf) for leaf in recorded.collected]
             if checks:
                 recorded.gradients = record(gradients)
-                recorded.norm, recorded.finite = norm, step.finite
+                recorded.finite = step.finite
             recorded.update = record(update if checks else whole_step)
-            recorded.clipped, recorded.bytes_sent = norm, sync.bytes_sent - sent
+            recorded.norm, recorded.bytes_sent = norm, sync.bytes_sent - sent
         finally:
             if parts is None:  # else nothing is sent in it
                 sync.bytes_sent = sent  # nothing has run yet
         self._recorded = recorded
 
-    def replay_gradients(self) -> torch.Tensor | None:
+    def replay_gradients(self, work: Work) -> torch.Tensor | None:
         recorded = self.replays
         assert recorded is not None
-        self._step.replayed(recorded.samples, recorded.finite)
+        self._step.replayed(work.samples, recorded.finite)
         if recorded.gradients is None:
             return None
         recorded.gradients()
@@ -256,13 +252,13 @@ class Recorder:
         recorded.update()
         if recorded.gradients is None:
             self._count_replay(recorded)
-        return recorded.clipped
+        return recorded.norm
 
     def replay_part(self, work: Work, number: int, low: int, high: int) -> bool:
         """Computes a part of the batch, and adds it to the sums; False where it has another shape than the one that was recorded."""
         recorded, step = self.replays, self._step
         assert recorded is not None and recorded.part is not None and step.in_parts is not None
-        of_one = work.of_part(low, high)
+        of_one = work.of_samples(low, high)
         if of_one.samples != recorded.work.samples or not pytree.fill(recorded.work.batch, list(of_one.batch)):
             return False
         step.in_parts.draw(number)

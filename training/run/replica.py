@@ -126,7 +126,8 @@ class Replica:
     def __init__(self, settings: Sync, world: World) -> None:
         self._settings, self._world = settings, world
         self._parts: dict[str, GradientSync] = {}
-        self._networks: dict[str, nn.Module] = {}
+        self.networks: dict[str, nn.Module] = {}
+        """What a script calls, by the models' names."""
         self.made: list[Any] = []
         """The tables of the models, as they were replicated."""
         self.hooks: set[int] = set()
@@ -173,7 +174,7 @@ class Replica:
         model.to(self._world.device)
         of_script = {number for number, *_ in hooks_of(model)}
         self.made += [value for _, value in tables_of(model)]
-        self.network = self._networks[name] = strategy.wrap(model, self._world, example)
+        self.network = self.networks[name] = strategy.wrap(model, self._world, example)
         self.hooks |= {number for number, *_ in hooks_of(strategy.model)} - of_script
         self._parts[name] = strategy
         self.sync = strategy if len(self._parts) == 1 else Several(self._settings, self._world, self._parts)
@@ -186,14 +187,9 @@ class Replica:
         names = (
             name
             for name, part in self._parts.items()
-            if network is self._networks[name] or inner in (self._networks[name], unwrapped(part.model))
+            if network is self.networks[name] or inner in (self.networks[name], unwrapped(part.model))
         )
         return next(names, None)
-
-    @property
-    def networks(self) -> dict[str, nn.Module]:
-        """What a script calls, by the models' names."""
-        return self._networks
 
     def add_optimizer(self, build: BuildOptimizer, name: str, network: nn.Module | None) -> torch.optim.Optimizer:
         """Over the parameters of `network`, or of all models."""

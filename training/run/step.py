@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -33,13 +33,12 @@ from .replica import Replica, Several, kept_buffers, put_back, without_batch_sta
 from .run import Run
 from .work import (
     Compute,
-    Divisor,
     Numbers,
     StepSums,
-    Total,
     Work,
     checked_loss,
     count_scaled_step,
+    samples_of_all,
     set_scale,
 )
 
@@ -176,17 +175,15 @@ class Step:
 
     # A step that is given as a function.
 
-    def take(
-        self, compute: Compute, batch: tuple[Any, ...], optimizers: tuple[torch.optim.Optimizer, ...], *,
-        samples: int | None, divisor: Divisor, clip: float, scaler: Any,
-    ) -> None:  # fmt: skip
-        """One step, `compute(*batch)` being the loss. Raises as `backward` and `update` do."""
+    def take(self, compute: Compute, work: Work) -> None:
+        """One step, `compute(*work.batch)` being the loss. Raises as `backward` and `update` do."""
         if self.pending:
             raise RuntimeError("step(function) came after a backward() without update(): call run.update() first")
-        work = Work.of(compute, batch, samples, divisor, self.part, self.run.config, self.replica.sync)
+        work = dataclasses.replace(work, compute=compute).of_part(self.part)
+        work = work.in_micro_batches(self.run.config.micro_batch_size, self.replica.sync)
         self._check_use(work.part, work.samples)
-        work = self._moving(work, optimizers, clip, scaler)
-        total = Total(work.samples, work.total)
+        work = self._moving(work)
+        total = samples_of_all(work.samples, work.total)
         if self.in_parts is not None:
             check_machine(self.run, self.attempt.known)
         self._as_function, self.attempt.stage = True, 2
@@ -216,9 +213,9 @@ class Step:
             self.in_parts.end()
         if self.recorder is not None:
             self.recorder.finish()
-        self._end(work, total.value, norm)
+        self._end(work, total(), norm)
 
-    def gradients(self, work: Work, total: Total) -> torch.Tensor | None:
+    def gradients(self, work: Work, total: Callable[[], int]) -> torch.Tensor | None:
         """Forward, backward, and the sum over the ranks. Returns the gradient's norm, unscaled, a scalar on the device; None where
         nothing reads it."""
         if self.in_parts is not None:
@@ -230,8 +227,8 @@ class Step:
             self.sums.agree()
             self.attempt.known.add("numbers")
             if work.total is None and work.divisor is None:
-                self._divide_by(total.value)
-        return self.recorder.replay_gradients() if self._replays else self.measure(work)
+                self._divide_by(total())
+        return self.recorder.replay_gradients(work) if self._replays else self.measure(work)
 
     def _sum_parts(self, work: Work, parts: InParts) -> None:
         """The gradients, statistics and loss of all parts of the batch. Where a rank is lost, the others take all of them again."""
@@ -357,16 +354,13 @@ class Step:
 
     # What a function's step and `update` have in common.
 
-    def _moving(
-        self, work: Work, optimizers: tuple[torch.optim.Optimizer, ...], clip: float, scaler: Any
-    ) -> Work:  # fmt: skip
-        """The step, with what moves the weights: these optimizers, or all."""
-        optimizers = self.replica.known(optimizers)
-        scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        parameters = self.replica.parameters_of(optimizers)
-        generation = self.dealt.generation
+    def _moving(self, work: Work) -> Work:
+        """The step, with what moves the weights: its optimizers, or all."""
+        optimizers = self.replica.known(work.optimizers)
+        scaler = work.scaler if work.scaler is not None and work.scaler.is_enabled() else None
+        parameters, generation = self.replica.parameters_of(optimizers), self.dealt.generation
         return dataclasses.replace(
-            work, optimizers=optimizers, parameters=parameters, clip=clip, scaler=scaler, generation=generation
+            work, optimizers=optimizers, parameters=parameters, scaler=scaler, generation=generation
         )
 
     def _is_usable(self, norm: torch.Tensor | None, work: Work) -> bool:
@@ -424,28 +418,20 @@ class Step:
 
     def accumulate(self, parts: Iterable[T]) -> Iterator[T]:
         every = list(parts)
-        for number, micro in enumerate(every):
-            self._accumulating = True
-            last = number == len(every) - 1
-            with contextlib.nullcontext() if last else self._sending_nothing():
-                yield micro
+        for number, micro in enumerate(every, 1):
+            self._accumulating, self._micro_batches = True, number < len(every)
+            try:
+                with self.replica.sync.accumulate() if self._micro_batches else contextlib.nullcontext():
+                    yield micro
+            finally:
+                self._micro_batches = False
 
-    @contextlib.contextmanager
-    def _sending_nothing(self) -> Iterator[None]:
-        self._micro_batches = True
-        try:
-            with self.replica.sync.accumulate():
-                yield
-        finally:
-            self._micro_batches = False
-
-    def backward(self, loss: torch.Tensor, samples: int | None, divisor: Divisor, scaler: Any) -> None:
+    def backward(self, loss: torch.Tensor, work: Work) -> None:
         """Returns with the gradient of the global batch, but of a micro-batch that is not the last one.
 
         Raises `TypeError`, `ValueError` for arguments that cannot be meant; `UserError` where the gradient of this step is
         summed; `RuntimeError` for a call out of its order."""
         checked_loss(loss)
-        part = self.part
         if self._total is not None:
             raise self.replica.sync.refuse(
                 "has summed the gradient of this step's first backward()",
@@ -461,32 +447,21 @@ class Step:
                 "micro_batch_size, capture and sync.name=exact need a step that can be called: run.step(lambda x, y: loss, x, y) in "
                 "place of run.step(loss)"
             )
-        if samples is None:
-            if part is None or self._accumulating:
-                raise TypeError(
-                    "say how many samples the loss is the mean of, step(loss, samples=…): it is known only of whole "
-                    "batches of run.batches() and run.part()"
-                )
-            samples = part.samples
-        elif samples < 0:
-            raise ValueError(f"samples is the number of this rank's samples, got {samples}")
-        if part is not None and part.samples == 0:
-            samples = 0
+        work = work.of_part(self.part, whole=not self._accumulating)
+        samples = 0 if work.part is not None and work.part.samples == 0 else work.samples
         if not self.pending:
             self._forget()
         self.attempt.stage = 2
-        self._check_use(part, samples)
-        weight, total = (part.weight, part.total) if part is not None else (1.0, None)
-        self.pending, self._as_function = True, False
-        self._work = work = Work(samples=samples, total=total, divisor=divisor, weight=weight, part=part, scaler=scaler)
+        self._check_use(work.part, samples)
+        self.pending, self._as_function, self._work = True, False, work
         self._backpropagate(work, loss, {}, samples)
         if self._micro_batches:
             return
         sync = self.replica.sync
         with self.run.state.clock.synchronizing(sync.watch):
             self._synchronize()
-        self._total = Total(self._samples, total).value
-        if total is None and divisor is None:
+        self._total = samples_of_all(self._samples, work.total)()
+        if work.total is None and work.divisor is None:
             self._divide_by(self._total)
         self._versions = self._versions_now()
 
@@ -494,13 +469,18 @@ class Step:
         sync = self.replica.sync
         return [gradient._version for gradient in sync.gradients()] if sync.sums_in_parts and sync.replicas else []
 
-    def update(self, optimizers: tuple[torch.optim.Optimizer, ...], clip: float, scaler: Any) -> None:
-        """With these optimizers, or all. Raises `Ended` where the gradient is not finite and the run is to end; `RuntimeError`
-        without a `backward`."""
+    def update(self, work: Work) -> None:
+        """With the optimizers, the clipping and the scaler of `work`.
+
+        Raises:
+            Ended: the gradient is not finite, and the run is to end.
+            RuntimeError: there was no `backward`.
+        """
         if not self.pending:
             raise RuntimeError("update() was called without backward(): there is no gradient")
-        sync, part, work = self.replica.sync, self.part, self._moving(self._work, optimizers, clip, scaler)
-        total = self._total
+        sync, part, total = self.replica.sync, self.part, self._total
+        work = dataclasses.replace(self._work, optimizers=work.optimizers, clip=work.clip, scaler=work.scaler)
+        work = self._moving(work)
         if total is None:
             raise RuntimeError(
                 "update() was called before the last micro-batch of accumulate(), whose backward() sends the gradient: go "

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..config import RunSettings
 from ..config.sections import LOGGED
 from ..contract import UserError
 from ..data import order, pytree
@@ -33,16 +32,25 @@ Divisor = float | torch.Tensor | None
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step computes, the loss of this rank's part, and how the gradient moves the weights."""
+    """What a step computes, the loss of this rank's part, and how the gradient moves the weights: first as the script gives it, then with
+    what is known of the rank's part."""
 
     compute: Compute | None = None
     """None: the loss is computed already, and cannot be computed again."""
     batch: tuple[Any, ...] = ()
+    given_samples: int | None = None
+    """Samples of this rank, as the script says; None: it does not."""
+    divisor: Divisor = None
+    """The loss is a sum, to be divided by this, of all ranks; None: their mean."""
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    """Those that step; none: all."""
+    clip: float = 0.0
+    """Largest norm of the gradient; 0: no clipping."""
+    scaler: Any = None
+    """A `torch.amp.GradScaler`; None: the loss is not scaled."""
     samples: int = 0
     total: int | None = None
     """Samples of all ranks; None: not known yet."""
-    divisor: Divisor = None
-    """The loss is a sum, to be divided by this, of all ranks; None: their mean."""
     weight: float = 1.0
     most: int = 0
     """Samples of a micro-batch, about; 0: all at once."""
@@ -50,44 +58,56 @@ class Work:
     """Of the global batch; None: it is not known."""
     generation: int = 0
     """Of the ranks, among which the batch was dealt out."""
-    optimizers: tuple[torch.optim.Optimizer, ...] = ()
     parameters: set[torch.Tensor] | None = None
     """Those whose gradients make the step; None: every one that is trained."""
-    clip: float = 0.0
-    """Largest norm of the gradient; 0: no clipping."""
-    scaler: Any = None
-    """A `torch.amp.GradScaler`; None: the loss is not scaled."""
 
-    @classmethod
-    def of(
-        cls, compute: Compute, batch: tuple[Any, ...], samples: int | None, divisor: Divisor,
-        part: Part | None, settings: RunSettings, sync: GradientSync,
-    ) -> Work:  # fmt: skip
-        """Raises `TypeError`, `RuntimeError`, `UserError` where it is not known which samples these are, or they cannot be cut."""
-        most, in_parts = settings.micro_batch_size, sync.batch_parts is not None
-        if samples is None and part is None:
-            raise TypeError(
-                "say how many samples the loss is of, step(function, *batch, samples=…): it is known only of batches of "
-                "run.batches() and run.part()"
-            )
-        if part is not None and samples not in (None, part.samples):
+    def of_part(self, part: Part | None, whole: bool = True) -> Work:
+        """The same with what is known of the rank's part.
+
+        Args:
+            whole: the loss is that of the whole part, not of a micro-batch.
+
+        Raises:
+            TypeError: it is not known how many samples the loss is of.
+            ValueError: the number of samples is negative.
+        """
+        samples = self.given_samples
+        if samples is None:
+            if part is None or not whole:
+                raise TypeError(
+                    "say how many samples the loss is of, step(…, samples=…): it is known only of whole batches of run.batches() and "
+                    "run.part()"
+                )
+            samples = part.samples
+        if samples < 0:
+            raise ValueError(f"samples is the number of this rank's samples, got {samples}")
+        if part is None:
+            return replace(self, samples=samples)
+        return replace(self, samples=samples, total=part.total, weight=part.weight, part=part)
+
+    def in_micro_batches(self, most: int, sync: GradientSync) -> Work:
+        """The same, cut into micro-batches of about `most` samples; 0: all at once.
+
+        Raises:
+            TypeError, RuntimeError, UserError: the step cannot be cut.
+        """
+        part, in_parts = self.part, sync.batch_parts is not None
+        if part is not None and self.samples != part.samples:
             raise RuntimeError(
-                f"the loss was said to be of {samples} samples, but this rank's part of the batch has {part.samples}"
+                f"the loss was said to be of {self.samples} samples, but this rank's part of the batch has {part.samples}"
             )
         if in_parts and (part is None or not part.of):
             raise sync.refuse(
                 "needs to know which samples of the global batch a rank has",
                 "go over run.batches(dataset, global_batch_size), or give every rank the whole batch and take run.part(batch)",
             )
-        if not batch and (most or in_parts):
+        if not self.batch and (most or in_parts):
             setting = "micro_batch_size" if most else "sync.name=exact"
             raise TypeError(
                 f"{setting} cuts what the function is called with: run.step(lambda x, y: loss, x, y) in place of "
                 "run.step(lambda: loss)"
             )
-        count = part.samples if part is not None else int(samples or 0)
-        weight = part.weight if part is not None else 1.0
-        return cls(compute, batch, count, part.total if part is not None else None, divisor, weight, most, part)
+        return replace(self, samples=int(self.samples), most=most)
 
     def result(self, first: int, end: int, copies: bool) -> tuple[torch.Tensor, Numbers]:
         """The loss of these samples, and the numbers that the function returns with it.
@@ -103,7 +123,7 @@ class Work:
         loss, numbers = result if with_numbers else (result, {})
         return checked_loss(loss), _checked_numbers(numbers)
 
-    def of_part(self, low: int, high: int) -> Work:
+    def of_samples(self, low: int, high: int) -> Work:
         """Of these samples of the rank's alone."""
         assert self.part is not None
         batch = pytree.cut(self.batch, low, high, self.samples)
@@ -119,26 +139,20 @@ class Work:
         return tuple((low + first, low + end) for first, end in ranges if end > first)
 
 
-class Total:
-    """Samples of all ranks in a step, of which this one has `samples`. Where they are not `known`, they are summed meanwhile.
+def samples_of_all(samples: int, known: int | None) -> Callable[[], int]:
+    """Returns what gives the samples of all ranks in a step, of which this one has `samples`. Where they are not `known`, they are summed
+    meanwhile, and it waits for the sum. Collective."""
+    if known is not None:
+        return lambda: known
+    total = torch.tensor(samples)
+    summed = dist.all_reduce(total, async_op=True)
 
-    Collective.
-    """
+    def value() -> int:
+        if summed is not None:
+            summed.wait()
+        return int(total)
 
-    def __init__(self, samples: int, known: int | None) -> None:
-        self._known = known
-        if known is None:
-            self._sum = torch.tensor(samples)
-            self._summed = dist.all_reduce(self._sum, async_op=True)
-
-    @property
-    def value(self) -> int:
-        """Waits for the sum."""
-        if self._known is None:
-            if self._summed is not None:
-                self._summed.wait()
-            self._known = int(self._sum)
-        return self._known
+    return value
 
 
 def divisor_of_all(divisor: Divisor, part: Part | None, world: World) -> Divisor:
