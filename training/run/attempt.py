@@ -216,7 +216,7 @@ class Attempt:
                 self.tell_readings(wait=True)
                 self.consensus.settle()
             else:
-                if error is not None and is_collective(error):
+                if is_collective(error):
                     process.shut(self.run.world.peers)
                 with contextlib.suppress(RuntimeError):  # the first error counts
                     self.consensus.settle()
@@ -353,17 +353,18 @@ class Attempt:
 
     def _tell_slow_rank(self) -> None:
         """Rank 0 has looked at the times of all ranks."""
-        run, found, before = self.run, self.slow.verdict, self._named
-        run.metrics.slow_rank(None if found is None else (found.rank, found.phase, found.share))
-        self._named = None if found is None else (found.rank, found.phase)
+        run, verdict, before = self.run, self.slow.verdict, self._named
+        self._named = None if verdict is None else (verdict.rank, verdict.phase)
+        run.metrics.slow_rank(None if verdict is None else (verdict.rank, verdict.phase, verdict.share))
+        plain = None if verdict is None else verdict.plain()
         if run.directory is not None:
-            run.directory.slow_rank = None if found is None else found.plain()
+            run.directory.slow_rank = plain
         if self._named == before:
             return
         self._told = -STATUS_SECONDS  # status.json has it at once
-        if found is not None:
-            run.event("slow_rank", step=run.steps_done, **found.plain())
-            run.console.line(f"A slow rank: {slow_rank_line(found.plain())}")
+        if plain is not None:
+            run.event("slow_rank", step=run.steps_done, **plain)
+            run.console.line(f"A slow rank: {slow_rank_line(plain)}")
         elif before is not None:
             run.event("slow_rank_over", step=run.steps_done, rank=before[0])
             run.console.line(f"Rank {before[0]} is slow no longer")
@@ -487,13 +488,13 @@ class Attempt:
         state.history["preemptions"] = state.history.get("preemptions", 0) + 1
         if run.config.checkpoint.on_signal:
             self.save()
-        durable, resumable = self.saver.durable(), self.saver.resumable()
-        saved, step, last = durable and resumable, run.steps_done, self.saver.last_step
+        durable, step, last = self.saver.durable(), run.steps_done, self.saver.last_step
+        saved = durable and self.saver.resumable()
         who = next(filter(None, all_gather_trees(self.consensus.reason, run.world)), "another rank")
         run.event("preempted", step=step, reason=who, saved=saved)
         if not durable:
             raise Ended(EXIT_FAILED, f"ended early by {who} at step {step}, and could not save (see the warnings)")
-        if not resumable:
+        if not saved:
             raise Ended(
                 EXIT_FAILED,
                 f"ended early by {who} at step {step}, and nothing is saved: there was no checkpoint yet, and "

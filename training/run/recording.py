@@ -90,8 +90,6 @@ class _Recorded:
     """Where the sums over all parts are read."""
     norm: torch.Tensor | None = None
     """Where the gradient's norm is left, before the clipping."""
-    finite: torch.Tensor = field(default_factory=lambda: torch.tensor(True))
-    """Where it leaves whether the gradient is finite."""
     bytes_sent: int = 0
     """What one replay hands to collectives."""
 
@@ -228,7 +226,6 @@ class Recorder:
                 recorded.sums = [torch.zeros_like(leaf) for leaf in recorded.collected]
             if checks:
                 recorded.gradients = record(gradients)
-                recorded.finite = step.finite
             recorded.update = record(update if checks else whole_step)
             recorded.norm, recorded.bytes_sent = norm, sync.bytes_sent - sent
         finally:
@@ -236,10 +233,9 @@ class Recorder:
                 sync.bytes_sent = sent  # nothing has run yet
         self._recorded = recorded
 
-    def replay_gradients(self, work: Work) -> torch.Tensor | None:
+    def replay_gradients(self) -> torch.Tensor | None:
         recorded = self.replays
         assert recorded is not None
-        self._step.replayed(work.samples, recorded.finite)
         if recorded.gradients is None:
             return None
         recorded.gradients()

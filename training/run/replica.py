@@ -109,10 +109,6 @@ class Several(GradientSync):
         for part in self.learning:
             part.give(sums)
 
-    def abandon(self) -> None:
-        for part in self.learning:
-            part.abandon()
-
     def gradients(self, of: Any = None) -> list[torch.Tensor]:
         return [gradient for part in self.learning for gradient in part.gradients(of)]
 

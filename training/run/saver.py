@@ -160,9 +160,6 @@ class Saver:
         self.interval = Interval(run.state.history["failures"])
         self._last_failed = self._hangs = self._saved = False
         self._score: float | None = None
-        self._on_disk = run.directory is not None and bool(store.candidates(run.directory.checkpoints))
-        """Whether the run directory, if this rank has one, has a checkpoint. Those of earlier starts have been verified: else there is no
-        attempt."""
         self._begin_writing()
 
     def _begin_writing(self) -> None:
@@ -183,7 +180,6 @@ class Saver:
         with contextlib.suppress(OSError):
             store.clean(self.run.directory.checkpoints)
         newest = store.candidates(self.run.directory.checkpoints)[:1]
-        self._on_disk = bool(newest)
         self._lost = self._saved and (not newest or store.step_of(newest[0]) < self.last_step)
 
     def due_by_step(self) -> bool:
@@ -296,7 +292,8 @@ class Saver:
 
     def resumable(self) -> bool:
         """Whether the run directory has a checkpoint to resume from, of this start or of an earlier one. Collective."""
-        return on_any(self._on_disk, self.run.world)
+        directory = self.run.directory
+        return on_any(directory is not None and bool(store.candidates(directory.checkpoints)), self.run.world)
 
     def _result(self, future: Future[SaveResult]) -> SaveResult:
         """Waits for a save, on the way out no longer than the rest of the grace. Raises `_NoAnswer`, `OSError`."""
@@ -327,7 +324,6 @@ class Saver:
             self.run.console.warn(f"a checkpoint could not be saved, the run continues: {error}")
         else:
             self._last_failed = self._hangs = False
-            self._on_disk = True
             self._stands("checkpoint_written", result)
         self._future = None
 

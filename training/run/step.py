@@ -55,8 +55,6 @@ class Step:
         self.run, self.attempt, self.replica = run, attempt, replica
         self.looks = run.config.nonfinite != "ignore"
         """Whether each gradient is looked at before it moves a weight."""
-        self.finite = torch.tensor(True)
-        """Whether the last gradient that was looked at is finite, on the device."""
         cut = replica.sync.batch_parts is not None
         self._drawing = generators.Drawing(run.world.device, every=cut)
         self._cuts = run.world.size > 1 or cut or run.config.micro_batch_size > 0
@@ -228,7 +226,10 @@ class Step:
             self.attempt.known.add("numbers")
             if work.total is None and work.divisor is None:
                 self._divide_by(total())
-        return self.recorder.replay_gradients(work) if self._replays else self.measure(work)
+        if self._replays:
+            self._samples, self._losses = work.samples, []
+            return self.recorder.replay_gradients()
+        return self.measure(work)
 
     def _sum_parts(self, work: Work, parts: InParts) -> None:
         """The gradients, statistics and loss of all parts of the batch. Where a rank is lost, the others take all of them again."""
@@ -322,10 +323,6 @@ class Step:
         """Whether this step is replayed from a recording."""
         return self.recorder is not None and self.recorder.replays is not None
 
-    def replayed(self, samples: int, finite: torch.Tensor) -> None:
-        """A recording has computed the gradients, and whether they are finite."""
-        self._samples, self._losses, self.finite = samples, [], finite
-
     def measure(self, work: Work) -> torch.Tensor | None:
         """Takes the loss scale out of the gradients, and gives their norm. NaN and infinity survive the sum, so every rank reads
         the same and needs no further collective."""
@@ -337,7 +334,6 @@ class Step:
             inverse = work.scaler._scale.double().reciprocal().float()
             norm = norm * inverse
             sync.scale_gradients(inverse, work.parameters)
-        self.finite = torch.isfinite(norm)
         return norm
 
     def move(self, work: Work, norm: torch.Tensor | None) -> torch.Tensor | None:
@@ -365,7 +361,7 @@ class Step:
 
     def _is_usable(self, norm: torch.Tensor | None, work: Work) -> bool:
         """Whether the gradient is finite, or used all the same."""
-        if norm is None or bool(self.finite):
+        if norm is None or math.isfinite(norm):
             return True
         return not self.looks and (work.scaler is None or work.scaler.get_scale() <= LOWEST_SCALE)
 
