@@ -32,9 +32,8 @@ def measure(megabytes: int, rounds: int, url: str, directory: Path) -> tuple[dic
     run_dir = directory / str(megabytes)
     (run_dir / "checkpoints").mkdir(parents=True)
     (run_dir / "run.yaml").write_text("{}\n")
-    objects = ObjectStore(place)
-    objects.acquire(run_dir, True, False, print)
-    writer, sender = Writer(run_dir / "checkpoints", 1, False), Sender(objects, run_dir / "checkpoints", 1, False)
+    objects = _acquired(place, run_dir, fresh=True)
+    writer, sender = Writer(run_dir / "checkpoints", 1, False), Sender(objects, run_dir / "checkpoints", False)
     alone = Writer(directory / f"alone-{megabytes}", 1, False)
     names = ("stall", "stall, disk", "sent", "saved", "plain send", "start", "plain fetch")
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -51,7 +50,7 @@ def measure(megabytes: int, rounds: int, url: str, directory: Path) -> tuple[dic
         before.result()
         written.result()
         began = time.perf_counter()
-        assert objects.commit(run_dir / f"checkpoints/step-{step:08d}", 1, False)
+        assert objects.commit(run_dir / f"checkpoints/step-{step:08d}")
         clock("sent", began)
         times["saved"].append(times["sent"][-1] + written.result().seconds)
         began = time.perf_counter()
@@ -69,9 +68,9 @@ def measure(megabytes: int, rounds: int, url: str, directory: Path) -> tuple[dic
         clock("plain fetch", began)
         with tempfile.TemporaryDirectory(dir=directory) as empty:
             began = time.perf_counter()
-            assert ObjectStore(place).acquire(Path(empty), False, False, print) is not None
+            _acquired(place, Path(empty))
             clock("start", began)
-            objects.acquire(run_dir, False, False, print)
+            objects.acquire(False, print)
     times = {name: found[1:] for name, found in times.items()}
     rows = {
         "stall": figure([seconds * 1e3 for seconds in times["stall"]], "ms"),
@@ -84,6 +83,14 @@ def measure(megabytes: int, rounds: int, url: str, directory: Path) -> tuple[dic
         "start / plain fetch": ratios(times, "plain fetch", "start", "more"),
     }
     return {f"{megabytes} MB, {name}": found for name, found in rows.items()}, times
+
+
+def _acquired(url: str, run_dir: Path, fresh: bool = False) -> ObjectStore:
+    objects = ObjectStore(url)
+    objects.check(run_dir, fresh)
+    newest = objects.acquire(fresh, print)
+    assert fresh or newest is not None
+    return objects
 
 
 def main() -> int:

@@ -1,22 +1,19 @@
-"""A bucket, the requests that are sent to it, and the layout of a run there. Imports no torch.
+"""A bucket: the requests to it, and the layout of a run in it. Imports no torch.
 
-    PREFIX/head                                   a JSON object: the attempt that may write, the checkpoints, the run's own files
-    PREFIX/<holder>/<n>-step-00000100/<file>      the files of a checkpoint, as on a disk
-    PREFIX/<holder>/<n>-run/<file>                files of the run directory
-    PREFIX/replaced/<commit>                      the head of a run that `--fresh` has replaced
+    PREFIX/head                             a JSON object (`Head`): the attempt that may write, the checkpoints, the run's files
+    PREFIX/<commit>/step-00000100/<file>    the files of a checkpoint, as on a disk
+    PREFIX/<commit>/run/<file>              files of the run directory
+    PREFIX/replaced/<commit>                the head of a run that `--fresh` has replaced
 
-`checkpoint/object_store.py` writes them, and says what holds there.
+`checkpoint/object_store.py` writes them, and has the protocol.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
 import hashlib
 import os
 import re
-import threading
 from collections.abc import Collection, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -25,29 +22,24 @@ from typing import Annotated, Any, BinaryIO, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from . import extras, files
-from .contract import BUCKET_URL, EVENTS_FILE, EXIT_FAILED, TIME_FILE, UserError, printable
+from .contract import BUCKET_URL, EXIT_FAILED, UserError, printable
 
 HEAD = "head"
 MAX_HEAD_BYTES = 4 << 20
-MAX_RUN_FILE_BYTES = 256 << 20
-"""The largest file of the run directory that is sent."""
-MAX_RUN_FILES = 8192
-TRIES = 5
+TRIES = 3
+"""Downloads of an object before it counts as damaged in the bucket. obstore itself repeats requests that have no answer."""
 _PART = 16 << 20
-"""Bytes of a request, of which `_AT_ONCE` are under way: that bounds the memory."""
-_AT_ONCE = 4
+"""Bytes of a request. An upload has four under way, which bounds its memory."""
 _BACKOFF: Any = {"init_backoff": timedelta(seconds=0.5), "base": 3, "max_backoff": timedelta(seconds=15)}
-"""Between the tries of a request: 7 to 10 s in all. The library's own are over after 1 to 2 s, before a gateway has restarted."""
+"""Pauses between the tries of a request, 7 to 10 s in all. obstore's own end after 1 to 2 s, before a gateway has restarted."""
 _MAX_PARTS = 9000
 """S3 takes 10,000 parts of an object."""
 _NO_CREDENTIALS = re.compile(r"169\.254\.|latest/api/token|computeMetadata|Account must be specified")
-"""Errors of the store's library if neither the environment nor the machine has credentials."""
+"""Errors of obstore where neither the environment nor the machine has credentials."""
 Tag: TypeAlias = Any
 """The version of an object that a conditional write compares: an entity tag, a generation."""
-KEY = r"[0-9a-f]{32}/\d{1,12}-[a-z0-9.-]{1,40}/[a-z][a-z0-9./-]{0,60}"
+KEY = r"[0-9a-f]{32}/[a-z0-9-]{1,40}/[a-z][a-z0-9./-]{0,60}"
 """The keys of files that attempts send."""
-GROWING = (EVENTS_FILE, TIME_FILE)
-"""Files of the run directory that are only ever appended to."""
 RUN_FILE_NAME = r"(events|time)\.jsonl|(status|summary)\.json|run\.yaml|metrics/rank-\d{5,9}\.prom"
 """The files of the run directory that a commit holds."""
 _Token = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -55,7 +47,7 @@ _Size = Annotated[int, Field(ge=0, lt=1 << 60)]
 
 
 class Damaged(OSError):
-    """An object is not what was sent."""
+    """An object differs from what was sent."""
 
 
 class _Strict(BaseModel):
@@ -71,42 +63,40 @@ class File(_Strict):
 
 
 class CheckpointEntry(_Strict):
-    """A checkpoint in the bucket: its files by their names on a disk, and its score, if it has one, by which rule."""
+    """A checkpoint in the bucket: its files by their names on a disk, and its score by the rule `score_of`."""
 
     step: _Size
     files: dict[Annotated[str, Field(pattern=r"^[a-z][a-z.]{0,40}$")], File]
     score: float | None
     score_of: str
 
-    def scored(self, rule: str) -> float | None:
-        return self.score if self.score_of == rule else None
-
 
 class Head(_Strict):
-    """The content of `head`: one commit. `commit` is drawn anew each time; `sha256` is that of the rest."""
+    """The content of `head`: one commit. `commit` is drawn anew each time; `sha256` is the digest of the other fields."""
 
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     run: _Token
     holder: _Token
     commit: _Token
+    fresh: str = ""
+    """The word of `--fresh` with which the run was begun."""
     checkpoints: list[CheckpointEntry] = []
     """Newest first."""
     run_files: dict[Annotated[str, Field(pattern=f"^({RUN_FILE_NAME})$")], File] = {}
     """The files of the run directory, as of this commit."""
     sha256: str = ""
 
-    def text(self) -> bytes:
-        sealed = self.model_copy(update={"sha256": self.seal()})
-        return sealed.model_dump_json().encode()
-
     def seal(self) -> str:
         return hashlib.sha256(self.model_dump_json(exclude={"sha256"}).encode()).hexdigest()
+
+    def text(self) -> bytes:
+        return self.model_copy(update={"sha256": self.seal()}).model_dump_json().encode()
 
     @property
     def keys(self) -> set[str]:
         """The keys of all files that it names."""
-        of_checkpoints = {file.key for entry in self.checkpoints for file in entry.files.values()}
-        return of_checkpoints | {file.key for file in self.run_files.values()}
+        folders = [entry.files for entry in self.checkpoints] + [self.run_files]
+        return {file.key for folder in folders for file in folder.values()}
 
 
 class Bucket:
@@ -131,7 +121,7 @@ class Bucket:
                 f"expected s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, got {printable(url)}"
             )
         self.url = url.rstrip("/")
-        self._obstore, self._errors, self._loop = obstore, exceptions, _loop(os.getpid())
+        self._obstore, self._errors = obstore, exceptions
         plain = any(value.startswith("http://") for name, value in os.environ.items() if "ENDPOINT" in name)
         try:
             self._store = from_url(
@@ -140,10 +130,10 @@ class Bucket:
                 retry_config={"max_retries": retries, "retry_timeout": timedelta(seconds=60), "backoff": _BACKOFF},
             )
         except (exceptions.BaseError, ValueError) as error:
-            raise UserError(f"{self.url} cannot be used: {reason(error)}") from None
+            raise UserError(f"{self.url} cannot be used: {_reason(error)}") from None
 
     @contextlib.contextmanager
-    def asking(self, key: str) -> Iterator[None]:
+    def _asking(self, key: str) -> Iterator[None]:
         """Raises `OSError` for whatever goes wrong, `FileNotFoundError` where there is no such object, `PermissionError` where the store
         wants other credentials."""
         try:
@@ -153,14 +143,14 @@ class Bucket:
                 raise OSError(f"{self.url}/{key}: there is no such bucket") from None
             raise FileNotFoundError(f"{self.url}/{key}: there is no such object") from None
         except (self._errors.BaseError, OSError, ValueError) as error:
-            why = reason(error)
+            why = _reason(error)
             if none := _NO_CREDENTIALS.search(why) is not None:
                 why = f"the environment has no credentials, and this machine has no identity ({why})"
             denied = isinstance(error, (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError))
             raise (PermissionError if none or denied else OSError)(f"{self.url}/{key}: {why}") from None
 
     def read_head(self) -> tuple[Head, Tag] | None:
-        """Returns the current head; None: there is none. Read again where it was damaged on the way. Raises `OSError`."""
+        """Returns the head; None: there is none. Raises `OSError`."""
         for _ in range(TRIES):
             try:
                 text, tag = self.read(HEAD, MAX_HEAD_BYTES)
@@ -173,57 +163,44 @@ class Bucket:
         raise OSError(f"{self.url}/{HEAD} is not what a run writes: choose another prefix")
 
     def heads(self) -> Iterator[Head]:
-        """The head, and the next one as long as a new one has come meanwhile, which removes files of the one before. Raises `OSError`."""
+        """Yields the head, and each newer one: its commit may remove files that the earlier head names. Raises `OSError`."""
         commit = ""
         while (found := self.read_head()) is not None and found[0].commit != commit:
             commit = found[0].commit
             yield found[0]
 
     def read(self, key: str, limit: int) -> tuple[bytes, Tag]:
-        """A small object, and its tag. Raises `OSError` where it is larger than `limit` bytes, `FileNotFoundError` without one."""
-        with self.asking(key):
+        """Returns a small object, and its tag. Raises `OSError` if it has more than `limit` bytes, `FileNotFoundError`."""
+        with self._asking(key):
             answer = self._obstore.get(self._store, key)
             if (size := answer.meta["size"]) > limit:
                 raise ValueError(f"it has {size} bytes, at most {limit} are read")
             return bytes(answer.bytes()), _tag(answer.meta)
 
-    def content(self, file: File) -> bytes:
-        """The content of a file of the run directory, read again where it was damaged on the way. Raises `OSError`, `Damaged`."""
-        for _ in range(TRIES):
-            data, _ = self.read(file.key, MAX_RUN_FILE_BYTES)
-            if hashlib.sha256(data).hexdigest() == file.sha256:
-                return data
-        raise Damaged(f"{self.url}/{file.key} is not what was written: its sha256 differs")
-
-    def restore(self, run_files: Mapping[str, File], directory: Path) -> None:
-        """Writes those files that differ in the directory. Raises `OSError`, `Damaged`."""
-        for name, file in run_files.items():
-            path = directory / name
-            path.parent.mkdir(exist_ok=True)
-            with files.opened_folder(path.parent) as folder:
-                place = folder / path.name
-                if not place.is_file() or files.difference(place, file.sha256, file.bytes) is not None:
-                    files.replace(place, self.content(file))
-
-    def put(self, key: str, data: bytes | Path | BinaryIO) -> None:
-        """Writes an object, a large one in parts. A file that is open is sent whatever becomes of its name. Raises `OSError`."""
-        size = (
-            len(data) if isinstance(data, bytes) else os.stat(data if isinstance(data, Path) else data.fileno()).st_size
-        )
+    def put(self, key: str, data: bytes | BinaryIO) -> None:
+        """Writes an object, a large one in parts. Raises `OSError`."""
+        size = len(data) if isinstance(data, bytes) else os.fstat(data.fileno()).st_size
         part = max(_PART, size // _MAX_PARTS + 1)
-        with self.asking(key):
-            self._obstore.put(self._store, key, data, chunk_size=part, max_concurrency=_AT_ONCE)
+        with self._asking(key):
+            self._obstore.put(self._store, key, data, chunk_size=part, max_concurrency=4)
 
     def swap(self, key: str, data: bytes, tag: Tag | None) -> bool:
-        """Puts an object in the place of the one with this tag; None: where there is none. False: another one is there. The answer is
-        also False if the first answer was lost and the store was asked again. Raises `OSError`."""
-        with self.asking(key):
+        """Replaces the object that has this tag; None: creates it.
+
+        Returns:
+            Whether it did. Also False if an answer was lost, and obstore has repeated the request.
+
+        Raises:
+            OSError: there is no answer.
+        """
+        with self._asking(key):
             if self._put_if(key, data, tag):
                 return True
             # Refused, and the tag is still that one: Ceph compares it without its quotes (until ceph/ceph#63348). R2 wants them, so only a
             # store that refuses its own tag is asked without.
             with contextlib.suppress(FileNotFoundError):
-                return tag == _tag(self._obstore.head(self._store, key)) and self._put_if(key, data, _bare(tag))
+                bare = tag and {name: value.strip('"') for name, value in tag.items()}
+                return tag == _tag(self._obstore.head(self._store, key)) and self._put_if(key, data, bare)
         return False
 
     def _put_if(self, key: str, data: bytes, tag: Tag | None) -> bool:
@@ -233,7 +210,7 @@ class Bucket:
         return False
 
     def check_conditions(self, key: str) -> None:
-        """Tests with a probe object whether the store heeds conditions, and removes the probe. Raises `OSError`: it does not."""
+        """Tests with a probe object whether the store heeds conditions. Raises `OSError`: it does not."""
         try:
             self.put(key, b"1")
             _, tag = self.read(key, 1)
@@ -245,29 +222,19 @@ class Bucket:
             self.remove([key])
 
     def size(self, key: str) -> int:
-        """Bytes of an object. Raises `OSError`, `FileNotFoundError` without one."""
-        with self.asking(key):
+        """Returns the bytes of an object. Raises `OSError`, `FileNotFoundError`."""
+        with self._asking(key):
             return int(self._obstore.head(self._store, key)["size"])
 
     def pieces(self, key: str, size: int, sha256: str) -> Iterator[memoryview]:
-        """The bytes of an object, some parts at a time. Raises `OSError`; `Damaged`, at the latest after the last part."""
-        get = self._obstore.get_range_async
-
-        async def parts(start: int) -> list[Any]:
-            end = min(start + _AT_ONCE * _PART, size)
-            ranges = ((at, min(at + _PART, end)) for at in range(start, end, _PART))
-            return await asyncio.gather(*(get(self._store, key, start=low, end=high) for low, high in ranges))
-
+        """Yields an object in parts. Raises `OSError`; `Damaged`, at the latest after the last part."""
         digest = hashlib.sha256()
-        for start in range(0, size, _AT_ONCE * _PART):
-            try:
-                with self.asking(key):
-                    arrived = asyncio.run_coroutine_threadsafe(parts(start), self._loop).result()
-            except OSError:
-                if (found := self.size(key)) != size:
-                    raise Damaged(f"{self.url}/{key} has {found} bytes, expected {size}") from None
-                raise
-            for part in arrived:
+        with self._asking(key):
+            answer = self._obstore.get(self._store, key)
+        if (found := answer.meta["size"]) != size:
+            raise Damaged(f"{self.url}/{key} has {found} bytes, expected {size}")
+        with self._asking(key):
+            for part in answer.stream(min_chunk_size=_PART):
                 piece = memoryview(part)
                 digest.update(piece)
                 yield piece
@@ -275,40 +242,44 @@ class Bucket:
             raise Damaged(f"{self.url}/{key} is not what was written: its sha256 differs")
 
     def fetch(self, key: str, size: int, sha256: str, path: Path) -> None:
-        """An object as a new file, which is on the disk when this returns. Raises as `pieces`."""
+        """Downloads an object into a new file, which is on the disk when this returns. Raises as `pieces`."""
         with path.open("xb") as file:
-            for piece in self.pieces(key, size, sha256):
-                file.write(piece)
+            for tries_left in reversed(range(TRIES)):
+                try:
+                    file.truncate(file.seek(0))
+                    file.writelines(self.pieces(key, size, sha256))
+                    break
+                except Damaged:
+                    if not tries_left:
+                        raise
             file.flush()
             files.fsync(file.fileno())
 
+    def restore(self, run_files: Mapping[str, File], directory: Path) -> None:
+        """Replaces those files of a run directory that differ. Raises `OSError`, `Damaged`."""
+        for name, file in run_files.items():
+            path = directory / name
+            path.parent.mkdir(exist_ok=True)
+            with files.opened_folder(path.parent) as folder:
+                target = folder / path.name
+                if not target.is_file() or files.difference(target, file.sha256, file.bytes) is not None:
+                    with files.replacing(target) as staging:
+                        self.fetch(file.key, file.bytes, file.sha256, staging)
+
     def keys(self) -> list[str]:
-        """The keys of all objects. Raises `OSError`."""
-        with self.asking(""):
+        """Returns the keys of all objects. Raises `OSError`."""
+        with self._asking(""):
             return [entry["path"] for page in self._obstore.list(self._store) for entry in page]
 
     def remove(self, keys: Collection[str]) -> None:
-        """As far as the store lets it."""
-        with contextlib.suppress(OSError), self.asking(""):
+        """Removes objects, as far as the store lets it."""
+        with contextlib.suppress(OSError), self._asking(""):
             if keys:
                 self._obstore.delete(self._store, list(keys))
 
 
 def _tag(meta: Any) -> Tag:
     return {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
-
-
-def _bare(tag: Tag) -> Tag:
-    return {name: value.strip('"') for name, value in tag.items()}
-
-
-@functools.cache
-def _loop(process: int) -> asyncio.AbstractEventLoop:
-    """Returns the event loop that waits for several answers at once. Its thread lives as long as the process: a save starts and ends
-    no thread (`checkpoint/store.py`)."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name=f"bucket-{process}", daemon=True).start()
-    return loop
 
 
 @contextlib.contextmanager
@@ -324,6 +295,6 @@ def as_user_error(what: str, unreachable: int = EXIT_FAILED) -> Iterator[None]:
         raise away from None
 
 
-def reason(error: BaseException) -> str:
-    """The line of an error of obstore that says what happened: after it come those of its source in Rust."""
+def _reason(error: BaseException) -> str:
+    """Returns the first line of an error of obstore: the others are those of its source in Rust."""
     return printable(str(error).partition("\n")[0][:300]) or type(error).__name__

@@ -430,9 +430,9 @@ def test_the_bucket_of_another_run_is_refused_and_fresh_keeps_the_old_one(
     assert different.code == 2 and "holds a run with another config" in different.output, different.output
     now = head(server, name)
     assert now == before
-    proxy.reset(lambda _, method, path: "503" if method == "GET" and path.endswith("run.yaml") else "")
+    proxy.reset(lambda _, method, path: "403" if method == "PUT" and "/replaced/" in path else "")
     done = go(proxy, tmp_path / "d", name, FRESH="a job's word")
-    assert done.code == 1 and "checkpoint.to cannot be used" in done.output and head(server, name) == now, done.output
+    assert done.code == 2 and "checkpoint.to cannot be used" in done.output and head(server, name) == now, done.output
     proxy.reset()
     done = go(proxy, tmp_path / "b", name, FRESH="1")
     assert done.code == 0 and ended(tmp_path / "b") == expected, done.output

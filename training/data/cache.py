@@ -19,8 +19,6 @@ from ..contract import UserError
 
 FOLDER = "shards/fetched"
 """Below `data.root`."""
-_TRIES = 3
-"""Downloads of one file before a damaged one counts as corrupt."""
 
 
 class CorruptShard(UserError):
@@ -85,16 +83,11 @@ class Cache:
         if size > largest:
             raise CorruptShard(f"{self.url}/{key} has {size} bytes, at most {largest} were expected")
         self._make_room(size)
-        for attempt in range(1, _TRIES + 1):
-            try:
-                with files.replacing(path) as staging:
-                    self._bucket.fetch(key, size, path.name, staging)
-                return
-            except OSError as error:
-                if attempt == _TRIES and isinstance(error, Damaged):
-                    raise CorruptShard(str(error)) from None
-                if attempt == _TRIES or error.errno is not None:  # that is the disk's
-                    raise
+        try:
+            with files.replacing(path) as staging:
+                self._bucket.fetch(key, size, path.name, staging)
+        except Damaged as error:
+            raise CorruptShard(str(error)) from None
 
     def _make_room(self, size: int) -> None:
         """Removes the least recently used shards. A run that trains on them has them mapped."""

@@ -77,7 +77,8 @@ def send(data: Data, url: str) -> Manifest:
         for split, shards in manifest.splits.items():
             for shard, entry in zip(shards, about["splits"][split]):
                 entry["file"] = f"{shard.sha256}.safetensors"
-                bucket.put(entry["file"], manifest.file(shard, verify=True))
+                with files.regular(manifest.file(shard, verify=True)) as file:
+                    bucket.put(entry["file"], file)
         text = (json.dumps(about, indent=1) + "\n").encode()
         if not bucket.swap(MANIFEST, text, None) and bucket.read(MANIFEST, MAX_MANIFEST)[0] != text:
             raise taken

@@ -181,7 +181,7 @@ class Run:
         try:
             with failing_together(world):
                 if world.leader:
-                    objects = ObjectStore(kept.to) if kept.to is not None else None
+                    objects = ObjectStore(kept.to, kept.keep, kept.keep_best) if kept.to is not None else None
                     brings = (lambda _: None) if objects is None else partial(objects.check, fresh=fresh)
                     self.directory = RunDirectory.open(self.path, settings, fresh, brings)
                     self.objects = objects
@@ -192,9 +192,7 @@ class Run:
                 limit = settings.collective_timeout
                 with waiting_for_all(world, "bring the checkpoint from the bucket", 24 * 3600.0, limit):
                     if self.objects is not None and self.directory is not None:
-                        verified = self.objects.acquire(
-                            self.directory.path, fresh, kept.keep_best, lambda text: say(f"warning: {text}", sys.stderr)
-                        )
+                        verified = self.objects.acquire(fresh, lambda text: say(f"warning: {text}", sys.stderr))
                         self.directory.count_attempt()
             # Only now: a directory that is refused stays untouched. First where it is cleared of what earlier attempts left.
             for sweeps in (True, False):
@@ -394,8 +392,9 @@ class Run:
         directory.told = self.console.on_status
         directory.listeners.append(self.console.on_event)
         self.goodput.take_over(directory)
-        if (url := self.config.checkpoint.to) is not None:
-            self.objects = ObjectStore(url)
+        kept = self.config.checkpoint
+        if kept.to is not None:
+            self.objects = ObjectStore(kept.to, kept.keep, kept.keep_best)
             self.objects.take_over(directory.path)
         there = [_key(event) for event in directory.last_events()]
         for _, key, action in self._untold:

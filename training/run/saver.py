@@ -94,8 +94,8 @@ class Sender:
     that waits is passed over for the newer one: the training never waits for a bucket.
     """
 
-    def __init__(self, objects: ObjectStore, directory: Path, keep: int, keep_best: KeepBest) -> None:
-        self._objects, self._directory, self._keep, self._keep_best = objects, directory, keep, keep_best
+    def __init__(self, objects: ObjectStore, directory: Path, keep_best: KeepBest) -> None:
+        self._objects, self._directory, self._keep_best = objects, directory, keep_best
         self._step = -1
         _SENDING.begin()
 
@@ -111,7 +111,7 @@ class Sender:
 
     def finish(self) -> Future[int]:
         """Commits the files of the run directory as they are at the end of the attempt."""
-        return _SENDING.run(self._objects.commit, None, self._keep, self._keep_best)
+        return _SENDING.run(self._objects.commit, None)
 
     def _send(self, step: int, written: Future[SaveResult] | None) -> list[SaveResult]:
         if written is not None:
@@ -121,7 +121,7 @@ class Sender:
         for path in dict.fromkeys([*paths[:1], *([best[0]] if best is not None else [])]):
             began = time.perf_counter()
             try:
-                size = self._objects.commit(path, self._keep, self._keep_best) if step == self._step else 0
+                size = self._objects.commit(path) if step == self._step else 0
             except FileNotFoundError:
                 if step == self._step:
                     raise
@@ -167,7 +167,7 @@ class Saver:
             keep, keep_best, objects = self.settings.keep, self.settings.keep_best, self.run.objects
             self._writer = Writer(directory.checkpoints, keep, keep_best)
             if objects is not None:
-                self._sender = Sender(objects, directory.checkpoints, keep, keep_best)
+                self._sender = Sender(objects, directory.checkpoints, keep_best)
                 # What an earlier attempt, or a rank that was lost, could not.
                 self._last_send = self._sender.send(self.last_step)
                 self._sends = [self._last_send]

@@ -34,7 +34,7 @@ def acquired(directory: Path) -> ObjectStore:
     directory.mkdir(exist_ok=True)
     objects = ObjectStore("s3://bucket/run")
     objects.check(directory, False)
-    objects.acquire(directory, False, False, print)
+    objects.acquire(False, print)
     return objects
 
 
@@ -49,25 +49,25 @@ def test_another_disk_gets_what_was_committed_and_nothing_else_is_sent(run: Path
     (run / "metrics/rank-00001.prom").symlink_to(tmp_path / "secret")
     for name in ("hang.jsonl", "report.html", "STOP"):
         (run / name).write_text("of this node")
-    acquired(run).commit(None, 1, False)
+    acquired(run).commit(None)
     acquired(tmp_path / "other")
     assert content(tmp_path / "other") == expected
 
 
 def test_only_what_has_changed_is_sent_again(run: Path) -> None:
     objects = acquired(run)
-    objects.commit(None, 1, False)
+    objects.commit(None)
     before = {*objects.keys()}
     assert len(before) == 1 + len(SENT)
     with (run / "events.jsonl").open("ab") as file:
         file.write(b"more\n")
-    objects.commit(None, 1, False)
+    objects.commit(None)
     assert len(before - {*objects.keys()}) == len({*objects.keys()} - before) == 1
 
 
 def test_a_disk_that_is_behind_gets_all_and_one_that_is_ahead_keeps_what_it_has(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    acquired(run).commit(None, 1, False)
+    acquired(run).commit(None)
     with (run / "events.jsonl").open("ab") as file:
         file.write(b"not committed before the kill\n")
     before = content(run)
@@ -77,7 +77,7 @@ def test_a_disk_that_is_behind_gets_all_and_one_that_is_ahead_keeps_what_it_has(
     with (other / "events.jsonl").open("ab") as file:
         file.write(b"the second attempt\n")
     (other / "status.json").write_bytes(b'{"attempt": 2}')
-    goes_on.commit(None, 1, False)
+    goes_on.commit(None)
     acquired(run)
     assert content(run) == content(other)
 
@@ -86,5 +86,5 @@ def test_a_disk_without_settings_commits_nothing(run: Path) -> None:
     objects = acquired(run)
     (run / "run.yaml").unlink()
     with pytest.raises(OSError, match="run.yaml cannot be read"):
-        objects.commit(None, 1, False)
+        objects.commit(None)
     assert len(objects.keys()) == 1
