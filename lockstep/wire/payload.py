@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lockstep.training import files
-from lockstep.training.contract import ENV_CODE, ENV_SESSION, EXIT_DONE, RUN_FILE, UserError, to_stderr
+from lockstep.training.contract import ENV_CODE, ENV_SESSION, RUN_FILE, UserError
 from lockstep.wire import archive
 
 PART = "part-*"
@@ -106,12 +106,6 @@ def enter(args: argparse.Namespace) -> None:
     except OSError as error:
         raise UserError(f"the code is not in {folder}: {error.strerror}") from None
     os.environ.update(environment(folder, args.code, os.environ, launcher_path))
-
-
-def leave(args: argparse.Namespace, code: int) -> None:
-    """Warns where the ranks have ended well without a look at their options."""
-    if args.session is not None and code == EXIT_DONE and (warning := args.session.unused()):
-        to_stderr(f"launch: warning: {warning}")
 
 
 def environment(folder: Path, identity: str, env: Mapping[str, str], launcher_path: str) -> dict[str, str]:

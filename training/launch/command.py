@@ -15,10 +15,13 @@ import signal
 import socket
 import sys
 import tempfile
+import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch.distributed import DistError
 
 from lockstep.wire import payload
 from lockstep.wire.hangs import Hangs
@@ -32,7 +35,9 @@ from ..contract import (
     ENV_NOTE,
     ENV_REPLACEMENT,
     ENV_SECRET,
+    EXIT_DONE,
     EXIT_FAILED,
+    EXIT_PREEMPTED,
     EXIT_TIMED_OUT,
     MASTER_PORT,
     UserError,
@@ -41,28 +46,29 @@ from ..contract import (
 from ..limits import LOST_LIVE_SECONDS, LOST_SECONDS
 from ..observe import account
 from ..parallel.world import cores
-from . import coordinator, exec_rank
-from .ending import Attempts, cluster_code
-from .rendezvous import NotMet, meeting, node_range
-from .worker_group import Interrupted, handle, leave_while_waiting, nothing
+from . import exec_rank
+from .coordinator import Coordinator
+from .ending import Attempts, cluster_code, exit_code
+from .node_agent import Interrupted, NodeAgent, handle, leave_while_waiting, nothing
+from .nodes import CannotMeet, Meeting, NotMet, opened
 
 
 def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     """Launches and returns the code for the cluster. Raises `UserError` for wrong arguments."""
     env = os.environ if env is None else env
-    args, command = _parse(argv, env)
-    ranks = rank_count(args.ranks, command)
-    if args.live:
-        _check_live(args, ranks)
-    nodes = meeting(args, env.get(ENV_SECRET, ""))
-    os.environ.pop(ENV_SECRET, None)  # the ranks need it for nothing
-    for name in (ENV_LIVE, ENV_REPLACEMENT):  # of a launcher that has started this one
+    args = _parse(argv, env)
+    nodes = _meeting(args, env.get(ENV_SECRET, ""))
+    for name in (
+        ENV_SECRET,
+        ENV_LIVE,
+        ENV_REPLACEMENT,
+    ):  # the ranks need no secret; and what a launcher gave this one is not theirs
         os.environ.pop(name, None)
     payload.enter(args)
-    if shutil.which(command[0]) is None:
-        raise UserError(f"launch: {_why_not(command[0])}")
-    command = exec_rank.wrapped(command)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+    if shutil.which(args.command[0]) is None:
+        raise UserError(f"launch: {_why_not(args.command[0])}")
+    args.command = exec_rank.wrapped(args.command)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // args.ranks)))
     os.environ[ENV_LAUNCHER] = str(os.getpid())
     # The first node counts for all.
     attempts = Attempts(args.restarts_dir if nodes.serves else None, args.max_restarts)
@@ -72,11 +78,11 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     signal.signal(
         signal.SIGCHLD, signal.SIG_DFL
     )  # ignored, as a parent may have left it, it hides how ranks have ended
-    caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
+    args.caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
     try:
         with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as folder:
             os.environ[ENV_NOTE] = str(Path(folder) / "run")
-            code, parting = coordinator.run(args, command, ranks, nodes, attempts, caught, Hangs(Path(folder)))
+            code, final, first = _run(args, nodes, attempts, Hangs(Path(folder)))
             _end_time(Path(os.environ[ENV_NOTE]))
             if code == EXIT_FAILED and args.exit_codes == "plain":
                 _tell_where_it_resumes(Path(os.environ[ENV_NOTE]))
@@ -84,18 +90,67 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
         to_stderr(f"launch: {error}: giving up")
         attempts.end(EXIT_FAILED, final=True)
         return EXIT_FAILED  # as it is: it was no failure, and no cluster shall start this node again
-    payload.leave(args, code)
-    final = parting is not None and parting.final  # another node has ended the job with this code
+    if args.session is not None and code == EXIT_DONE and (warning := args.session.unused()):
+        to_stderr(f"launch: warning: {warning}")
     attempts.end(code, final)
-    if parting is not None:
-        handle(caught, leave_while_waiting)
+    if not first:
+        handle(args.caught, leave_while_waiting)
         with contextlib.suppress(Interrupted):
-            parting.leave(args.linger)
-        handle(caught, nothing)
+            time.sleep(args.linger)
+        handle(args.caught, nothing)
     return code if final else cluster_code(code, args.exit_codes, attempts.used, args.max_restarts)
 
 
-def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace, list[str]]:
+def _run(args: argparse.Namespace, nodes: Meeting, attempts: Attempts, hangs: Hangs) -> tuple[int, bool, bool]:
+    """Returns the exit code of the ranks; whether another node has ended the job with it, so that no cluster shall start this node again;
+    and whether this node leaves first. Raises `NotMet`."""
+
+    def final(code: int) -> bool:
+        return code == EXIT_FAILED and attempts.used >= args.max_restarts
+
+    began, group = time.monotonic(), None
+    handle((*args.caught, signal.SIGALRM), leave_while_waiting)
+    signal.setitimer(signal.ITIMER_REAL, args.time_limit)
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # they were held back until here
+        store, number = opened(nodes)
+        group = NodeAgent(args, nodes, attempts, hangs) if number else Coordinator(args, nodes, attempts, hangs, store)
+        group.catch()
+        group.limit(began)
+        if isinstance(group, NodeAgent):
+            ending = group.run(store, number)
+            return group.settled(ending.code, {}), ending.final, ending.first == group.index
+        codes = group.run()
+        code = group.settled(exit_code(codes.values()) if codes else EXIT_DONE, codes)
+        return code, False, group.part(code, final(code), codes).first == group.index
+    except Interrupted as error:
+        handle(args.caught, signal.SIG_IGN)
+        over = error.number == signal.SIGALRM if group is None else group.timed_out
+        what = f"the time limit of {args.time_limit} s is over" if over else error.number.name
+        again = " again" if group is not None and group.has_begun else ""
+        code, why = EXIT_TIMED_OUT if over else EXIT_PREEMPTED, f"{what} before the ranks had started{again}"
+    except NotMet as error:
+        if isinstance(group, Coordinator):
+            group.note(EXIT_FAILED, str(error))
+            group.part(EXIT_FAILED, True, ())
+        raise
+    except CannotMeet as error:
+        code, why = error.code, f"the nodes did not meet at {nodes.endpoint}: {str(error).splitlines()[0]}"
+    except DistError as error:
+        code, why = EXIT_FAILED, f"the store where ranks or nodes meet is lost: {str(error).splitlines()[0]}"
+    except OSError as error:
+        code, why = EXIT_FAILED, f"a rank cannot be started: {error.strerror}"
+    to_stderr(f"launch: {why}")
+    first = True
+    if isinstance(group, Coordinator):
+        group.note(code, why)
+        with contextlib.suppress(DistError):
+            first = group.part(code, final(code), ()).first == group.index
+    return code, False, first
+
+
+def _parse(argv: list[str], env: Mapping[str, str]) -> argparse.Namespace:
+    """Returns the flags, with the `command` of a rank and the number of `ranks`; whether the ranks are `ours`. Raises `UserError`."""
     parser = Parser(
         prog=f"{PROGRAM} launch", description="Starts the ranks of this node and waits for their end.",
         epilog="COMMAND is `run RECIPE …` (any `python -m lockstep.training` command), or `-- PROGRAM …` for your own program.",
@@ -146,22 +201,46 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> tuple[argparse.Namespace,
         args.min_ranks or 1,
         args.lost_seconds or (LOST_LIVE_SECONDS if args.live else LOST_SECONDS),
     )
+    args.ours = args.command[0] == "run"
     if args.command[0] == "--":
-        command = args.command[1:] or parser.error("nothing after --")
+        args.command = args.command[1:] or parser.error("nothing after --")
     else:
-        command = [sys.executable, "-u", "-m", "lockstep.training", *args.command]
-    return args, command
+        args.command = [sys.executable, "-u", "-m", "lockstep.training", *args.command]
+    args.ranks = rank_count(args.ranks, args.command)
+    if args.live:
+        _check_live(args)
+    return args
 
 
-def _check_live(args: argparse.Namespace, ranks: int) -> None:
+def _node_range(text: str) -> tuple[int, int]:
+    """`--nodes`: a number, or MIN:MAX. Raises `UserError`."""
+    match = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", text)
+    if not match or int(match[2] or match[1]) < int(match[1]):
+        raise UserError(f"--nodes must be a number, or MIN:MAX with MIN ≤ MAX; got {text!r}")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _meeting(args: argparse.Namespace, secret: str) -> Meeting:
+    """Of the launcher's flags. Raises `UserError`."""
+    low, high = _node_range(args.nodes)
+    if high == 1:
+        return Meeting("", "", uuid.uuid4().hex, "127.0.0.1", 1, 1, args.join_timeout, host=True)
+    if not args.rendezvous:
+        raise UserError(f"--nodes {args.nodes} needs --rendezvous HOST:PORT, the same on every node")
+    return Meeting(
+        args.rendezvous, secret.strip(), args.job_id, args.address, low, high, args.join_timeout, host=args.serve
+    )
+
+
+def _check_live(args: argparse.Namespace) -> None:
     """Raises `UserError`."""
-    low, high = node_range(args.nodes)
+    low, high = _node_range(args.nodes)
     if low < high:
         raise UserError(
-            f"--live begins with all nodes, and --nodes is {args.nodes}: write --nodes {high} --min-ranks {low * ranks}"
+            f"--live begins with all nodes, and --nodes is {args.nodes}: write --nodes {high} --min-ranks {low * args.ranks}"
         )
-    if args.min_ranks > high * ranks:
-        raise UserError(f"--min-ranks {args.min_ranks}, but there are {high * ranks} ranks")
+    if args.min_ranks > high * args.ranks:
+        raise UserError(f"--min-ranks {args.min_ranks}, but there are {high * args.ranks} ranks")
 
 
 def _endpoint(env: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from lockstep.training.contract import say
-from lockstep.training.launch.lines import Copies
+from lockstep.training.launch.workers import Copies
 from tests.ranks import training
 
 pytestmark = pytest.mark.promise("restarts")

@@ -11,8 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.training.launch.command import node_address
-from lockstep.training.launch.nodes import DesiredState, Nodes
-from lockstep.training.launch.rendezvous import MOST_BYTES, Secret, SignedStore
+from lockstep.training.launch.nodes import MAX_BYTES, DesiredState, Meeting, Nodes, SignedStore
 from lockstep.training.parallel import stores
 from tests.processes import poll
 
@@ -23,18 +22,18 @@ def served() -> dist.TCPStore:
 
 
 def test_only_who_has_the_secret_is_believed_and_only_at_that_place(served: dist.TCPStore) -> None:
-    ours, others = (SignedStore(served, "job", Secret(text)) for text in ("ours", "another"))
+    ours, others = (SignedStore(served, "job", text) for text in ("ours", "another"))
     ours.set("said", "five")
     assert (ours.read("said"), others.read("said")) == ("five", None)
     assert [store.foreign("said") for store in (ours, others)] == [False, True]
     raw = served.get("job/said").decode()
     for key, value in (
-        ("moved", raw), ("bytes", "five"), ("long", "x" * (MOST_BYTES + 1)), ("more", f"{raw} "), ("none", ""),
+        ("moved", raw), ("bytes", "five"), ("long", "x" * (MAX_BYTES + 1)), ("more", f"{raw} "), ("none", ""),
     ):  # fmt: skip
         served.set(f"job/{key}", value)
         assert ours.read(key) is None and ours.foreign(key) == bool(value)
     assert ours.read("never-set") is None and not ours.foreign("never-set")
-    assert SignedStore(served, "another-job", Secret("ours")).read("said") is None
+    assert SignedStore(served, "another-job", "ours").read("said") is None
 
 
 def test_a_key_that_somebody_else_deletes_holds_nobody_up(served: dist.TCPStore) -> None:
@@ -57,9 +56,10 @@ class _Bomb:
 @pytest.mark.promise("other-users")
 @pytest.mark.parametrize("secret", ["ours", ""])
 def test_the_first_node_writes_over_what_others_write(served: dist.TCPStore, tmp_path: Path, secret: str) -> None:
-    nodes = Nodes(served, "job", Secret(secret), fewest=1, most=2, ranks=1, lost_seconds=60)
+    meeting = Meeting("", secret, "job", "here", min_nodes=1, max_nodes=2, join_seconds=60, host=True)
+    nodes = Nodes(SignedStore(served, "job", secret), meeting, ranks=1, lost_seconds=60)
     word = DesiredState(round="1", seats=[], wanted=[(0, 0)], master=("here", 1), restarts=0, max_restarts=0)
-    nodes.say(word)
+    nodes.announce(word)
     own = served.get("job/word")
     bomb = pickle.dumps(_Bomb(tmp_path / "ran"))
     served.add("job/count", 1)  # somebody reports
