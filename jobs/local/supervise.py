@@ -27,7 +27,7 @@ from typing import Any
 
 from lockstep.training import contract, files
 from lockstep.training.cli import search_path
-from lockstep.wire.processes import stat_of, variables_of
+from lockstep.wire.progress import stat_of, variables_of
 
 from .. import records
 

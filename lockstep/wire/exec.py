@@ -32,7 +32,7 @@ from lockstep.training.contract import (
 )
 from lockstep.wire import hangs
 
-from .processes import stat_of, variables_of
+from .progress import stat_of, variables_of
 
 STACKS = "--stacks"
 """In place of a command: print what the ranks of the job on this node do, with their stacks. With a word behind it: that rank alone."""

@@ -62,7 +62,7 @@ class Exporter:
         sweeps: bool | None = None,
     ) -> None:  # fmt: skip
         self._run_dir = run_dir = run_dir.resolve()
-        self.metrics = Metrics(settings.run or run_dir.name, world.number, world.device)
+        self.metrics = Metrics(settings.run or run_dir.name, world.initial_rank, world.device)
         self.enabled, self._world, self._settings = settings.enabled, world, settings
         self._warned: set[str] = set()
         self._begun, self._closed, self._writing = False, threading.Event(), threading.Lock()
@@ -70,7 +70,7 @@ class Exporter:
         # Other runs may write into the same folder: file names begin with the name of the run.
         self._name = re.sub(r"[^A-Za-z0-9.-]", "_", settings.run or run_dir.name)
         self._file_sd = settings.file_sd or env.get(contract.ENV_FILE_SD)
-        self._endpoint, self._textfiles, self._target = self._files(world.number)
+        self._endpoint, self._textfiles, self._target = self._files(world.initial_rank)
         port, asked = base_port(settings, env)
         if self.enabled:
             if world.leader if sweeps is None else sweeps:

@@ -123,7 +123,7 @@ class SlowRank(Observer):
     def _leave(self, store: Any) -> None:
         """The steps since the last time but one: each rank does this at another step, and what they leave has to overlap."""
         rows = np.array(self._rows, dtype="<f4")
-        head = _HEAD.pack(self._world.number, self._last)
+        head = _HEAD.pack(self._world.initial_rank, self._last)
         store.set(f"{self._key}/{self._world.rank}", head + rows.tobytes())
         while len(self._rows) > self._left:
             self._rows.popleft()

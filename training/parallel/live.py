@@ -16,6 +16,7 @@ rank gets it in a separate call (`Live.admit`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -23,6 +24,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -32,9 +34,8 @@ import torch.distributed as dist
 from ..contract import ENV_LIVE
 from ..limits import ADMITTED_LOOK_SECONDS, ANNOUNCED_SECONDS, CLOSE_SECONDS, LIVE_LOOK_SECONDS, MEET_SECONDS
 from . import process, stores
-from .failures import is_collective
-from .membership import Membership, backends
 from .packing import pack, unpack
+from .process import is_collective
 
 ATTEMPTS = 6
 Results = list[torch.Tensor]
@@ -50,6 +51,53 @@ class _Superseded(Exception):
     """A newer generation was announced while the ranks were forming a group."""
 
 
+@dataclass(kw_only=True, eq=False)
+class World:
+    """The place of this process among the ranks. There is one, which is read where it is needed and not copied: `Live` changes it.
+
+    `rank` counts over all nodes, `local_rank` within `node`.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node: int = 0
+    nodes: int = 1
+    master: tuple[str, int] | None = None
+    """Where rank 0 serves the store."""
+    launcher: str = "none"
+    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
+    nccl: bool = False
+    """Collectives over tensors on GPUs are NCCL's; False: all are gloo's."""
+    generation: int = 0
+    """How often ranks were lost or admitted, and the others have gone on."""
+    initial_rank: int = -1
+    """The rank that this process was started as, which the launcher and the metrics know it by."""
+    replacement: int = 0
+    """Of a process in the place of a lost rank, its number among these, from 1, until it takes part; 0: it does. Until then it is alone."""
+    peers: process.Connections = dataclasses.field(default_factory=dict)
+    """gloo's to the other ranks, as the group was opened. Where a collective has failed on this rank they are shut, so that it fails on all
+    at once, whatever they wait for. None beside NCCL's, which cannot be told from them;
+    under `launch --live` NCCL's are among them, as it is aborted before."""
+
+    live: Live | None = None
+    """Keeps the ranks together where some of them are lost; None: the loss of one ends all."""
+
+    def __post_init__(self) -> None:
+        if self.initial_rank < 0:
+            self.initial_rank = self.rank
+
+    @property
+    def leader(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of all ranks. Asked of torch each time: held here, it would outlive its end."""
+        return dist.distributed_c10d._get_default_group()
+
+
 class Live:
     """The ranks of one attempt at a run. Every rank makes the same calls in the same order.
 
@@ -58,13 +106,13 @@ class Live:
         timeout: seconds that the ranks wait for one another, as in any collective.
     """
 
-    def __init__(self, world: Membership, timeout: float) -> None:
+    def __init__(self, world: World, timeout: float) -> None:
         assert world.master is not None
         self.world, self._timeout = world, timeout
         self.regrouped: Callable[[dict[int, str], list[int], dict[str, float]], None] = lambda *_: None
         """Called where the ranks have met again, with what is known of the lost ones (rank → how it ended), the ranks that were admitted
         and the seconds of each phase. Ranks are the numbers that they were started with. Makes no calls."""
-        self.rank = world.number
+        self.rank = world.initial_rank
         """The number that this rank was started with, and that the launcher knows."""
         self.done = 0
         """Calls that this rank is through with."""
@@ -525,12 +573,17 @@ class Live:
         return self._result if behind else None
 
 
+def backends(nccl: bool) -> str:
+    """Of a process group: gloo for tensors on the CPU, and for those on GPUs unless `nccl`."""
+    return "cpu:gloo,cuda:nccl" if nccl else "gloo"
+
+
 def _without_frames(error: Exception) -> Exception:
     """Returns the error of a collective without its frames, which hold the process group. Its type says what they showed."""
     return dist.DistError(str(error)) if type(error) is RuntimeError else error.with_traceback(None)
 
 
-def broadcast_bytes(packed: torch.Tensor | None, world: Membership, source: int = 0) -> torch.Tensor:
+def broadcast_bytes(packed: torch.Tensor | None, world: World, source: int = 0) -> torch.Tensor:
     """Returns the tensor of rank `source` on every rank. Collective.
 
     Args:

@@ -18,14 +18,13 @@ import multiprocessing
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from lockstep.wire.processes import variables_of
+from lockstep.wire.progress import variables_of
 
 from ..contract import (
     ENV_LIVE,
@@ -37,16 +36,8 @@ from ..contract import (
     user_errors,
 )
 from . import process, stores
-from .live import Live
-from .membership import Membership, backends
-
-
-@dataclass(kw_only=True, eq=False)
-class World(Membership):
-    """Who this process is among the ranks. There is one, which is asked wherever it is needed and not copied."""
-
-    live: Live | None = None
-    """What keeps the ranks together where some of them are lost; None: the loss of one ends all."""
+from .live import World as World  # the module that users import
+from .live import backends
 
 
 def detect(env: Mapping[str, str]) -> World:
@@ -328,7 +319,9 @@ def joined(
         set_threads(world, 0, os.environ)
     if (replacement := os.environ.get(ENV_REPLACEMENT, "")).isdigit() and int(replacement):
         # Alone until the others admit it, and never rank 0: the run directory is theirs.
-        world = dataclasses.replace(world, rank=world.size, size=1, number=world.rank, replacement=int(replacement))
+        world = dataclasses.replace(
+            world, rank=world.size, size=1, initial_rank=world.rank, replacement=int(replacement)
+        )
     chosen = choose_device(world, device, shares=backend == "gloo")
     nccl = chosen.type == "cuda" and backend == "auto"
     if chosen.type == "cuda":

@@ -40,9 +40,9 @@ from ..parallel.exchange import (
     all_gather_trees,
     same_on_all,
 )
-from ..parallel.failures import is_collective
 from ..parallel.live import Live, RestartRequired
 from ..parallel.packing import pack
+from ..parallel.process import is_collective
 from ..resilience import divergence
 from ..resilience.closeness import (
     EACH_ALONE,
@@ -111,7 +111,7 @@ class Attempt:
             os.path.abspath(run.path), 0 if os.environ.get(contract.ENV_LIVE) else run.world.size, run.attempt,
             run.config.end_hangs,
         )  # fmt: skip
-        self.progress = Progress(run.world.number, about, os.environ)
+        self.progress = Progress(run.world.initial_rank, about, os.environ)
         self.slow = SlowRank(run.world, self._tell_slow_rank)
         self._named: tuple[int, str] | None = None
         """The slow rank that was told of, and its phase."""

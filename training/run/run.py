@@ -60,9 +60,9 @@ from ..parallel.exchange import (
     on_any,
     waiting_for_all,
 )
-from ..parallel.failures import is_collective, is_of_torch_distributed
 from ..parallel.live import Live
 from ..parallel.packing import unpack
+from ..parallel.process import is_collective, is_of_torch_distributed
 from ..parallel.world import World, detect, joined, set_threads
 from ..resilience import hang
 from ..resilience.preempt import Signals
