@@ -106,7 +106,7 @@ class Reader:
             if rank.exit_code is None and rank.source == "textfile" and ended is not None:
                 rank.exit_code = ended  # it was killed
             if (one := named.get(rank.rank)) is not None and rank.exit_code is None:
-                rank.hang = printable(f"{one.what} ({one.where})" if one.where else one.what)
+                rank.hang = printable(one.activity)
         return ranks
 
     def _straggler(self) -> dict[str, Any] | None:

@@ -64,6 +64,10 @@ class StalledRank:
     loaders: str = ""
     """The stacks of its data loader's processes, if it waits for them."""
 
+    @property
+    def activity(self) -> str:
+        return f"{self.what} ({self.where})" if self.where else self.what
+
 
 @dataclass(frozen=True)
 class Hang:
@@ -123,7 +127,7 @@ def of_run(run_dir: Path) -> Hang | None:
 def _sentence(ranks: list[StalledRank], size: int) -> str:
     causes, waiting = [one for one in ranks if not one.waits], [one.rank for one in ranks if one.waits]
     if causes:
-        said = "; ".join(f"rank {one.rank} {one.what}{f' ({one.where})' if one.where else ''}" for one in causes)
+        said = "; ".join(f"rank {one.rank} {one.activity}" for one in causes)
         others = f"rank {named(waiting)} waits" if len(waiting) == 1 else f"ranks {named(waiting)} wait"
         return f"{said}, and {others}" if waiting else said
     places: dict[str, list[int]] = {}

@@ -71,13 +71,11 @@ def test_weights_that_are_lost_become_no_checkpoint(job: Job, undisturbed: Undis
 
 
 @pytest.mark.promise("named-rank")
-@pytest.mark.parametrize(
-    ("fate", "told"), [("STOP", "rank 1 did not arrive (last seen at step"), ("KILL", "rank 1 did not arrive")]
-)
-def test_the_rank_to_look_at_is_named(job: Job, undisturbed: Undisturbed, fate: str, told: str) -> None:
+@pytest.mark.parametrize("fate", ["STOP", "KILL"])
+def test_the_rank_to_look_at_is_named(job: Job, undisturbed: Undisturbed, fate: str) -> None:
     job.words.append("collective_timeout=10")
     done = job.go(grace=2 if fate == "STOP" else 20, LOCKSTEP_TEST_FATE=f"1:9:{fate}")
-    assert done.code == 1 and told in done.output, done.output
+    assert done.code == 1 and "rank 1 did not arrive" in done.output, done.output
     if fate == "STOP":
         status = json.loads((job.run_dir / "status.json").read_text())
         assert status["code"] == 1 and "rank 1" in status["reason"] and job.steps()[0] >= 6

@@ -1,25 +1,41 @@
-"""Names the rank that leaves the loop alone, or asks for the next batch without a step, while the others wait for its gradient.
+"""Names the ranks that do not meet the others, in one sentence, and ends them all.
 
-Such a rank calls another collective than the others. Then gloo aborts a process, or adds up unrelated tensors. So the ranks
-synchronise wherever a script may treat them differently. The messages have a tag that no collective has (`exchange.reduced`).
+A rank may leave the loop alone, or ask for the next batch without a step, while the others wait for its gradient. Such a rank calls
+another collective than the others. Then gloo aborts a process, or adds up unrelated tensors. So the ranks synchronise wherever a script
+may treat them differently (`DesyncDetector`). The messages have a tag that no collective has (`exchange.reduced`).
 A rank that waits at a sync point writes into the store which one. A rank that is past this point and is stuck knows that they never meet.
+
+A rank whose collective has failed or timed out reports itself in the store. The ranks that do not report within a few seconds are gone,
+stopped or stuck (`describe_failed_collective`). The launcher records in the store which ranks have exited, and the other ranks do not wait
+for these. What the stuck ones do is the verdict of `lockstep.wire.hangs`. gloo raises in the thread that waits. With NCCL this thread waits
+for the GPU, and torch's watchdog aborts the process. `naming_the_missing` prints the sentence before.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import hashlib
 import itertools
+import os
 import re
+import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ..limits import DESYNC_LOOK_SECONDS, KNOW_SECONDS
+from lockstep.wire import hangs
+
+from ..contract import ENV_NOTE, ENV_RESTARTS, UserError, to_stderr
+from ..limits import DESYNC_LOOK_SECONDS, KNOW_SECONDS, RAISED_SECONDS, VERDICT_SECONDS
 from ..parallel import stores
 from ..parallel.exchange import reduced
 from ..parallel.process import end_process
@@ -38,6 +54,8 @@ _REMEDY = (
     "run.stop(reason), which one rank may call alone"
 )
 _CALL_REMEDY = "all ranks make the same calls. Make this one on all of them, not only where run.leader is true"
+_SOURCE = re.compile(r"^\[[^]]*\] ")
+"""The place in a library's sources, which begins its message."""
 
 
 class Place(enum.IntEnum):
@@ -201,3 +219,121 @@ def _parted(behind: int, rank: int, ahead: int, other: int) -> str:
     if one != another:
         return f"rank {rank} {one.words}, and rank {other} {another.words}: {_REMEDY}"
     return f"rank {rank} {one.words} before rank {other} did: {_REMEDY}"
+
+
+def describe_failed_collective(world: World, step: int, error: BaseException, run_dir: Path) -> str:
+    """Returns a sentence for an error of a collective: the ranks that did not report, and why."""
+    cause = _SOURCE.sub("", (str(error) or type(error).__name__).splitlines()[0]).split(". ")[0][:200]
+    try:
+        missing = _missing(world, run_dir)
+    except (RuntimeError, ValueError):  # torch's DistError and DistStoreError among them
+        return f"step {step}: lost rank 0, which holds the store, or the network to it ({cause})"
+    if missing:
+        return f"step {step}: {'; '.join(missing)} ({cause})"
+    if world.live is not None and world.generation:
+        return f"step {step}: {world.live.of_gone_group(cause)}"
+    return f"step {step}: a collective failed, although every rank is present ({cause})"
+
+
+@contextlib.contextmanager
+def naming_the_missing(
+    world: World, step: Callable[[], int], say: Callable[[str], None], run_dir: Path
+) -> Iterator[None]:
+    """Inside, reports a collective of NCCL that fails or times out in a sentence, and ends the process with 1.
+
+    A torch without abort hooks (before 2.15) aborts the process itself. `lockstep.wire.hangs` has named the rank by then.
+
+    Args:
+        step: returns the number of steps.
+        say: gets the sentence, in another thread than this one.
+    """
+    nccl = world.size > 1 and world.nccl and world.live is None  # under `--live` the ranks look for themselves
+    backend = world.group._get_backend(world.device) if nccl else None
+    if not getattr(backend, "supports_abort_hooks", False):
+        yield
+        return
+    telling, left = threading.Lock(), threading.Event()
+
+    def end() -> None:
+        with telling:
+            if not left.is_set():
+                error = RuntimeError("a collective of NCCL failed or timed out")
+                say(describe_failed_collective(world, step(), error, run_dir))
+                end_process()  # the thread that waits for the GPU cannot be raised in
+
+    backend.register_abort_hook(id(left), end)  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        with telling:  # a thread that is reporting ends the process
+            left.set()
+        backend.unregister_abort_hook(id(left))  # type: ignore[union-attr]
+
+
+def first_of_node(world: World) -> bool:
+    """Returns whether this rank is the first of its node that asks. It prints for all why they end. Under another launcher every rank
+    prints it if rank 0 is lost, which holds the store."""
+    if note := os.environ.get(ENV_NOTE):
+        try:
+            Path(f"{note}.failed-{os.environ.get(ENV_RESTARTS)}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:
+            pass
+        return True
+    with contextlib.suppress(RuntimeError):
+        return bool(_get_default_store().add(f"lockstep/failed/node/{world.node}", 1) == 1)
+    return True
+
+
+def _missing(world: World, run_dir: Path) -> list[str]:
+    """Returns a sentence for each rank that did not report a failed collective within a few seconds: how it has ended, or what it does."""
+    store, hang = _get_default_store(), hangs.of_run(run_dir)
+    launchers = stores.without_prefix(store)
+    stalled = {one.rank: one.activity for one in hang.named} if hang is not None else {}
+    store.set(f"lockstep/failed/{world.rank}", "1")
+    missing = []
+    deadline = time.monotonic() + VERDICT_SECONDS
+    for rank in range(world.size):
+        key, ended = [f"lockstep/failed/{rank}"], stores.ended(rank)
+        # Asked again and again: `store.wait` would print warnings of torch's own about a wait that is meant to end so.
+        while not (reported := store.check(key)) and time.monotonic() < deadline and not launchers.check([ended]):
+            time.sleep(0.05)
+        if not reported:
+            why = stores.said(launchers, ended, r"[ -~]+") or stalled.get(rank, "")
+            missing.append(f"rank {rank} did not arrive{f': {why}' if why else ''}")
+    stores.meet(store, "lockstep/failed/know", world.size - len(missing), RAISED_SECONDS, waits=world.leader)
+    return missing
+
+
+def print_once(world: World, error: BaseException) -> None:
+    """Has the traceback printed on rank 0 alone, and a line on every other rank that raises the same error in the same place. A
+    `UserError` is printed on rank 0 alone."""
+    told = isinstance(error, UserError) and error.shared
+    if world.size == 1 or told or isinstance(error, (SystemExit, KeyboardInterrupt)):
+        return
+    digest = hashlib.sha256("".join(traceback.format_exception(error)).encode(errors="replace")).hexdigest()
+    key, deadline, same = "lockstep/raised", time.monotonic() + RAISED_SECONDS, False
+    with contextlib.suppress(RuntimeError):  # the store is gone, and rank 0 with it
+        store = _get_default_store()
+        if world.leader:
+            store.set(key, digest)
+        while not store.check([key]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        same = stores.said(store, key, "[0-9a-f]{64}") == digest
+        stores.meet(store, f"{key}/know", world.size, RAISED_SECONDS, waits=world.leader)
+    if isinstance(error, UserError):
+        error.shared = same
+        return
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+        if raised is error:
+            to_stderr(
+                f"rank {world.rank}: {kind.__name__}: {str(raised).partition(chr(10))[0]} (the same as on rank 0)"
+            )
+        else:
+            before(kind, raised, trace)
+
+    if same and not world.leader:
+        sys.excepthook = hook

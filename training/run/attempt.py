@@ -59,12 +59,7 @@ from ..resilience.closeness import (
     learning_rates,
     sha256,
 )
-from ..resilience.desync import DesyncDetector
-from ..resilience.hang import (
-    Heartbeat,
-    first_of_node,
-    naming_the_missing,
-)
+from ..resilience.desync import DesyncDetector, first_of_node, naming_the_missing
 from ..resilience.preempt import Consensus, Decision
 from .run import Ended, Run
 from .saver import Saver
@@ -120,7 +115,7 @@ class Attempt:
         self.unsaved = Unsaved(run)
         metrics = [run.metrics] if run.config.metrics.enabled else []
         self.observers: list[Observer | Progress] = [
-            Heartbeat(run.world), self.progress, self.slow, run.console, run.goodput, *metrics
+            self.progress, self.slow, run.console, run.goodput, *metrics
         ]  # fmt: skip
 
     @property
@@ -145,7 +140,7 @@ class Attempt:
         preprocessing = time.perf_counter() - run.began
         run.event("prepared", seconds=preprocessing)
         run.console.line(f"Preprocessing: {preprocessing:.2f} seconds")
-        self._naming = naming_the_missing(run.world, lambda: run.steps_done, self._lost)
+        self._naming = naming_the_missing(run.world, lambda: run.steps_done, self._lost, run.path)
         self._naming.__enter__()
         self.desync = DesyncDetector(
             run.world, lambda: 4 * (self._polls + run.steps_done) + self.stage, lambda: run.steps_done, self._desynced

@@ -64,7 +64,7 @@ from ..parallel.live import Live
 from ..parallel.packing import unpack
 from ..parallel.process import is_collective, is_of_torch_distributed
 from ..parallel.world import World, detect, joined, set_threads
-from ..resilience import hang
+from ..resilience import desync
 from ..resilience.preempt import Signals
 from . import resume
 from .replica import Replica
@@ -423,7 +423,7 @@ class Run:
             code = self._code(error, end)
             if code is None:
                 if error is not None:
-                    hang.print_once(self.world, error)
+                    desync.print_once(self.world, error)
                 self._stack.__exit__(kind, error, trace)
                 if end is None and error is not None and is_collective(error):
                     raise _not_together(error) from error
@@ -520,12 +520,14 @@ class Run:
         else:
             process.shut(world.peers)  # also where the attempt had ended before
             code, why = EXIT_FAILED, "" if world.live is None else world.live.why(collective)
-            reason = f"step {step}: {why}" if why else hang.describe_failed_collective(world, step, collective)
+            reason = (
+                f"step {step}: {why}" if why else desync.describe_failed_collective(world, step, collective, self.path)
+            )
         if self.directory is not None:
             self.directory.status(code, reason, step)
         if collective is None:
             return None
-        if hang.first_of_node(world):
+        if desync.first_of_node(world):
             self.console.warn(reason)
         return code
 
