@@ -103,7 +103,7 @@ class RecordedPoints:
 
 @dataclass(slots=True)
 class _Step:
-    """The points of a step as marks of one kind, and what else was noted of it."""
+    """The points of a step, and what else was noted of it."""
 
     points: list[Any]
     """begin, data, grad_ready, synced, end."""
@@ -132,7 +132,7 @@ _POINTS = 5
 
 
 class StepClock:
-    """Seconds of each step by phase, as the host saw them, and as the GPU did where there is one.
+    """Seconds of each step by phase, as the device saw them.
 
     On a GPU `data_wait` is the time that the GPU stood still for data, `sync_wait` the time that its stream waited for the
     collectives of the other ranks. Such a step becomes known a few steps later, when its last event has passed.
@@ -140,56 +140,49 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._host = _Step([time.perf_counter()] * _POINTS)
-        self._gpu = _Step([mark(device)] * _POINTS) if device.type == "cuda" else None
-        self._closed: list[Times] = []
-        self._pending: deque[_Step] = deque()
-        """Closed steps that the GPU has not done yet."""
+        self._step = _Step([mark(device)] * _POINTS)
+        self._closed: deque[_Step] = deque()
+        """Closed steps whose seconds `measured` has not returned yet."""
         self._replayed: tuple[_Step, RecordedPoints] | None = None
+        self._since = time.perf_counter()
+        """Start of the step under way, by the host's clock."""
+        self._between = 0.0
         self.trained = 0.0
-        """Seconds of training so far, evaluation and saving excluded; continues over restarts."""
+        """Seconds of training so far by the host's clock, evaluation and saving excluded; continues over restarts."""
 
-    def _mark(self, number: int, at: Mark | None = None) -> None:
-        """Point `number` is now, or was at a mark that was noted before."""
-        self._host.mark(number, at if isinstance(at, float) else time.perf_counter())
-        if self._gpu is not None:
-            self._gpu.mark(number, mark(self._device) if at is None or isinstance(at, float) else at)
+    def _mark(self, number: int) -> None:
+        self._step.mark(number, mark(self._device))
 
     def begin(self) -> None:
-        for step in filter(None, (self._host, self._gpu)):
-            step.waits.clear()
+        self._step.waits.clear()
+        self._since = time.perf_counter()
         self._mark(0)
 
     def between(self) -> None:
         """The script comes back for the next batch: what it did since the last step was its own, or since the last batch
         where that brought no step."""
-        steps = [(step, step.points[0]) for step in (self._host, self._gpu) if step is not None]
+        now, since = time.perf_counter(), self._step.points[0]
+        self._between += now - self._since
+        self._since = now
         self._mark(0)
-        for step, since in steps:
-            step.between.append((since, step.points[0]))
+        self._step.between.append((since, self._step.points[0]))
 
     def data_ready(self) -> None:
         self._mark(1)
 
-    def grad_ready(self, at: Mark | None = None) -> None:
-        """The rank's own gradients are complete (now, or at a `mark` noted before): from here on it waits for others."""
-        self._mark(2, at)
+    def grad_ready(self) -> None:
+        """The rank's own gradients are complete: from here on it waits for others."""
+        self._mark(2)
 
     def synced(self) -> None:
         self._mark(3)
-
-    def waited(self, since: Mark, until: Mark) -> None:
-        """Before `grad_ready` the rank waited for others, too, between two marks: moves that to `sync_wait`."""
-        step = self._host if isinstance(since, float) else self._gpu
-        if step is not None:
-            step.waits.append((since, until))
 
     def replayed(self, points: RecordedPoints) -> None:
         """The gradients of a recorded step are launched. What the host's clock cannot see of it counts as the rank's own time."""
         self.grad_ready()
         self.synced()
-        if self._gpu is not None:
-            self._replayed = self._gpu, points
+        if self._device.type == "cuda":
+            self._replayed = self._step, points
 
     def before_replay(self) -> None:
         """Saves the times of the last replay, because the next replay records its events anew."""
@@ -204,31 +197,27 @@ class StepClock:
 
         Where there is no watch, the rank's own gradients are complete when it is entered.
         """
-        if watch is None:
+        if watch is None or watch.complete is None:
             self.grad_ready()
         else:
-            for since, until in watch.waits:
-                self.waited(since, until)
-            self.grad_ready(watch.complete)
+            self._step.mark(2, watch.complete)
+        if watch is not None:
+            self._step.waits += watch.waits  # before `grad_ready`: they belong to `sync_wait`
         yield
         self.synced()
 
-    def end(self) -> Times:
-        """Closes the step. Returns its seconds as the host saw them."""
+    def end(self) -> None:
+        """Closes the step."""
         self._mark(4)
-        times = self._host.times()
-        self.trained += times["step_duration"]
-        self._host = _Step(self._host.points[4:] * _POINTS)
-        if self._gpu is None:
-            self._closed = [times]
-        else:
-            self._pending.append(self._gpu)
-            self._gpu = _Step(self._gpu.points[4:] * _POINTS)
-        return times
+        self._closed.append(self._step)
+        self._step = _Step(self._step.points[4:] * _POINTS)
+        now = time.perf_counter()
+        self.trained += now - self._since + self._between
+        self._since, self._between = now, 0.0
 
     def settle(self) -> None:
         """Waits for the device, and counts that as training: steps end on the host when they are queued."""
-        if self._gpu is not None:
+        if self._device.type == "cuda":
             began = time.perf_counter()
             torch.cuda.synchronize()
             self.trained += time.perf_counter() - began
@@ -236,17 +225,17 @@ class StepClock:
     @property
     def behind(self) -> int:
         """Closed steps whose seconds are not known yet."""
-        return len(self._pending)
+        return len(self._closed)
 
     def measured(self) -> list[Times]:
         """The closed steps whose seconds have become known since the last call, oldest first."""
-        while self._pending and self._pending[0].points[4].query():
-            step = self._pending.popleft()
+        known = []
+        while self._closed and (self._device.type != "cuda" or self._closed[0].points[4].query()):
+            step = self._closed.popleft()
             if self._replayed is not None and self._replayed[0] is step:
                 self.before_replay()
-            self._closed.append(step.times())
-        closed, self._closed = self._closed, []
-        return closed
+            known.append(step.times())
+        return known
 
 
 def _seconds(first: Any, second: Any) -> float:
