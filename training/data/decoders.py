@@ -26,7 +26,6 @@ import os
 import resource
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections import deque
@@ -76,24 +75,15 @@ class Decoders:
     """`workers` decoder processes, each asked by a thread."""
 
     def __init__(self, height: int, width: int, workers: int) -> None:
-        self._processes: list[_Process] = []
-        self._closed = False
-        self._of_thread = threading.local()
-        self._threads = ThreadPoolExecutor(workers, "decoder", self._begin, (height, width))
-        self._most_waiting = 2 * workers
-
-    def _begin(self, height: int, width: int) -> None:
-        self._of_thread.process = process = _Process(height, width)
-        self._processes.append(process)
-        if self._closed:  # `__exit__` has not seen it
-            process.close()
+        self._processes = [_Process(height, width) for _ in range(workers)]
+        self._idle = deque(self._processes)
+        self._threads = ThreadPoolExecutor(workers, "decoder")
 
     def __enter__(self) -> Decoders:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Ends all processes, also in the middle of their work."""
-        self._closed = True
         for process in self._processes:
             process.close()
         self._threads.shutdown(cancel_futures=True)
@@ -107,17 +97,21 @@ class Decoders:
 
         Raises `RuntimeError` where no process can be started.
         """
-        left = iter(items)
+        remaining = iter(items)
         waiting: deque[Future[list[tuple[Item, Result]]]] = deque()
-        while batch := list(itertools.islice(left, _BATCH)):
+        while batch := list(itertools.islice(remaining, _BATCH)):
             waiting.append(self._threads.submit(self._decode, batch))
-            if len(waiting) > self._most_waiting:
+            if len(waiting) > 2 * len(self._processes):
                 yield from waiting.popleft().result()
         while waiting:
             yield from waiting.popleft().result()
 
     def _decode(self, batch: list[Item]) -> list[tuple[Item, Result]]:
-        return list(zip(batch, self._of_thread.process.decode(batch)))
+        process = self._idle.pop()  # there are no more threads than processes
+        try:
+            return list(zip(batch, process.decode(batch)))
+        finally:
+            self._idle.append(process)
 
 
 class _Process:
