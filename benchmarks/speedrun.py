@@ -39,7 +39,7 @@ from benchmarks.measure import RESULTS, machine, write
 from lockstep.training import config
 from lockstep.training.data.batches import Stored
 from lockstep.training.data.sources import load
-from lockstep.training.recipe import loop, setup
+from lockstep.training.recipe import loop
 from lockstep.training.recipe.evaluate import Evaluator
 
 ON_GPU = ["compile=true"]
@@ -89,7 +89,7 @@ def ours(recipe: str, data_root: str, assignments: list[str]) -> Run:
             moments["scored"] = time.perf_counter()
             return found
 
-    setup.Stored, loop.Evaluator = TimedSamples, TimedEvaluator  # type: ignore[misc, assignment]
+    loop.Stored, loop.Evaluator = TimedSamples, TimedEvaluator  # type: ignore[misc, assignment]
 
     def run(seed: int) -> Outcome:
         words = [f"data.root={data_root}", f"seed={seed}", *BARE, *assignments]

@@ -25,7 +25,6 @@ _files = Inside("training.files")
 _shard_writer = Inside("training.data.shard_writer")
 _metrics = Inside("training.observe.metrics")
 _models = Inside("training.models")
-_setup = Inside("training.recipe.setup")
 _shards = Inside("training.data.shards")
 _sources = Inside("training.data.sources")
 _states = Inside("training.checkpoint.state")
@@ -89,7 +88,9 @@ def model(name: str, options: dict[str, Any] | None = None, classes: int = 10, s
 def batches(made: Any, batch: int, rank: int = 0, size: int = 1, uneven: str = "drop", **settings: Any) -> Any:
     """A rank's batches over shards, with settings of the group `data`."""
     config = _config.Config(global_batch_size=batch, uneven=uneven, data=_config.Data(**settings))
-    return _setup._batches(config, _world.World(rank=rank, size=size, local_size=size), made, batch, 1)
+    return Inside("training.recipe.loop")._batches(
+        config, _world.World(rank=rank, size=size, local_size=size), made, batch, 1
+    )
 
 
 def before_each_batch(do: Callable[[], None]) -> None:

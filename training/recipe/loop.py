@@ -8,24 +8,51 @@ after each epoch: evaluate, save
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from .. import optim
+from .. import generators, models, optim, sync
+from ..checkpoint import weights
 from ..config import Config
-from ..data.augment import augment
-from ..data.batches import Batch
-from ..models.arithmetic import autocast, compiled, real_type
+from ..contract import MOST_NAMED, UserError, named
+from ..data.augment import augment, check_settings, draw_keys, normalise
+from ..data.batches import Batch, Batches, Division, Stored
+from ..data.order import Parts
+from ..data.shard_writer import prepare as prepare_shards
+from ..data.shards import Manifest, Samples
+from ..models.arithmetic import (
+    arithmetic_of,
+    autocast,
+    compiled,
+    evaluating,
+    form_on,
+    no_compiler,
+    real_type,
+)
 from ..observe.account import TimeCategory
 from ..observe.goodput import GoodputRecorder
 from ..optim import set_rates
-from ..parallel.exchange import failing_together
+from ..parallel.exchange import (
+    broadcast_tree,
+    failing_together,
+    gather_trees,
+    same_on_all,
+    waiting_for_all,
+)
+from ..parallel.world import World
 from ..run.run import Run
 from ..session import Session, session_of
-from . import setup
 from .evaluate import Evaluator, Score
+
+RATE, COMPILED_SAVES, COMPILING = 1e14, 0.2, 40.0
+"""Operations a second of a training step in half precision, the share of its time that a compiled network saves, and the seconds that it
+takes to compile one: of speedrun and bag_of_tricks on an H100, rounded so that short trainings are not compiled."""
 
 
 def train(config: Config, run_dir: Path, fresh: bool | str, began: float) -> None:
@@ -53,31 +80,86 @@ def train(config: Config, run_dir: Path, fresh: bool | str, began: float) -> Non
 
 
 class Recipe:
-    """What a recipe says, ready for its first step. Collective. Raises `UserError` on all ranks where any of them cannot go on."""
+    """What a recipe says, ready for its first step. Collective. Raises `UserError` on all ranks where any of them cannot go on.
+
+    Each part that can fail on one rank alone runs in `failing_together`: either all ranks go on, or all stop with one sentence.
+    """
 
     def __init__(self, run: Session, config: Config, start: Run) -> None:
-        config = setup.in_form(run, config, start.form)
-        data = setup.prepare(run, config)
-        config = setup.with_compiler(run, config, data, start.form)
-        run.settings = start.config = config
-        self.run, self.config = run, config
-        self.batches, self.model = data.batches, data.model
-        self.network = run.replicate(data.model, setup.example(run, config, data))
+        self.run, world = run, run.world
+        self.config = config = _decided(run, config, start.form, **form_on(run.device))
+        self.manifest = manifest = _shards(config, world)
+        with failing_together(world):
+            check_settings(config, manifest.shape)
+        _check_same_data(manifest, run.facts.get("data"), world)
+        size = run.facts.get("global_batch_size") or config.global_batch_size or (config.batch_size or 0) * world.size
+        run.facts.update(global_batch_size=size, data={"name": manifest.source, "checksum": manifest.checksum})
+        with failing_together(world):
+            self._strategy = sync.build(config.sync)
+            if config.compile is True and not self._strategy.compiles:
+                raise self._strategy.refuse("does not take compile=true", "set compile=false, or use sync.name=flat")
+            self.model = _build(config, world, manifest)
+            multiple = models.batch_multiple(self.model)
+            self.batches = _batches(config, world, manifest, size, multiple, self._strategy.batch_parts)
+        with failing_together(world):
+            if not run.resumed and run.leader:
+                self._initial_weights()
+        run.settings = start.config = self.config = config = _decided(run, config, start.form, compile=self._repays)
+        self.network = run.replicate(self.model, self._example())
         if config.compile:
-            with failing_together(run.world):
+            with failing_together(world):
                 self.network = compiled(self.network, run.device, run.run_dir / "kernels")
-        self.optimizer = run.optimizer(
-            lambda parameters: optim.build(parameters, config, data.global_batch, data.model)
-        )
+        self.optimizer = run.optimizer(lambda parameters: optim.build(parameters, config, size, self.model))
         if config.ema.decay:
             run.average(config.ema.decay, config.ema.every)
         scales = config.precision == "float16" and config.nonfinite != "ignore"  # it looks at every gradient
         self.scaler = torch.amp.GradScaler(run.device.type, enabled=scales)
         run.keep(**({"scaler": self.scaler} if self.scaler.is_enabled() else {}))
-        setup.describe(run, config, data)
-        with failing_together(run.world):
-            self.evaluator = Evaluator(config, run.world, data.manifest)
-        self._dtype = real_type(config.precision)
+        if config.log.score_every:
+            run.print(
+                f"model={config.model} global_batch_size={size} optim={config.optim.name} lr={config.optim.lr:g} "
+                f"sync={config.sync.name} uneven={config.uneven}, {self.batches.division.steps} steps an epoch"
+            )
+        run.summary.update(global_batch_size=size, data=run.facts["data"])
+        with failing_together(world):
+            self.evaluator = Evaluator(config, world, manifest)
+
+    def _repays(self) -> bool:
+        """Whether a compiled network repays its compiling: for `compile: auto`."""
+        world, config, division = self.run.world, self.config, self.batches.division
+        compiles = self._strategy.compiles and not config.exact
+        if world.device.type != "cuda" or not compiles or no_compiler(world.device):
+            return False
+        samples = config.epochs * division.steps * division.batch / world.size
+        operations = 3 * arithmetic_of(self.model, self._example()) * samples
+        return operations / RATE * COMPILED_SAVES > COMPILING
+
+    def _initial_weights(self) -> None:
+        """Whitening and the like happen once, on rank 0; `init_from` is read there too. All ranks then get its weights."""
+        config, model = self.config, self.model
+        if config.init_from is not None:
+            path = Path(config.init_from)
+            weights.assign(model, weights.read(path), path)
+        elif callable(whiten := getattr(model, "prepare", None)):
+            images = self._first_images(10_000).to(next(model.parameters()).device)
+            whiten(normalise(images, config.data, real_type(config.precision), False))
+
+    def _first_images(self, count: int) -> torch.Tensor:
+        """Of the training images, uint8 [n, h, w, c], or the vectors."""
+        assert isinstance(self.batches.source, Stored)
+        samples = self.batches.source.samples
+        return samples.take(torch.arange(min(count, len(samples))))[0]
+
+    def _example(self) -> torch.Tensor:
+        """A few samples as the network will see them."""
+        images = self._first_images(max(self.batches.division.multiple, 2)).to(self.run.device)
+        rows = torch.arange(len(images), device=images.device)
+        return self._augmented(Batch(images, rows, rows, rows, draw_keys(self.config.seed, 0)))
+
+    def _augmented(self, batch: Batch) -> torch.Tensor:
+        config = self.config
+        dtype, channels_last = real_type(config.precision), config.channels_last is True
+        return augment(batch.images, batch.rows, batch.ids, config.data, batch.keys, dtype, channels_last)
 
     def step(self, batch: Batch) -> None:
         run, config = self.run, self.config
@@ -89,13 +171,11 @@ class Recipe:
     def loss(self, batch: Batch) -> torch.Tensor:
         """The sum of the losses of these samples."""
         config = self.config
-        x = augment(
-            batch.images, batch.rows, batch.ids, config.data, batch.keys, self._dtype, config.channels_last is True
-        )
+        x = self._augmented(batch)
         with autocast(config.precision, self.run.device):
             logits = self.network(x)
         smoothing = config.loss.smoothing
-        return F.cross_entropy(logits.to(self._dtype), batch.labels, label_smoothing=smoothing, reduction="sum")
+        return F.cross_entropy(logits.to(x.dtype), batch.labels, label_smoothing=smoothing, reduction="sum")
 
 
 class Progress:
@@ -150,3 +230,98 @@ def _conclude(run: Session, config: Config, classes: int) -> None:
             f"The loss at the end is {loss:.4g}; guessing among {classes} classes has {guessing:.2f}. The run has not learned: "
             "try a smaller lr."
         )
+
+
+# What a recipe runs on.
+
+
+def _decided(run: Session, config: Config, begun: Mapping[str, Any], **choices: Callable[[], Any]) -> Config:
+    """The config where those of these settings that are `auto` have what the run began with, else the choice of rank 0. Collective."""
+    wanted = [name for name in choices if getattr(config, name) == "auto"]
+    if not wanted:
+        return config
+    with failing_together(run.world):
+        chosen = {name: begun[name] if name in begun else choices[name]() for name in wanted}
+    return config.model_copy(update=broadcast_tree(chosen, run.world))
+
+
+def _shards(config: Config, world: World) -> Manifest:
+    """The shards, made where there are none, and verified. Collective."""
+    with waiting_for_all(world, "prepare the data", config.data.prepare_timeout, config.collective_timeout):
+        manifest = prepare_shards(config.data)
+        files = [*manifest.splits["train"], *manifest.splits["test"]]  # which the ranks of a node share
+        mine = files[world.local_rank :: world.local_size]
+        # A hash leaves Python's lock. The files of a bucket come one after another.
+        from_bucket = "://" in (config.data.shards or "")
+        with ThreadPoolExecutor(1 if from_bucket else torch.get_num_threads()) as pool:
+            for _ in pool.map(lambda shard: manifest.file(shard, config.data.verify), mine):
+                pass
+    return manifest
+
+
+def _check_same_data(manifest: Manifest, saved: dict[str, str] | None, world: World) -> None:
+    """Every rank has the data that the run began with. Collective."""
+    if not same_on_all(manifest.checksum, world):
+        checksums = gather_trees(manifest.checksum, world)
+        raise UserError(broadcast_tree(None if checksums is None else _different_data(checksums), world))
+    if saved and saved.get("checksum") != manifest.checksum:
+        raise UserError(
+            f"{manifest.place} holds other data than this run began with (sha256 {manifest.checksum[:12]}…, "
+            f"the run's {str(saved.get('checksum'))[:12]}…): restore it, or choose another --run-dir"
+        )
+
+
+def _different_data(checksums: list[str]) -> str:
+    """Which ranks see which data, in the order of the lowest of them."""
+    ranks: dict[str, list[int]] = {}
+    for rank, checksum in enumerate(checksums):
+        ranks.setdefault(checksum, []).append(rank)
+    groups = [f"rank {named(group)}: {checksum[:12]}…" for checksum, group in ranks.items()]
+    more = f" and {len(groups) - MOST_NAMED} more" if len(groups) > MOST_NAMED else ""
+    return f"the ranks see different data: {', '.join(groups[:MOST_NAMED])}{more}"
+
+
+def _batches(
+    config: Config, world: World, manifest: Manifest, global_batch: int, multiple: int, parts: Parts | None = None
+) -> Batches:
+    settings, count = config.data, manifest.count("train")
+    division = Division(
+        count, global_batch, world, config.seed, uneven=config.uneven, shuffle=settings.shuffle != "none",
+        multiple=multiple, parts=parts,
+    )  # fmt: skip
+    samples = Samples.open(manifest, "train", 0, count)
+    return Batches(Stored(samples, world, config.seed, settings.resident, settings.prefetch), division)
+
+
+def _build(config: Config, world: World, manifest: Manifest) -> nn.Module:
+    # Rank 0's draw counts; the others differ, so that a missing broadcast shows.
+    generators.seed(config.seed + world.rank)
+    model = models.build(config.model, config.model_options, len(manifest.classes), manifest.shape)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"model {config.model} has no parameter that requires a gradient: there is nothing to train")
+    if not model.training:
+        model.train()
+    if not models.ours(config.model):
+        _check_outputs(model, config.model, manifest)
+    model.to(device=world.device, dtype=real_type(config.precision))
+    return model.to(memory_format=torch.channels_last) if config.channels_last is True else model
+
+
+@torch.no_grad()
+def _check_outputs(model: nn.Module, name: str, manifest: Manifest) -> None:
+    """One score a class, for two samples: else the first step would fail with a message of the loss function."""
+    shape = manifest.shape
+    count = 2 * models.batch_multiple(model)
+    samples = torch.zeros(count, shape[2], *shape[:2]) if len(shape) == 3 else torch.zeros(count, *shape)
+    expected = f"[n, {len(manifest.classes)}] (n samples, one score a class)"
+    try:
+        with evaluating(model):
+            output = model(samples)
+    except Exception:  # noqa: BLE001 - the first step fails in the same way, with the place in the user's own code
+        return
+    scores = isinstance(output, torch.Tensor) and output.ndim == 2 and len(output) == count
+    if not scores or output.shape[1] < len(manifest.classes):  # more than needed do no harm
+        description = (
+            f"of shape {list(output.shape)}" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
+        )
+        raise UserError(f"model {name} gives {description} for {count} samples, expected {expected}")

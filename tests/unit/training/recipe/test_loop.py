@@ -9,14 +9,14 @@ from torch import nn
 
 from lockstep.training.models.arithmetic import arithmetic_of
 from lockstep.training.parallel.world import World
-from lockstep.training.recipe import setup
+from lockstep.training.recipe import loop
 from tests import product
 
 
 def test_a_layer_that_a_network_keeps_in_evaluation_mode_stays_there() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval(), nn.Linear(4, 3))
     manifest: Any = SimpleNamespace(shape=[4], classes=["a", "b", "c"])
-    setup._check_outputs(net, "own", manifest)
+    loop._check_outputs(net, "own", manifest)
     assert [module.training for module in net] == [True, False, True] and net.training
 
 
@@ -26,7 +26,7 @@ def test_what_a_run_has_decided_is_not_chosen_again() -> None:
 
     config = product.recipe("smoke", "precision=auto")
     run: Any = SimpleNamespace(world=World())
-    assert setup._decided(run, config, {"precision": "float32"}, precision=refused).precision == "float32"
+    assert loop._decided(run, config, {"precision": "float32"}, precision=refused).precision == "float32"
 
 
 def test_a_network_that_cannot_be_counted_is_left_in_its_modes() -> None:
