@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -18,14 +18,15 @@ def to_device(item: Any, device: torch.device) -> Any:
         item, type
     ):  # PackedSequence, transformers' BatchEncoding, …
         return _by_itself(item, device)
-    if isinstance(item, Mapping):
-        return _mapping(item, {key: to_device(value, device) for key, value in item.items()})
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return item._make(to_device(value, device) for value in item)  # type: ignore[attr-defined]
-    if isinstance(item, (list, tuple)):
-        return _sequence(item, [to_device(value, device) for value in item])
+    if isinstance(item, (Mapping, list, tuple)):
+        return _rebuilt(item, lambda value: to_device(value, device))
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        return _dataclass(item, device)
+        clone = copy.copy(item)
+        for field in dataclasses.fields(item):
+            if hasattr(item, field.name):
+                moved = to_device(getattr(item, field.name), device)
+                object.__setattr__(clone, field.name, moved)  # frozen ones, too
+        return clone
     return item
 
 
@@ -37,30 +38,20 @@ def _by_itself(item: Any, device: torch.device) -> Any:
     return item if moved is None else moved  # it has moved itself
 
 
-def _mapping(item: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
-    if type(item) is dict:
-        return moved
-    if not isinstance(item, MutableMapping):
-        return type(item)(moved)  # type: ignore[call-arg]
-    clone = copy.copy(item)  # with what else it has: a default, an attribute
-    for key, value in moved.items():
-        clone[key] = value
-    return clone
-
-
-def _sequence(item: list[Any] | tuple[Any, ...], moved: list[Any]) -> Any:
+def _rebuilt(item: Any, change: Callable[[Any], Any]) -> Any:
+    """A mapping, tuple or list of the same type, with changed entries."""
     if isinstance(item, tuple):
-        return type(item)(moved)
-    clone = copy.copy(item)
-    clone[:] = moved
-    return clone
-
-
-def _dataclass(item: Any, device: torch.device) -> Any:
-    clone = copy.copy(item)
-    for field in dataclasses.fields(item):
-        if hasattr(item, field.name):
-            object.__setattr__(clone, field.name, to_device(getattr(item, field.name), device))  # frozen ones, too
+        make = getattr(item, "_make", type(item))  # a named tuple
+        return make(map(change, item))
+    entries = dict(enumerate(item)) if isinstance(item, list) else item
+    changed = {key: change(value) for key, value in entries.items()}
+    if type(item) is dict:
+        return changed
+    if not isinstance(item, (list, MutableMapping)):
+        return type(item)(changed)
+    clone = copy.copy(item)  # with what else it has: a default, an attribute
+    for key, value in changed.items():
+        clone[key] = value
     return clone
 
 
@@ -82,6 +73,11 @@ def children(item: Any) -> list[tuple[Any, Any]]:
     return []
 
 
+def _holds_parts(item: Any) -> bool:
+    """Whether the entries are parts of a batch; a list of anything but tensors is a list of samples."""
+    return isinstance(item, (Mapping, tuple)) or (isinstance(item, list) and bool(item) and torch.is_tensor(item[0]))
+
+
 def cut(item: Any, low: int, high: int, count: int, copies: bool = False) -> Any:
     """Samples `low` to `high` of a batch of `count`: of its tensors, arrays and lists of samples, and of what has a `cut`.
 
@@ -93,12 +89,8 @@ def cut(item: Any, low: int, high: int, count: int, copies: bool = False) -> Any
     """
     if hasattr(item, "cut"):
         return item.cut(low, high)
-    if isinstance(item, Mapping):
-        return _mapping(item, {key: cut(value, low, high, count, copies) for key, value in item.items()})
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return item._make(cut(value, low, high, count, copies) for value in item)  # type: ignore[attr-defined]
-    if isinstance(item, tuple) or (isinstance(item, list) and item and isinstance(item[0], torch.Tensor)):
-        return type(item)(cut(value, low, high, count, copies) for value in item)
+    if _holds_parts(item):
+        return _rebuilt(item, lambda value: cut(value, low, high, count, copies))
     if not hasattr(item, "__getitem__") or len(item) != count:
         raise TypeError(
             f"the step cuts a batch of {count} samples, and a part of it is a {type(item).__name__} that is not one "
@@ -112,10 +104,8 @@ def pieces(item: Any) -> list[Any]:
     """Returns the parts that `cut` slices: tensors, arrays and lists of samples; no object with a method `cut`."""
     if hasattr(item, "cut"):
         return []
-    if isinstance(item, Mapping):
-        return [piece for value in item.values() for piece in pieces(value)]
-    if isinstance(item, tuple) or (isinstance(item, list) and item and isinstance(item[0], torch.Tensor)):
-        return [piece for value in item for piece in pieces(value)]
+    if _holds_parts(item):
+        return [piece for _, value in children(item) for piece in pieces(value)]
     return [item] if hasattr(item, "__getitem__") and getattr(item, "shape", None) != () else []
 
 

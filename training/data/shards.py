@@ -9,25 +9,29 @@ samples = Samples.open(manifest, "train", low, high)      # opens only the files
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import mmap
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+import filelock
 import torch
 from pydantic import AfterValidator, Field
 
 from .. import files
-from ..bucket import Bucket, as_user_error
+from ..bucket import Bucket, Damaged, as_user_error
 from ..config import Data, settings
 from ..config.settings import Section
+from ..contract import UserError
 from ..parallel.packing import DTYPE_NAMES
 from ..parallel.process import mapped_bytes
-from .cache import FOLDER, Cache, CorruptShard
 
 MANIFEST = "manifest.json"
 SPLITS = ("train", "test")
@@ -39,6 +43,100 @@ _MAX_HEADER = 1 << 20
 _NEAR = 0.02
 """Difference of two means or deviations that changes no training."""
 _MEND = "make the shards again (python -m lockstep.training shard)"
+_FETCHED = "shards/fetched"
+"""Below `data.root`."""
+
+
+class CorruptShard(UserError):
+    """A shard file is not what its manifest says."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """Shards of a bucket on this node's disk: each is fetched once, verified, and kept for the next run that needs it.
+
+    <data.root>/shards/fetched/<sha256>          a shard
+    <data.root>/shards/fetched/.lock-<0 … f>     held by the process that fetches one whose sha256 begins so
+    """
+
+    bucket: Bucket
+    folder: Path
+    max_bytes: int
+    """The least recently used shards go first; those that this run needs stay."""
+    needed: frozenset[str]
+    """sha256 of the shards that this run may need."""
+    timeout: float
+    """Seconds to wait for another process that fetches the same shard."""
+
+    def bring(self, key: str, sha256: str, largest: int, verify: bool) -> Path:
+        """The file of a shard. It is there, or one process of the node fetches it while the others wait.
+
+        Args:
+            largest: bytes that it can have.
+            verify: read it where it is there; it is fetched again where it is not what it was.
+
+        Raises:
+            UserError: the bucket cannot be reached (exit code 1); it has no such shard; the disk refuses; the wait took too long.
+            CorruptShard: it is not what its manifest says, also when it is fetched again.
+        """
+        path = self.folder / sha256
+        with as_user_error("data.shards cannot be used"):
+            try:
+                if not _usable(path, sha256, verify):
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    with filelock.FileLock(self.folder / f".lock-{sha256[0]}", timeout=self.timeout):
+                        if not _usable(path, sha256, verify=True):
+                            self._fetch(key, path, largest)
+            except filelock.Timeout:
+                raise UserError(
+                    f"another process has fetched {self.bucket.url}/{key} for {self.timeout:.0f} s: check that process, or wait longer "
+                    "with data.prepare_timeout"
+                ) from None
+            except OSError as error:
+                if error.errno is None:  # of the bucket
+                    raise
+                raise UserError(
+                    f"cannot keep {self.bucket.url}/{key} in {self.folder} ({error.strerror}): set data.root to a folder with more space"
+                ) from None
+        return path
+
+    def _fetch(self, key: str, path: Path, largest: int) -> None:
+        """The lock is held."""
+        files.remove_stale(self.folder, (path.name,))
+        size = self.bucket.size(key)
+        if size > largest:
+            raise CorruptShard(f"{self.bucket.url}/{key} has {size} bytes, at most {largest} were expected")
+        self._make_room(size)
+        try:
+            with files.replacing(path) as staging:
+                self.bucket.fetch(key, size, path.name, staging)
+        except Damaged as error:
+            raise CorruptShard(str(error)) from None
+
+    def _make_room(self, size: int) -> None:
+        """Removes the least recently used shards. A run that trains on them has them mapped."""
+        found = []
+        for entry in os.scandir(self.folder):
+            with contextlib.suppress(OSError):
+                if re.fullmatch(r"[0-9a-f]{64}", entry.name):
+                    found.append((entry.stat().st_mtime, entry.stat().st_size, Path(entry.path)))
+        left = self.max_bytes - size - sum(bytes_ for _, bytes_, _ in found)
+        for _, bytes_, path in sorted(found):
+            if left >= 0:
+                break
+            if path.name not in self.needed:
+                path.unlink(missing_ok=True)
+                left += bytes_
+
+
+def _usable(path: Path, sha256: str, verify: bool) -> bool:
+    """Whether it is there; it is used now. Raises `OSError`."""
+    try:
+        with contextlib.suppress(PermissionError):  # another user's
+            os.utime(path)
+        return not verify or files.difference(path, sha256) is None
+    except FileNotFoundError:
+        return False
 
 
 class Shard(Section):
@@ -77,13 +175,13 @@ class Manifest(Section):
     left_out: dict[str, str] = Field(default_factory=dict)
     """Name of each of the source's files that could not be used (the first 100), and why."""
     num_left_out: int = 0
-    _cache: Cache | None = None
+    _cache: _Cache | None = None
     """Cache of the shards of a bucket."""
 
     @property
     def place(self) -> str:
         """Folder or URL of the shards, for messages."""
-        return self._cache.url if self._cache is not None else str(self.directory)
+        return self._cache.bucket.url if self._cache is not None else str(self.directory)
 
     def count(self, split: str) -> int:
         return sum(shard.count for shard in self.splits[split])
@@ -164,14 +262,14 @@ class Manifest(Section):
             UserError: it is missing or malformed, or the bucket cannot be reached (exit code 1).
         """
         assert data.shards is not None
-        bucket, folder = Bucket(data.shards), Path(data.root) / FOLDER
+        bucket, folder = Bucket(data.shards), Path(data.root) / _FETCHED
         with as_user_error("data.shards cannot be used"):
             text, _ = bucket.read(MANIFEST, MAX_MANIFEST)
         place = f"{bucket.url}/{MANIFEST}"
         with files.reading(place, then=f": {_MEND}"):
             manifest = cls._parsed(text, folder, place)
         needed = frozenset(shard.sha256 for split in SPLITS for shard in manifest.splits[split])
-        manifest._cache = Cache(bucket, folder, int(data.cache_gb * 1e9), needed, data.prepare_timeout)
+        manifest._cache = _Cache(bucket, folder, int(data.cache_gb * 1e9), needed, data.prepare_timeout)
         return manifest
 
     @classmethod

@@ -40,7 +40,7 @@ from ..contract import (
     say,
     user_errors,
 )  # fmt: skip
-from ..data.cache import CorruptShard
+from ..data.shards import CorruptShard
 from ..files import keep_out_others
 from ..limits import REPORT_SECONDS
 from ..models.arithmetic import float32_on_gpus
