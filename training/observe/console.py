@@ -102,7 +102,7 @@ class Console(Observer):
             if event["step"] in (1, self.planned) and not self._header and not self._by_step:
                 self.line(f"step {event['step']}{self._means}")
         if self.log.format == "json":
-            if self.world.leader:
+            if self.world.leader and (event["event"] != "status" or self._is_news(event)):
                 say(json_text(event))
         elif event["event"] == "score":
             say(
@@ -112,16 +112,13 @@ class Console(Observer):
         elif event["event"] == "epoch" and not self._by_step:
             self._epoch(event)
 
-    def on_status(self, status: dict[str, Any]) -> None:
-        """Gets each status.json. As JSON, a line a minute and at each change: for who sees the log alone, as on Kubernetes."""
+    def _is_news(self, status: dict[str, Any]) -> bool:
+        """Whether to print this status.json: a line a minute and at each change, for who sees the log alone, as on Kubernetes."""
         state, now = (status["code"], status.get("ranks")), time.monotonic()
-        if (
-            self.log.format == "json"
-            and self.world.leader
-            and (state != self._status[0] or now - self._status[1] >= PROGRESS_SECONDS)
-        ):
-            self._status = state, now
-            say(json_text({"event": "status", "time": round(time.time(), 3), **status}))
+        if state == self._status[0] and now - self._status[1] < PROGRESS_SECONDS:
+            return False
+        self._status = state, now
+        return True
 
     def _epoch(self, event: dict[str, Any]) -> None:
         """A line of the table of epochs: what was logged, between the time and the loss."""

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +115,14 @@ class RunDirectory:
         self.disk = Background("run-directory", lambda: self._warn("the disk does not answer"))
         self.count_attempt()
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
-        """Get every event from now on, each as the mapping that was written. What they raise ends the run."""
+        """Get every event from now on, each as the mapping that was written, and each status as an event `status`. What they raise ends the
+        run."""
         self.ranks: list[int] | None = None
         """How many ranks there are and were, where some were lost and the others train on."""
         self.goodput: Callable[[], dict[str, Any] | None] = lambda: None
         """Returns the entry `goodput` of status.json; None: nothing yet."""
         self.slow_rank: dict[str, Any] | None = None
         """The entry `slow_rank` of status.json (`slow.py`)."""
-        self.told: Callable[[dict[str, Any]], None] = lambda _: None
-        """Gets what is written into status.json."""
         self.at_close: list[Callable[[], None]] = []
         """Called by `close`, the last one first."""
         self.fresh_word: str | None = saved.get("fresh") if saved is not None else None
@@ -143,43 +142,23 @@ class RunDirectory:
         Raises:
             UserError: the directory is in use, holds a run of another config, or cannot be written.
         """
-        try:
-            path = path.resolve()
+        path = Path(os.path.realpath(path))
+        with _usable(path), contextlib.ExitStack() as if_refused:
             if path.is_dir():  # before the first file is opened, which is that of the lock
                 _refuse_links_of_others(path)
             if path.exists() and (fresh is True or (isinstance(fresh, str) and _begun_otherwise(path, fresh))):
                 _move_aside(path)
             again = os.environ.get(contract.ENV_RESTARTS, "0") != "0"
             lock = _locked(path, LOCK_AFTER_RESTART_SECONDS if again else LOCK_SECONDS)
-        except filelock.Timeout:
-            raise UserError(f"{path} is in use by another run: wait for it, or choose another --run-dir") from None
-        except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
-            raise UserError(f"cannot use the run directory {path}: {getattr(error, 'strerror', error)}") from None
-        try:
+            if_refused.callback(lock.release)
             files.remove_stale(path, (contract.RUN_FILE, contract.STATUS_FILE, contract.SUMMARY_FILE))
             brings(path)
             saved = read_run(path) if (path / contract.RUN_FILE).exists() else None
             if saved is not None:
-                different = configuration.differences(saved["config"], config)
-                if different:
-                    renamed = any(difference.startswith("script: ") for difference in different)
-                    hint = (
-                        f". Of a script that was renamed, write the new name into {contract.RUN_FILE}"
-                        if renamed
-                        else ""
-                    )
-                    raise UserError(
-                        f"{path} holds a run with another config ({'; '.join(different)}): "
-                        f"choose another --run-dir, undo the change, or start over with --fresh{hint}"
-                    )
+                _refuse_another(path, saved["config"], config)
             elif (path / contract.CHECKPOINTS).exists():
                 raise UserError(f"{path} has checkpoints but no {contract.RUN_FILE}: restore it, or use --fresh")
-        except OSError as error:
-            lock.release()
-            raise UserError(f"cannot use the run directory {path}: {error.strerror}") from None
-        except UserError:
-            lock.release()
-            raise
+            if_refused.pop_all()
         run = cls(path, lock, saved)
         with contextlib.suppress(OSError):  # of an attempt that was killed with those who watched it
             (path / contract.HANG_FILE).unlink(missing_ok=True)
@@ -190,13 +169,9 @@ class RunDirectory:
     @classmethod
     def take_over(cls, path: Path, attempt: int, failures: int) -> RunDirectory:
         """Opens the directory in the place of a lost rank 0, for the rest of the attempt. Raises `UserError`."""
-        try:
-            path = path.resolve()
+        path = Path(os.path.realpath(path))
+        with _usable(path):
             run = cls(path, _locked(path, LOCK_AFTER_RESTART_SECONDS), read_run(path))
-        except filelock.Timeout:
-            raise UserError(f"{path} is in use by another run") from None
-        except OSError as error:
-            raise UserError(f"cannot use the run directory {path}: {error.strerror}") from None
         run.attempt, run.failures = attempt, failures
         return run
 
@@ -304,7 +279,8 @@ class RunDirectory:
         if self.slow_rank is not None:
             status["slow_rank"] = self.slow_rank
         self._write(contract.STATUS_FILE, lambda path: files.replace_json(path, status), contract.STATUS_FILE)
-        self.told(status)
+        for listener in self.listeners:
+            listener({"event": "status", "time": round(time.time(), 3), **status})
 
     def summary(self, values: dict[str, Any]) -> None:
         """Replaces summary.json."""
@@ -354,6 +330,28 @@ def recipe_of(path: Path, what_for: str) -> dict[str, Any]:
             f"{path} holds a run of {run['config'].script}, not of a recipe: {what_for} needs its own script"
         )
     return run
+
+
+@contextlib.contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    """Raises `UserError` in place of errors of the disk and of the lock."""
+    try:
+        yield
+    except filelock.Timeout:
+        raise UserError(f"{path} is in use by another run: wait for it, or choose another --run-dir") from None
+    except OSError as error:
+        raise UserError(f"cannot use the run directory {path}: {error.strerror}") from None
+
+
+def _refuse_another(path: Path, saved: RunSettings, config: RunSettings) -> None:
+    """Raises `UserError` where the config is of another run than the saved one."""
+    if different := configuration.differences(saved, config):
+        renamed = any(difference.startswith("script: ") for difference in different)
+        hint = f". Of a script that was renamed, write the new name into {contract.RUN_FILE}" if renamed else ""
+        raise UserError(
+            f"{path} holds a run with another config ({'; '.join(different)}): "
+            f"choose another --run-dir, undo the change, or start over with --fresh{hint}"
+        )
 
 
 def _locked(path: Path, seconds: float) -> filelock.FileLock:

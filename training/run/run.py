@@ -319,9 +319,8 @@ class Run:
         self.goodput.count = lambda bucket, seconds: metrics.count("time_seconds_total", bucket.value, by=seconds)
         if directory is not None:
             self.goodput.attach(directory)
-            directory.told = self.console.on_status
-            directory.status(None, "running", self.steps_done)
             directory.listeners.append(self.console.on_event)
+            directory.status(None, "running", self.steps_done)
         over_gloo = " over gloo" if world.size > 1 and world.device.type == "cuda" and not world.nccl else ""
         self.console.line(
             f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}{over_gloo}, {self.threads}"
@@ -389,7 +388,6 @@ class Run:
     def take_over(self) -> None:
         """Rank 0 was lost, and this one is in its place: it has the run directory from here on. Raises `UserError`."""
         self.directory = directory = RunDirectory.take_over(self.path, self.attempt, self.state.history["failures"])
-        directory.told = self.console.on_status
         directory.listeners.append(self.console.on_event)
         self.goodput.take_over(directory)
         kept = self.config.checkpoint
