@@ -81,7 +81,16 @@ def _merge_lists(target: list[Any], patch: list[Any], keys: Sequence[str]) -> li
     return list(result.values())
 
 
-def check_directives(value: Any) -> None:
+def patched(rendered: Manifest, patch: Manifest, keys: Sequence[str]) -> Manifest:
+    """A rendered manifest with a patch of the job's merged into it. Raises `UserError`."""
+    if not patch:
+        return rendered
+    merged: Manifest = merge(rendered, patch, keys)
+    _check_directives(merged)
+    return merged
+
+
+def _check_directives(value: Any) -> None:
     """Raises `UserError` where a merge has left a `$patch`: kubectl knows more of these than `merge`."""
     if isinstance(value, dict):
         if "$patch" in value:
@@ -91,14 +100,12 @@ def check_directives(value: Any) -> None:
             )
         value = list(value.values())
     for inner in value if isinstance(value, list) else []:
-        check_directives(inner)
+        _check_directives(inner)
 
 
-def without_none(value: Any) -> Any:
-    """The same manifest without keys that are None."""
-    if isinstance(value, dict):
-        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
-    return [without_none(inner) for inner in value] if isinstance(value, list) else value
+def without_none(value: Manifest) -> Manifest:
+    """The same mapping without keys that are None; what lies in it stays as it is."""
+    return {key: inner for key, inner in value.items() if inner is not None}
 
 
 def get(value: Any, *path: str | int) -> Any:
@@ -140,7 +147,7 @@ class Change(NamedTuple):
     value: Any
     """What is there now."""
     ours: bool
-    """It was rendered, and was changed or removed. Else it was added: every place in what was added is a change of its own."""
+    """It was rendered, and was changed or removed. Else it was added: every value in what was added is a change of its own."""
 
 
 def changes(before: Any, after: Any, path: str = "") -> Iterator[Change]:
@@ -149,11 +156,12 @@ def changes(before: Any, after: Any, path: str = "") -> Iterator[Change]:
         old, new = before, after
     elif isinstance(before, list) and isinstance(after, list):
         old, new = _named(before), _named(after)
-        if not old:
+        if before and not old:
             old, new = dict(enumerate(before)), dict(enumerate(after))
-        elif not new:  # two have one name, of which the later counts
+        elif before and not new:  # two have one name, of which the later counts
             yield Change(path, after, True)
             return
+        new = new or dict(enumerate(after))
     else:
         if type(before) is not type(after) or before != after:
             yield Change(path, after, True)
@@ -164,17 +172,10 @@ def changes(before: Any, after: Any, path: str = "") -> Iterator[Change]:
             yield Change(place, None, True)
         elif key in old:
             yield from changes(old[key], new[key], place)
+        elif new[key] and isinstance(new[key], (dict, list)):
+            yield from changes(type(new[key])(), new[key], place)
         else:
-            yield from _added(new[key], place)
-
-
-def _added(value: Any, path: str) -> Iterator[Change]:
-    yield Change(path, value, False)
-    inside = (
-        value if isinstance(value, dict) else _named(value) or dict(enumerate(value)) if isinstance(value, list) else {}
-    )
-    for key, item in inside.items():
-        yield from _added(item, _place(path, key, value))
+            yield Change(place, new[key], False)
 
 
 def _place(path: str, key: Any, holder: Any) -> str:

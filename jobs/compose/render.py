@@ -25,10 +25,9 @@ from ..manifest import (
     Change,
     Manifest,
     changes,
-    check_directives,
     get,
     holds,
-    merge,
+    patched,
     without_none,
 )
 from ..spec.model import CODE_PARTS, JobSpec
@@ -64,8 +63,7 @@ def node_name(spec: JobSpec, index: int) -> str:
 
 def render(spec: JobSpec) -> Manifest:
     """The Compose file, with `compose.patch` in it."""
-    rendered: Manifest = merge(file(spec), _long_form(spec.compose.patch), MERGED_BY)
-    check_directives(rendered)
+    rendered = patched(file(spec), _long_form(spec.compose.patch), MERGED_BY)
     services = rendered.get("services")
     for node in services.values() if isinstance(services, dict) else []:
         if get(node, "network_mode") is not None:
@@ -166,7 +164,7 @@ def _node(spec: JobSpec, index: int) -> Manifest:
         "logging": {"driver": "json-file", "options": {"max-size": "100m", "max-file": "3"}},
         "healthcheck": None if _serves_health(spec) else {"disable": True},
     }
-    return {key: value for key, value in service.items() if value is not None}
+    return without_none(service)
 
 
 def environment(spec: JobSpec) -> dict[str, Any]:
@@ -264,8 +262,7 @@ def found_by(subject: Subject) -> Iterator[str]:
 def changed(subject: Subject) -> Iterator[str]:
     """A patch may open any door of this machine, so everything that it changes is shown."""
     for change in subject.patched:
-        if change.ours or not change.value or not isinstance(change.value, (dict, list)):
-            yield f"compose.patch sets {change.path}: {json.dumps(change.value)[:200]}"
+        yield f"compose.patch sets {change.path}: {json.dumps(change.value)[:200]}"
 
 
 @RULES.rule("LC011", "warning")

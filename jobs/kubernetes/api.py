@@ -14,19 +14,20 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import urllib3
 import yaml
 from kubernetes import client as kube
 from kubernetes import config as kubeconfig
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lockstep.training.contract import UserError
 
 from ..logs import STAMPED, Pieces
 from ..manifest import get
 from ..status import LoggedOut, Unreachable, seconds_to_answer
-from .answers import ApiError, Failing, Failure, Gone, Item, Listing, Shape, checked
+from .observe import ApiError, Failing, Gone
 
 RETRIED = (429, 500, 502, 503, 504)
 CONNECT_SECONDS = 10.0
@@ -35,6 +36,189 @@ _UNREADABLE = (kubeconfig.ConfigException, yaml.YAMLError, OSError, ValueError, 
 """What reading a kubeconfig may raise."""
 ANONYMOUS = "system:anonymous"
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+MAX_PODS = 1_000_000
+"""Of a job: far above what a cluster holds, and a list of their names still fits into memory."""
+
+Text = str | None
+Count = int | None
+Number = Annotated[int | None, Field(ge=0, le=MAX_PODS)]
+
+
+class Shape(BaseModel):
+    """Of any answer: a mapping."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", defer_build=True)
+
+
+class Failure(Shape):
+    """A Status: what a server answers in place of what was asked for."""
+
+    message: Text = None
+    reason: Text = None
+
+
+class Owner(Shape):
+    kind: Text = None
+    name: Text = None
+    uid: Text = None
+
+
+class Metadata(Shape):
+    resourceVersion: Text = None
+    next_page: Text = Field(None, alias="continue")
+
+
+class Identity(Metadata):
+    name: str = Field(min_length=1)
+    uid: str = Field(min_length=1)
+    """Without it a deletion could meet another object of the same name."""
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+    creationTimestamp: Text = None
+    deletionTimestamp: Text = None
+    ownerReferences: list[Owner] | None = None
+
+
+class Condition(Shape):
+    type: Text = None
+    status: Text = None
+    reason: Text = None
+    message: Text = None
+
+
+class How(Shape):
+    """How a container waits, or has ended."""
+
+    exitCode: Count = None
+    reason: Text = None
+    message: Text = None
+    finishedAt: Text = None
+
+
+class ContainerState(Shape):
+    waiting: How | None = None
+    terminated: How | None = None
+
+
+class ContainerStatus(Shape):
+    name: Text = None
+    image: Text = None
+    restartCount: Count = None
+    state: ContainerState | None = None
+    lastState: ContainerState | None = None
+
+
+class Ready(Shape):
+    ready: Count = None
+
+
+class Status(Shape):
+    phase: Text = None
+    reason: Text = None
+    message: Text = None
+    conditions: list[Condition] | None = None
+    containerStatuses: list[ContainerStatus] | None = None
+    initContainerStatuses: list[ContainerStatus] | None = None
+    jobsStatus: list[Ready] | None = None
+    readyReplicas: Count = None
+
+
+class Container(Shape):
+    image: Text = None
+    command: list[str] | None = None
+    args: list[str] | None = None
+
+
+class Replica(Shape):
+    replicas: Number = None
+
+
+class Trainer(Shape):
+    numNodes: Number = None
+
+
+class ExitCodes(Shape):
+    values: list[int] | None = None
+
+
+class FailureRule(Shape):
+    action: Text = None
+    onExitCodes: ExitCodes | None = None
+
+
+class FailurePolicy(Shape):
+    rules: list[FailureRule] | None = None
+
+
+class Template(Shape):
+    spec: Spec | None = None
+
+
+class ReplicatedJob(Shape):
+    name: Text = None
+    template: Template | None = None
+
+
+class Spec(Shape):
+    """Of a job, a pod and what else is looked at: one name means one thing in all of them."""
+
+    pytorchReplicaSpecs: dict[str, Replica | None] | None = None
+    trainer: Trainer | None = None
+    suspend: bool | None = None
+    hostname: Text = None
+    nodeName: Text = None
+    queueName: Text = None
+    clusterQueue: Text = None
+    cohort: Text = None
+    cohortName: Text = None
+    accessModes: list[str] | None = None
+    template: Template | None = None
+    replicatedJobs: list[ReplicatedJob] | None = None
+    containers: list[Container] | None = None
+    podFailurePolicy: FailurePolicy | None = None
+
+
+class About(Shape):
+    name: Text = None
+    uid: Text = None
+
+
+class Item(Shape):
+    """An object that is stored: a job, a pod, an event, or its metadata alone."""
+
+    metadata: Identity
+    spec: Spec | None = None
+    status: Status | None = None
+    type: Text = None
+    reason: Text = None
+    message: Text = None
+    lastTimestamp: Text = None
+    eventTime: Text = None
+    count: Count = None
+    involvedObject: About | None = None
+
+
+class Listing(Shape):
+    metadata: Metadata | None = None
+    items: list[Item] | None
+
+
+def checked(text: bytes | str, shape: type[Shape]) -> dict[str, Any]:
+    """An answer as plain values. Raises `ValueError` that says in one line what is wrong with it."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        raise ValueError("no JSON") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    try:
+        shape.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{place or 'the whole'}: {first['msg'].lower()}") from None
+    return dict(value)
 
 
 class _Bound(urllib3.Timeout):
@@ -183,8 +367,11 @@ class Api:
         if _unknown(response):
             raise LoggedOut(f"{self.host} does not accept the credentials (expired?): log in again, then retry")
         if response.status == 410:
-            raise Gone(message)
-        raise ApiError(response.status, reason, message or f"{method} {path}: HTTP {response.status}")
+            raise Gone(f"{self.host} no longer has the version that was asked for: try again")
+        message = message or f"{method} {path}: HTTP {response.status}"
+        if response.status >= 500:
+            raise Unreachable(f"{self.host} answers {response.status}: {message}")
+        raise ApiError(response.status, reason, message, path)
 
     def _attempt(
         self, method: str, path: str, query: dict[str, Any], timeout: float, body: Any, accept: str, stream: bool

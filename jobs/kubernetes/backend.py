@@ -30,12 +30,13 @@ from ..process import Streams
 from ..spec.model import JobSpec
 from ..status import FINAL, Check, JobSummary, Status, SubmitResult, Unreachable, note, warn
 from . import render
-from .answers import METADATA_LIST, ApiError, Failing, as_user_errors, outdated
-from .doctor import RULES, Doctor, findings_as_rows
 from .observe import (
     INCOMPLETE,
+    ApiError,
+    Failing,
     hosts,
     newest,
+    outdated,
     owned_by,
     scheduled_at,
     seconds_of,
@@ -45,7 +46,7 @@ from .observe import (
     stuck_reason,
     trim,
 )  # fmt: skip
-from .render import CODE_KEY, CODE_PART_BYTES, CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE, RENDERED, SUBMISSION
+from .render import CODE_KEY, CODE_PART_BYTES, CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE, RENDERED, RULES, SUBMISSION
 
 if TYPE_CHECKING:
     from .api import Api
@@ -55,6 +56,8 @@ DELETION_MARGIN = 90.0
 """Seconds above its pods' grace that a job which is being deleted may stay."""
 MAX_PODS_ASKED = 3
 """Pods whose own events are asked for: they say why a pod waits, or has gone."""
+METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+"""An answer without what is in the objects."""
 STATUS_LINES = 1000
 """Of the first pod's last lines, among which a run says once a minute how far it is."""
 MANAGED_SELECTOR = ",".join(f"{key}={value}" for key, value in MANAGED.items())
@@ -125,6 +128,8 @@ class KubernetesBackend(Cluster):
 
     @classmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:
+        from .doctor import Doctor, findings_as_rows
+
         try:
             connected = cls.connect(**place)
             rows = Doctor(connected.api, connected.namespace, None).cluster()
@@ -132,7 +137,7 @@ class KubernetesBackend(Cluster):
                 with contextlib.suppress(UserError):  # the rows tell why the cluster does not say
                     spec = connected._with_kind(spec)
             rows += Doctor(connected.api, connected.namespace, spec).rows()
-        except (UserError, ApiError) as error:
+        except UserError as error:
             rows = [Check("cluster", "missing", str(error))]
         return [*rows, *findings_as_rows(cls.lint(spec) if spec is not None else None)]  # of the cluster's kind
 
@@ -168,13 +173,12 @@ class KubernetesBackend(Cluster):
         """
         if spec.k8s.kind != "auto":
             return spec
-        with as_user_errors(self.api.host):
-            jobs = dict(self._of_each_kind(lambda kind: (kind, self._live(kind, spec.name))))
-            kinds = [kind for kind, job in jobs.items() if job is not None] or [*jobs]
-            if not kinds:
-                raise UserError(f"the cluster has neither {' nor '.join(KINDS)}: see `lockstep doctor k8s`")
-            if len(kinds) > 1:
-                kinds = [new or ("TrainJob" if self._fits_a_trainjob(spec) else "PyTorchJob")]
+        jobs = dict(self._of_each_kind(lambda kind: (kind, self._live(kind, spec.name))))
+        kinds = [kind for kind, job in jobs.items() if job is not None] or [*jobs]
+        if not kinds:
+            raise UserError(f"the cluster has neither {' nor '.join(KINDS)}: see `lockstep doctor k8s`")
+        if len(kinds) > 1:
+            kinds = [new or ("TrainJob" if self._fits_a_trainjob(spec) else "PyTorchJob")]
         return render.of_kind(spec, kinds[0])
 
     def _fits_a_trainjob(self, spec: JobSpec) -> bool:
@@ -192,35 +196,36 @@ class KubernetesBackend(Cluster):
         except (ApiError, Failing) as error:
             # A namespace that is missing, and a job that is there now, say nothing of the kind.
             if not (isinstance(error, ApiError) and error.status in (404, 409)):
-                why = f"it refuses the job ({error}){'; Trainer 2.3 or later takes it' if outdated(str(error)) else ''}"
+                message = error.message if isinstance(error, ApiError) else str(error)
+                why = f"it refuses the job ({message}){'; Trainer 2.3 or later takes it' if outdated(message) else ''}"
         if why:
             note(f"k8s.kind auto: PyTorchJob, although the cluster also has TrainJob: {why}")
         return not why
 
     def find(self, name: str, submitting: bool = False) -> JobRecord | None:
         records.check_name(name)
-        with as_user_errors(self.api.host):
-            job = self._find(name)
-            if job is None:
-                return None
-            plain, labels = spec_in(get(job, "metadata", "annotations")), get(job, "metadata", "labels")
-            known = JobRecord(name, get(labels, HASH), plain, job, self._where(job), len(hosts(job)))
-            if not submitting or not get(job, "metadata", "deletionTimestamp"):
-                return known
-            warn(f"{name} is being deleted: waiting until it is gone")
-            self._await_end(job, self._deletion_seconds(known.spec))
+        job = self._find(name)
+        if job is None:
+            return None
+        plain, labels = spec_in(get(job, "metadata", "annotations")), get(job, "metadata", "labels")
+        known = JobRecord(name, get(labels, HASH), plain, job, self._where(job), len(hosts(job)))
+        if not submitting or not get(job, "metadata", "deletionTimestamp"):
+            return known
+        warn(f"{name} is being deleted: waiting until it is gone")
+        self._await_end(job, self._deletion_seconds(known.spec))
         return self.find(name, submitting)
 
     def preflight(self, job: Submission) -> Checks:
         """The server's own dry run, and then what `doctor` says."""
+        from .doctor import Doctor
+
         policy, rendered = job.manifests
-        with as_user_errors(self.api.host, rendered["kind"]):
-            for path, item in ((self._policies, policy), (self.path(rendered["kind"]), rendered)):
-                try:
-                    self.api.create(path, item, dryRun="All")
-                except ApiError as error:
-                    if error.status != 409:  # it is there, and its place would be taken
-                        raise
+        for path, item in ((self._policies, policy), (self.path(rendered["kind"]), rendered)):
+            try:
+                self.api.create(path, item, dryRun="All")
+            except ApiError as error:
+                if error.status != 409:  # it is there, and its place would be taken
+                    raise
         return Doctor(self.api, self.namespace, job.spec).rows()
 
     def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:
@@ -228,38 +233,35 @@ class KubernetesBackend(Cluster):
         spec, (policy, rendered) = job.spec, job.manifests
         submission = render.submission_in(policy, spec)
         marks = {"annotations": {SUBMISSION: submission, INCOMPLETE: "true"}, "labels": {KUEUE_QUEUE: None}}
-        with as_user_errors(self.api.host, rendered["kind"]):
-            if old is not None:
-                self._delete(old.handle, self._deletion_seconds(old.spec))
-            waiting = merge(rendered, {"metadata": marks, "spec": _suspended(rendered, True)})
-            try:
-                live: Manifest | None = self.api.create(self.path(rendered["kind"]), waiting)
-            except ApiError as error:
-                if error.status not in (403, 409):  # a quota refuses also what is there already
-                    raise
-                live = self._find(spec.name)  # somebody was faster, or our answer was lost on the way
-                if live is None and error.status == 403:
-                    raise
-            if live is None or get(live, "metadata", "deletionTimestamp"):
-                raise UserError(f"{spec.name} is being deleted by someone else: submit it again when it is gone")
-            if get(live, "metadata", "labels", HASH) != spec.hash():
-                raise UserError(f"{spec.name} was submitted by someone else just now, with another spec")
-            made = submission_of(live) == submission
-            try:
-                self._complete(spec, live, job.manifests if made else None)
-            except (ApiError, UserError) as error:
-                if made and not isinstance(error, Unreachable):  # else the next submission finishes it
-                    with contextlib.suppress(ApiError, UserError):
-                        self.api.delete(self.path(rendered["kind"], spec.name), _deletion(live))
+        if old is not None:
+            self._delete(old.handle, self._deletion_seconds(old.spec))
+        waiting = merge(rendered, {"metadata": marks, "spec": _suspended(rendered, True)})
+        try:
+            live: Manifest | None = self.api.create(self.path(rendered["kind"]), waiting)
+        except ApiError as error:
+            if error.status not in (403, 409):  # a quota refuses also what is there already
                 raise
+            live = self._find(spec.name)  # somebody was faster, or our answer was lost on the way
+            if live is None and error.status == 403:
+                raise
+        if live is None or get(live, "metadata", "deletionTimestamp"):
+            raise UserError(f"{spec.name} is being deleted by someone else: submit it again when it is gone")
+        if get(live, "metadata", "labels", HASH) != spec.hash():
+            raise UserError(f"{spec.name} was submitted by someone else just now, with another spec")
+        made = submission_of(live) == submission
+        try:
+            self._complete(spec, live, job.manifests if made else None)
+        except UserError as error:
+            if made and not isinstance(error, Unreachable):  # else the next submission finishes it
+                with contextlib.suppress(UserError):
+                    self.api.delete(self.path(rendered["kind"], spec.name), _deletion(live))
+            raise
         return SubmitResult(spec.name, made, self._where(live))
 
     def attach(self, job: Submission, known: JobRecord) -> SubmitResult:
         if (own := known.spec) is not None and known.hash is not None:
-            with as_user_errors(
-                self.api.host
-            ):  # its pods have the label with its hash, which need not be that of `job`
-                self._complete(render.of_hash(own, known.hash), known.handle)
+            # Its pods have the label with its hash, which need not be that of `job`.
+            self._complete(render.of_hash(own, known.hash), known.handle)
         return super().attach(job, known)
 
     def _complete(self, spec: JobSpec, live: Manifest, rendered: Manifests | None = None) -> None:
@@ -270,8 +272,7 @@ class KubernetesBackend(Cluster):
             rendered: by the submission that has made it.
 
         Raises:
-            UserError: the code does not fit, or is not here any more.
-            ApiError: the server refuses.
+            UserError: the code does not fit, or is not here any more; the server refuses.
         """
         submission = submission_of(live) or RENDERED
         policy, job = rendered or render.manifests(spec, submission)
@@ -304,29 +305,26 @@ class KubernetesBackend(Cluster):
 
     def _bring(self, path: str, item: Manifest) -> None:
         """Makes an object whose name is this submission's alone. Raises `UserError` where it is above the server's limits."""
+        code = item["kind"] == "ConfigMap"
         try:
             self.api.create(path, item)
         except ApiError as error:
-            if item["kind"] == "ConfigMap" and (
-                error.status == 413 or (error.status == 422 and "too l" in str(error).lower())
-            ):
+            if code and (error.status == 413 or (error.status == 422 and "too l" in error.message.lower())):
                 size = len(item["binaryData"][CODE_KEY]) * 3 // 4 >> 10
                 raise UserError(
-                    f"the cluster refuses a ConfigMap of {size} KiB ({error.status}: {' '.join(str(error).split())}); a piece of code "
+                    f"the cluster refuses a ConfigMap of {size} KiB ({error.status}: {error.message}); a piece of code "
                     f"has {CODE_PART_BYTES >> 10} KiB at most: make the code smaller (.lockstepignore), or put it into the image"
                 ) from None
-            if error.status == 409:
+            # A quota refuses also what is there already; of ConfigMaps that is known.
+            if error.status == 409 or (error.status == 403 and not code and self._is_there(path, item)):
                 return
-            with contextlib.suppress(
-                ApiError
-            ):  # a quota refuses also what is there already; of ConfigMaps that is known
-                if (
-                    error.status == 403
-                    and item["kind"] != "ConfigMap"
-                    and self.api.find(f"{path}/{item['metadata']['name']}")
-                ):
-                    return
             raise
+
+    def _is_there(self, path: str, item: Manifest) -> bool:
+        """False also where nobody may look."""
+        with contextlib.suppress(ApiError):
+            return self.api.find(f"{path}/{item['metadata']['name']}") is not None
+        return False
 
     def prepare(self, spec: JobSpec) -> SubmitResult:
         """Submits the job that writes the shards, unless it has. Raises `UserError`."""
@@ -344,8 +342,7 @@ class KubernetesBackend(Cluster):
         return self.submit(own, "replace")
 
     def observe(self, known: JobRecord) -> Status:
-        with as_user_errors(self.api.host):
-            status = self._observe(known.handle, known.spec)
+        status = self._observe(known.handle, known.spec)
         return self._with_progress(known, status) if status.final else status
 
     def status(self, name: str) -> Status:
@@ -356,7 +353,7 @@ class KubernetesBackend(Cluster):
 
     def _with_progress(self, known: JobRecord, status: Status) -> Status:
         """Nobody outside sees the run's files, but what it prints of them."""
-        with contextlib.suppress(UserError), as_user_errors(self.api.host):  # the pods say the rest
+        with contextlib.suppress(UserError):  # the pods say the rest
             reported = self._printed_status(known)
             if reported is not None:
                 created = seconds_of(get(known.handle, "metadata", "creationTimestamp"))
@@ -426,9 +423,8 @@ class KubernetesBackend(Cluster):
         return None
 
     def stream(self, known: JobRecord, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
-        with as_user_errors(self.api.host):
-            reader, names = self._reader(known), self._of_rank(known, rank)
-            yield from reader.lines(names, rank, follow) if last is None else reader.tail(names, rank, follow, last)
+        reader, names = self._reader(known), self._of_rank(known, rank)
+        yield from reader.lines(names, rank, follow) if last is None else reader.tail(names, rank, follow, last)
 
     @staticmethod
     def _of_rank(known: JobRecord, rank: int | None) -> Lines:
@@ -460,8 +456,7 @@ class KubernetesBackend(Cluster):
 
         spec = known.spec or JobSpec.recorded(known.name, known.plain)
         host = hosts(known.handle)[rank // spec.ranks]
-        with as_user_errors(self.api.host):
-            pod = self._pod(known.handle, host)
+        pod = self._pod(known.handle, host)
         if pod is None:
             raise UserError(f"rank {rank} does not run: the pod {host} is gone")
         there = ["kubectl", "--namespace", self.namespace, *(["--context", self.context] if self.context else [])]
@@ -469,8 +464,7 @@ class KubernetesBackend(Cluster):
         return beside(there, name, container, rank, command, spec.run_directory, streams)
 
     def stop(self, known: JobRecord) -> Status:
-        with as_user_errors(self.api.host):
-            self._delete(known.handle, self._deletion_seconds(known.spec))
+        self._delete(known.handle, self._deletion_seconds(known.spec))
         return Status("cancelled", "cancelled; its pods had the grace period to save")
 
     @staticmethod
@@ -499,11 +493,10 @@ class KubernetesBackend(Cluster):
             time.sleep(min(self.interval, 0.5))
 
     def list(self) -> list[JobSummary]:
-        with as_user_errors(self.api.host):
-            # From the server's watch cache, which answers all at once: pages are read from etcd, a quorum each.
-            query = {"labelSelector": MANAGED_SELECTOR, "resourceVersion": "0", "limit": None}
-            jobs = self._of_each_kind(lambda kind: [*self.api.pages(self.path(kind), **query)])
-            return sorted((_row(job) for of_kind in jobs for job in of_kind), key=lambda row: row.name)
+        # From the server's watch cache, which answers all at once: pages are read from etcd, a quorum each.
+        query = {"labelSelector": MANAGED_SELECTOR, "resourceVersion": "0", "limit": None}
+        jobs = self._of_each_kind(lambda kind: [*self.api.pages(self.path(kind), **query)])
+        return sorted((_row(job) for of_kind in jobs for job in of_kind), key=lambda row: row.name)
 
     def _find(self, name: str) -> Manifest | None:
         return next(filter(None, self._of_each_kind(lambda kind: self._live(kind, name))), None)

@@ -16,9 +16,8 @@ from lockstep.training.contract import UserError
 from ..logs import PREFIX, Stamped, newest, of_rank
 from ..manifest import get
 from ..status import Unreachable
-from .answers import ApiError
 from .api import Api
-from .observe import host
+from .observe import ApiError, host
 
 MAX_PODS = 100
 SILENCE = 300.0
@@ -150,7 +149,7 @@ class Reader:
                     yield stamp, line
         except ApiError as error:
             if error.status not in (400, 404):  # not started yet, or gone already
-                raise UserError(f"cannot read the log of {get(pod, 'metadata', 'name')}: {error}") from None
+                raise UserError(f"cannot read the log of {get(pod, 'metadata', 'name')}: {error.message}") from None
 
 
 def _age(pod: dict[str, Any]) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""From a job, its pods, events and Kueue workload to one sentence that says where it stands and why. Pure."""
+"""From a job, its pods, events and Kueue workload to one sentence that says where it stands and why; from a refusal to what to do. Pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_TIMED_OUT, EXIT_USAGE
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_TIMED_OUT, EXIT_USAGE, UserError
 
 from ..manifest import get, mappings
-from ..status import NodeStatus, State, Status
-from .render import CONTAINERS, KUEUE_QUEUE
+from ..status import NodeStatus, State, Status, Unreachable
+from .render import CONTAINERS, KINDS, KUEUE_QUEUE
 
 Object = dict[str, Any]
 INCOMPLETE = "lockstep/incomplete"
@@ -445,3 +445,61 @@ def _waiting(pod: Object) -> str:
                 code = f", exit code {last['exitCode']}" if "exitCode" in last else ""
                 return f"{name} crashes again and again (CrashLoopBackOff{code}): see `lockstep logs`"
     return ""
+
+
+INSTALL = {"PyTorchJob": "the Kubeflow training-operator", "TrainJob": "Kubeflow Trainer"}
+_DENIED = re.compile(r'admission webhook "(?P<name>[^"]+)" denied the request: (?P<why>.*)')
+
+
+class ApiError(UserError):
+    """The server's refusal: HTTP status, its reason word, its own message, and as text what to do.
+
+    Args:
+        path: what was asked for.
+    """
+
+    def __init__(self, status: int, reason: str, message: str, path: str = "") -> None:
+        super().__init__(_advice(status, reason, message, path))
+        self.status, self.reason, self.message = status, reason, message
+
+
+class Failing(Unreachable):
+    """Every attempt met an error of the server itself, or of a webhook that it asks."""
+
+
+class Gone(Unreachable):
+    """410: the resource version of a page is too old. List again."""
+
+
+def _advice(status: int, reason: str, message: str, path: str) -> str:
+    kind = next((kind for kind, (_, plural) in KINDS.items() if f"/{plural}" in path), "")
+    if status == 403:
+        return _forbidden(message)
+    if status == 404 and "namespaces " in message:
+        return (
+            f"the cluster does not have the namespace: {message}; choose another one (--namespace, k8s.namespace), or make it "
+            "(make install-k8s)"
+        )
+    if status == 404 and kind and not reason:  # a kind that is not served has no Status to give a reason
+        return f"the cluster does not have {kind}: install {INSTALL[kind]}, see `lockstep doctor k8s`"
+    advice = ""
+    if kind == "TrainJob" and outdated(message):
+        advice = "; a TrainJob needs Kubeflow Trainer 2.3 or later: ask for it, or use k8s.kind PyTorchJob"
+    return f"the cluster refuses ({status} {reason}): {message}{advice}"
+
+
+def outdated(message: str) -> bool:
+    """Whether Trainer is too old for a field of the job."""
+    return "unknown field" in message and "runtimePatches" in message
+
+
+def _forbidden(message: str) -> str:
+    """403 is the answer to four things. What is forbidden stands before the reason, and may hold any word."""
+    if webhook := _DENIED.fullmatch(message):
+        return f"the cluster's admission webhook {webhook['name']} refuses it: {webhook['why']}"
+    why = message.rpartition(" is forbidden: ")[2]
+    if why.startswith("exceeded quota"):
+        return f"the namespace's quota does not allow it: {message}; wait for other jobs to end, or ask for more"
+    if "being terminated" in why or "is terminating" in why:
+        return f"the namespace is being deleted: {message}; use another one, or wait until it is there again"
+    return f"not allowed: {message}; ask for the rights in deploy/k8s/base/rbac.yaml of this version"

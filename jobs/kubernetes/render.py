@@ -1,20 +1,38 @@
 """Pure functions from a JobSpec to manifests: no cluster, no clock, no network; same spec, same bytes.
 
 A PyTorchJob (Kubeflow training-operator v1) or a TrainJob (Kubeflow Trainer v2, v1alpha1), which are the same pod in two frames; the
-NetworkPolicy that every job gets; the ConfigMaps of its code.
+NetworkPolicy that every job gets; the ConfigMaps of its code. And the lint rules that read them.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import re
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 from lockstep.training.contract import ENV_METRICS_PORT, METRICS_PORT
 
 from .. import command as commands
-from ..command import GRACE_MARGIN
-from ..manifest import HASH, JOB, MANAGED, SPEC, Manifest, check_directives, get, holds, merge, without_none
+from .. import lint
+from ..command import GRACE_MARGIN, prepares
+from ..lint import volume_of
+from ..manifest import (
+    HASH,
+    JOB,
+    MANAGED,
+    SPEC,
+    Change,
+    Manifest,
+    changes,
+    get,
+    holds,
+    mappings,
+    patched,
+    without_none,
+)
 from ..spec.model import CODE_PARTS, JobSpec
 from ..spec.types import seconds
 
@@ -44,6 +62,14 @@ MANAGER = "lockstep.dev/submit"
 LINGER_SECONDS = 30
 """The operator ends a job of workers with the first that it sees completed, and takes the logs of the others away: by then
 it has seen rank 0's pod."""
+INJECTED = re.compile(
+    r"PET_.*|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|GROUP_RANK|TORCHELASTIC_.*"
+)
+_FOUND_BY = re.compile(
+    r"apiVersion|kind|metadata(\.(name|namespace|labels|annotations)(\..*)?)?|.*\.template\.metadata(\.labels(\..*)?)?"
+    r"|spec(\.(runPolicy|trainer|runtimePatches|pytorchReplicaSpecs(\.Worker)?))?"
+)
+"""Places by which Lockstep finds a job and its pods, and what must stay a mapping or a list."""
 
 
 def path_of(kind: str, namespace: str) -> str:
@@ -73,9 +99,7 @@ def of_hash(spec: JobSpec, value: str) -> JobSpec:
 
 def manifests(spec: JobSpec, submission: str = RENDERED) -> list[Manifest]:
     """[NetworkPolicy, PyTorchJob or TrainJob]: the objects of a job but those of its code, with `patch`."""
-    merged = merge(job(spec, submission), spec.k8s.patch, MERGED_BY)
-    check_directives(merged)
-    return [network_policy(spec, submission), merged]
+    return [network_policy(spec, submission), patched(job(spec, submission), spec.k8s.patch, MERGED_BY)]
 
 
 def submission_in(policy: Manifest, spec: JobSpec) -> str:
@@ -92,7 +116,7 @@ def job(spec: JobSpec, submission: str = RENDERED) -> Manifest:
         "apiVersion": KINDS[kind][0],
         "kind": kind,
         "metadata": _metadata(spec, submission),
-        "spec": without_none(body),
+        "spec": body,
     }
 
 
@@ -102,10 +126,9 @@ def _metadata(spec: JobSpec, submission: str) -> Manifest:
         marks[KUEUE_QUEUE] = queue
     text = json.dumps(spec.record(), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     annotations = {SPEC: text, **({SUBMISSION: submission} if spec.code is not None else {})}
-    metadata: Manifest = without_none(
+    return without_none(
         {"name": spec.name, "namespace": spec.k8s.namespace, "labels": marks, "annotations": annotations}
     )
-    return metadata
 
 
 def _pytorchjob(spec: JobSpec, submission: str) -> Manifest:
@@ -164,14 +187,16 @@ def _trainjob(spec: JobSpec, submission: str) -> Manifest:
             "apiGroup": "trainer.kubeflow.org",
         },
         "activeDeadlineSeconds": spec.deadline_seconds,
-        "trainer": {
-            "image": spec.image,
-            "command": node["command"],
-            "numNodes": spec.nodes,
-            "numProcPerNode": spec.ranks,
-            "resourcesPerNode": node["resources"],
-            "env": node["env"],
-        },
+        "trainer": without_none(
+            {
+                "image": spec.image,
+                "command": node["command"],
+                "numNodes": spec.nodes,
+                "numProcPerNode": spec.ranks,
+                "resourcesPerNode": node["resources"],
+                "env": node["env"],
+            }
+        ),
         "runtimePatches": [
             {"manager": MANAGER, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}}}
         ],
@@ -201,7 +226,7 @@ def pod_annotations(spec: JobSpec) -> dict[str, str]:
 
 def pod_spec(spec: JobSpec, submission: str = RENDERED) -> Manifest:
     settings = spec.k8s
-    pod: Manifest = without_none(
+    return without_none(
         {
             "serviceAccountName": settings.service_account,
             "automountServiceAccountToken": False,
@@ -213,19 +238,20 @@ def pod_spec(spec: JobSpec, submission: str = RENDERED) -> Manifest:
             "tolerations": [item.model_dump(exclude_none=True) for item in settings.tolerations] or None,
             "affinity": _affinity(spec),
             "imagePullSecrets": [{"name": name} for name in settings.image_pull_secrets] or None,
-            "securityContext": {
-                "runAsNonRoot": True,
-                "runAsUser": settings.run_as_user,
-                "runAsGroup": settings.fs_group,
-                "fsGroup": settings.fs_group,
-                "fsGroupChangePolicy": "OnRootMismatch" if settings.fs_group is not None else None,
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
+            "securityContext": without_none(
+                {
+                    "runAsNonRoot": True,
+                    "runAsUser": settings.run_as_user,
+                    "runAsGroup": settings.fs_group,
+                    "fsGroup": settings.fs_group,
+                    "fsGroupChangePolicy": "OnRootMismatch" if settings.fs_group is not None else None,
+                    "seccompProfile": {"type": "RuntimeDefault"},
+                }
+            ),
             "containers": [container(spec)],
             "volumes": _volumes(spec, submission),
         }
     )
-    return pod
 
 
 def container(spec: JobSpec) -> Manifest:
@@ -233,7 +259,7 @@ def container(spec: JobSpec) -> Manifest:
     ports += [{"name": f"metrics-{rank}", "containerPort": spec.metrics_port + rank} for rank in range(spec.ranks)]
     return {
         "name": CONTAINERS["PyTorchJob"],
-        "image": spec.image,
+        **({"image": spec.image} if spec.image is not None else {}),
         "imagePullPolicy": spec.k8s.image_pull_policy,
         "command": [_literal(word) for word in _command(spec)],
         "env": environment(spec),
@@ -403,3 +429,122 @@ def code_maps(spec: JobSpec, submission: str, packed: bytes) -> list[Manifest]:
             {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True, "binaryData": data}
         )
     return maps
+
+
+class Subject(lint.Subject):
+    """A PyTorchJob or TrainJob."""
+
+    volumes = True
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]  # read, never set
+        return kind_of(self.spec)
+
+    @cached_property
+    def job(self) -> Manifest:
+        """With the patch."""
+        return next((item for item in self.objects if item.get("kind") != "NetworkPolicy"), {})
+
+    @cached_property
+    def patched(self) -> list[Change]:
+        """What the patch has made of the rendered job."""
+        policy = next((item for item in self.objects if item.get("kind") == "NetworkPolicy"), None)
+        if policy is None or not self.spec.k8s.patch:
+            return []
+        return [*changes(job(self.spec, submission_in(policy, self.spec)), self.job)]
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """Of the ranks' container, where the patch has left it in its place."""
+        worker = get(self.job, "spec", "pytorchReplicaSpecs", "Worker", "template", "spec", "containers")
+        ours = [item for item in mappings(worker) if item.get("name") == CONTAINERS["PyTorchJob"]]
+        items = get(self.job, "spec", "trainer", "env") if self.kind == "TrainJob" else get(ours, 0, "env")
+        return {str(item.get("name")): item.get("value") for item in mappings(items)}
+
+
+RULES = lint.Rules(Subject)
+rule = RULES.rule
+
+
+@rule("LS001")
+def name_length(subject: Subject) -> Iterator[str]:
+    """Pod and Service names hold the job's name and have at most 63 characters."""
+    name, last = subject.spec.name, subject.spec.nodes - 1
+    longest = 63 - len(f"-node-0-{last}-xxxxx" if subject.kind == "TrainJob" else f"-worker-{last}")
+    if len(name) > longest:
+        yield f"the name {name[:40]}… has {len(name)} characters, at most {longest} are possible with these pods: shorten it"
+
+
+@rule("LS012")
+def injected_variables(subject: Subject) -> Iterator[str]:
+    """The operator and the launcher set these variables; a value of yours is overridden, or breaks the job."""
+    for name in sorted(subject.environment):
+        if INJECTED.fullmatch(name):
+            yield f"env sets {name}, which the operator or the launcher sets: remove it"
+
+
+@rule("LS019", "warning")
+def durable_run(subject: Subject) -> Iterator[str]:
+    """A run directory on no persistent volume is gone with the pod; what is kept in a bucket is not."""
+    spec = subject.spec
+    if prepares(spec.command):  # its run is the shards
+        return
+    if spec.checkpoints_bucket is None and volume_of(spec, spec.run_directory) is None:
+        yield (
+            f"run_dir {spec.run_directory} is not on a volume: a restart would begin anew, uncounted; add one to volumes, or set "
+            "checkpoint.to to a bucket"
+        )
+
+
+@rule("LS024", kinds=("PyTorchJob",))
+def ports(subject: Subject) -> Iterator[str]:
+    """There is one metrics port a rank, beside the operator's."""
+    if subject.spec.metrics_port <= RENDEZVOUS_PORT < subject.spec.metrics_port + subject.spec.ranks:
+        yield f"two ports have one number: move metrics_port away from {RENDEZVOUS_PORT}"
+
+
+@rule("LS028")
+def found_by(subject: Subject) -> Iterator[str]:
+    """A patch may not change names and labels, by which Lockstep finds a job and its pods."""
+    for change in subject.patched:
+        if change.ours and _FOUND_BY.fullmatch(change.path):
+            yield f"k8s.patch changes {change.path}, by which Lockstep finds the job and its pods: leave it out"
+    name = CONTAINERS[subject.kind]
+    names = [item.get("name") for item in mappings(get(template(subject.job), "spec", "containers"))]
+    if subject.patched and name not in names:
+        yield f"k8s.patch leaves no container {name}, in which the ranks run: leave its name as it is"
+
+
+@rule("LS046", "note")
+def changed(subject: Subject) -> Iterator[str]:
+    """A patch may open any door that the namespace leaves open, so everything that it changes is shown."""
+    for change in subject.patched:
+        yield f"k8s.patch sets {change.path}: {json.dumps(change.value)[:200]}"
+
+
+@rule("LS036", kinds=("TrainJob",))
+def trainjob_limits(subject: Subject) -> Iterator[str]:
+    """What a TrainJob's pods get beyond a patch is set in the runtime."""
+    given = subject.spec.plain().get("k8s", {})
+    for name in ("priority_class", "scheduler_name", "image_pull_policy", "ttl"):
+        if name in given:
+            yield f"a TrainJob cannot set k8s.{name}: put it into the runtime that k8s.runtime names, or use k8s.kind PyTorchJob"
+
+
+@rule("LS042")
+def image_registry(subject: Subject) -> Iterator[str]:
+    """A name without a registry means Docker Hub's own images. What was built on one machine is on no other."""
+    spec = subject.spec
+    if spec.nodes > 1 and (problem := unpublished(spec)):
+        yield problem
+
+
+def unpublished(spec: JobSpec) -> str:
+    """What is wrong with an image that no registry has; "" where nothing is. A program may be one of Docker Hub's own."""
+    image = spec.image or ""
+    if not image or "/" in image or spec.command is not None or spec.k8s.image_pull_policy == "Never":
+        return ""
+    return (
+        f"image {image} has no registry in its name, so the nodes would look for it at Docker Hub: push it (`make push`) and name it "
+        "registry/name, or set k8s.image_pull_policy Never where it was loaded onto every node"
+    )
