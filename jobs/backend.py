@@ -55,7 +55,7 @@ Sent = list[SubmitResult]
 Manifests = list[Manifest]
 Checks = list[Check]
 Findings = list[Finding]
-Standings = list[records.Standing]
+Standings = list[records.StalledRank]
 LOOK_SECONDS = 2.0
 """What a last look may take, after the end of a wait."""
 SUMMARY_LINES = 1000
@@ -432,7 +432,7 @@ class Backend(abc.ABC):
         """
         known = self._ours(name)
         of_node = known.spec.ranks if known.spec is not None else 1
-        standings: dict[int, records.Standing] = {}
+        standings: dict[int, records.StalledRank] = {}
         for first in range(0, known.world_size, of_node) if rank is None else [rank]:
             with tempfile.TemporaryFile() as answer, open(os.devnull) as nothing:
                 words = [STACKS, *([str(rank)] if rank is not None else [])]
@@ -440,8 +440,8 @@ class Backend(abc.ABC):
                 answer.seek(0)
                 for line in answer.read().splitlines() if not code else []:
                     with contextlib.suppress(ValueError):
-                        if (one := records.parse(files.parsed(line), records.Standing)) is not None:
-                            standings[one["rank"]] = one
+                        if (one := records.StalledRank.parse(files.parsed(line))) is not None:
+                            standings[one.rank] = one
         if not standings:
             raise UserError(f"no rank of {name} has shown what it does")
         return [standings[number] for number in sorted(standings)]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import re
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import AnyStr, Generic
 
 from lockstep.training import files
+
+from .status import Unreachable
 
 BLOCK = 1 << 16
 HEAD = 64
@@ -17,29 +20,30 @@ HEAD = 64
 Stamped = tuple[str, str]
 """(time, line); times sort as text."""
 PREFIX = re.compile(r"\[rank (\d+)\] ")
+_PREFIX = re.compile(PREFIX.pattern.encode())
+CHUNK = 1 << 20
+"""Bytes of one log that are read at once."""
 STAMPED = re.compile(rb"\S{1,64} (\[rank \d+\] )?")
 """What a line of an engine or of Kubernetes begins with: when it was written, and which rank wrote it."""
 LONGEST = 1 << 20
 """Of a line that is longer (a progress bar that never breaks), pieces of about this size count as lines."""
 
 
-class Pieces(Generic[AnyStr]):
-    """Lines out of what comes of a log, bit by bit. Holds one piece of a line, and looks at each byte once.
+class LineSplitter:
+    """Splits the chunks of a log into lines. Holds one piece of a line, and looks at each byte once.
 
     Args:
-        newline: what ends a line, as text or as bytes.
         head: what every piece of a line is to begin with, as the line does: whose it is, and when it was written.
     """
 
-    def __init__(self, newline: AnyStr, head: re.Pattern[AnyStr] | None = None) -> None:
-        self._newline: AnyStr = newline
-        self._head: re.Pattern[AnyStr] | None = head
-        self._kept: list[AnyStr] = []
+    def __init__(self, head: re.Pattern[bytes]) -> None:
+        self._head = head
+        self._kept: list[bytes] = []
         self._size = 0
 
-    def of(self, chunk: AnyStr) -> Iterator[AnyStr]:
+    def of(self, chunk: bytes) -> Iterator[bytes]:
         """The lines that end in this chunk, and the pieces of a longer one."""
-        lines = chunk.split(self._newline)
+        lines = chunk.split(b"\n")
         for line in lines[:-1]:
             self._kept.append(line)
             yield self.rest()
@@ -47,14 +51,13 @@ class Pieces(Generic[AnyStr]):
         self._size += len(lines[-1])
         if self._size > LONGEST:
             piece = self.rest()
-            head = self._head.match(piece) if self._head is not None else None
-            if head is not None:
+            if (head := self._head.match(piece)) is not None:
                 self._kept.append(piece[: head.end()])
             yield piece
 
-    def rest(self) -> AnyStr:
+    def rest(self) -> bytes:
         """What stands behind the last newline; it is given once."""
-        line = self._newline[:0].join(self._kept)
+        line = b"".join(self._kept)
         self._kept.clear()
         self._size = 0
         return line
@@ -68,7 +71,69 @@ def of_rank(line: str, rank: int | None) -> str | None:
     return line[match.end() :] if match and int(match[1]) == rank else None
 
 
-def begin(path: Path, count: int, counts: Callable[[bytes], bool] = lambda head: True) -> tuple[int, int]:  # noqa: ARG005
+def follow(
+    logs: dict[int, Path], rank: int | None, prefixed: bool, ended: Callable[[], bool], interval: float, last: int | None,
+    noise: re.Pattern[bytes] | None = None,
+) -> Iterator[str]:  # fmt: skip
+    """The lines of several logs as they come, until the job has ended: those of one rank, or of all with `[rank N] ` before them.
+
+    Args:
+        logs: by rank; of logs that are `prefixed`, by anything.
+        prefixed: their lines have `[rank N] ` already.
+        ended: whether the job has ended, or nobody waits for that.
+        last: begin this many lines before the end. They have no times, so each log has an equal share of them.
+        noise: lines that begin so are left out.
+    """
+    wanted = rank if prefixed else None
+    mark = b"" if wanted is None else b"[rank %d] " % wanted
+
+    def counts(head: bytes) -> bool:
+        return head.startswith(mark) and not (noise is not None and noise.match(head))
+
+    offsets = dict.fromkeys(logs, 0) if last is None else _offsets(logs, last, counts)
+    splitters = {key: LineSplitter(_PREFIX) for key in logs}
+    while True:
+        try:
+            over = ended()  # asked before reading, so that nothing is missed
+        except Unreachable:
+            over = False
+        more = False
+        for key, path in logs.items():
+            chunk = b""
+            with contextlib.suppress(OSError), files.regular(path) as file:
+                file.seek(offsets[key])
+                chunk = file.read(CHUNK)
+            offsets[key] += len(chunk)
+            more = more or bool(chunk)
+            lines = list(splitters[key].of(chunk))
+            if over and not chunk and (rest := splitters[key].rest()):
+                lines.append(rest)
+            for line in lines:
+                if noise is None or not noise.match(line):
+                    text = of_rank(line.decode(errors="replace"), wanted)
+                    if text is not None:
+                        yield f"[rank {key}] {text}" if rank is None and not prefixed else text
+        if over and not more:
+            return
+        if not more:
+            time.sleep(interval)
+
+
+def _offsets(logs: dict[int, Path], last: int, counts: Callable[[bytes], bool]) -> dict[int, int]:
+    """Where each log is to be read from, for `last` lines in all."""
+
+    def tail(key: int, count: int) -> tuple[int, int]:
+        try:
+            return tail_offset(logs[key], count, counts)
+        except OSError:
+            return 0, 0
+
+    tails = {key: tail(key, last) for key in logs}
+    quotas = dict(zip(logs, split_quota([lines for _, lines in tails.values()], last)))
+    return {key: tail(key, quotas[key])[0] if quotas[key] < lines else offset for key, (offset, lines) in tails.items()}
+
+
+def tail_offset(path: Path, count: int, counts: Callable[[bytes], bool] = lambda head: True) -> tuple[int, int]:  # noqa: ARG005
     """(where the last `count` lines of a file begin, how many there are). Holds two blocks of it, however long it is.
 
     Args:
@@ -101,7 +166,7 @@ def begin(path: Path, count: int, counts: Callable[[bytes], bool] = lambda head:
         return 0, count_of
 
 
-def newest(sources: Iterable[Iterable[Stamped]], count: int) -> list[Stamped]:
+def merge_tail(sources: Iterable[Iterable[Stamped]], count: int) -> list[Stamped]:
     """The last `count` of several logs by their times. Each is in the order in which it was written, and stays so.
 
     All of them are read to their ends, and no more than `count` of each is kept.
@@ -109,21 +174,16 @@ def newest(sources: Iterable[Iterable[Stamped]], count: int) -> list[Stamped]:
     return list(deque(heapq.merge(*(deque(source, count) for source in sources), key=_time), count))
 
 
-def shares(there: list[int], count: int) -> list[int]:
+def split_quota(available: list[int], count: int) -> list[int]:
     """How many lines of each of several logs without times: `count` in all, dealt out evenly."""
-    quotas = [0] * len(there)
-    while count > 0 and (short := [index for index, number in enumerate(there) if quotas[index] < number]):
+    quotas = [0] * len(available)
+    while count > 0 and (short := [index for index, number in enumerate(available) if quotas[index] < number]):
         each = max(1, count // len(short))
         for index in short[:count]:
-            more = min(each, there[index] - quotas[index])
+            more = min(each, available[index] - quotas[index])
             quotas[index] += more
             count -= more
     return quotas
-
-
-def last(lines: Iterable[str], count: int | None) -> Iterator[str]:
-    """The last `count` of lines, which are read to their end; all as they come, without a count."""
-    yield from lines if count is None else deque(lines, count)
 
 
 def _time(item: Stamped) -> str:

@@ -10,7 +10,6 @@ hide other jobs.
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import os
 import re
@@ -18,16 +17,15 @@ import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
-from typing_extensions import NotRequired, TypedDict
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from typing_extensions import Self
 
 from lockstep.training import contract, files
 from lockstep.training.contract import UserError
 from lockstep.wire import hangs
 from lockstep.wire.status import slow_rank_of
-
-_MOST_LINKS = 40
 
 
 def home() -> Path:
@@ -67,7 +65,7 @@ def place_of(backend: str, name: str) -> dict[str, str]:
 def make(folder: Path) -> Path:
     """The folder, made where it is missing, and checked. Raises `UserError`."""
     try:
-        _way(folder.absolute().parent, make=True)
+        _check_parents(folder.absolute().parent, make=True)
         folder.mkdir(exist_ok=True, mode=0o700)
         own(folder)
     except OSError as error:
@@ -85,7 +83,7 @@ def make_way(run_dir: Path) -> None:
 
 def check(folder: Path) -> None:
     """Refuses a folder that somebody else could have put a payload into. Raises `UserError`, `OSError`."""
-    _way(folder.absolute().parent)
+    _check_parents(folder.absolute().parent)
     own(folder)
 
 
@@ -105,62 +103,42 @@ def own(folder: Path) -> None:
         raise UserError(f"{folder} can be changed by other users (mode {mode:o}): chmod 700 it")
 
 
-def _judge_step(folder: Path, owner: int, mode: int, me: int, group_is_mine: bool = False) -> None:
-    """Refuses a folder on the way in which somebody else could rename what comes next. Raises `UserError`."""
-    if owner not in (0, me):
+def _check_parents(folder: Path, make: bool = False) -> None:
+    """Refuses a folder on the way from / to this one, or a link on it, in which another user can rename what comes next.
+
+    From above: nobody else can rename a folder that was checked while the next one is looked at.
+
+    Args:
+        make: folders that are missing are made.
+    """
+    for parent in (*reversed(folder.parents), folder):
+        if make and not os.path.lexists(parent):
+            parent.mkdir(mode=0o700, exist_ok=True)
+        about = parent.lstat()
+        _check_owner(parent, about)
+        if stat.S_ISLNK(about.st_mode):
+            parent.stat()  # raises where links go in a circle
+            _check_parents(parent.parent / os.readlink(parent))
+
+
+def _check_owner(folder: Path, about: os.stat_result) -> None:
+    """Refuses a folder in which another user could rename what is in it. Raises `UserError`."""
+    me, mode = os.geteuid(), stat.S_IMODE(about.st_mode)
+    if about.st_uid not in (0, me):
         raise UserError(
-            f"{folder} belongs to user {owner}, who can put other jobs in the place of yours: set LOCKSTEP_HOME to a "
+            f"{folder} belongs to user {about.st_uid}, who can put other jobs in the place of yours: set LOCKSTEP_HOME to a "
             "folder below such as only you and root can write"
         )
-    # In a folder with the sticky bit only its owner renames what is somebody else's.
-    if mode & 0o022 and not mode & stat.S_ISVTX and (mode & 0o002 or not group_is_mine):
+    if stat.S_ISLNK(about.st_mode) or mode & stat.S_ISVTX:
+        return  # in a folder with the sticky bit only its owner renames what is somebody else's
+    if mode & 0o002 or (mode & 0o020 and not _is_private_group(about.st_gid, me)):
         raise UserError(
             f"{folder} can be changed by other users (mode {mode:o}), who can put other jobs in the place of yours: "
             f"chmod go-w {folder}, or set LOCKSTEP_HOME to a folder below such as only you and root can write"
         )
 
 
-def _way(folder: Path, make: bool = False) -> None:
-    """Judges each folder from / to this one, and each link between them. `make`: those that are missing are made.
-
-    From above: what was judged can be renamed by nobody else while the next one is looked at.
-    """
-    me, at, left, links = os.geteuid(), Path("/"), list(folder.parts[1:])[::-1], 0
-    _step(at, at.lstat(), me)
-    while left:
-        name = left.pop()
-        if name == "..":
-            at = at.parent
-            continue
-        place = at / name
-        try:
-            about = place.lstat()
-        except FileNotFoundError:
-            if not make:
-                raise
-            place.mkdir(mode=0o700, exist_ok=True)
-            about = place.lstat()
-        if not stat.S_ISLNK(about.st_mode):
-            _step(place, about, me)
-            at = place
-            continue
-        links += 1
-        if links > _MOST_LINKS:
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
-        _judge_step(place, about.st_uid, 0, me)
-        target = Path(os.readlink(place))
-        at = Path("/") if target.is_absolute() else at
-        left += [part for part in target.parts if part != "/"][::-1]
-
-
-def _step(place: Path, about: os.stat_result, me: int) -> None:
-    if not stat.S_ISDIR(about.st_mode):
-        raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
-    mode = stat.S_IMODE(about.st_mode)
-    _judge_step(place, about.st_uid, mode, me, bool(mode & 0o020) and _is_mine(about.st_gid, me))
-
-
-def _is_mine(group: int, me: int) -> bool:
+def _is_private_group(group: int, me: int) -> bool:
     """Whether it is this user's private group, as many systems give one to each, with a umask of 002."""
     import grp
     import pwd
@@ -186,10 +164,34 @@ def locked(folder: Path, seconds: float) -> Iterator[None]:
         raise UserError(f"cannot keep jobs in {folder}: {error.strerror}; set LOCKSTEP_HOME") from None
 
 
-R = TypeVar("R")
+Identifier = Annotated[str, StringConstraints(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$")]
+"""Processes, folders and machines are looked up by it. An empty one would match all of them."""
 
 
-class Goodput(TypedDict):
+class Record(BaseModel):
+    """A record in a JSON file."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    @classmethod
+    def parse(cls, value: Any) -> Self | None:
+        """Returns the record that a plain value holds; None where a key is missing or a value has another type."""
+        try:
+            return cls.model_validate(value)
+        except ValueError:  # pydantic's
+            return None
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """Returns the record in a file; None where the file is missing or damaged."""
+        return cls.parse(files.read_json(path))
+
+    def write(self, path: Path) -> None:
+        """Raises `OSError`."""
+        files.replace_json(path, self.model_dump())
+
+
+class Goodput(Record):
     """Where the time of a run went, over all attempts."""
 
     fraction: float
@@ -197,29 +199,29 @@ class Goodput(TypedDict):
     lost_to_restarts: float
     """Of its wall clock, too."""
     restarts: int
-    began: NotRequired[float]
+    began: float | None = None
     """Seconds since the epoch, by the clock of its machine, at which the first attempt's launcher was started."""
 
 
-class Said(TypedDict):
+class RunStatus(Record):
     """status.json of a run."""
 
     code: int | None
     step: int
     attempt: int
     reason: str
-    job: NotRequired[str]
-    restart: NotRequired[int]
-    ranks: NotRequired[list[int]]
+    job: str = ""
+    restart: int | None = None
+    ranks: list[int] = []
     """How many there are and were, where some were lost and the others train on."""
-    goodput: NotRequired[Goodput]
-    slow_rank: NotRequired[dict[str, Any]]
-    hang: NotRequired[str]
-    """What is said of a rank that gets no further (hang.jsonl)."""
+    goodput: Goodput | None = None
+    slow_rank: dict[str, Any] | None = None
+    hang: str = ""
+    """A sentence about the rank that makes no progress (hang.jsonl)."""
 
 
-class Standing(TypedDict):
-    """What a rank does, as its node says it (`lockstep.wire.hangs`)."""
+class StalledRank(Record):
+    """Where a rank stands, as its node reports it (`lockstep.wire.hangs`)."""
 
     rank: int
     what: str
@@ -231,117 +233,62 @@ class Standing(TypedDict):
     step: int | None
 
 
-class Process(TypedDict):
-    """A supervisor or a launcher."""
+class Process(Record):
+    """A supervisor or a launcher, which can be signalled: never a group (0, −1, …) nor init."""
 
-    pid: int
+    pid: int = Field(gt=1)
     ticks: int | None
 
 
-class Ended(TypedDict):
+class LocalEnd(Record):
     """How a local job ended."""
 
     code: int | None
     reason: str
     timed_out: bool
-    job: str
+    job: Identifier
 
 
-class LocalJob(TypedDict):
+class LocalJob(Record):
     """job.json of a local job."""
 
     spec: dict[str, Any]
     hash: str
-    run_dir: str
+    run_dir: Identifier
     command: list[str]
     env: dict[str, str]
     time_limit: float
     grace: float
     created: str
-    job: str
-    host: str
+    job: Identifier
+    host: Identifier
 
 
-class Note(TypedDict):
-    """What a task of SLURM says of its rank's end."""
+class TaskResult(Record):
+    """How a task of SLURM ended, as it has noted itself."""
 
     code: int
-    rank: NotRequired[int]
-    reason: NotRequired[str]
-    restart: NotRequired[int]
-    host: NotRequired[str]
-    time: NotRequired[float]
+    rank: int | None = None
+    reason: str = ""
+    restart: int = 0
+    host: str | None = None
+    time: float = 0
 
 
-class SlurmPart(TypedDict):
-    """A node in the recorded end of a SLURM job."""
-
-    name: str
-    ranks: list[int]
-    state: str
-    reason: str
-    restarts: int
-
-
-class SlurmEnded(TypedDict):
-    """How a SLURM job ended."""
-
-    state: str
-    reason: str
-    ranks: list[SlurmPart]
-    exit_code: int | None
-    goodput: NotRequired[dict[str, Any] | None]
-    slow_rank: NotRequired[dict[str, Any] | None]
-
-
-class SlurmJob(TypedDict):
+class SlurmJob(Record):
     """job.json of a SLURM job; `job_id` is None until sbatch has answered."""
 
     spec: dict[str, Any]
     hash: str
-    run_dir: str
-    submitit: str
-    job_id: str | None
+    run_dir: Identifier
+    submitit: Identifier
+    job_id: Identifier | None
     created: str
     since: float
     comment: str
     array_name: str
-    element: NotRequired[int | None]
-    job: str
-
-
-_FOUND_BY = ("job", "host", "run_dir", "submitit", "job_id")
-"""Processes, folders and machines are found by these. An empty one would find all of them."""
-_SHAPES: dict[type[Any], Any] = {}
-
-
-def _shape(kind: type[Any]) -> Any:
-    if kind not in _SHAPES:
-        from pydantic import TypeAdapter  # a supervisor needs it at the end of its job only
-
-        _SHAPES[kind] = TypeAdapter(kind)
-    return _SHAPES[kind]
-
-
-def parse(value: Any, kind: type[R]) -> R | None:
-    """The record that a plain value holds; None where a key is missing, a value has another type, or a name is blank."""
-    try:
-        record: R = _shape(kind).validate_python(value, strict=True)
-    except ValueError:  # pydantic's
-        return None
-    words = (value[name] for name in _FOUND_BY if isinstance(value.get(name), str))
-    return None if any(not word.strip() or "\0" in word for word in words) else record
-
-
-def read(path: Path, kind: type[R]) -> R | None:
-    """The record in a JSON file; None where the file is missing or damaged."""
-    return parse(files.read_json(path), kind)
-
-
-def process(path: Path) -> Process | None:
-    """A process that can be asked for and signalled: never a group (0, −1, …) nor init."""
-    record = read(path, Process)
-    return record if record is not None and record["pid"] > 1 else None
+    element: int | None = None
+    job: Identifier
 
 
 def identity(name: str) -> str:
@@ -362,35 +309,35 @@ def next_name(name: str, taken: Callable[[str], bool]) -> str:
     return next(numbered for numbered in free if not taken(numbered))
 
 
-def restarts(said: Said | None) -> int:
-    """How often the launcher has started the ranks again, from a run's status.json."""
-    return max(0, said.get("restart", 0)) if said is not None else 0
+def restarts(reported: RunStatus | None) -> int:
+    """Returns how often the launcher has started the ranks again, from a run's status.json."""
+    return max(0, reported.restart or 0) if reported is not None else 0
 
 
-def progress(said: Said | None) -> str:
+def progress(reported: RunStatus | None) -> str:
     """Returns how far a running job is, from its status.json: the step, at most some seconds old, and its restarts."""
-    if said is None:
+    if reported is None:
         return "starting"
-    return step(said) + (f", restart {again}" if (again := restarts(said)) else "") + trouble(said)
+    return step(reported) + (f", restart {again}" if (again := restarts(reported)) else "") + trouble(reported)
 
 
-def trouble(said: Said) -> str:
+def trouble(reported: RunStatus) -> str:
     """Returns how the attempt has ended; of one that runs, which rank hangs."""
-    if said["code"] == contract.EXIT_DONE:
+    if reported.code == contract.EXIT_DONE:
         return ", ending"
-    if said["code"] is not None:  # a job that is not over starts again by itself
-        return f", the attempt has ended: {contract.printable(said['reason']).removesuffix(f': {contract.RUN_AGAIN}')}"
-    return f"; {contract.printable(text)}" if (text := said.get("hang", "")) else ""
+    if reported.code is not None:  # a job that is not over starts again by itself
+        return f", the attempt has ended: {contract.printable(reported.reason).removesuffix(f': {contract.RUN_AGAIN}')}"
+    return f"; {contract.printable(reported.hang)}" if reported.hang else ""
 
 
-def step(said: Said) -> str:
-    lost = ", {} of {} ranks".format(*ranks) if len(ranks := said.get("ranks", [])) == 2 else ""
-    return f"step {said['step']}{lost}"
+def step(reported: RunStatus) -> str:
+    lost = ", {} of {} ranks".format(*reported.ranks) if len(reported.ranks) == 2 else ""
+    return f"step {reported.step}{lost}"
 
 
-def about_time(said: Said | None, submitted: float | None, placed: float | None = None) -> dict[str, Any]:
-    """What a run's status.json says of its time, for `Status`, and what only the dispatcher sees: how long its first start took. None where
-    the run says nothing (yet).
+def about_time(reported: RunStatus | None, submitted: float | None, placed: float | None = None) -> dict[str, Any]:
+    """Returns what a run's status.json says of its time, for `Status`, and what only the dispatcher sees: how long its first start took.
+    None where the run says nothing (yet).
 
     The run's own sums are of a monotonic clock. These seconds are differences of clocks of the wall of several machines, and so in no sum.
 
@@ -398,22 +345,22 @@ def about_time(said: Said | None, submitted: float | None, placed: float | None 
         submitted: when the job was, in seconds since the epoch. A run that is older than its job has begun in an earlier one.
         placed: when it had its machines; anything but a time between the submission and the start is that of a later start.
     """
+    if reported is None:
+        return {"goodput": None, "slow_rank": None}
     shares: dict[str, Any] | None = None
-    if said is not None and "goodput" in said:
-        shares = {**said["goodput"]}
-        began = shares.pop("began", None)
+    if reported.goodput is not None:
+        shares, began = reported.goodput.model_dump(exclude={"began"}), reported.goodput.began
         if began is not None and submitted is not None and began >= submitted:
             shares["before_start"] = round(began - submitted, 1)
             if placed is not None and int(submitted) <= placed <= began:  # clusters tell whole seconds
                 shares["queued"] = round(max(0.0, placed - submitted), 1)
-    return {"goodput": shares, "slow_rank": slow_rank_of(said)}
+    return {"goodput": shares, "slow_rank": slow_rank_of({"slow_rank": reported.slow_rank})}
 
 
-def said(run_dir: Path, job: str) -> Said | None:
+def reported(run_dir: Path, job: str) -> RunStatus | None:
     """Returns status.json of this submission, which counts above exit codes; None for one of another run in the directory."""
-    status = read(run_dir / contract.STATUS_FILE, Said)
-    if status is None or status.get("job") != job:
+    status = RunStatus.read(run_dir / contract.STATUS_FILE)
+    if status is None or status.job != job:
         return None
-    if (told := hangs.of_run(run_dir)) is not None:
-        status["hang"] = told.said
-    return status
+    hang = hangs.of_run(run_dir)
+    return status if hang is None else status.model_copy(update={"hang": hang.said})

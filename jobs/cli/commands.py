@@ -472,12 +472,12 @@ def stacks(
     standings = place.open(backend, name).stacks(name, rank)
     lines: list[str] = []
     for one in standings:
-        where = f" ({one['where']})" if one["where"] else ""
-        step = f", step {one['step']}" if one["step"] is not None else ""
-        lines.append(f"rank {one['rank']} {one['what']}{where} [process {one['pid']}{step}]")
-        texts = (*one["stacks"].splitlines(), *one["loaders"].splitlines())
+        where = f" ({one.where})" if one.where else ""
+        step = f", step {one.step}" if one.step is not None else ""
+        lines.append(f"rank {one.rank} {one.what}{where} [process {one.pid}{step}]")
+        texts = (*one.stacks.splitlines(), *one.loaders.splitlines())
         lines += [f"  {text}".rstrip() for text in texts]
-    answer(as_json, standings, lines)
+    answer(as_json, [one.model_dump() for one in standings], lines)
 
 
 def wait(

@@ -27,7 +27,7 @@ from .. import records, snapshots
 from ..backend import Checks, Cluster, JobRecord, Lines, Manifests, Submission
 from ..command import GRACE_MARGIN
 from ..lint import Rules
-from ..logs import Stamped, newest, of_rank
+from ..logs import Stamped, merge_tail, of_rank
 from ..manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
 from ..process import Streams, run
 from ..spec.model import JobSpec
@@ -169,7 +169,7 @@ class ComposeBackend(Cluster):
         about = records.about_time(said, moment(nodes[0].get("Created")))
         return dataclasses.replace(explain(nodes, spec, said, cancelled), **about)
 
-    def _said(self, nodes: Nodes, spec: JobSpec | None) -> records.Said | None:
+    def _said(self, nodes: Nodes, spec: JobSpec | None) -> records.RunStatus | None:
         """status.json of this job, which is trusted above exit codes; not one of an earlier job."""
         if spec is None:
             return None
@@ -177,10 +177,10 @@ class ComposeBackend(Cluster):
         if file is None or file[1] < min(moment(get(node, "State", "StartedAt")) for node in nodes):
             return None  # both in whole seconds, as tar keeps them
         with contextlib.suppress(ValueError):
-            said = records.parse(files.parsed(file[0]), records.Said)
+            said = records.RunStatus.parse(files.parsed(file[0]))
             hang = engine.read_file(str(nodes[0]["Id"]), f"{spec.run_directory}/{contract.HANG_FILE}")
             if said is not None and hang is not None and (told := hangs.read_hangs(hang[0])) is not None:
-                said["hang"] = told.said
+                return said.model_copy(update={"hang": told.said})
             return said
         return None
 
@@ -192,7 +192,7 @@ class ComposeBackend(Cluster):
             if last is None:
                 yield from (line for source in sources for _, line in source)
             else:
-                yield from (line for _, line in newest(sources, last))
+                yield from (line for _, line in merge_tail(sources, last))
             if ended:
                 return
             last = None

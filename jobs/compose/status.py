@@ -24,7 +24,7 @@ def moment(text: object) -> float:
     return max(0.0, time.timestamp())
 
 
-def explain(nodes: list[Manifest], spec: JobSpec | None, said: records.Said | None, cancelled: bool) -> Status:
+def explain(nodes: list[Manifest], spec: JobSpec | None, said: records.RunStatus | None, cancelled: bool) -> Status:
     """The status of a job.
 
     Args:
@@ -57,12 +57,12 @@ def explain(nodes: list[Manifest], spec: JobSpec | None, said: records.Said | No
     return _ended(nodes, parts, said, cancelled)
 
 
-def _ended(nodes: list[Manifest], parts: list[NodeStatus], said: records.Said | None, cancelled: bool) -> Status:
+def _ended(nodes: list[Manifest], parts: list[NodeStatus], said: records.RunStatus | None, cancelled: bool) -> Status:
     codes = [int(get(node, "State", "ExitCode") or 0) for node in nodes]
-    reason = said["reason"] if said else ""
+    reason = said.reason if said else ""
     code = _worst(codes)
-    if said is not None and said["code"] is not None:
-        code = said["code"]
+    if said is not None and said.code is not None:
+        code = said.code
 
     def answer(state: State, text: str) -> Status:
         return Status(state, text, parts, code)

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lockstep.training.contract import UserError
 
-from ..logs import STAMPED, Pieces
+from ..logs import STAMPED, LineSplitter
 from ..manifest import get
 from ..status import LoggedOut, Unreachable, seconds_to_answer
 from .observe import ApiError, Failing, Gone
@@ -427,7 +427,7 @@ class Api:
     def log(self, path: str, seconds: float, **query: Any) -> Iterator[str]:
         """Lines of a container's log. Ends where the stream ends, breaks, or is silent for `seconds`."""
         response = self._send("GET", path, query, seconds, stream=True)
-        pieces = Pieces(b"\n", STAMPED)
+        pieces = LineSplitter(STAMPED)
         try:
             for chunk in response.stream(1 << 16, decode_content=True):
                 yield from (line.decode(errors="replace") for line in pieces.of(chunk))

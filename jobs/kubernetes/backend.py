@@ -364,14 +364,14 @@ class KubernetesBackend(Cluster):
                 return replace(status, reason=f"{status.reason}{more}", **about)
         return status
 
-    def _printed_status(self, known: JobRecord) -> records.Said | None:
+    def _printed_status(self, known: JobRecord) -> records.RunStatus | None:
         """The newest status.json in the log of the first pod, by whichever rank leads there."""
         if known.spec is None:
             return None
         for line in reversed([*self._reader(known).tail(hosts(known.handle)[:1], None, False, STATUS_LINES)]):
             if '"event": "status"' in line:
                 with contextlib.suppress(ValueError):
-                    return records.parse(files.parsed(PREFIX.sub("", line, count=1).encode()), records.Said)
+                    return records.RunStatus.parse(files.parsed(PREFIX.sub("", line, count=1).encode()))
         return None
 
     def _observe(self, job: Manifest, spec: JobSpec | None) -> Status:

@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.training.contract import UserError
 
-from ..logs import PREFIX, Stamped, newest, of_rank
+from ..logs import PREFIX, Stamped, merge_tail, of_rank
 from ..manifest import get
 from ..status import Unreachable
 from .api import Api
@@ -73,7 +73,7 @@ class Reader:
                 seen[host(pod)] = LogCursor(str(get(pod, "metadata", "uid")), stamp)
                 yield from ((stamp, picked) for picked in _pick(iter((line,)), host(pod), rank))
 
-        yield from (line for _, line in newest(map(own, pods), count))
+        yield from (line for _, line in merge_tail(map(own, pods), count))
         if follow:
             yield from self._follow_all(hosts, rank, seen)
 

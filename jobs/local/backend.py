@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import io
 import os
 import shutil
 import signal
@@ -24,7 +23,7 @@ from lockstep.training.contract import UserError
 from .. import command as commands
 from .. import records, snapshots
 from ..backend import Backend, Checks, JobRecord, Lines, Submission
-from ..logs import PREFIX, Pieces, begin, of_rank
+from ..logs import follow as follow_logs
 from ..process import Streams, run
 from ..spec.model import JobSpec
 from ..spec.types import size_in_bytes
@@ -73,14 +72,14 @@ class LocalBackend(Backend):
             return None
         with contextlib.suppress(FileNotFoundError):  # being replaced
             records.own(self.folder / name)
-        record = records.parse(plain, records.LocalJob)
+        record = records.LocalJob.parse(plain)
         if record is None:
             raise UserError(f"{file} is damaged, or of another version: remove its folder")
         return JobRecord(
-            name, record["hash"], record["spec"], record, str(self.folder / name), run_dir=record["run_dir"]
+            name, record.hash, record.spec, record, str(self.folder / name), run_dir=record.run_dir
         )  # fmt: skip
 
-    def preflight(self, job: Submission) -> Checks:
+    def outlook(self, job: Submission) -> Checks:
         """It starts at once: nothing is reserved here. What it asks for may be more than there is."""
         extras.require("torch")
         spec, cores = job.spec, os.cpu_count() or 1
@@ -104,7 +103,7 @@ class LocalBackend(Backend):
         extras.require("torch")  # the launcher needs it, also for a `command:`
         spec, folder = job.spec, self.folder / job.spec.name
         # The same job resumes where it was, from whatever folder it is submitted.
-        run_dir = old.handle["run_dir"] if old is not None and old.hash == spec.hash() else spec.run_directory_here
+        run_dir = old.record.run_dir if old is not None and old.hash == spec.hash() else spec.run_directory_here
         records.make_way(Path(run_dir))
         if closed := self._closed(run_dir):
             raise UserError(f"run_dir: {closed}: choose another run_dir")
@@ -170,33 +169,33 @@ class LocalBackend(Backend):
 
     def _answer(self, known: JobRecord, being_submitted: bool, supervised: bool, tables: ProcessTables) -> Status:
         """Returns the status. `tables` are read after `_before`, so they show what has begun or ended meanwhile."""
-        record, folder = known.handle, self.folder / known.name
+        record, folder = known.record, self.folder / known.name
         total = known.world_size
         # In the order of a job's life: what has begun or ended between two of these questions shows in the second one.
-        supervised = supervised or (not (folder / ENDED).exists() and bool(living(record["job"], tables=tables)))
-        ended = records.read(folder / ENDED, records.Ended)
+        supervised = supervised or (not (folder / ENDED).exists() and bool(living(record.job, tables=tables)))
+        ended = records.LocalEnd.read(folder / ENDED)
         cancelled = (folder / "cancelled").exists()
-        created = datetime.datetime.fromisoformat(record["created"]).timestamp()
+        created = datetime.datetime.fromisoformat(record.created).timestamp()
 
         def answer(state: State, reason: str, code: int | None = None) -> Status:
-            said = records.said(Path(record["run_dir"]), record["job"])
-            part = NodeStatus("this machine", list(range(total)), state, restarts=records.restarts(said))
-            return Status(state, reason, [part], code, **records.about_time(said, created))
+            status = records.reported(Path(record.run_dir), record.job)
+            part = NodeStatus("this machine", list(range(total)), state, restarts=records.restarts(status))
+            return Status(state, reason, [part], code, **records.about_time(status, created))
 
-        if ended is not None and ended["job"] != record["job"]:
+        if ended is not None and ended.job != record.job:
             ended = None  # of an earlier submission
-        if ended is None and record["host"] != here():
-            return answer("running", f"runs on {record['host'].partition(' ')[0]}: ask there")
+        if ended is None and record.host != here():
+            return answer("running", f"runs on {record.host.partition(' ')[0]}: ask there")
         if ended is None and supervised:
             if (folder / RUNNING).exists():
-                said = records.said(Path(record["run_dir"]), record["job"])
-                return answer("running", records.progress(said))
+                status = records.reported(Path(record.run_dir), record.job)
+                return answer("running", records.progress(status))
             return answer("pending", "the launcher is starting")
         if ended is None and being_submitted:
             return answer("pending", "is being submitted")
         if ended is None:  # the supervisor was killed, too, so the first to find no rank any more notes the end
-            ended = note_end(folder, record, None)
-        code, reason = ended["code"], ended["reason"]
+            ended = note_end(folder, record.run_dir, record.job, None)
+        code, reason = ended.code, ended.reason
         if code is None and cancelled:
             return answer("cancelled", "cancelled")
         if code is None:
@@ -207,8 +206,8 @@ class LocalBackend(Backend):
             named = -code in signal.valid_signals()
             number = signal.Signals(-code).name if named else f"signal {-code}"
             code, reason = 128 - code, f"killed by {number}"
-        if ended["timed_out"]:
-            return answer("timed_out", f"the time limit of {record['time_limit']} s is over", code)
+        if ended.timed_out:
+            return answer("timed_out", f"the time limit of {record.time_limit} s is over", code)
         if code == contract.EXIT_DONE:
             return answer("succeeded", reason or "complete", code)
         if cancelled:
@@ -227,8 +226,8 @@ class LocalBackend(Backend):
     @staticmethod
     def _process(file: Path) -> int | None:
         """The process of that record; None where there is none, or it has ended."""
-        known = records.process(file)
-        return known["pid"] if known is not None and alive(known["pid"], known["ticks"]) else None
+        process = records.Process.read(file)
+        return process.pid if process is not None and alive(process.pid, process.ticks) else None
 
     @staticmethod
     def _being_submitted(folder: Path) -> bool:
@@ -252,60 +251,47 @@ class LocalBackend(Backend):
         return errors[-1][:300] if errors else ""
 
     def stream(self, known: JobRecord, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
-        """The log, from a byte on at which a line begins."""
-        path, start = self.folder / known.name / "log.txt", 0
+        path = self.folder / known.name / "log.txt"
         with files.reading(path):
-            if last is not None:
-                mark = f"[rank {rank}] ".encode() if rank is not None else b""
-                start, _ = begin(path, last, lambda head: head.startswith(mark))
-            log = files.regular(path)
-        with io.TextIOWrapper(log, encoding="utf-8", errors="replace") as file:
-            file.seek(start)
-            pieces = Pieces("\n", PREFIX)
-            while True:
-                over = not follow or self.status(known.name).final  # asked before reading, so that nothing is missed
-                while chunk := file.read(1 << 16):
-                    yield from (kept for line in pieces.of(chunk) if (kept := of_rank(line, rank)) is not None)
-                if over:
-                    break
-                time.sleep(POLL_SECONDS)
-            if (rest := pieces.rest()) and (kept := of_rank(rest, rank)) is not None:
-                yield kept
+            files.regular(path).close()
+        return follow_logs(
+            {0: path}, rank, True, lambda: not follow or self.status(known.name).final, POLL_SECONDS, last
+        )  # fmt: skip
 
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
-        record = known.handle
-        if record["host"] != here():
-            raise UserError(f"{known.name} runs on {record['host'].partition(' ')[0]}: run the command there")
+        record = known.record
+        if record.host != here():
+            raise UserError(f"{known.name} runs on {record.host.partition(' ')[0]}: run the command there")
         launcher = self._process(self.folder / known.name / RUNNING)
-        marks = {contract.ENV_JOB: record["job"], contract.ENV_LAUNCHER: str(launcher)}
-        words = commands.execute(sys.executable, rank, command, record["run_dir"])
+        marks = {contract.ENV_JOB: record.job, contract.ENV_LAUNCHER: str(launcher)}
+        words = commands.execute(sys.executable, rank, command, record.run_dir)
         return run(words, streams, {**os.environ, **marks})
 
     def stop(self, known: JobRecord) -> Status:
-        record, folder = known.handle, self.folder / known.name
-        if record["host"] != here():
-            raise UserError(f"{known.name} runs on {record['host'].partition(' ')[0]}: cancel it there")
+        record, folder = known.record, self.folder / known.name
+        if record.host != here():
+            raise UserError(f"{known.name} runs on {record.host.partition(' ')[0]}: cancel it there")
         with contextlib.suppress(OSError):  # it says why it ended, no more: a full disk may not keep a job alive
             (folder / "cancelled").touch()
-        deadline = time.monotonic() + record["grace"]
+        deadline = time.monotonic() + record.grace
         if self._process(folder / SUPERVISOR) is not None:
             deadline += supervise.KILL_SECONDS  # it kills, after the grace
         signalled = False
         while not self.status(known.name).final and time.monotonic() < deadline:
-            launcher = records.process(folder / RUNNING)
+            launcher = records.Process.read(folder / RUNNING)
             if launcher is not None and not signalled:
                 signalled = True
                 pids = [pid for file in (SUPERVISOR, RUNNING) if (pid := self._process(folder / file)) is not None]
                 # Where both are gone, ranks of it live.
-                supervise.send(pids[:1] or living(record["job"]), signal.SIGTERM)
+                supervise.send(pids[:1] or living(record.job), signal.SIGTERM)
             time.sleep(POLL_SECONDS)
         pid = self._process(folder / SUPERVISOR)
         supervisor = [pid] if pid is not None else []
         if not self.status(known.name).final:
-            supervise.kill(record["job"], *supervisor)
+            supervise.kill(record.job, *supervisor)
         status = self.wait(known.name, supervise.KILL_SECONDS)
         if not status.final:
-            left = living(record["job"], *supervisor) or supervisor
+            left = living(record.job, *supervisor) or supervisor
             raise UserError(
                 f"{known.name} has not ended: {supervise.described(left)} is still running (state D: the kernel holds it, often "
                 f"for a disk or a GPU; T: it is stopped). Once it is gone, `lockstep status local {known.name}` says so"
@@ -325,7 +311,7 @@ class LocalBackend(Backend):
         for known, before in jobs:
             try:
                 state = self._answer(known, *before, tables).state
-                rows.append(JobSummary(known.name, state, known.plain.get("nodes", 1), known.handle["created"]))
+                rows.append(JobSummary(known.name, state, known.plain.get("nodes", 1), known.record.created))
             except UserError as error:
                 warn(str(error))
         return rows

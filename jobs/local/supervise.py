@@ -20,16 +20,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lockstep.training import contract, files
 from lockstep.training.cli import search_path
 from lockstep.wire.progress import stat_of, variables_of
 
-from .. import records
+if TYPE_CHECKING:
+    from ..records import LocalEnd
 
 RUNNING = "running.json"
 ENDED = "ended.json"
@@ -159,24 +160,26 @@ def described(pids: Sequence[int]) -> str:
     return ", ".join(texts[:8])
 
 
-def note_end(folder: Path, job: Mapping[str, Any], code: int | None, timed_out: bool = False) -> records.Ended:
+def note_end(folder: Path, run_dir: str, job: str, code: int | None, timed_out: bool = False) -> LocalEnd:
     """Records how a job ended, once, when no process of it lives. The run's own status.json counts above `code`.
 
     Args:
         code: the launcher's; None for a command that only asks: it does not wait for the disk.
     """
+    from .. import records  # pydantic, which a supervisor needs at the end of its job only
+
     write = files.replace if code is not None else files.publish
-    said = records.said(Path(job["run_dir"]), job["job"])
+    status = records.reported(Path(run_dir), job)
     reason = ""
-    if said is not None and said["code"] is not None:
-        code, reason = said["code"], said["reason"]
+    if status is not None and status.code is not None:
+        code, reason = status.code, status.reason
     over = timed_out and code not in (contract.EXIT_DONE, contract.EXIT_USAGE)
-    ended: records.Ended = {"code": code, "reason": reason, "timed_out": over, "job": job["job"]}
+    end = records.LocalEnd(code=code, reason=reason, timed_out=over, job=job)
     now = files.read_json(folder / "job.json")
-    if isinstance(now, dict) and now.get("job") == job["job"]:  # not submitted again meanwhile
+    if isinstance(now, dict) and now.get("job") == job:  # not submitted again meanwhile
         with contextlib.suppress(OSError):  # a full disk: the next one who asks tries again
-            write(folder / ENDED, (files.json_text(ended, indent=1) + "\n").encode())
-    return ended
+            write(folder / ENDED, (files.json_text(end.model_dump(), indent=1) + "\n").encode())
+    return end
 
 
 def here() -> str:
@@ -196,7 +199,7 @@ def main(folder: Path) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)  # not before: the launcher would inherit it
     files.replace_json(folder / RUNNING, {"pid": launcher.pid, "ticks": start_ticks(launcher.pid)})
     code, timed_out = see_to_its_end(launcher, job["job"], job["time_limit"], job["grace"])
-    note_end(folder, job, code, timed_out)
+    note_end(folder, job["run_dir"], job["job"], code, timed_out)
     return 0
 
 

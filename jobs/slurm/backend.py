@@ -8,28 +8,34 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from lockstep.training import contract
+from lockstep.training import contract, files
 from lockstep.training.contract import UserError
+from lockstep.wire import submitit_api
 
 from .. import command as commands
 from .. import process, records, snapshots
 from ..backend import Checks, Cluster, JobRecord, Lines, Manifests, Specs, Submission
 from ..lint import Rules
+from ..logs import follow as follow_logs
 from ..process import Streams
+from ..records import SlurmJob
 from ..spec.model import JobSpec
-from ..status import JobSummary, NodeStatus, State, Status, SubmitResult, Unreachable, warn
+from ..status import JobSummary, State, Status, SubmitResult, Unreachable, warn
 from . import observe, render, submission
 from .doctor import RULES, Subject, check, files_of, rows
-from .observe import Look
+from .observe import Evidence, Query
 
 Rows = list[JobSummary]  # named here, because `list` is a method below
+NOISE = re.compile(rb"submitit [A-Z]+ \([0-9]{4}-")
+"""What submitit's own lines begin with."""
 
 
 class SlurmBackend(Cluster):
@@ -90,9 +96,9 @@ class SlurmBackend(Cluster):
         folder, after = render.submitit_folder(spec.name), self._preparation(spec)
         return render.manifests(spec, folder, files_of(spec), after, max(1, len(runs)))
 
-    def preflight(self, job: Submission) -> Checks:
+    def outlook(self, job: Submission) -> Checks:
         """What sbatch takes is no reason against it: sinfo and sacctmgr may not show all that it knows."""
-        start = submission.preflight(job.spec.name, job.manifests[0]["script"])
+        start = submission.outlook(job.spec.name, job.manifests[0]["script"])
         found = rows(job.spec)
         return [*(replace(row, result="warning") if row.result == "missing" else row for row in found), start]
 
@@ -106,23 +112,21 @@ class SlurmBackend(Cluster):
             )
         if whole.code is not None:
             snapshots.unpacked(commands.identity(whole))
-        submitit = str(render.submitit_folder(whole.name))
-        written: dict[str, dict[str, Any]] = {}
         comment = f"lockstep:{records.identity(whole.name)}"  # of this submission: another one may be of the same spec
+        submissions = []
         for element, spec in enumerate(runs):
-            written[spec.name] = {
-                "spec": spec.record(), "hash": spec.hash(), "run_dir": render.run_directory(spec),
-                "submitit": submitit, "job_id": None,
-                "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                "since": time.time(), "comment": comment, "array_name": whole.name,
-                "element": element if len(runs) > 1 else None, "job": records.identity(spec.name),
-            }  # fmt: skip
-        for record in written.values():  # a container mounts the folders above the runs
-            records.make_way(Path(record["run_dir"]))
-        tasks = [render.training_task(spec, sent["after"] is not None, str(written[spec.name]["job"])) for spec in runs]
-        minutes = render.minutes(whole)
-        job_id, *_ = submission.send(whole.name, sent["script"], minutes, self.folder, written, comment, tasks)
-        return SubmitResult(whole.name, True, _where({"job_id": job_id, "submitit": submitit}))
+            record = SlurmJob(
+                spec=spec.record(), hash=spec.hash(), run_dir=render.run_directory(spec),
+                submitit=str(render.submitit_folder(whole.name)), job_id=None,
+                created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), since=time.time(),
+                comment=comment, array_name=whole.name, element=element if len(runs) > 1 else None,
+                job=records.identity(spec.name),
+            )  # fmt: skip
+            records.make_way(Path(record.run_dir))  # a container mounts the folders above the runs
+            task = render.training_task(spec, sent["after"] is not None, record.job)
+            submissions.append((spec.name, record, submitit_api.payload(task, render.minutes(whole))))
+        (_, first), *_ = submission.send(self.folder, sent["script"], submissions).items()
+        return SubmitResult(whole.name, True, _where(first))
 
     def prepare(self, spec: JobSpec) -> SubmitResult:
         """Submits the job that writes the shards; jobs submitted while it is under way wait for it. Raises `UserError`."""
@@ -143,12 +147,12 @@ class SlurmBackend(Cluster):
         known = self.find(name, submitting=True)
         if known is None or not commands.prepares(known.plain.get("command")) or self.observe(known).final:
             return None
-        return str(known.handle["job_id"])
+        return str(known.record.job_id)
 
     def find(self, name: str, submitting: bool = False) -> JobRecord | None:
         records.check_name(name)
         folder = self.folder / name
-        record = observe.submitted(folder)
+        record = SlurmJob.read(folder / observe.JOB)
         if record is None:
             if submitting and folder.exists():
                 raise UserError(f"{folder} does not belong to a job (a sweep, or other files): choose another --name")
@@ -157,75 +161,67 @@ class SlurmBackend(Cluster):
             records.check(folder)
         except FileNotFoundError:  # another command is replacing it
             return None
-        if record["job_id"] is None:
+        if record.job_id is None:
             # The command that submitted was killed before it had the answer; the job may be there.
-            known = observe.mine(record["array_name"], record["comment"])
-            if known is not None:
+            number = observe.find_by_comment(record.array_name, record.comment)
+            if number is not None:
                 with _keeping(self.folder):
-                    submission.adopt(Path(record["submitit"]), known)
-                    record["job_id"] = known if record["element"] is None else f"{known}_{record['element']}"
-                    observe.write(folder, record)
-        if record["job_id"] is None and submitting:
-            if submission.under_way(self.folder / record["array_name"]):
-                raise Unreachable(f"{name} is being submitted at this moment: try again in a minute")
-            record["since"] = 0.0  # who holds the lock knows that nobody else is about to submit it
-        return _found(name, record)
+                    submission.assign_job_id(Path(record.submitit), number)
+                    record = submission.with_job_id(record, number)
+                    record.write(folder / observe.JOB)
+            elif submitting:
+                if submission.under_way(self.folder / record.array_name):
+                    raise Unreachable(f"{name} is being submitted at this moment: try again in a minute")
+                # The caller holds the lock, so nobody else is about to submit it.
+                record = record.model_copy(update={"since": 0.0})
+        return _known(name, record)
 
     def job_id(self, name: str) -> str:
         """SLURM's id of the job. Raises `UserError`."""
-        return str(self.require(name).handle["job_id"])
+        return str(self.require(name).record.job_id)
 
     def observe(self, known: JobRecord) -> Status:
-        return self._observed(known, observe.look)
+        return self._observed(known, observe.query)
 
-    def _observed(self, known: JobRecord, look: Look) -> Status:
-        record, folder = known.handle, self.folder / known.name
+    def _observed(self, known: JobRecord, query: Query) -> Status:
+        record, folder = known.record, self.folder / known.name
         spec = JobSpec.recorded(known.name, known.plain)
-        if record["job_id"] is None:
-            new = observe.is_new(record) or submission.under_way(self.folder / record["array_name"])
+        if record.job_id is None:
+            new = observe.is_new(record) or submission.under_way(self.folder / record.array_name)
             return observe.BEING_SUBMITTED if new else observe.BROKEN_OFF
-        unanswered: Unreachable | None = None
+        info, unanswered = None, None
         try:
-            seen = look(str(record["job_id"]))
+            info = query(record.job_id)
         except Unreachable as error:  # what it has left may say how it ended
-            seen, unanswered = None, error
+            unanswered = error
         outage = unanswered is not None and not isinstance(unanswered, observe.Forgotten)
-        notes, before = observe.Notes(record), observe.ended(folder)
-        parts = [NodeStatus(**part) for part in before["ranks"]] if before is not None else []
-        noted = max((part.restarts for part in parts), default=0)
-        if seen is None:
-            stands = True
-        else:  # by then every note of it is visible, also on a file system that is slow to show them
-            settled = time.time() - (seen.ended or record["since"]) >= observe.SETTLE_SECONDS
-            stands = settled and observe.final(seen.state) and seen.restarts <= noted
-        if before is not None and stands:
-            return Status(before["state"], before["reason"], parts, before["exit_code"], before.get("goodput"))
-        now, since = time.time(), record["since"]
-        told = observe.explain(spec, seen, notes.ends, notes.said, notes.cancelled, since, now, notes.saved, outage)
-        if unanswered is not None and outage and not told.final:
-            last = f"by its files, {notes.age:.0f} s old, the job was {told.state} ({told.reason})"
-            raise Unreachable(f"{unanswered}; {last}", told)
-        if unanswered is not None and told.state == "lost":
+        job, before = Evidence.read(spec, record, info, outage), observe.ended(folder)
+        if before is not None and job.confirms(before):
+            return before
+        status = observe.status_from_slurm(job)
+        if unanswered is not None and outage and not status.final:
+            last = f"by its files, {observe.age(record):.0f} s old, the job was {status.state} ({status.reason})"
+            raise Unreachable(f"{unanswered}; {last}", status)
+        if unanswered is not None and status.state == "lost":
             raise unanswered
-        plain = {key: value for key, value in told.plain().items() if key != "final"}
         with contextlib.suppress(OSError):
-            if before is not None and not told.final:
+            if before is not None and not status.final:
                 (folder / observe.ENDED).unlink()  # somebody had SLURM run it again
-            elif told.final and before != plain:
+            elif status.final and before != status:
                 # A job that has ended stays as it ended. SLURM forgets, without accounting in minutes.
-                observe.write_end(folder, plain)
-        return told
+                files.replace_json(folder / observe.ENDED, asdict(status))
+        return status
 
     def stop(self, known: JobRecord) -> Status:
         name = known.name
-        if known.handle["job_id"] is None:
+        if known.record.job_id is None:
             with self.exclusive():  # a submission that is under way has its number then
                 known = self.find(name, submitting=True) or self.require(name)
                 status = self.observe(known)
             if status.final:
                 return status
-        record = known.handle
-        job_id = str(record["job_id"])
+        record = known.record
+        job_id = str(record.job_id)
         try:
             observe.cancelled(record).touch()  # from here on no rank asks for a requeue
         except OSError as error:
@@ -240,22 +236,23 @@ class SlurmBackend(Cluster):
             if (
                 status.state == "running"
                 and not signalled
-                and f"{job_id}.0" in observe.answer("squeue", "-hs", "-j", job_id)
+                and f"{job_id}.0" in observe.output("squeue", "-hs", "-j", job_id)
             ):
-                signalled = observe.order("scancel", "--signal=TERM", job_id)
+                signalled = observe.run_ok("scancel", "--signal=TERM", job_id)
             elif status.state != "running":
-                observe.order("scancel", "--state=PENDING", job_id)
+                observe.run_ok("scancel", "--state=PENDING", job_id)
             time.sleep(min(self.interval, 0.5))
         if not status.final:
-            observe.order("scancel", job_id)
+            observe.run_ok("scancel", job_id)
         return self.wait(name, 120)
 
     def stream(self, known: JobRecord, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
         spec = JobSpec.recorded(known.name, known.plain)
-        one = [rank] if rank is not None else list(range(known.world_size))
-        return submission.lines(
-            known.handle, list(range(spec.nodes)) if spec.live else one, rank, spec.live,
-            lambda: not follow or self.status(known.name).final, min(self.interval, 1.0), last,
+        ranks = [rank] if rank is not None else range(known.world_size)
+        tasks = range(spec.nodes) if spec.live else ranks
+        logs = {task: Path(known.record.submitit) / f"{known.record.job_id}_{task}_log.out" for task in tasks}
+        return follow_logs(
+            logs, rank, spec.live, lambda: not follow or self.status(known.name).final, min(self.interval, 1.0), last, NOISE
         )  # fmt: skip
 
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
@@ -263,74 +260,70 @@ class SlurmBackend(Cluster):
 
         In a container it has one of its own, from the job's image and with its folders: SLURM lets nobody into another's.
         """
-        spec, record = JobSpec.recorded(known.name, known.plain), known.handle
-        job_id, hosts = observe.nodes(str(record["job_id"]))
-        hosts = observe.in_the_order_of_ranks(spec, hosts)
+        spec, record = JobSpec.recorded(known.name, known.plain), known.record
+        job_id, hosts = observe.nodes(str(record.job_id))
+        hosts = observe.by_rank(spec, hosts)
         python = render.interpreter(spec)
         if rank // spec.ranks >= len(hosts):
             raise UserError(f"{spec.name} has {len(hosts)} nodes, too few for rank {rank}")
         token = uuid.uuid4().hex
-        options, words = render.container(spec, Path(record["submitit"]))
+        options, words = render.container(spec, Path(record.submitit))
         # Quiet: at Ctrl-C it would tell of its tasks, while the signal goes to the command another way.
         step = ["srun", f"--jobid={job_id}", "--overlap", "--quiet", "--nodes=1", "--ntasks=1"]
         step += [f"--nodelist={hosts[rank // spec.ranks]}", "--job-name=lockstep-exec", *options]
         # Its mark says whose ranks it looks for.
         cleared = ["-u", contract.ENV_LAUNCHER, "-u", contract.ENV_EXEC]
-        inside = [*words, "env", *cleared, f"{contract.ENV_JOB}={record['job']}"]
+        inside = [*words, "env", *cleared, f"{contract.ENV_JOB}={record.job}"]
         flags = render.places(spec, rank) if spec.slurm.container is not None else []
-        own = commands.execute(python, rank, command, str(record["run_dir"]), "--token", token, *flags)
+        own = commands.execute(python, rank, command, record.run_dir, "--token", token, *flags)
 
         def interrupt(number: int) -> None:
-            answer = observe.ask(*step, *inside, *commands.signal(python, token, number))
-            if answer.returncode:
-                raise UserError(f"cannot send signal {number} to the command: {observe.one_line(answer.stderr)}")
+            sent = observe.run(*step, *inside, *commands.signal(python, token, number))
+            if sent.returncode:
+                raise UserError(f"cannot send signal {number} to the command: {observe.one_line(sent.stderr)}")
 
         terminal = ["--pty"] if streams.terminal else []
         env = {name: value for name, value in os.environ.items() if name not in (contract.ENV_EXEC, render.HERE)}
         code = process.run([*step, *terminal, *inside, *own], streams, env, interrupt)
         if code:
-            observe.look(job_id)  # raises `Unreachable`: then the code is the connection's and not the command's
+            observe.query(job_id)  # raises `Unreachable`: then the code is the connection's and not the command's
         return code
 
     def list(self) -> list[JobSummary]:
         entries = sorted(path.parent for path in self.folder.glob(f"[!.]*/{observe.JOB}"))
-        found = {entry: observe.submitted(entry) for entry in entries}
+        jobs = {entry: SlurmJob.read(entry / observe.JOB) for entry in entries}
         ends = {entry: observe.ended(entry) for entry in entries}
-        open_ids = [
-            str(record["job_id"]) for entry, record in found.items() if record is not None and ends[entry] is None
-        ]
-        look = observe.look_at_all(open_ids) if entries else observe.look
+        open_ids = [str(record.job_id) for entry, record in jobs.items() if record is not None and ends[entry] is None]
+        query = observe.query_all(open_ids) if entries else observe.query
         rows = []
-        for entry, record in found.items():
+        for entry, record in jobs.items():
             if record is None:
                 warn(f"{entry / observe.JOB} is damaged, or of another version: remove its folder")
                 continue
             try:
-                state = self._listed(_found(entry.name, record), ends[entry], look)
+                state = self._state(_known(entry.name, record), ends[entry], query)
             except Unreachable:
                 raise
             except UserError as error:
                 warn(str(error))
                 continue
-            rows.append(JobSummary(entry.name, state, record["spec"].get("nodes", 1), record["created"]))
+            rows.append(JobSummary(entry.name, state, record.spec.get("nodes", 1), record.created))
         return rows
 
-    def _listed(self, known: JobRecord, end: dict[str, Any] | None, look: Look) -> State:
-        if known.handle["job_id"] is None:
-            return self.status(known.name).state
-        seen = look(str(known.handle["job_id"])) if end is not None else None
-        if end is not None and (seen is None or observe.final(seen.state)):
-            ended: State = end["state"]
-            return ended
-        return self._observed(known, look).state
+    def _state(self, known: JobRecord, end: Status | None, query: Query) -> State:
+        if end is not None and known.record.job_id is not None:
+            info = query(known.record.job_id)
+            if info is None or observe.final(info.state):
+                return end.state
+        return self._observed(known, query).state
 
 
-def _found(name: str, record: dict[str, Any]) -> JobRecord:
-    return JobRecord(name, record["hash"], record["spec"], record, _where(record), run_dir=record["run_dir"])
+def _known(name: str, record: SlurmJob) -> JobRecord:
+    return JobRecord(name, record.hash, record.spec, record, _where(record), run_dir=record.run_dir)
 
 
-def _where(record: dict[str, Any]) -> str:
-    return f"SLURM job {record['job_id']}, logs in {record['submitit']}"
+def _where(record: SlurmJob) -> str:
+    return f"SLURM job {record.job_id}, logs in {record.submitit}"
 
 
 @contextlib.contextmanager

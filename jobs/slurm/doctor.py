@@ -20,7 +20,7 @@ from ..spec.model import JobSpec
 from ..spec.types import Slurm
 from ..status import Check, Unreachable
 from . import render
-from .observe import NO_ACCOUNTING, answer, ask, one_line, silent
+from .observe import NO_ACCOUNTING, one_line, output, run, unreachable
 
 NODE_SECONDS = 60
 IMAGE_SECONDS = 600
@@ -166,9 +166,9 @@ def image_without_submitit(subject: Subject) -> Iterator[str]:
 def check(spec: JobSpec | None) -> list[Check]:
     """The checks in order; a controller that does not answer ends them."""
     try:
-        version = ask("sinfo", "--version").stdout.strip()
-        ask("sbatch", "--version")
-        ping = ask("scontrol", "ping")
+        version = run("sinfo", "--version").stdout.strip()
+        run("sbatch", "--version")
+        ping = run("scontrol", "ping")
     except UserError as error:
         return [Check("cluster", "missing", str(error))]
     output = one_line(ping.stdout + ping.stderr)
@@ -203,7 +203,7 @@ def _rows(spec: JobSpec | None, form: str) -> list[list[str]]:
     """sinfo's rows for the job's partition, or for the default one."""
     partition = spec.slurm.partition if spec is not None else None
     wanted = ["-p", partition] if partition else []
-    told = answer("sinfo", "-h", "-N", *wanted, "-o", f"%P|{form}")
+    told = output("sinfo", "-h", "-N", *wanted, "-o", f"%P|{form}")
     rows = [line.split("|") for line in told.splitlines()]
     return rows if wanted else [row for row in rows if row[0].endswith("*")]
 
@@ -212,7 +212,7 @@ def _partition(spec: JobSpec | None) -> Iterator[Check]:
     rows = _rows(spec, "%a|%l|%T|%N")
     name = spec.slurm.partition if spec is not None else None
     if not rows:
-        known = sorted({line.strip(" *") for line in answer("sinfo", "-h", "-o", "%P").splitlines()})
+        known = sorted({line.strip(" *") for line in output("sinfo", "-h", "-o", "%P").splitlines()})
         wanted = f"no partition {name}" if name else "no default partition: set slurm.partition"
         yield Check("partition", "missing", f"{wanted}; there are {', '.join(known) or 'none'}")
         return
@@ -264,7 +264,7 @@ def _gpus_in(gres: str, kind: str | None) -> int:
 
 
 def _account(spec: JobSpec | None) -> Iterator[Check]:
-    told = ask("sacctmgr", "-n", "-P", "show", "assoc", f"user={getpass.getuser()}", "format=Account,QOS")
+    told = run("sacctmgr", "-n", "-P", "show", "assoc", f"user={getpass.getuser()}", "format=Account,QOS")
     if told.returncode != 0:
         none = re.search(r"not running a supported accounting_storage plugin", told.stdout + told.stderr)
         said = (
@@ -287,19 +287,19 @@ def _account(spec: JobSpec | None) -> Iterator[Check]:
 
 
 def _accounting(spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001 - every row is asked with the job
-    told = ask("sacct", "-X", "-n", "-S", "now")
+    told = run("sacct", "-X", "-n", "-S", "now")
     if told.returncode == 0:
         yield Check("accounting", "ok", "sacct answers")
     elif not NO_ACCOUNTING.search(told.stderr):
-        raise silent(told)
+        raise unreachable(told)
     else:
-        age = _setting(answer("scontrol", "show", "config"), "MinJobAge") or "?"
+        age = _setting(output("scontrol", "show", "config"), "MinJobAge") or "?"
         detail = f"there is none: jobs that ended are known for {age}, then from their own files only"
         yield Check("accounting", "warning", detail)
 
 
 def _preemption(spec: JobSpec | None) -> Iterator[Check]:
-    config = answer("scontrol", "show", "config")
+    config = output("scontrol", "show", "config")
     mode = _setting(config, "PreemptMode")
     if mode == "OFF" or _setting(config, "PreemptType") in ("preempt/none", "(null)"):
         yield Check("preemption", "ok", "off: no job is preempted")
@@ -346,7 +346,7 @@ def _folder(spec: JobSpec | None) -> Iterator[Check]:
     # An image may have to be brought to the node first.
     bound = NODE_SECONDS if own.container is None else IMAGE_SECONDS
     try:
-        told = ask("srun", "-N1", "-n1", "-t", str(bound // 60), f"--immediate={NODE_SECONDS // 2}", "-J", "lockstep-doctor",
+        told = run("srun", "-N1", "-n1", "-t", str(bound // 60), f"--immediate={NODE_SECONDS // 2}", "-J", "lockstep-doctor",
             f"--chdir={render.base_folder()}", *options, *command, *map(str, files), seconds=bound,
         )  # fmt: skip
     except Unreachable:

@@ -1,35 +1,36 @@
 """What SLURM says about a job, and what that means: the controller first (live, needs no accounting), then its history (sacct).
 
-Never what submitit cached: it calls a requeued job done, and keeps that for good. `explain` makes a status of what SLURM,
-status.json and the tasks' notes say; it is a pure function.
+Never what submitit cached: it calls a requeued job done, and keeps that for good. `status_from_slurm` makes a status of what
+SLURM, status.json and the tasks' notes say.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from lockstep.training import files
-from lockstep.training.contract import EXIT_DONE, EXIT_PREEMPTED, EXIT_USAGE, STATUS_FILE, UserError
+from lockstep.training.contract import EXIT_DONE, EXIT_PREEMPTED, EXIT_TIMED_OUT, EXIT_USAGE, STATUS_FILE, UserError
 from lockstep.wire import submitit_api
 
 from .. import records
-from ..records import Note, Said
+from ..records import RunStatus, SlurmJob, TaskResult
 from ..spec.model import JobSpec
 from ..status import NodeStatus, State, Status, Unreachable
 
 JOB = "job.json"
 ENDED = "ended.json"
-SUBMITIT = "submitit"
 SECONDS = 60.0
 """How long an answer may take by default."""
-Told = subprocess.CompletedProcess[str]
+Output = subprocess.CompletedProcess[str]
 UNKNOWN_JOB = re.compile(r"invalid job id|jobs? (\S+ )?not found|does not exist", re.I)
 NO_CONTACT = re.compile(
     r"unable to contact|timed out|zero bytes|connection refused|standby mode|resolve_ctls_from_dns_srv|"
@@ -40,7 +41,7 @@ NO_ACCOUNTING = re.compile(r"accounting storage is disabled", re.I)
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class JobInfo:
     """One job as SLURM knows it. `started` and `ended` are seconds since the epoch, None where it has not."""
 
     job_id: str
@@ -57,10 +58,10 @@ class Known:
 
 
 class Forgotten(Unreachable):
-    """The accounting does not answer, which alone would know how a job ended that the controller has forgotten."""
+    """sacct is down, and the controller no longer lists the job."""
 
 
-def ask(*command: str, seconds: float = SECONDS) -> Told:
+def run(*command: str, seconds: float = SECONDS) -> Output:
     """Runs a SLURM command. Raises `UserError` where it is not installed, `Unreachable` where it does not end."""
     try:
         return subprocess.run(
@@ -81,45 +82,45 @@ def missing(program: str) -> UserError:
     )
 
 
-def answer(*command: str) -> str:
+def output(*command: str) -> str:
     """What a SLURM command prints; nothing for a job that it does not know. Raises `Unreachable` for any other failure."""
-    told = ask(*command)
-    if told.returncode != 0 and not unknown(told):
-        raise silent(told)
-    return told.stdout
+    done = run(*command)
+    if done.returncode != 0 and not unknown(done):
+        raise unreachable(done)
+    return done.stdout
 
 
-def order(*command: str) -> bool:
+def run_ok(*command: str) -> bool:
     """Whether SLURM does it: a job that has just ended, or is in another state, is no failure. Raises `Unreachable`."""
-    told = ask(*command)
-    if told.returncode != 0 and NO_CONTACT.search(told.stderr):
-        raise silent(told)
-    return told.returncode == 0
+    done = run(*command)
+    if done.returncode != 0 and NO_CONTACT.search(done.stderr):
+        raise unreachable(done)
+    return done.returncode == 0
 
 
-def unknown(told: Told) -> bool:
+def unknown(done: Output) -> bool:
     """Whether SLURM has said that there is no such job: any other failure says nothing about the job."""
-    return told.returncode != 0 and UNKNOWN_JOB.search(told.stdout + told.stderr) is not None
+    return done.returncode != 0 and UNKNOWN_JOB.search(done.stdout + done.stderr) is not None
 
 
-def silent(told: Told) -> Unreachable:
+def unreachable(done: Output) -> Unreachable:
     return Unreachable(
-        f"the SLURM controller does not answer: {one_line(told.stderr) or f'exit code {told.returncode}'}"
+        f"the SLURM controller does not answer: {one_line(done.stderr) or f'exit code {done.returncode}'}"
     )
 
 
-Look = Callable[[str], Known | None]
+Query = Callable[[str], JobInfo | None]
 
 
-def look(job_id: str) -> Known | None:
+def query(job_id: str) -> JobInfo | None:
     """The job; None where neither the controller nor the accounting knows it. Raises `Unreachable`, `Forgotten`."""
-    shown = ask("scontrol", "show", "job", "-o", job_id)
+    shown = run("scontrol", "show", "job", "-o", job_id)
     if shown.returncode == 0:
-        found = [job for line in shown.stdout.splitlines() if (job := read(line)) is not None]
-        if found:
-            return found[0]
+        jobs = [job for line in shown.stdout.splitlines() if (job := read(line)) is not None]
+        if jobs:
+            return jobs[0]
     try:
-        past = history(job_id).get(job_id)
+        past = accounting(job_id).get(job_id)
     except Forgotten:
         if unknown(shown):
             raise
@@ -128,11 +129,11 @@ def look(job_id: str) -> Known | None:
     if past is not None and past.ended is not None:
         return past
     if not unknown(shown):
-        raise silent(shown)
+        raise unreachable(shown)
     return None
 
 
-def read(line: str) -> Known | None:
+def read(line: str) -> JobInfo | None:
     """One line of `scontrol show job -o`."""
 
     def value(name: str) -> str:
@@ -144,78 +145,88 @@ def read(line: str) -> Known | None:
     element = value("ArrayTaskId")
     job_id = f"{value('ArrayJobId')}_{element}" if element.isdigit() else value("JobId")
     state = value("JobState")
-    return Known(
+    return JobInfo(
         job_id, state, value("Reason"), _number(value("Restarts")), _number(value("ExitCode").split(":")[0]),
         value("NodeList"), value("Partition"), value("Requeue") != "0",
         _number(value("EndTime")) or None if final(state) else None, _number(value("StartTime")) or None,
     )  # fmt: skip
 
 
-def history(*job_ids: str) -> dict[str, Known]:
+def accounting(*job_ids: str) -> dict[str, JobInfo]:
     """What the accounting remembers, by id; nothing without accounting, or of a job it has not heard of yet. Raises `Forgotten`."""
     try:
-        told = ask("sacct", "-X", "-n", "-P", "-j", ",".join(job_ids), "-o", _REMEMBERED)
+        done = run("sacct", "-X", "-n", "-P", "-j", ",".join(job_ids), "-o", _COLUMNS_OF_SACCT)
     except UserError as error:
         if isinstance(error, Unreachable):
             raise Forgotten(str(error)) from None
         return {}
-    if told.returncode != 0 and not NO_ACCOUNTING.search(told.stderr):
+    if done.returncode != 0 and not NO_ACCOUNTING.search(done.stderr):
         raise Forgotten(
-            f"the SLURM accounting does not answer: {one_line(told.stderr) or f'exit code {told.returncode}'}"
+            f"the SLURM accounting does not answer: {one_line(done.stderr) or f'exit code {done.returncode}'}"
         )
-    found = {}
-    for line in told.stdout.splitlines() if told.returncode == 0 else []:
+    known = {}
+    for line in done.stdout.splitlines() if done.returncode == 0 else []:
         job_id, state, code, nodes, partition, end, start = (line.split("|") + [""] * 7)[:7]
         state = state.split(" ")[0]  # CANCELLED by 1000
         ended = (_number(end) or time.time()) if final(state) else None
-        found[job_id] = Known(
+        known[job_id] = JobInfo(
             job_id, state, "", 0, _number(code.split(":")[0]), nodes, partition, True, ended, _number(start) or None
         )  # fmt: skip
-    return found
+    return known
 
 
-_REMEMBERED = "JobID,State,ExitCode,NodeList,Partition,End,Start"
-_QUEUED = ("JobArrayID", "State", "Reason", "RestartCnt", "exit_code", "NodeList", "Partition", "Requeue", "EndTime")
+_COLUMNS_OF_SACCT = "JobID,State,ExitCode,NodeList,Partition,End,Start"
+_COLUMNS_OF_SQUEUE = (
+    "JobArrayID",
+    "State",
+    "Reason",
+    "RestartCnt",
+    "exit_code",
+    "NodeList",
+    "Partition",
+    "Requeue",
+    "EndTime",
+)
 _WIDTH = 200
 """Of a column of squeue, which cuts off what is longer."""
 
 
-def look_at_all(job_ids: list[str]) -> Look:
-    """`look` for many jobs of this user, with one question to the controller and one to the accounting. Raises `Unreachable`."""
-    columns = ",".join(f"{name}:{_WIDTH}" for name in _QUEUED)
-    shown = answer("squeue", "-h", "-r", "--me", "-t", "all", "-O", columns)
+def query_all(job_ids: list[str]) -> Query:
+    """`query` for many jobs of this user, with one question to the controller and one to the accounting. Raises `Unreachable`."""
+    columns = ",".join(f"{name}:{_WIDTH}" for name in _COLUMNS_OF_SQUEUE)
+    shown = output("squeue", "-h", "-r", "--me", "-t", "all", "-O", columns)
     known = {}
     for line in shown.splitlines():
-        row = [line[at : at + _WIDTH].strip() for at in range(0, _WIDTH * len(_QUEUED), _WIDTH)]
+        row = [line[at : at + _WIDTH].strip() for at in range(0, _WIDTH * len(_COLUMNS_OF_SQUEUE), _WIDTH)]
         job_id, state, reason, restarts, code, nodes, partition, requeue, end = row
-        known[job_id] = Known(
+        known[job_id] = JobInfo(
             job_id, state, "" if reason == "None" else reason, _number(restarts), _number(code.split(":")[0]),
             nodes, partition, requeue not in ("0", "no"), _number(end) or None if final(state) else None,
         )  # fmt: skip
     away, forgotten = [job_id for job_id in job_ids if job_id not in known], None
     try:
-        past = history(*away) if away else {}
+        past = accounting(*away) if away else {}
     except Forgotten as error:
         past, forgotten = {}, error
 
-    def found(job_id: str) -> Known | None:
+    def result(job_id: str) -> JobInfo | None:
         if job_id in away and forgotten is not None:
             raise forgotten
         gone = past.get(job_id)
         return known.get(job_id) or (gone if gone is not None and gone.ended is not None else None)
 
-    return found
+    return result
 
 
-def mine(name: str, comment: str) -> str | None:
+def find_by_comment(name: str, comment: str) -> str | None:
     """The id of a job (or array) of this user with that name and comment: one whose answer to sbatch was lost.
 
     Raises:
         Unreachable: it may be there.
     """
-    for line in answer("squeue", "-h", "--me", "-n", name, "-t", "all", "-o", "%F|%k").splitlines():
-        job_id, _, said = line.partition("|")
-        if said == comment:
+    for line in output("squeue", "-h", "--me", "-n", name, "-t", "all", "-o", "%F|%k").splitlines():
+        job_id, _, its_comment = line.partition("|")
+        if its_comment == comment:
             return job_id
     return None
 
@@ -233,14 +244,14 @@ def nodes(job_id: str) -> tuple[str, list[str]]:
         UserError: it runs on none.
         Unreachable: the controller does not answer.
     """
-    placed = answer("squeue", "-h", "-j", job_id, "-o", "%A|%N")
+    placed = output("squeue", "-h", "-j", job_id, "-o", "%A|%N")
     own, _, names = next(iter(placed.splitlines()), "").partition("|")
     if not re.fullmatch(r"\d+", own) or not names:
         raise UserError(f"the SLURM job {job_id} runs on no node: it has ended, or has not started")
-    return own, answer("scontrol", "show", "hostnames", names).split()
+    return own, output("scontrol", "show", "hostnames", names).split()
 
 
-def in_the_order_of_ranks(spec: JobSpec, hosts: list[str]) -> list[str]:
+def by_rank(spec: JobSpec, hosts: list[str]) -> list[str]:
     """SLURM's nodes of a job. The launchers of a live one sort them by their names, as text, behind the first one."""
     return [*hosts[:1], *sorted(hosts[1:])] if spec.live else hosts
 
@@ -257,227 +268,274 @@ def _number(text: str) -> int:
     return int(text) if re.fullmatch(r"\d{1,12}", text) else 0
 
 
-def submitted(folder: Path) -> dict[str, Any] | None:
-    """job.json; its `job_id` is None until sbatch has answered. None where there is none, or it is damaged."""
-    record = records.read(folder / JOB, records.SlurmJob)
-    return None if record is None else {"element": None, **record}
+_END = TypeAdapter(Status)
 
 
-def write(folder: Path, record: dict[str, Any]) -> None:
-    """Raises `OSError`."""
-    files.replace_json(folder / JOB, record)
+def ended(folder: Path) -> Status | None:
+    """Returns how the job has ended, by ended.json; None as long as that is not known."""
+    try:
+        return _END.validate_python(files.read_json(folder / ENDED))
+    except ValueError:  # pydantic's
+        return None
 
 
-def ended(folder: Path) -> dict[str, Any] | None:
-    """ended.json: how the job has ended, once that is known."""
-    ending = records.read(folder / ENDED, records.SlurmEnded)
-    return None if ending is None else {**ending}
-
-
-def write_end(folder: Path, plain: dict[str, Any]) -> None:
-    """Raises `OSError`."""
-    files.replace_json(folder / ENDED, plain)
-
-
-class Notes:
-    """What the ranks and their tasks have left of one job."""
-
-    def __init__(self, record: dict[str, Any]) -> None:
-        self._record, self._job_id, self._folder = record, str(record["job_id"]), Path(record["submitit"])
-
-    @property
-    def said(self) -> records.Said | None:
-        """status.json of this very job, which is trusted above exit codes; not one of another run in the same folder."""
-        return records.said(Path(self._record["run_dir"]), self._record["job"])
-
-    @property
-    def age(self) -> float:
-        """Seconds since status.json was written, or since the submission."""
-        try:
-            return time.time() - (Path(self._record["run_dir"]) / STATUS_FILE).stat().st_mtime
-        except OSError:
-            return time.time() - float(self._record["since"])
-
-    @property
-    def ends(self) -> dict[int, records.Note]:
-        """What the tasks noted when their ranks ended: rank → {code, reason, restart, host, time}."""
-        found: dict[int, records.Note] = {}
-        for path in self._folder.glob(f"{self._job_id}_*_end.json"):
-            match = re.fullmatch(rf"{re.escape(self._job_id)}_(\d+)_end\.json", path.name)
-            end = records.read(path, records.Note) if match else None
-            if match and end is not None:
-                found[int(match[1])] = end
-        return found
-
-    @property
-    def saved(self) -> set[int]:
-        """The starts after which the job had saved and got further: they do not count against `max_restarts`."""
-        mark = f"{self._job_id}_saved_"
-        found = [path.name.removeprefix(mark) for path in self._folder.glob(f"{mark}*")]
-        return {int(number) for number in found if number.isdecimal()}
-
-    @property
-    def cancelled(self) -> bool:
-        return cancelled(self._record).exists()
-
-
-def cancelled(record: dict[str, Any]) -> Path:
+def cancelled(record: SlurmJob) -> Path:
     """The note that somebody has asked lockstep to cancel the job."""
-    return submitit_api.note(Path(record["submitit"]), str(record["job_id"]), "cancelled")
+    return submitit_api.note(Path(record.submitit), str(record.job_id), "cancelled")
 
 
 SETTLE_SECONDS = 60.0
 """Seconds in which SLURM may still requeue a job whose node failed, and a file may not be visible yet."""
-_COMES_BACK = ("NODE_FAIL", "PREEMPTED", "BOOT_FAIL")
 
 BEING_SUBMITTED = Status("pending", "is being submitted")
 BROKEN_OFF = Status("lost", "the submission was interrupted before sbatch answered: submit it with --replace")
 
-Ends = dict[int, Note]
+
+def age(record: SlurmJob) -> float:
+    """Seconds since status.json was written, or since the submission."""
+    try:
+        return time.time() - (Path(record.run_dir) / STATUS_FILE).stat().st_mtime
+    except OSError:
+        return time.time() - record.since
 
 
-def is_new(record: dict[str, Any]) -> bool:
+def is_new(record: SlurmJob) -> bool:
     """Whether a job without a number may still be on its way to sbatch."""
-    return time.time() - float(record["since"]) < SETTLE_SECONDS
+    return time.time() - record.since < SETTLE_SECONDS
 
 
-def explain(
-    spec: JobSpec, found: Known | None, ends: Ends, said: Said | None, cancelled: bool, since: float, now: float,
-    free: Collection[int] = (), outage: bool = False,
-) -> Status:  # fmt: skip
-    """The status.
+@dataclass(frozen=True)
+class Evidence:
+    """All that is known of a job: by SLURM, by status.json, and by the notes of its tasks."""
 
-    Args:
-        found: the job as SLURM knows it; None where SLURM does not know it, or does not answer.
-        ends: what the tasks noted, by rank.
-        said: status.json of this job; None where it has none (yet).
-        cancelled: somebody asked lockstep to cancel it.
-        since: seconds since the epoch when it was submitted.
-        free: starts after which it had saved and got further, which do not count against `max_restarts`.
-        outage: SLURM does not answer. Then only the job's own files count, and it has ended where SLURM does not start it again.
-    """
-    total = 1 if spec.live else spec.nodes * spec.ranks
-    latest = max((int(end.get("restart", 0)) for end in ends.values()), default=0)
-    restarts = max(found.restarts if found else 0, latest)
-    ends = {rank: end for rank, end in ends.items() if int(end.get("restart", 0)) == restarts}
-    failures = restarts - sum(start < restarts for start in free)
-    used_up = restarts not in free and failures >= spec.max_restarts
-    own = (
-        said is None or spec.live or said.get("restart", restarts) == restarts
-    )  # a live job's launcher counts for itself
-    if said is not None and said.get("code") is not None and not own:
-        said = None  # an earlier start wrote it; this one ended before it could
+    spec: JobSpec
+    info: JobInfo | None
+    """None where SLURM does not know the job, or does not answer."""
+    outage: bool
+    """SLURM does not answer. Then only the job's own files count, and it has ended where SLURM does not start it again."""
+    results: dict[int, TaskResult]
+    """By rank (or node of a live job), of the latest start from which there are any."""
+    status_file: RunStatus | None
+    saved: set[int]
+    """Starts after which the job had saved and got further: they do not count against `max_restarts`."""
+    cancelled: bool
+    since: float
+    """Seconds since the epoch when it was submitted."""
+    now: float
 
-    def answer(state: State, reason: str, code: int | None = None) -> Status:
-        about = records.about_time(said, since, found.started if found is not None else None)
-        return Status(state, reason, _parts(spec, found, state, restarts), code, **about)
+    @classmethod
+    def read(cls, spec: JobSpec, record: SlurmJob, info: JobInfo | None, outage: bool) -> Evidence:
+        """Reads the files of the job."""
+        folder, results = Path(record.submitit), dict[int, TaskResult]()
+        for path in folder.glob(f"{record.job_id}_*_end.json"):
+            match = re.fullmatch(rf"{re.escape(str(record.job_id))}_(\d+)_end\.json", path.name)
+            result = TaskResult.read(path) if match else None
+            if match and result is not None:
+                results[int(match[1])] = result
+        mark = f"{record.job_id}_saved_"
+        saved = [path.name.removeprefix(mark) for path in folder.glob(f"{mark}*")]
+        return cls(
+            spec, info, outage, results, records.reported(Path(record.run_dir), record.job),
+            {int(start) for start in saved if start.isdecimal()}, cancelled(record).exists(), record.since, time.time(),
+        )  # fmt: skip
 
-    # Its first node says how a live job has ended: any other one may be lost.
-    code = _code(said, {task: end for task, end in ends.items() if task == 0 or not spec.live}, total, spec)
-    if outage and (code is None or not (code in (EXIT_DONE, EXIT_USAGE) or used_up or cancelled)):
-        return answer("running", records.step(said)) if said is not None else answer("pending", "no rank has reported")
-    if found is None:
-        if code is None and now - since < SETTLE_SECONDS:
-            return answer("pending", "SLURM does not know it yet")
-        if code is None:
-            return answer("lost", "SLURM no longer knows the job, and it left no result")
-        return _ended(answer, code, said, ends, spec, cancelled, used_up)
-    if found.state == "PENDING":
-        return answer(*pending(found.reason, found.partition, found.job_id, restarts))
-    if found.state in ("REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"):
-        held = found.state in ("REQUEUE_HOLD", "SPECIAL_EXIT")
-        text = f"is held: scontrol release {found.job_id}" if held else "SLURM starts it again"
-        return answer("restarting", f"restart {restarts}: {text}")
-    if not final(found.state):
-        return answer("running", _progress(said, found, restarts))
-    settled = now - (found.ended or since) >= SETTLE_SECONDS
-    if code == EXIT_DONE:
-        return answer("succeeded", (said["reason"] if said is not None else "") or "complete", EXIT_DONE)
-    if found.state in _COMES_BACK and found.requeue and not used_up and not settled and not cancelled:
-        return answer("restarting", f"{_plain(found)}: SLURM starts it again")
-    if found.state == "COMPLETED":
-        missing = sorted(set(range(total)) - set(ends))
-        if not settled:
-            return answer("running", f"has ended; the results of {_names(missing)} are not visible yet")
-        return answer("failed", f"SLURM says COMPLETED, but {_names(missing)} left no result", 1)
-    if found.state == "TIMEOUT":
-        saved = "; the state is saved" if code == EXIT_PREEMPTED else ""
-        return answer("timed_out", f"the time limit of {spec.time_limit} is over{saved}", 124)
-    if cancelled or found.state in ("CANCELLED", "REVOKED"):
-        if not cancelled and pending(found.reason, "", "", 0)[0] == "unschedulable":
-            return answer("failed", pending(found.reason, found.partition, found.job_id, 0)[1], 1)
-        return answer("cancelled", "cancelled; the state is saved" if code == EXIT_PREEMPTED else "cancelled", code)
-    if found.state == "PREEMPTED":
-        return answer("preempted", "preempted, and not started again: submit it again to resume", EXIT_PREEMPTED)
-    if found.state == "OUT_OF_MEMORY":
-        return answer("failed", "was killed for memory: raise memory, or lower the batch size", 1)
-    if found.state in ("NODE_FAIL", "BOOT_FAIL"):
-        used = " (max_restarts is used up)" if used_up else ""
-        return answer("lost", f"{_plain(found)}, and the job was not started again{used}")
-    return _ended(answer, code if code is not None else found.exit_code or 1, said, ends, spec, cancelled, used_up)
+    @functools.cached_property
+    def restarts(self) -> int:
+        latest = max((result.restart for result in self.results.values()), default=0)
+        return max(self.info.restarts if self.info else 0, latest)
+
+    @functools.cached_property
+    def ends(self) -> dict[int, TaskResult]:
+        """The results of the latest start."""
+        return {task: result for task, result in self.results.items() if result.restart == self.restarts}
+
+    @functools.cached_property
+    def reported(self) -> RunStatus | None:
+        """status.json, if it is of the latest start: an earlier one says nothing about how this one ended."""
+        status = self.status_file
+        if status is None or status.code is None or self.spec.live:  # a live job's launcher counts for itself
+            return status
+        return status if status.restart in (None, self.restarts) else None
+
+    @property
+    def used_up(self) -> bool:
+        failures = self.restarts - sum(start < self.restarts for start in self.saved)
+        return self.restarts not in self.saved and failures >= self.spec.max_restarts
+
+    @property
+    def settled(self) -> bool:
+        ended = self.info.ended if self.info is not None else None
+        return self.now - (ended or self.since) >= SETTLE_SECONDS
+
+    @functools.cached_property
+    def code(self) -> int | None:
+        """The job's own exit code: status.json above the tasks' notes; success needs all of them. None: not known."""
+        spec, reported = self.spec, self.reported
+        if reported is not None and reported.code is not None and spec.recipe is not None and not spec.live:
+            return reported.code
+        # Its first node says how a live job has ended: any other one may be lost.
+        codes = [end.code for task, end in self.ends.items() if task == 0 or not spec.live]
+        bad = [code for code in codes if code != EXIT_DONE]
+        if bad:
+            return next((code for code in (EXIT_USAGE, EXIT_PREEMPTED) if code in bad), bad[0])
+        return EXIT_DONE if len(codes) >= self.tasks else None
+
+    @property
+    def tasks(self) -> int:
+        """How many tell how the job has ended."""
+        return 1 if self.spec.live else self.spec.nodes * self.spec.ranks
+
+    @property
+    def last_code(self) -> int:
+        return self.code if self.code is not None else (self.info.exit_code if self.info is not None else 0) or 1
+
+    def confirms(self, end: Status) -> bool:
+        """Whether nothing that is known is later than this end. By then every note is visible, also on a slow file system."""
+        noted = max((node.restarts for node in end.ranks), default=0)
+        return self.info is None or (self.settled and final(self.info.state) and self.info.restarts <= noted)
+
+    # Tests of the table: False or None where the row does not apply, and else what stands in its sentence.
+
+    def undecided(self) -> bool:
+        decisive = self.code in (EXIT_DONE, EXIT_USAGE) or self.used_up or self.cancelled
+        return self.outage and (self.code is None or not decisive)
+
+    def undecided_step(self) -> str | None:
+        return records.step(self.reported) if self.undecided() and self.reported is not None else None
+
+    def without_result(self) -> bool:
+        return self.info is None and self.code is None
+
+    def state_in(self, *states: str) -> bool:
+        return self.info is not None and self.info.state in states
+
+    def held(self) -> str | None:
+        return self.info.job_id if self.info is not None and self.state_in("REQUEUE_HOLD", "SPECIAL_EXIT") else None
+
+    def progress(self) -> str | None:
+        if self.info is None or final(self.info.state):
+            return None
+        where = f" on {self.info.nodes}" if self.info.nodes else ""
+        again = f", restart {self.restarts}" if self.restarts else ""
+        if self.info.state == "COMPLETING":
+            return f"is ending{where}{again}"
+        step = records.step(self.reported) if self.reported is not None else "starting"
+        other = "" if self.info.state == "RUNNING" else f" ({self.info.state.lower()})"
+        return f"{step}{where}{again}{other}{records.trouble(self.reported) if self.reported is not None else ''}"
+
+    def done(self) -> str | None:
+        if self.code != EXIT_DONE:
+            return None
+        return (self.reported.reason if self.info is not None and self.reported is not None else "") or "complete"
+
+    def lost_node(self) -> str | None:
+        """What has happened to its nodes, where that has ended the job."""
+        what = _OF_NODES.get(self.info.state) if self.info is not None else None
+        return f"{what}{f' ({self.info.nodes})' if self.info.nodes else ''}" if what and self.info is not None else None
+
+    def not_restarted(self) -> str | None:
+        node, used = self.lost_node(), " (max_restarts is used up)" if self.used_up else ""
+        return node and f"{node}, and the job was not started again{used}"
+
+    def comes_back(self) -> str | None:
+        again = self.info is not None and self.info.requeue and not (self.used_up or self.settled or self.cancelled)
+        return self.lost_node() if again else None
+
+    def incomplete(self) -> str | None:
+        missing = sorted(set(range(self.tasks)) - set(self.ends))
+        names = f"rank {missing[0]}" if len(missing) == 1 else "ranks " + ", ".join(map(str, missing[:8]))
+        return names if self.state_in("COMPLETED") else None
+
+    def impossible(self) -> str | None:
+        """Why SLURM has removed a job that could never start."""
+        if self.info is None or self.cancelled or not self.state_in("CANCELLED", "REVOKED"):
+            return None
+        state, reason = pending(self.info.reason, self.info.partition, self.info.job_id, 0)
+        return reason if state == "unschedulable" else None
+
+    def saved_first(self) -> str:
+        """Returns what is added of a job that was ended from outside."""
+        return "; the state is saved" if self.code == EXIT_PREEMPTED else ""
+
+    def not_requeued(self) -> str | None:
+        if self.last_code != EXIT_PREEMPTED:
+            return None
+        spent = f"all {self.spec.max_restarts} restarts are used up, by failures or by starts that made no progress"
+        return spent if self.used_up else "it was not requeued"
+
+    def cause(self) -> str:
+        """The failure that came first, not the ones that followed from it: a rank's own error before a lost collective."""
+        failed = [end for end in self.ends.values() if end.code not in (EXIT_DONE, EXIT_PREEMPTED)]
+        failed.sort(key=lambda end: (not end.reason, "did not arrive" in end.reason, end.time))
+        if failed and failed[0].reason:
+            return f"rank {failed[0].rank} on {failed[0].host}: {failed[0].reason}"
+        if self.reported is not None and self.reported.code not in (None, EXIT_DONE) and self.reported.reason:
+            return self.reported.reason
+        first = f"rank {failed[0].rank} on {failed[0].host}: exit code {failed[0].code}" if failed else ""
+        return first or f"exit code {self.last_code}"
 
 
-def _ended(
-    answer: Callable[..., Status], code: int, said: Said | None, ends: Ends, spec: JobSpec, cancelled: bool, used_up: bool
-) -> Status:  # fmt: skip
-    if code == EXIT_DONE:
-        return answer("succeeded", "complete", code)
-    if cancelled:
-        return answer("cancelled", "cancelled; the state is saved" if code == EXIT_PREEMPTED else "cancelled", code)
-    if code == EXIT_PREEMPTED:
-        left = f"all {spec.max_restarts} restarts are used up, by failures or by starts that made no progress"
-        spent = left if used_up else "it was not requeued"
-        return answer("preempted", f"saved, and {spent}: submit it again to resume", code)
-    return answer("failed", cause(ends, said) or f"exit code {code}", code)
+_OF_NODES = {"NODE_FAIL": "a node failed", "BOOT_FAIL": "a node did not boot", "PREEMPTED": "preempted"}
+_SLURM_STATES: tuple[
+    tuple[Callable[[Evidence], str | bool | None], State, str, int | Callable[[Evidence], int | None] | None], ...
+] = (
+    (Evidence.undecided_step, "running", "{}", None),
+    (Evidence.undecided, "pending", "no rank has reported", None),
+    (lambda job: job.without_result() and not job.settled, "pending", "SLURM does not know it yet", None),
+    (Evidence.without_result, "lost", "SLURM no longer knows the job, and it left no result", None),
+    (Evidence.held, "restarting", "restart {restarts}: is held: scontrol release {}", None),
+    (lambda job: job.state_in("REQUEUED", "REQUEUE_FED"), "restarting", "restart {restarts}: SLURM starts it again", None),
+    (Evidence.progress, "running", "{}", None),
+    (Evidence.done, "succeeded", "{}", EXIT_DONE),
+    (Evidence.comes_back, "restarting", "{}: SLURM starts it again", None),
+    (lambda job: None if job.settled else job.incomplete(), "running", "has ended; the results of {} are not visible yet", None),
+    (Evidence.incomplete, "failed", "SLURM says COMPLETED, but {} left no result", 1),
+    (
+        lambda job: job.saved_first() if job.state_in("TIMEOUT") else None,
+        "timed_out", "the time limit of {time_limit} is over{}", EXIT_TIMED_OUT,
+    ),
+    (Evidence.impossible, "failed", "{}", 1),
+    (
+        lambda job: job.saved_first() if job.cancelled or job.state_in("CANCELLED", "REVOKED") else None,
+        "cancelled", "cancelled{}", lambda job: job.code,
+    ),
+    (
+        lambda job: job.state_in("PREEMPTED"),
+        "preempted", "preempted, and not started again: submit it again to resume", EXIT_PREEMPTED,
+    ),
+    (
+        lambda job: job.state_in("OUT_OF_MEMORY"),
+        "failed", "was killed for memory: raise memory, or lower the batch size", 1,
+    ),
+    (Evidence.not_restarted, "lost", "{}", None),
+    (Evidence.not_requeued, "preempted", "saved, and {}: submit it again to resume", EXIT_PREEMPTED),
+    (Evidence.cause, "failed", "{}", lambda job: job.last_code),
+)  # fmt: skip
+"""The first row whose test applies says state, sentence and exit code."""
 
 
-def cause(ends: Ends, said: Said | None) -> str:
-    """The failure that came first, not the ones that followed from it: a rank's own error before a lost collective."""
-    failed = [end for end in ends.values() if end["code"] not in (EXIT_DONE, EXIT_PREEMPTED)]
-    failed.sort(key=lambda end: (not end.get("reason"), "did not arrive" in str(end.get("reason")), end.get("time", 0)))
-    for end in failed:
-        if end.get("reason"):
-            return f"rank {end.get('rank')} on {end.get('host')}: {end['reason']}"
-    if said is not None and said.get("code") not in (None, EXIT_DONE) and said.get("reason"):
-        return str(said["reason"])
-    return f"rank {failed[0].get('rank')} on {failed[0].get('host')}: exit code {failed[0]['code']}" if failed else ""
+def status_from_slurm(job: Evidence) -> Status:
+    """Returns the status. A pure function."""
+    about = records.about_time(job.reported, job.since, job.info.started if job.info is not None else None)
+    if job.info is not None and job.info.state == "PENDING":
+        state, reason = pending(job.info.reason, job.info.partition, job.info.job_id, job.restarts)
+        return Status(state, reason, _parts(job, state), **about)
+    for test, state, sentence, exit_code in _SLURM_STATES:
+        result = test(job)
+        if result is not None and result is not False:
+            reason = sentence.format(result, restarts=job.restarts, time_limit=job.spec.time_limit)
+            code = exit_code(job) if callable(exit_code) else exit_code
+            return Status(state, reason, _parts(job, state), code, **about)
+    raise AssertionError("the last row always applies")
 
 
-def _code(said: Said | None, ends: Ends, total: int, spec: JobSpec) -> int | None:
-    """The job's own exit code: status.json above the tasks' notes; success needs all of them. None: not known."""
-    if said is not None and said["code"] is not None and spec.recipe is not None and not spec.live:
-        return said["code"]
-    bad = [int(end["code"]) for end in ends.values() if end["code"] != EXIT_DONE]
-    if bad:
-        return next((code for code in (2, EXIT_PREEMPTED) if code in bad), bad[0])
-    return EXIT_DONE if len(ends) >= total else None
-
-
-def _progress(said: Said | None, found: Known, restarts: int) -> str:
-    where = f" on {found.nodes}" if found.nodes else ""
-    again = f", restart {restarts}" if restarts else ""
-    if found.state == "COMPLETING":
-        return f"is ending{where}{again}"
-    step = records.step(said) if said is not None else "starting"
-    other = "" if found.state == "RUNNING" else f" ({found.state.lower()})"
-    return f"{step}{where}{again}{other}{records.trouble(said) if said is not None else ''}"
-
-
-def _plain(found: Known) -> str:
-    what = {"NODE_FAIL": "a node failed", "BOOT_FAIL": "a node did not boot", "PREEMPTED": "preempted"}[found.state]
-    return f"{what}{f' ({found.nodes})' if found.nodes else ''}"
-
-
-def _names(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks[:8]))
-
-
-def _parts(spec: JobSpec, found: Known | None, state: State, restarts: int) -> list[NodeStatus]:
-    hosts = in_the_order_of_ranks(spec, submitit_api.node_names(found.nodes) if found is not None else [])
+def _parts(job: Evidence, state: State) -> list[NodeStatus]:
+    spec = job.spec
+    hosts = by_rank(spec, submitit_api.node_names(job.info.nodes) if job.info is not None else [])
     return [
         NodeStatus(
             hosts[node] if node < len(hosts) else f"node {node}",
-            list(range(node * spec.ranks, (node + 1) * spec.ranks)), state, "", restarts,
+            list(range(node * spec.ranks, (node + 1) * spec.ranks)), state, "", job.restarts,
         )
         for node in range(spec.nodes)
     ]  # fmt: skip

@@ -29,6 +29,7 @@ from .task import TrainingTask
 
 MARGIN_SECONDS = 30
 """The signal comes this much before `grace_seconds` are left: the requeue needs time too, on a busy controller."""
+SUBMITIT = "submitit"
 JOIN_TIMEOUT = "5m"
 """SLURM starts all nodes together: one that does not come within this time is lost."""
 PATH = re.compile(r"/[A-Za-z0-9._/+=@-]*")
@@ -67,7 +68,7 @@ def jobs_folder() -> Path:
 
 def submitit_folder(name: str) -> Path:
     """Where submitit keeps the script, payload and logs of a job."""
-    return jobs_folder() / name / "submitit"
+    return jobs_folder() / name / SUBMITIT
 
 
 def base_folder() -> Path:

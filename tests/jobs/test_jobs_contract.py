@@ -289,11 +289,11 @@ def test_what_each_rank_does_now(bench: Bench) -> None:
         except UserError:  # not yet
             return []
 
-    until(lambda: [one["where"].endswith("in stands") for one in stacks()] == [False, True], BOUND, "one to stand")
-    until(lambda: stacks(0) and stacks(0)[0]["waits"], BOUND, "the other to wait for it")
+    until(lambda: [one.where.endswith("in stands") for one in stacks()] == [False, True], BOUND, "one to stand")
+    until(lambda: stacks(0) and stacks(0)[0].waits, BOUND, "the other to wait for it")
     (one,) = stacks(1)
-    assert (one["rank"], one["waits"], one["what"]) == (1, False, "waits") and one["step"] >= 0, one
-    assert "most recent call first" in one["stacks"] and " in stands\n" in one["stacks"], one
+    assert (one.rank, one.waits, one.what) == (1, False, "waits") and one.step >= 0, one
+    assert "most recent call first" in one.stacks and " in stands\n" in one.stacks, one
     with pytest.raises(UserError, match=r"has the ranks 0 … 1, got 2"):
         backend.stacks("stands", 2)
     backend.cancel("stands")

@@ -161,8 +161,7 @@ def elsewhere(patch: pytest.MonkeyPatch) -> None:
 
 def slurm_log(folder: Path, job_id: str) -> Iterator[str]:
     """The lines of the first node of a SLURM job that has ended, from the folder with its logs."""
-    record = {"submitit": str(folder), "job_id": job_id}
-    return iter(Inside("jobs.slurm.submission").lines(record, [0], 0, False, lambda: True, 0.1))
+    return iter(Inside("jobs.logs").follow({0: folder / f"{job_id}_0_log.out"}, 0, False, lambda: True, 0.1, None))
 
 
 def break_off_after_code(patch: pytest.MonkeyPatch) -> None:

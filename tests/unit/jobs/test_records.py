@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import grp
+import os
 import pwd
+import stat
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,21 +19,42 @@ def test_a_group_of_ones_own_is_nobody_else(monkeypatch: pytest.MonkeyPatch) -> 
     """Where each user has one, folders are made with 775."""
     me = pwd.struct_passwd(("ann", "x", 1000, 1000, "", "/home/ann", "/bin/sh"))
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: me)
-    for members, name, mine in ([], "ann", True), (["ann"], "ann", True), (["ben"], "ann", False), ([], "staff", False):
-        monkeypatch.setattr(grp, "getgrgid", lambda gid, found=(name, "x", 1000, members): grp.struct_group(found))
-        assert records._is_mine(1000, 1000) is mine
-    records._judge_step(Path("/home/ann"), 1000, 0o775, 1000, group_is_mine=True)
-    for mode, group_is_mine in ((0o775, False), (0o777, True)):
-        with pytest.raises(UserError, match="can be changed by other users"):
-            records._judge_step(Path("/home/ann"), 1000, mode, 1000, group_is_mine)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    for members, name, private in (
+        ([], "ann", True),
+        (["ann"], "ann", True),
+        (["ben"], "ann", False),
+        ([], "staff", False),
+    ):
+        monkeypatch.setattr(grp, "getgrgid", lambda gid, group=(name, "x", 1000, members): grp.struct_group(group))
+        for mode, refused in ((0o775, not private), (0o777, True), (0o755, False), (0o1777, False)):
+            about = os.stat_result((stat.S_IFDIR | mode, 0, 0, 1, 1000, 1000, 0, 0, 0, 0))
+            with pytest.raises(UserError, match="can be changed by other users") if refused else nullcontext():
+                records._check_owner(Path("/home/ann"), about)
+
+
+def test_a_link_leads_to_no_folder_that_others_can_write(tmp_path: Path) -> None:
+    """And what is missing is made, behind links, too."""
+    tmp_path.chmod(0o700)
+    (tmp_path / "shared/mine").mkdir(parents=True, mode=0o700)
+    (tmp_path / "way").symlink_to("shared/../shared/mine")
+    assert records.make(tmp_path / "way/a/jobs").is_dir()
+    (tmp_path / "shared").chmod(0o777)
+    for folder in (tmp_path / "way/a/jobs", tmp_path / "way/jobs"):
+        with pytest.raises(UserError, match=r"shared can be changed by other users \(mode 777\)"):
+            records.make(folder)
+    (tmp_path / "round").symlink_to("round")
+    with pytest.raises(UserError, match="Too many levels of symbolic links"):
+        records.make(tmp_path / "round/jobs")
 
 
 def test_why_an_attempt_has_ended_that_another_may_follow() -> None:
-    said = records.Said(code=1, step=262, attempt=1, reason="the run diverged at step 263: rank 3: loss is not finite")
-    assert records.progress(said) == f"step 262, the attempt has ended: {said['reason']}"
-    assert records.progress({**said, "code": 0, "reason": "complete"}) == "step 262, ending"
+    reason = "the run diverged at step 263: rank 3: loss is not finite"
+    status = records.RunStatus(code=1, step=262, attempt=1, reason=reason)
+    assert records.progress(status) == f"step 262, the attempt has ended: {reason}"
+    assert records.progress(status.model_copy(update={"code": 0, "reason": "complete"})) == "step 262, ending"
     saved = "ended early by SIGTERM at step 7"
-    said = records.Said(code=75, step=7, attempt=1, reason=f"{saved}: run the same command again to resume")
-    assert records.progress(said) == f"step 7, the attempt has ended: {saved}", "a job starts again by itself"
-    running = records.Said(code=None, step=250, attempt=2, reason="running", restart=1, hang="no step for 10 s")
+    status = records.RunStatus(code=75, step=7, attempt=1, reason=f"{saved}: run the same command again to resume")
+    assert records.progress(status) == f"step 7, the attempt has ended: {saved}", "a job starts again by itself"
+    running = records.RunStatus(code=None, step=250, attempt=2, reason="running", restart=1, hang="no step for 10 s")
     assert records.progress(running) == "step 250, restart 1; no step for 10 s"

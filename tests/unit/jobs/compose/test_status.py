@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from lockstep.jobs.compose.status import explain
+from lockstep.jobs.records import RunStatus
 from tests.product import JobSpec
 
 SPEC = JobSpec.of({"name": "small", "recipe": "smoke", "image": "lockstep:1-cpu", "nodes": 2, "ranks_per_node": 2})
-STOPPED = {"code": 75, "reason": "SIGTERM"}
+STOPPED = RunStatus(code=75, step=7, attempt=1, reason="SIGTERM")
+UNDER_WAY = RunStatus(code=None, step=7, attempt=1, reason="running")
 
 
 def node(state: int | str | dict[str, Any]) -> dict[str, Any]:
@@ -29,7 +31,7 @@ def node(state: int | str | dict[str, Any]) -> dict[str, Any]:
         ([75, 75], None, False, "preempted", 75), ([75, 75], None, True, "cancelled", 75), ([137, 1], None, True, "cancelled", 75),
         ([124, 75], STOPPED, False, "timed_out", 124), ([1, 1], STOPPED, False, "preempted", 75),
         ([{"ExitCode": 137, "OOMKilled": True}, 1], None, False, "failed", 1),
-        (["running", 0], {"code": None, "step": 7}, False, "running", 0), (["running", 137], None, False, "restarting", 0),
+        (["running", 0], UNDER_WAY, False, "running", 0), (["running", 137], None, False, "restarting", 0),
         (["running", "paused"], None, False, "running", 0), (["created", "created"], None, False, "pending", 0),
         ([{"Status": "created", "Error": "no such device"}, "created"], None, False, "failed", 1),
     ],
