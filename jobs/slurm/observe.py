@@ -6,7 +6,6 @@ SLURM, status.json and the tasks' notes say.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import subprocess
@@ -287,6 +286,7 @@ def cancelled(record: SlurmJob) -> Path:
 SETTLE_SECONDS = 60.0
 """Seconds in which SLURM may still requeue a job whose node failed, and a file may not be visible yet."""
 
+UNKNOWN = JobInfo("", "")
 BEING_SUBMITTED = Status("pending", "is being submitted")
 BROKEN_OFF = Status("lost", "the submission was interrupted before sbatch answered: submit it with --replace")
 
@@ -304,70 +304,61 @@ def is_new(record: SlurmJob) -> bool:
     return time.time() - record.since < SETTLE_SECONDS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """All that is known of a job: by SLURM, by status.json, and by the notes of its tasks."""
 
     spec: JobSpec
-    info: JobInfo | None
-    """None where SLURM does not know the job, or does not answer."""
+    info: JobInfo
+    """`UNKNOWN` where SLURM does not know the job, or does not answer."""
     outage: bool
     """SLURM does not answer. Then only the job's own files count, and it has ended where SLURM does not start it again."""
-    results: dict[int, TaskResult]
-    """By rank (or node of a live job), of the latest start from which there are any."""
-    status_file: RunStatus | None
-    saved: set[int]
-    """Starts after which the job had saved and got further: they do not count against `max_restarts`."""
+    restarts: int
+    used_up: bool
+    """As many starts have failed as `max_restarts` allows."""
+    ends: dict[int, TaskResult]
+    """How the tasks of the latest start have ended, by rank (or by node of a live job)."""
+    reported: RunStatus | None
+    """status.json of the latest start: an earlier one says nothing about how this one ended."""
     cancelled: bool
     since: float
     """Seconds since the epoch when it was submitted."""
-    now: float
+    settled: bool
+    """It ended so long ago, or was submitted so long ago, that no more is to come."""
 
     @classmethod
     def read(cls, spec: JobSpec, record: SlurmJob, info: JobInfo | None, outage: bool) -> Evidence:
         """Reads the files of the job."""
-        folder, results = Path(record.submitit), dict[int, TaskResult]()
+        folder, results, info = Path(record.submitit), dict[int, TaskResult](), info or UNKNOWN
         for path in folder.glob(f"{record.job_id}_*_end.json"):
             match = re.fullmatch(rf"{re.escape(str(record.job_id))}_(\d+)_end\.json", path.name)
             result = TaskResult.read(path) if match else None
             if match and result is not None:
                 results[int(match[1])] = result
+        restarts = max([info.restarts, *(result.restart for result in results.values())])
         mark = f"{record.job_id}_saved_"
-        saved = [path.name.removeprefix(mark) for path in folder.glob(f"{mark}*")]
+        # Starts after which the job had saved and got further do not count against `max_restarts`.
+        names = [path.name.removeprefix(mark) for path in folder.glob(f"{mark}*")]
+        saved = {int(name) for name in names if name.isdecimal()}
+        failures = restarts - sum(start < restarts for start in saved)
+        reported = records.reported(Path(record.run_dir), record.job)
+        ended = (
+            reported is not None and reported.code is not None and not spec.live
+        )  # a live job's launcher counts for itself
+        if reported is not None and ended and reported.restart not in (None, restarts):
+            reported = None
         return cls(
-            spec, info, outage, results, records.reported(Path(record.run_dir), record.job),
-            {int(start) for start in saved if start.isdecimal()}, cancelled(record).exists(), record.since, time.time(),
+            spec, info, outage, restarts, restarts not in saved and failures >= spec.max_restarts,
+            {task: result for task, result in results.items() if result.restart == restarts}, reported,
+            cancelled(record).exists(), record.since, time.time() - (info.ended or record.since) >= SETTLE_SECONDS,
         )  # fmt: skip
 
-    @functools.cached_property
-    def restarts(self) -> int:
-        latest = max((result.restart for result in self.results.values()), default=0)
-        return max(self.info.restarts if self.info else 0, latest)
-
-    @functools.cached_property
-    def ends(self) -> dict[int, TaskResult]:
-        """The results of the latest start."""
-        return {task: result for task, result in self.results.items() if result.restart == self.restarts}
-
-    @functools.cached_property
-    def reported(self) -> RunStatus | None:
-        """status.json, if it is of the latest start: an earlier one says nothing about how this one ended."""
-        status = self.status_file
-        if status is None or status.code is None or self.spec.live:  # a live job's launcher counts for itself
-            return status
-        return status if status.restart in (None, self.restarts) else None
+    @property
+    def tasks(self) -> int:
+        """How many tell how the job has ended."""
+        return 1 if self.spec.live else self.spec.nodes * self.spec.ranks
 
     @property
-    def used_up(self) -> bool:
-        failures = self.restarts - sum(start < self.restarts for start in self.saved)
-        return self.restarts not in self.saved and failures >= self.spec.max_restarts
-
-    @property
-    def settled(self) -> bool:
-        ended = self.info.ended if self.info is not None else None
-        return self.now - (ended or self.since) >= SETTLE_SECONDS
-
-    @functools.cached_property
     def code(self) -> int | None:
         """The job's own exit code: status.json above the tasks' notes; success needs all of them. None: not known."""
         spec, reported = self.spec, self.reported
@@ -381,87 +372,74 @@ class Evidence:
         return EXIT_DONE if len(codes) >= self.tasks else None
 
     @property
-    def tasks(self) -> int:
-        """How many tell how the job has ended."""
-        return 1 if self.spec.live else self.spec.nodes * self.spec.ranks
-
-    @property
     def last_code(self) -> int:
-        return self.code if self.code is not None else (self.info.exit_code if self.info is not None else 0) or 1
+        """The job's own exit code, or SLURM's."""
+        return self.code if self.code is not None else self.info.exit_code or 1
 
     def confirms(self, end: Status) -> bool:
         """Whether nothing that is known is later than this end. By then every note is visible, also on a slow file system."""
         noted = max((node.restarts for node in end.ranks), default=0)
-        return self.info is None or (self.settled and final(self.info.state) and self.info.restarts <= noted)
+        return not self.info.state or (self.settled and final(self.info.state) and self.info.restarts <= noted)
 
     # Tests of the table: False or None where the row does not apply, and else what stands in its sentence.
+
+    def state_in(self, *states: str) -> bool:
+        return self.info.state in states
 
     def undecided(self) -> bool:
         decisive = self.code in (EXIT_DONE, EXIT_USAGE) or self.used_up or self.cancelled
         return self.outage and (self.code is None or not decisive)
 
-    def undecided_step(self) -> str | None:
-        return records.step(self.reported) if self.undecided() and self.reported is not None else None
-
     def without_result(self) -> bool:
-        return self.info is None and self.code is None
-
-    def state_in(self, *states: str) -> bool:
-        return self.info is not None and self.info.state in states
-
-    def held(self) -> str | None:
-        return self.info.job_id if self.info is not None and self.state_in("REQUEUE_HOLD", "SPECIAL_EXIT") else None
+        return not self.info.state and self.code is None
 
     def progress(self) -> str | None:
-        if self.info is None or final(self.info.state):
+        state, reported = self.info.state, self.reported
+        if not state or final(state):
             return None
         where = f" on {self.info.nodes}" if self.info.nodes else ""
         again = f", restart {self.restarts}" if self.restarts else ""
-        if self.info.state == "COMPLETING":
+        if state == "COMPLETING":
             return f"is ending{where}{again}"
-        step = records.step(self.reported) if self.reported is not None else "starting"
-        other = "" if self.info.state == "RUNNING" else f" ({self.info.state.lower()})"
-        return f"{step}{where}{again}{other}{records.trouble(self.reported) if self.reported is not None else ''}"
+        other = "" if state == "RUNNING" else f" ({state.lower()})"
+        if reported is None:
+            return f"starting{where}{again}{other}"
+        return f"{records.step(reported)}{where}{again}{other}{records.trouble(reported)}"
 
     def done(self) -> str | None:
         if self.code != EXIT_DONE:
             return None
-        return (self.reported.reason if self.info is not None and self.reported is not None else "") or "complete"
+        return (self.reported.reason if self.info.state and self.reported is not None else "") or "complete"
 
     def lost_node(self) -> str | None:
         """What has happened to its nodes, where that has ended the job."""
-        what = _OF_NODES.get(self.info.state) if self.info is not None else None
-        return f"{what}{f' ({self.info.nodes})' if self.info.nodes else ''}" if what and self.info is not None else None
-
-    def not_restarted(self) -> str | None:
-        node, used = self.lost_node(), " (max_restarts is used up)" if self.used_up else ""
-        return node and f"{node}, and the job was not started again{used}"
+        what = _OF_NODES.get(self.info.state)
+        return what and f"{what}{f' ({self.info.nodes})' if self.info.nodes else ''}"
 
     def comes_back(self) -> str | None:
-        again = self.info is not None and self.info.requeue and not (self.used_up or self.settled or self.cancelled)
-        return self.lost_node() if again else None
+        return self.lost_node() if self.info.requeue and not (self.used_up or self.settled or self.cancelled) else None
 
     def incomplete(self) -> str | None:
         missing = sorted(set(range(self.tasks)) - set(self.ends))
         names = f"rank {missing[0]}" if len(missing) == 1 else "ranks " + ", ".join(map(str, missing[:8]))
         return names if self.state_in("COMPLETED") else None
 
+    def ended_from_outside(self) -> bool:
+        return self.cancelled or self.state_in("CANCELLED", "REVOKED")
+
     def impossible(self) -> str | None:
         """Why SLURM has removed a job that could never start."""
-        if self.info is None or self.cancelled or not self.state_in("CANCELLED", "REVOKED"):
-            return None
         state, reason = pending(self.info.reason, self.info.partition, self.info.job_id, 0)
-        return reason if state == "unschedulable" else None
+        removed = state == "unschedulable" and not self.cancelled and self.state_in("CANCELLED", "REVOKED")
+        return reason if removed else None
 
-    def saved_first(self) -> str:
-        """Returns what is added of a job that was ended from outside."""
+    def saved(self) -> str:
+        """What is added of a job that was ended from outside."""
         return "; the state is saved" if self.code == EXIT_PREEMPTED else ""
 
     def not_requeued(self) -> str | None:
-        if self.last_code != EXIT_PREEMPTED:
-            return None
         spent = f"all {self.spec.max_restarts} restarts are used up, by failures or by starts that made no progress"
-        return spent if self.used_up else "it was not requeued"
+        return (spent if self.used_up else "it was not requeued") if self.last_code == EXIT_PREEMPTED else None
 
     def cause(self) -> str:
         """The failure that came first, not the ones that followed from it: a rank's own error before a lost collective."""
@@ -471,43 +449,44 @@ class Evidence:
             return f"rank {failed[0].rank} on {failed[0].host}: {failed[0].reason}"
         if self.reported is not None and self.reported.code not in (None, EXIT_DONE) and self.reported.reason:
             return self.reported.reason
-        first = f"rank {failed[0].rank} on {failed[0].host}: exit code {failed[0].code}" if failed else ""
-        return first or f"exit code {self.last_code}"
+        whose = f"rank {failed[0].rank} on {failed[0].host}: " if failed else ""
+        return f"{whose}exit code {failed[0].code if failed else self.last_code}"
 
 
 _OF_NODES = {"NODE_FAIL": "a node failed", "BOOT_FAIL": "a node did not boot", "PREEMPTED": "preempted"}
 _SLURM_STATES: tuple[
     tuple[Callable[[Evidence], str | bool | None], State, str, int | Callable[[Evidence], int | None] | None], ...
 ] = (
-    (Evidence.undecided_step, "running", "{}", None),
+    (
+        lambda job: records.step(job.reported) if job.reported is not None and job.undecided() else None,
+        "running", "{}", None,
+    ),
     (Evidence.undecided, "pending", "no rank has reported", None),
     (lambda job: job.without_result() and not job.settled, "pending", "SLURM does not know it yet", None),
     (Evidence.without_result, "lost", "SLURM no longer knows the job, and it left no result", None),
-    (Evidence.held, "restarting", "restart {restarts}: is held: scontrol release {}", None),
+    (
+        lambda job: job.state_in("REQUEUE_HOLD", "SPECIAL_EXIT"),
+        "restarting", "restart {restarts}: is held: scontrol release {job}", None,
+    ),
     (lambda job: job.state_in("REQUEUED", "REQUEUE_FED"), "restarting", "restart {restarts}: SLURM starts it again", None),
     (Evidence.progress, "running", "{}", None),
     (Evidence.done, "succeeded", "{}", EXIT_DONE),
     (Evidence.comes_back, "restarting", "{}: SLURM starts it again", None),
     (lambda job: None if job.settled else job.incomplete(), "running", "has ended; the results of {} are not visible yet", None),
     (Evidence.incomplete, "failed", "SLURM says COMPLETED, but {} left no result", 1),
-    (
-        lambda job: job.saved_first() if job.state_in("TIMEOUT") else None,
-        "timed_out", "the time limit of {time_limit} is over{}", EXIT_TIMED_OUT,
-    ),
+    (lambda job: job.state_in("TIMEOUT"), "timed_out", "the time limit of {time_limit} is over{saved}", EXIT_TIMED_OUT),
     (Evidence.impossible, "failed", "{}", 1),
-    (
-        lambda job: job.saved_first() if job.cancelled or job.state_in("CANCELLED", "REVOKED") else None,
-        "cancelled", "cancelled{}", lambda job: job.code,
-    ),
+    (Evidence.ended_from_outside, "cancelled", "cancelled{saved}", lambda job: job.code),
     (
         lambda job: job.state_in("PREEMPTED"),
         "preempted", "preempted, and not started again: submit it again to resume", EXIT_PREEMPTED,
     ),
+    (lambda job: job.state_in("OUT_OF_MEMORY"), "failed", "was killed for memory: raise memory, or lower the batch size", 1),
     (
-        lambda job: job.state_in("OUT_OF_MEMORY"),
-        "failed", "was killed for memory: raise memory, or lower the batch size", 1,
+        lambda job: job.lost_node() if job.used_up else None,
+        "lost", "{}, and the job was not started again (max_restarts is used up)", None,
     ),
-    (Evidence.not_restarted, "lost", "{}", None),
+    (Evidence.lost_node, "lost", "{}, and the job was not started again", None),
     (Evidence.not_requeued, "preempted", "saved, and {}: submit it again to resume", EXIT_PREEMPTED),
     (Evidence.cause, "failed", "{}", lambda job: job.last_code),
 )  # fmt: skip
@@ -516,14 +495,20 @@ _SLURM_STATES: tuple[
 
 def status_from_slurm(job: Evidence) -> Status:
     """Returns the status. A pure function."""
-    about = records.about_time(job.reported, job.since, job.info.started if job.info is not None else None)
-    if job.info is not None and job.info.state == "PENDING":
-        state, reason = pending(job.info.reason, job.info.partition, job.info.job_id, job.restarts)
+    info, about = job.info, records.about_time(job.reported, job.since, job.info.started)
+    if info.state == "PENDING":
+        state, reason = pending(info.reason, info.partition, info.job_id, job.restarts)
         return Status(state, reason, _parts(job, state), **about)
     for test, state, sentence, exit_code in _SLURM_STATES:
         result = test(job)
         if result is not None and result is not False:
-            reason = sentence.format(result, restarts=job.restarts, time_limit=job.spec.time_limit)
+            words = {
+                "restarts": job.restarts,
+                "time_limit": job.spec.time_limit,
+                "job": info.job_id,
+                "saved": job.saved(),
+            }
+            reason = sentence.format(result, **words)
             code = exit_code(job) if callable(exit_code) else exit_code
             return Status(state, reason, _parts(job, state), code, **about)
     raise AssertionError("the last row always applies")
@@ -531,7 +516,7 @@ def status_from_slurm(job: Evidence) -> Status:
 
 def _parts(job: Evidence, state: State) -> list[NodeStatus]:
     spec = job.spec
-    hosts = by_rank(spec, submitit_api.node_names(job.info.nodes) if job.info is not None else [])
+    hosts = by_rank(spec, submitit_api.node_names(job.info.nodes))
     return [
         NodeStatus(
             hosts[node] if node < len(hosts) else f"node {node}",
