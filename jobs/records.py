@@ -64,13 +64,20 @@ def place_of(backend: str, name: str) -> dict[str, str]:
 
 def make(folder: Path) -> Path:
     """The folder, made where it is missing, and checked. Raises `UserError`."""
-    try:
+    with keeping(folder):
         _check_parents(folder.absolute().parent, make=True)
         folder.mkdir(exist_ok=True, mode=0o700)
         own(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def keeping(folder: Path) -> Iterator[None]:
+    """Raises `UserError` in place of an `OSError` of the block, which writes records."""
+    try:
+        yield
     except OSError as error:
         raise UserError(f"cannot keep jobs in {folder}: {error.strerror}; set LOCKSTEP_HOME") from None
-    return folder
 
 
 def make_way(run_dir: Path) -> None:
@@ -155,13 +162,12 @@ def locked(folder: Path, seconds: float) -> Iterator[None]:
     """The folder's lock. Raises `UserError`: another command holds it for longer than that, or nothing can be written there."""
     import filelock
 
-    try:
-        with filelock.FileLock(make(folder) / ".lock", timeout=seconds):
-            yield
-    except filelock.Timeout:
-        raise UserError(f"{folder} is locked by another lockstep command: wait for it") from None
-    except OSError as error:
-        raise UserError(f"cannot keep jobs in {folder}: {error.strerror}; set LOCKSTEP_HOME") from None
+    with keeping(folder):
+        try:
+            with filelock.FileLock(make(folder) / ".lock", timeout=seconds):
+                yield
+        except filelock.Timeout:
+            raise UserError(f"{folder} is locked by another lockstep command: wait for it") from None
 
 
 Identifier = Annotated[str, StringConstraints(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$")]

@@ -30,7 +30,7 @@ from ..records import SlurmJob
 from ..spec.model import JobSpec
 from ..status import JobSummary, State, Status, SubmitResult, Unreachable, warn
 from . import observe, render, submission
-from .doctor import RULES, Subject, check, files_of, rows
+from .doctor import RULES, Subject, check, rows
 from .observe import Evidence, Query
 
 Rows = list[JobSummary]  # named here, because `list` is a method below
@@ -70,7 +70,7 @@ class SlurmBackend(Cluster):
 
     @classmethod
     def manifests(cls, spec: JobSpec) -> Manifests:
-        return render.manifests(spec, render.submitit_folder(spec.name), files_of(spec))
+        return render.manifests(spec, render.submitit_folder(spec.name))
 
     @classmethod
     def render(cls, spec: JobSpec, runs: Specs) -> tuple[str, object]:
@@ -94,7 +94,7 @@ class SlurmBackend(Cluster):
 
     def sent(self, spec: JobSpec, runs: Sequence[JobSpec]) -> Manifests:
         folder, after = render.submitit_folder(spec.name), self._preparation(spec)
-        return render.manifests(spec, folder, files_of(spec), after, max(1, len(runs)))
+        return render.manifests(spec, folder, after, max(1, len(runs)))
 
     def outlook(self, job: Submission) -> Checks:
         """What sbatch takes is no reason against it: sinfo and sacctmgr may not show all that it knows."""
@@ -165,7 +165,7 @@ class SlurmBackend(Cluster):
             # The command that submitted was killed before it had the answer; the job may be there.
             number = observe.find_by_comment(record.array_name, record.comment)
             if number is not None:
-                with _keeping(self.folder):
+                with records.keeping(self.folder):
                     submission.assign_job_id(Path(record.submitit), number)
                     record = submission.with_job_id(record, number)
                     record.write(folder / observe.JOB)
@@ -324,15 +324,6 @@ def _known(name: str, record: SlurmJob) -> JobRecord:
 
 def _where(record: SlurmJob) -> str:
     return f"SLURM job {record.job_id}, logs in {record.submitit}"
-
-
-@contextlib.contextmanager
-def _keeping(folder: Path) -> Iterator[None]:
-    """An `OSError` of the block as `UserError`."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot keep the job in {folder}: {error.strerror}; set LOCKSTEP_HOME") from None
 
 
 BACKEND = SlurmBackend

@@ -46,31 +46,6 @@ class Subject(lint.Subject):
         return settings.image or self.spec.image if settings.container is not None else None
 
 
-_PACKAGES = ("opt/venv", "usr", "usr/local", "opt/conda")
-
-
-def files_of(spec: JobSpec) -> dict[str, str]:
-    """What the cluster's files say of a job before it is submitted.
-
-    Returns:
-        `no_shards`: the folder that is missing. `no_submitit`: the image without it; "" where all is well or unknown.
-    """
-    return {
-        "no_shards": str(spec.shard_folder) if spec.shards_missing_here else "",
-        "no_submitit": _without_submitit(spec),
-    }
-
-
-def _without_submitit(spec: JobSpec) -> str:
-    """An image that is a folder shows what it holds."""
-    image = spec.slurm.image or spec.image
-    if spec.slurm.container is None or not image:
-        return ""
-    inside = Path(render.resolve(image))
-    found = [path for folder in _PACKAGES for path in inside.glob(f"{folder}/lib/python3*/*-packages")]
-    return image if found and not any((path / "submitit").exists() for path in found) else ""
-
-
 RULES = lint.Rules(Subject)
 rule = RULES.rule
 
@@ -141,9 +116,11 @@ def image_unused(subject: Subject) -> Iterator[str]:
 @rule("LS112", "warning")
 def unprepared(subject: Subject) -> Iterator[str]:
     """Without prepared shards, every node makes its own copy of the data."""
-    folder = get(subject.job, "files", "no_shards")
-    if folder:
-        yield f"{folder} does not exist: the job makes the shards itself, unless `lockstep prepare slurm` makes them first"
+    if subject.spec.shards_missing_here:
+        yield (
+            f"{subject.spec.shard_folder} does not exist: the job makes the shards itself, "
+            "unless `lockstep prepare slurm` makes them first"
+        )
 
 
 @rule("LS113")
@@ -153,14 +130,6 @@ def launcher_variables(subject: Subject) -> Iterator[str]:
     found = [name for name in subject.spec.env if name in taken or name.startswith(("SLURM_", "SBATCH_"))]
     if found:
         yield f"env {found[0]} is set by SLURM: remove it"
-
-
-@rule("LS115")
-def image_without_submitit(subject: Subject) -> Iterator[str]:
-    """A task in the image is submitit's. What a folder holds shows from here; of a file or a name `doctor` finds out."""
-    image = get(subject.job, "files", "no_submitit")
-    if image:
-        yield f"{image} does not have submitit, which starts the tasks: build it from docker/ of this version, or install submitit in it"
 
 
 def check(spec: JobSpec | None) -> list[Check]:

@@ -218,10 +218,8 @@ def script(spec: JobSpec, folder: PurePath, after: str | None = None, elements: 
     return str(manifests(spec, folder, after=after, elements=elements)[0]["script"])
 
 
-def manifests(
-    spec: JobSpec, folder: PurePath, known: dict[str, str] | None = None, after: str | None = None, elements: int = 1
-) -> list[dict[str, Any]]:
-    """The script and its parameters as an object, which lint reads. `known`: what the rules know of the cluster's files."""
+def manifests(spec: JobSpec, folder: PurePath, after: str | None = None, elements: int = 1) -> list[dict[str, Any]]:
+    """The script and its parameters as an object, which lint reads."""
     values = parameters(spec, folder, after)
     return [
         {
@@ -230,7 +228,6 @@ def manifests(
             "script": submitit_api.batch_script(folder, python(spec, folder), values, elements),
             "run_dir": run_directory(spec),
             "after": after,
-            "files": known or {},
         }
     ]
 

@@ -24,6 +24,7 @@ from lockstep.training.contract import ENV_SECRET, OF_A_JOB, UserError
 from lockstep.wire import submitit_api
 from lockstep.wire.signals import signals_held_back
 
+from .. import records
 from ..records import SlurmJob
 from ..status import Check, Unreachable
 from . import observe, render
@@ -63,17 +64,14 @@ def send(jobs: Path, script: str, submissions: list[tuple[str, SlurmJob, bytes]]
         f"{with_job_id(record, NEW).job_id}_{submitit_api.PAYLOAD}": payload for _, record, payload in submissions
     }
     whole, comment = submissions[0][1].array_name, submissions[0][1].comment
-    try:
-        # Whoever interrupts this command waits: a submission is not cut in two.
-        with signals_held_back():
-            with _staged_folders(jobs, whole, written, script, payloads) as submitit:
-                number = _sbatch(program, whole, comment, submitit / f"{NEW}_{submitit_api.SCRIPT}")
-            assign_job_id(submitit, number)
-            numbered = {name: with_job_id(record, number) for name, record in written.items()}
-            for name, record in numbered.items():
-                record.write(jobs / name / observe.JOB)
-    except OSError as error:
-        raise UserError(f"cannot keep the job in {jobs}: {error.strerror}; set LOCKSTEP_HOME") from None
+    # Whoever interrupts this command waits: a submission is not cut in two.
+    with records.keeping(jobs), signals_held_back():
+        with _staged_folders(jobs, whole, written, script, payloads) as submitit:
+            number = _sbatch(program, whole, comment, submitit / f"{NEW}_{submitit_api.SCRIPT}")
+        assign_job_id(submitit, number)
+        numbered = {name: with_job_id(record, number) for name, record in written.items()}
+        for name, record in numbered.items():
+            record.write(jobs / name / observe.JOB)
     return numbered
 
 
