@@ -468,7 +468,7 @@ class Backend(abc.ABC):
                     if job is not None:
                         known = True
                         status, heard = self.observe(job), time.monotonic()
-                        problem = "" if status.final else status.silent
+                        problem = "" if status.final else status.unreachable_node
                     else:
                         problem = "it is gone from the cluster"
             except self.survived as error:

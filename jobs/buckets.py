@@ -19,7 +19,7 @@ def check(url: str) -> list[Check]:
         UserError: it is no URL of a bucket, or obstore is not installed.
     """
     bucket = Bucket(f"{url.rstrip('/')}/doctor-{secrets.token_hex(8)}")
-    looks: dict[str, tuple[Callable[[], object], str]] = {
+    trials: dict[str, tuple[Callable[[], object], str]] = {
         "write": (lambda: bucket.put(_KEY, _CONTENT), "an object was written"),
         "read": (lambda: _read(bucket), "and read back"),
         "list": (lambda: _listed(bucket), "it is listed"),
@@ -30,9 +30,9 @@ def check(url: str) -> list[Check]:
         "delete": (lambda: _deleted(bucket), "and removed"),
     }
     checks: list[Check] = []
-    for name, (look, done) in looks.items():
+    for name, (trial, done) in trials.items():
         try:
-            look()
+            trial()
         except OSError as error:
             checks.append(Check(name, "missing", str(error)))
             if name == "write":

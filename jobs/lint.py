@@ -86,21 +86,21 @@ class Subject:
 
 
 S = TypeVar("S", bound=Subject)
-Look = Callable[[S], Iterator[str]]
+Checker = Callable[[S], Iterator[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[S]):
-    """`look` yields messages; its docstring is the rule's title. No `kinds`: for all."""
+    """`check` yields messages; its docstring is the rule's title. No `kinds`: for all."""
 
     id: str
     level: Level
-    look: Look[S]
+    check: Checker[S]
     kinds: tuple[str, ...]
 
     @property
     def title(self) -> str:
-        return (self.look.__doc__ or "").strip()
+        return (self.check.__doc__ or "").strip()
 
 
 class Rules(Generic[S]):
@@ -110,13 +110,13 @@ class Rules(Generic[S]):
         self.subject = subject
         self._rules: dict[str, Rule[S]] = {}
 
-    def rule(self, id: str, level: Level = "error", kinds: tuple[str, ...] = ()) -> Callable[[Look[S]], Look[S]]:
+    def rule(self, id: str, level: Level = "error", kinds: tuple[str, ...] = ()) -> Callable[[Checker[S]], Checker[S]]:
         """Registers a check under an id that never changes its meaning."""
 
-        def register(look: Look[S]) -> Look[S]:
+        def register(check: Checker[S]) -> Checker[S]:
             assert id not in self._rules, id
-            self._rules[id] = Rule(id, level, look, kinds)
-            return look
+            self._rules[id] = Rule(id, level, check, kinds)
+            return check
 
         return register
 
@@ -139,7 +139,7 @@ class Rules(Generic[S]):
             Finding(rule.id, rule.level, message)
             for rule in self.all()
             if not rule.kinds or not subject.kind or subject.kind in rule.kinds
-            for message in rule.look(subject)
+            for message in rule.check(subject)
         ]
         return list(dict.fromkeys(findings))
 

@@ -67,7 +67,7 @@ def make(folder: Path) -> Path:
     with keeping(folder):
         _check_parents(folder.absolute().parent, make=True)
         folder.mkdir(exist_ok=True, mode=0o700)
-        own(folder)
+        check_owner(folder)
     return folder
 
 
@@ -80,7 +80,7 @@ def keeping(folder: Path) -> Iterator[None]:
         raise UserError(f"cannot keep jobs in {folder}: {error.strerror}; set LOCKSTEP_HOME") from None
 
 
-def make_way(run_dir: Path) -> None:
+def make_parents(run_dir: Path) -> None:
     """Makes the folders above a run directory, which the run itself makes. Raises `UserError` if that cannot be."""
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -91,10 +91,10 @@ def make_way(run_dir: Path) -> None:
 def check(folder: Path) -> None:
     """Refuses a folder that somebody else could have put a payload into. Raises `UserError`, `OSError`."""
     _check_parents(folder.absolute().parent)
-    own(folder)
+    check_owner(folder)
 
 
-def own(folder: Path) -> None:
+def check_owner(folder: Path) -> None:
     """`check` of a folder in one that was checked. Raises `UserError`, `OSError`."""
     about = folder.lstat()
     mode = stat.S_IMODE(about.st_mode)
@@ -122,13 +122,13 @@ def _check_parents(folder: Path, make: bool = False) -> None:
         if make and not os.path.lexists(parent):
             parent.mkdir(mode=0o700, exist_ok=True)
         about = parent.lstat()
-        _check_owner(parent, about)
+        _check_parent(parent, about)
         if stat.S_ISLNK(about.st_mode):
             parent.stat()  # raises where links go in a circle
             _check_parents(parent.parent / os.readlink(parent))
 
 
-def _check_owner(folder: Path, about: os.stat_result) -> None:
+def _check_parent(folder: Path, about: os.stat_result) -> None:
     """Refuses a folder in which another user could rename what is in it. Raises `UserError`."""
     me, mode = os.geteuid(), stat.S_IMODE(about.st_mode)
     if about.st_uid not in (0, me):
@@ -297,7 +297,7 @@ class SlurmJob(Record):
     job: Identifier
 
 
-def identity(name: str) -> str:
+def submission_id(name: str) -> str:
     """Returns the id of one submission: its ranks have it in their environment, and write it into status.json."""
     return f"{name}.{uuid.uuid4().hex[:12]}"
 

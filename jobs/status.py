@@ -114,7 +114,7 @@ class Status:
         return not self.final and self.state != "unschedulable"
 
     @property
-    def silent(self) -> str:
+    def unreachable_node(self) -> str:
         """Why this may be out of date: a node that does not answer; "" where all do."""
         return next((part.reason for part in self.ranks if part.state == "unknown"), "")
 

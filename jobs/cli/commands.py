@@ -54,7 +54,7 @@ Sweep = Annotated[
 
 
 @dataclasses.dataclass
-class Place:
+class ClusterOptions:
     """The options that say where a cluster is."""
 
     namespace: Namespace = None
@@ -216,9 +216,11 @@ def cluster(name: str, command: str) -> type[Cluster]:
 
 
 def flatten_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer takes it: in place of a `Job` or a `Place` it has the options that these are made of."""
+    """The command as typer takes it: in place of a `Job` or a `ClusterOptions` it has the options that these are made of."""
     hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Callable[..., Any]] = {name: kind for name, kind in hints.items() if kind in (Job, Place)}
+    groups: dict[str, Callable[..., Any]] = {
+        name: kind for name, kind in hints.items() if kind in (Job, ClusterOptions)
+    }
     fields = {name: get_type_hints(kind, include_extras=True) for name, kind in groups.items()}
 
     @functools.wraps(command)
@@ -396,7 +398,7 @@ def prepare(
     answer(as_json, {"name": done.name, "created": done.created, "where": done.where}, [line])
 
 
-def status(backend: Backend, name: NameOrFile, place: Place, as_json: Json = False) -> None:
+def status(backend: Backend, name: NameOrFile, place: ClusterOptions, as_json: Json = False) -> None:
     """Show the state of a job, and the reason for it."""
     opened, name = place.job(backend, name)
     report(name, opened.status(name), as_json)
@@ -411,7 +413,7 @@ def report(name: str, status: Status, as_json: bool, waited: bool = False) -> No
 def logs(
     backend: Backend,
     name: NameOrFile,
-    place: Place,
+    place: ClusterOptions,
     rank: Annotated[int | None, typer.Option(help="Only the lines of this global rank.", min=0)] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log until the job has ended.")] = False,
     tail: Annotated[
@@ -428,26 +430,26 @@ def logs(
     """Print the output of the ranks; with --json one object per line."""
     import json
 
-    silent = True
+    printed_nothing = True
     opened, name = place.job(backend, name)
     for text in opened.logs(name, rank, follow, tail):
-        silent = False
+        printed_nothing = False
         if as_json:
             print(json.dumps({"line": text}), flush=True)
         else:
             say(text)
-    if silent and tail != 0 and not follow:
+    if printed_nothing and tail != 0 and not follow:
         status = opened.status(name)
         if status.state in ("pending", "queued", "unschedulable"):
             raise UserError(f"{name} has no log yet: {status.state} ({status.reason}); logs -f waits for it")
-    if rank and silent and tail != 0:
+    if rank and printed_nothing and tail != 0:
         note(f"rank {rank} has printed nothing: of ranks above 0 only warnings come, unless log.verbose=true")
 
 
 def execute(
     backend: Backend,
     name: Name,
-    place: Place,
+    place: ClusterOptions,
     command: Annotated[
         list[str], typer.Argument(metavar="-- COMMAND [ARG]...", help="The command, after --. It is not changed.")
     ],
@@ -464,7 +466,7 @@ def execute(
 def stacks(
     backend: Backend,
     name: Name,
-    place: Place,
+    place: ClusterOptions,
     rank: Annotated[int | None, typer.Option(help="Only this global rank.", min=0)] = None,
     as_json: Json = False,
 ) -> None:
@@ -483,7 +485,7 @@ def stacks(
 def wait(
     backend: Backend,
     name: NameOrFile,
-    place: Place,
+    place: ClusterOptions,
     timeout: Annotated[float, typer.Option(help="Longest time to wait, in seconds.", min=0)] = 86400,
     as_json: Json = False,
 ) -> None:
@@ -492,13 +494,13 @@ def wait(
     report(name, opened.wait(name, timeout, progress_printer(name)), as_json, waited=True)
 
 
-def cancel(backend: Backend, name: Name, place: Place, as_json: Json = False) -> None:
+def cancel(backend: Backend, name: Name, place: ClusterOptions, as_json: Json = False) -> None:
     """End a job. It gets the grace period to save its state."""
     status = place.open(backend, name).cancel(name)
     answer(as_json, {"name": name, **status.plain()}, [status.line(name)])
 
 
-def list_jobs(backend: Backend, place: Place, as_json: Json = False) -> None:
+def list_jobs(backend: Backend, place: ClusterOptions, as_json: Json = False) -> None:
     """List the jobs."""
     rows = place.open(backend).list()
     cells = [(row.name, row.state, str(row.nodes), row.created) for row in rows]
@@ -513,7 +515,7 @@ def doctor(
             help="k8s, slurm or compose; gpu: this machine's GPUs; or s3://BUCKET/PREFIX: what a run may do there.",
         ),
     ],
-    place: Place,
+    place: ClusterOptions,
     file: File = None,
     image: Image = None,
     profile: Profile = None,

@@ -168,10 +168,10 @@ def _add_other(app: typer.Typer, command: str, summary: str, start: Callable[[li
     taken = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
     help_ = f"{summary[0].upper()}{summary[1:]}."
 
-    def begin(context: typer.Context) -> NoReturn:  # noqa: ARG001 - typer gives the words to it
+    def run_command(context: typer.Context) -> NoReturn:  # noqa: ARG001 - typer gives the words to it
         start(command_of(sys.argv[1:])[1:])
 
-    app.command(command, help=help_, add_help_option=False, context_settings=taken, options_metavar="…")(begin)
+    app.command(command, help=help_, add_help_option=False, context_settings=taken, options_metavar="…")(run_command)
 
 
 def exec_inside(words: Sequence[str]) -> NoReturn:

@@ -29,7 +29,7 @@ from ..spec.model import JobSpec
 from ..spec.types import size_in_bytes
 from ..status import Check, JobSummary, NodeStatus, State, Status, SubmitResult, warn
 from . import supervise
-from .supervise import ENDED, RUNNING, ProcessTables, alive, here, living, note_end, start_ticks
+from .supervise import ENDED, RUNNING, ProcessTables, alive, here, living, record_end, start_ticks
 
 JOB, SUPERVISOR = "job.json", "supervisor.json"
 POLL_SECONDS = 0.1
@@ -71,7 +71,7 @@ class LocalBackend(Backend):
         if plain is None and not os.path.lexists(file):
             return None
         with contextlib.suppress(FileNotFoundError):  # being replaced
-            records.own(self.folder / name)
+            records.check_owner(self.folder / name)
         record = records.LocalJob.parse(plain)
         if record is None:
             raise UserError(f"{file} is damaged, or of another version: remove its folder")
@@ -104,7 +104,7 @@ class LocalBackend(Backend):
         spec, folder = job.spec, self.folder / job.spec.name
         # The same job resumes where it was, from whatever folder it is submitted.
         run_dir = old.record.run_dir if old is not None and old.hash == spec.hash() else spec.run_directory_here
-        records.make_way(Path(run_dir))
+        records.make_parents(Path(run_dir))
         if closed := self._closed(run_dir):
             raise UserError(f"run_dir: {closed}: choose another run_dir")
         if spec.code is not None:
@@ -120,7 +120,7 @@ class LocalBackend(Backend):
                 "spec": spec.record(), "hash": spec.hash(), "run_dir": run_dir, "command": self._command(spec, run_dir),
                 "env": dict(spec.env), "time_limit": spec.deadline_seconds, "grace": spec.grace_seconds + commands.GRACE_MARGIN,
                 "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                "job": records.identity(spec.name), "host": here(),
+                "job": records.submission_id(spec.name), "host": here(),
             },
         )  # fmt: skip
         # If another job submits this one, this one's processes do not belong to it.
@@ -194,7 +194,7 @@ class LocalBackend(Backend):
         if ended is None and being_submitted:
             return answer("pending", "is being submitted")
         if ended is None:  # the supervisor was killed, too, so the first to find no rank any more notes the end
-            ended = note_end(folder, record.run_dir, record.job, None)
+            ended = record_end(folder, record.run_dir, record.job, None)
         code, reason = ended.code, ended.reason
         if code is None and cancelled:
             return answer("cancelled", "cancelled")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 RUNNING = "running.json"
 ENDED = "ended.json"
-_HEARD = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 MODULE = "lockstep.jobs.local.supervise"
 """This one, as it stands in the command line of its process."""
 POLL_SECONDS = 0.05
@@ -160,7 +160,7 @@ def described(pids: Sequence[int]) -> str:
     return ", ".join(texts[:8])
 
 
-def note_end(folder: Path, run_dir: str, job: str, code: int | None, timed_out: bool = False) -> LocalEnd:
+def record_end(folder: Path, run_dir: str, job: str, code: int | None, timed_out: bool = False) -> LocalEnd:
     """Records how a job ended, once, when no process of it lives. The run's own status.json counts above `code`.
 
     Args:
@@ -196,14 +196,14 @@ def main(folder: Path) -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, nobody would hear of the launcher's end
     adopt_orphans()
     launcher = subprocess.Popen(job["command"], env=env, start_new_session=True)
-    signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)  # not before: the launcher would inherit it
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # not before: the launcher would inherit it
     files.replace_json(folder / RUNNING, {"pid": launcher.pid, "ticks": start_ticks(launcher.pid)})
-    code, timed_out = see_to_its_end(launcher, job["job"], job["time_limit"], job["grace"])
-    note_end(folder, job["run_dir"], job["job"], code, timed_out)
+    code, timed_out = wait_for_end(launcher, job["job"], job["time_limit"], job["grace"])
+    record_end(folder, job["run_dir"], job["job"], code, timed_out)
     return 0
 
 
-def see_to_its_end(launcher: subprocess.Popen[bytes], job: str, time_limit: float, grace: float) -> tuple[int, bool]:
+def wait_for_end(launcher: subprocess.Popen[bytes], job: str, time_limit: float, grace: float) -> tuple[int, bool]:
     """Returns when no process of the job lives: the launcher's exit code, and whether the time limit ended the job.
 
     Whoever asks for the end, and the time limit, begin the grace; what a killed launcher left has it, too.
@@ -229,11 +229,11 @@ def see_to_its_end(launcher: subprocess.Popen[bytes], job: str, time_limit: floa
             kill(job, os.getpid())  # what lives even then is waited for: until then the job has not ended
         # There is no notification when a process ends that is not a child of this one.
         seconds = POLL_SECONDS if rest else max(POLL_SECONDS, (deadline if asked else limit) - now)
-        heard = signal.sigtimedwait(_HEARD, seconds)
-        if heard is not None and heard.si_signo != signal.SIGCHLD:
+        received = signal.sigtimedwait(_SIGNALS, seconds)
+        if received is not None and received.si_signo != signal.SIGCHLD:
             asked, deadline = True, min(deadline, time.monotonic() + grace)
             if launcher.returncode is None:
-                send([launcher.pid], heard.si_signo)
+                send([launcher.pid], received.si_signo)
 
 
 def _reap(launcher: subprocess.Popen[bytes]) -> None:

@@ -60,7 +60,7 @@ class SlurmBackend(Cluster):
     @classmethod
     def login(cls, host: str | None) -> str | None:
         """As in `JobBackend`. None where this machine is one of the cluster, as it is for a command that came over ssh."""
-        return None if render.HERE in os.environ else host or os.environ.get(render.VARIABLE) or None
+        return None if render.FOLDER_VARIABLE in os.environ else host or os.environ.get(render.HOST_VARIABLE) or None
 
     @classmethod
     def connect(cls, **place: str | None) -> SlurmBackend:
@@ -99,8 +99,8 @@ class SlurmBackend(Cluster):
     def outlook(self, job: Submission) -> Checks:
         """What sbatch takes is no reason against it: sinfo and sacctmgr may not show all that it knows."""
         start = submission.outlook(job.spec.name, job.manifests[0]["script"])
-        found = rows(job.spec)
-        return [*(replace(row, result="warning") if row.result == "missing" else row for row in found), start]
+        checks = rows(job.spec)
+        return [*(replace(row, result="warning") if row.result == "missing" else row for row in checks), start]
 
     def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:
         """One sbatch, for a job or an array. The folder of `old` goes when SLURM has the new one."""
@@ -112,7 +112,9 @@ class SlurmBackend(Cluster):
             )
         if whole.code is not None:
             snapshots.unpacked(commands.identity(whole))
-        comment = f"lockstep:{records.identity(whole.name)}"  # of this submission: another one may be of the same spec
+        comment = (
+            f"lockstep:{records.submission_id(whole.name)}"  # of this submission: another one may be of the same spec
+        )
         submissions = []
         for element, spec in enumerate(runs):
             record = SlurmJob(
@@ -120,9 +122,9 @@ class SlurmBackend(Cluster):
                 submitit=str(render.submitit_folder(whole.name)), job_id=None,
                 created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), since=time.time(),
                 comment=comment, array_name=whole.name, element=element if len(runs) > 1 else None,
-                job=records.identity(spec.name),
+                job=records.submission_id(spec.name),
             )  # fmt: skip
-            records.make_way(Path(record.run_dir))  # a container mounts the folders above the runs
+            records.make_parents(Path(record.run_dir))  # a container mounts the folders above the runs
             task = render.training_task(spec, sent["after"] is not None, record.job)
             submissions.append((spec.name, record, submitit_api.payload(task, render.minutes(whole))))
         (_, first), *_ = submission.send(self.folder, sent["script"], submissions).items()
@@ -274,7 +276,7 @@ class SlurmBackend(Cluster):
         # Its mark says whose ranks it looks for.
         cleared = ["-u", contract.ENV_LAUNCHER, "-u", contract.ENV_EXEC]
         inside = [*words, "env", *cleared, f"{contract.ENV_JOB}={record.job}"]
-        flags = render.places(spec, rank) if spec.slurm.container is not None else []
+        flags = render.rank_flags(spec, rank) if spec.slurm.container is not None else []
         own = commands.execute(python, rank, command, record.run_dir, "--token", token, *flags)
 
         def interrupt(number: int) -> None:
@@ -283,7 +285,9 @@ class SlurmBackend(Cluster):
                 raise UserError(f"cannot send signal {number} to the command: {observe.one_line(sent.stderr)}")
 
         terminal = ["--pty"] if streams.terminal else []
-        env = {name: value for name, value in os.environ.items() if name not in (contract.ENV_EXEC, render.HERE)}
+        env = {
+            name: value for name, value in os.environ.items() if name not in (contract.ENV_EXEC, render.FOLDER_VARIABLE)
+        }
         code = process.run([*step, *terminal, *inside, *own], streams, env, interrupt)
         if code:
             observe.query(job_id)  # raises `Unreachable`: then the code is the connection's and not the command's

@@ -127,9 +127,9 @@ def unprepared(subject: Subject) -> Iterator[str]:
 def launcher_variables(subject: Subject) -> Iterator[str]:
     """The ranks' places come from SLURM."""
     taken = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    found = [name for name in subject.spec.env if name in taken or name.startswith(("SLURM_", "SBATCH_"))]
-    if found:
-        yield f"env {found[0]} is set by SLURM: remove it"
+    set_by_slurm = [name for name in subject.spec.env if name in taken or name.startswith(("SLURM_", "SBATCH_"))]
+    if set_by_slurm:
+        yield f"env {set_by_slurm[0]} is set by SLURM: remove it"
 
 
 def check(spec: JobSpec | None) -> list[Check]:
@@ -149,20 +149,20 @@ def check(spec: JobSpec | None) -> list[Check]:
 
 def rows(spec: JobSpec | None) -> list[Check]:
     """What SLURM itself tells, for `doctor` and for `submit --dry-run`; no node is asked."""
-    looks = {
+    questions = {
         "partition": _partition,
         "gpus": _gpus,
         "account": _account,
         "accounting": _accounting,
         "preemption": _preemption,
     }
-    return [row for name, look in looks.items() for row in _guarded(name, partial(look, spec))]
+    return [row for name, question in questions.items() for row in _guarded(name, partial(question, spec))]
 
 
-def _guarded(name: str, look: Callable[[], Iterator[Check]]) -> list[Check]:
+def _guarded(name: str, question: Callable[[], Iterator[Check]]) -> list[Check]:
     checks: list[Check] = []
     try:
-        checks.extend(look())
+        checks.extend(question())
     except (UserError, OSError) as error:
         checks.append(Check(name, "cannot tell", one_line(str(error))))
     return checks
@@ -172,8 +172,8 @@ def _rows(spec: JobSpec | None, form: str) -> list[list[str]]:
     """sinfo's rows for the job's partition, or for the default one."""
     partition = spec.slurm.partition if spec is not None else None
     wanted = ["-p", partition] if partition else []
-    told = output("sinfo", "-h", "-N", *wanted, "-o", f"%P|{form}")
-    rows = [line.split("|") for line in told.splitlines()]
+    done = output("sinfo", "-h", "-N", *wanted, "-o", f"%P|{form}")
+    rows = [line.split("|") for line in done.splitlines()]
     return rows if wanted else [row for row in rows if row[0].endswith("*")]
 
 
@@ -228,22 +228,22 @@ def _gpus(spec: JobSpec | None) -> Iterator[Check]:
 
 def _gpus_in(gres: str, kind: str | None) -> int:
     """`gpu:a100:4(S:0-1),shm:1` → 4."""
-    found = re.findall(r"gpu(?::([A-Za-z]\w*))?:(\d+)", gres)
-    return sum(int(count) for name, count in found if kind is None or name == kind)
+    counts = re.findall(r"gpu(?::([A-Za-z]\w*))?:(\d+)", gres)
+    return sum(int(count) for name, count in counts if kind is None or name == kind)
 
 
 def _account(spec: JobSpec | None) -> Iterator[Check]:
-    told = run("sacctmgr", "-n", "-P", "show", "assoc", f"user={getpass.getuser()}", "format=Account,QOS")
-    if told.returncode != 0:
-        none = re.search(r"not running a supported accounting_storage plugin", told.stdout + told.stderr)
-        said = (
+    done = run("sacctmgr", "-n", "-P", "show", "assoc", f"user={getpass.getuser()}", "format=Account,QOS")
+    if done.returncode != 0:
+        none = re.search(r"not running a supported accounting_storage plugin", done.stdout + done.stderr)
+        detail = (
             "the cluster has no accounting (no slurmdbd)"
             if none
-            else f"sacctmgr does not answer: {one_line(told.stderr)}"
+            else f"sacctmgr does not answer: {one_line(done.stderr)}"
         )
-        yield Check("account", "cannot tell", said)
+        yield Check("account", "cannot tell", detail)
         return
-    rows = [line.split("|") for line in told.stdout.splitlines() if "|" in line]
+    rows = [line.split("|") for line in done.stdout.splitlines() if "|" in line]
     accounts, qos = {row[0] for row in rows}, {name for row in rows for name in row[1].split(",") if name}
     for what, wanted, known in (
         ("account", spec.slurm.account if spec else None, accounts), ("qos", spec.slurm.qos if spec else None, qos),
@@ -256,11 +256,11 @@ def _account(spec: JobSpec | None) -> Iterator[Check]:
 
 
 def _accounting(spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001 - every row is asked with the job
-    told = run("sacct", "-X", "-n", "-S", "now")
-    if told.returncode == 0:
+    done = run("sacct", "-X", "-n", "-S", "now")
+    if done.returncode == 0:
         yield Check("accounting", "ok", "sacct answers")
-    elif not NO_ACCOUNTING.search(told.stderr):
-        raise unreachable(told)
+    elif not NO_ACCOUNTING.search(done.stderr):
+        raise unreachable(done)
     else:
         age = _setting(output("scontrol", "show", "config"), "MinJobAge") or "?"
         detail = f"there is none: jobs that ended are known for {age}, then from their own files only"
@@ -315,7 +315,7 @@ def _folder(spec: JobSpec | None) -> Iterator[Check]:
     # An image may have to be brought to the node first.
     bound = NODE_SECONDS if own.container is None else IMAGE_SECONDS
     try:
-        told = run("srun", "-N1", "-n1", "-t", str(bound // 60), f"--immediate={NODE_SECONDS // 2}", "-J", "lockstep-doctor",
+        done = run("srun", "-N1", "-n1", "-t", str(bound // 60), f"--immediate={NODE_SECONDS // 2}", "-J", "lockstep-doctor",
             f"--chdir={render.base_folder()}", *options, *command, *map(str, files), seconds=bound,
         )  # fmt: skip
     except Unreachable:
@@ -325,8 +325,8 @@ def _folder(spec: JobSpec | None) -> Iterator[Check]:
         for file in files:
             file.unlink()
     seen = ", ".join(map(str, places))
-    version, *read = told.stdout.split() or [""]
-    if told.returncode == 0 and read == [word] * len(files):
+    version, *read = done.stdout.split() or [""]
+    if done.returncode == 0 and read == [word] * len(files):
         if version == contract.VERSION:
             yield Check("node", "ok", f"sees {seen} and runs {where}")
         else:
@@ -335,10 +335,10 @@ def _folder(spec: JobSpec | None) -> Iterator[Check]:
                 "missing",
                 f"{where} has Lockstep {version}, and this machine has {contract.VERSION}: use the same version",
             )
-    elif "Unable to allocate" in told.stderr or "immediate" in told.stderr.lower():
-        yield Check("node", "cannot tell", f"no node was free: {one_line(told.stderr)}")
+    elif "Unable to allocate" in done.stderr or "immediate" in done.stderr.lower():
+        yield Check("node", "cannot tell", f"no node was free: {one_line(done.stderr)}")
     else:
-        last = told.stderr.strip().splitlines() or ["it read something else"]
+        last = done.stderr.strip().splitlines() or ["it read something else"]
         errors = [line for line in last if "Error" in line] or last
         detail = f"a node cannot use {seen} with {where}: {errors[0][:200]}"
         if own.container is not None and "No module named" in errors[0]:

@@ -38,14 +38,14 @@ VALUE = re.compile(r"[A-Za-z0-9_./:,;@%+=\[\]()*~!&| -]*")
 
 # A signal that comes while Python and torch are being imported would kill the task. So it is held back (blocked, which
 # exec and fork inherit) until somebody handles it; with an env that cannot do that, USR2 is ignored until then.
-HOLD = (
+SIGNAL_SHIELD = (
     'env --block-signal=USR2,TERM true 2>/dev/null && exec env --block-signal=USR2,TERM "$@"; trap "" USR2; exec "$@"'
 )
-VARIABLE = "LOCKSTEP_SLURM_HOST"
+HOST_VARIABLE = "LOCKSTEP_SLURM_HOST"
 """The login node where no flag, job file or profile names one."""
-HERE = "LOCKSTEP_SLURM_HERE"
+FOLDER_VARIABLE = "LOCKSTEP_SLURM_HERE"
 """What a relative path is relative to, if not to the current folder: a job that came over ssh was unpacked there."""
-OWN = {
+RESERVED_OPTIONS = {
     "signal": "grace_seconds", "requeue": "max_restarts", "open-mode": "(it stays append)", "array": "--sweep",
     "output": "(lockstep reads the logs)", "error": "(lockstep reads the logs)", "comment": "(it identifies the job)",
     "job-name": "name", "nodes": "nodes", "ntasks": "ranks_per_node", "ntasks-per-node": "ranks_per_node",
@@ -73,7 +73,7 @@ def submitit_folder(name: str) -> Path:
 
 def base_folder() -> Path:
     """What a relative path is relative to."""
-    return Path(os.environ.get(HERE) or Path.cwd())
+    return Path(os.environ.get(FOLDER_VARIABLE) or Path.cwd())
 
 
 def resolve(path: str) -> str:
@@ -148,9 +148,9 @@ def slurm_parameters(spec: JobSpec) -> dict[str, Any]:
     """
     if spec.slurm.container is not None:
         raise UserError("submitit alone starts no container: remove slurm.container, or use `lockstep submit slurm`")
-    found = parameters(spec, PurePosixPath("/"))  # the executor has its own folder
-    del found["slurm_teardown"], found["slurm_additional_parameters"]["output"]
-    return {**found, "slurm_setup": _environment(spec)}
+    values = parameters(spec, PurePosixPath("/"))  # the executor has its own folder
+    del values["slurm_teardown"], values["slurm_additional_parameters"]["output"]
+    return {**values, "slurm_setup": _environment(spec)}
 
 
 def training_task(spec: JobSpec, prepared: bool = False, job: str = "") -> TrainingTask:
@@ -170,7 +170,7 @@ def training_task(spec: JobSpec, prepared: bool = False, job: str = "") -> Train
     run_dir = run_directory(spec)
     env, code = dict(spec.env), code_folder(spec)
     if spec.live:
-        code = ""  # its launcher is told by its words what the job brings
+        code = ""  # its launcher gets what the job brings from its words
     elif spec.command is not None:
         env[contract.ENV_SESSION] = commands.session_options(spec, run_dir)
     return TrainingTask(
@@ -187,8 +187,8 @@ def interpreter(spec: JobSpec) -> str:
 
 def python(spec: JobSpec, folder: PurePath) -> str:
     """The shell words before `-u -m submitit.core._submit` on a node."""
-    held = ["sh", "-c", HOLD, "held", interpreter(spec)]
-    return shlex.join([*container(spec, folder)[1], *held])
+    shielded = ["sh", "-c", SIGNAL_SHIELD, "held", interpreter(spec)]
+    return shlex.join([*container(spec, folder)[1], *shielded])
 
 
 def container(spec: JobSpec, folder: PurePath) -> tuple[list[str], list[str]]:
@@ -204,7 +204,7 @@ def container(spec: JobSpec, folder: PurePath) -> tuple[list[str], list[str]]:
     return [], []
 
 
-def places(spec: JobSpec, rank: int) -> list[str]:
+def rank_flags(spec: JobSpec, rank: int) -> list[str]:
     """In a container of its own the rank's process may not be looked at: then this is what is known of it."""
     values = {
         "RANK": rank, "WORLD_SIZE": spec.nodes * spec.ranks, "LOCAL_RANK": rank % spec.ranks,
@@ -325,17 +325,17 @@ def _mounts(spec: JobSpec, folder: PurePath) -> list[str]:
 def _patch(patch: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """Parameters of submitit as they are named there; what it does not name becomes an option of sbatch."""
     known = submitit_api.parameter_names()
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in patch.items():
         option = name.replace("_", "-")
-        if option in OWN:
-            raise UserError(f"slurm.patch may not set {name}: use {OWN[option]}")
+        if option in RESERVED_OPTIONS:
+            raise UserError(f"slurm.patch may not set {name}: use {RESERVED_OPTIONS[option]}")
         if not re.fullmatch(r"[a-z][a-z-]{1,40}", option):
             raise UserError(f"slurm.patch: {name!r} is not an option of sbatch{settings.nearest(name, known)}")
         if not isinstance(value, (str, int)) or not VALUE.fullmatch(str(value)):
             raise UserError(f"slurm.patch: {name} must be plain text, a whole number or true, got {value!r}")
         if name in known:
-            found[f"slurm_{name}"] = value
+            values[f"slurm_{name}"] = value
         else:
             more[option] = value
-    return found
+    return values

@@ -27,7 +27,7 @@ from ..process import Streams
 from ..spec.model import JobSpec
 from ..spec.types import SSH_HOST
 from ..status import Unreachable
-from .render import HERE, VARIABLE
+from .render import FOLDER_VARIABLE, HOST_VARIABLE
 
 CONNECT_SECONDS = 15
 """Seconds for the connection itself; and seconds that a silent one counts as alive."""
@@ -52,13 +52,13 @@ _OUTSIDE = "import sys; sys.path[:] = filter(None, sys.path); "
 _VERSION_OF = f"{_OUTSIDE}from lockstep.training.contract import VERSION; print(VERSION)"
 _PROGRAM = f"{_OUTSIDE}sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main import main; main()"
 _LOGIN = f"""
-unset {VARIABLE}
+unset {HOST_VARIABLE}
 if ! command -v sbatch > /dev/null 2>&1 && [ -r /etc/profile ]; then
   lockstep_path=$( {{ . /etc/profile; }} < /dev/null > /dev/null 2>&1; printf %s "$PATH")
   [ -z "$lockstep_path" ] || PATH=$lockstep_path
 fi
 case ${{LOCKSTEP_HOME:=$HOME/.local/state/lockstep}} in /*) ;; *) LOCKSTEP_HOME=$HOME/$LOCKSTEP_HOME ;; esac
-export LOCKSTEP_HOME {HERE}="$HOME"
+export LOCKSTEP_HOME {FOLDER_VARIABLE}="$HOME"
 cd /
 """
 """Many sites put SLURM's commands on the path of login shells alone."""

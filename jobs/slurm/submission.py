@@ -128,39 +128,39 @@ def preflight(name: str, script: str) -> Check:
     if program is None:
         raise observe.missing("sbatch")
     try:
-        told = subprocess.run(
+        done = subprocess.run(
             [program, "--test-only"], env=_environment(), input=script, capture_output=True, text=True, errors="replace",
             timeout=SECONDS, check=False, cwd=render.base_folder(),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise Unreachable(f"the SLURM controller did not answer for {SECONDS:g} s") from None
-    if told.returncode:
-        raise _refusal(name, told.stderr)
-    said = observe.one_line(told.stderr.replace("sbatch: ", ""))
-    start = re.search(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", said)
+    if done.returncode:
+        raise _refusal(name, done.stderr)
+    answer = observe.one_line(done.stderr.replace("sbatch: ", ""))
+    start = re.search(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", answer)
     if start is None:
-        return Check("start", "cannot tell", said)
+        return Check("start", "cannot tell", answer)
     at_once = time.mktime(time.strptime(start[1], "%Y-%m-%dT%H:%M:%S")) < time.time() + SOON
-    return Check("start", "ok" if at_once else "warning", said)
+    return Check("start", "ok" if at_once else "warning", answer)
 
 
 def _environment() -> dict[str, str]:
     """With a secret by which the launchers of a `live` job know one another."""
     return {ENV_SECRET: secrets.token_hex(32)} | {
         name: value for name, value in os.environ.items()
-        if name in _OF_THE_CLUSTER or (name not in (*OF_A_JOB, render.HERE) and not name.startswith(("SBATCH_", "SLURM_")))
+        if name in _OF_THE_CLUSTER or (name not in (*OF_A_JOB, render.FOLDER_VARIABLE) and not name.startswith(("SBATCH_", "SLURM_")))
     }  # fmt: skip
 
 
-def _refusal(name: str, said: str) -> UserError:
+def _refusal(name: str, errors: str) -> UserError:
     """What sbatch complains of, without what it is called."""
-    lines = [line for line in said.splitlines() if "error:" in line] or [said]
+    lines = [line for line in errors.splitlines() if "error:" in line] or [errors]
     reason = observe.one_line("; ".join(line.split("error:", 1)[-1].strip() for line in lines))
-    if _IN_DOUBT.search(said):
+    if _IN_DOUBT.search(errors):
         return _InDoubt(
             f"the SLURM controller does not answer: {reason}: submit again, what is there already is not submitted twice"
         )
-    if observe.NO_CONTACT.search(said):
+    if observe.NO_CONTACT.search(errors):
         return Unreachable(f"the SLURM controller does not answer: {reason}")
     return UserError(f"SLURM refuses {name}: {reason}")
 
@@ -170,18 +170,18 @@ def _sbatch(program: str, name: str, comment: str, script: Path) -> str:
     with (script.parent.parent / SENDING).open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            told = subprocess.run(
+            done = subprocess.run(
                 [program, f"--comment={comment}", str(script)], env=_environment(), stdin=subprocess.DEVNULL, capture_output=True,
                 text=True, errors="replace", timeout=SECONDS, check=False, start_new_session=True, pass_fds=[lock.fileno()],
                 cwd=render.base_folder(),
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            told = observe.Output([program], 1, "", f"timed out after {SECONDS:g} s")
-    if told.returncode:
-        raise _refusal(name, told.stderr)
-    number = re.search(r"job (\d+)", told.stdout)
+            done = observe.Output([program], 1, "", f"timed out after {SECONDS:g} s")
+    if done.returncode:
+        raise _refusal(name, done.stderr)
+    number = re.search(r"job (\d+)", done.stdout)
     if number is None:
-        raise _InDoubt(f"sbatch gave no number for {name}, but said: {observe.one_line(told.stdout)}: submit again")
+        raise _InDoubt(f"sbatch gave no number for {name}, but said: {observe.one_line(done.stdout)}: submit again")
     return number[1]
 
 

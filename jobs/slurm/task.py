@@ -42,7 +42,7 @@ REQUEUE_SECONDS = 300.0
 """How long rank 0 tries to reach the controller."""
 HOLD_SECONDS = 120.0
 """How long a task waits to be ended by a requeue that was granted."""
-ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+END_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -59,7 +59,7 @@ class TrainingTask:
     metrics_port: int = contract.METRICS_PORT
     env: dict[str, str] = field(default_factory=dict)
     job: str = ""
-    """Identity of this submission (`records.identity`); "" where a driver of one's own submits."""
+    """Identity of this submission (`records.submission_id`); "" where a driver of one's own submits."""
     code: str = ""
     """Identity of the code of one's own; "" without."""
     code_folder: str = ""
@@ -67,50 +67,52 @@ class TrainingTask:
 
     def __call__(self) -> dict[str, Any] | None:
         """Runs this task's rank (or launcher) until it ends. Rank 0 returns `summary.json`. If SLURM restarts the job, the process ends."""
-        here = _Here.read()
-        if (here.nodes, here.size) != (self.nodes, self.nodes * self.ranks_per_node // self._ranks_per_task):
+        context = TaskContext.read()
+        if (context.nodes, context.size) != (self.nodes, self.nodes * self.ranks_per_node // self._ranks_per_task):
             self._leave(
-                here, EXIT_USAGE,
-                f"submitit has started {here.size} tasks on {here.nodes} nodes, and the spec has nodes {self.nodes} and "
+                context, EXIT_USAGE,
+                f"submitit has started {context.size} tasks on {context.nodes} nodes, and the spec has nodes {self.nodes} and "
                 f"ranks_per_node {self.ranks_per_node}: executor.update_parameters(**slurm_parameters(spec))",
             )  # fmt: skip
-        if self._failures(here) > self.max_restarts:
-            said = files.read_json(Path(self.run_dir) / contract.STATUS_FILE)
-            saved = isinstance(said, dict) and (said.get("code"), said.get("job", "")) == (EXIT_PREEMPTED, self.job)
+        if self._failures(context) > self.max_restarts:
+            status = files.read_json(Path(self.run_dir) / contract.STATUS_FILE)
+            ours = isinstance(status, dict) and status.get("job", "") == self.job
+            saved = ours and status.get("code") == EXIT_PREEMPTED
             code = EXIT_PREEMPTED if saved else EXIT_FAILED
             self._leave(
-                here, code, f"restarted {self.max_restarts} times after failures, as often as max_restarts allows"
+                context, code, f"restarted {self.max_restarts} times after failures, as often as max_restarts allows"
             )
         checkpoint = self._checkpoint()
-        begun = [log.stat().st_size if log.exists() else 0 for log in here.logs]  # what earlier starts have said
-        code, asked = self._run_rank(here)
+        # Earlier starts have printed into the same logs.
+        offsets = [log.stat().st_size if log.exists() else 0 for log in context.logs]
+        code, asked = self._run_rank(context)
         if code == EXIT_DONE:
-            self._note(here, code, "")
-            if here.rank == 0 and (unused := SessionOptions.of(self.env.get(contract.ENV_SESSION, "{}")).unused()):
+            self._note(context, code, "")
+            if context.rank == 0 and (unused := SessionOptions.of(self.env.get(contract.ENV_SESSION, "{}")).unused()):
                 to_stderr(f"warning: {unused}")
-            return files.read_json(Path(self.run_dir) / contract.SUMMARY_FILE) if here.rank == 0 else None
-        reason = _last_error(here.logs, begun)
-        self._note(here, code, reason)
-        if code == EXIT_PREEMPTED and here.rank == 0 and self._got_further(checkpoint, asked):
-            here.note_saved()
-        may = code != EXIT_USAGE and self._failures(here, with_this=True) <= self.max_restarts
-        if code == EXIT_PREEMPTED and here.rank != 0:
+            return files.read_json(Path(self.run_dir) / contract.SUMMARY_FILE) if context.rank == 0 else None
+        reason = _last_error(context.logs, offsets)
+        self._note(context, code, reason)
+        if code == EXIT_PREEMPTED and context.rank == 0 and self._got_further(checkpoint, asked):
+            context.note_saved()
+        may = code != EXIT_USAGE and self._failures(context, with_this=True) <= self.max_restarts
+        if code == EXIT_PREEMPTED and context.rank != 0:
             may = True  # rank 0 judges; should it leave, SLURM ends this one
-        if here.cancelled or (
-            may and code != EXIT_PREEMPTED and (here.noted(code=EXIT_USAGE) or not self._judges(here, code))
+        if context.cancelled or (
+            may and code != EXIT_PREEMPTED and (context.noted(code=EXIT_USAGE) or not self._judges(context, code))
         ):
             may = False
-        if may and (code != EXIT_PREEMPTED or here.rank == 0):
-            _requeue(here, "saved" if code == EXIT_PREEMPTED else f"{self._who(here)} ended with {code}")
+        if may and (code != EXIT_PREEMPTED or context.rank == 0):
+            _requeue(context, "saved" if code == EXIT_PREEMPTED else f"{self._who(context)} ended with {code}")
         elif may:
-            _hold(REQUEUE_SECONDS + HOLD_SECONDS)
-        self._leave(here, code, reason)
+            wait_for_kill(REQUEUE_SECONDS + HOLD_SECONDS)
+        self._leave(context, code, reason)
 
-    def _failures(self, here: _Here, with_this: bool = False) -> int:
+    def _failures(self, context: TaskContext, with_this: bool = False) -> int:
         """How many of the earlier starts count, and of a `live` job how often its launchers have started ranks again; or with this one."""
         return sum(
-            (not here.saved(start)) + (here.launcher_restarts(start) if self._live else 0)
-            for start in range(here.restarts + with_this)
+            (not context.saved(start)) + (context.launcher_restarts(start) if self._live else 0)
+            for start in range(context.restarts + with_this)
         )
 
     @property
@@ -121,10 +123,10 @@ class TrainingTask:
     def _ranks_per_task(self) -> int:
         return self.ranks_per_node if self._live else 1
 
-    def _who(self, here: _Here) -> str:
-        return f"node {here.node}" if self._live else f"rank {here.rank}"
+    def _who(self, context: TaskContext) -> str:
+        return f"node {context.node}" if self._live else f"rank {context.rank}"
 
-    def _judges(self, here: _Here, code: int) -> bool:
+    def _judges(self, context: TaskContext, code: int) -> bool:
         """Whether this failure of a task is the job's, so that it asks for a new start.
 
         A launcher that ends by itself has started its ranks again as often as it may. One that was killed takes the job with it where it
@@ -133,7 +135,7 @@ class TrainingTask:
         if not self._live:
             return True
         killed = code > 128
-        return killed if here.rank == 0 else not killed and not here.noted("0")
+        return killed if context.rank == 0 else not killed and not context.noted("0")
 
     def _checkpoint(self) -> tuple[int, int]:
         """The folder of checkpoints (its inode: a fresh start has another one) and the step of the newest one."""
@@ -155,58 +157,58 @@ class TrainingTask:
             return asked
         return now[1] > (before[1] if now[0] == before[0] else 0)
 
-    def _run_rank(self, here: _Here) -> tuple[int, bool]:
+    def _run_rank(self, context: TaskContext) -> tuple[int, bool]:
         """The rank's exit code, and whether a signal had asked for its end. In place of submitit's handlers, which
         would requeue before the ranks have agreed on a step.
         """
         ours = self.words[0] != "--"
-        words = self._launch(here) if self._live else self.words
+        words = self._launch(context) if self._live else self.words
         command = [sys.executable, "-u", "-m", "lockstep.training", *words] if ours else self.words[1:]
-        heard = set[int]()
-        for number in (*ASKING, signal.SIGCONT):
-            signal.signal(number, lambda number, frame: heard.add(number))  # noqa: ARG005 - the handler's signature
+        received = set[int]()
+        for number in (*END_SIGNALS, signal.SIGCONT):
+            signal.signal(number, lambda number, frame: received.add(number))  # noqa: ARG005 - the handler's signature
         held = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT}
         # Ours takes signals from the moment it has handlers, and they wait until then. Another program may have none.
         signal.pthread_sigmask(signal.SIG_BLOCK if ours else signal.SIG_UNBLOCK, held)
         if self.code and not os.path.isdir(self.code_folder):
             self._leave(
-                here,
+                context,
                 EXIT_USAGE,
                 f"the code is not in {self.code_folder}: LOCKSTEP_HOME must be a folder that the nodes see",
             )
         try:
-            child = subprocess.Popen(command, env=self._environment(here, ours), cwd=self.code_folder or None)
+            child = subprocess.Popen(command, env=self._environment(context, ours), cwd=self.code_folder or None)
         except OSError as error:
-            self._leave(here, EXIT_USAGE, f"cannot start {command[0]!r}: {error.strerror}")
-        came = heard | signal.sigpending()  # before the rank was there; later ones SLURM sends to every process
+            self._leave(context, EXIT_USAGE, f"cannot start {command[0]!r}: {error.strerror}")
+        early = received | signal.sigpending()  # before the rank was there; later ones SLURM sends to every process
         signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
         waiting = PendingSignals()
-        for number in came & held:
+        for number in early & held:
             waiting.send((), number)
         while waiting.release([child.pid]) and child.poll() is None:
             time.sleep(0.1)
         code = child.wait()
-        if not ours and -code in heard:
+        if not ours and -code in received:
             name = signal.Signals(-code).name
-            to_stderr(f"error: rank {here.rank} was ended by {name}, which it did not catch")
+            to_stderr(f"error: rank {context.rank} was ended by {name}, which it did not catch")
             return (EXIT_PREEMPTED if self._checkpoint()[1] else EXIT_FAILED), True
-        return 128 - code if code < 0 else code, not heard.isdisjoint(ASKING)
+        return 128 - code if code < 0 else code, not received.isdisjoint(END_SIGNALS)
 
-    def _launch(self, here: _Here) -> list[str]:
+    def _launch(self, context: TaskContext) -> list[str]:
         """The launcher's words, with this node's place."""
         place = {
-            "--nodes": here.nodes, "--ranks": self.ranks_per_node, "--job-id": here.job_id, "--address": here.hosts[here.node],
-            "--rendezvous": f"{here.hosts[0]}:{here.port}",
-            "--max-restarts": max(0, self.max_restarts - self._failures(here)),
-            "--restarts-dir": here.restarts_of(here.restarts),
+            "--nodes": context.nodes, "--ranks": self.ranks_per_node, "--job-id": context.job_id, "--address": context.hosts[context.node],
+            "--rendezvous": f"{context.hosts[0]}:{context.port}",
+            "--max-restarts": max(0, self.max_restarts - self._failures(context)),
+            "--restarts-dir": context.restarts_of(context.restarts),
         }  # fmt: skip
         flags = [word for name, value in place.items() for word in (name, str(value))]
         _, _, _, *words = self.words  # launch --max-restarts N …
-        return ["launch", *flags, "--serve" if here.node == 0 else "--no-serve", *words]
+        return ["launch", *flags, "--serve" if context.node == 0 else "--no-serve", *words]
 
-    def _environment(self, here: _Here, ours: bool) -> dict[str, str]:
+    def _environment(self, context: TaskContext, ours: bool) -> dict[str, str]:
         env = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
-        env[contract.ENV_RESTARTS] = str(here.restarts)
+        env[contract.ENV_RESTARTS] = str(context.restarts)
         if not self._live:  # a launcher is no rank
             env[contract.ENV_LAUNCHER] = str(os.getpid())
         env[contract.ENV_METRICS_PORT] = str(self.metrics_port)
@@ -216,39 +218,39 @@ class TrainingTask:
             env.setdefault("OMP_NUM_THREADS", str(max(1, int(cpus) // self._ranks_per_task)))
         if not ours:  # a program of the user's own gets torchrun's variables; ours reads SLURM's itself
             env |= {
-                "RANK": str(here.rank), "WORLD_SIZE": str(here.size), "LOCAL_RANK": str(here.local_rank),
-                "LOCAL_WORLD_SIZE": str(self.ranks_per_node), "GROUP_RANK": str(here.node),
-                "PATH": search_path(env), "GROUP_WORLD_SIZE": str(here.nodes),
-                "MASTER_ADDR": here.hosts[0], "MASTER_PORT": str(here.port),
+                "RANK": str(context.rank), "WORLD_SIZE": str(context.size), "LOCAL_RANK": str(context.local_rank),
+                "LOCAL_WORLD_SIZE": str(self.ranks_per_node), "GROUP_RANK": str(context.node),
+                "PATH": search_path(env), "GROUP_WORLD_SIZE": str(context.nodes),
+                "MASTER_ADDR": context.hosts[0], "MASTER_PORT": str(context.port),
             }  # fmt: skip
         env |= self.env
         return env | environment(Path(self.code_folder), self.code, env, sys.path[0]) if self.code else env
 
-    def _note(self, here: _Here, code: int, reason: str) -> None:
+    def _note(self, context: TaskContext, code: int, reason: str) -> None:
         whose = PREFIX.match(reason)  # which a launcher puts before its ranks' lines
         value = {
-            "rank": int(whose[1]) if whose else here.rank * self._ranks_per_task, "code": code,
-            "reason": PREFIX.sub("", reason, count=1) if whose else reason, "restart": here.restarts,
+            "rank": int(whose[1]) if whose else context.rank * self._ranks_per_task, "code": code,
+            "reason": PREFIX.sub("", reason, count=1) if whose else reason, "restart": context.restarts,
             "host": os.uname().nodename, "time": time.time(),
         }  # fmt: skip
         try:
-            files.replace_json(submitit_api.note(here.folder, here.job_id, f"{here.rank}_end.json"), value)
+            files.replace_json(submitit_api.note(context.folder, context.job_id, f"{context.rank}_end.json"), value)
         except OSError as error:
-            to_stderr(f"warning: cannot note the end of {self._who(here)}: {error.strerror}")
+            to_stderr(f"warning: cannot note the end of {self._who(context)}: {error.strerror}")
 
-    def _leave(self, here: _Here, code: int, reason: str) -> NoReturn:
+    def _leave(self, context: TaskContext, code: int, reason: str) -> NoReturn:
         """Ends with the rank's code. Whoever waits with submitit alone finds the reason in its result file."""
 
-        self._note(here, code, reason)
-        text = f"{self._who(here)} ended with {code}{f': {reason}' if reason else ''}"
+        self._note(context, code, reason)
+        text = f"{self._who(context)} ended with {code}{f': {reason}' if reason else ''}"
         with contextlib.suppress(OSError):
-            submitit_api.leave_error(here.result, text)
+            submitit_api.leave_error(context.result, text)
         sys.stdout.flush()
         os._exit(code)
 
 
 @dataclass(frozen=True, slots=True)
-class _Here:
+class TaskContext:
     """This task's place, as submitit and SLURM say."""
 
     job_id: str
@@ -264,7 +266,7 @@ class _Here:
     hosts: list[str]
 
     @classmethod
-    def read(cls) -> _Here:
+    def read(cls) -> TaskContext:
         import submitit
 
         job = submitit.JobEnvironment()
@@ -298,8 +300,8 @@ class _Here:
 
     def launcher_restarts(self, start: int) -> int:
         """By the first node's launcher; none where it has ended by itself, and the job with it."""
-        found = [files.read_json(path) for path in self.restarts_of(start).glob("*.json")]
-        return sum(one["used"] for one in found if isinstance(one, dict) and isinstance(one.get("used"), int))
+        counts = [files.read_json(path) for path in self.restarts_of(start).glob("*.json")]
+        return sum(one["used"] for one in counts if isinstance(one, dict) and isinstance(one.get("used"), int))
 
     def saved(self, start: int) -> bool:
         """Whether that start ended saved and got further: a preemption, a time limit."""
@@ -316,34 +318,34 @@ class _Here:
         return submitit_api.note(self.folder, self.job_id, "cancelled").exists()
 
 
-def _requeue(here: _Here, why: str) -> None:
+def _requeue(context: TaskContext, why: str) -> None:
     """Asks SLURM to run the job again, until it is granted. Returns where it is not to be had."""
     if shutil.which("scontrol") is None:
         submitit_api.note(
-            here.folder, here.job_id, f"requeue_{here.restarts}"
+            context.folder, context.job_id, f"requeue_{context.restarts}"
         ).touch()  # the batch script, outside, asks instead
         return
     deadline = time.monotonic() + REQUEUE_SECONDS
     while time.monotonic() < deadline:
-        shown = _scontrol("show", "job", "-o", here.job_id)
+        shown = _scontrol("show", "job", "-o", context.job_id)
         state = re.search(r"\bJobState=(\w+)", shown.stdout)
         if state is not None and state[1] != "RUNNING":
             return  # it has been requeued already, or cancelled: a requeue would bring it back
         if state is not None:
-            done = _scontrol("requeue", here.job_id)
+            done = _scontrol("requeue", context.job_id)
             if done.returncode == 0:
-                to_stderr(f"{why}; SLURM starts job {here.job_id} again")
-                _hold(HOLD_SECONDS)
+                to_stderr(f"{why}; SLURM starts job {context.job_id} again")
+                wait_for_kill(HOLD_SECONDS)
                 return
             to_stderr(f"scontrol requeue: {done.stderr.strip()}")
-        if submitit_api.note(here.folder, here.job_id, "cancelled").exists():
+        if submitit_api.note(context.folder, context.job_id, "cancelled").exists():
             return
         time.sleep(1)
 
 
 def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
     """Its answer. What it inherits holds back the TERM by which SLURM begins the requeue that it has just granted."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
     try:
         return subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -352,26 +354,26 @@ def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _hold(seconds: float) -> None:
-    """Waits for the end that SLURM brings. A TERM is its first word."""
-    for number in ASKING:
+def wait_for_kill(seconds: float) -> None:
+    """Waits for the end that SLURM brings. SLURM sends SIGTERM first."""
+    for number in END_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     time.sleep(seconds)
 
 
-def _last_error(logs: Sequence[Path], begun: Sequence[int]) -> str:
-    """The last line that tells an error behind the places `begun` of a rank's output, without control codes, or ""."""
-    telling = []
-    for log, since in zip(logs, begun, strict=True):
+def _last_error(logs: Sequence[Path], offsets: Sequence[int]) -> str:
+    """The last line that tells an error behind the places `offsets` of a rank's output, without control codes, or ""."""
+    errors = []
+    for log, since in zip(logs, offsets, strict=True):
         try:
             with files.regular(log) as file:
                 file.seek(max(since, file.seek(0, os.SEEK_END) - 16384))
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             continue
-        telling += [line for line in lines if _TELLING.match(line)]
-    found = _TELLING.sub(r"\g<whose>\g<kind>", telling[-1], count=1) if telling else ""
-    return "".join(filter(str.isprintable, found))[:300]
+        errors += [line for line in lines if _ERROR.match(line)]
+    error = _ERROR.sub(r"\g<whose>\g<kind>", errors[-1], count=1) if errors else ""
+    return "".join(filter(str.isprintable, error))[:300]
 
 
-_TELLING = re.compile(r"(?P<whose>\[rank \d+\] )?(?:error: |(?P<kind>(\w+\.)*\w*(Error|Exception|Interrupt)\b))")
+_ERROR = re.compile(r"(?P<whose>\[rank \d+\] )?(?:error: |(?P<kind>(\w+\.)*\w*(Error|Exception|Interrupt)\b))")

@@ -30,7 +30,7 @@ def test_a_group_of_ones_own_is_nobody_else(monkeypatch: pytest.MonkeyPatch) -> 
         for mode, refused in ((0o775, not private), (0o777, True), (0o755, False), (0o1777, False)):
             about = os.stat_result((stat.S_IFDIR | mode, 0, 0, 1, 1000, 1000, 0, 0, 0, 0))
             with pytest.raises(UserError, match="can be changed by other users") if refused else nullcontext():
-                records._check_owner(Path("/home/ann"), about)
+                records._check_parent(Path("/home/ann"), about)
 
 
 def test_a_link_leads_to_no_folder_that_others_can_write(tmp_path: Path) -> None:
