@@ -59,16 +59,6 @@ class Tied(NormedConv):
         return self.head(x) + self.twin(x)
 
 
-class Sociable(SmallConv):
-    """Works among several ranks, and fails alone. A pass takes long enough for a kill to meet it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.05)
-        if torch.distributed.get_world_size() == 1:
-            raise ArithmeticError("nobody is here")
-        return super().forward(x)
-
-
 class _Fated:
     """Runs into what `LOCKSTEP_TEST_FATE` says: `rank:n:what`, e.g. `1:7:KILL` in rank 1's 7th training forward pass.
 
@@ -212,6 +202,15 @@ class Paced(SmallConv):
         file = os.environ.get("LOCKSTEP_TEST_PACE_FILE")
         if file is None or os.path.exists(file):
             time.sleep(float(os.environ.get("LOCKSTEP_TEST_PACE", "0")))
+        return super().forward(x)
+
+
+class Sociable(Paced):
+    """Works among several ranks, and fails alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.distributed.get_world_size() == 1:
+            raise ArithmeticError("nobody is here")
         return super().forward(x)
 
 

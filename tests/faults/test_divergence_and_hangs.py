@@ -38,7 +38,7 @@ def test_a_step_that_is_left_out_leaves_no_trace(job: Job) -> None:
 
 
 def test_what_was_left_out_has_no_loss(job: Job) -> None:
-    """Neither an epoch nor a score: 0.0 would be told as a perfect one."""
+    """From step 9 on every step is left out. Epochs, scores and the summary have no loss; a loss of 0.0 would look perfect."""
     job.words += ["nonfinite=skip", "log.every=4", "log.score_every=4"]
     done = job.go(LOCKSTEP_TEST_FATE="1:9:NAN")
     assert done.code == 0 and job.steps()[0] == FINAL, done.output
@@ -61,7 +61,7 @@ def test_steps_that_are_left_out_in_a_row_have_a_limit(job: Job) -> None:
 
 
 def test_weights_that_are_lost_become_no_checkpoint(job: Job, undisturbed: Undisturbed) -> None:
-    """A weight of rank 1 alone becomes NaN. No save holds it, and the one before goes on to the weights of a calm run."""
+    """A weight of rank 1 becomes NaN. No checkpoint holds it, and the newest one resumes to the undisturbed weights."""
     done = job.go(LOCKSTEP_TEST_FATE="1:9:NANWEIGHT")
     assert done.code == 1 and _finite(job, job.steps()[0]), done.output
     for line in (job.run_dir / "events.jsonl").read_text().splitlines():

@@ -62,7 +62,8 @@ os.kill(os.getpid(), 9) if mine == "KILL" else sys.exit(int(mine))
 def test_restarts_and_the_code_for_the_cluster(
     mine: str, other: int, launch: tuple[str, ...], code: int, starts: int, tmp_path: Path
 ) -> None:
-    """Failures are restarted until the restarts are used up, exit 2 and 75 never; what others end with for it hides nothing."""
+    """A failure is restarted until the restarts are used up; codes 2 and 75 never are. The code of the rank that failed first is the
+    job's."""
     counted = tmp_path / "starts"
     done = _launched("--ranks", "2", "--grace", "20", *launch, "--", PYTHON, "-c", END, str(counted), mine, str(other))
     assert done.code == code and "Traceback" not in done.output, done.output
@@ -118,8 +119,8 @@ def test_a_killed_rank_is_a_sentence_a_node_and_no_stack(job: Job, rank: int) ->
 @pytest.mark.promise("restarts")
 @pytest.mark.parametrize("kind", ["a recipe", "a program"])
 def test_a_killed_launcher_leaves_no_rank(job: Job, undisturbed: Undisturbed, kind: str) -> None:
-    """Of the recipe one rank is stopped, and the other waits for its gradient. The program knows nothing of Lockstep, and its second rank
-    may not have begun."""
+    """The launcher is killed. All its ranks end: of a recipe, where one rank is stopped and the other waits for it, and of a program
+    that ignores TERM."""
     begun = job.run_dir.parent / "begun"
     fate = {"LOCKSTEP_TEST_FATE": "1:9:STOP", "LOCKSTEP_TEST_ONCE": str(begun)}
     program = (
@@ -151,7 +152,8 @@ def _blocks_term(pid: int) -> bool:
 
 @pytest.mark.promise("signals")
 def test_a_signal_before_the_launcher_is_ready_is_not_lost(job: Job) -> None:
-    """While it imports torch; as PID 1 of a container, where there may be one: the kernel drops what has no handler."""
+    """The signal comes while the launcher imports torch. As root it is PID 1 of a container, where the kernel drops signals without a
+    handler. The launcher ends with 75."""
     inside = ["unshare", "--pid", "--fork", "--mount-proc"] if os.geteuid() == 0 else []
     with started([*inside, *job.command("--max-restarts", "0")], job.env()) as process:
 
@@ -255,7 +257,7 @@ time.sleep(600)  # other imports
 
 
 def test_a_torchrun_that_is_killed_takes_ranks_that_still_import_with_it(tmp_path: Path) -> None:
-    """From the first line of ours on, though it tells its ranks nothing about itself."""
+    """torchrun is killed while its ranks import. From the first line of Lockstep on they notice, and end."""
     (tmp_path / "train.py").write_text(IMPORTING)
     mark = Job(tmp_path, tmp_path)
     command = [
@@ -276,7 +278,7 @@ def test_a_torchrun_that_is_killed_takes_ranks_that_still_import_with_it(tmp_pat
 
 
 def test_a_rank_whose_torchrun_died_before_its_first_line_ends(tmp_path: Path) -> None:
-    """Its parent is init then, which is no torchrun."""
+    """torchrun has died before the rank imports Lockstep, so the rank's parent is init. The rank ends."""
     marks = {"TORCHELASTIC_RUN_ID": "gone", "RANK": "0"}
     program = "import os, time\nwhile os.getppid() == PARENT: time.sleep(0.01)\nimport lockstep\nopen('alive', 'w')\ntime.sleep(60)"
     parent = f"import os, subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {program!r}.replace('PARENT', str(os.getpid()))], " \

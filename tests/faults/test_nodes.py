@@ -93,8 +93,8 @@ def test_a_node_that_is_done_leaves_after_rank_0s_last_line(tmp_path: Path) -> N
 
 
 def test_the_node_that_has_failed_late_leaves_first(tmp_path: Path) -> None:
-    """The failure's is the exit code of both. A cluster ends the job with the first node that has failed, names it, and takes the
-    others away, with their logs."""
+    """One node is done, then the other fails. The failed one ends first, so that a cluster names it; the node that is done waits, and
+    ends with the same code."""
     nodes = Nodes(tmp_path, "--linger", "600")
     with nodes.both("touch done", f"{WAIT} exit 2") as (other, failed):
         nodes.seen("done")
@@ -207,7 +207,8 @@ def test_a_node_may_be_late_without_a_restart(tmp_path: Path) -> None:
 
 
 def test_a_node_whose_ranks_have_ended_stays_at_a_signal_until_all_have(tmp_path: Path) -> None:
-    """The signal reaches the ranks of the other node: they end with a code of their own, and it is that of both nodes."""
+    """The ranks of one node have ended when its launcher gets a signal. It passes the signal to the other node, waits for its ranks,
+    and ends with their code."""
     program = f"trap 'exit 75' TERM; touch begun-$RANK; {WAIT}"
     nodes = Nodes(tmp_path)
     with nodes.both(program, "touch begun-1") as (first, second):

@@ -35,7 +35,7 @@ def _listening(pids: list[int]) -> set[tuple[str, int]]:
 
 
 def test_a_run_on_one_machine_listens_on_loopback_only(job: Job) -> None:
-    """The ranks' store and gloo ask nobody who he is; the metrics are nobody else's either."""
+    """The ranks' store, gloo and the metrics take connections from anyone, so they listen on 127.0.0.1."""
     held = job.run_dir.parent / "held"
     with started(job.command(), job.env(LOCKSTEP_TEST_FATE="1:5:HOLD", LOCKSTEP_TEST_HELD=str(held))):
         poll(held.exists, what="rank 1 in its fifth pass")
@@ -55,7 +55,8 @@ def test_only_a_network_is_called(tmp_path: Path) -> None:
 
 @pytest.mark.promise("no-foreign-code")
 def test_a_run_directory_runs_no_code_of_its_own(job: Job, tmp_path: Path) -> None:
-    """`evaluate` of a directory that somebody else may have written imports our models only, unless it is told to."""
+    """Another user may have written the directory. `evaluate`, `export` and `report` import no model that it names, unless
+    `--trust-model` is given."""
     job.ranks = 1
     assert job.go().code == 0
     refused = training("evaluate", str(job.run_dir))
@@ -99,7 +100,8 @@ os.execve("/bin/sh", ["sh", "-c", "echo ready; sleep 120"], dict(word.split("=",
 
 
 def test_another_users_process_with_the_marks_of_a_job_is_none_of_it(team: Path, tmp_path: Path) -> None:
-    """`exec` does not take its environment, `cancel` does not wait for it, and the job ends."""
+    """A process of another user has the job's variables. `exec` does not take its environment, `cancel` does not wait for it, and the
+    job ends."""
     job, went_off = tmp_path / "job.yaml", tmp_path / "went-off"
     program = "import os, time; open('started', 'w').write(str(os.getppid())); time.sleep(300)"
     job.write_text(
@@ -150,7 +152,8 @@ def test_a_link_of_another_user_in_a_run_directory_is_refused(job: Job, tmp_path
 
 
 def test_a_link_of_another_user_in_the_place_of_a_runs_folder_is_not_followed(job: Job, tmp_path: Path) -> None:
-    """While the run goes on: where its checkpoints and metrics were written, and where its servers' addresses lie until it ends."""
+    """While a run trains, another user puts links in the place of its folders. The run warns, trains on, and writes nothing behind the
+    links."""
     require(os.geteuid() == 0, "needs root, to act as another user")
     job.ranks = 1
     victim, held = tmp_path / "victim", tmp_path / "held"

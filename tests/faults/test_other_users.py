@@ -161,8 +161,8 @@ def _one_node(job: Job) -> list[list[str]]:
 def test_what_another_user_writes_into_the_ports_of_a_run_runs_no_code_and_changes_nothing(
     early: bool, tmp_path: Path, data_root: Path, marker: Path, undisturbed: Undisturbed
 ) -> None:
-    """Of `lockstep run` and two nodes of `training launch`, at once, as most of the time goes into starting them. Before the ranks
-    have met he can keep them from it; then they end with words, and no traceback of ours."""
+    """Another user writes into every port of a job on one node and of a job on two. Where he comes before the ranks have met, he can
+    end a job, but only with one of our messages. Else both jobs end in the undisturbed weights."""
     held = tmp_path / "held"
     fate = {"LOCKSTEP_TEST_FATE": "1:5:WAIT", "LOCKSTEP_TEST_HELD": str(held), "LOCKSTEP_SECRET": "the job's own"}
     changes = {"collective_timeout": 20} if early else {}
@@ -198,7 +198,7 @@ def test_what_another_user_writes_into_the_ports_of_a_run_runs_no_code_and_chang
 
 
 def test_an_address_that_somebody_else_wrote_into_the_store_is_one_line(job: Job) -> None:
-    """gloo takes a length from it, and memory that it cannot get is no error of torch's own."""
+    """Another user's key stands where gloo reads a peer's address, with a length that no memory holds. The ranks end with one line."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     store.set("default_pg/0/0/0//cpu//0/1", b"9" * 5000)
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}

@@ -102,7 +102,7 @@ def test_a_signal_to_the_launcher_reaches_the_ranks(job: Job, undisturbed: Undis
 
 @pytest.mark.parametrize("dies", [False, True], ids=["both import", "its peer has died"])
 def test_a_signal_during_start_up(job: Job, undisturbed: Undisturbed, dies: bool) -> None:
-    """As soon as the launcher has caught its signals, or when rank 0 waits for a rank that died while it was importing."""
+    """The signal comes while both ranks import, or while rank 0 waits for a rank that dies. The job ends with 75, and resumes."""
     with started(job.command(), job.env()) as launcher:
         poll(lambda: job.rank_pid(0) and job.rank_pid(1), what="two ranks")
         if dies:
@@ -125,7 +125,7 @@ def _imported(pid: int) -> bool:
 
 
 def test_a_signal_in_the_last_moments_changes_nothing(job: Job) -> None:
-    """To rank 0 when its work is done, and to the launcher from then on, until it is gone."""
+    """Signals come to rank 0 when its work is done, and to the launcher until it has ended. The run is complete, with exit code 0."""
     with started(job.command(), job.env(LOCKSTEP_TEST_FATE="0:9:LATE")) as launcher:
         output, _ = launcher.communicate(timeout=240)
     assert launcher.returncode == 0 and job.steps()[0] == FINAL, output

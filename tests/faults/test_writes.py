@@ -67,8 +67,8 @@ def test_killed_at_every_touch_of_the_disk_a_verified_checkpoint_remains(
 def test_a_run_killed_inside_a_save_ends_in_the_same_weights(
     tmp_path: Path, data_root: Path, undisturbed: Undisturbed, touch: int, later: bool
 ) -> None:
-    """In the first save of all, or in a later one: the next start then goes on from the checkpoint before, and a start from
-    step 0 would end in the same weights whatever a checkpoint leaves out."""
+    """The run is killed in its first save, or in a later one. The next start resumes from the checkpoint before, if there is one, and
+    ends in the undisturbed weights."""
     job = Job(tmp_path / "run", data_root, 1)
     died = job.go(LOCKSTEP_TEST_WRITE=f"{touch}:KILL")
     assert died.code == -signal.SIGKILL, died.output
@@ -130,7 +130,8 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_not_the_run(
 
 @pytest.mark.promise("full-disk")
 def test_a_disk_that_answers_with_its_own_timeout_costs_checkpoints_and_not_the_run(job: Job) -> None:
-    """What it raises has the name of a wait that is over: it is neither waited for nor taken for a hang."""
+    """Each write raises a TimeoutError. The run takes it for a disk that refuses, not for one that hangs: it tries each save, and
+    trains to its end."""
     done = job.go(LOCKSTEP_TEST_WRITE="0:REFUSE")
     assert done.code == 1 and "the last checkpoint could not be saved" in done.output, done.output
     assert "Final validation accuracy" in done.output and "did not answer" not in done.output, done.output

@@ -72,7 +72,7 @@ def test_the_score_is_that_of_the_cpu(tmp_path: Path, data_root: Path) -> None:
 
 @pytest.mark.parametrize(("ranks", "late"), [(2, ""), (2, "newest"), (1, "oldest"), (1, "newest")])
 def test_what_a_step_tells_is_read_without_waiting(tmp_path: Path, data_root: Path, ranks: int, late: str) -> None:
-    """Losses and norms are copied beside the training, and told when they have come; they are those of the CPU."""
+    """Losses and norms are copied while training continues, and reported when they have arrived. They are those of the CPU."""
     told = {}
     nonfinite = "stop" if ranks > 1 else "ignore"  # then nothing else has waited before
     for device in ("cpu", "cuda"):

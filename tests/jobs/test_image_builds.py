@@ -140,7 +140,7 @@ elif words.startswith("inspect"):
 
 @pytest.mark.parametrize(("state", "words"), [("running", ["--timeout", "0.1"]), ("exited", [])])
 def test_smoke_says_what_it_waits_for_and_how_long(state: str, words: list[str], tmp_path: Path) -> None:
-    """By default as long as the machine needs: 150 starts of a container, times two where four ranks share two cores."""
+    """By default `make smoke` waits as long as 150 starts of a container take, twice that where four ranks share two cores."""
     docker = tmp_path / "docker"
     docker.write_text(FAKE.format(python=sys.executable, state=state))
     docker.chmod(0o755)

@@ -84,7 +84,8 @@ def test_a_job_whose_launcher_or_supervisor_is_killed_ends_once_and_when_no_rank
 def test_cancelled_submitted_again_and_started_over(
     backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same job goes on after a cancel, from whatever folder; with another word of `fresh` it starts over, once."""
+    """A cancelled job resumes when it is submitted again, from any folder. A new word for `fresh` starts the run over; the same word a
+    second time does not."""
     spec = _submitted(backend, tmp_path, 1, "HOLD")
     run_dir, elsewhere = tmp_path / "runs/jobs/held", tmp_path / "elsewhere"
     assert backend.cancel("held").state == "cancelled"
@@ -105,10 +106,8 @@ def test_cancelled_submitted_again_and_started_over(
 
 
 def test_a_submitted_job_has_a_directory_of_its_own(backend: Any, tmp_path: Path) -> None:
-    """A run of the recipe first, then the same one submitted: it said "complete", and had trained nothing.
-
-    Under any umask, nobody but owner and group may change what either writes.
-    """
+    """A run of the recipe by hand does not make the submitted job complete: each has its own directory. Under any umask, no other user
+    may write into either."""
     values = _overrides(tmp_path) | {"epochs": 1}
     words = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()]
     before = os.umask(0)

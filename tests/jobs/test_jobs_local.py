@@ -118,7 +118,7 @@ DAMAGED = ["", "null", "[]", "{}", "3", '"x"', "{", "[" * 10_000, '{"pid": "x", 
 
 @pytest.mark.parametrize("name", [*RECORDS, "status.json"])
 def test_a_damaged_record_hides_no_other_job_and_ends_no_process(backend: Any, done: Path, name: str) -> None:
-    """Each file that a job leaves, damaged in each way, while another job is there: `list` shows both, or says which."""
+    """Each file that a job leaves is damaged in each way. `list` still shows the other job, and the damaged job's commands answer."""
     folder = Path(json.loads((done / "job.json").read_text())["run_dir"]) if name == "status.json" else done
     folder.mkdir(parents=True, exist_ok=True)
     for text in DAMAGED:
@@ -166,7 +166,7 @@ def test_500_jobs_are_listed_at_one_look_at_the_processes(backend: Any, done: Pa
 @pytest.mark.promise("other-users")
 @pytest.mark.parametrize("mode", [0o777, 0o770], ids=oct)
 def test_a_folder_that_somebody_else_could_write_is_not_used(backend: Any, done: Path, mode: int) -> None:
-    """A record planted there would have `cancel` end somebody's process, and `submit` run somebody's command."""
+    """Another user could plant a record there, with which `cancel` would end any process, and `submit` run any command."""
     backend.folder.chmod(mode)
     uses: list[Callable[[], object]] = [
         lambda: backend.submit(_spec("third")), lambda: backend.status("done"), lambda: backend.cancel("done"), backend.list,
@@ -184,7 +184,8 @@ def test_a_folder_that_somebody_else_could_write_is_not_used(backend: Any, done:
 def test_neither_another_machine_nor_an_earlier_submission_ends_a_job(
     backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the one process numbers mean nothing here; the other's end may be noted late, by whoever asked for it."""
+    """From another machine the job can only be asked for. A note of an earlier submission says that it ended. Neither ends the present
+    job."""
     folder = backend.folder / "long"
     backend.submit(_spec("long", LONG))
     poll((folder / "running.json").exists, BOUND, "the job")

@@ -194,7 +194,7 @@ NOBODY = 65534
     [("ours", None, "live"), ("that of another run of the name", None, "textfile"), ("ours", NOBODY, "textfile")],
 )
 def test_only_the_rank_itself_is_believed(tmp_path: Path, rank_id: str, user: int | None, source: str) -> None:
-    """The endpoint file of a rank that was killed stays, and somebody else may have its port, 737 steps further."""
+    """`top` believes an endpoint that has the rank's id and user. Else another program may have the port, and `top` shows the textfile."""
     require(user is None or os.geteuid() == 0, "needs root, to act as another user")
     run_of(tmp_path, SLOW[0])
     user = os.geteuid() if user is None else user

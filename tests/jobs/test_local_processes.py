@@ -90,7 +90,8 @@ def test_a_job_beyond_its_time_limit_leaves_no_process(backend: Any, tmp_path: P
 
 
 def test_a_job_without_its_supervisor_is_ended_by_the_command(backend: Any, tmp_path: Path) -> None:
-    """What has left both the launcher and the job's environment behind is not found then: nobody else has it as a child."""
+    """The supervisor is gone. `cancel` ends every process with the job's environment, or below its launcher; one that has left both is
+    not found."""
     pids = _submitted(backend, tmp_path)
     os.kill(_supervisor(backend), signal.SIGKILL)
     assert backend.cancel("deaf").state == "cancelled"

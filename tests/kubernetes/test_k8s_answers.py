@@ -68,12 +68,13 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def test_no_answer_is_a_traceback(cluster: Cluster, tmp_path: Path) -> None:
-    """Missing, null, of another type, no JSON, a web page: one line, and a code that says whose fault it is."""
+    """Answers have missing, null or wrong fields, are no JSON, or a web page. Each command ends with one line, and a code that says
+    whose mistake it is."""
     (tmp_path / "job.yaml").write_text(JOB)
     cluster.lag = 0.01
     states = [there(cluster, tmp_path, ended) for ended in (False, True)]
     met = Counter[int]()
-    for seed in range(3 * len(COMMANDS)):
+    for seed in range(2 * len(COMMANDS)):  # each command while the job runs and after its end
         command = COMMANDS[seed % len(COMMANDS)]
         cluster.objects = copy.deepcopy(states[seed // len(COMMANDS) % 2])
         cluster.spoil = spoiler = Spoiler(seed)

@@ -40,6 +40,7 @@ def test_a_lost_answer_to_create_is_no_conflict(backend: Any, cluster: Cluster) 
 def test_what_passes_is_tried_again_and_what_lasts_is_not_wrong_usage(
     backend: Any, cluster: Cluster, fault: dict[str, Any]
 ) -> None:
+    """Three failures in a row are tried again. A failure that stays is `Unreachable`, with the server's reason."""
     cluster.faults.append(Fault("*", "pytorchjobs", times=3, **fault))
     assert backend.submit(SPEC).created
     cluster.faults.append(Fault("*", "pytorchjobs", times=99, message="etcd is down\nvery", **fault))
@@ -88,7 +89,7 @@ def test_an_expired_login_and_a_server_that_is_away_end_commands_with_69(server:
 
 
 def test_a_credential_plugin_is_asked_once_and_its_words_are_told(server: ApiServer, tmp_path: Path) -> None:
-    """One that fails made the client anonymous: 403, `ask for the rights`, and a doctor that was content."""
+    """The plugin's own error is shown. Without its token the client would be anonymous, and the server would answer 403."""
     plugin, asked = tmp_path / "plugin", tmp_path / "asked"
     config = yaml.safe_load(server.kubeconfig(tmp_path / "kubeconfig").read_text())
     execute = {"apiVersion": "client.authentication.k8s.io/v1", "command": str(plugin), "interactiveMode": "Never"}
@@ -141,7 +142,7 @@ def test_refusals_say_what_to_do(backend: Any, cluster: Cluster) -> None:
 
 
 def test_the_rights_of_one_kind_are_enough_for_it(backend: Any, cluster: Cluster, operator: Operator) -> None:
-    """A 403 on TrainJobs was fatal to PyTorchJobs."""
+    """The server refuses TrainJobs with 403. PyTorchJobs are submitted, watched and cancelled all the same."""
     cluster.unknown.clear()
     cluster.denied.add("trainjobs")
     assert backend.submit(SPEC).created
@@ -207,7 +208,7 @@ def test_wait_calls_what_is_gone_lost(backend: Any, cluster: Cluster) -> None:
 def test_a_wait_keeps_its_bound_against_a_server_that_stalls(
     connect: Connect, cluster: Cluster, operator: Operator
 ) -> None:
-    """It returned after 55 s of 5. One question may take 200 s here."""
+    """One question may take 200 s, and the server does not answer. A wait of two seconds still ends in time."""
     backend = connect(lost_after=600, timeout=200, sleep=time.sleep)
     backend.submit(SPEC)
     operator.round()
@@ -226,6 +227,7 @@ def test_a_wait_keeps_its_bound_against_a_server_that_stalls(
 def test_a_server_that_is_away_for_a_while_ends_neither_a_wait_nor_the_following_of_logs(
     connect: Connect, cluster: Cluster, operator: Operator
 ) -> None:
+    """The server drops many requests in a row. The wait ends with the job, and the log has each line once."""
     backend = connect(lost_after=20)
     backend.submit(SPEC)
     operator.round()

@@ -171,7 +171,7 @@ def test_a_submitter_that_is_killed_between_any_two_steps(
 def test_two_at_once_leave_one_job_and_its_code(
     connect: Callable[..., Any], cluster: Cluster, folder: Path, tmp_path: Path
 ) -> None:
-    """Whoever comes first, whoever settles what the other has not made its own yet."""
+    """Two submissions overlap, of the same job or of another one with its name. One job and its own code are left."""
     backends = connect(), connect()
     other = tmp_path / "other"
     other.mkdir()

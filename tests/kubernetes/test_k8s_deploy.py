@@ -111,7 +111,8 @@ def test_the_examples_volumes_and_ports_are_those_of_what_is_installed() -> None
 def test_the_roles_hold_what_is_called_and_asked_for(
     backend: Any, cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A job's whole life, request by request; what `doctor` asks for; what `exec` needs is in a component of its own."""
+    """A job goes through its whole life. The roles grant each request that it sends and `doctor` asks for, and nothing on secrets.
+    `exec` has a component."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own/train.py").touch()
     own = {"code": str(tmp_path / "own"), "k8s": {"queue": "gpu"}, "volumes": [{"claim": "data", "path": "/data"}]}

@@ -76,7 +76,8 @@ def test_the_last_lines_are_asked_of_the_server_where_it_knows_them(backend: Any
 def test_a_log_is_followed_through_pending_broken_streams_and_a_new_pod(
     backend: Any, cluster: Cluster, operator: Operator
 ) -> None:
-    """The offset was cut off: what was asked for next lay hours ahead, and 3 of 9 lines came."""
+    """A log is followed while the pod is pending, through broken streams and a new pod. Its time stamps change their offset. No line is
+    lost or doubled."""
     backend.submit(SPEC)
     operator.held.add(HERE)
     operator.round()

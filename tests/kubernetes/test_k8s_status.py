@@ -159,7 +159,7 @@ def test_a_node_that_dies_is_named_and_then_lost(
 def test_a_pod_that_ends_in_its_grace_is_not_called_silent(
     backend: Any, cluster: Cluster, operator: Operator, nodes: Nodes
 ) -> None:
-    """A taint that somebody puts on a node that answers."""
+    """A taint evicts the pod from a node that answers. Until its grace is over the pod counts as ending."""
     backend.submit(SPEC)
     operator.round()
     nodes.evict(cluster.get("pods", "smoke-worker-1"))
@@ -221,7 +221,7 @@ def test_who_failed_is_told_when_its_pod_is_gone(backend: Any, cluster: Cluster,
 
 
 def test_pods_of_others_are_not_counted(backend: Any, cluster: Cluster, operator: Operator) -> None:
-    """Neither a predecessor's, which still end, nor one that somebody has given the label."""
+    """Pods of a predecessor that still end, and pods of others with the job's label, do not change the status."""
     backend.submit(SPEC)
     operator.round()
     cluster.lag = 60.0
@@ -241,7 +241,7 @@ def test_pods_of_others_are_not_counted(backend: Any, cluster: Cluster, operator
 def test_a_job_whose_node_has_died_is_cancelled_but_for_its_pod(
     backend: Any, cluster: Cluster, operator: Operator, nodes: Nodes
 ) -> None:
-    """It waited for two and a half minutes, and told nobody who can help."""
+    """`cancel` ends at once, and says which pod stays until the node is back or removed."""
     backend.submit(SPEC)
     operator.round()
     cluster.graceful, cluster.lag = True, 0.05

@@ -91,7 +91,7 @@ def test_who_refuses_a_trainjob_is_told(backend: Any, cluster: Cluster, case: st
 
 
 def test_pods_that_are_refused_are_told(backend: Any, cluster: Cluster) -> None:
-    """The batch Job that makes them has the event, under a name and a uid of its own."""
+    """The event is on the batch Job that makes the pods. `status` finds it there, and gives the reason."""
     backend.submit(SPEC)
     pod(cluster, 0)
     template = {"metadata": {"labels": {"lockstep/job": "second"}}}

@@ -161,7 +161,7 @@ def test_with_a_queue_kueue_lets_the_job_run(backend: Any, cluster: Cluster, ope
 def test_a_name_that_is_being_deleted_is_waited_for(
     backend: Any, cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It said "is there already", and the job was lost."""
+    """The old job has the name until its finalizer goes. `submit` waits, says so, and makes the new job."""
     backend.submit(SPEC)
     cluster.change(
         "pytorchjobs",

@@ -181,7 +181,7 @@ def test_a_server_that_fails_now_and_then(fault: str, proxy: Proxy, expected: st
 
 
 def test_of_two_that_write_the_later_one_has_it(server: int, proxy: Proxy, expected: str, tmp_path: Path) -> None:
-    """The earlier attempt is stopped between two saves, as on a node that was cut off, and goes on when another has taken over."""
+    """An attempt is stopped between two saves, and another one takes over. When the first continues, it commits nothing."""
     name = new()
     with start(proxy, tmp_path / "a", name, WAIT=str(tmp_path / "go")) as early:
         poll(lambda: "head" in objects(server, name) and steps(server, name) == [6], BOUND, "the second checkpoint")
@@ -222,7 +222,8 @@ def test_training_does_not_wait_for_the_bucket(server: int, proxy: Proxy, expect
 def test_a_signal_while_an_upload_is_under_way(
     in_time: bool, server: int, proxy: Proxy, expected: str, tmp_path: Path
 ) -> None:
-    """The disk first, then the bucket. 75 says that the bucket has it; where the grace is over the one before stands."""
+    """The save goes to the disk, then to the bucket. Code 75 means that the bucket has it; where the grace ends first, the bucket keeps
+    the one before."""
     name, run_dir, grace = new(), tmp_path / "a", 100 if in_time else 10
     assert go(proxy, run_dir, name, STEPS="3").code == 0
     proxy.reset(uploads_of(6, 9))

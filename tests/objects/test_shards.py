@@ -132,7 +132,8 @@ def test_what_was_used_least_recently_makes_room(here: Node) -> None:
 
 
 def test_shards_are_there_with_their_manifest_or_not_at_all(proxy: Proxy, tiny: list[str], tmp_path: Path) -> None:
-    """The sender is killed before it; the next one sends them. One that finds them sends nothing; of two at once one has sent them."""
+    """A sender that is killed leaves no manifest, and the next one sends all. Who finds shards sends nothing. Of two at once one
+    succeeds, and the other says so."""
     words = ["shard", "smoke", "--out", "s3://bucket/once", "--set", *tiny]
     killed = []
 

@@ -260,7 +260,7 @@ def test_the_others_take_the_batches_of_a_rank_that_is_lost(tmp_path: Path, rank
 
 @pytest.mark.promise("survivors")
 def test_a_rank_is_lost_while_a_recipe_is_scored(data_root: Path, tmp_path: Path) -> None:
-    """A share of the test split that nobody has read is read then."""
+    """A rank is killed in an evaluation. The others read its share of the test split, and the scores are those of one rank."""
     require(hasattr(os, "pidfd_open"), "needs Linux")
     changes = {"sync.name": "exact", "evaluate.batch_size": 4}
     alone, disturbed = (

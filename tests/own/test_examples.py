@@ -93,7 +93,8 @@ def test_killed_in_the_middle_and_started_again_it_ends_in_the_same_bits(
 @pytest.mark.promise("survivors")
 @pytest.mark.parametrize(("name", "fate"), [("gpt", "1:7"), ("folders", "0:9"), ("gan", "2:9")])
 def test_a_rank_that_is_lost_changes_no_bit(tmp_path: Path, name: str, fate: str) -> None:
-    """`folders` gathers what each rank has predicted, after the last step: that is a restart, of a run that is complete."""
+    """A rank of each example is killed, and the weights stay. `folders` gathers after its last step, so its complete run is started
+    again."""
     ends = []
     for folder, ranks, killed in (("alone", 1, ""), ("live", 3, fate)):
         done = start(name, tmp_path / folder, ranks, "sync.name=exact", survive=folder == "live", fate=killed)
@@ -106,7 +107,7 @@ def test_a_rank_that_is_lost_changes_no_bit(tmp_path: Path, name: str, fate: str
 
 @pytest.mark.promise("session-same")
 def test_alone_it_trains_what_the_script_for_one_process_trains(tmp_path: Path) -> None:
-    """Without dropout, which a step draws from generators of its own."""
+    """The example on one rank ends in the weights of the plain script. Dropout is off, as a step has its own generators."""
     plain, *sessions = (
         start(name, tmp_path / f"{name}-{ranks}", ranks, DROPOUT=0.0)
         for name, ranks in (("gpt_plain", 1), ("gpt", 1), ("gpt", 2))

@@ -109,10 +109,7 @@ with Session(sys.argv[1], sync="flat") as run:
 @pytest.mark.promise("named-rank")
 @pytest.mark.parametrize("sync", ["flat", "ddp", product.FSDP, product.HOOKS, product.POWERSGD])
 def test_what_the_script_does_after_a_step_is_time_of_its_training(tmp_path: Path, sync: str) -> None:
-    """A rank that is slow there was taken for the fast one: its step seemed to end before.
-
-    Rank 1 sleeps twice as long as its step took, so it is the slow one on a busy machine, too, and where rank 0 stands still.
-    """
+    """Rank 1 sleeps after each step, twice as long as its step took. It is named as the slow rank, on a busy machine, too."""
     code = """
 import sys, time, torch
 from lockstep import Session
@@ -309,7 +306,7 @@ with Session(sys.argv[1]) as run:
 
 
 def test_another_order_of_the_samples_on_a_rank_is_refused(tmp_path: Path) -> None:
-    """And no dataset that is the same: with transforms that draw, also from a generator of its own, and paths of this rank's disk."""
+    """The ranks' datasets have another order, or other samples. Random transforms and paths of a rank's disk may differ."""
     lines = """
 import numpy
 class Files(torch.utils.data.Dataset):
@@ -508,7 +505,7 @@ def test_another_script_or_other_settings_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_epoch_goes_on_with_the_batches_it_was_begun_with(tmp_path: Path) -> None:
-    """A script that leaves in the middle has come to its end for now: it is saved, and goes on."""
+    """A script leaves its loop in the middle of an epoch, and the session saves. The next start resumes with the remaining batches."""
     run_dir = tmp_path / "run"
     assert _train(run_dir, STOP=2).code == 0
     other = _train(run_dir, GLOBAL=4)

@@ -57,8 +57,8 @@ def test_a_signal_while_a_script_starts(tmp_path: Path, place: str, name: str, t
 
 
 def test_ranks_that_open_no_session_end_when_their_time_is_over(tmp_path: Path) -> None:
-    """Half of the grace is for the start. A signal that they do not catch then ends them, also one that came to one of
-    them alone: one line, and no start more."""
+    """After a signal, ranks have half of the grace to open a Session. Ranks that do not are ended by a signal that they do not catch:
+    one line, and no restart."""
     program = """
 import os, pathlib, sys, time
 import lockstep

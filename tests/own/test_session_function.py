@@ -162,7 +162,7 @@ def test_dropout_differs_between_the_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.promise("session-resume")
 def test_a_run_of_so_many_steps_goes_on_with_more(tmp_path: Path) -> None:
-    """Twelve steps end in the middle of an epoch of ten; a start with sixteen goes on there."""
+    """Twelve steps end in the middle of an epoch of ten. A start with sixteen resumes there."""
     for steps in (12, 16):
         done = train(tmp_path / "run", steps=steps)
         assert done.code == 0, done.output
@@ -188,8 +188,8 @@ def test_one_rank_ends_the_run_for_good(tmp_path: Path) -> None:
 
 @pytest.mark.promise("session-resume")
 def test_a_schedule_that_no_checkpoint_has_is_warned_of_and_may_come_between_two_starts(tmp_path: Path) -> None:
-    """A start that resumes would train with other rates, without a word. A schedule keeps numbers of its own in the optimizer's
-    groups, which those of an older checkpoint do not have."""
+    """A schedule that is not kept would change the rates of a resumed start, so it is warned of. One that is added between two starts
+    finds its numbers missing in the checkpoint, and begins."""
     made = "    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)\n    run.keep("
     later = CODE.replace("clip=1.0)\n", "clip=1.0); schedule.step()\n").replace("    run.keep(", made)
     assert train(tmp_path / "run", steps=4).code == 0

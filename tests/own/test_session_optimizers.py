@@ -55,9 +55,8 @@ with Session(run_dir, *words, config={"name": "gan"}) as run:
 
 @pytest.mark.parametrize(("sync", "scaled"), [("flat", "plain"), (product.POWERSGD, "scaled")])
 def test_the_step_of_one_of_two_networks_is_its_own(tmp_path: Path, sync: str, scaled: str) -> None:
-    """It has the length that `clip` says: the other network's gradients came from the same backward pass, and are still
-    scaled by 65536. An overflow in the network that does not step ends no run, nor does it stay in what `PowerSgd`
-    remembers: the discriminator steps again."""
+    """One backward pass gives both networks gradients, and one network steps. `clip` scales its gradients alone. An overflow in the
+    other network ends no run, and `PowerSgd` forgets it."""
     words = [
         f"sync.name={sync}",
         *(["sync.options={start: 2, rank: 1, min_rate: 1.0}"] if sync == product.POWERSGD else []),

@@ -118,7 +118,7 @@ with Session(run_dir, f"checkpoint.every_steps={every}", f"sync.name={sync}", "l
 def test_learning_rates_that_differ_are_named_before_they_are_saved(
     tmp_path: Path, sync: str, every: int, step: int
 ) -> None:
-    """At the end of the epoch where one is saved there, else a step later: rank 1 gets no better after the first one."""
+    """A plateau lowers the rate of rank 1 alone. The error comes at the end of the epoch where that is saved, else one step later."""
     done = script(2, PLATEAU, tmp_path / "run", str(every), sync)
     assert done.code == 1 and done.output.count("learning rates") == 1, done.output
     assert f"after step {step}: optimizer.param_groups[0] has 0.5 on rank 0, 0.05 on rank 1. " in done.output, (
@@ -200,11 +200,9 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
 
 @pytest.mark.parametrize(("sync", "what"), [("flat", "outside"), (product.FSDP, "inside")])
 def test_what_is_trained_outside_of_the_session_is_named_once(tmp_path: Path, sync: str, what: str) -> None:
-    """An optimizer that no checkpoint has, a weight that each rank trains by itself, a weight that no optimizer has, copies of weights
-    that move, and a generator that draws; what is kept, and a generator that is seeded in each epoch, is none of these. And what is
-    kept as alike, and is a rank's own; and numbers that the model has in attributes, but what a first pass sets. A tensor that is made
-    anew is none, and of those that are changed in place one is named. Objects that raise when they are looked at, and tensors without an
-    address, are left alone."""
+    """An unkept optimizer, a weight without an optimizer, moving copies of weights, a generator that draws, and numbers in attributes
+    are named once each. What is kept, seeded in each epoch, set by the first pass or made anew is not. Objects that raise when they are
+    read are left alone."""
     done = script(2, OUTSIDE, tmp_path / "run", sync, what)
     named = [line for line in done.output.splitlines() if "warning" in line]
     assert done.code == 0 and len(named) == (11 if what == "outside" else 0), done.output
@@ -318,7 +316,7 @@ with Session(run_dir, "checkpoint.every_steps=5", f"sync.name={sync}", "log.repo
 def test_modes_and_buffers_that_must_be_the_same_are_compared(
     tmp_path: Path, how: str, sync: str, named: str, saved: list[int]
 ) -> None:
-    """What a step changes is a rank's own, but for `exact`, and is named; and a mode counts in a step only."""
+    """Buffers that a step changes may differ by rank, except under `exact`. Other buffers, and modes during a step, must be equal."""
     done = script(2, ALIKE, tmp_path / "run", how, sync)
     assert done.code == (1 if how else 0) and named in done.output and "Traceback" not in done.output, done.output
     assert steps_saved(tmp_path / "run") == saved
@@ -352,8 +350,8 @@ for name, seed, epochs in (("starts", 1, 1), ("starts", 2, 2), ("ranks", int(os.
 
 
 def test_a_table_in_an_attribute_that_is_drawn_anew_is_named(tmp_path: Path) -> None:
-    """Of a model that is made before the session, at another start and on another rank. What is computed from parameters or in a pass,
-    and what shares the memory of a parameter, is no table, nor is a short list, which a rank may have of its own."""
+    """A table is drawn before the session, so that another start or rank has another one: it is named. Computed tensors, short lists
+    and views of parameters are not."""
     done = script(2, TABLES, tmp_path)
     another = "warning: rank 0: the attribute features and 1 more of the model is another one"
     counts = [

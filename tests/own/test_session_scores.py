@@ -94,8 +94,8 @@ def _exported(run_dir: Path, out: Path, *words: str) -> tuple[str, dict[str, tor
 
 
 def test_the_best_of_an_epochs_scores_is_kept_with_the_weights_it_was_measured_on(tmp_path: Path) -> None:
-    """It was given to the weights at the end of the epoch, and of two scores in one epoch the last one counted. Any number that is
-    logged can be the score, and the lowest one the best."""
+    """Of two scores in one epoch the last one counts, for the weights at its end. Any logged number can be the score, and the lowest
+    can be the best."""
     lines = """
     made = make
     def make(run):
@@ -131,7 +131,8 @@ def test_the_best_of_an_epochs_scores_is_kept_with_the_weights_it_was_measured_o
 
 
 def test_a_score_of_some_ranks_hangs_none(tmp_path: Path) -> None:
-    """Rank 0 alone, the others alone, or all with numbers of their own: rank 0 is believed, and the ranks save together or not."""
+    """Rank 0 alone logs a score, or the others alone, or all log different ones. Rank 0's score counts, and all ranks save together or
+    not."""
     lines = """
 with Session(sys.argv[1], "checkpoint.keep=100", "checkpoint.every_steps=100", "collective_timeout=20") as run:
     model, optimizer = make(run)

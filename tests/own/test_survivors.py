@@ -311,8 +311,8 @@ def test_a_signal_to_one_rank_has_it_replaced_and_one_to_the_launcher_ends_the_r
 @pytest.mark.promise("survivors")
 @pytest.mark.parametrize("lose", ["one", "two"])
 def test_a_script_may_have_several_sessions(lose: str, tmp_path: Path) -> None:
-    """After a loss in the first one all ranks begin the second one: it would wait for the lost rank. A replacement, which begins with
-    the first one, does not come to those that are in the second one."""
+    """After a loss in the first Session all ranks start again, as the second would wait for the lost rank. A loss in the second is
+    survived; no replacement joins it."""
     require(hasattr(os, "pidfd_open"), "needs Linux")
     alone = python(str(JOB), str(tmp_path / "alone"), "twice", timeout=BOUND)
     assert alone.code == 0, alone.output
@@ -329,7 +329,7 @@ def test_a_script_may_have_several_sessions(lose: str, tmp_path: Path) -> None:
 
 @pytest.mark.promise("survivors")
 def test_a_step_that_is_thrown_away_has_left_no_trace(tmp_path: Path) -> None:
-    """The checkpoint right after the step in which rank 2 was lost is, value by value, that of a run that lost none."""
+    """Rank 2 is lost in the fourth step. The checkpoint after that step equals, value by value, that of a run without a loss."""
     require(hasattr(os, "pidfd_open"), "needs Linux")
     found = []
     for lose in ("false", "true"):

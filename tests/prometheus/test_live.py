@@ -161,7 +161,7 @@ def _panel(title: str) -> list[str]:
 
 @pytest.mark.promise("metrics")
 def test_what_is_scraped_is_what_the_run_says_of_itself(server: Prometheus, tiny: list[str], tmp_path: Path) -> None:
-    """The run stands still in a step, so that its numbers do; server and textfile of each rank are scraped."""
+    """The run stands still in a step, so that its numbers do. Prometheus scrapes the server and the textfile of each rank."""
     run_dir, go_on = tmp_path / "held", tmp_path / "go on"
     words = _words(run_dir, tiny, server, "nonfinite=skip", "metrics.textfile_seconds=0.3", "checkpoint.every_steps=4")
     with _running(words, server, LOCKSTEP_TEST_HOLD=str(go_on)) as process:

@@ -179,7 +179,7 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 
 
 def test_a_hundred_thousand_readings_take_little_memory_and_page(tmp_path: Path) -> None:
-    """And what stands out is drawn: a spike of the loss, what was logged once, a preemption among checkpoints, the slow rank."""
+    """The page also shows what stands out: a spike of the loss, a value logged once, a preemption, the slow rank."""
     lines: list[dict[str, Any]] = []
     for step in range(1, 100_001):
         at = {"time": 1.7e9 + step, "step": step}

@@ -81,7 +81,7 @@ def test_what_is_refused_leaves_nothing_and_takes_nothing_away(bench: Bench) -> 
 
 
 def test_a_failing_rank_ends_the_others(bench: Bench) -> None:
-    """Rank 1 of 4 on node1 raises; the other ranks, two of them on the other node, sit in a long sleep."""
+    """Rank 1 of 4 raises. The other ranks, two of them on the other node, are ended in their sleep."""
     go = bench.folder / "go"
     program = f"import os, time; first = os.environ['RANK'] == '1'\nwhile first and not os.path.exists('{go}'): time.sleep(0.05)\n"
     bench.backend.submit(bench.command("bad", f"{program}1 / (not first); {LONG}", nodes=2))
@@ -112,7 +112,7 @@ def test_failures_are_retried_and_wrong_usage_of_one_rank_is_final(bench: Bench)
 
 
 def test_cancel_while_running_saves_and_is_not_undone(bench: Bench) -> None:
-    """The ranks save and ask for a requeue; SLURM would grant it to a job that is being cancelled, here by somebody else."""
+    """The ranks save and ask for a requeue. SLURM would grant it; the job stays cancelled all the same."""
     job = Training(bench, "runs", epochs=2)
     job.hold.reached()
     bench.cluster.ask("scancel", job.job_id)

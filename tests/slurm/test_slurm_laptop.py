@@ -110,7 +110,8 @@ def test_what_is_followed_ends_with_its_connection_on_both_sides(here: Laptop) -
 
 
 def test_a_submission_whose_connection_breaks_is_whole(here: Laptop) -> None:
-    """It was sent, and the other side goes on with it: there is one job. So it is with a replacement."""
+    """The connection breaks after the submission was sent. The login node completes it, and there is one job; so it is with a
+    replacement."""
     seen, there, spec = here.login.seen, here.login.there, here.spec("cut", HELLO)
     record = seen / "home/.local/state/lockstep/slurm/cut/job.json"
     (seen / "bin").mkdir(exist_ok=True)

@@ -159,7 +159,8 @@ def test_another_version_no_lockstep_at_all_and_no_connection(laptop: Site) -> N
 def test_the_machine_that_submits_remembers_where_the_job_is(
     laptop: Site, words: tuple[str, ...], code: int, remembered: set[str]
 ) -> None:
-    """Also in a home folder that both machines share: there the login node must not send the command to itself."""
+    """Later commands go to the login node of the submission. Where both machines share a home folder, the login node does not send them
+    to itself."""
     laptop.env |= {"LOCKSTEP_SLURM_HOST": "", "LOCKSTEP_HOME": str(laptop.folder / "home")}
     again = '[ -z "$LOCKSTEP_SLURM_HERE" ] || exit 9'
     (laptop.folder / "bin/ssh").write_text(SSH.replace("#!/bin/sh", f"#!/bin/sh\n{again}"))

@@ -24,8 +24,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Pa
 
 
 def test_preempted_and_out_of_time_more_often_than_it_may_fail(bench: Bench, undisturbed: Path) -> None:
-    """By a higher partition, then by SLURM's own clock: it looks every 30 s, and signals up to 30 s before the lead that the
-    script asks for."""
+    """A higher partition preempts the job, then its time limit ends. SLURM looks every 30 s, and may signal 30 s early. Neither costs a
+    restart."""
     job = Training(bench, "moved", max_restarts=0)
     job.hold.reached()
     urgent = {"partition": "urgent", "exclusive": True}
@@ -43,7 +43,7 @@ def test_preempted_and_out_of_time_more_often_than_it_may_fail(bench: Bench, und
 
 
 def test_a_requeue_by_hand_and_a_node_that_is_powered_off(bench: Bench, undisturbed: Path) -> None:
-    """Neither need leave the time to save: the next start goes on from the last checkpoint."""
+    """Neither leaves time to save. The next start resumes from the last checkpoint."""
     job = Training(bench, "unlucky", at=13)
     job.hold.reached()
     job.checkpointed(10)
@@ -93,7 +93,7 @@ def test_the_controller_is_restarted(bench: Bench, undisturbed: Path) -> None:
 
 
 def test_a_signal_before_the_ranks_are_there(bench: Bench, undisturbed: Path) -> None:
-    """It is held back from before Python has started; then the ranks leave before they have met, and are started again."""
+    """The signal comes before Python has started, and is held back. The ranks leave before they have met, and the job is started again."""
     folder = bench.folder / "starts"
     folder.mkdir()
     python = bench.folder / "python"
@@ -125,11 +125,8 @@ os.execv({PYTHON!r}, [{PYTHON!r}, *sys.argv[1:]])
 
 
 def test_a_signal_while_a_task_is_being_started(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing holds it back yet, so the task dies of it: the job is started again, once.
-
-    Only the script is left to ask for that, by the code that srun ends with: where every task dies, where one does whose rank is not the
-    first, and where srun ends the other task before it has begun. No language has a part in it.
-    """
+    """Nothing holds the signal back yet, so the task dies of it, and the script starts the job again, once. It does so where every task
+    dies, where one task dies, and where srun ends the other task before that has begun."""
     first = (
         '[ "${SLURM_RESTART_COUNT:-0}" != 0 ] || case $SLURM_JOB_NAME$SLURM_PROCID in every?|peer0) kill -USR2 $$;; '
         "peer1) exec sleep 60;; "
@@ -155,7 +152,8 @@ def test_a_signal_while_a_task_is_being_started(bench: Bench, monkeypatch: pytes
 
 
 def test_a_start_that_gets_no_further_counts(bench: Bench) -> None:
-    """As where the time limit is shorter than the start-up. The job ends saved; submitted again, it goes on."""
+    """Each start is signalled before it has made a step, as with a short time limit. The restarts are used up, the state is saved, and
+    a new submission resumes."""
     job = Training(bench, "spent", epochs=2, nodes=1, max_restarts=1)
     job.hold.reached()
     log = bench.log("spent")
@@ -175,8 +173,8 @@ def test_a_start_that_gets_no_further_counts(bench: Bench) -> None:
 
 
 def test_what_counts_of_another_program(bench: Bench) -> None:
-    """A 75 that a signal had asked for is free, one that came unasked counts, and so does a crash. A signal that reaches it
-    before it catches any, past the task, ends it, and is named."""
+    """A program ends with 75. After a signal that costs no restart; unasked it costs one, as a crash does. A signal that it does not
+    catch ends the job, and is named."""
     begun = bench.folder / "begun"
     program = f"""
 import os, signal, sys
@@ -206,7 +204,7 @@ sys.exit(75 if start == 2 else 7)
 
 
 def test_without_scontrol_the_script_asks(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container there is no scontrol: rank 0 leaves a note, and the script has the job started again, once."""
+    """In a container there is no scontrol. Rank 0 leaves a note, and the batch script has the job started again, once."""
     stand_in(bench, monkeypatch, f"PATH={bench.folder}/bin")
     program = (  # the second start ends for good, by rank 0, before rank 1 could
         "import os, shutil, sys, time; print(shutil.which('scontrol')); first = os.environ['LOCKSTEP_RESTARTS'] == '0'\n"

@@ -34,7 +34,7 @@ def test_a_sweep_is_one_array(bench: Bench) -> None:
 
 @pytest.mark.promise("slurm-survives")
 def test_a_part_of_a_sweep_is_requeued_alone(bench: Bench) -> None:
-    """The array's last element bears the array's own id: a requeue by that id would take all the others along."""
+    """The last element of a job array has the array's own id. A requeue of that element leaves the other elements alone."""
     hold = Hold(bench.folder / "part.hold")
     spec = training(bench, "part", nodes=1, max_restarts=2, env=hold.env)
     bench.backend.sweep("part", product.sweep(spec, {"lr": [0.1, 0.01]}))

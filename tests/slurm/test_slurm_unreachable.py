@@ -36,7 +36,7 @@ def unanswered(site: Site, words: tuple[str, ...]) -> None:
 
 
 def test_whether_an_interrupted_submission_is_there_is_not_known(site: Site) -> None:
-    """sbatch's answer was lost, and so is the job's number: it may wait in the queue, which nobody can see at this moment."""
+    """sbatch's answer is lost, and with it the job's number, and squeue does not answer. No command says whether there is a job."""
     site.record(job_id=None)
     site.down("squeue")
     for words in (STATUS, LOGS, CANCEL, DIFF, SUBMIT, REPLACE, WAIT, LIST):
@@ -131,7 +131,7 @@ def started(site: Site, *words: str) -> subprocess.Popen[bytes]:
 
 
 def test_a_submission_goes_on_after_its_command_was_killed(site: Site) -> None:
-    """sbatch is still at work: nobody knows yet whether there will be a job."""
+    """The command is killed while sbatch works. Other commands say that the job is being submitted, and find it when sbatch has ended."""
     site.does("sbatch", "while [ ! -e go ]; do sleep 0.05; done; echo Submitted batch job 8")
     with started(site, "submit", "slurm", site.file) as process:
         try:
@@ -183,7 +183,7 @@ STARTS = "echo 'sbatch: Job 8 to start at 2020-01-01T00:00:00 using 1 processors
 
 
 def test_what_sbatch_takes_is_no_reason_against_a_job(site: Site) -> None:
-    """A user without an association of its own may use an account that sacctmgr does not list."""
+    """sacctmgr does not list the account for this user, and sbatch takes it. A dry run only warns of the account."""
     for name, answer in {**DOCTOR, "sbatch": STARTS}.items():
         (site.folder / "bin" / name).write_text(f"#!/bin/sh\n{answer}\n")
         (site.folder / "bin" / name).chmod(0o755)

@@ -91,8 +91,8 @@ RANKS = [2, 3, *(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in (4,
 def test_every_step_ends_in_the_same_bits(
     tmp_path: Path, data_root: Path, of_one_rank: Any, kind: str, ranks: int
 ) -> None:
-    """Batch norm, dropout, augmentation, average, clipping, two models, a loss scale, a schedule that looks at the loss; batches that
-    no number of ranks divides."""
+    """Recipes and loops with batch norm, dropout, augmentation, averages, clipping, two models, a loss scale or a schedule on the loss;
+    and batches that no number of ranks divides."""
     expected, told = of_one_rank(kind)
     done = train(kind, ranks, tmp_path / "run", data_root)
     assert done.code == 0 and "warning" not in done.output, done.output
@@ -278,7 +278,7 @@ def test_settings_that_depend_on_the_ranks_or_the_start_are_refused(
 
 
 def test_a_nan_is_named_and_a_skipped_step_leaves_no_trace(tmp_path: Path) -> None:
-    """The rank that has the part with the NaN is named, the others wait for nobody."""
+    """The rank whose part has the NaN is named, and no rank waits."""
     code = SCRIPT.replace("torch.randn(24, 4)", "torch.randn(24, 4); data[13] = float('nan')").replace(
         "run.batches(data, 12)", "run.batches(data, 12, shuffle=False)"
     )

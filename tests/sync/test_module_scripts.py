@@ -44,7 +44,7 @@ def _as_the_module_writes_it(world: World, batch: int, tell: bool) -> list[str]:
 
 @pytest.mark.parametrize(("batch", "tell", "warned"), [(9, False, 1), (9, True, 0)])
 def test_the_horovod_script_in_its_own_words(batch: int, tell: bool, warned: int) -> None:
-    """Unequal parts that nobody told of are warned of, once."""
+    """The script trains as under Horovod. Unequal parts that it does not announce are warned of once."""
     assert [len(said) for said in on_ranks(_as_the_module_writes_it, 2, batch, tell)] == [warned, warned]
 
 

@@ -124,7 +124,7 @@ HEARS = (
 
 
 def test_the_others_are_told_at_once_who_remains(tmp_path: Path) -> None:
-    """Of two at once, which the launcher sees at one look as it was stopped meanwhile, they are told together."""
+    """Ranks are killed one by one, then two at once. After each loss the launcher writes down who remains; for the two it does so once."""
     require(hasattr(os, "pidfd_open"), "needs Linux")
     with live(tmp_path, 6, launcher=HEARS) as job:
         job.begin()

@@ -62,8 +62,8 @@ def test_every_single_step_can_be_the_last_one(undisturbed: Undisturbed, data_ro
 @pytest.mark.promise("other-world-size")
 @pytest.mark.parametrize("strategy", ["zero1", product.FSDP])
 def test_another_world_size_goes_on_with_the_same_samples(strategy: str, tmp_path: Path, data_root: Path) -> None:
-    """Without batch statistics and dropout, weights, average and scores are those of the undisturbed run, up to the order of
-    summation. Killed on 2 ranks, preempted on 3, ended on 1."""
+    """A run is killed on 2 ranks, preempted on 3, and ended on 1. Weights, average and scores are those of the undisturbed run, up to
+    the order of summation."""
     changes = {
         "model": "tests.nets:DyingPlain", "precision": "float64", "optim.name": "adam", "lr": 0.001, "micro_batch_size": 6,
     }  # fmt: skip

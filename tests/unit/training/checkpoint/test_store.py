@@ -70,7 +70,7 @@ def test_a_disk_that_hangs_keeps_no_other_run_of_the_process_waiting(
 
 @given(trees)
 def test_every_tree_can_be_saved_and_read(tree: Any) -> None:
-    """Whatever its keys make of the tensors' names: a key may hold a slash, and two places of a tree the same text."""
+    """Keys may hold slashes, and two places of a tree may have the same text."""
     with tempfile.TemporaryDirectory() as folder:
         writer = Writer(Path(folder), keep=1, keep_best=False)
         assert same(load(writer.save(1, tree).result().path), tree)

@@ -32,7 +32,7 @@ def test_a_full_disk_costs_a_line_and_not_the_next_ones(monkeypatch: pytest.Monk
 
 
 def test_who_keeps_the_pipe_and_writes_on_is_not_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
-    """And a replacement that starts when nobody writes any more is read, too."""
+    """A replacement that starts when no process writes any more is read, too."""
     copies = Copies()
     copies.begin()
     out, errors = copies.pipes(0)

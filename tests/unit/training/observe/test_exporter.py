@@ -151,7 +151,7 @@ def test_ranks_of_a_larger_world_are_forgotten(tmp_path: Path) -> None:
 
 
 def test_textfiles_elsewhere_and_file_sd(tmp_path: Path) -> None:
-    """A link of the user's own in the run directory is meant, and a folder that runs share holds their names."""
+    """The user's own link in the run directory is followed. A folder that several runs share holds their names."""
     run, elsewhere = tmp_path / "my run", tmp_path / "elsewhere"
     elsewhere.mkdir()
     run.mkdir()

@@ -114,7 +114,7 @@ def test_a_rank_gets_its_own_gpu_or_a_reason(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_second_group_of_one_process_is_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Joining sets RANK and its like for torch, and leaving takes them back: else the second would read them as torchrun's."""
+    """Joining sets RANK and its like for torch, and leaving takes them back. Else a second join would read them as torchrun's."""
     for name in TORCHRUN | SLURM | MPI:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
