@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from k8s_cluster import Cluster
 from k8s_operator import Running, until
 
-from tests import product
 from tests.events import events
 from tests.product import JobSpec
+from tests.ranks import gang
 
 BOUND = 240
 pytestmark = pytest.mark.promise("k8s-runs")
@@ -40,30 +40,31 @@ def program(tmp_path: Path, name: str, *command: str, **more: Any) -> JobSpec:
     return JobSpec.of({**values, **placed(tmp_path, name), **more})
 
 
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    """The model's parameters and statistics by name, at the end."""
-    return product.checkpoint(sorted((run_dir / "checkpoints").iterdir())[-1])["shared"]["model"]
+def digest(run_dir: Path) -> str:
+    """The sha256 of the weights at the end."""
+    return str(json.loads((run_dir / "summary.json").read_text())["weights_sha256"])
+
+
+def trained_here(spec: JobSpec, run_dir: Path, ranks: int) -> str:
+    """The same training without a cluster: the sha256 of its weights."""
+    done = gang(ranks, "run", "smoke", "--run-dir", str(run_dir), "--set", *spec.assignments())
+    assert done.code == 0, done.output
+    return digest(run_dir)
 
 
 @pytest.mark.promise("kill-resume")
 def test_a_lost_pod_is_replaced_and_the_weights_are_those_of_the_undisturbed_run(
     backend: Any, running: Running, tmp_path: Path
 ) -> None:
+    """The pod of rank 0 is lost after a checkpoint. All ranks start again from it."""
     file = tmp_path / "slow"
     file.touch()
     env = {
         "LOCKSTEP_TEST_PACE": "0.25",
         "LOCKSTEP_TEST_PACE_FILE": str(file),
     }  # it takes its time as long as that is there
-    assert backend.submit(smoke(tmp_path, "calm")).created
-    found = backend.wait("calm", BOUND)
-    assert found.state == "succeeded", (found, *backend.logs("calm"))
-    assert found.ranks[0].ranks == [0, 1], "the operator may have taken the other pod away by now"
-    assert backend.summary("calm")["world_size"] == 4
-    assert [line for line in backend.logs("calm", rank=0) if not line.startswith("{")] == []
-    assert found.goodput is not None and 0 < found.goodput["fraction"] < 1 and found.goodput["restarts"] == 0
-
-    backend.submit(smoke(tmp_path, "stormy", env=env))
+    spec = smoke(tmp_path, "stormy", env=env)
+    assert backend.submit(spec).created
     until(lambda: events(tmp_path / "stormy", "checkpoint_written"), BOUND, "a checkpoint")
     running.kubelet.lose("stormy-worker-0")  # rank 0, and the rendezvous with it
     file.unlink()
@@ -72,10 +73,11 @@ def test_a_lost_pod_is_replaced_and_the_weights_are_those_of_the_undisturbed_run
     assert running.kubelet.starts["stormy-worker-0"] >= 2
     starts = [event["step"] for event in events(tmp_path / "stormy", "start")]
     assert len(starts) >= 2 and max(starts) > 0, "training was not interrupted, or began anew"
-    undisturbed, disturbed = weights(tmp_path / "calm"), weights(tmp_path / "stormy")
-    assert undisturbed.keys() == disturbed.keys()
-    for name, value in undisturbed.items():
-        assert torch.equal(value, disturbed[name]), f"{name} at 4 ranks"
+    assert found.ranks[0].ranks == [0, 1], "the operator may have taken the other pod away by now"
+    assert backend.summary("stormy")["world_size"] == 4
+    assert [line for line in backend.logs("stormy", rank=0) if not line.startswith("{")] == []
+    assert found.goodput is not None and 0 < found.goodput["fraction"] < 1 and found.goodput["restarts"] >= 1
+    assert digest(tmp_path / "stormy") == trained_here(spec, tmp_path / "calm", 4)
 
 
 @pytest.mark.promise("survivors")
@@ -85,8 +87,8 @@ def test_the_others_train_on_while_a_lost_pod_is_replaced(backend: Any, running:
     slow.touch()
     env = {"LOCKSTEP_TEST_PACE": "1", "LOCKSTEP_TEST_PACE_FILE": str(slow)}
     exact = {"sync.name": "exact", "sync.options.parts": 4, "epochs": 20, "evaluate.every": 20, "log.every": 1}
-    backend.submit(smoke(tmp_path, "live", live=True, overrides=exact, env=env))
-    backend.submit(smoke(tmp_path, "whole", nodes=1, ranks_per_node=1, overrides=exact))
+    spec = smoke(tmp_path, "live", live=True, overrides=exact, env=env)
+    backend.submit(spec)
     until(lambda: len(events(run, "step")) >= 2, BOUND, "steps of all ranks")
     running.kubelet.lose("live-worker-1")
     until(lambda: "2 of 4 ranks" in backend.status("live").reason, BOUND, "the loss of a node")
@@ -94,22 +96,19 @@ def test_the_others_train_on_while_a_lost_pod_is_replaced(backend: Any, running:
     assert len([*(run / "restarts").iterdir()]) == 1, "the first pod counts for all"
     until(lambda: len(events(run, "rank_joined")) == 2, BOUND, "the ranks of the new pod")
     slow.unlink()
-    for name in ("live", "whole"):
-        found = backend.wait(name, BOUND)
-        assert found.state == "succeeded", (found, *backend.logs(name))
+    found = backend.wait("live", BOUND)
+    assert found.state == "succeeded", (found, *backend.logs("live"))
+    assert found.goodput is not None and found.goodput["restarts"] == 0
     assert sorted(event["rank"] for event in events(run, "rank_lost")) == [2, 3]
     assert len(events(run, "start")) == 1 and running.kubelet.starts["live-worker-0"] == 1, "nobody else was restarted"
     assert "Ranks that train" in (run / "report.html").read_text()
-    undisturbed, disturbed = weights(tmp_path / "whole"), weights(run)
-    assert undisturbed.keys() == disturbed.keys()
-    for name, value in undisturbed.items():
-        assert torch.equal(value, disturbed[name]), name
+    assert digest(run) == trained_here(spec, tmp_path / "whole", 1)
 
 
 ENDINGS: dict[str, tuple[str, str, int, int, int]] = {  # → state, exit code, how often it ran, pods
     "usage": ("sys.exit(2)", "failed", 2, 1, 1),  # never again
     "crash": ("sys.exit(7)", "failed", 1, 3, 1),  # restarted within the pod
-    "preempted": ("sys.exit(75 if count < 5 else 0)", "succeeded", 0, 5, 5),  # costs nothing
+    "preempted": ("sys.exit(75 if count < 4 else 0)", "succeeded", 0, 4, 4),  # costs nothing
     "killed": ("os.kill(os.getppid(), 9)", "failed", 1, 3, 4),  # the launcher: the fourth pod only reads the count
 }
 
@@ -117,7 +116,8 @@ ENDINGS: dict[str, tuple[str, str, int, int, int]] = {  # → state, exit code, 
 @pytest.mark.promise("restarts")
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_max_restarts_hold_whatever_the_failure(backend: Any, running: Running, tmp_path: Path, ending: str) -> None:
-    """With ExitCode the operator itself would restart for ever."""
+    """A job fails in four ways. It is restarted as often as `max_restarts` allows; the operator's own rule would restart it without an
+    end."""
     ends, state, code, runs, pods = ENDINGS[ending]
     counts = tmp_path / "bad/restarts"
     text = f"import os, sys; file = open('{tmp_path}/runs', 'a'); file.write('x'); file.flush(); count = file.tell(); {ends}"
@@ -151,7 +151,8 @@ def test_the_first_worker_that_is_done_takes_no_line_and_no_failure_away(
 def test_a_worker_that_comes_late_costs_no_restart(
     backend: Any, running: Running, cluster: Cluster, tmp_path: Path
 ) -> None:
-    """Its image is being pulled. The others' launchers wait, and a minute's bound on one question is no end of that."""
+    """The first worker's image is still pulled. The other's launcher waits for it, longer than one question may take, and no restart is
+    counted."""
     cluster.restricted = True  # the namespace runs what is rendered by default
     running.held.add("slow-worker-0")  # rank 0's, and the rendezvous with it
     backend.submit(program(tmp_path, "slow", "sh", "-c", "echo rank $RANK", max_restarts=1))
