@@ -79,7 +79,7 @@ class LocalBackend(Backend):
             name, record.hash, record.spec, record, str(self.folder / name), run_dir=record.run_dir
         )  # fmt: skip
 
-    def outlook(self, job: Submission) -> Checks:
+    def preflight(self, job: Submission) -> Checks:
         """It starts at once: nothing is reserved here. What it asks for may be more than there is."""
         extras.require("torch")
         spec, cores = job.spec, os.cpu_count() or 1
@@ -103,7 +103,7 @@ class LocalBackend(Backend):
         extras.require("torch")  # the launcher needs it, also for a `command:`
         spec, folder = job.spec, self.folder / job.spec.name
         # The same job resumes where it was, from whatever folder it is submitted.
-        run_dir = old.record.run_dir if old is not None and old.hash == spec.hash() else spec.run_directory_here
+        run_dir = old.handle.run_dir if old is not None and old.hash == spec.hash() else spec.run_directory_here
         records.make_parents(Path(run_dir))
         if closed := self._closed(run_dir):
             raise UserError(f"run_dir: {closed}: choose another run_dir")
@@ -169,7 +169,7 @@ class LocalBackend(Backend):
 
     def _answer(self, known: JobRecord, being_submitted: bool, supervised: bool, tables: ProcessTables) -> Status:
         """Returns the status. `tables` are read after `_before`, so they show what has begun or ended meanwhile."""
-        record, folder = known.record, self.folder / known.name
+        record, folder = known.handle, self.folder / known.name
         total = known.world_size
         # In the order of a job's life: what has begun or ended between two of these questions shows in the second one.
         supervised = supervised or (not (folder / ENDED).exists() and bool(living(record.job, tables=tables)))
@@ -259,7 +259,7 @@ class LocalBackend(Backend):
         )  # fmt: skip
 
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
-        record = known.record
+        record = known.handle
         if record.host != here():
             raise UserError(f"{known.name} runs on {record.host.partition(' ')[0]}: run the command there")
         launcher = self._process(self.folder / known.name / RUNNING)
@@ -268,7 +268,7 @@ class LocalBackend(Backend):
         return run(words, streams, {**os.environ, **marks})
 
     def stop(self, known: JobRecord) -> Status:
-        record, folder = known.record, self.folder / known.name
+        record, folder = known.handle, self.folder / known.name
         if record.host != here():
             raise UserError(f"{known.name} runs on {record.host.partition(' ')[0]}: cancel it there")
         with contextlib.suppress(OSError):  # it says why it ended, no more: a full disk may not keep a job alive
@@ -311,7 +311,7 @@ class LocalBackend(Backend):
         for known, before in jobs:
             try:
                 state = self._answer(known, *before, tables).state
-                rows.append(JobSummary(known.name, state, known.plain.get("nodes", 1), known.record.created))
+                rows.append(JobSummary(known.name, state, known.plain.get("nodes", 1), known.handle.created))
             except UserError as error:
                 warn(str(error))
         return rows

@@ -96,9 +96,9 @@ class SlurmBackend(Cluster):
         folder, after = render.submitit_folder(spec.name), self._preparation(spec)
         return render.manifests(spec, folder, after, max(1, len(runs)))
 
-    def outlook(self, job: Submission) -> Checks:
+    def preflight(self, job: Submission) -> Checks:
         """What sbatch takes is no reason against it: sinfo and sacctmgr may not show all that it knows."""
-        start = submission.outlook(job.spec.name, job.manifests[0]["script"])
+        start = submission.preflight(job.spec.name, job.manifests[0]["script"])
         checks = rows(job.spec)
         return [*(replace(row, result="warning") if row.result == "missing" else row for row in checks), start]
 
@@ -149,7 +149,7 @@ class SlurmBackend(Cluster):
         known = self.find(name, submitting=True)
         if known is None or not commands.prepares(known.plain.get("command")) or self.observe(known).final:
             return None
-        return str(known.record.job_id)
+        return str(known.handle.job_id)
 
     def find(self, name: str, submitting: bool = False) -> JobRecord | None:
         records.check_name(name)
@@ -180,13 +180,13 @@ class SlurmBackend(Cluster):
 
     def job_id(self, name: str) -> str:
         """SLURM's id of the job. Raises `UserError`."""
-        return str(self.require(name).record.job_id)
+        return str(self.require(name).handle.job_id)
 
     def observe(self, known: JobRecord) -> Status:
         return self._observed(known, observe.query)
 
     def _observed(self, known: JobRecord, query: Query) -> Status:
-        record, folder = known.record, self.folder / known.name
+        record, folder = known.handle, self.folder / known.name
         spec = JobSpec.recorded(known.name, known.plain)
         if record.job_id is None:
             new = observe.is_new(record) or submission.under_way(self.folder / record.array_name)
@@ -216,13 +216,13 @@ class SlurmBackend(Cluster):
 
     def stop(self, known: JobRecord) -> Status:
         name = known.name
-        if known.record.job_id is None:
+        if known.handle.job_id is None:
             with self.exclusive():  # a submission that is under way has its number then
                 known = self.find(name, submitting=True) or self.require(name)
                 status = self.observe(known)
             if status.final:
                 return status
-        record = known.record
+        record = known.handle
         job_id = str(record.job_id)
         try:
             observe.cancelled(record).touch()  # from here on no rank asks for a requeue
@@ -252,7 +252,7 @@ class SlurmBackend(Cluster):
         spec = JobSpec.recorded(known.name, known.plain)
         ranks = [rank] if rank is not None else range(known.world_size)
         tasks = range(spec.nodes) if spec.live else ranks
-        logs = {task: Path(known.record.submitit) / f"{known.record.job_id}_{task}_log.out" for task in tasks}
+        logs = {task: Path(known.handle.submitit) / f"{known.handle.job_id}_{task}_log.out" for task in tasks}
         return follow_logs(
             logs, rank, spec.live, lambda: not follow or self.status(known.name).final, min(self.interval, 1.0), last, NOISE
         )  # fmt: skip
@@ -262,7 +262,7 @@ class SlurmBackend(Cluster):
 
         In a container it has one of its own, from the job's image and with its folders: SLURM lets nobody into another's.
         """
-        spec, record = JobSpec.recorded(known.name, known.plain), known.record
+        spec, record = JobSpec.recorded(known.name, known.plain), known.handle
         job_id, hosts = observe.nodes(str(record.job_id))
         hosts = observe.by_rank(spec, hosts)
         python = render.interpreter(spec)
@@ -315,8 +315,8 @@ class SlurmBackend(Cluster):
         return rows
 
     def _state(self, known: JobRecord, end: Status | None, query: Query) -> State:
-        if end is not None and known.record.job_id is not None:
-            info = query(known.record.job_id)
+        if end is not None and known.handle.job_id is not None:
+            info = query(known.handle.job_id)
             if info is None or observe.final(info.state):
                 return end.state
         return self._observed(known, query).state
