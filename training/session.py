@@ -31,7 +31,7 @@ from .run.loop import Loop
 from .run.replica import Replica
 from .run.reporting import Reporting
 from .run.run import Run
-from .run.work import Compute, Work, divisor_of_all
+from .run.step_input import Compute, StepInput, divisor_of_all
 
 T = TypeVar("T")
 
@@ -405,7 +405,7 @@ class Session(Reporting):
         """
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
         step = self._started().step
-        work = Work(None, batch, samples, divisor_of_all(divisor, step.part, self.world), optimizers, clip, scaler)
+        work = StepInput(None, batch, samples, divisor_of_all(divisor, step.part, self.world), optimizers, clip, scaler)
         if callable(loss) and not isinstance(loss, torch.Tensor):
             step.take(loss, work)
         elif batch:
@@ -430,7 +430,7 @@ class Session(Reporting):
             raise TypeError(
                 "backward() takes the divisor of all ranks, a number: run.sum(tokens), or run.step(function, …)"
             )
-        self._started().step.backward(loss, Work(given_samples=samples, divisor=divisor, scaler=scaler))
+        self._started().step.backward(loss, StepInput(given_samples=samples, divisor=divisor, scaler=scaler))
 
     def accumulate(self, parts: Iterable[T]) -> Iterator[T]:
         """The micro-batches of a step: each `backward(loss, samples)` adds to the gradient, and the last one sends it.
@@ -454,7 +454,7 @@ class Session(Reporting):
             ...     run.backward(F.cross_entropy(model(x), y))
             ...     run.update(clip=1.0)
         """
-        self._started().step.update(Work(optimizers=optimizers, clip=clip, scaler=scaler))
+        self._started().step.update(StepInput(optimizers=optimizers, clip=clip, scaler=scaler))
 
     def boundary(self) -> None:
         """Call it in long work outside the loops above and `evaluate`: if a signal has come, all ranks save and end here.

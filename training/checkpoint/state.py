@@ -53,7 +53,7 @@ class TrainState:
     user_state: UserState = field(default_factory=UserState)
     """The state of the script."""
     canary: dict[str, Any] = field(default_factory=dict)
-    """Results that show whether another machine computes the same bits (`run/parts.py`); empty: no check is wanted."""
+    """Results that show whether another machine computes the same bits (`run/logical_workers.py`); empty: no check is wanted."""
     evaluating: list[str] = field(default_factory=list)
     """The modules that are in evaluation mode where the cursor stands, for `gather`."""
 

@@ -86,12 +86,12 @@ def check_parameter_closeness(
             if not bool(same.all()):
                 distances = (tensor.double() - reference.double()).abs()[~same]
                 difference = torch.tensor([index, distances.max().item(), len(distances)], dtype=torch.float64)
-    found = _unlike_rank_0(difference.to(device))
-    if not found:
+    of_rank = _unlike_rank_0(difference.to(device))
+    if not of_rank:
         return True
-    first = min(int(index) for index, _, _ in found.values())
+    first = min(int(index) for index, _, _ in of_rank.values())
     name, tensor = tensors[first]
-    of_first = {rank: (size, int(count)) for rank, (index, size, count) in found.items() if index == first}
+    of_first = {rank: (size, int(count)) for rank, (index, size, count) in of_rank.items() if index == first}
     size, count = max(of_first.values())
     raise ReplicasDiffer(
         f"{name} on rank {', '.join(map(str, of_first))} differs from rank 0's: by up to {size:.3g} "
@@ -120,8 +120,8 @@ def sums_of_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 def named_groups(optimizers: Mapping[str, torch.optim.Optimizer]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields each optimizer's groups of parameters, with their names in messages and checkpoints."""
     for name, optimizer in optimizers.items():
-        for number, group in enumerate(optimizer.param_groups):
-            yield f"{name}.param_groups[{number}]", group
+        for index, group in enumerate(optimizer.param_groups):
+            yield f"{name}.param_groups[{index}]", group
 
 
 def learning_rates(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, float]:
@@ -130,7 +130,7 @@ def learning_rates(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str,
     return {name: float(group["lr"]) for name, group in groups if isinstance(group.get("lr"), (int, float))}
 
 
-def unlike_rank_0(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+def differing_ranks(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
     """Returns the ranks that have another value than rank 0, by the name of the value. A rank may lack one, which differs from none.
 
     Args:
@@ -151,7 +151,7 @@ def first_of(names: Sequence[str]) -> str:
 def check_same(values: Mapping[str, Any], world: World) -> None:
     """Raises `ReplicasDiffer` on all ranks if a value differs between ranks, with the value of each. Collective."""
     of_ranks = all_gather_trees(dict(values), world)
-    for name in unlike_rank_0(of_ranks):
+    for name in differing_ranks(of_ranks):
         of_value: dict[Any, list[int]] = {}
         for rank, of_rank in enumerate(of_ranks):
             of_value.setdefault(of_rank.get(name), []).append(rank)
@@ -233,10 +233,10 @@ class Buffers:
         ]
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for place, module, name in self._places:
+        for buffer_name, module, name in self._places:
             buffer = module._buffers.get(name)
             if buffer is not None and buffer.layout is torch.strided and not buffer.is_inference():
-                yield place, buffer
+                yield buffer_name, buffer
 
     def begin(self) -> None:
         """Notes the versions of the buffers, as a step or its batch begins."""
@@ -244,9 +244,9 @@ class Buffers:
             self._before = {}
             return
         self._before = {
-            place: (buffer, buffer._version)
-            for place, module, name in self._places
-            if place not in self._moved
+            buffer_name: (buffer, buffer._version)
+            for buffer_name, module, name in self._places
+            if buffer_name not in self._moved
             and (buffer := module._buffers.get(name)) is not None
             and not buffer.is_inference()
         }
@@ -269,7 +269,7 @@ class Buffers:
         tensors = dict(self._tensors())
         sums = dict(zip(tensors, sums_of_bits(tensors.values()).tolist()))
         of_ranks = all_gather_trees([sums, sorted(self._moved)], world)
-        apart = unlike_rank_0([sums for sums, _ in of_ranks])
+        apart = differing_ranks([sums for sums, _ in of_ranks])
         for name, ranks in apart.items():
             if not any(name in moved for _, moved in of_ranks):
                 raise ReplicasDiffer(f"the buffer {name} on rank {named(ranks)} differs from rank 0's")
@@ -279,11 +279,11 @@ class Buffers:
 @torch.no_grad()
 def sha256(model: nn.Module) -> str:
     """Returns the hash of names, shapes and bytes of the parameters and buffers that this rank holds. No collective."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in _tensors(model, batch_statistics=True):
-        found.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())
-        found.update(tensor_bytes(tensor).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())
+        digest.update(tensor_bytes(tensor).numpy().tobytes())
+    return digest.hexdigest()
 
 
 _OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

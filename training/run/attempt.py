@@ -279,10 +279,10 @@ class Attempt:
             self._check_buffers()
         elif self.run.world.size > 1:
             self.consensus.fingerprint = self._rates()
-        told, decision = self.consensus.some_without_score, self.consensus.poll(save_due, score)
+        warned, decision = self.consensus.some_without_score, self.consensus.poll(save_due, score)
         if self.consensus.replicas_differ:
             self._replicas_differ()
-        if self.consensus.some_without_score and not told:
+        if self.consensus.some_without_score and not warned:
             self.run.console.warn(
                 f"{self.run.scores.rule.name} was logged on some ranks only, so the checkpoint with the best one cannot be "
                 "kept: log it on all ranks"
@@ -438,10 +438,10 @@ class Attempt:
         None where every step was left out (`nonfinite: skip`).
         """
         state = self.run.state
-        found = means(state.user_state.measured, state.over_ranks(state.losses).tolist())
+        of_epoch = means(state.user_state.measured, state.over_ranks(state.losses).tolist())
         state.losses.zero_()
         self.reading.new_epoch()
-        return found
+        return of_epoch
 
     def save(self) -> None:
         """Saves a checkpoint, with the score of these weights where they were measured.

@@ -56,14 +56,14 @@ def summed(
     """
     known: dict[int, Sums] = {}
     form: Form | None = None
-    place, missing, batches = (-1, -1), deque[int](), iter(())
+    rank_and_size, missing, batches = (-1, -1), deque[int](), iter(())
     drawing = Drawing(world.device, every=True)
     while len(known) < count:
-        if place != (world.rank, world.size):
-            place = world.rank, world.size
-            numbers = [number for number in range(*order.bounds(count, *place)) if number not in known]
+        if rank_and_size != (world.rank, world.size):
+            rank_and_size = world.rank, world.size
+            numbers = [batch for batch in range(*order.bounds(count, *rank_and_size)) if batch not in known]
             missing, batches = deque(numbers), load(numbers)
-        found: dict[int, Sums] = {}
+        of_rank: dict[int, Sums] = {}
         error: Exception | None = None
         # So often on all ranks, also where one of them knows of a lost rank before another one.
         for _ in range(min(TOGETHER, count - len(known))):
@@ -71,27 +71,27 @@ def summed(
                 try:
                     with torch.no_grad(), drawing:  # what is drawn later, all ranks draw alike
                         drawing.begin(order.key(seed, missing[0], order.Salt.EVALUATION))
-                        found[missing.popleft()] = _checked(_call(function, next(batches)))
+                        of_rank[missing.popleft()] = _checked(_call(function, next(batches)))
                 except Exception as caught:  # noqa: BLE001 - raised below, on all ranks
                     error = caught
             boundary()
         raise_together(error, world)
         # On the CPU also this rank's own, which are not sent: not before, since that waits for the device.
-        of_batches = {number: {name: value.cpu() for name, value in sums.items()} for number, sums in found.items()}
+        of_batches = {batch: {name: value.cpu() for name, value in sums.items()} for batch, sums in of_rank.items()}
         for new in all_gather_trees(of_batches, world):
-            for number, sums in new.items():
-                form = _same_form(form, sums, number)
-                known[number] = sums
-    return {name: _added([known[number][name] for number in range(count)]) for name in known[0]}
+            for batch, sums in new.items():
+                form = _same_form(form, sums, batch)
+                known[batch] = sums
+    return {name: _added([known[batch][name] for batch in range(count)]) for name in known[0]}
 
 
 def _call(function: Callable[..., Any], batch: Any) -> Any:
     return function(*batch) if isinstance(batch, (list, tuple)) else function(batch)
 
 
-def _checked(found: Any) -> Sums:
+def _checked(result: Any) -> Sums:
     """Raises `TypeError` for what cannot be added up."""
-    named = found if isinstance(found, Mapping) else {ALONE: found}
+    named = result if isinstance(result, Mapping) else {ALONE: result}
     sums = {}
     for name, value in named.items():
         given = value
@@ -99,8 +99,8 @@ def _checked(found: Any) -> Sums:
             given = torch.tensor(float(value), dtype=torch.float64)
         if not isinstance(given, torch.Tensor) or given.ndim > 1 or given.is_complex():
             what = f"a tensor {list(given.shape)}" if isinstance(given, torch.Tensor) else f"a {type(value).__name__}"
-            raise TypeError(_WANTED + (f"{what} as {name!r}" if named is found else what))
-        if type(name) is not str or (named is found and name == ALONE):
+            raise TypeError(_WANTED + (f"{what} as {name!r}" if named is result else what))
+        if type(name) is not str or (named is result and name == ALONE):
             raise TypeError(f"{_WANTED}the name {name!r}")
         sums[name] = given.to(torch.float64, copy=True)
     if not sums:
@@ -108,14 +108,14 @@ def _checked(found: Any) -> Sums:
     return sums
 
 
-def _same_form(form: Form | None, sums: Sums, number: int) -> Form:
+def _same_form(form: Form | None, sums: Sums, batch: int) -> Form:
     """Raises `TypeError`, on all ranks, where the sums of a batch have another form than those before."""
-    found = {name: list(total.shape) for name, total in sums.items()}
-    if form not in (None, found):
+    shapes = {name: list(total.shape) for name, total in sums.items()}
+    if form not in (None, shapes):
         raise TypeError(
-            f"{_WANTED}{_said(form or {})} for one batch, and {_said(found)} for batch {number}: of all batches it must give the same"
+            f"{_WANTED}{_said(form or {})} for one batch, and {_said(shapes)} for batch {batch}: of all batches it must give the same"
         )
-    return found
+    return shapes
 
 
 def _said(form: Form) -> str:
@@ -153,7 +153,7 @@ def of_dataset(
     pins = world.device.type == "cuda" and workers > 0  # else a dataset may be on the device already
 
     def load(numbers: list[int]) -> Iterator[Any]:
-        batches = [range(number * size, min((number + 1) * size, total)) for number in numbers]
+        batches = [range(index * size, min((index + 1) * size, total)) for index in numbers]
         for batch in loader(seeded, batches, workers, collate, pins):
             yield to_device(batch, world.device)
 

@@ -24,13 +24,13 @@ from ..resilience.closeness import fingerprint, learning_rates, sha256
 from ..resilience.desync import Place
 from ..sync.buckets import SentAlready
 from .attempt import FIRST_STEPS, Attempt
-from .dealt import Dealing
+from .elastic import ElasticBatches
 from .recording import Recorder, obstacle
 from .replica import Replica
 from .resume import misfits_explained
 from .run import Ended, Run
 from .step import STEPS, Step
-from .work import check_name
+from .step_input import check_name
 
 T = TypeVar("T")
 MOST_LOGGED = 100
@@ -227,7 +227,7 @@ class Loop:
         self._expect_data(batches.division.describe())
         batches.warn = None if self._warned_of_collate else self._warn_of_collate
         cursor, steps = self.run.state.cursor, batches.division.steps
-        given = Dealing(batches, self.run.world, cursor.epoch, cursor.step)
+        given = ElasticBatches(batches, self.run.world, cursor.epoch, cursor.step)
         return self._between_boundaries(given, steps, length=steps)
 
     def _warn_of_collate(self, text: str) -> None:
@@ -313,7 +313,7 @@ class Loop:
                 clock.data_ready()
                 step.begin_batch(part)
                 before, item = run.steps_done, to_device(item, run.world.device)
-                step.dealt.begin(item, given)
+                step.current.begin(item, given)
                 yield item
                 clock.between()
                 step.end_batch()
@@ -338,20 +338,20 @@ class Loop:
         run = self.run
         if run.world.size > 1 and (run.steps_done < FIRST_STEPS or self.attempt.after_save):
             self._meet("run.part()")
-            if told := check_alike_whole(batch, run.world):
-                run.warn(told, "run.part()")
-        mine, part = self.step.dealt.part(batch)
+            if sentence := check_alike_whole(batch, run.world):
+                run.warn(sentence, "run.part()")
+        mine, part = self.step.current.part(batch)
         self.step.set_part(part)
         return mine  # type: ignore[no-any-return]
 
     def go_on(self, call: str) -> None:
         """Before a collective that the script may call after a loop which other ranks are still in."""
-        self.step.dealt.end_step()  # an evaluation begins, or ends
+        self.step.current.end_step()  # an evaluation begins, or ends
         self._meet(call)
 
     def _meet(self, call: str) -> None:
-        if self.step.in_parts is not None:
-            self.step.in_parts.check_outside()
+        if self.step.logical_workers is not None:
+            self.step.logical_workers.check_outside()
         self.attempt.desync.collective(call)
 
     def boundary(self, call: str = "") -> None:
@@ -478,9 +478,9 @@ def _check_lengths(loader: Any, world: World) -> int | None:
         length = None
     lengths = all_gather_trees(length, world)
     if None not in lengths and len(set(lengths)) > 1:
-        said = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(lengths[:8]))
+        listed = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(lengths[:8]))
         raise ValueError(
-            f"the loaders of the ranks have different numbers of batches ({said}): give each rank the same number, for "
+            f"the loaders of the ranks have different numbers of batches ({listed}): give each rank the same number, for "
             "example with torch's DistributedSampler and drop_last=True, or use run.batches()"
         )
     return None if None in lengths else length
@@ -502,7 +502,7 @@ def _same_samples(batch: Any, world: World) -> int:
 
 def _digest(batch: Any) -> tuple[int, str]:
     """The length of the first tensor or array, and a hash of all; 0 where there is none."""
-    leaves, samples, found = [batch], 0, hashlib.sha256()
+    leaves, samples, digest = [batch], 0, hashlib.sha256()
     while leaves:
         leaf = leaves.pop(0)
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
@@ -514,8 +514,8 @@ def _digest(batch: Any) -> tuple[int, str]:
             leaves += leaf.values() if isinstance(leaf, Mapping) else leaf if isinstance(leaf, (list, tuple)) else ()
             continue
         samples = samples or (len(leaf) if leaf.ndim else 1)
-        found.update(repr((str(leaf.dtype), tuple(leaf.shape))).encode() + values)
-    return samples, found.hexdigest()
+        digest.update(repr((str(leaf.dtype), tuple(leaf.shape))).encode() + values)
+    return samples, digest.hexdigest()
 
 
 def _lists(items: Iterator[T], size: int) -> Iterator[list[T]]:

@@ -31,10 +31,10 @@ from ..optim.base import RatedOptimizer
 from ..parallel.exchange import all_gather_trees
 from ..parallel.world import World
 from ..sync.base import GradientSync
-from .parts import InParts
+from .logical_workers import LogicalWorkers
 from .replica import kept_buffers
 from .step import Step
-from .work import Work
+from .step_input import StepInput
 
 WARM_UP = 3
 """Eager steps before the recording: they make optimizer state, choose algorithms and open the communicators."""
@@ -74,7 +74,7 @@ class CudaGraphs:
 class _Recorded:
     """What replays the step on its input tensors."""
 
-    work: Work
+    work: StepInput
     """Over the tensors that the recording reads."""
     identity: tuple[Any, ...]
     held: list[Any]
@@ -125,7 +125,7 @@ class Recorder:
         """Whether a step is recorded."""
         return self._recorded is not None
 
-    def prepare(self, step: Step, work: Work) -> None:
+    def prepare(self, step: Step, work: StepInput) -> None:
         """Before a step: records it where that is due, and has it replayed where it is recorded. Collective where it is due."""
         self.replays = None  # an error may have ended the step before
         self._optimizer.publish_rates()
@@ -136,8 +136,8 @@ class Recorder:
         if recorded is None or _identity(step, work, self._optimizer.rates) != recorded.identity:
             return
         self._step = step
-        if step.in_parts is not None:
-            if not step.in_parts.proves(step.attempt.after_save) and not step.in_parts.refused:
+        if step.logical_workers is not None:
+            if not step.logical_workers.proves(step.attempt.after_save) and not step.logical_workers.refused:
                 self.replays = recorded
                 for kept, tensor in zip(self.before, step.replica.model.buffers()):
                     kept.copy_(tensor)
@@ -148,14 +148,14 @@ class Recorder:
     def finish(self) -> None:
         self.replays = None
 
-    def _is_due(self, work: Work) -> bool:
+    def _is_due(self, work: StepInput) -> bool:
         """Whether this step is to be recorded now. The same on all ranks."""
         if self._recorded is not None:
             return False
         self._times[work.total] = self._times.get(work.total, 0) + 1
         return self._times[work.total] > WARM_UP
 
-    def _record_on_all_ranks(self, step: Step, work: Work) -> None:
+    def _record_on_all_ranks(self, step: Step, work: StepInput) -> None:
         """Records on all ranks, or on none. Collective."""
         error = ""
         try:
@@ -169,7 +169,7 @@ class Recorder:
             self.failure, self._recorded = f"rank {failed[0]}: {failed[1]}", None
             self._say(f"the step cannot be recorded ({self.failure}); it runs eagerly")
 
-    def _record_step(self, step: Step, work: Work) -> None:
+    def _record_step(self, step: Step, work: StepInput) -> None:
         record = CudaGraphs()
         if work.total is None:
             raise ValueError(
@@ -179,7 +179,7 @@ class Recorder:
             raise ValueError("the ranks sum its divisor: give it a number")  # noqa: TRY004 - a value that cannot be recorded
         if not work.samples or work.weight != 1.0:
             raise ValueError("this rank has no sample of the batch")
-        sync, checks, parts = self._sync, step.looks or work.scaler is not None, step.in_parts
+        sync, checks, parts = self._sync, step.looks or work.scaler is not None, step.logical_workers
         of_one = work if parts is None or work.part is None else work.of_samples(*work.part.parts[0])
         inputs = replace(of_one, batch=tuple(pytree.recorded(item) for item in of_one.batch))
         # The graph reads these rates, and writes into these gradients also after the strategy has made others.
@@ -188,7 +188,7 @@ class Recorder:
         self.before = kept_buffers(step.replica.model) if checks or parts is not None else []
         norm: torch.Tensor | None = None
 
-        def part(parts: InParts) -> None:
+        def part(parts: LogicalWorkers) -> None:
             parts.restore()
             step.sums.begin()
             step._forward_backward(inputs, 0, inputs.samples)
@@ -250,16 +250,16 @@ class Recorder:
             self._count_replay(recorded)
         return recorded.norm
 
-    def replay_part(self, work: Work, number: int, low: int, high: int) -> bool:
+    def replay_part(self, work: StepInput, part: int, low: int, high: int) -> bool:
         """Computes a part of the batch, and adds it to the sums; False where it has another shape than the one that was recorded."""
         recorded, step = self.replays, self._step
-        assert recorded is not None and recorded.part is not None and step.in_parts is not None
+        assert recorded is not None and recorded.part is not None and step.logical_workers is not None
         of_one = work.of_samples(low, high)
         if of_one.samples != recorded.work.samples or not pytree.fill(recorded.work.batch, list(of_one.batch)):
             return False
-        step.in_parts.draw(number)
+        step.logical_workers.draw(part)
         recorded.part()
-        step.in_parts.put(number, recorded.collected, len(step.sums.values))
+        step.logical_workers.put(part, recorded.collected, len(step.sums.values))
         return True
 
     def take_sums(self, sums: list[torch.Tensor]) -> None:
@@ -276,7 +276,7 @@ class Recorder:
         self._step.run.state.clock.replayed(self._points)
 
 
-def _closure(work: Work) -> list[Any]:
+def _closure(work: StepInput) -> list[Any]:
     """What the step's function reads but its arguments and globals."""
     compute: Any = work.compute
     defaults = getattr(compute, "__defaults__", None) or ()
@@ -288,7 +288,7 @@ def _trained(step: Step) -> list[torch.Tensor]:
     return [parameter for parameter in step.replica.model.parameters() if parameter.requires_grad]
 
 
-def _identity(step: Step, work: Work, rates: Any) -> tuple[Any, ...]:
+def _identity(step: Step, work: StepInput, rates: Any) -> tuple[Any, ...]:
     """What a recording has of the step but its tensors: where it differs, a replay would compute something else."""
     settings = (
         work.samples,

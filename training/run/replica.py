@@ -168,10 +168,10 @@ class Replica:
                 "use sync.name=flat or ddp for several, or replicate one module that holds them",
             )
         model.to(self._world.device)
-        of_script = {number for number, *_ in hooks_of(model)}
+        of_script = {hook for hook, *_ in hooks_of(model)}
         self.made += [value for _, value in tables_of(model)]
         self.network = self.networks[name] = strategy.wrap(model, self._world, example)
-        self.hooks |= {number for number, *_ in hooks_of(strategy.model)} - of_script
+        self.hooks |= {hook for hook, *_ in hooks_of(strategy.model)} - of_script
         self._parts[name] = strategy
         self.sync = strategy if len(self._parts) == 1 else Several(self._settings, self._world, self._parts)
         self.model = self.sync.model
@@ -229,7 +229,7 @@ class Replica:
     def known(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> tuple[torch.optim.Optimizer, ...]:
         """These, or all. Raises `ValueError` for one that no checkpoint would hold, and where all would move a parameter twice."""
         known = tuple(self.optimizers.values())
-        if not all(any(one is other for other in known) for one in optimizers):
+        if not all(any(optimizer is other for other in known) for optimizer in optimizers):
             raise ValueError("a step takes optimizers that run.optimizer() returned: the state of no other is saved")
         return optimizers or self.together
 
@@ -353,7 +353,7 @@ def _is_long(value: Any) -> bool:
     """Whether it is a list of many whole numbers."""
     if not isinstance(value, (list, tuple)) or len(value) <= SHORT:
         return False
-    return all(type(one) is int or isinstance(one, np.integer) for one in value)
+    return all(type(item) is int or isinstance(item, np.integer) for item in value)
 
 
 def storage(tensor: torch.Tensor) -> int | None:

@@ -558,10 +558,10 @@ def _failed_collective(world: World, error: BaseException) -> BaseException | No
     """
     if world.live is None:
         return error if world.size > 1 and is_collective(error) else None
-    one: BaseException | None = error
-    while one is not None and not is_collective(one) and not (world.generation and is_of_torch_distributed(one)):
-        one = one.__cause__ or one.__context__
-    return one
+    cause: BaseException | None = error
+    while cause is not None and not is_collective(cause) and not (world.generation and is_of_torch_distributed(cause)):
+        cause = cause.__cause__ or cause.__context__
+    return cause
 
 
 def _arithmetic(settings: RunSettings) -> None:

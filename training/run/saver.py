@@ -298,11 +298,11 @@ class Saver:
     def _result(self, future: Future[SaveResult]) -> SaveResult:
         """Waits for a save, on the way out no longer than the rest of the grace. Raises `_NoAnswer`, `OSError`."""
         while True:
-            left = self._left()
-            wait([future], max(0.0, min(left, SAVE_LOOK_SECONDS)))
+            remaining = self._left()
+            wait([future], max(0.0, min(remaining, SAVE_LOOK_SECONDS)))
             if future.done():
                 return future.result()
-            if left <= SAVE_LOOK_SECONDS:
+            if remaining <= SAVE_LOOK_SECONDS:
                 raise _NoAnswer(f"the disk did not answer within the grace period of {self._grace:g} s")
 
     def _left(self) -> float:

@@ -27,15 +27,15 @@ from ..parallel.exchange import all_gather_trees, raise_together
 from ..resilience import divergence
 from ..sync.base import NotSummed
 from .attempt import Attempt
-from .dealt import Dealt
-from .parts import InParts, check_alone, check_machine
+from .elastic import CurrentBatch
+from .logical_workers import LogicalWorkers, check_alone, check_machine
 from .replica import Replica, Several, kept_buffers, put_back, without_batch_statistics
 from .run import Run
-from .work import (
+from .step_input import (
     Compute,
     Numbers,
+    StepInput,
     StepSums,
-    Work,
     checked_loss,
     count_scaled_step,
     samples_of_all,
@@ -59,8 +59,8 @@ class Step:
         self._drawing = generators.Drawing(run.world.device, every=cut)
         self._cuts = run.world.size > 1 or cut or run.config.micro_batch_size > 0
         """A backward pass has the gradient of a part of the batch."""
-        self.in_parts = InParts(run, replica, self._drawing) if cut else None
-        self.dealt = Dealt(run.world, replica.sync.batch_parts)
+        self.logical_workers = LogicalWorkers(run, replica, self._drawing) if cut else None
+        self.current = CurrentBatch(run.world, replica.sync.batch_parts)
         self.recorder: Any = None
         """Replays steps that it has recorded (`recording.Recorder`)."""
         self.pending = False
@@ -90,7 +90,7 @@ class Step:
         self.sums = StepSums(run, attempt)
         self._losses: list[torch.Tensor] = []
         self._samples, self._accumulating = 0, False
-        self._work = Work()
+        self._work = StepInput()
         """The step that `backward` has begun."""
         if not replica.sync.replicas:  # no rank gets through its forward pass without the others
             replica.network.register_forward_pre_hook(self._begin_pass)
@@ -98,7 +98,7 @@ class Step:
     def join(self) -> None:
         """This rank comes to others that have begun already, on a machine that computes what theirs do."""
         self.same_samples = 0 if "batch" in self.attempt.known else None
-        if self.in_parts is not None:
+        if self.logical_workers is not None:
             check_alone(self.run)
 
     def _begin_pass(self, *_: Any) -> None:
@@ -119,8 +119,8 @@ class Step:
         self.sums.begin_batch()
         self.attempt.buffers.begin()
         self._counted, self.attempt.stage = False, 0
-        if self.in_parts is not None:
-            self.in_parts.begin_batch()
+        if self.logical_workers is not None:
+            self.logical_workers.begin_batch()
         self.set_part(part)
 
     def set_part(self, part: Part | None) -> None:
@@ -173,7 +173,7 @@ class Step:
 
     # A step that is given as a function.
 
-    def take(self, compute: Compute, work: Work) -> None:
+    def take(self, compute: Compute, work: StepInput) -> None:
         """One step, `compute(*work.batch)` being the loss. Raises as `backward` and `update` do."""
         if self.pending:
             raise RuntimeError("step(function) came after a backward() without update(): call run.update() first")
@@ -182,7 +182,7 @@ class Step:
         self._check_use(work.part, work.samples)
         work = self._moving(work)
         total = samples_of_all(work.samples, work.total)
-        if self.in_parts is not None:
+        if self.logical_workers is not None:
             check_machine(self.run, self.attempt.known)
         self._as_function, self.attempt.stage = True, 2
         if not self._given:  # else it has begun with the batch: what the script does before the step is a part of it
@@ -194,7 +194,7 @@ class Step:
             if self._replays:
                 self._before = self.recorder.before
             else:
-                keeps = self.looks or work.scaler is not None or self.in_parts is not None
+                keeps = self.looks or work.scaler is not None or self.logical_workers is not None
                 self._before = kept_buffers(self.replica.model) if keeps else []
             scale: float | None = None
             while not self._is_usable(norm := self.gradients(work, total), work):
@@ -207,17 +207,17 @@ class Step:
             else:
                 norm = self._use(work, norm)
             self.replica.sync.zero_grad()
-        if self.in_parts is not None:
-            self.in_parts.end()
+        if self.logical_workers is not None:
+            self.logical_workers.end()
         if self.recorder is not None:
             self.recorder.finish()
         self._end(work, total(), norm)
 
-    def gradients(self, work: Work, total: Callable[[], int]) -> torch.Tensor | None:
+    def gradients(self, work: StepInput, total: Callable[[], int]) -> torch.Tensor | None:
         """Forward, backward, and the sum over the ranks. Returns the gradient's norm, unscaled, a scalar on the device; None where
         nothing reads it."""
-        if self.in_parts is not None:
-            self._sum_parts(work, self.in_parts)
+        if self.logical_workers is not None:
+            self._sum_parts(work, self.logical_workers)
         elif not self._replays:
             self.forward_backward(work)
             with self.run.state.clock.synchronizing(self.replica.sync.watch):
@@ -231,7 +231,7 @@ class Step:
             return self.recorder.replay_gradients()
         return self.measure(work)
 
-    def _sum_parts(self, work: Work, parts: InParts) -> None:
+    def _sum_parts(self, work: StepInput, parts: LogicalWorkers) -> None:
         """The gradients, statistics and loss of all parts of the batch. Where a rank is lost, the others take all of them again."""
         sync, live, tried = self.replica.sync, self.run.world.live, False
 
@@ -241,7 +241,7 @@ class Step:
                 sync.zero_grad()
                 put_back(self.replica.model, self._before)
             tried = True
-            self.forward_backward(self.dealt.now(work))
+            self.forward_backward(self.current.now(work))
             self.sums.agree(parts.refused)
             with self.run.state.clock.synchronizing(sync.watch):
                 return [*sync.sums(), parts.sum(len(self.sums.values))]
@@ -254,49 +254,49 @@ class Step:
         sync.give(iter(sums))
         self.sums.values.copy_(parts.finish(of_parts))  # of all ranks' samples
 
-    def forward_backward(self, work: Work, sums: bool = True) -> None:
+    def forward_backward(self, work: StepInput, sums: bool = True) -> None:
         """In micro-batches; the last one sends the gradients. Under `sync.name=exact` part by part.
 
         Args:
             sums: False where the gradients stay this rank's.
         """
         self._forget()
-        part, parts = work.part, self.in_parts
+        part, parts = work.part, self.logical_workers
         if part is None or parts is None:
             self._forward_backward(work, 0, work.samples)
             return
         if sums:
             parts.begin(part, self._before, self.attempt.after_save, looks=not self._replays)
         live = self.run.world.live if sums else None
-        for number, (low, high) in enumerate(part.parts, part.first):
+        for index, (low, high) in enumerate(part.parts, part.first):
             if live is not None:
                 live.check()
-            if sums and number == part.first and parts.proof is not None:
+            if sums and index == part.first and parts.proof is not None:
                 first = work.micro_batches(low, high)[0]
-                parts.prove(number, functools.partial(self._loss, work, *first), work, self.dealt.gave)
-            if sums and self._replays and self.recorder.replay_part(work, number, low, high):
+                parts.prove(index, functools.partial(self._loss, work, *first), work, self.current.gave)
+            if sums and self._replays and self.recorder.replay_part(work, index, low, high):
                 continue
-            parts.begin_part(number, sums)
+            parts.begin_part(index, sums)
             self.sums.begin()
             if not (sums and parts.refused):
                 self._forward_backward(work, low, high)
             if sums:
-                parts.take(number, (high - low) / part.total, self.sums.values)
+                parts.take(index, (high - low) / part.total, self.sums.values)
 
-    def _forward_backward(self, work: Work, low: int, high: int) -> None:
+    def _forward_backward(self, work: StepInput, low: int, high: int) -> None:
         """Of these samples of the rank's."""
         for first, end in work.micro_batches(low, high):
             with contextlib.nullcontext() if end == high else self.replica.sync.accumulate():
                 loss, numbers = self._loss(work, first, end)
                 self._backpropagate(work, loss, numbers, end - first)
 
-    def _loss(self, work: Work, first: int, end: int) -> tuple[torch.Tensor, Numbers]:
+    def _loss(self, work: StepInput, first: int, end: int) -> tuple[torch.Tensor, Numbers]:
         """What the function gives for these samples of the rank's: `run.batch` has their number meanwhile."""
-        before, part, cut = self.part, work.part, self.in_parts is not None
+        before, part, cut = self.part, work.part, self.logical_workers is not None
         if part is not None and part.samples:
             self.part = dataclasses.replace(part, samples=end - first)
         try:
-            with self.in_parts.calling() if self.in_parts is not None else contextlib.nullcontext():
+            with self.logical_workers.calling() if self.logical_workers is not None else contextlib.nullcontext():
                 return work.result(first, end, copies=cut)
         except Exception:  # the script may catch it, and call the step again
             self.attempt.stage = 0
@@ -306,7 +306,7 @@ class Step:
         finally:
             self.part = before
 
-    def _backpropagate(self, work: Work, loss: torch.Tensor, numbers: Numbers, samples: int) -> None:
+    def _backpropagate(self, work: StepInput, loss: torch.Tensor, numbers: Numbers, samples: int) -> None:
         """Adds the gradient of these samples to that of the step, and their loss and numbers to its sums."""
         weighed = samples * work.weight
         share, divisor = (work.weight, work.divisor) if work.divisor is not None else (weighed, work.total or 1)
@@ -323,7 +323,7 @@ class Step:
         """Whether this step is replayed from a recording."""
         return self.recorder is not None and self.recorder.replays is not None
 
-    def measure(self, work: Work) -> torch.Tensor | None:
+    def measure(self, work: StepInput) -> torch.Tensor | None:
         """Takes the loss scale out of the gradients, and gives their norm. NaN and infinity survive the sum, so every rank reads
         the same and needs no further collective."""
         if not self.looks and work.scaler is None:
@@ -336,7 +336,7 @@ class Step:
             sync.scale_gradients(inverse, work.parameters)
         return norm
 
-    def move(self, work: Work, norm: torch.Tensor | None) -> torch.Tensor | None:
+    def move(self, work: StepInput, norm: torch.Tensor | None) -> torch.Tensor | None:
         """Clips the gradients and moves the weights. Returns the norm before."""
         if self._replays:
             return self.recorder.replay_update()
@@ -350,31 +350,31 @@ class Step:
 
     # What a function's step and `update` have in common.
 
-    def _moving(self, work: Work) -> Work:
+    def _moving(self, work: StepInput) -> StepInput:
         """The step, with what moves the weights: its optimizers, or all."""
         optimizers = self.replica.known(work.optimizers)
         scaler = work.scaler if work.scaler is not None and work.scaler.is_enabled() else None
-        parameters, generation = self.replica.parameters_of(optimizers), self.dealt.generation
+        parameters, generation = self.replica.parameters_of(optimizers), self.current.generation
         return dataclasses.replace(
             work, optimizers=optimizers, parameters=parameters, scaler=scaler, generation=generation
         )
 
-    def _is_usable(self, norm: torch.Tensor | None, work: Work) -> bool:
+    def _is_usable(self, norm: torch.Tensor | None, work: StepInput) -> bool:
         """Whether the gradient is finite, or used all the same."""
         if norm is None or math.isfinite(norm):
             return True
         return not self.looks and (work.scaler is None or work.scaler.get_scale() <= LOWEST_SCALE)
 
-    def _use(self, work: Work, norm: torch.Tensor | None) -> torch.Tensor | None:
+    def _use(self, work: StepInput, norm: torch.Tensor | None) -> torch.Tensor | None:
         """Moves the weights, and counts what the step has summed. Returns the gradient's norm before the clipping."""
         norm = self.move(work, norm)
         self.attempt.nonfinite_steps = 0
-        samples = self._samples * work.weight if self.in_parts is None else work.total or 0
+        samples = self._samples * work.weight if self.logical_workers is None else work.total or 0
         self.sums.count(self.run.loss_weight(samples, work.divisor))
         count_scaled_step(work, False, self.replica.sync)
         return norm
 
-    def _scale_too_high(self, work: Work) -> bool:
+    def _scale_too_high(self, work: StepInput) -> bool:
         """The gradient is not finite. Whether the loss scale is the cause, which is lowered then.
 
         Collective. Raises `Ended` where it is not, and the run is not to go on; `UserError` where a gradient was not summed.
@@ -388,7 +388,7 @@ class Step:
             self.attempt.skip_step(f"step {self.run.steps_done + 1}: {self._cause(work, bad)}")
         return False
 
-    def _cause(self, work: Work, bad: list[int]) -> str:
+    def _cause(self, work: StepInput, bad: list[int]) -> str:
         """Of a gradient that is not finite. `bad`: the ranks whose loss is not. Collective."""
         if work.compute is None:
             causes = "; ".join(f"rank {rank}: loss is not finite" for rank in bad)
@@ -397,7 +397,7 @@ class Step:
             work = dataclasses.replace(work, scaler=torch.amp.GradScaler(self.run.world.device.type, LOWEST_SCALE))
 
         def again() -> list[torch.Tensor]:
-            self.forward_backward(self.dealt.now(work), sums=False)
+            self.forward_backward(self.current.now(work), sums=False)
             return self._losses
 
         self._redraw()
@@ -414,15 +414,15 @@ class Step:
 
     def accumulate(self, parts: Iterable[T]) -> Iterator[T]:
         every = list(parts)
-        for number, micro in enumerate(every, 1):
-            self._accumulating, self._micro_batches = True, number < len(every)
+        for count, micro in enumerate(every, 1):
+            self._accumulating, self._micro_batches = True, count < len(every)
             try:
                 with self.replica.sync.accumulate() if self._micro_batches else contextlib.nullcontext():
                     yield micro
             finally:
                 self._micro_batches = False
 
-    def backward(self, loss: torch.Tensor, work: Work) -> None:
+    def backward(self, loss: torch.Tensor, work: StepInput) -> None:
         """Returns with the gradient of the global batch, but of a micro-batch that is not the last one.
 
         Raises `TypeError`, `ValueError` for arguments that cannot be meant; `UserError` where the gradient of this step is
@@ -438,7 +438,7 @@ class Step:
                 "several models need a step that can be called, so that one learns and the others do not: "
                 "run.step(lambda x: loss, x, optimizer=…) in place of run.step(loss)"
             )
-        if self.run.config.micro_batch_size or self.run.config.capture != "never" or self.in_parts is not None:
+        if self.run.config.micro_batch_size or self.run.config.capture != "never" or self.logical_workers is not None:
             raise TypeError(
                 "micro_batch_size, capture and sync.name=exact need a step that can be called: run.step(lambda x, y: loss, x, y) in "
                 "place of run.step(loss)"
@@ -465,7 +465,7 @@ class Step:
         sync = self.replica.sync
         return [gradient._version for gradient in sync.gradients()] if sync.sums_in_parts and sync.replicas else []
 
-    def update(self, work: Work) -> None:
+    def update(self, work: StepInput) -> None:
         """With the optimizers, the clipping and the scaler of `work`.
 
         Raises:
@@ -524,15 +524,15 @@ class Step:
         finite = all(bool(torch.isfinite(loss).all()) for loss in self._losses)
         return [rank for rank, is_finite in enumerate(all_gather_trees(finite, self.run.world)) if not is_finite]
 
-    def _end(self, work: Work, total: int, norm: torch.Tensor | None) -> None:
+    def _end(self, work: StepInput, total: int, norm: torch.Tensor | None) -> None:
         """The step is over, whether it moved a weight or not."""
         run = self.run
         self._end_stand_in()
-        self.dealt.end_step()
+        self.current.end_step()
         self.attempt.stage = 0
         run.user_state.steps += 1
         run.progressed = True
-        whole = None if self.part is None else self.dealt.wholes
+        whole = None if self.part is None else self.current.wholes
         samples, new = self.sums.new_samples(work.optimizers, self._samples, total, whole)
         run.user_state.samples += new
         if self.replica.ema is not None:
@@ -551,7 +551,7 @@ class Step:
 
     def _check_use(self, part: Part | None, samples: int) -> None:
         """Warns where all ranks use all of the same batch. Looks for hooks, at the start and after each save. Raises as `check_lengths`."""
-        self.dealt.check_lengths()
+        self.current.check_lengths()
         if not self.pending and self.attempt.after_save and (self._cuts or not self.replica.sync.replicas):
             hooked = self.replica.hook_before_sum()
             if hooked is not None:

@@ -28,7 +28,7 @@ from ..checkpoint.user_state import Stateful
 from ..contract import named
 from ..parallel.exchange import all_gather_trees, same_on_all
 from ..parallel.names import plain, plain_name
-from ..resilience.closeness import fingerprint, first_of, sums_of_bits, unlike_rank_0
+from ..resilience.closeness import differing_ranks, fingerprint, first_of, sums_of_bits
 from .proof import attributes_of, text_of
 from .replica import Several, storage, storages, tables_of
 from .run import Run
@@ -101,7 +101,7 @@ class Unsaved:
         """
         model, kept, ids = self._run.state.model, self._run.user_state, {id(value) for value in made}
         tables = {plain_name(model, name): text_of(value) or "" for name, value in tables_of(model) if id(value) in ids}
-        apart = unlike_rank_0(all_gather_trees(tables, self._run.world))
+        apart = differing_ranks(all_gather_trees(tables, self._run.world))
         before, kept.tables = kept.tables, tables
         mend = "make it a buffer (register_buffer), or draw it by a fixed seed"
         if apart:
@@ -123,7 +123,7 @@ def unequal(of_ranks: Sequence[dict[str, str]]) -> dict[str, str]:
         of_ranks: by the call, what stands for its value, or the value itself where it was logged.
     """
     sentences = {}
-    for call, others in unlike_rank_0(of_ranks).items():
+    for call, others in differing_ranks(of_ranks).items():
         if call.startswith("run.log"):
             sentences[call] = (
                 f"{call} gets {of_ranks[0][call]} on rank 0 and {of_ranks[others[0]][call]} on rank {others[0]}, and rank 0's alone is "
@@ -194,7 +194,11 @@ def _alive(state: TrainState) -> tuple[list[nn.Parameter], list[torch.optim.Opti
     # The `__class__` of an object is not asked: a proxy may compute it.
     alive = [thing for thing in gc.get_objects() if issubclass(type(thing), (nn.Parameter, torch.optim.Optimizer))]
     optimizers = [thing for thing in alive if not issubclass(type(thing), nn.Parameter)]
-    by_hand = [one for one in optimizers if not hasattr(one, "sync") and id(one) not in wrapped and _parameters(one)]
+    by_hand = [
+        optimizer
+        for optimizer in optimizers
+        if not hasattr(optimizer, "sync") and id(optimizer) not in wrapped and _parameters(optimizer)
+    ]
     return [thing for thing in alive if issubclass(type(thing), nn.Parameter)], by_hand
 
 
@@ -302,7 +306,7 @@ def _marks(state: TrainState) -> Iterator[tuple[str, tuple[Any, list[Any]]]]:
     held = storages([ours, _states_of(kept.objects), _states_of(kept.rank_objects), dict(kept.values)])
     for name, value in _reachable({**kept.objects, **kept.rank_objects}):
         if generators.is_generator(value):
-            if not any(value is one for one in kept.generators.values()):
+            if not any(value is generator for generator in kept.generators.values()):
                 seed = value.initial_seed() if isinstance(value, torch.Generator) else None
                 yield name, (value, [(id(value), seed), generators.comparable(generators.state_of(value))])
             continue
@@ -322,11 +326,11 @@ def _weights(value: Any, models: list[dict[str, nn.Parameter]]) -> list[torch.Te
         return []
     is_dict = issubclass(type(value), dict)
     tensors = list(value.values() if is_dict else value)
-    if not tensors or not all(issubclass(type(one), torch.Tensor) for one in tensors):
+    if not tensors or not all(issubclass(type(tensor), torch.Tensor) for tensor in tensors):
         return []
     if is_dict:
         return tensors if any(value.keys() & model.keys() for model in models) else []
-    shapes = [one.shape for one in tensors]
+    shapes = [tensor.shape for tensor in tensors]
     for model in models:
         trained = [p.shape for p in model.values() if p.requires_grad]
         every = [p.shape for p in model.values()]
@@ -359,21 +363,21 @@ def _below(named: Iterable[tuple[str, Any]], known: dict[int, Any]) -> Iterator[
         yield name, value
         if depth == DEPTH or issubclass(kind, nn.Module):
             continue
-        waiting.extend((inner, one, depth + 1) for inner, one in _inside(name, value))
+        waiting.extend((inner, item, depth + 1) for inner, item in _inside(name, value))
 
 
 def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
     """The items or attributes of a value."""
     if issubclass(type(value), dict):
-        named = [(key, one) for key, one in dict.items(value) if type(key) in (str, int)]
-        return [(f"{name}[{key!r}]", one) for key, one in named[:ITEMS]]
+        named = [(key, item) for key, item in dict.items(value) if type(key) in (str, int)]
+        return [(f"{name}[{key!r}]", item) for key, item in named[:ITEMS]]
     if issubclass(type(value), (list, tuple)):
-        return [(f"{name}[{number}]", one) for number, one in enumerate(value[:ITEMS])]
+        return [(f"{name}[{index}]", item) for index, item in enumerate(value[:ITEMS])]
     try:
         attributes = object.__getattribute__(value, "__dict__")  # a proxy may compute it
     except AttributeError:
         return []
-    return [(f"{name}.{attribute}", one) for attribute, one in list(attributes.items())]
+    return [(f"{name}.{attribute}", item) for attribute, item in list(attributes.items())]
 
 
 def _variables() -> Iterator[dict[str, Any]]:

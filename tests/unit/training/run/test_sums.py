@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.training.run.dealt import Dealt
-from lockstep.training.run.work import StepSums
+from lockstep.training.run.elastic import CurrentBatch
+from lockstep.training.run.step_input import StepSums
 
 BATCHES = {
     "parts of one batch": ([("a", "xs"), ("a", "ys"), ("a", "xs")], 12),
@@ -22,14 +22,14 @@ BATCHES = {
 def test_the_samples_of_a_batch_count_once_and_those_of_another_whole_again(name: str) -> None:
     world: Any = SimpleNamespace(size=2, rank=1, live=None, generation=0)
     run: Any = SimpleNamespace(state=SimpleNamespace(losses=torch.zeros(2)), world=world)
-    sums, dealt = StepSums(run, SimpleNamespace()), Dealt(world, None)  # type: ignore[arg-type]
+    sums, current = StepSums(run, SimpleNamespace()), CurrentBatch(world, None)  # type: ignore[arg-type]
     wholes, optimizers = {"xs": torch.zeros(4), "ys": torch.zeros(4)}, {"a": object(), "b": object()}
     steps, samples = BATCHES[name]
-    dealt.begin(None, iter(()))
+    current.begin(None, iter(()))
     sums.begin_batch()
     counted = [0, 0]
     for optimizer, whole in steps:
-        mine, part = dealt.part(wholes[whole])
-        new = sums.new_samples([optimizers[optimizer]], len(mine), part.total, dealt.wholes)  # type: ignore[list-item]
+        mine, part = current.part(wholes[whole])
+        new = sums.new_samples([optimizers[optimizer]], len(mine), part.total, current.wholes)  # type: ignore[list-item]
         counted = [before + more for before, more in zip(counted, new)]
     assert counted == [samples // 2, samples]

@@ -31,7 +31,7 @@ Divisor = float | torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepInput:
     """What a step computes, the loss of this rank's part, and how the gradient moves the weights: first as the script gives it, then with
     what is known of the rank's part."""
 
@@ -57,11 +57,11 @@ class Work:
     part: Part | None = None
     """Of the global batch; None: it is not known."""
     generation: int = 0
-    """Of the ranks, among which the batch was dealt out."""
+    """Of the ranks that share the batch."""
     parameters: set[torch.Tensor] | None = None
     """Those whose gradients make the step; None: every one that is trained."""
 
-    def of_part(self, part: Part | None, whole: bool = True) -> Work:
+    def of_part(self, part: Part | None, whole: bool = True) -> StepInput:
         """The same with what is known of the rank's part.
 
         Args:
@@ -85,7 +85,7 @@ class Work:
             return replace(self, samples=samples)
         return replace(self, samples=samples, total=part.total, weight=part.weight, part=part)
 
-    def in_micro_batches(self, most: int, sync: GradientSync) -> Work:
+    def in_micro_batches(self, most: int, sync: GradientSync) -> StepInput:
         """The same, cut into micro-batches of about `most` samples; 0: all at once.
 
         Raises:
@@ -123,7 +123,7 @@ class Work:
         loss, numbers = result if with_numbers else (result, {})
         return checked_loss(loss), _checked_numbers(numbers)
 
-    def of_samples(self, low: int, high: int) -> Work:
+    def of_samples(self, low: int, high: int) -> StepInput:
         """Of these samples of the rank's alone."""
         assert self.part is not None
         batch = pytree.cut(self.batch, low, high, self.samples)
@@ -134,8 +134,8 @@ class Work:
         samples, multiple = high - low, self.part.multiple if self.part is not None else 1
         if not self.most or samples <= self.most:
             return ((low, high),)
-        number = -(-samples // max(self.most // multiple * multiple, multiple))
-        ranges = (order.bounds(samples, at, number, multiple) for at in range(number))
+        count = -(-samples // max(self.most // multiple * multiple, multiple))
+        ranges = (order.bounds(samples, at, count, multiple) for at in range(count))
         return tuple((low + first, low + end) for first, end in ranges if end > first)
 
 
@@ -189,24 +189,24 @@ def check_name(name: Any) -> None:
 
 def _checked_numbers(numbers: Numbers) -> Numbers:
     """Raises `ValueError` for a name that no metric can have, `TypeError` for a value that is not one number."""
-    for name, number in numbers.items():
+    for name, value in numbers.items():
         check_name(name)
         if name == "loss":
             raise ValueError("a step shows its loss as train_loss anyway: give what it returns besides another name")
-        if not isinstance(number, Real) and not (isinstance(number, torch.Tensor) and number.numel() == 1):
+        if not isinstance(value, Real) and not (isinstance(value, torch.Tensor) and value.numel() == 1):
             raise TypeError(
-                f"the function of a step returned {name} as {type(number).__name__}: return one number, the sum over its samples"
+                f"the function of a step returned {name} as {type(value).__name__}: return one number, the sum over its samples"
             )
     return numbers
 
 
-def count_scaled_step(work: Work, overflow: bool, sync: GradientSync) -> None:
+def count_scaled_step(work: StepInput, overflow: bool, sync: GradientSync) -> None:
     """The scaler, if there is one, lowers its scale after an overflow, and counts a step without one."""
     if work.scaler is None:
         return
     for optimizer in work.optimizers:
-        found = torch.full((), float(overflow), device=sync.world.device)
-        work.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found.device: found}
+        overflows = torch.full((), float(overflow), device=sync.world.device)
+        work.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {overflows.device: overflows}
     set_scale(work.scaler, None, sync)
 
 
@@ -253,12 +253,12 @@ class StepSums:
         if not samples:
             return
         self.values[0].add_(loss.double() if share == 1.0 else loss.double() * share)
-        for place, name in enumerate(self._run.user_state.measured, 2):
+        for index, name in enumerate(self._run.user_state.measured, 2):
             number = numbers[name]
             on_device = isinstance(number, torch.Tensor) and number.device == loss.device
             if not on_device and loss.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise ValueError(f"the function returns {name} as a number, which a replay would not compute again")
-            self.values[place].add_(number.detach().reshape(()) if on_device else float(number), alpha=weight)
+            self.values[index].add_(number.detach().reshape(()) if on_device else float(number), alpha=weight)
 
     def _expect(self, names: list[str]) -> None:
         kept, state = self._run.user_state, self._run.state

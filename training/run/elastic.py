@@ -1,4 +1,4 @@
-"""What the ranks are dealt of a global batch, and what each is dealt instead where one of them is lost in the middle of it."""
+"""The batches of this rank, and its part of the batch under way after a rank is lost: the ranks that remain share the global batch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..data.batches import Batches, Part, share
 from ..data.pytree import children, to_device
 from ..parallel.live import RestartRequired
 from ..parallel.world import World
-from .work import Work
+from .step_input import StepInput
 
 _LAST = 64
 
 
-class Dealing(Iterator[tuple[Any, "Part | None"]]):
-    """The batches of an epoch, for this rank among those that there are.
+class ElasticBatches(Iterator[tuple[Any, "Part | None"]]):
+    """Yields the batches of an epoch for this rank. After a loss a new loader gives the rank its share among the ranks that remain.
 
     Args:
         first_step: of the epoch.
@@ -45,7 +45,7 @@ class Dealing(Iterator[tuple[Any, "Part | None"]]):
         return self._current
 
     def again(self) -> tuple[Any, Part | None]:
-        """The batch under way, as it is dealt now."""
+        """Returns the batch under way, as the ranks share it now."""
         if self._generation != self._world.generation:
             self._step -= 1
             next(self)
@@ -55,8 +55,8 @@ class Dealing(Iterator[tuple[Any, "Part | None"]]):
         getattr(self._given, "close", lambda: None)()
 
 
-class Dealt:
-    """What the script was given of the batch under way, and in which generation of the ranks."""
+class CurrentBatch:
+    """The batch under way: what the script was given of it, and in which generation of the ranks."""
 
     def __init__(self, world: World, cut: order.Parts | None) -> None:
         self._world, self._cut = world, cut
@@ -75,7 +75,7 @@ class Dealt:
 
     def begin(self, item: Any, given: Iterator[Any]) -> None:
         """A batch is there: `item`, of these."""
-        self._item, self._again = item, given.again if isinstance(given, Dealing) else None
+        self._item, self._again = item, given.again if isinstance(given, ElasticBatches) else None
         self.generation, self._wholes = self._world.generation, []
         self._whole, self.wholes = None, 0
         self.end_step()
@@ -100,7 +100,7 @@ class Dealt:
 
     def gave(self, piece: Any) -> bool:
         """Whether this very object is of the batch, or was given by `part`."""
-        return id(piece) in self._parts or any(piece is one for one, _ in _pairs(self._item, self._item))
+        return id(piece) in self._parts or any(piece is given for given, _ in _pairs(self._item, self._item))
 
     def _part(self, whole: Any) -> tuple[Any, Part]:
         low, high, part = share(len(whole), self._world, self._cut)
@@ -121,8 +121,8 @@ class Dealt:
                     f"make both multiples of {size}, or cut one tensor of sample numbers and take the entries by these"
                 )
 
-    def now(self, work: Work) -> Work:
-        """The same step over what this rank is dealt of the batch now.
+    def now(self, work: StepInput) -> StepInput:
+        """Returns the same step over this rank's part of the batch now.
 
         Raises:
             RestartRequired: the script has not got a piece of what it was called with from here.
@@ -133,30 +133,30 @@ class Dealt:
         self.check_lengths()
         item, part = (None, None) if self._again is None else self._again()
         pairs = [] if part is None else [*_pairs(self._item, to_device(item, self._world.device))]
-        found = [] if part is None else [part]
+        known_parts = [] if part is None else [part]
 
-        def deal(piece: Any) -> Any:
+        def part_now(piece: Any) -> Any:
             for mine, whole in self._wholes:
                 if piece is mine:
                     again, of = self._part(whole)
-                    found.append(of)
+                    known_parts.append(of)
                     return again
             for given, again in pairs:
                 if piece is given:
                     return again
             if isinstance(piece, tuple):
-                return tuple(map(deal, piece))
+                return tuple(map(part_now, piece))
             if isinstance(piece, list) and piece and isinstance(piece[0], torch.Tensor):
-                return list(map(deal, piece))
+                return list(map(part_now, piece))
             if isinstance(piece, Mapping):
-                return {key: deal(value) for key, value in piece.items()}
+                return {key: part_now(value) for key, value in piece.items()}
             raise RestartRequired(
                 f"a rank was lost, and the step cannot be taken again: a {type(piece).__name__} that run.step(function, …) was called with "
                 "is nothing that run.batches() or run.part() has given. Put what is made of a batch into the function"
             )
 
-        batch = tuple(map(deal, work.batch))
-        part = found[0]
+        batch = tuple(map(part_now, work.batch))
+        part = known_parts[0]
         return dataclasses.replace(
             work, batch=batch, part=part, samples=part.samples, weight=part.weight, generation=self._world.generation
         )

@@ -30,13 +30,13 @@ from ..sync.exact import TreeSum, capturing, nodes_of_ranks
 from .proof import Proof, changed, due
 from .replica import Replica
 from .run import Run
-from .work import Numbers, Work
+from .step_input import Numbers, StepInput
 
 PROCESSOR = "processor"
 """Named where other things differ, and not compared: many models compute the same bits."""
 
 
-class InParts:
+class LogicalWorkers:
     """What the steps of an attempt share. All ranks call the same methods in the same order."""
 
     def __init__(self, run: Run, replica: Replica, drawing: Drawing) -> None:
@@ -146,7 +146,7 @@ class InParts:
         )
 
     def prove(
-        self, number: int, result: Callable[[], tuple[torch.Tensor, Numbers]], work: Work, given: Callable[[Any], bool]
+        self, part: int, result: Callable[[], tuple[torch.Tensor, Numbers]], work: StepInput, given: Callable[[Any], bool]
     ) -> None:  # fmt: skip
         """Calls the function for the first part of this rank, and notes what `finish` raises on all ranks.
 
@@ -157,7 +157,7 @@ class InParts:
         assert self.proof is not None
 
         def call() -> torch.Tensor:
-            self.begin_part(number, sums=True)
+            self.begin_part(part, sums=True)
             return result()[0]
 
         proof, sync = self.proof, self.replica.sync
@@ -171,19 +171,19 @@ class InParts:
         sync.zero_grad()
         sync.begin_parts(self._of)
 
-    def begin_part(self, number: int, sums: bool) -> None:
+    def begin_part(self, part: int, sums: bool) -> None:
         """Puts back the statistics and the generators with which each part begins.
 
         Args:
             sums: `take` follows, so that the part has no gradients yet.
         """
         self.restore()
-        self.draw(number)
+        self.draw(part)
         self._call_is_first = sums
 
-    def draw(self, number: int) -> None:
+    def draw(self, part: int) -> None:
         """Seeds the generators with which the part begins."""
-        self._drawing.begin(order.key(self.run.config.seed, self.run.steps_done, number, order.Salt.PART))
+        self._drawing.begin(order.key(self.run.config.seed, self.run.steps_done, part, order.Salt.PART))
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
@@ -225,18 +225,18 @@ class InParts:
         return dict(self.replica.model.named_buffers())
 
     @torch.no_grad()
-    def take(self, number: int, share: float, sums: torch.Tensor) -> None:
+    def take(self, part: int, share: float, sums: torch.Tensor) -> None:
         """The part is through: its gradients and statistics go into the sums.
 
         Args:
             share: of the global batch's samples.
             sums: over its samples, float64 (`StepSums.values`).
         """
-        self.replica.sync.take(number)
-        if number == self._last:
+        self.replica.sync.take(part)
+        if part == self._last:
             self._look_at_others(self._buffers())
         tree = self._tree(len(sums))
-        tree.add(number, self._collect(tree, share, sums))
+        tree.add(part, self._collect(tree, share, sums))
 
     @torch.no_grad()
     def collect(self, share: float, sums: torch.Tensor) -> list[torch.Tensor]:
@@ -245,12 +245,12 @@ class InParts:
         return [*self.replica.sync.collect(), self._collect(tree, share, sums)]
 
     @torch.no_grad()
-    def put(self, number: int, collected: list[torch.Tensor], sums: int) -> None:
+    def put(self, part: int, collected: list[torch.Tensor], sums: int) -> None:
         """In place of `take`, of a part that was replayed: what `collect` gave. `sums`: how many there are."""
         *gradients, own = collected
-        self.replica.sync.put(number, gradients)
+        self.replica.sync.put(part, gradients)
         tree = self._tree(sums)
-        tree.add(number, tree.leaf().copy_(own))
+        tree.add(part, tree.leaf().copy_(own))
 
     def _collect(self, tree: TreeSum, share: float, sums: torch.Tensor) -> torch.Tensor:
         buffers, before = self._buffers(), self._before
@@ -382,12 +382,12 @@ def arithmetic(device: torch.device) -> bytes:
     small = torch.full((8,), 1e-20, device=device)
     square = x[: 256 * 256].view(256, 256)
     images, filters = x[: 4 * 16 * 32 * 32].view(4, 16, 32, 32), y[: 32 * 16 * 3 * 3].view(32, 16, 3, 3)
-    found = [
+    results = [
         x.sum(), torch.linalg.vector_norm(x), x.exp().mean(), torch.addcdiv(x, y, y.abs() + 0.1, value=-0.37),
         torch.addcmul(x, y, y, value=0.11), torch.lerp(x, y, 0.9), torch.softmax(square, 1), square @ square.T, small * small,
         F.conv2d(images, filters),
     ]  # fmt: skip
-    return b"".join(tensor_bytes(tensor).numpy().tobytes() for tensor in found)
+    return b"".join(tensor_bytes(tensor).numpy().tobytes() for tensor in results)
 
 
 def _numbers(count: int, device: torch.device) -> torch.Tensor:
