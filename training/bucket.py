@@ -232,7 +232,7 @@ class Bucket:
         with self._asking(key):
             answer = self._obstore.get(self._store, key)
         if (found := answer.meta["size"]) != size:
-            raise Damaged(f"{self.url}/{key} has {found} bytes, expected {size}")
+            raise Damaged(f"{self.url}/{key} is not what was written: it has {found} bytes, expected {size}")
         with self._asking(key):
             for part in answer.stream(min_chunk_size=_PART):
                 piece = memoryview(part)

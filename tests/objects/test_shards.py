@@ -94,7 +94,7 @@ def test_what_stays_damaged_is_named(here: Node) -> None:
     assert not here.kept
     here.proxy.reset(lambda _, method, path: "403" if method == "GET" and "safetensors" in path else "")
     done = here.go()
-    assert done.code == 1 and "data.shards cannot be used: s3://bucket/shards/" in done.output, done.output
+    assert done.code == 2 and "data.shards cannot be used: s3://bucket/shards/" in done.output, done.output
     here.proxy.reset()
     done = here.go("run", "data.shards=s3://bucket/nothing-there")
     assert done.code == 2 and "s3://bucket/nothing-there/manifest.json: there is no such object" in done.output
