@@ -47,7 +47,7 @@ def group_size() -> int:
 
 
 def broadcast_tree(tree: Any, world: World, source: int = 0) -> Any:
-    """The tree of rank `source`, on every rank. Tensors arrive on the CPU. Collective. Raises `TypeError` as `pack`."""
+    """Returns the tree of rank `source`, on every rank. Tensors arrive on the CPU. Collective. Raises `TypeError` as `pack`."""
     if world.size == 1:
         return tree
     if world.live is not None:  # another rank may be `source` when it is done: all of them have a tree
@@ -57,17 +57,20 @@ def broadcast_tree(tree: Any, world: World, source: int = 0) -> Any:
 
 
 def all_gather_trees(tree: Any, world: World) -> list[Any]:
-    """The trees of all ranks on every rank, by rank; sizes may differ. Collective. Raises `TypeError` as `pack`."""
+    """Returns the trees of all ranks on every rank, by rank; sizes may differ. Collective. Raises `TypeError` as `pack`."""
     if world.size == 1:
         return [tree]
-    if world.live is None:
-        return list(broadcast_tree(gather_trees(tree, world), world))
     packed = pack(tree)
-    return [unpack(blob) for blob in world.live.retryable(lambda: _gathered_everywhere(packed, world))]
+    if world.live is not None:
+        return [unpack(blob) for blob in world.live.retryable(lambda: _gathered_everywhere(packed, world))]
+    gathered = _gathered(packed, world)
+    blobs = broadcast_bytes(None if gathered is None else torch.cat(gathered), world)
+    trees = [unpack(blob) for blob in blobs.view(world.size, -1)[world.leader :]]
+    return [tree, *trees] if world.leader else trees
 
 
 def _gathered_everywhere(packed: torch.Tensor, world: World) -> list[torch.Tensor]:
-    """No rank has it before all have come here."""
+    """Returns the packed trees of all ranks. No rank has it before all have come here. Collective."""
     sizes = torch.zeros(world.size, dtype=torch.int64)
     dist.all_gather_into_tensor(sizes, torch.tensor([packed.numel()]))
     padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
@@ -78,25 +81,29 @@ def _gathered_everywhere(packed: torch.Tensor, world: World) -> list[torch.Tenso
 
 
 def gather_trees(tree: Any, world: World) -> list[Any] | None:
-    """The trees of all ranks on rank 0, None elsewhere. Rank 0's own tree is not copied. Collective. Raises `TypeError` as `pack`."""
+    """Returns the trees of all ranks on rank 0, None elsewhere. Rank 0's own is not copied. Collective. Raises `TypeError` as `pack`."""
     if world.size == 1:
         return [tree]
     if world.live is not None:
         every = all_gather_trees(tree, world)
         return every if world.leader else None
-    packed = pack(tree)
+    gathered = _gathered(pack(tree), world)
+    return None if gathered is None else [tree, *map(unpack, gathered[1:])]
+
+
+def _gathered(packed: torch.Tensor, world: World) -> list[torch.Tensor] | None:
+    """Returns the packed trees of all ranks on rank 0, with padding at their ends, which `unpack` ignores. Collective."""
     longest = torch.tensor([packed.numel()])
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     padded = torch.zeros(int(longest), dtype=torch.uint8)
     padded[: packed.numel()] = packed
     gathered = [torch.empty_like(padded) for _ in range(world.size)] if world.leader else None
     dist.gather(padded, gathered, 0)
-    # A packed tree carries its own sizes, so the padding behind it is not looked at.
-    return None if gathered is None else [tree, *(unpack(blob) for blob in gathered[1:])]
+    return gathered
 
 
 def scatter_trees(trees: list[Any] | None, world: World, source: int = 0) -> Any:
-    """This rank's tree out of `trees`, which only rank `source` needs to have, by rank. Tensors arrive on the CPU. Collective.
+    """Returns this rank's tree out of `trees`, which rank `source` has, by rank. Tensors arrive on the CPU. Collective.
 
     Each rank gets only its own tree: the bytes sent grow with the number of ranks. With `broadcast_tree` of the list they
     would grow with its square.
@@ -104,20 +111,22 @@ def scatter_trees(trees: list[Any] | None, world: World, source: int = 0) -> Any
     if world.size == 1:
         assert trees is not None
         return trees[0]
-    packed = None if trees is None else [pack(tree) for tree in trees]
-    longest = torch.tensor([0 if packed is None else max(blob.numel() for blob in packed)])
+    # Rank `source` has its own tree already.
+    packed = [
+        torch.empty(0, dtype=torch.uint8) if rank == source else pack(tree) for rank, tree in enumerate(trees or ())
+    ]
+    longest = torch.tensor([max((blob.numel() for blob in packed), default=0)])
     dist.broadcast(longest, source)
-    received, padded = torch.empty(int(longest), dtype=torch.uint8), None
-    if packed is not None:
-        padded = [torch.zeros(int(longest), dtype=torch.uint8) for _ in packed]
-        for room, blob in zip(padded, packed):
-            room[: blob.numel()] = blob
-    dist.scatter(received, padded, source)
-    return unpack(received)
+    received = torch.empty(int(longest), dtype=torch.uint8)
+    padded = [torch.zeros_like(received) for _ in packed]
+    for room, blob in zip(padded, packed):
+        room[: blob.numel()] = blob
+    dist.scatter(received, padded or None, source)
+    return unpack(received) if trees is None else trees[source]
 
 
 def reduced(tensor: torch.Tensor, world: World, combine: Combine = torch.add, tag: int = 0) -> torch.Tensor:
-    """The tensors of all ranks, combined element by element; the same result on every rank. Collective.
+    """Returns the tensors of all ranks, combined element by element; the same result on every rank. Collective.
 
     The order is always the same, so a sum has the same bits every time.
 
@@ -158,15 +167,15 @@ def _reduced(tensor: torch.Tensor, world: World, combine: Combine, tag: int) -> 
 
 
 def on_any(flag: bool, world: World) -> bool:
-    """Whether `flag` is set on any rank; the same answer on every rank. Collective."""
+    """Returns whether `flag` is set on any rank; the same answer on every rank. Collective."""
     return bool(reduced(torch.tensor(int(flag)), world, torch.maximum))
 
 
 def same_on_all(tree: Any, world: World) -> bool:
-    """Whether all ranks hold the same tree, by its sha256. Collective. Raises `TypeError` as `pack`."""
+    """Returns whether all ranks hold the same tree, by its sha256. Collective. Raises `TypeError` as `pack`."""
     digest = int.from_bytes(hashlib.sha256(pack(tree).numpy().tobytes()).digest()[:7], "big")
-    most, least = reduced(torch.tensor([digest, -digest]), world, torch.maximum).tolist()
-    return bool(most == -least)
+    highest, lowest = reduced(torch.tensor([digest, -digest]), world, torch.maximum).tolist()
+    return bool(highest == -lowest)
 
 
 @contextlib.contextmanager
@@ -181,7 +190,7 @@ def failing_together(world: World) -> Iterator[None]:
 
 
 def raise_together(error: Exception | None, world: World) -> None:
-    """Every rank calls this after a step that may fail on some of them; all raise, or none does.
+    """Raises on all ranks, or on none, after a step that may fail on some of them. Collective.
 
     Without it the ranks that succeeded would wait in the next collective for one that is gone.
 
@@ -206,7 +215,7 @@ def raise_together(error: Exception | None, world: World) -> None:
 
 
 def _summary(errors: list[Any]) -> tuple[int, str]:
-    """(the exit code, where all errors are `UserError`s, else 0; the message), from [exit code or 0, message] of each rank, or None."""
+    """Returns (the exit code if all errors are `UserError`s, else 0; the message), from [exit code or 0, message] of each rank, or None."""
     failed = [(rank, *error) for rank, error in enumerate(errors) if error is not None]
     message = failed[0][2]
     same = [rank for rank, _, text in failed if text == message]
@@ -223,7 +232,7 @@ class NotHeardError(UserError):
 
 @contextlib.contextmanager
 def waiting_for_all(world: World, what: str, seconds: float, silent: float) -> Iterator[None]:
-    """`failing_together` for a part that may take longer on some ranks than a collective may: data that one node prepares and
+    """`failing_together`s a part that may take longer on some ranks than a collective may: data that one node prepares and
     another has already. Every rank takes it once, each in its own time. Collective.
 
     The others do not wait in a collective, whose time limit is for what hangs. They ask the store, where each rank that is at

@@ -26,7 +26,7 @@ _PLAIN = {int, float, str, bool, type(None)}
 
 
 def split(tree: Any, name: Callable[[tuple[str, ...]], str] | None = None) -> tuple[Any, dict[Any, torch.Tensor]]:
-    """(a JSON value with keys in the places of the tensors, the tensors by these keys). Raises `TypeError` for other types.
+    """Returns (a JSON value with keys in the places of the tensors, the tensors by these keys). Raises `TypeError` for other types.
 
     Args:
         name: makes a tensor's key of its place, the keys of the mappings and the positions that lead to it; None: they are numbered.
@@ -74,7 +74,7 @@ def split(tree: Any, name: Callable[[tuple[str, ...]], str] | None = None) -> tu
 
 
 def join(plain: Any, tensors: Mapping[Any, torch.Tensor]) -> Any:
-    """The inverse of `split`. Raises `ValueError` for a value that `split` did not make."""
+    """Returns the inverse of `split`. Raises `ValueError` for a value that `split` did not make."""
     if isinstance(plain, list):
         return [join(inner, tensors) for inner in plain]
     if not isinstance(plain, dict):
@@ -98,7 +98,7 @@ def join(plain: Any, tensors: Mapping[Any, torch.Tensor]) -> Any:
 
 
 def _kept_as_tensor(mark: str, tensor: Any) -> Any:
-    """The value that `split` stored as a tensor. Raises `ValueError` if `tensor` does not fit `mark`."""
+    """Returns the value that `split` stored as a tensor. Raises `ValueError` if `tensor` does not fit `mark`."""
     if isinstance(tensor, torch.Tensor):
         if mark == "$array":
             return tensor.numpy()
@@ -110,7 +110,7 @@ def _kept_as_tensor(mark: str, tensor: Any) -> Any:
 
 
 def pack(tree: Any) -> torch.Tensor:
-    """A tree as one uint8 tensor [bytes] on the CPU. Raises `TypeError` for a value that no tree can hold."""
+    """Returns a tree as one uint8 tensor [bytes] on the CPU. Raises `TypeError` for a value that no tree can hold."""
     plain, tensors = split(tree)
     about = [{"dtype": DTYPE_NAMES[t.dtype], "shape": list(t.shape)} for t in tensors.values()]
     head = json.dumps([plain, about]).encode()
@@ -120,7 +120,7 @@ def pack(tree: Any) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor) -> Any:
-    """The inverse of `pack`: the tree of a uint8 tensor [bytes] on the CPU."""
+    """Returns the inverse of `pack`: the tree of a uint8 tensor [bytes] on the CPU."""
     length = int.from_bytes(bytes(packed[:8].tolist()), "little")
     plain, about = json.loads(packed[8 : 8 + length].numpy().tobytes())
     tensors, at = [], 8 + length
@@ -133,10 +133,10 @@ def unpack(packed: torch.Tensor) -> Any:
 
 
 def as_bytes(data: bytes) -> torch.Tensor:
-    """A copy of the bytes as a uint8 tensor [len(data)]."""
+    """Returns a copy of the bytes as a uint8 tensor [len(data)]."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes as a uint8 tensor [bytes] on the CPU. A view, if the tensor is contiguous and on the CPU already."""
+    """Returns the tensor's bytes as a uint8 tensor [bytes] on the CPU. A view, if the tensor is contiguous and on the CPU already."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
