@@ -198,7 +198,7 @@ def _evaluate(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
     from .checkpoint import weights
-    from .checkpoint.score import Rule
+    from .checkpoint.store import Rule
     from .observe import rundir
 
     run: Location = args.target

@@ -165,9 +165,9 @@ class Bucket:
     def heads(self) -> Iterator[Head]:
         """Yields the head, and each newer one: its commit may remove files that the earlier head names. Raises `OSError`."""
         commit = ""
-        while (found := self.read_head()) is not None and found[0].commit != commit:
-            commit = found[0].commit
-            yield found[0]
+        while (current := self.read_head()) is not None and current[0].commit != commit:
+            commit = current[0].commit
+            yield current[0]
 
     def read(self, key: str, limit: int) -> tuple[bytes, Tag]:
         """Returns a small object, and its tag. Raises `OSError` if it has more than `limit` bytes, `FileNotFoundError`."""
@@ -231,8 +231,8 @@ class Bucket:
         digest = hashlib.sha256()
         with self._asking(key):
             answer = self._obstore.get(self._store, key)
-        if (found := answer.meta["size"]) != size:
-            raise Damaged(f"{self.url}/{key} is not what was written: it has {found} bytes, expected {size}")
+        if (actual := answer.meta["size"]) != size:
+            raise Damaged(f"{self.url}/{key} is not what was written: it has {actual} bytes, expected {size}")
         with self._asking(key):
             for part in answer.stream(min_chunk_size=_PART):
                 piece = memoryview(part)

@@ -144,7 +144,7 @@ def _visible(letter: str) -> str:
 
 
 def rank_of(env: Mapping[str, str]) -> str:
-    """The rank that the launcher gave this process, to choose the rank that prints. `world.detect` checks the value."""
+    """Returns the rank that the launcher gave this process, to choose the rank that prints. `world.detect` checks the value."""
     names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
     return next((env[name] for name in names if name in env), "0")
 
@@ -204,10 +204,10 @@ def checkpoint_name(step: int) -> str:
 
 
 def endpoint_file(run_dir: Path, rank: int) -> Path:
-    """`{host, port, pid}` of a rank's metrics server, for as long as it runs."""
+    """Returns the path of `{host, port, pid}` of a rank's metrics server, for as long as it runs."""
     return run_dir / ENDPOINTS / f"rank-{rank:05d}.json"
 
 
 def textfile(run_dir: Path, rank: int) -> Path:
-    """A rank's metrics in Prometheus' text format: what it served last."""
+    """Returns the path of a rank's metrics in Prometheus' text format: what it served last."""
     return run_dir / METRICS / f"rank-{rank:05d}.prom"

@@ -24,7 +24,7 @@ EXTRAS = {
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """A missing package of an extra as one line that says how to install it.
+    """Raises `UserError` for a missing package of an extra: one line that says how to install it.
 
     A package that is installed and cannot be imported is another error: there `name` is a module of its own, as
     `torch._C`, or there is none.
@@ -52,7 +52,7 @@ def _missing(package: str) -> UserError:
 
 
 def install(extra: str) -> str:
-    """What to do to get an extra.
+    """Returns the sentence that says how to install an extra.
 
     pip takes the name from what is installed, so the command works offline from an index that does not have us.
     A checkout that is only on the path is installed by its own: its name might be asked of an index.

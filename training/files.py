@@ -52,12 +52,12 @@ def rename(source: Path, target: Path) -> None:
 
 
 def _new(path: Path) -> int:
-    """The descriptor of a file that was not there. Raises `OSError` where something is, a link among it."""
+    """Returns the descriptor of a file that was not there. Raises `OSError` where something is, a link among it."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
 
 def write_durable(path: Path, data: bytes) -> None:
-    """A new file whose content is on the disk when this returns. Raises `OSError`."""
+    """Writes a new file, whose content is on the disk when this returns. Raises `OSError`."""
     descriptor = _new(path)
     try:
         write_all(descriptor, data)
@@ -75,7 +75,7 @@ def append(path: Path, entry: Any) -> None:
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """JSON that every parser reads: NaN and infinity, which JSON does not have, become null."""
+    """Returns JSON that every parser reads: NaN and infinity, which JSON does not have, become null."""
     try:
         return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -141,7 +141,7 @@ def is_meant_link(found: os.stat_result) -> bool:
 
 @contextlib.contextmanager
 def opened_folder(path: Path) -> Iterator[Path]:
-    """A name of the folder that stays its own in the block, whatever takes the place of `path`. Not of one that a link of another
+    """Yields a name of the folder that stays its own in the block, whatever takes the place of `path`. Refuses one that a link of another
     user leads to. (Where there is no /proc, `path` itself.)
 
     Raises:
@@ -205,7 +205,7 @@ def reading(path: Path | str, refused: type[Exception] = UserError, then: str = 
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a file could not be read, for people."""
+    """Returns why a file could not be read, for people."""
     if isinstance(error, MemoryError):
         return "there is not enough memory for it"
     if isinstance(error, RecursionError):
@@ -228,7 +228,7 @@ def sha256(path: Path) -> str:
 
 
 def difference(path: Path, digest: str, size: int | None = None) -> str | None:
-    """In what a file is not as a manifest says, its sha256 and its bytes; None: it is. Raises `OSError` where it cannot be read."""
+    """Returns how a file differs from its manifest's sha256 and bytes; None: it does not. Raises `OSError` where it cannot be read."""
     if size is not None and (actual := path.stat().st_size) != size:
         return f"has {actual} bytes, expected {size}"
     if (found := sha256(path)) != digest:
@@ -237,7 +237,7 @@ def difference(path: Path, digest: str, size: int | None = None) -> str | None:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most `limit` bytes; a larger one is refused before it is read.
+    """Returns the content of a regular file of at most `limit` bytes; a larger one is refused before it is read.
 
     Raises:
         OSError: it cannot be read, is not a regular file, or is larger.
@@ -251,7 +251,7 @@ def read(path: Path, limit: int) -> bytes:
 
 
 def is_locked(path: Path) -> bool | None:
-    """Whether a process of this machine holds the lock of that file; None: there is no such file."""
+    """Returns whether a process of this machine holds the lock of that file; None: there is no such file."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -263,7 +263,7 @@ def is_locked(path: Path) -> bool | None:
 
 
 def read_json(path: Path, limit: int = 4 << 20) -> Any:
-    """The value of a JSON file, or None where it is missing, larger than `limit` bytes, or no JSON."""
+    """Returns the value of a JSON file, or None where it is missing, larger than `limit` bytes, or no JSON."""
     try:
         return parsed(read(path, limit))
     except (OSError, ValueError):
@@ -271,7 +271,7 @@ def read_json(path: Path, limit: int = 4 << 20) -> Any:
 
 
 def parsed(data: bytes) -> Any:
-    """The value of a JSON text in UTF-8.
+    """Returns the value of a JSON text in UTF-8.
 
     Raises:
         ValueError: it is not JSON, or holds what could not be written or shown again: half a character (`\\ud800`), NaN, a number

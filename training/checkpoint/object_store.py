@@ -23,7 +23,7 @@ from .. import bucket, files
 from ..bucket import HEAD, TRIES, Bucket, CheckpointEntry, Damaged, File, Head, Tag, as_user_error
 from ..contract import CHECKPOINTS, EVENTS_FILE, METRICS, RUN_FILE, TIME_FILE, UserError, checkpoint_name
 from . import store
-from .score import KeepBest, Rule, chosen
+from .store import KeepBest, Rule, chosen
 
 RECORD = "bucket.json"
 """File of the run directory: the run in the bucket, and the data with which another rank replaces a lost rank 0."""
@@ -51,7 +51,7 @@ class ObjectStore(Bucket):
         super().__init__(url)
         self._keep, self._keep_best = keep, keep_best
         self._run_dir = Path()
-        self._found: tuple[Head, Tag] | None = None
+        self._current: tuple[Head, Tag] | None = None
         """The head as this rank has written it last; None: unknown."""
         self._holders = [_token()]
         """The holders that are this attempt; the last one is this rank."""
@@ -66,10 +66,10 @@ class ObjectStore(Bucket):
         """
         self._run_dir = run_dir
         with as_user_error(_UNUSABLE):
-            found = self.read_head()
-            if found is None or not found[0].run_files or _starts_over(found[0], fresh):
+            current = self.read_head()
+            if current is None or not current[0].run_files or _starts_over(current[0], fresh):
                 return
-            head, record = found[0], files.read_json(run_dir / RECORD)
+            head, record = current[0], files.read_json(run_dir / RECORD)
             if not (run_dir / RUN_FILE).exists():
                 files.replace_json(run_dir / RECORD, {"run": head.run})
                 self.restore({RUN_FILE: head.run_files[RUN_FILE]}, run_dir)
@@ -156,18 +156,18 @@ class ObjectStore(Bucket):
         Raises:
             TakenOver: another attempt has started.
             FileNotFoundError: it is not in the run directory.
-            OSError: it could not be sent, or has arrived damaged. The head is the one before.
+            OSError: it could not be sent, or has arrived damaged. The head is as before.
         """
-        found, commit, sent = self._held(), _token(), list[File]()
-        before = found[0]
-        checkpoints = [entry for entry in before.checkpoints if entry.step not in self._damaged]
+        current, commit, sent = self._held(), _token(), list[File]()
+        head = current[0]
+        checkpoints = [entry for entry in head.checkpoints if entry.step not in self._damaged]
         try:
             if path is not None:
                 checkpoints = self._send_checkpoint(path, f"{commit}/{path.name}", checkpoints, sent)
                 if not sent:
                     return 0
             size = sum(file.bytes for file in sent)
-            run_files = self._send_run_files(f"{commit}/run", before.run_files, sent)
+            run_files = self._send_run_files(f"{commit}/run", head.run_files, sent)
             for file in sent:
                 for _ in self.pieces(file.key, file.bytes, file.sha256):
                     pass
@@ -175,9 +175,9 @@ class ObjectStore(Bucket):
             self.remove([file.key for file in sent])
             raise
         changes = {"holder": self._holders[-1], "commit": commit, "checkpoints": checkpoints, "run_files": run_files}
-        head = before.model_copy(update=changes)
-        self._swap(head, found)
-        self.remove(before.keys - head.keys)
+        new = head.model_copy(update=changes)
+        self._swap(new, current)
+        self.remove(head.keys - new.keys)
         return size
 
     def _send_checkpoint(
@@ -205,11 +205,11 @@ class ObjectStore(Bucket):
                 entry.files[name] = sent[-1]
             return kept
 
-    def _send_run_files(self, folder: str, before: dict[str, File], sent: list[File]) -> dict[str, File]:
+    def _send_run_files(self, folder: str, previous: dict[str, File], sent: list[File]) -> dict[str, File]:
         """Uploads the files of the run directory that have changed. Returns all. Raises `OSError`."""
         result = dict[str, File]()
         for name, data in itertools.islice(_run_files(self._run_dir), MAX_RUN_FILES):
-            file, digest = before.get(name), hashlib.sha256(data).hexdigest()
+            file, digest = previous.get(name), hashlib.sha256(data).hexdigest()
             if file is None or file.sha256 != digest:
                 file = File(key=f"{folder}/{name}", sha256=digest, bytes=len(data))
                 sent.append(file)
@@ -243,33 +243,33 @@ class ObjectStore(Bucket):
 
     def _held(self) -> tuple[Head, Tag]:
         """Returns the head. Raises `TakenOver` unless this attempt has written it, `OSError`."""
-        found = self._found or self.read_head()
-        if found is None or found[0].holder not in self._holders:
+        current = self._current or self.read_head()
+        if current is None or current[0].holder not in self._holders:
             raise TakenOver(f"another attempt has taken {self.url} over")
-        return found
+        return current
 
     def _hold(self, fresh: bool | str) -> Head:
         """Swaps the head for one of this attempt. Raises `OSError`."""
         for _ in range(TRIES):  # another one may start at the same time: the last one has it
-            before, word = self.read_head(), fresh if isinstance(fresh, str) else ""
+            previous, word = self.read_head(), fresh if isinstance(fresh, str) else ""
             head = Head(run=_token(), holder=self._holders[-1], commit=_token(), fresh=word)
-            if before is not None and _starts_over(before[0], fresh):
-                self.put(f"replaced/{before[0].commit}", before[0].text())
-            elif before is not None:
-                head = before[0].model_copy(update={"holder": head.holder, "commit": head.commit})
+            if previous is not None and _starts_over(previous[0], fresh):
+                self.put(f"replaced/{previous[0].commit}", previous[0].text())
+            elif previous is not None:
+                head = previous[0].model_copy(update={"holder": head.holder, "commit": head.commit})
             with contextlib.suppress(TakenOver):
-                self._swap(head, before)
+                self._swap(head, previous)
                 return head
         raise OSError(f"several attempts start at once with {self.url}")
 
-    def _swap(self, head: Head, before: tuple[Head, Tag] | None) -> None:
+    def _swap(self, head: Head, previous: tuple[Head, Tag] | None) -> None:
         """Puts `head` in the place of the head that was read. Raises `TakenOver`, `OSError`."""
-        text, self._found = head.text(), None
+        text, self._current = head.text(), None
         if len(text) > bucket.MAX_HEAD_BYTES:
             raise OSError(f"{self.url}/{HEAD} would have {len(text)} bytes: keep fewer checkpoints (checkpoint.keep)")
-        self.swap(HEAD, text, before and before[1])
-        self._found = self.read_head()  # after a lost answer only the head shows whether it was done
-        if self._found is None or self._found[0].commit != head.commit:
+        self.swap(HEAD, text, previous and previous[1])
+        self._current = self.read_head()  # after a lost answer only the head shows whether it was done
+        if self._current is None or self._current[0].commit != head.commit:
             self._held()
             raise OSError("the store refuses the tag of the head: lockstep doctor tries its conditional writes")
 
@@ -277,8 +277,10 @@ class ObjectStore(Bucket):
         """Removes files that earlier attempts have sent and not committed. They cannot commit any more, and this attempt has sent none."""
         with contextlib.suppress(OSError, ValidationError):
             keys = self.keys()
-            found = self.read_head()  # after the listing: what another attempt has sent since it took over is not in it
-            if found is not None and found[0].commit == head.commit:
+            current = (
+                self.read_head()
+            )  # after the listing: what another attempt has sent since it took over is not in it
+            if current is not None and current[0].commit == head.commit:
                 replaced = [self.read(key, bucket.MAX_HEAD_BYTES)[0] for key in keys if key.startswith("replaced/")]
                 named = head.keys.union(*(Head.model_validate_json(text).keys for text in replaced))
                 self.remove([key for key in keys if re.fullmatch(bucket.KEY, key) and key not in named])

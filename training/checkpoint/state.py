@@ -7,9 +7,10 @@ the optimizer keeps for them, are keyed by name. A parameter that several module
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -18,14 +19,29 @@ from torch import nn
 from .. import generators
 from ..observe.clock import StepClock
 from ..optim.ema import Ema
-from ..parallel.exchange import broadcast_tree, gather_trees, reduced, scatter_trees
+from ..parallel.exchange import all_gather_trees, broadcast_tree, gather_trees, reduced, scatter_trees
 from ..parallel.names import plain, plain_name
+from ..parallel.packing import split
 from ..parallel.world import World
 from ..sync.base import GradientSync
-from .user_state import UserState
 
 _COUNTS = ("attempts", "failures", "preemptions", "stopped_of")
 """The names in the history that count something."""
+
+
+_PLAIN = (
+    "steps",
+    "samples",
+    "data",
+    "logged",
+    "logged_in_epoch",
+    "measured",
+    "rates",
+    "groups",
+    "tables",
+    "began_with",
+)
+"""Plain values of `UserState`, which are the same on every rank."""
 
 
 @dataclass(slots=True)
@@ -34,6 +50,208 @@ class Cursor:
 
     epoch: int = 0
     step: int = 0
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object with a state that can be saved and restored: a scheduler, a loader's cursor, a metric."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+class Values(dict[str, Any]):
+    """The script's values. Setting a value that no checkpoint can hold raises `TypeError`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        check_tree(value, f"{self._name}[{name!r}]")
+        super().__setitem__(name, value)
+
+    # A dictionary's own would check nothing.
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def update(self, *values: Any, **more: Any) -> None:
+        for name, value in dict(*values, **more).items():
+            self[name] = value
+
+    def __ior__(self, other: Any) -> Values:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+
+class UserState:
+    """The objects of `Session.keep`, by name, and plain values.
+
+    Objects' states are trees of tensors, numpy arrays, numbers, texts and None.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Stateful] = {}
+        """The same on every rank: the states of rank 0 are saved, and all ranks get them back."""
+        self.rank_objects: dict[str, Stateful] = {}
+        """Different on each rank: each rank's state is saved, and that rank gets it back."""
+        self.generators: dict[str, Any] = {}
+        """Random generators of the script: each rank's own, as the program's (`capture`)."""
+        self.values = Values("run.values")
+        """The same on every rank."""
+        self.summary = Values("run.summary")
+        """Values of the script for summary.json. The same on every rank."""
+        self.steps = self.samples = 0
+        """Optimizer steps, and samples of all ranks, since the run began."""
+        self.data: dict[str, Any] = {}
+        """How the current epoch is divided into batches: a resume in the middle of the epoch needs the same division."""
+        self.logged: dict[str, float] = {}
+        """The last value that the script logged under each name."""
+        self.logged_in_epoch: dict[str, float] = {}
+        """The same, of the epoch under way alone."""
+        self.measured: list[str] = []
+        """Names of the numbers that the function of a step returns with its loss."""
+        self.rates: dict[str, float] = {}
+        """The learning rate of each group as the script made it, by the optimizer's name and the group's number."""
+        self.groups: dict[str, str] = {}
+        """By the optimizer's name, the sha256 of the parameters in its groups as the script made them."""
+        self.tables: dict[str, str] = {}
+        """A digest of each table that a module has in an attribute (`run/replica.py`), as the script made it."""
+        self.began_with: dict[str, float] = {}
+        """The learning rates with which the batches of the epoch under way began."""
+        self.epoch_generators: dict[str, Any] | None = None
+        """This rank's generators at the start of the epoch under way."""
+        self.cursor_generators: dict[str, Any] | None = None
+        """This rank's generators at the cursor; None: the current ones."""
+
+    def add(self, objects: Mapping[str, Any], of_rank: bool = False) -> None:
+        """Raises `TypeError` for an object without a state, or whose state no checkpoint can hold; `ValueError` for a name in use."""
+        for name, stateful in objects.items():
+            if name in self.objects or name in self.rank_objects or name in self.generators:
+                raise ValueError(f"keep({name}=…) was called twice with this name: give the second one another name")
+            if generators.is_generator(stateful):
+                self.generators[name] = stateful
+                continue
+            if not isinstance(stateful, Stateful):
+                raise TypeError(
+                    f"keep({name}=…) is a {type(stateful).__name__} without state_dict() and load_state_dict(): "
+                    "put plain values into run.values"
+                )
+            check_tree(stateful.state_dict(), f"keep({name}=…)")
+            (self.rank_objects if of_rank else self.objects)[name] = stateful
+
+    def capture(self, device: torch.device) -> dict[str, Any]:
+        """Returns the states of the program's generators and of the script's (`restore` takes them)."""
+        own = {name: generators.state_of(generator) for name, generator in self.generators.items()}
+        return {**generators.capture(device), "own": own}
+
+    def restore(self, states: dict[str, Any], device: torch.device) -> None:
+        """Restores the states from `capture`; a generator without a saved state keeps its own. Raises `ValueError`, `TypeError`."""
+        generators.restore(states, device)
+        for name in self.generators.keys() & states.get("own", {}).keys():
+            self._give(name, states["own"][name])
+
+    def _give(self, name: str, state: Any) -> None:
+        try:
+            generators.set_state(self.generators[name], state)
+        except (ValueError, TypeError, KeyError, RuntimeError) as error:
+            raise ValueError(f"{name} is a generator of another kind than the one that was saved, {error}") from error
+
+    def restore_alike(self, states: dict[str, Any], world: World) -> list[str]:
+        """`restore`s the script's generators at another number of ranks: those that all ranks have made alike. Collective.
+
+        Args:
+            states: None for a generator whose states were not the same on all ranks.
+
+        Returns:
+            The names of the generators that begin anew, although they were saved.
+        """
+        mine = {name: zlib.crc32(repr(_of(generator)).encode()) for name, generator in self.generators.items()}
+        prints = all_gather_trees(mine, world)
+        anew = []
+        for name in sorted(self.generators.keys() & states.keys()):
+            if states[name] is None or any(others.get(name) != mine[name] for others in prints):
+                anew.append(name)
+            else:
+                self._give(name, states[name])
+        return anew
+
+    def has(self, wanted: object) -> bool:
+        """Returns whether this object itself is kept. Then its own state is restored on resume."""
+        return any(wanted is kept for kept in (*self.objects.values(), *self.rank_objects.values()))
+
+    def shared_state(self) -> dict[str, Any]:
+        """Raises `TypeError` for a value that no checkpoint can hold."""
+        for name, values in (("run.values", self.values), ("run.summary", self.summary)):
+            check_tree(values, name)  # what lies in a list may have changed since it was set
+        return {
+            "objects": {name: stateful.state_dict() for name, stateful in self.objects.items()},
+            "values": dict(self.values),
+            "summary": dict(self.summary),
+            **{name: getattr(self, name) for name in _PLAIN},
+        }
+
+    def rank_state(self) -> dict[str, Any]:
+        return {
+            "objects": {name: stateful.state_dict() for name, stateful in self.rank_objects.items()},
+            "epoch_generators": self.epoch_generators,
+        }
+
+    def load(self, shared: dict[str, Any], rank: dict[str, Any] | None) -> None:
+        """Gives the objects their saved states. `rank` is None at another world size than it was saved at.
+
+        Raises:
+            ValueError: the checkpoint has other objects than the script keeps now.
+        """
+        _load(self.objects, shared["objects"])
+        self.values.clear()
+        self.values.update(shared["values"])
+        self.summary.clear()
+        self.summary.update(shared["summary"])
+        for name in _PLAIN:
+            setattr(self, name, shared[name])
+        if rank is not None:
+            _load(self.rank_objects, rank["objects"])
+            self.epoch_generators = rank["epoch_generators"]
+        elif self.rank_objects:
+            name = next(iter(self.rank_objects))
+            raise ValueError(f"{name} is each rank's own, and the number of ranks has changed")
+
+
+def _of(generator: Any) -> Any:
+    return generators.comparable(generators.state_of(generator))
+
+
+def _load(objects: dict[str, Stateful], states: dict[str, Any]) -> None:
+    if objects.keys() != states.keys():
+        different = sorted(objects.keys() ^ states.keys())[0]
+        where = "the script" if different in objects else "the checkpoint"
+        raise ValueError(f"{different} is in {where} only")
+    for name, stateful in objects.items():
+        stateful.load_state_dict(states[name])
+
+
+def check_tree(tree: Any, place: str) -> None:
+    """Raises `TypeError` that names the first value which no checkpoint can hold, and its place."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            check_tree(value, f"{place}[{key!r}]")
+    elif isinstance(tree, (list, tuple)):
+        for number, value in enumerate(tree):
+            check_tree(value, f"{place}[{number}]")
+    else:
+        try:
+            split(tree)
+        except TypeError:
+            type_name = f"{getattr(tree, 'dtype', '')} {type(tree).__name__}".strip()
+            raise TypeError(
+                f"{place} is a {type_name}, which no checkpoint can hold: use tensors, numpy arrays of numbers, numbers, "
+                "texts, lists and dictionaries"
+            ) from None
 
 
 @dataclass(slots=True)
@@ -63,7 +281,7 @@ class TrainState:
         return self.sync.batch_parts is not None
 
     def over_ranks(self, losses: torch.Tensor) -> torch.Tensor:
-        """The sum of `losses` over the ranks, on the CPU. Collective, unless each has that of all."""
+        """Returns the sum of `losses` over the ranks, on the CPU. Collective, unless each has that of all."""
         losses = losses.cpu().clone()
         if not self.of_all:
             dist.all_reduce(losses)
@@ -71,7 +289,7 @@ class TrainState:
 
 
 def gather(state: TrainState) -> dict[str, Any] | None:
-    """The whole state on rank 0. Elsewhere it may be None. Collective.
+    """Returns the whole state on rank 0. Elsewhere it may be None. Collective.
 
     Its tensors are the live ones: copy them before the next step.
     """
@@ -122,7 +340,7 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _transient(model: nn.Module) -> list[str]:
-    """The buffers that the model's `state_dict` leaves out."""
+    """Returns the buffers that the model's `state_dict` leaves out."""
     return [
         plain_name(model, f"{prefix}.{name}".lstrip("."))
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -154,7 +372,7 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0)
         if rank_state["misfit"] is not None:
             raise ValueError(rank_state["misfit"])
     shared = broadcast_tree(None if gathered is None else gathered["shared"], state.world, source)
-    _check_forms(shared, rank_state["losses"])
+    _check_forms(shared, rank_state["losses"], state.user_state)
     parameters = _parameters(state.model)
     _copy(shared["model"], parameters, state.sync.copy_into_shard)
     frozen, evaluating = set(shared["frozen"]), set(shared["evaluating"])
@@ -188,9 +406,12 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0)
     return anew
 
 
-def _check_forms(shared: dict[str, Any], losses: torch.Tensor) -> None:
+def _check_forms(shared: dict[str, Any], losses: torch.Tensor, user_state: UserState) -> None:
     """Raises `ValueError` for what no save has written. Its writer may seal anything, and the run would fail at the first step."""
     (epoch, step), kept, history = shared["cursor"], shared["kept"], shared["history"]
+    for name in _PLAIN:
+        if type(kept[name]) is not type(getattr(user_state, name)):
+            raise ValueError(f"{name} is {kept[name]!r:.40}")
     counts = {"epoch": epoch, "step": step, "steps": kept["steps"], "samples": kept["samples"]}
     counts |= {name: history[name] for name in _COUNTS if name in history}
     for name, count in counts.items():
@@ -206,7 +427,7 @@ def _check_forms(shared: dict[str, Any], losses: torch.Tensor) -> None:
 
 
 def _merged(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
-    """The state with which every rank starts at another world size. `misfit`: why the saved parts cannot be merged, or None.
+    """Returns the state with which every rank starts at another world size. `misfit`: why the saved parts cannot be merged, or None.
 
     Only the rank that read the checkpoint merges, so that the parts of all saved ranks need not be sent.
     """
@@ -229,20 +450,8 @@ def _merged(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
         return {"misfit": f"{type(error).__name__}: {error}"}
 
 
-def evaluated_weights(gathered: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The weights that evaluation used: the average where there is one, with batch statistics averaged over the ranks.
-
-    The names are those of a `state_dict`: a parameter that several modules share has an entry for each of its names.
-    """
-    shared, ranks = gathered["shared"], gathered["ranks"]
-    weights, buffers = ("average", "average_buffers") if shared["average"] else ("model", "buffers")
-    tensors = {**shared[weights], **mean_of([rank[buffers] for rank in ranks])}
-    tensors |= {alias: tensors[name] for alias, name in shared["aliases"].items()}
-    return {name: tensor for name, tensor in tensors.items() if name not in shared["transient"]}
-
-
 def mean_of(buffers: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The mean over the ranks of each floating-point buffer, in its own type; of others (counters), rank 0's value.
+    """Returns the mean over the ranks of each floating-point buffer, in its own type; of others (counters), rank 0's value.
 
     Args:
         buffers: of each rank, by name; all ranks have the same names and shapes.
@@ -298,7 +507,7 @@ def _copy(
 
 
 def _by_name(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
-    """A full `state_dict` of an optimizer, with names instead of numbers.
+    """Returns a full `state_dict` of an optimizer, with names instead of numbers.
 
     Args:
         names: the parameter names of each group.
@@ -317,7 +526,7 @@ def _by_name(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
 
 
 def _load_optimizers(shared: dict[str, Any], state: TrainState) -> None:
-    """The checkpoint's groups hold: a script may have added some, or moved a parameter, in the middle of the run.
+    """Loads the checkpoint's optimizers with their groups: a script may have added some, or moved a parameter, in the middle of the run.
 
     Raises:
         ValueError: the checkpoint has other optimizers, or an optimizer that does not fit.
@@ -348,7 +557,7 @@ def _load_optimizers(shared: dict[str, Any], state: TrainState) -> None:
 
 
 def _by_number(saved: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `_by_name`. Raises `ValueError` for the state of a parameter that is in no group."""
+    """Returns the inverse of `_by_name`. Raises `ValueError` for the state of a parameter that is in no group."""
     names = [name for group in saved["param_groups"] for name in group["params"]]
     number = {name: position for position, name in enumerate(names)}
     if unknown := saved["state"].keys() - number:
@@ -361,7 +570,7 @@ def _by_number(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def parameter_names(sync: GradientSync, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """The names of the parameters in each of the optimizer's groups.
+    """Returns the names of the parameters in each of the optimizer's groups.
 
     Raises:
         ValueError: a tensor is not a parameter of the model.
@@ -378,7 +587,7 @@ def parameter_names(sync: GradientSync, optimizer: torch.optim.Optimizer) -> lis
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
-    """The other names of shared parameters and buffers: alias → the name under which the checkpoint holds the tensor."""
+    """Returns the other names of shared parameters and buffers: alias → the name under which the checkpoint holds the tensor."""
     first = {id(tensor): name for name, tensor in (_parameters(model) | _buffers(model)).items()}
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names = {plain_name(model, name): first[id(tensor)] for name, tensor in every}

@@ -25,12 +25,12 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import safetensors
 import torch
@@ -38,7 +38,6 @@ import torch
 from .. import files
 from ..contract import UserError, checkpoint_name
 from ..parallel.packing import DTYPE_NAMES, join, split
-from .score import KeepBest, Rule
 
 R = TypeVar("R")
 
@@ -52,6 +51,29 @@ MAX_HEADER_BYTES = 100_000_000
 FORMAT = 3
 _CHUNK = 8 << 20
 _NAME = re.compile(r"step-(\d{8,12})")
+KeepBest: TypeAlias = "bool | Mapping[str, str]"
+"""The setting `checkpoint.keep_best`: {name: max or min}; true means {accuracy: max}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The number that is a run's score, and whether it is better where it is higher (1) or lower (-1)."""
+
+    name: str
+    sign: int
+
+    @classmethod
+    def of(cls, keep_best: KeepBest) -> Rule:
+        """Returns the rule of a run. Without a best checkpoint its score is the accuracy."""
+        name, better = ("accuracy", "max") if isinstance(keep_best, bool) else next(iter(keep_best.items()))
+        return cls(name, 1 if better == "max" else -1)
+
+    def best(self, scores: Mapping[int, float]) -> int | None:
+        """Returns the step with the best score, the newest of several. `scores`: by step."""
+        return max(scores, key=lambda step: (self.sign * scores[step], step), default=None)
+
+    def better(self, value: float, than: float | None) -> bool:
+        return math.isfinite(value) and (than is None or self.sign * value > self.sign * than)
 
 
 class CorruptCheckpoint(Exception):
@@ -59,7 +81,7 @@ class CorruptCheckpoint(Exception):
 
 
 def candidates(directory: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first, verified or not. Raises `OSError` where it cannot be read."""
+    """Returns the checkpoints in a folder, newest first, verified or not. Raises `OSError` where it cannot be read."""
     try:
         paths = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
     except FileNotFoundError:
@@ -68,7 +90,7 @@ def candidates(directory: Path) -> list[Path]:
 
 
 def listed(directory: Path) -> list[Path]:
-    """`candidates`. Raises `UserError`."""
+    """Returns the `candidates`. Raises `UserError`."""
     try:
         return candidates(directory)
     except OSError as error:
@@ -76,7 +98,7 @@ def listed(directory: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint's folder, by its name, which must be one of `candidates`."""
+    """Returns the step of a checkpoint's folder, by its name, which must be one of `candidates`."""
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1])
@@ -117,7 +139,7 @@ def verify(path: Path) -> dict[str, Any]:
 def newest_verified(
     directory: Path, warn: Callable[[str], None] = lambda _: None, known: Path | None = None
 ) -> Path | None:
-    """The newest checkpoint whose every byte verifies; each bad one that is newer is reported through `warn`.
+    """Returns the newest checkpoint whose every byte verifies; each bad one that is newer is reported through `warn`.
 
     Returns None where there is no checkpoint at all.
 
@@ -145,7 +167,7 @@ def newest_verified(
 
 
 def load(path: Path) -> Any:
-    """The state tree of a checkpoint, tensors on the CPU. Verify it first. Raises `CorruptCheckpoint`."""
+    """Returns the state tree of a checkpoint, tensors on the CPU. Verify it first. Raises `CorruptCheckpoint`."""
     with files.reading(path, CorruptCheckpoint):
         plain = json.loads(files.read(path / STATE, MAX_STATE_BYTES))
         with safetensors.safe_open(path / TENSORS, framework="pt") as file:
@@ -180,7 +202,7 @@ class Worker:
             threading.Thread(target=self._work, args=(self._calls,), name=self._name, daemon=True).start()
 
     def run(self, function: Callable[..., R], *arguments: Any) -> Future[R]:
-        """Behind what waits already."""
+        """Calls a function after those that wait already."""
         if self._process != os.getpid():
             self.begin()
         self._last = future = Future[R]()
@@ -352,21 +374,45 @@ def clean(directory: Path) -> None:
 
 
 def best(paths: list[Path], rule: Rule) -> tuple[Path, float] | None:
-    """The checkpoint with the best score and that score, the newest of several; None where none was measured by that rule."""
+    """Returns the checkpoint with the best score and that score, the newest of several; None where none was measured by that rule."""
     scores = {step_of(path): (path, score) for path in paths if (score := score_of(path, rule)) is not None}
     found = rule.best({step: score for step, (_, score) in scores.items()})
     return None if found is None else scores[found]
 
 
 def score_of(path: Path, rule: Rule) -> float | None:
-    """None where it was not measured by that rule."""
+    """Returns the score of a checkpoint; None: it was not measured by that rule."""
     about = files.read_json(path / MANIFEST, 1 << 20)
     score = about.get("score") if isinstance(about, dict) and about.get("score_of") == rule.name else None
     return float(score) if isinstance(score, (int, float)) and math.isfinite(score) else None
 
 
+def chosen(
+    steps: Collection[int], wanted: int | Rule, score: Callable[[int, Rule], float | None], where: object
+) -> int:
+    """Returns the step of the checkpoint that is wanted: that step itself, or the best by a rule.
+
+    Args:
+        steps: of all checkpoints that there are.
+        score: of one of them; None: it was not measured by that rule.
+        where: they are, for the error.
+
+    Raises:
+        UserError: it is not there. Another one never stands in for it.
+    """
+    there = f"there are {', '.join(map(str, sorted(steps)))}"
+    if isinstance(wanted, int):
+        if wanted not in steps:
+            raise UserError(f"{where} has no checkpoint of step {wanted}; {there}")
+        return wanted
+    best = wanted.best({step: value for step in steps if (value := score(step, wanted)) is not None})
+    if best is None:
+        raise UserError(f"no checkpoint of {where} has a score ({wanted.name}): choose one with --step; {there}")
+    return best
+
+
 def seal(value: dict[str, Any]) -> str:
-    """The sha256 of a manifest itself, without which a flipped digit outside the checksums would go unseen."""
+    """Returns the sha256 of a manifest itself, without which a flipped digit outside the checksums would go unseen."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -399,14 +445,14 @@ def _write_file(path: Path, pieces: Sequence[Any]) -> dict[str, Any]:
 
 
 def _readable(text: bytes, limit: int, name: str) -> bytes:
-    """`text`, if it is small enough to be read again. Raises `OSError` otherwise."""
+    """Returns `text` if it is small enough to be read again. Raises `OSError` otherwise."""
     if len(text) > limit:
         raise OSError(errno.EFBIG, f"{name} would have {len(text)} bytes, and at most {limit} are read")
     return text
 
 
 def tensor_file(tensors: dict[str, torch.Tensor], metadata: Mapping[str, str] = MappingProxyType({})) -> list[Any]:
-    """The byte pieces of a safetensors file (header, then the data of each tensor), without another copy.
+    """Returns the byte pieces of a safetensors file (header, then the data of each tensor), without another copy.
 
     The largest elements come first, so that each tensor lies at a multiple of the size of its elements. Otherwise all is in the
     order that it was given in: what the library writes has its metadata in another one each time.
@@ -444,7 +490,7 @@ class _Names:
         self._used = {"", "__metadata__"}  # safetensors does not allow the latter as a name
 
     def __call__(self, place: tuple[str, ...]) -> str:
-        """The name, with `~` added if it is already used: a key of a mapping may contain a `/`."""
+        """Returns the name, with `~` added if it is already used: a key of a mapping may contain a `/`."""
         for beginning, short in _PLACES:
             if place[: len(beginning)] == beginning:
                 place = short + place[len(beginning) :]
@@ -454,3 +500,60 @@ class _Names:
             name += "~"
         self._used.add(name)
         return name
+
+
+class Scores:
+    """The scores of one attempt that this rank knows.
+
+    Args:
+        history: the run's, which goes into every checkpoint. It holds the best scores so far (`best_NAME`), and the best that
+            a checkpoint was saved with (`saved_NAME`): the weights of a score may be gone before they can be saved.
+    """
+
+    def __init__(self, history: dict[str, Any], keep_best: KeepBest) -> None:
+        self.rule, self._history, self._keeps = Rule.of(keep_best), history, keep_best is not False
+        self._step, self._value = -1, math.nan
+        """The last score, and the step after which it was measured."""
+        self._new = self._unsaved = False
+        """Whether it came after the last boundary; whether it is better than that of any checkpoint."""
+
+    def note(self, numbers: Mapping[str, float], step: int) -> None:
+        """Numbers that were measured on the weights after `step`."""
+        for rule in (self.rule, Rule.of(True)):  # the best accuracy is reported, whatever is kept
+            if rule.name in numbers:
+                self._raise("best", rule, numbers[rule.name])
+        if self.rule.name in numbers:
+            value = numbers[self.rule.name]
+            if step != self._step or self.rule.better(value, self._value):
+                self._value = value
+            self._unsaved = self.rule.better(self._value, self._history.get(f"saved_{self.rule.name}"))
+            self._step, self._new = step, self._keeps
+
+    def _raise(self, which: str, rule: Rule, value: float) -> None:
+        if rule.better(value, self._history.get(f"{which}_{rule.name}")):
+            self._history[f"{which}_{rule.name}"] = value
+
+    @property
+    def best_name(self) -> str:
+        """As `history` and summary.json have it."""
+        return f"best_{self.rule.name}"
+
+    @property
+    def best(self) -> float | None:
+        """The best score of the run so far; None: none was noted."""
+        return self._history.get(self.best_name)
+
+    def asks(self, step: int) -> bool | None:
+        """Returns whether the state after `step` is to be saved for its score. None: no score came since the last call."""
+        new, self._new = self._new, False
+        return self._unsaved and self._step == step if new else None
+
+    def of(self, step: int) -> float | None:
+        """Returns the score of the weights after `step`; None: they were not measured."""
+        return self._value if step == self._step and math.isfinite(self._value) else None
+
+    def saved(self, step: int) -> None:
+        """Records that a checkpoint of the state after `step` is about to be gathered."""
+        if step == self._step:
+            self._raise("saved", self.rule, self._value)
+            self._unsaved = False

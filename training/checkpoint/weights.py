@@ -21,8 +21,8 @@ from .. import files
 from ..contract import UserError
 from ..parallel.names import matched
 from . import store
-from .score import Rule, chosen
-from .state import evaluated_weights
+from .state import mean_of
+from .store import Rule, chosen
 
 SAFETENSORS = ".safetensors"
 ENVELOPES = ("state_dict", "model")
@@ -30,7 +30,7 @@ ENVELOPES = ("state_dict", "model")
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
-    """A state dict. Only tensors are read, no code, and no file takes more memory than it has bytes.
+    """Returns a state dict. Only tensors are read, no code, and no file takes more memory than it has bytes.
 
     Raises:
         UserError: the file is missing, or holds anything but named tensors: bare, or as the one state dict in an envelope.
@@ -121,7 +121,7 @@ def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> No
 def from_run(
     run_dir: Path, warn: Callable[[str], None] = print, wanted: int | Rule | None = None
 ) -> tuple[dict[str, torch.Tensor], int, dict[str, Any]]:  # fmt: skip
-    """(the weights that evaluation used, their step, `run.values`) of a run's checkpoint that verifies: its newest, the one of a
+    """Returns (the weights that evaluation used, their step, `run.values`) of a run's checkpoint that verifies: its newest, that of a
     step, or the best by a rule. Raises `UserError`; another one never stands in for the step or the best."""
     if wanted is None:
         path = store.newest_verified(run_dir / "checkpoints", warn)
@@ -142,6 +142,18 @@ def from_run(
         if not _is_state_dict(weights):
             raise ValueError("it holds no weights")
         return weights, store.step_of(path), dict(gathered["shared"]["kept"]["values"])
+
+
+def evaluated_weights(gathered: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns the weights that evaluation used: the average where there is one, with batch statistics averaged over the ranks.
+
+    The names are those of a `state_dict`: a parameter that several modules share has an entry for each of its names.
+    """
+    shared, ranks = gathered["shared"], gathered["ranks"]
+    weights, buffers = ("average", "average_buffers") if shared["average"] else ("model", "buffers")
+    tensors = {**shared[weights], **mean_of([rank[buffers] for rank in ranks])}
+    tensors |= {alias: tensors[name] for alias, name in shared["aliases"].items()}
+    return {name: tensor for name, tensor in tensors.items() if name not in shared["transient"]}
 
 
 def write(weights: dict[str, torch.Tensor], path: Path, values: Mapping[str, Any] | None = None) -> None:

@@ -15,7 +15,7 @@ from ..bucket import Bucket, as_user_error
 from ..contract import EXIT_UNREACHABLE, REPORT_FILE, UserError
 
 if TYPE_CHECKING:
-    from ..checkpoint.score import Rule
+    from ..checkpoint.store import Rule
 
 
 class Location:

@@ -13,8 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..checkpoint import store
-from ..checkpoint.state import parameter_names
-from ..checkpoint.user_state import UserState
+from ..checkpoint.state import UserState, parameter_names
 from ..contract import ENV_LIVE, UserError, say
 from ..observe.metrics import Metrics
 from ..observe.rundir import RunDirectory

@@ -23,9 +23,8 @@ from lockstep.wire.signals import end_with_launcher, give_back
 
 from .. import generators
 from ..checkpoint.object_store import ObjectStore
-from ..checkpoint.score import Scores
-from ..checkpoint.state import Cursor, TrainState, scatter
-from ..checkpoint.user_state import UserState
+from ..checkpoint.state import Cursor, TrainState, UserState, scatter
+from ..checkpoint.store import Scores
 from ..config import Config, RunSettings, form_of
 from ..contract import (
     ENV_NOTE,

@@ -19,9 +19,8 @@ from pathlib import Path
 
 from ..checkpoint import store
 from ..checkpoint.object_store import ObjectStore, TakenOver
-from ..checkpoint.score import KeepBest, Rule
 from ..checkpoint.state import gather
-from ..checkpoint.store import SaveResult, Worker, Writer
+from ..checkpoint.store import KeepBest, Rule, SaveResult, Worker, Writer
 from ..contract import UserError, say
 from ..limits import (
     BUCKET_LOOK_SECONDS,

@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdRef
 
 from .. import generators
-from ..checkpoint.state import TrainState, parameter_names
-from ..checkpoint.user_state import Stateful
+from ..checkpoint.state import Stateful, TrainState, parameter_names
 from ..contract import named
 from ..parallel.exchange import all_gather_trees, same_on_all
 from ..parallel.names import plain, plain_name

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.training.checkpoint import state as states
-from lockstep.training.checkpoint.user_state import UserState, Values
+from lockstep.training.checkpoint.state import UserState, Values
 from lockstep.training.parallel.world import World
 from tests import product
 
