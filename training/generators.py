@@ -17,7 +17,7 @@ def seed(number: int) -> None:
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The states of all generators, as plain values and tensors (`restore` takes them)."""
+    """Returns the states of all generators, as plain values and tensors (`restore` takes them)."""
     algorithm, keys, *rest = np.random.get_state()
     states: dict[str, Any] = {
         "python": _of_python(random.getstate()),
@@ -44,14 +44,14 @@ def restore(states: dict[str, Any], device: torch.device) -> None:
 
 
 def is_generator(thing: object) -> bool:
-    """Whether it is a random generator that a script may have made: torch's, numpy's or Python's."""
+    """Returns whether it is a random generator that a script may have made: torch's, numpy's or Python's."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     kind = type(thing)  # the `__class__` of a proxy may raise
     return issubclass(kind, kinds) and not issubclass(kind, random.SystemRandom)
 
 
 def state_of(generator: Any) -> Any:
-    """The state of one (`is_generator`), as plain values or a tensor (`set_state` takes it)."""
+    """Returns the state of one (`is_generator`), as plain values or a tensor (`set_state` takes it)."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -62,7 +62,7 @@ def state_of(generator: Any) -> Any:
 
 
 def comparable(state: Any) -> Any:
-    """What `state_of` has given, as values that `==` compares."""
+    """Returns the state from `state_of` as values that `==` compares."""
     if isinstance(state, list):  # of Python
         return [comparable(value) for value in state]
     return state.tolist() if isinstance(state, torch.Tensor) else state
@@ -79,7 +79,7 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def _of_python(state: Any) -> list[Any]:
-    """The state of a generator of Python with its 625 numbers in one tensor."""
+    """Returns the state of a generator of Python with its 625 numbers in one tensor."""
     version, numbers, gauss = state
     return [version, torch.tensor(numbers, device="cpu"), gauss]
 
@@ -96,8 +96,8 @@ def _plain(state: Any) -> Any:
     return state.tolist() if isinstance(state, (np.ndarray, np.generic)) else state
 
 
-class Drawing:
-    """Around the function of a step: torch's generators are those of a seed inside, and the script's own again after it.
+class RngScope:
+    """Around the function of a step: inside, torch's generators are seeded; after it they have the script's own states again.
 
     Args:
         every: Python's and numpy's, too.
@@ -107,13 +107,13 @@ class Drawing:
         self._every = every
         self._last: list[Any] | None = None
         self.drawn_between = False
-        """Whether the script has drawn random numbers since the last step, or since `look`."""
+        """Whether the script has drawn random numbers since the last step, or since `watch`."""
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
 
-    def look(self) -> None:
-        """What is drawn from here on, until the next step, is drawn between two steps."""
+    def watch(self) -> None:
+        """Begins to watch what the script draws between two steps."""
         self._keep()
         self._last = self._comparable()
 
@@ -123,7 +123,7 @@ class Drawing:
             self._others = random.getstate(), np.random.get_state()
 
     def _comparable(self) -> list[Any]:
-        """What `_keep` has kept, as values that `==` compares."""
+        """Returns the states that `_keep` has read, as values that `==` compares."""
         python, (algorithm, keys, *rest) = self._others
         return [
             [state.numpy().tobytes() for state in self._before],
@@ -131,15 +131,15 @@ class Drawing:
             (algorithm, np.asarray(keys).tobytes(), *rest),
         ]
 
-    def __enter__(self) -> Drawing:
+    def __enter__(self) -> RngScope:
         self._keep()
         if self._every:
             last, self._last = self._last, self._comparable()
             self.drawn_between = last not in (None, self._last)
         return self
 
-    def begin(self, number: int) -> None:
-        """What is drawn from here on is what is drawn whenever it begins with this number."""
+    def seed(self, number: int) -> None:
+        """Seeds the generators: the same number gives the same draws."""
         for generator in self._generators:
             generator.manual_seed(number)
         if self._every:

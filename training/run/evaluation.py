@@ -19,7 +19,7 @@ from ..data import order
 from ..data.alike import check_alike
 from ..data.batches import Seeded, loader
 from ..data.pytree import to_device
-from ..generators import Drawing
+from ..generators import RngScope
 from ..parallel.exchange import all_gather_trees, raise_together
 from ..parallel.world import World
 
@@ -57,7 +57,7 @@ def summed(
     known: dict[int, Sums] = {}
     form: Form | None = None
     rank_and_size, missing, batches = (-1, -1), deque[int](), iter(())
-    drawing = Drawing(world.device, every=True)
+    drawing = RngScope(world.device, every=True)
     while len(known) < count:
         if rank_and_size != (world.rank, world.size):
             rank_and_size = world.rank, world.size
@@ -70,7 +70,7 @@ def summed(
             if missing and error is None:
                 try:
                     with torch.no_grad(), drawing:  # what is drawn later, all ranks draw alike
-                        drawing.begin(order.key(seed, missing[0], order.Salt.EVALUATION))
+                        drawing.seed(order.key(seed, missing[0], order.Salt.EVALUATION))
                         of_rank[missing.popleft()] = _checked(_call(function, next(batches)))
                 except Exception as caught:  # noqa: BLE001 - raised below, on all ranks
                     error = caught

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from ..contract import UserError, named
 from ..data import order
 from ..data.batches import Part
-from ..generators import Drawing
+from ..generators import RngScope
 from ..parallel.exchange import all_gather_trees, raise_together
 from ..parallel.packing import tensor_bytes
 from ..resilience.closeness import BATCH_STATISTICS
@@ -39,7 +39,7 @@ PROCESSOR = "processor"
 class LogicalWorkers:
     """What the steps of an attempt share. All ranks call the same methods in the same order."""
 
-    def __init__(self, run: Run, replica: Replica, drawing: Drawing) -> None:
+    def __init__(self, run: Run, replica: Replica, drawing: RngScope) -> None:
         self.run, self.replica, self._drawing = run, replica, drawing
         self._names = {*BATCH_STATISTICS, *replica.sync.settings.options.get("mean", ())}
         self.refused: UserError | None = None
@@ -72,7 +72,7 @@ class LogicalWorkers:
         """A batch is there. What was done between two epochs, such as an evaluation, is the script's business."""
         if self._epoch != self.run.state.cursor.epoch:
             self._epoch, self._after = self.run.state.cursor.epoch, None
-            self._drawing.look()
+            self._drawing.watch()
 
     def proves(self, after_save: bool) -> bool:
         """Whether the function of the step is tested in this one. `after_save`: it follows a save, or a start."""
@@ -183,7 +183,7 @@ class LogicalWorkers:
 
     def draw(self, part: int) -> None:
         """Seeds the generators with which the part begins."""
-        self._drawing.begin(order.key(self.run.config.seed, self.run.steps_done, part, order.Salt.PART))
+        self._drawing.seed(order.key(self.run.config.seed, self.run.steps_done, part, order.Salt.PART))
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:

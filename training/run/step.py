@@ -56,7 +56,7 @@ class Step:
         self.looks = run.config.nonfinite != "ignore"
         """Whether each gradient is looked at before it moves a weight."""
         cut = replica.sync.batch_parts is not None
-        self._drawing = generators.Drawing(run.world.device, every=cut)
+        self._drawing = generators.RngScope(run.world.device, every=cut)
         self._cuts = run.world.size > 1 or cut or run.config.micro_batch_size > 0
         """A backward pass has the gradient of a part of the batch."""
         self.logical_workers = LogicalWorkers(run, replica, self._drawing) if cut else None
@@ -408,7 +408,7 @@ class Step:
     def _redraw(self) -> None:
         """What the function draws is a function of the seed, the step and the rank."""
         run = self.run
-        self._drawing.begin(order.key(run.config.seed, run.steps_done, run.world.rank, order.Salt.STEP))
+        self._drawing.seed(order.key(run.config.seed, run.steps_done, run.world.rank, order.Salt.STEP))
 
     # A step in parts: `backward`, perhaps of several micro-batches, and `update`.
 

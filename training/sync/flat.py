@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..generators import Drawing
+from ..generators import RngScope
 from ..parallel.exchange import gather_trees
 from ..parallel.world import World
 from .base import (
@@ -249,19 +249,19 @@ def combines(optimizer: torch.optim.Optimizer) -> bool:
     if isinstance(optimizer, torch.optim.LBFGS):
         return True
     like = next((p for group in optimizer.param_groups for p in group["params"]), torch.zeros(()))
-    with Drawing(like.device, every=True) as drawing:
+    with RngScope(like.device, every=True) as drawing:
         try:
             return not torch.equal(*(_stepped(optimizer, like, count, drawing) for count in (1, 2)))
         except Exception:  # noqa: BLE001 - a constructor of its own may raise anything
             return False
 
 
-def _stepped(optimizer: torch.optim.Optimizer, like: torch.Tensor, count: int, drawing: Drawing) -> torch.Tensor:
+def _stepped(optimizer: torch.optim.Optimizer, like: torch.Tensor, count: int, drawing: RngScope) -> torch.Tensor:
     """The first of `count` small parameters after a few steps of such an optimizer; the gradients of the others are large."""
     params = [nn.Parameter(like.new_ones(4, 4) * (number + 1)) for number in range(count)]
     probe = type(optimizer)(params, **optimizer.defaults)
     for step in range(1, 4):
-        drawing.begin(step)  # a step may draw noise
+        drawing.seed(step)  # a step may draw noise
         for number, parameter in enumerate(params):
             parameter.grad = parameter.detach() * 0.1 * step * 100**number
         probe.step()
