@@ -1,4 +1,4 @@
-"""The limits of time of `training`, in seconds, each with its reason. A limit that users may want to change is a setting in `config`.
+"""The limits of time of `training` and `wire`, in seconds, each with its reason. A limit that users may want to change is a setting.
 
 A module that waits takes its limit from here, so that a reader compares them in one place. Imports nothing.
 """
@@ -95,10 +95,31 @@ RAISED_SECONDS = 2.0
 SLOW_LOOK_SECONDS = 1.0
 """Time between two comparisons of the ranks' step times. The steps between two comparisons are a block."""
 
+# Hangs.
+
+HANG_LOOK_SECONDS = 0.5
+"""Time between two looks at the progress of the ranks."""
+HANG_SECONDS = 10.0
+"""A rank is named at the earliest after this time without progress."""
+FIRST_STEP_SECONDS = 300.0
+"""The same before the first step: it may compile."""
+SETTLE_SECONDS = 2.0
+"""Time without a further finding, until the verdict is that all known ranks wait for others."""
+STACK_SECONDS = 1.0
+"""Bounds the wait for the stacks of a process: one that is stopped writes none."""
+STACK_LOOK_SECONDS = 0.02
+"""Time between two looks whether a process has written its stacks."""
+WATCHER_SECONDS = 5.0
+"""Bounds the end of the process that watches a rank without a launcher."""
+
 # Signals.
 
 ONE_SIGNAL_SECONDS = 2.0
 """Signals within this time count as one: launchers and clusters send the same signal to a process twice."""
+HOLD_SECONDS = 20.0
+"""Early signals wait this long for a rank's imports, from its start; then for its Session, from the signal on."""
+REQUEUE_SECONDS = 120.0
+"""A rank waits this long to be ended by the requeue that rank 0 has requested."""
 LAST_WORDS_SECONDS = 1.0
 """Bounds how long the second signal waits for `Signals.on_second_signal`."""
 

@@ -26,22 +26,14 @@ from typing import Any, TypeVar
 
 from lockstep.training import contract, files
 from lockstep.training.contract import named, to_stderr
+from lockstep.training.limits import DISK_SECONDS, FIRST_STEP_SECONDS, HANG_LOOK_SECONDS, HANG_SECONDS, SETTLE_SECONDS
 from lockstep.wire.progress import SIGNAL, Frame, RankProgress, children, main_frames, place_of, seen, stacks, state_of
 from lockstep.wire.signals import FORWARDED
 
-LOOK_SECONDS = 0.5
-HANG_SECONDS = 10.0
-"""Without progress, at least, until a rank is named."""
-FIRST_SECONDS = 300.0
-"""The same before the first step: it may compile."""
-LONGEST = 4.0
-"""And as a multiple of the longest time without progress so far."""
-SETTLE_SECONDS = 2.0
-"""Without a further finding, until somebody says that all who are heard of wait for others."""
-DISK_SECONDS = 2.0
-"""For the run directory, whose disk may be what a rank waits for."""
-MOST_BYTES, MOST_RANKS = 64 << 20, 1 << 16
-"""Of the file that is read, and of those that are named where nothing is heard of them."""
+QUIET_FACTOR = 4.0
+"""A rank is named at the earliest after this multiple of the longest time without progress so far."""
+MAX_BYTES, MAX_RANKS = 64 << 20, 1 << 16
+"""Of the file that is read, and of the silent ranks that are named."""
 LOADER, STOPPED, DISK = "waits for its data loader", "stands stopped", "waits for a disk or a device"
 STANDS = (LOADER, STOPPED, DISK)
 """What is a hang also where no rank waits for another one."""
@@ -119,7 +111,7 @@ def _stalled_rank_of(value: dict[str, Any]) -> StalledRank:
 def of_run(run_dir: Path) -> Hang | None:
     """Returns the hang that the run directory reports; None: there is none."""
     try:
-        return read_hangs(files.read(run_dir / contract.HANG_FILE, MOST_BYTES))
+        return read_hangs(files.read(run_dir / contract.HANG_FILE, MAX_BYTES))
     except (OSError, ValueError):
         return None
 
@@ -134,7 +126,7 @@ def _sentence(ranks: list[StalledRank], size: int) -> str:
     for one in ranks:
         places.setdefault(one.where, []).append(one.rank)
     said = "; ".join(f"rank {named(there)} ({where})" for where, there in places.items())
-    silent = sorted(set(range(size)) - set(waiting)) if max(waiting) < size <= MOST_RANKS else []
+    silent = sorted(set(range(size)) - set(waiting)) if max(waiting) < size <= MAX_RANKS else []
     if silent:
         return f"{said} waits for others, and nothing is heard of rank {named(silent)}"
     return f"all ranks wait for others: {said}"
@@ -199,7 +191,7 @@ class Hangs:
         now = time.monotonic()
         if now < self._next:
             return
-        late, self._next = now - self._next > 10 * LOOK_SECONDS, now + LOOK_SECONDS
+        late, self._next = now - self._next > 10 * HANG_LOOK_SECONDS, now + HANG_LOOK_SECONDS
         for rank in [rank for rank in self._ranks if rank not in ranks]:
             del self._ranks[rank]
         for rank in ranks:
@@ -214,7 +206,7 @@ class Hangs:
             elif late:  # this process was stopped, and the ranks may have been, too
                 known.since = now
         quiet = min((now - known.since for known in self._ranks.values()), default=0.0)
-        if quiet < LOOK_SECONDS:
+        if quiet < HANG_LOOK_SECONDS:
             self.over()
         elif self._finding is not None:
             self._settle(self._finding, quiet)
@@ -224,7 +216,7 @@ class Hangs:
     def _bound(self) -> float:
         begun = all(known.found.of_attempt for known in self._ranks.values())
         longest = max(known.longest for known in self._ranks.values())
-        return max(HANG_SECONDS if begun else FIRST_SECONDS, LONGEST * longest)
+        return max(HANG_SECONDS if begun else FIRST_STEP_SECONDS, QUIET_FACTOR * longest)
 
     def _find(self, seconds: float) -> None:
         shown = {rank: known.found for rank, known in self._ranks.items()}
@@ -394,7 +386,7 @@ def main(folder: Path, number: int, pid: int) -> None:
     for one in FORWARDED:
         signal.signal(one, signal.SIG_IGN)  # a cluster signals all processes of a job
     hangs = Hangs(folder)
-    while os.getppid() == pid and signal.sigtimedwait({SIGNAL}, LOOK_SECONDS) is None:
+    while os.getppid() == pid and signal.sigtimedwait({SIGNAL}, HANG_LOOK_SECONDS) is None:
         hangs.look([number])
     hangs.over()
     shutil.rmtree(folder, ignore_errors=True)

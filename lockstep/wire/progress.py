@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.training.contract import ENV_NOTE, OF_A_JOB
+from lockstep.training.limits import STACK_LOOK_SECONDS, STACK_SECONDS, WATCHER_SECONDS
 
 SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else 0
 """Nothing else uses a real-time signal of this number. 0: this system has none."""
@@ -33,9 +34,6 @@ WATCHER = "lockstep.wire.hangs"
 """The program that watches a rank if no launcher of ours has started it."""
 _COUNTS = struct.Struct("<QQQQQ")
 """The counts of `RankProgress`, in its order."""
-_STACK_SECONDS = 1.0
-_PAUSE_SECONDS = 0.02
-_END_SECONDS = 5.0
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.*)')
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 
@@ -128,7 +126,7 @@ class Progress:
         if self._watcher is not None:
             self._watcher.send_signal(SIGNAL)
             try:
-                self._watcher.wait(_END_SECONDS)
+                self._watcher.wait(WATCHER_SECONDS)
             except subprocess.TimeoutExpired:  # its disk does not answer
                 self._watcher.kill()
             self._watcher = None
@@ -250,10 +248,10 @@ def stacks(folder: Path, ranks: Mapping[int, RankProgress], of_loaders: bool = F
         rank: _ask(folder, rank, children(found.pid) if of_loaders else [found.pid]) for rank, found in ranks.items()
     }
     texts = dict.fromkeys(ranks, "")
-    deadline = time.monotonic() + _STACK_SECONDS
+    deadline = time.monotonic() + STACK_SECONDS
     waits = {rank: begin for rank, begin in begins.items() if begin is not None}
     while waits and time.monotonic() < deadline:
-        time.sleep(_PAUSE_SECONDS)
+        time.sleep(STACK_LOOK_SECONDS)
         for rank, begin in list(waits.items()):
             with contextlib.suppress(OSError), _stacks_file(folder, rank).open("rb") as file:
                 file.seek(begin)

@@ -20,13 +20,10 @@ from types import FrameType
 from typing import Any
 
 from lockstep.training.contract import ENV_LAUNCHER
+from lockstep.training.limits import HOLD_SECONDS, ONE_SIGNAL_SECONDS
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What the launcher hands on to its ranks."""
-HOLD_SECONDS = 20.0
-"""For a rank's imports, from its start; then for what comes before its Session, from the signal on."""
-ONCE_SECONDS = 2.0
-"""The same signal, later than that, is meant: it waits no longer. Launchers and clusters send one twice."""
 
 
 def command_of(words: list[str]) -> list[str]:
@@ -143,7 +140,7 @@ class PendingSignals:
         now, pids = time.monotonic(), list(pids)
         if not pids:
             self._missed.add(number)
-        if any(now - came > ONCE_SECONDS for (_, one), came in list(self._waiting.items()) if one == number):
+        if any(now - came > ONE_SIGNAL_SECONDS for (_, one), came in list(self._waiting.items()) if one == number):
             self._until = now
         for pid in pids:
             if number != signal.SIGKILL and now < self._until and starting(pid, number):
@@ -238,7 +235,7 @@ def give_back() -> None:
 
 def _keep(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the handler's signature
     now = time.monotonic()
-    if _no_session.is_set() or now - _came.get(number, now) > ONCE_SECONDS:
+    if _no_session.is_set() or now - _came.get(number, now) > ONE_SIGNAL_SECONDS:
         give_back()
         signal.raise_signal(number)
     elif number not in _came:

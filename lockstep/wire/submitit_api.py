@@ -13,6 +13,7 @@ from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from lockstep.training.contract import UserError, to_stderr
+from lockstep.training.limits import REQUEUE_SECONDS
 
 PAYLOAD, SCRIPT = "submitted.pkl", "submission.sh"
 """The ends of the names by which submitit finds a job's files."""
@@ -91,10 +92,6 @@ def leave_error(result: Path, text: str) -> None:
         utils.cloudpickle_dump(("error", text), temporary)
 
 
-HOLD_SECONDS = 120.0
-"""How long a rank waits to be ended by the requeue that rank 0 has asked for."""
-
-
 class Resumable:
     """A function that submitit starts again with the same arguments after a preemption or a time limit: its own Session resumes."""
 
@@ -146,4 +143,4 @@ def go_on(handlers: Mapping[int, Any], received: str | None) -> None:
             )
         handler(number, None)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(HOLD_SECONDS)
+        time.sleep(REQUEUE_SECONDS)

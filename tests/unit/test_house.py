@@ -80,7 +80,7 @@ FORBIDDEN = {
     "optim": ("lockstep.training.models", "lockstep.training.sync", "lockstep.training.data"),
 }  # fmt: skip
 """Part of `training` → what it does not import (docs/architecture.md)."""
-WIRE = tuple(f"lockstep.training.{name}" for name in ("contract", "files", "cli"))
+WIRE = tuple(f"lockstep.training.{name}" for name in ("contract", "limits", "files", "cli"))
 """What `wire` may import of `training`."""
 
 ABOVE = ("lockstep.tools", "lockstep.torture")

@@ -19,10 +19,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from lockstep.wire.hangs import HANG_SECONDS
-
 from .. import contract
-from ..limits import MAX_LINE_SECONDS, MIN_LINE_SECONDS
+from ..limits import HANG_SECONDS, MAX_LINE_SECONDS, MIN_LINE_SECONDS
 from .account import PRECEDENCE, Account, Line, TimeCategory, boot, boot_seconds, of_run, started
 from .clock import Observer, StepDone
 

@@ -46,7 +46,7 @@ def test_ranks_that_all_do_something_else_do_not_hang_until_one_waits_for_anothe
     two_ranks: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(hangs, "HANG_SECONDS", BOUND)
-    monkeypatch.setattr(hangs, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(hangs, "HANG_LOOK_SECONDS", 0.02)
     watch, asked = hangs.Hangs(two_ranks), [0]
 
     def ask(*words: object, **named: object) -> dict[int, str]:
