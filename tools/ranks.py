@@ -96,22 +96,21 @@ class Reader:
 
     def judged(self, before: dict[int, Snapshot], after: dict[int, Snapshot]) -> list[Rank]:
         """Returns each rank's work between two readings (`between`), and the verdict on ranks that hang."""
-        ranks, hang = between(before, after, self._straggler()), of_run(self.run_dir)
+        ranks, hang = between(before, after), of_run(self.run_dir)
         named = {one.rank: one for one in hang.named} if hang is not None else {}
         status = files.read_json(self.run_dir / contract.STATUS_FILE)
+        straggler = slow_rank_of(status)
         locked = files.is_locked(self.run_dir / contract.LOCK_FILE)
         code = status.get("code") if isinstance(status, dict) and not locked else None
         ended = code if type(code) is int else None
         for rank in ranks:
+            if straggler is not None and straggler["rank"] == rank.rank:
+                rank.straggler = straggler
             if rank.exit_code is None and rank.source == "textfile" and ended is not None:
                 rank.exit_code = ended  # it was killed
             if (one := named.get(rank.rank)) is not None and rank.exit_code is None:
                 rank.hang = printable(one.activity)
         return ranks
-
-    def _straggler(self) -> dict[str, Any] | None:
-        """Which rank holds the others up, as rank 0 has found (`slow.py`)."""
-        return slow_rank_of(files.read_json(self.run_dir / contract.STATUS_FILE))
 
     def _rank(self, rank: int) -> Snapshot | None:
         path = contract.textfile(self.run_dir, rank)
@@ -216,15 +215,9 @@ def parse(text: str) -> dict[str, float]:
     return values
 
 
-def between(
-    before: dict[int, Snapshot], after: dict[int, Snapshot], straggler: dict[str, Any] | None = None
-) -> list[Rank]:
+def between(before: dict[int, Snapshot], after: dict[int, Snapshot]) -> list[Rank]:
     """Returns each rank's work between two readings; since its start if it made no step in between, or is new."""
-    ranks = [_rank(before.get(number), snapshot) for number, snapshot in sorted(after.items())]
-    for rank in ranks:
-        if straggler is not None and straggler["rank"] == rank.rank:
-            rank.straggler = straggler
-    return ranks
+    return [_rank(before.get(number), snapshot) for number, snapshot in sorted(after.items())]
 
 
 def _rank(before: Snapshot | None, after: Snapshot) -> Rank:

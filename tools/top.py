@@ -152,8 +152,8 @@ def picture(run: str, ranks: list[Rank]) -> Group:
     for rank in shown_ranks:
         cells: list[str | Text] = list(row(rank))
         bar = Text()
-        for letter, _, colour in _runs(rank):
-            bar.append(letter, style=colour)
+        for letters, colour in _runs(rank):
+            bar.append(letters, style=colour)
         cells[4] = bar
         style = "bold red" if rank.straggler or rank.hang else None
         table.add_row(*(cells[number] for number in shown), style=style)
@@ -166,7 +166,7 @@ def row(rank: Rank) -> tuple[str, ...]:
     """The cells of a rank as plain text."""
     return (
         str(rank.rank), str(rank.step), _number(rank.images_per_second, "{:.0f}"),
-        _number(rank.step_seconds and rank.step_seconds * 1e3, "{:.1f}"), "".join(letter for letter, _, _ in _runs(rank)),
+        _number(rank.step_seconds and rank.step_seconds * 1e3, "{:.1f}"), "".join(letters for letters, _ in _runs(rank)),
         _number(rank.data_wait, "{:.0%}"), _number(rank.compute, "{:.0%}"), _number(rank.sync_wait, "{:.0%}"),
         _number(rank.loss, "{:.4f}"), _number(rank.memory_bytes and rank.memory_bytes / 2**20, "{:.0f} MiB"), note(rank),
     )  # fmt: skip
@@ -184,16 +184,15 @@ def note(rank: Rank) -> str:
     return "from its textfile" if rank.source == "textfile" else ""
 
 
-def _runs(rank: Rank) -> list[tuple[str, int, str]]:
-    """The bar: (letters, their number, colour) of each phase, `BAR` letters in all."""
-    shares = [(getattr(rank, name) or 0.0, letter, colour) for name, letter, colour in _LETTERS]
-    found, done, at = [], 0, 0.0
-    for share, letter, colour in shares:
-        at += share
+def _runs(rank: Rank) -> list[tuple[str, str]]:
+    """Returns the bar: letters and colour of each phase, `BAR` letters in all."""
+    runs, done, at = [], 0, 0.0
+    for name, letter, colour in _LETTERS:
+        at += getattr(rank, name) or 0.0
         upto = min(BAR, round(at * BAR)) if math.isfinite(at * BAR) else done
-        found.append((letter * (upto - done), upto - done, colour))
+        runs.append((letter * (upto - done), colour))
         done = max(done, upto)
-    return found
+    return runs
 
 
 def _number(value: float | None, form: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import math
@@ -12,7 +13,6 @@ import subprocess
 import time
 import uuid
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,23 +25,6 @@ from .processes import Process
 WATCH_SECONDS = 0.002
 COUNT_SECONDS = 0.5
 """Between two looks at the table of processes."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is tortured, and how its output is read."""
-
-    command: tuple[str, ...]
-    resume: tuple[str, ...]
-    inside: bool
-    """It runs in its run's folder, since its command does not name that."""
-    steps: re.Pattern[str] | None
-    loss: re.Pattern[str] | None
-    lines: tuple[re.Pattern[str], ...]
-    """Moments of the user's own."""
-    rank_process: str
-    hang_seconds: float
-    grace_seconds: float
 
 
 class Fault(NamedTuple):
@@ -93,17 +76,23 @@ class Attempt:
     """What a start has shown so far, and in the end how it ended."""
 
     def __init__(
-        self, job: Job, run: Path, ranks: int, again: bool = False, disturbance: Disturbance | None = None
+        self,
+        args: argparse.Namespace,
+        run: Path,
+        ranks: int,
+        again: bool = False,
+        disturbance: Disturbance | None = None,
     ) -> None:
         """
         Args:
+            args: the flags of the command, with the words that `start` and `resume` the job, and whether it runs `inside` its folder.
             run: a folder that is there.
             again: an earlier start has not ended with 0.
         """
-        self.job, self.run, self.disturbance = job, run, disturbance
+        self.args, self.run, self.disturbance = args, run, disturbance
         self.words = [
             word.replace("{run}", str(run)).replace("{ranks}", str(ranks))
-            for word in (job.resume if again else job.command)
+            for word in (args.resume if again else args.start)
         ]
         self.mark = uuid.uuid4().hex
         self.code = self.ranks = self.workers = 0
@@ -135,7 +124,7 @@ class Attempt:
         temporary.mkdir(exist_ok=True)
         self._began = time.monotonic()
         self._launcher = subprocess.Popen(
-            self.words, cwd=self.run if self.job.inside else None, env=processes.environment(self.mark, temporary),
+            self.words, cwd=self.run if self.args.inside else None, env=processes.environment(self.mark, temporary),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True, preexec_fn=_as_from_a_shell,
         )  # fmt: skip
@@ -173,7 +162,7 @@ class Attempt:
 
     def _wait_for_the_others(self) -> None:
         self._look()
-        deadline, steps = time.monotonic() + self.job.grace_seconds, len(self.steps)
+        deadline, steps = time.monotonic() + self.args.grace_seconds, len(self.steps)
         while time.monotonic() < deadline and processes.living(self.mark, self._launcher.pid):
             self._look()
             self._send()
@@ -205,11 +194,11 @@ class Attempt:
     def _on_line(self, line: str) -> None:
         self.said = [*self.said[-8:], line] if line.strip() else self.said
         with contextlib.suppress(ValueError, TypeError):  # a pattern may find more than numbers
-            if self.job.steps and (found := self.job.steps.search(line)):
+            if self.args.steps_pattern and (found := self.args.steps_pattern.search(line)):
                 self._on_step(int(found[1]))
-            if self.job.loss and (found := self.job.loss.search(line)):
+            if self.args.loss_pattern and (found := self.args.loss_pattern.search(line)):
                 self.loss = float(found[1])
-        for pattern in self.job.lines:
+        for pattern in self.args.at:
             self.lines[pattern] += pattern.search(line) is not None
 
     def _on_step(self, step: int) -> None:
@@ -229,15 +218,15 @@ class Attempt:
             for line in whole.splitlines():
                 with contextlib.suppress(ValueError, TypeError, KeyError):  # it may be another program's
                     event = json.loads(line)
-                    if event["event"] == "step" and not self.job.steps:
+                    if event["event"] == "step" and not self.args.steps_pattern:
                         self._on_step(int(event["step"]))
-                    if "train_loss" in event and not self.job.loss:
+                    if "train_loss" in event and not self.args.loss_pattern:
                         self.loss = float(event["train_loss"])
 
     def _count(self) -> tuple[list[Process], list[Process], list[Process]]:
         """All processes, the ranks among them, and what those have started."""
         living = processes.living(self.mark, self._launcher.pid)
-        ranks = processes.ranks_of(living, self._launcher.pid, self.job.rank_process)
+        ranks = processes.ranks_of(living, self._launcher.pid, self.args.rank_process)
         workers = processes.workers_of(living, ranks)
         if any(rank.pid != self._launcher.pid for rank in ranks):
             self.ranks, self.workers = max(self.ranks, len(ranks)), max(self.workers, len(workers))

@@ -16,7 +16,7 @@ from lockstep.training.config.user_code import imported
 from lockstep.training.contract import UserError
 
 from . import weights
-from .attempt import Attempt, Disturbance, Job
+from .attempt import Attempt, Disturbance
 from .disk import Disk, kind_of
 
 MOMENTS = ("start", "training", "step", "save", "line", "end")
@@ -81,9 +81,9 @@ class Reference:
 
 
 class Torture:
-    def __init__(self, args: argparse.Namespace, job: Job, folder: Path) -> None:
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         """Raises `UserError` where the function that reads weights cannot be imported."""
-        self.args, self.job, self.folder = args, job, folder
+        self.args, self.folder = args, folder
         self.function = imported(args.weights_from, "a function that reads weights") if args.weights_from else None
         self.references: list[Reference] = []
         """One for each number of ranks."""
@@ -99,7 +99,7 @@ class Torture:
             found: list[weights.Fingerprints] = []
             while len(runs) < 2 or (len(runs) == 2 and weights.differing(*found)):
                 run = self._fresh(f"calm-{ranks}-{len(runs) + 1}")
-                ended = Attempt(self.job, run, ranks).go(A_DAY)
+                ended = Attempt(self.args, run, ranks).go(A_DAY)
                 if ended.code != 0 or ended.left:
                     what = f"ended with {ended.code}" if ended.code else f"left behind {', '.join(_named(ended))}"
                     raise UserError(
@@ -148,7 +148,7 @@ class Torture:
     def as_json(self) -> dict[str, Any]:
         first, reference = self.reference.runs[0], self.reference
         return {
-            "command": list(self.job.command), "resume_command": list(self.job.resume),
+            "command": self.args.start, "resume_command": self.args.resume,
             "undisturbed": {
                 "seconds": [round(run.seconds, 2) for run in reference.runs], "losses": [run.loss for run in reference.runs],
                 "deterministic": reference.deterministic, "ranks": first.ranks,
@@ -165,13 +165,13 @@ class Torture:
             plan.append(Disturbance("kill-all", "", "time", draw.random() * self.reference.seconds))
         run = self._fresh(f"case-{number}")
         disk = Disk(run, self.reference.size) if how.fault == "disk-full" else None
-        bound = 3 * self.reference.seconds + self.job.hang_seconds
+        bound = 3 * self.reference.seconds + self.args.hang_seconds
         starts: list[Attempt] = []
         try:
             while len(starts) < STARTS and (not starts or starts[-1].code != 0):
                 ranks = self.args.ranks[-1 if starts and how.fault == "other-ranks" else 0]
                 next_ = plan[len(starts)] if len(starts) < len(plan) else None
-                starts.append(Attempt(self.job, run, ranks, bool(starts), next_).go(bound, disk))
+                starts.append(Attempt(self.args, run, ranks, bool(starts), next_).go(bound, disk))
             return self._judged(number, how, run, starts)
         finally:
             if disk is not None:
@@ -250,7 +250,7 @@ class Torture:
         case.files = sorted(_files(run)[0] - self.reference.files)
         if any(start.hung for start in starts):
             case.problems.append(
-                f"it hung: it took {self.job.hang_seconds:.0f} s longer than three undisturbed runs, and was killed"
+                f"it hung: it took {self.args.hang_seconds:.0f} s longer than three undisturbed runs, and was killed"
             )
         if case.left:
             case.problems.append(f"left behind: {', '.join(case.left)}")

@@ -23,7 +23,7 @@ from pathlib import Path
 from lockstep.training.cli import Parser, count, positive
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError, printable, say
 
-from .attempt import FAULTS, Job
+from .attempt import FAULTS
 from .cases import MOMENTS, Case, Torture
 
 WEIGHTS = "{run}/**/checkpoints/*/state.safetensors"
@@ -37,12 +37,12 @@ def main(argv: list[str]) -> int:
     args = _parse(argv)
     if not hasattr(os, "pidfd_open"):
         raise UserError("lockstep torture needs Linux: it looks for processes in /proc")
-    job = _job(args)
+    _resolve(args)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # nothing of it stays
     folder = args.keep or Path(tempfile.mkdtemp(prefix="torture-"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        return _run(args, Torture(args, job, folder.absolute()))
+        return _run(args, Torture(args, folder.absolute()))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:
@@ -74,7 +74,7 @@ def _run(args: argparse.Namespace, torture: Torture) -> int:
         print(json.dumps({"held": not failed, "seed": args.seed, **torture.as_json(), "cases": told}, indent=1))
     if args.report:
         rows = [HEAD, tuple("---" for _ in HEAD), *map(_cells, cases)]
-        lines = ["# Torture", "", f"`{shlex.join(torture.job.command)}`, seed {args.seed}", "", torture.about(), ""]
+        lines = ["# Torture", "", f"`{shlex.join(args.start)}`, seed {args.seed}", "", torture.about(), ""]
         lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
         lines += ["", *(f"- case {case.case} again: `{_again(args, case)}`" for case in cases)]
         args.report.write_text("".join(f"{printable(line)}\n" for line in lines))
@@ -169,28 +169,25 @@ def _several(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
 
-def _job(args: argparse.Namespace) -> Job:
+def _resolve(args: argparse.Namespace) -> None:
+    """Adds the words that `start` and `resume` the job, and whether it runs `inside` its folder. Raises `UserError`."""
     words = args.command[1:]
     if args.command[0] != "--":
         launch = [sys.executable, "-m", "lockstep.training", "launch", "--ranks", "{ranks}", "--no-prefix"]
         words = [*launch, "run", args.command[0], "--run-dir", "{run}", *args.command[1:], "--set", "log.every=1"]
     elif shutil.which(words[0]) is None:
         raise UserError(f"there is no program {words[0]!r} on PATH")
-    inside = not any("{run}" in word for word in words)
-    if inside:
+    args.inside = not any("{run}" in word for word in words)
+    if args.inside:
         words = [os.path.abspath(word) if os.path.isfile(word) else word for word in words]
     for name in ("steps_pattern", "loss_pattern"):
         pattern = getattr(args, name)
         if pattern is not None and not pattern.groups:
             raise UserError(f"--{name.replace('_', '-')} has no group: put the number into ( )")
     try:
-        resume = shlex.split(args.resume_command) if args.resume_command else words
+        args.start, args.resume = words, shlex.split(args.resume_command) if args.resume_command else words
     except ValueError as error:
         raise UserError(f"--resume-command: {error}") from None
-    return Job(
-        tuple(words), tuple(resume), inside, args.steps_pattern, args.loss_pattern, tuple(args.at),
-        args.rank_process, args.hang_seconds, args.grace_seconds,
-    )  # fmt: skip
 
 
 def _cells(case: Case) -> tuple[str, ...]:
