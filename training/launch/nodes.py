@@ -185,12 +185,12 @@ def joined(wanted: Meeting) -> tuple[SignedStore, int]:
     Raises:
         NotMet: no node has served it within the join timeout.
     """
-    timeout, place = wanted.join_seconds, wanted.host_and_port
+    timeout, address = wanted.join_seconds, wanted.host_and_port
     began = last_report = time.monotonic()
     while True:
         try:
             # In Python first: a signal ends this wait at once, and not the one in torch's store.
-            socket.create_connection(place, 5).close()
+            socket.create_connection(address, 5).close()
             return _signed(wanted, _tcp_store(wanted, serves=False), 1)
         except OSError as error:
             problem = error.strerror or str(error)
@@ -481,7 +481,7 @@ class Nodes:
 
     def _look(self) -> None:
         now, seconds = time.monotonic(), pace(self._meeting.max_nodes)
-        if now - self._looked < seconds / 2:
+        if self._meeting.max_nodes == 1 or now - self._looked < seconds / 2:
             return
         # This process may have been stopped meanwhile, and its store with it.
         passed, self._looked = min(now - self._looked, 10 * seconds), now

@@ -3,7 +3,6 @@ and which errors come from its connections to other ranks."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import os
@@ -76,13 +75,13 @@ Connections = dict[int, tuple[Address, Address]]
 
 def connections() -> Connections:
     """This process's TCP connections; none where the system does not show them (Linux does)."""
-    found: Connections = {}
+    ends_by_fd: Connections = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{name}").startswith("socket:") and (ends := _ends(int(name))):
-                    found[int(name)] = ends
-    return found
+                    ends_by_fd[int(name)] = ends
+    return ends_by_fd
 
 
 def new_connections(before: Connections) -> Connections:
@@ -181,12 +180,9 @@ def let_gloo_finish() -> None:
         before = now
 
 
-atexit.register(let_gloo_finish)
-
-
 def _looked() -> dict[str, tuple[str, str]]:
     """Of each thread that runs gloo's collectives: its state, and how often it has gone to sleep so far."""
-    found = {}
+    threads = {}
     with contextlib.suppress(OSError):
         for task in os.listdir(_TASKS):
             with contextlib.suppress(OSError):  # it has just ended
@@ -196,8 +192,8 @@ def _looked() -> dict[str, tuple[str, str]]:
                         for line in (_TASKS / task / "status").read_text().splitlines()
                         if "\t" in line
                     )
-                    found[task] = said["State"][:1], said["voluntary_ctxt_switches"]
-    return found
+                    threads[task] = said["State"][:1], said["voluntary_ctxt_switches"]
+    return threads
 
 
 _TORCH = Path(torch.__file__).parent

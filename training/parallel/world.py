@@ -9,6 +9,7 @@ Nothing set means one rank; a contradiction is an error that names the variables
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import gc
@@ -95,10 +96,10 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
             )
         master = ("127.0.0.1", _port(env, MASTER_PORT))
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
-    found = _checked(rank, size, local_rank, local_size, master, launcher, ("RANK", "WORLD_SIZE"))
-    found.node = _number(env, "GROUP_RANK", default=found.node)
-    found.nodes = _number(env, "GROUP_WORLD_SIZE", default=found.nodes)
-    return found
+    world = _checked(rank, size, local_rank, local_size, master, launcher, ("RANK", "WORLD_SIZE"))
+    world.node = _number(env, "GROUP_RANK", default=world.node)
+    world.nodes = _number(env, "GROUP_WORLD_SIZE", default=world.nodes)
+    return world
 
 
 def _tasks(env: Mapping[str, str]) -> str:
@@ -114,15 +115,15 @@ def _from_slurm(env: Mapping[str, str]) -> World:
     local_size = per_node[node] if node < len(per_node) else size
     master = _master(env)
     if master is None:
-        hosts = host_list(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
-        host = hosts[0] if len(per_node) > 1 and hosts else "127.0.0.1"
+        hosts = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
+        host = first_host(hosts) if len(per_node) > 1 and hosts else "127.0.0.1"
         # Below Linux's ephemeral ports (32768 and up), so that no client socket sits on it already.
         job, step = env.get("SLURM_JOB_ID", "0"), env.get("SLURM_STEP_ID", "0")
         spread = int(job) * 7 + (int(step) if step.isdigit() else 0) if job.isdigit() else 0
         master = (host, _port(env, 12000 + spread % 20000))
-    found = _checked(rank, size, local_rank, local_size, master, "slurm", ("SLURM_PROCID", tasks))
-    found.node, found.nodes = node, len(per_node)
-    return found
+    world = _checked(rank, size, local_rank, local_size, master, "slurm", ("SLURM_PROCID", tasks))
+    world.node, world.nodes = node, len(per_node)
+    return world
 
 
 def _from_submitit(env: Mapping[str, str]) -> World:
@@ -206,24 +207,13 @@ def tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-def host_list(text: str) -> list[str]:
-    """SLURM's compressed node list: `gpu[01-03,7],login` → [gpu01, gpu02, gpu03, gpu7, login]. Raises `UserError`."""
-    unknown = UserError(f"SLURM's node list {text!r} is not of the form node[01-03,7]")
-    if text and not re.fullmatch(rf"{_HOSTS}(,{_HOSTS})*", text):
-        raise unknown
-    hosts: list[str] = []
-    for name in re.finditer(_HOSTS, text):
-        pieces: list[list[str]] = []
-        for ranges, fixed in re.findall(r"\[([^\]]*)\]|([^\[]+)", name[0]):
-            pieces.append([fixed] if fixed else [])
-            for part in ranges.split(",") if ranges else ():
-                low, _, high = part.partition("-")
-                numbers = range(int(low), int(high or low) + 1)
-                if not numbers:
-                    raise unknown
-                pieces[-1] += [f"{number:0{len(low)}d}" for number in numbers]
-        hosts += map("".join, itertools.product(*pieces))
-    return hosts
+def first_host(text: str) -> str:
+    """Returns the first node of SLURM's compressed list: `gpu[01-03,7],login` → gpu01. Raises `UserError`."""
+    if not re.fullmatch(rf"{_HOSTS}(,{_HOSTS})*", text):
+        raise UserError(f"SLURM's node list {text!r} is not of the form node[01-03,7]")
+    first = re.match(_HOSTS, text)
+    assert first is not None
+    return re.sub(r"\[(\d+)[^]]*\]", r"\1", first[0])
 
 
 _RANGES = r"\d{1,6}(-\d{1,6})?"
@@ -359,6 +349,7 @@ def joined(
             # make of them is a MemoryError or another plain exception of C++.
             raise dist.DistError(f"the process group cannot be opened: {error}") from error
         leave = dist.destroy_process_group
+        atexit.register(process.let_gloo_finish)
         process.keep_from_children(process.new_connections(others))
         peers = process.new_connections(of_store) if not nccl or os.environ.get(ENV_LIVE) else {}
         yield dataclasses.replace(world, device=chosen, nccl=nccl, peers=peers)
@@ -393,10 +384,10 @@ def _store(world: World, timeout: float) -> dist.Store:
     # Under torchrun its agent serves the store, unless a variable leaves that to rank 0.
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = world.leader and not of_agent
-    place = (*world.master, serves)
-    if place not in _STORES:
-        _STORES[place] = stores.tcp_store(*world.master, serves=serves, seconds=timeout, size=world.size)
-    store = _STORES[place]
+    key = (*world.master, serves)
+    if key not in _STORES:
+        _STORES[key] = stores.tcp_store(*world.master, serves=serves, seconds=timeout, size=world.size)
+    store = _STORES[key]
     store.set_timeout(timedelta(seconds=timeout))
     if os.environ.get(ENV_LIVE) and store.check([stores.generation(1)]):
         store.set(stores.AGAIN, "1")
