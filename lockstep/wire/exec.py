@@ -67,16 +67,14 @@ def ranks(here: Mapping[str, str]) -> dict[int, tuple[int, dict[str, str]]]:
 
 def _tell_stacks(args: argparse.Namespace) -> int:
     """A line of JSON for each rank (`hangs.of_process`)."""
-    found = sorted(
+    pids = sorted(
         (rank, pid) for rank, (pid, _) in ranks(os.environ).items() if not args.command[1:] or rank == args.rank
     )
-    for rank, pid in found:
+    for rank, pid in pids:
         print(json.dumps(hangs.of_process(rank, pid)), flush=True)
-    if found:
+    if pids:
         return 0
-    return _refuse(
-        "the ranks' processes are not to be seen from here" if args.env else _ABSENT.format(f"rank {args.rank}")
-    )
+    return _refuse("the ranks' processes are not to be seen from here" if args.env else _ABSENT.format(f"rank {args.rank}"))
 
 
 def _began(pid: int) -> int | None:

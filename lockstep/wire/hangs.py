@@ -82,7 +82,7 @@ class Hang:
 
 def read_hangs(data: bytes) -> Hang | None:
     """Combines the lines of the file; None: no line can be read."""
-    found: dict[int, StalledRank] = {}
+    stalled: dict[int, StalledRank] = {}
     step = size = 0
     began = seconds = 0.0
     for line in data.splitlines():
@@ -92,12 +92,12 @@ def read_hangs(data: bytes) -> Hang | None:
             step, size, quiet = int(value["step"]), int(value["size"]), float(value["seconds"])
             if quiet > seconds:
                 began, seconds = float(value["time"]) - quiet, quiet
-            found.update((one.rank, one) for one in ranks)
-    return _hang(found.values(), began, seconds, step, size) if found else None
+            stalled.update((one.rank, one) for one in ranks)
+    return _hang(stalled.values(), began, seconds, step, size) if stalled else None
 
 
-def _hang(found: Iterable[StalledRank], began: float, seconds: float, step: int, size: int) -> Hang:
-    ranks = sorted(found, key=lambda one: (one.waits, one.rank))
+def _hang(stalled: Iterable[StalledRank], began: float, seconds: float, step: int, size: int) -> Hang:
+    ranks = sorted(stalled, key=lambda one: (one.waits, one.rank))
     since = time.strftime("%H:%M:%S", time.localtime(began))
     return Hang(f"no step for {seconds:.0f} s, since {since}, after step {step}: {_sentence(ranks, size)}", step, ranks)
 
@@ -134,10 +134,10 @@ def _sentence(ranks: list[StalledRank], size: int) -> str:
 
 def of_process(rank: int, pid: int) -> dict[str, Any]:
     """Returns what the process of a rank does now: the fields of `StalledRank`, its process and its step."""
-    if (found := place_of(pid)) is None:
+    if (progress := place_of(pid)) is None:
         nothing = StalledRank(rank, "shows nothing: it has not begun its steps, or has ended them", "", waits=False)
         return {**asdict(nothing), "pid": pid, "step": None}
-    folder, number, shown = found
+    folder, number, shown = progress
     standing = _stalled_rank(rank, shown, stacks(folder, {number: shown})[number])
     loaders = stacks(folder, {number: shown}, of_loaders=True)[number] if children(pid) else ""
     return {**asdict(standing), "loaders": loaders, "pid": pid, "step": shown.steps}
@@ -145,7 +145,7 @@ def of_process(rank: int, pid: int) -> dict[str, Any]:
 
 @dataclass
 class _Rank:
-    found: RankProgress
+    progress: RankProgress
     since: float
     """The time of its last progress (`time.monotonic`)."""
     longest: float = 0.0
@@ -195,14 +195,16 @@ class Hangs:
         for rank in [rank for rank in self._ranks if rank not in ranks]:
             del self._ranks[rank]
         for rank in ranks:
-            found, known = seen(self._folder, rank), self._ranks.get(rank)
-            if found is None or not state_of(found.pid):
+            progress, known = seen(self._folder, rank), self._ranks.get(rank)
+            if progress is None or not state_of(progress.pid):
                 self._ranks.pop(rank, None)
-            elif known is None or known.found.pid != found.pid:
-                self._ranks[rank] = _Rank(found, now)
-            elif known.found.done != found.done:
+            elif known is None or known.progress.pid != progress.pid:
+                self._ranks[rank] = _Rank(progress, now)
+            elif known.progress.done != progress.done:
                 quiet = now - known.since
-                self._ranks[rank] = _Rank(found, now, max(known.longest, quiet if known.found.of_attempt else 0.0))
+                self._ranks[rank] = _Rank(
+                    progress, now, max(known.longest, quiet if known.progress.of_attempt else 0.0)
+                )
             elif late:  # this process was stopped, and the ranks may have been, too
                 known.since = now
         quiet = min((now - known.since for known in self._ranks.values()), default=0.0)
@@ -214,12 +216,12 @@ class Hangs:
             self._find(quiet)
 
     def _bound(self) -> float:
-        begun = all(known.found.of_attempt for known in self._ranks.values())
+        begun = all(known.progress.of_attempt for known in self._ranks.values())
         longest = max(known.longest for known in self._ranks.values())
         return max(HANG_SECONDS if begun else FIRST_STEP_SECONDS, QUIET_FACTOR * longest)
 
     def _find(self, seconds: float) -> None:
-        shown = {rank: known.found for rank, known in self._ranks.items()}
+        shown = {rank: known.progress for rank, known in self._ranks.items()}
         first = next(iter(shown.values()))
         others = self._told(first)
         somebody_waits = others is not None and any(one.waits for one in others.ranks)
@@ -290,7 +292,7 @@ class Hangs:
         self._again = 0.0
         if (finding := self._finding) is None:
             return
-        now = {rank: known.found.pid for rank, known in self._ranks.items()}
+        now = {rank: known.progress.pid for rank, known in self._ranks.items()}
         same = [rank for rank in finding.named if now.get(rank) == finding.pids[rank]]
         if same:
             to_stderr(f"hang: rank {named(same)} gets further again")
@@ -321,9 +323,9 @@ def _file(rank: RankProgress) -> Path:
     return Path(rank.about.run_dir, contract.HANG_FILE)
 
 
-def _stalled_rank(rank: int, found: RankProgress, text: str) -> StalledRank:
-    state = state_of(found.pid)
-    frames = main_frames(text, found.thread)
+def _stalled_rank(rank: int, progress: RankProgress, text: str) -> StalledRank:
+    state = state_of(progress.pid)
+    frames = main_frames(text, progress.thread)
     waits = _waits(frames, state)
     if state == "T":
         what = STOPPED

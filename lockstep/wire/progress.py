@@ -78,14 +78,14 @@ class Progress:
 
     def _show(self) -> None:
         """Raises `OSError`."""
-        place = self._folder / f"progress-{self._number}"
+        path = self._folder / f"progress-{self._number}"
         self._stacks = _stacks_file(self._folder, self._number).open("ab")  # a loader's process may hold it open
         faulthandler.register(SIGNAL, self._stacks, all_threads=True)
         thread = threading.main_thread().ident or 0
         counts = _COUNTS.pack(os.getpid(), thread, self._done, self._steps, self._of_attempt)
-        place.with_suffix(".new").write_bytes(counts + json.dumps(asdict(self._about)).encode())
-        place.with_suffix(".new").rename(place)
-        with place.open("r+b") as file:
+        path.with_suffix(".new").write_bytes(counts + json.dumps(asdict(self._about)).encode())
+        path.with_suffix(".new").rename(path)
+        with path.open("r+b") as file:
             self._counts = mmap.mmap(file.fileno(), _COUNTS.size)
 
     def _hide(self) -> None:
@@ -181,8 +181,12 @@ def place_of(pid: int) -> tuple[Path, int, RankProgress] | None:
                 link = os.readlink(f"/proc/{pid}/fd/{descriptor}")
                 if (match := re.fullmatch(r"(/.*)/progress-(\d+)\.stacks", link)) is not None:
                     folder, number = Path(f"/proc/{pid}/root{match[1]}"), int(match[2])
-                    if (found := seen(folder, number)) is not None:
-                        return folder, number, replace(found, pid=pid)  # in its own namespace it may have another one
+                    if (progress := seen(folder, number)) is not None:
+                        return (
+                            folder,
+                            number,
+                            replace(progress, pid=pid),
+                        )  # in its own namespace it may have another one
     return None
 
 
@@ -245,7 +249,8 @@ def stacks(folder: Path, ranks: Mapping[int, RankProgress], of_loaders: bool = F
         of_loaders: the stacks of the processes that the rank has forked, in place of its own.
     """
     begins = {
-        rank: _ask(folder, rank, children(found.pid) if of_loaders else [found.pid]) for rank, found in ranks.items()
+        rank: _ask(folder, rank, children(progress.pid) if of_loaders else [progress.pid])
+        for rank, progress in ranks.items()
     }
     texts = dict.fromkeys(ranks, "")
     deadline = time.monotonic() + STACK_SECONDS
@@ -291,11 +296,11 @@ def _ask(folder: Path, rank: int, pids: list[int]) -> int | None:
 
 def children(pid: int) -> list[int]:
     """Returns the processes that this process has started, such as those of its data loader."""
-    found: list[int] = []
+    pids: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
-            found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
-    return found
+            pids += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    return pids
 
 
 def _stacks_file(folder: Path, rank: int) -> Path:

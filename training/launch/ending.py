@@ -87,12 +87,12 @@ def deaths(
     """
     by_itself = any(-code not in _OURS for code in codes.values())
     ends = _OURS if failed else (signal.SIGTERM,) if by_itself else ()
-    found: dict[str, list[int]] = {}
+    ways: dict[str, list[int]] = {}
     for rank, code in sorted(codes.items()):
         by_launcher = -code in ends and rank not in failed
         if -code != signalled and not by_launcher and (code < 0 or not ours) and code not in FINAL:
-            found.setdefault(f"{'was ' if code < 0 else ''}{how(code)}", []).append(rank)
-    return [f"rank {named(ranks)} {what}" for what, ranks in sorted(found.items(), reverse=True)]
+            ways.setdefault(f"{'was ' if code < 0 else ''}{how(code)}", []).append(rank)
+    return [f"rank {named(ranks)} {what}" for what, ranks in sorted(ways.items(), reverse=True)]
 
 
 def how(code: int) -> str:

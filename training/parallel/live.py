@@ -215,8 +215,8 @@ class Live:
                 return result
             finally:
                 self._inside = False
-            if (found := self._meet_again(failure)) is not None:
-                return [tensor.clone() for tensor in found]
+            if (result_elsewhere := self._meet_again(failure)) is not None:
+                return [tensor.clone() for tensor in result_elsewhere]
 
     def _look_at_nccl(self) -> None:
         """Raises if NCCL was aborted, since its results have arbitrary values then. This rank aborts it after an announcement (`check`), or
@@ -408,7 +408,7 @@ class Live:
     def _meet_again(self, failure: BaseException) -> Results | None:
         """Forms a new process group, and repeats that until it succeeds. Returns the result of the call under way if another rank has it;
         None: the call has to be repeated."""
-        found: Results | None = None
+        result: Results | None = None
         lost: dict[int, str] = {}
         joined: list[int] = []
         while True:
@@ -419,7 +419,7 @@ class Live:
                 self._news.wait_for(lambda: self._ended >= generation, self._timeout)  # noqa: B023 - called at once
             if generation <= self.world.generation:
                 raise failure
-            told = time.monotonic()
+            announced = time.monotonic()
             if self.rank not in members:
                 raise RestartRequired(f"the launcher takes rank {self.rank} for lost: all ranks have to start again")
             self.world.generation = generation
@@ -431,20 +431,20 @@ class Live:
                 here = self._join_in_time(members)
                 met = time.monotonic()
                 received = self._catch_up()
-                found = received if received is not None else found
+                result = received if received is not None else result
             except RestartRequired:
                 raise
             except (_Superseded, RuntimeError, ValueError) as error:
                 failure = _without_frames(error)
                 continue
             seconds = {
-                "announced": told - began,
-                "here": here - told,
+                "announced": announced - began,
+                "here": here - announced,
                 "met": met - here,
                 "sent": time.monotonic() - met,
             }
             self.regrouped(lost, joined, seconds)
-            return found
+            return result
 
     def _note_lost(self, members: list[int]) -> dict[int, str]:
         lost = {}
@@ -479,11 +479,11 @@ class Live:
             f"{self._who()}, and the others could not connect again ({reason}): all ranks have to start again"
         )
 
-    def _join(self, place: str, members: list[int], seconds: float) -> float:
+    def _join(self, prefix: str, members: list[int], seconds: float) -> float:
         """Makes one attempt. Raises `RuntimeError`, too.
 
         Args:
-            place: in the store.
+            prefix: in the store.
             seconds: for the new process group.
         """
         gpu = self.world.device if self.world.nccl else None
@@ -491,19 +491,19 @@ class Live:
             # Destroyed, NCCL would wait for kernels that wait for a rank which is lost.
             dist.destroy_process_group() if gpu is None else dist.distributed_c10d._abort_process_group()
         store = self._store
-        store.set(f"{place}/here/{self.rank}", "1")
-        if not self._until_said([f"{place}/here/{member}" for member in members], self._timeout):
-            missing = [str(member) for member in members if not store.check([f"{place}/here/{member}"])]
+        store.set(f"{prefix}/here/{self.rank}", "1")
+        if not self._until_said([f"{prefix}/here/{member}" for member in members], self._timeout):
+            missing = [str(member) for member in members if not store.check([f"{prefix}/here/{member}"])]
             raise RestartRequired(
                 f"{self._who()}, and rank {', '.join(missing)} has not met the others within {self._timeout:g} s: "
                 "all ranks have to start again"
             )
         began = time.monotonic()
         dist.init_process_group(
-            backends(self.world.nccl), store=dist.PrefixStore(f"{place}/group", store), rank=members.index(self.rank),
+            backends(self.world.nccl), store=dist.PrefixStore(f"{prefix}/group", store), rank=members.index(self.rank),
             world_size=len(members), timeout=timedelta(seconds=seconds), device_id=gpu,
         )  # fmt: skip
-        sockets = f"{place}/sockets"
+        sockets = f"{prefix}/sockets"
         store.set(f"{sockets}/{self.rank}", json.dumps([*process.connections().values()]))
         if not self._until_said([f"{sockets}/{member}" for member in members], seconds):
             raise RuntimeError("a rank has not connected")
@@ -534,12 +534,12 @@ class Live:
             time.sleep(LIVE_LOOK_SECONDS)
         return True
 
-    def _connected_to_ranks(self, place: str, members: list[int]) -> process.Connections:
+    def _connected_to_ranks(self, prefix: str, members: list[int]) -> process.Connections:
         """Returns this process's connections whose other end is a rank, by file descriptor."""
         others: set[tuple[process.Address, process.Address]] = set()
         for member in members:
             if member != self.rank:
-                ends = json.loads(stores.read(self._store, f"{place}/{member}"))
+                ends = json.loads(stores.read(self._store, f"{prefix}/{member}"))
                 others |= {((near[0], near[1]), (far[0], far[1])) for near, far in ends}
         return {fd: (near, far) for fd, (near, far) in process.connections().items() if (far, near) in others}
 

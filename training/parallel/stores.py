@@ -168,8 +168,8 @@ def said(store: dist.Store, key: str, shape: str, most: int = SAID) -> str:
 
 def numbers(store: dist.Store, key: str) -> list[int]:
     """The list that stands under a key that is there. Raises `ValueError` for anything else."""
-    found: list[int] = json.loads(said(store, key, r"\[[0-9, ]+\]", most=1 << 17))
-    return found
+    values: list[int] = json.loads(said(store, key, r"\[[0-9, ]+\]", most=1 << 17))
+    return values
 
 
 def without_prefix(store: dist.Store) -> dist.Store:

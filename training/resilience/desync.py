@@ -170,17 +170,17 @@ class DesyncDetector:
 
     def _watch(self) -> None:
         """Checks until the attempt is over. Where the store is gone, gloo reports an error."""
-        before, told = -1, 0
+        previous, written = -1, 0
         with contextlib.suppress(RuntimeError):
             store = _get_default_store()
             while not self._over.wait(DESYNC_LOOK_SECONDS):
                 moves, waiting = self._moves(), self._waiting
-                if waiting is not None and waiting.meeting != told:
-                    told = waiting.meeting
+                if waiting is not None and waiting.meeting != written:
+                    written = waiting.meeting
                     store.set(self._key, waiting.text)
-                if moves == before:
+                if moves == previous:
                     self._look(store, moves)
-                before = moves
+                previous = moves
 
     def _look(self, store: dist.Store, moves: int) -> None:
         """Looks for a rank that waits in vain: this rank has made no move since the last look."""
@@ -309,8 +309,8 @@ def _missing(world: World, run_dir: Path) -> list[str]:
 def print_once(world: World, error: BaseException) -> None:
     """Has the traceback printed on rank 0 alone, and a line on every other rank that raises the same error in the same place. A
     `UserError` is printed on rank 0 alone."""
-    told = isinstance(error, UserError) and error.shared
-    if world.size == 1 or told or isinstance(error, (SystemExit, KeyboardInterrupt)):
+    shared = isinstance(error, UserError) and error.shared
+    if world.size == 1 or shared or isinstance(error, (SystemExit, KeyboardInterrupt)):
         return
     digest = hashlib.sha256("".join(traceback.format_exception(error)).encode(errors="replace")).hexdigest()
     key, deadline, same = "lockstep/raised", time.monotonic() + RAISED_SECONDS, False
