@@ -74,7 +74,9 @@ def _tell_stacks(args: argparse.Namespace) -> int:
         print(json.dumps(hangs.of_process(rank, pid)), flush=True)
     if pids:
         return 0
-    return _refuse("the ranks' processes are not to be seen from here" if args.env else _ABSENT.format(f"rank {args.rank}"))
+    return _refuse(
+        "the ranks' processes are not to be seen from here" if args.env else _ABSENT.format(f"rank {args.rank}")
+    )
 
 
 def _began(pid: int) -> int | None:
