@@ -19,9 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.measure import machine, write
 from lockstep.training import config, contract
-from lockstep.training.observe.clock import StepClock, StepDone
-from lockstep.training.observe.exporter import Exporter
-from lockstep.training.observe.metrics import Metrics
+from lockstep.training.observe.metrics import Exporter, Metrics
+from lockstep.training.observe.steps import StepClock, StepDone
 from lockstep.training.parallel.world import World
 
 

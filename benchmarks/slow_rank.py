@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 
 from benchmarks.measure import Figure, Run, figure, options
-from lockstep.training.observe.slow import BLOCKS, History, Verdict
+from lockstep.training.observe.steps import BLOCKS, History, Verdict
 
 ROOT = Path(__file__).parents[1]
 SHARES = (0.05, 0.1, 0.2, 0.5)
@@ -49,7 +49,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from lockstep import Session
-from lockstep.training.observe import slow
+from lockstep.training.observe import steps
 from lockstep.training.observe.goodput import GoodputRecorder
 from lockstep.wire.progress import Progress
 
@@ -70,19 +70,19 @@ def launchers_seconds():
     fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
-def noted(self, own, seconds, add=slow.History.add):
+def noted(self, own, seconds, add=steps.History.add):
     add(self, own, seconds)
     blocks.append((own, seconds))
     shown.append(-1 if self.verdict is None else self.verdict.rank)
 
-def looked(self, store, look=slow.SlowRank._look):
+def looked(self, store, look=steps.SlowRank._look):
     if found := look(self, store):
         ends.append(self._read)
     return found
 
-slow.History.add, slow.SlowRank._look = noted, looked
+steps.History.add, steps.SlowRank._look = noted, looked
 for part, owner, name in (
-    (0, slow.SlowRank, "step_done"), (1, GoodputRecorder, "step_done"), (1, GoodputRecorder, "alive"), (2, Progress, "alive"),
+    (0, steps.SlowRank, "step_done"), (1, GoodputRecorder, "step_done"), (1, GoodputRecorder, "alive"), (2, Progress, "alive"),
 ):
     timed(part, owner, name)
 

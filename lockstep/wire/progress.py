@@ -97,7 +97,7 @@ class Progress:
             self._stacks.close()
 
     def step_done(self, step: Any) -> None:
-        """A step is done. `step` is a `StepDone` of training/observe/clock.py."""
+        """A step is done. `step` is a `StepDone` of training/observe/steps.py."""
         self.alive(step.step, step.of_attempt)
 
     def alive(self, steps: int, of_attempt: int) -> None:

@@ -83,9 +83,9 @@ def test_what_a_step_tells_is_read_without_waiting(tmp_path: Path, data_root: Pa
         steps = events(tmp_path / device / "run", "step")
         told[device] = [(event["step"], event["train_loss"], event["grad_norm"]) for event in steps]
     assert told["cuda"] == told["cpu"] and len(told["cpu"]) == 8
-    waits = {what for rank in gang.ranks for what in rank.found["step"] if "reading.py" in what}
-    passed = "cudaEventSynchronize by observe/reading.py:wait"  # of an event that has been asked already
-    assert waits <= {"copy cuda->cpu pinned by observe/reading.py:_to_host", passed}
+    waits = {what for rank in gang.ranks for what in rank.found["step"] if "observe/steps.py" in what}
+    passed = "cudaEventSynchronize by observe/steps.py:wait"  # of an event that has been asked already
+    assert waits <= {"copy cuda->cpu pinned by observe/steps.py:_to_host", passed}
 
 
 def _words(folder: Path, data_root: Path, **changes: object) -> list[str]:

@@ -255,7 +255,7 @@ def step_clock() -> Any:
     """What times the phases of a rank's steps."""
     import torch
 
-    return Inside("training.observe.clock").StepClock(torch.device("cpu"))
+    return Inside("training.observe.steps").StepClock(torch.device("cpu"))
 
 
 def gathered(network: Any) -> int:

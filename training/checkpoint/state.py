@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import generators
-from ..observe.clock import StepClock
+from ..observe.steps import StepClock
 from ..optim.ema import Ema
 from ..parallel.exchange import all_gather_trees, broadcast_tree, gather_trees, reduced, scatter_trees
 from ..parallel.names import plain, plain_name

@@ -4,20 +4,16 @@ An event (an epoch, a reading, a checkpoint, a preemption) is reported once, by 
 appends a line to events.jsonl and gives the same mapping to the listeners:
 
     rundir.py     the run directory: run.yaml, status.json, summary.json, and events.jsonl with its listeners
-    console.py    a listener: tables, a progress bar or JSON lines for the terminal
-    trackers.py   listeners: TensorBoard, Weights & Biases
+    listeners.py  the console, TensorBoard, Weights & Biases
     report/       reads the files when an attempt has ended, and makes report.html of them
 
 Metrics are no events: every rank has its own, read while it runs.
 
-    metrics.py    the table of all metrics, and a rank's values
-    exporter.py   where a rank's metrics go: /metrics and /healthz over HTTP, its address in files, textfiles
+    metrics.py    the table of all metrics, a rank's values, and where they go: /metrics and /healthz over HTTP, textfiles
 
 Measurements:
 
-    clock.py      seconds of each phase of a step
+    steps.py      seconds of each phase of a step, the rank that the others wait for, mean loss and gradient norm, without a wait
     goodput.py    where this rank's seconds go, from the start of its process
     account.py    where every second of the job went, over all attempts
-    slow.py       which rank the others wait for, and what it costs
-    reading.py    mean loss and gradient norm, without a wait
 """

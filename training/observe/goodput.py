@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from .. import contract
 from ..limits import HANG_SECONDS, MAX_LINE_SECONDS, MIN_LINE_SECONDS
 from .account import PRECEDENCE, Account, Line, TimeCategory, boot, boot_seconds, of_run, started
-from .clock import Observer, StepDone
+from .steps import Observer, StepDone
 
 if TYPE_CHECKING:
     from .rundir import RunDirectory

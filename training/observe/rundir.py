@@ -122,7 +122,7 @@ class RunDirectory:
         self.goodput: Callable[[], dict[str, Any] | None] = lambda: None
         """Returns the entry `goodput` of status.json; None: nothing yet."""
         self.slow_rank: dict[str, Any] | None = None
-        """The entry `slow_rank` of status.json (`slow.py`)."""
+        """The entry `slow_rank` of status.json (`SlowRank.verdict`)."""
         self.at_close: list[Callable[[], None]] = []
         """Called by `close`, the last one first."""
         self.fresh_word: str | None = saved.get("fresh") if saved is not None else None

@@ -30,11 +30,9 @@ from .. import contract
 from ..checkpoint.state import gather
 from ..contract import EXIT_FAILED, EXIT_PREEMPTED, RUN_AGAIN, UserError, named
 from ..limits import STATUS_SECONDS
-from ..observe import trackers
+from ..observe import listeners
 from ..observe.account import TimeCategory
-from ..observe.clock import Observer, StepDone, Times
-from ..observe.reading import LossReader, means
-from ..observe.slow import SlowRank
+from ..observe.steps import LossReader, Observer, SlowRank, StepDone, Times, means
 from ..parallel import process
 from ..parallel.exchange import (
     all_gather_trees,
@@ -157,7 +155,7 @@ class Attempt:
             except UserError as error:
                 raise RestartRequired(f"rank 0 was lost, and {error}: all ranks have to start again") from None
             assert run.directory is not None
-            trackers.attach(run.config, run.directory, run.steps_done)
+            listeners.attach(run.config, run.directory, run.steps_done)
             self.saver.take_over()
             self.consensus.stop_file = self._stop_file
         for rank, how in lost.items():

@@ -26,7 +26,7 @@ import torch
 from ..contract import ENV_LIVE
 from ..data import pytree
 from ..observe.account import TimeCategory
-from ..observe.clock import RecordedPoints
+from ..observe.steps import RecordedPoints
 from ..optim.base import RatedOptimizer
 from ..parallel.exchange import all_gather_trees
 from ..parallel.world import World

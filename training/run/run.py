@@ -43,14 +43,13 @@ from ..data.shards import CorruptShard
 from ..files import keep_out_others
 from ..limits import REPORT_SECONDS
 from ..models.arithmetic import float32_on_gpus
-from ..observe import trackers
+from ..observe import listeners
 from ..observe.account import TimeCategory
-from ..observe.clock import StepClock
-from ..observe.console import Console
-from ..observe.exporter import Exporter
 from ..observe.goodput import GoodputRecorder
-from ..observe.metrics import Metrics
+from ..observe.listeners import Console
+from ..observe.metrics import Exporter, Metrics
 from ..observe.rundir import RunDirectory, read_run
+from ..observe.steps import StepClock
 from ..parallel import process
 from ..parallel.exchange import (
     all_gather_trees,
@@ -313,7 +312,7 @@ class Run:
         with failing_together(world):
             if directory is not None:
                 directory.describe(settings, world, self.facts, self.threads)
-                trackers.attach(settings, directory, self.steps_done)
+                listeners.attach(settings, directory, self.steps_done)
         self.goodput.begin(self.attempt, self.steps_done, world.size)
         self.goodput.count = lambda bucket, seconds: metrics.count("time_seconds_total", bucket.value, by=seconds)
         if directory is not None:

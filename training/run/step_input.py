@@ -17,7 +17,7 @@ from ..config.sections import LOGGED
 from ..contract import UserError
 from ..data import order, pytree
 from ..data.batches import Part
-from ..observe.reading import mean_loss
+from ..observe.steps import mean_loss
 from ..parallel.exchange import all_gather_trees, raise_together
 from ..parallel.world import World
 from ..sync.base import GradientSync

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from ..observe.clock import Mark, mark
+from ..observe.steps import Mark, mark
 from ..parallel.world import World
 
 

@@ -1,11 +1,25 @@
+"""A rank's metrics: their values, and their outputs over real sockets and files."""
+
 from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from lockstep.training.observe.clock import StepDone
-from lockstep.training.observe.metrics import PREFIX, TABLE, Metrics
+from lockstep.training.observe.metrics import PREFIX, TABLE, Exporter, Metrics
+from lockstep.training.observe.steps import StepDone
+from lockstep.training.parallel.world import World
+from tests import product
 
 pytestmark = pytest.mark.promise("metrics")
 CPU = torch.device("cpu")
@@ -67,3 +81,160 @@ def test_what_has_no_value_yet_is_absent_and_counters_begin_at_zero() -> None:
     later = tuple(name for name, row in TABLE.items() if row.since == "later")
     assert later and not [name for name in values if name.removeprefix(PREFIX).startswith(later)]
     assert values["training_nonfinite_steps_total"] == 0 and values["training_checkpoint_failures_total[timeout]"] == 0
+
+
+def _exporter(
+    folder: Path, world: World | None = None, env: dict[str, str] | None = None, **settings: object
+) -> Exporter:
+    if "LOCKSTEP_METRICS_PORT" not in (env := env or {}):
+        settings.setdefault("port", 0)
+    config = product.recipe("smoke", *(f"metrics.{name}={json.dumps(value)}" for name, value in settings.items()))
+    return Exporter(config.metrics, world or World(), folder, env)
+
+
+@contextlib.contextmanager
+def _serving(folder: Path, *args: object, **settings: object) -> Iterator[Exporter]:
+    made = _exporter(folder, *args, **settings)  # type: ignore[arg-type]
+    try:
+        yield made
+    finally:
+        made.close(0)
+
+
+def _endpoint(run_dir: Path, rank: int = 0) -> dict[str, object]:
+    return json.loads((run_dir / f"endpoints/rank-{rank:05d}.json").read_text())
+
+
+def _get(port: object, path: str, accept: str = "") -> tuple[int, str, str]:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers={"Accept": accept})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, answer.headers["Content-Type"], answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers["Content-Type"], error.read().decode()
+
+
+def test_a_rank_serves_and_says_where(tmp_path: Path) -> None:
+    made = _exporter(tmp_path / "run", textfile_seconds=0)
+    where = _endpoint(tmp_path / "run")
+    assert where == {"host": "127.0.0.1", "port": where["port"], "pid": os.getpid(), "id": where["id"]}
+    code, kind, text = _get(where["port"], "/metrics")
+    assert code == 200 and kind.startswith("text/plain") and 'run="run"' in text
+    code, kind, text = _get(where["port"], "/metrics", "application/openmetrics-text;version=1.0.0")
+    assert kind.startswith("application/openmetrics-text") and text.endswith("# EOF\n")
+    assert "training_step_duration_seconds" in {family.name for family in parse_openmetrics(text)}
+    assert _get(where["port"], "/elsewhere")[0] == 404
+    made.begin()
+    made.close(75)
+    with pytest.raises(urllib.error.URLError):
+        _get(where["port"], "/metrics")
+    assert not list((tmp_path / "run").glob("endpoints/*"))
+    assert "training_exit_code" in (tmp_path / "run/metrics/rank-00000.prom").read_text()
+    made = _exporter(tmp_path / "wrong words")
+    made.close(2)
+    assert list((tmp_path / "wrong words").iterdir()) == []
+    _exporter(tmp_path / "off", enabled=False).close(1)
+    assert not (tmp_path / "off").exists()
+
+
+ANY = {"LOCKSTEP_METRICS_ADDRESS": "any"}
+
+
+@pytest.mark.promise("other-users")
+@pytest.mark.parametrize(
+    ("world", "env", "address", "narrow"),
+    [
+        (World(), {}, None, True), (World(), ANY, "127.0.0.1", True), (World(), {}, "any", False),
+        (World(launcher="slurm"), {}, None, False), (World(size=2, nodes=2), {}, None, False),
+    ],
+)  # fmt: skip
+def test_on_one_machine_nobody_else_is_served(
+    tmp_path: Path, world: World, env: dict[str, str], address: str | None, narrow: bool
+) -> None:
+    with _serving(tmp_path, world, env, **({"address": address} if address else {})) as made:
+        assert made._server is not None
+        assert (made._server.socket.getsockname()[0] == "127.0.0.1") == narrow
+
+
+def test_what_is_in_the_way_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics").write_text("no folder")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with _serving(tmp_path, World(), {"LOCKSTEP_METRICS_PORT": str(port)}, textfile_seconds=0.01) as made:
+            found = _endpoint(tmp_path)["port"]
+            assert found != port and _get(found, "/metrics")[0] == 200
+            made.begin()
+            for _ in range(3):
+                made._write_textfiles()
+    said = capsys.readouterr().err
+    assert said.count(f"port {port} is not free") == said.count("rank-00000.prom") == 1 and "the run continues" in said
+    for text in ("x", "-1", "65536", "9470 "):
+        with pytest.raises(product.UserError, match="LOCKSTEP_METRICS_PORT"):
+            _exporter(tmp_path / "run", env={"LOCKSTEP_METRICS_PORT": text})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_run_on_a_machine_takes_another_port_without_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:
+        with contextlib.suppress(OSError):  # another run has it
+            taken.bind(("127.0.0.1", 9470))
+            taken.listen()
+        with _serving(tmp_path, port=None):
+            assert _endpoint(tmp_path)["port"] != 9470
+    assert capsys.readouterr().err == ""
+
+
+def test_ranks_of_a_larger_world_are_forgotten(tmp_path: Path) -> None:
+    """In the run directory, and in folders that runs share; files half written are removed."""
+    folder, run = tmp_path / "shared", tmp_path / "run"
+    others = {
+        f"{name}"
+        for name in ("run-rank-00001.json", "run-2-rank-00009.json", "xrun-rank-00009.json", "run-rank-x.json")
+    }
+    gone = {"run-rank-00002.json", "run-rank-00009.json", "run-rank-00009.prom"}
+    mine = {
+        "endpoints/rank-00007.json",
+        "metrics/rank-00007.prom",
+        "metrics/rank-00001.prom",
+        "metrics/.rank-00000.prom.9f",
+    }
+    for path in (*(folder / name for name in others | gone), *(run / name for name in mine)):
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text("{}")
+    with _serving(run, World(size=2, local_size=2), textfiles=str(folder), file_sd=str(folder)) as made:
+        assert {path.name for path in folder.iterdir()} == {*others, "run-rank-00000.json"}
+        made.begin()
+    assert sorted(path.name for path in run.glob("*/*")) == ["rank-00000.prom", "rank-00001.prom"]
+
+
+def test_textfiles_elsewhere_and_file_sd(tmp_path: Path) -> None:
+    """The user's own link in the run directory is followed. A folder that several runs share holds their names."""
+    run, elsewhere = tmp_path / "my run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run.mkdir()
+    (run / "metrics").symlink_to(elsewhere)
+    shared = {"textfiles": str(tmp_path / "all")}
+    with _serving(run, World(), {"LOCKSTEP_FILE_SD": str(tmp_path / "targets")}, **shared) as made:
+        where = _endpoint(run)
+        (target,) = (tmp_path / "targets").iterdir()
+        assert json.loads(target.read_text()) == [{"targets": [f"{where['host']}:{where['port']}"], "labels": {}}]
+        made.begin()
+    assert list((tmp_path / "targets").iterdir()) == []
+    text = (tmp_path / "all/my_run-rank-00000.prom").read_text()
+    assert 'run="my run"' in text and (elsewhere / "rank-00000.prom").read_text() == text
+
+
+def test_connections_that_ask_nothing_keep_nobody_out(tmp_path: Path) -> None:
+    """129 of them, from before: the oldest is closed."""
+    with _serving(tmp_path), contextlib.ExitStack() as stack:
+        port = _endpoint(tmp_path)["port"]
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 10)) for _ in range(129)]
+        for _ in range(5):
+            assert _get(port, "/healthz")[0] == 200
+        silent[0].settimeout(10)
+        assert silent[0].recv(1) == b""

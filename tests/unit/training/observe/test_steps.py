@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from lockstep.training.observe import slow
-from lockstep.training.observe.slow import History, costs, over_the_others
+from lockstep.training.observe import steps
+from lockstep.training.observe.steps import History, costs, over_the_others
 
 pytestmark = pytest.mark.promise("alerts")
 Floats = npt.NDArray[np.float64]
@@ -68,11 +68,11 @@ def test_a_rank_is_named_with_the_phase_and_what_would_be_gained(ranks: int, sha
     machine = Machine(ranks, seed=ranks)
     machine.go(40)
     assert machine.history.verdict is None
-    gained = machine.go(slow.BLOCKS, rank=1, phase=2, more=share * BASE)
+    gained = machine.go(steps.BLOCKS, rank=1, phase=2, more=share * BASE)
     found = machine.history.verdict
     assert found is not None and (found.rank, found.phase) == (10, "update")
     assert gained - 0.015 < found.share < gained + 0.04, "chance makes the others slowest, too, but not as often"
-    machine.go(slow.BLOCKS)
+    machine.go(steps.BLOCKS)
     assert machine.history.verdict is None
 
 

@@ -1,0 +1,570 @@
+"""The numbers of each step: seconds of its phases, the rank that the others wait for, its loss and its gradient's norm.
+
+The loop marks the points of a step; `synchronizing` stands around the sync strategy.
+
+    begin ── data_wait ── data_ready ── forward + backward ── grad_ready ── sync_wait ── synced ── optimizer ── end
+
+Where a batch has several updates, the next step begins where the last one ended, and has no wait for data.
+
+What a loop of one's own does between two steps (`between`) is the rank's own time, too: it counts with `grad_ready` of the
+next step, in which the others wait for it.
+
+On a GPU the host only queues work, and its clock says nothing of it: there the points are CUDA events, read when they
+have passed. Nothing waits for them.
+
+Step time alone hides a slow rank: all ranks wait for it and read the same. A rank's *own* time of a step is what it needs from one sum
+over the ranks to its part of the next one: the rest of the step before, the wait for data, and forward and backward. Waiting for others
+does not count. A step costs the own time of the slowest rank. Were that rank no slower than the second slowest one, the difference would
+be gained: that is what it *costs* in this step.
+
+    slow = SlowRank(world, news)        # an observer of each step, on every rank; calls `news()` where there is some
+    slow.verdict                        # on rank 0: None, or Verdict(rank=3, phase="data", share=0.11)
+
+Where ranks are alike, chance makes each of them the slowest now and then. So what is said of a slow rank is its cost above the mean of
+the others', over the newest looks. It is named only where it costs more than they do by more than chance explains. It takes no
+collective: once a second each rank leaves the times of its last steps in the store, and rank 0 reads those of all.
+
+    reading.start(losses, names, norm, step=50)     # starts a sum over the ranks, and a copy to the host
+    for values in reading.poll(): …        # {"step": 50, "train_loss": …, "grad_norm": …}, once the copy has arrived
+
+Losses and norms are read every `log.every` steps. Neither the GPU nor a rank waits. Every rank calls them at the same steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain, repeat
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ..limits import SLOW_LOOK_SECONDS
+from ..parallel import stores
+from ..parallel.world import World
+
+Times: TypeAlias = dict[str, float]
+"""Seconds of one step: {data_wait, grad_ready, sync_wait, step_duration}."""
+Mark: TypeAlias = "float | torch.cuda.Event"
+"""A point in time: seconds of the host, or an event in the GPU's stream."""
+
+
+def mark(device: torch.device) -> Mark:
+    """This point of the rank's work, to be handed to a `StepClock` later."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+@dataclass(slots=True)
+class StepDone:
+    """A step that is done, for the observers of the attempt."""
+
+    step: int
+    """Optimizer steps of the run so far."""
+    of_attempt: int
+    """Those of this attempt."""
+    epoch: int
+    """Counts from 0."""
+    measured: list[Times]
+    """Seconds of each phase, of the steps whose times have become known. On a GPU these are steps before this one, whose events have
+    passed by now."""
+    behind: int
+    """How many steps the newest of them lies before this one."""
+    lr: float
+    samples: int
+    """Samples of this step that this rank trained on."""
+    bytes_sent: int
+    """Bytes of gradient that this rank has handed to collectives in this attempt so far."""
+
+
+class Observer:
+    """Observes an attempt: each step that is done, and the signs of life between two steps. Waits for nothing."""
+
+    def step_done(self, step: StepDone) -> None:
+        """A step is done."""
+
+    def alive(self, steps: int, of_attempt: int) -> None:
+        """The rank polls, or has ended a batch of an evaluation. Arguments as in `StepDone`."""
+
+
+class Watch(Protocol):
+    """What is known of a step whose strategy waits for other ranks before `synchronize` (`lockstep.training.sync.watch`)."""
+
+    complete: Mark | None
+    """When the rank's own gradients were complete."""
+    waits: list[tuple[Mark, Mark]]
+    """Waits for other ranks before that."""
+
+
+class RecordedPoints:
+    """`grad_ready` and `synced` inside a recorded step: events that are recorded anew at every replay."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = (
+            [torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)] if device.type == "cuda" else []
+        )
+
+    def mark(self, number: int) -> None:
+        """While the step is recorded: point 0 or 1 is here."""
+        if self._events:
+            self._events[number].record()
+
+    def seconds_since(self, data: torch.cuda.Event) -> tuple[float, float] | None:
+        """(from `data` to grad_ready, from there to synced); None where the GPU is not that far."""
+        if not self._events or not self._events[1].query():
+            return None
+        return _seconds(data, self._events[0]), _seconds(self._events[0], self._events[1])
+
+
+@dataclass(slots=True)
+class _Step:
+    """The points of a step, and what else was noted of it."""
+
+    points: list[Any]
+    """begin, data, grad_ready, synced, end."""
+    waits: list[tuple[Any, Any]] = field(default_factory=list)
+    """For other ranks, before grad_ready."""
+    between: list[tuple[Any, Any]] = field(default_factory=list)
+    """The script's own time since the last step."""
+    recorded: tuple[float, float] | None = None
+    """Seconds to grad_ready and from there to synced, where the step is a recording's."""
+
+    def mark(self, number: int, at: Mark) -> None:
+        """This point is there; none of those after it can be earlier."""
+        self.points[number:] = [at] * (_POINTS - number)
+
+    def times(self) -> Times:
+        begin, data, grad, synced, end = self.points
+        waited, between = (sum(_seconds(*stretch) for stretch in some) for some in (self.waits, self.between))
+        own_seconds, sync = self.recorded or (_seconds(data, grad) - waited, _seconds(grad, synced) + waited)
+        return {
+            "data_wait": _seconds(begin, data), "grad_ready": own_seconds + between, "sync_wait": sync,
+            "step_duration": _seconds(begin, end) + between,
+        }  # fmt: skip
+
+
+_POINTS = 5
+
+
+class StepClock:
+    """Seconds of each step by phase, as the device saw them.
+
+    On a GPU `data_wait` is the time that the GPU stood still for data, `sync_wait` the time that its stream waited for the
+    collectives of the other ranks. Such a step becomes known a few steps later, when its last event has passed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._step = _Step([mark(device)] * _POINTS)
+        self._closed: deque[_Step] = deque()
+        """Closed steps whose seconds `measured` has not returned yet."""
+        self._replayed: tuple[_Step, RecordedPoints] | None = None
+        self._since = time.perf_counter()
+        """Start of the step under way, by the host's clock."""
+        self._between = 0.0
+        self.trained = 0.0
+        """Seconds of training so far by the host's clock, evaluation and saving excluded; continues over restarts."""
+
+    def _mark(self, number: int) -> None:
+        self._step.mark(number, mark(self._device))
+
+    def begin(self) -> None:
+        self._step.waits.clear()
+        self._since = time.perf_counter()
+        self._mark(0)
+
+    def between(self) -> None:
+        """The script comes back for the next batch: what it did since the last step was its own, or since the last batch
+        where that brought no step."""
+        now, since = time.perf_counter(), self._step.points[0]
+        self._between += now - self._since
+        self._since = now
+        self._mark(0)
+        self._step.between.append((since, self._step.points[0]))
+
+    def data_ready(self) -> None:
+        self._mark(1)
+
+    def grad_ready(self) -> None:
+        """The rank's own gradients are complete: from here on it waits for others."""
+        self._mark(2)
+
+    def synced(self) -> None:
+        self._mark(3)
+
+    def replayed(self, points: RecordedPoints) -> None:
+        """The gradients of a recorded step are launched. What the host's clock cannot see of it counts as the rank's own time."""
+        self.grad_ready()
+        self.synced()
+        if self._device.type == "cuda":
+            self._replayed = self._step, points
+
+    def before_replay(self) -> None:
+        """Saves the times of the last replay, because the next replay records its events anew."""
+        if self._replayed is not None:
+            step, points = self._replayed
+            step.recorded = points.seconds_since(step.points[1])
+            self._replayed = None
+
+    @contextlib.contextmanager
+    def synchronizing(self, watch: Watch | None) -> Iterator[None]:
+        """Around a strategy's `synchronize`, with its `watch`: marks `grad_ready` and `synced`.
+
+        Where there is no watch, the rank's own gradients are complete when it is entered.
+        """
+        if watch is None or watch.complete is None:
+            self.grad_ready()
+        else:
+            self._step.mark(2, watch.complete)
+        if watch is not None:
+            self._step.waits += watch.waits  # before `grad_ready`: they belong to `sync_wait`
+        yield
+        self.synced()
+
+    def end(self) -> None:
+        """Closes the step."""
+        self._mark(4)
+        self._closed.append(self._step)
+        self._step = _Step(self._step.points[4:] * _POINTS)
+        now = time.perf_counter()
+        self.trained += now - self._since + self._between
+        self._since, self._between = now, 0.0
+
+    def settle(self) -> None:
+        """Waits for the device, and counts that as training: steps end on the host when they are queued."""
+        if self._device.type == "cuda":
+            began = time.perf_counter()
+            torch.cuda.synchronize()
+            self.trained += time.perf_counter() - began
+
+    @property
+    def behind(self) -> int:
+        """Closed steps whose seconds are not known yet."""
+        return len(self._closed)
+
+    def measured(self) -> list[Times]:
+        """The closed steps whose seconds have become known since the last call, oldest first."""
+        known = []
+        while self._closed and (self._device.type != "cuda" or self._closed[0].points[4].query()):
+            step = self._closed.popleft()
+            if self._replayed is not None and self._replayed[0] is step:
+                self.before_replay()
+            known.append(step.times())
+        return known
+
+
+def _seconds(first: Any, second: Any) -> float:
+    """Between two marks of one kind."""
+    if first is second:
+        return 0.0
+    return float(second - first if isinstance(first, (int, float)) else first.elapsed_time(second) / 1e3)
+
+
+PHASES: tuple[Literal["data", "compute", "update"], ...] = ("data", "compute", "update")
+"""Of a rank's own time: waiting for its batch; forward and backward, with what a script does between two batches; the rest of the step."""
+BLOCKS = 10
+"""The newest ones, over which the cost of a rank is taken."""
+MIN_SHARE = 0.03
+"""Of every step, that a rank costs which is named. It is named until it costs half of that."""
+ERRORS = 5.0
+"""Standard errors that the cost of a rank must be above chance."""
+_MAX_STEPS = 4096
+"""That a rank leaves in the store."""
+_ATTEMPTS = itertools.count()
+"""Of this process, one for each of its script's Sessions."""
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A rank that costs the others."""
+
+    rank: int
+    """The number that it was started with."""
+    phase: str
+    """Of `PHASES`, the one in which it loses most against the second slowest."""
+    share: float
+    """Of every step that the last looks saw, by which this rank is later than the others, 0 to 1."""
+
+    def plain(self) -> dict[str, Any]:
+        """For status.json and events.jsonl."""
+        return {**asdict(self), "share": round(self.share, 4)}
+
+
+class SlowRank(Observer):
+    """Of one attempt. Every rank has one; rank 0 has the verdict.
+
+    Args:
+        news: called where all ranks have been looked at, or the others are lost.
+    """
+
+    def __init__(self, world: World, news: Callable[[], None]) -> None:
+        self._world, self._news = world, news
+        self._key = f"lockstep/times/{next(_ATTEMPTS)}"  # a process may have several runs over one store
+        self._rows: deque[tuple[float, float, float, float]] = deque(maxlen=_MAX_STEPS)
+        """Of the last steps: seconds of each of `PHASES`, and of the wait for the other ranks."""
+        self._last = 0
+        """The step of the newest row."""
+        self._left: int = 0
+        """How many rows were new when they were left in the store."""
+        self._rest = 0.0
+        self._due = time.monotonic() + SLOW_LOOK_SECONDS
+        self._took: deque[float] = deque([0.0], maxlen=5)
+        """Seconds of the last looks."""
+        self._read = 0
+        """The last step that was read of all ranks."""
+        self.history = History([])
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return self.history.verdict
+
+    def step_done(self, step: StepDone) -> None:
+        if self._world.size == 1:
+            others, self.history = self.history.ranks, History([])
+            if others:
+                self._news()
+            return
+        new = step.measured if self._last else step.measured[1:]  # the first step compiles, and warms up
+        for times in new:
+            data, compute, waited = (max(0.0, times[name]) for name in ("data_wait", "grad_ready", "sync_wait"))
+            self._rows.append((data, compute, self._rest, waited))
+            self._rest = max(0.0, times["step_duration"] - data - compute - waited)
+        self._last, self._left = step.step - step.behind, self._left + len(new)
+        began = time.monotonic()
+        if began < self._due or not self._rows:
+            return
+        store: Any = _get_default_store()  # the stubs of torch know of texts alone
+        if not store.has_extended_api():
+            return  # a file, which would grow
+        self._leave(store)
+        looked = self._world.leader and self._look(store)
+        # With many ranks it takes longer, and is done less often: what is missed is not counted. One look may have had to wait for a CPU.
+        self._took.append(time.monotonic() - began)
+        self._due = began + max(SLOW_LOOK_SECONDS, 500 * min(self._took))
+        if looked:
+            self._news()
+
+    def _leave(self, store: Any) -> None:
+        """The steps since the last time but one: each rank does this at another step, and what they leave has to overlap."""
+        rows = np.array([(self._world.initial_rank, self._last, 0.0, 0.0), *self._rows])
+        store.set(f"{self._key}/{self._world.rank}", rows.tobytes())
+        while len(self._rows) > self._left:
+            self._rows.popleft()
+        self._left = 0
+
+    def _look(self, store: Any) -> bool:
+        values = [stores.read(store, f"{self._key}/{rank}") for rank in range(self._world.size)]
+        if not all(values):
+            return False
+        posts = [np.frombuffer(value).reshape(-1, len(PHASES) + 1) for value in values]
+        ranks, ends = ([int(post[0, column]) for post in posts] for column in range(2))
+        first = max(self._read, *(end - len(post) + 1 for end, post in zip(ends, posts)))
+        count = min(ends) - first
+        if count <= 0:
+            return False
+        self._read = first + count
+        times = np.stack([post[len(post) - (end - first) :][:count] for end, post in zip(ends, posts)], axis=1)
+        if ranks != self.history.ranks:  # ranks were lost, or have come
+            verdict = self.history.verdict
+            self.history = History(ranks, verdict if verdict is not None and verdict.rank in ranks else None)
+        self.history.add(times[:, :, :-1], float(times.sum(axis=(0, 2)).mean()))
+        return True
+
+
+class History:
+    """The newest looks at the steps of an attempt, and what they say of its ranks.
+
+    Args:
+        ranks: their numbers, in the order of the times.
+        verdict: what was said of them before.
+    """
+
+    def __init__(self, ranks: list[int], verdict: Verdict | None = None) -> None:
+        self.ranks, self.verdict = ranks, verdict
+        self._blocks: deque[tuple[float, Floats]] = deque(maxlen=BLOCKS)
+        """Seconds of the steps of a look, and what each rank cost in them: seconds [ranks, phases]."""
+
+    def add(self, own: Floats, seconds: float) -> None:
+        """A block of steps.
+
+        Args:
+            own: seconds [steps, ranks, phases] of each rank's own time.
+            seconds: that these steps took.
+        """
+        self._blocks.append((max(seconds, 1e-9), costs(own)))
+        if len(self._blocks) == BLOCKS:
+            self.verdict = self._judged()
+
+    def _judged(self) -> Verdict | None:
+        seconds = np.array([seconds for seconds, _ in self._blocks])
+        by_phase = np.stack([costs for _, costs in self._blocks])
+        above = over_the_others(by_phase.sum(axis=2))
+        place = int(above.sum(axis=0).argmax())
+        rank, gained, spent = self.ranks[place], above[:, place], seconds.sum()
+        named = self.verdict is not None and self.verdict.rank == rank
+        share = float(gained.sum() / spent)
+        error = float(np.sqrt(((gained - share * seconds) ** 2).sum()) / spent)
+        if share < (MIN_SHARE / 2 if named else MIN_SHARE) or not (named or share > ERRORS * error):
+            return None
+        return Verdict(rank, PHASES[int(by_phase[:, place].sum(axis=0).argmax())], share)
+
+
+def costs(own: Floats) -> Floats:
+    """What each rank costs the others.
+
+    Args:
+        own: seconds [steps, ranks, phases].
+
+    Returns:
+        Seconds [ranks, phases], over all steps: of the slowest rank of each step, by how much it was slower than the second slowest one.
+        A phase in which it was quicker counts below zero.
+    """
+    total = own.sum(axis=2)
+    slowest, steps = total.argmax(axis=1), np.arange(len(own))
+    total[steps, slowest] = -np.inf
+    lost = own[steps, slowest] - own[steps, total.argmax(axis=1)]
+    found = np.zeros(own.shape[1:])
+    np.add.at(found, slowest, lost)
+    return found
+
+
+def over_the_others(values: Floats) -> Floats:
+    """[…, ranks]: each above the mean of the others. Between two ranks that is how much later one of them comes, on average."""
+    ranks = values.shape[-1]
+    above: Floats = (ranks * values - values.sum(axis=-1, keepdims=True)) / (ranks - 1)
+    return above
+
+
+@dataclass(slots=True)
+class _Copy:
+    """Numbers that are being copied to the host."""
+
+    sums: torch.Tensor
+    """float64 [2 + names]: the sum of losses, the number of samples, and other sums of the epoch so far."""
+    names: Sequence[str]
+    norm: torch.Tensor | None
+    summed: dist.Work | None
+    """The sum over the ranks; None where it is that already."""
+    arrived: torch.cuda.Event | None
+    """The end of the copy; None on a CPU, where nothing is copied."""
+    first_of_epoch: bool
+    values: dict[str, Any]
+    """Values of `start`, returned with the numbers."""
+
+    def is_here(self) -> bool:
+        if self.arrived is not None:
+            return bool(self.arrived.query())
+        return self.summed is None or self.summed.is_completed()
+
+    def wait(self) -> None:
+        """Raises `RuntimeError` where the sum failed on the way."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        elif self.summed is not None:
+            self.summed.wait()
+
+
+class LossReader:
+    """Turns the epoch's running sums into the means since the last reading, over the samples of all ranks.
+
+    Args:
+        losses: float64 [2 + names], this rank's sums in the current epoch (`TrainState.losses`); read once here, because a resumed
+            run begins in the middle of an epoch. Collective.
+        of_all: they are those of all ranks already.
+    """
+
+    def __init__(self, losses: torch.Tensor, world: World, of_all: bool = False) -> None:
+        self._world, self._sums = world, world.size > 1 and not of_all
+        self._stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
+        before = losses.cpu().clone()
+        if self._sums:
+            dist.all_reduce(before)
+        self._before: list[float] = before.tolist()
+        self._first = False
+        self._copies: deque[_Copy] = deque()
+
+    def new_epoch(self) -> None:
+        """The sums start at zero again."""
+        self._first = True
+
+    @property
+    def within_epoch(self) -> bool:
+        """Whether the epoch had samples at the last reading. The same on all ranks."""
+        return not self._first and self._before[1] > 0
+
+    def start(
+        self, losses: torch.Tensor, names: Sequence[str], norm: torch.Tensor | None, **values: Any
+    ) -> None:  # fmt: skip
+        """Starts to read the sums and the norm, as they will be when the work queued so far is done. Collective.
+
+        Args:
+            losses: as in the constructor, of the current epoch.
+            names: of its sums but the first two.
+            norm: of the gradient, a scalar; None where it was not computed.
+            values: come back from `poll` with what was read.
+        """
+        sums = losses.clone()
+        norm = None if norm is None else norm.detach().clone()
+        summed = dist.all_reduce(sums, async_op=True) if self._sums else None
+        arrived = None
+        if self._stream is not None:  # a second stream waits for the other ranks; the training stream does not
+            self._stream.wait_stream(torch.cuda.current_stream(self._world.device))
+            with torch.cuda.stream(self._stream):
+                if summed is not None:
+                    summed.wait()
+                sums, norm = _to_host(sums), None if norm is None else _to_host(norm)
+                arrived = torch.cuda.Event()
+                arrived.record()
+        self._copies.append(_Copy(sums, names, norm, summed, arrived, self._first, values))
+        self._first = False
+
+    def poll(self, wait: bool = False) -> Iterator[dict[str, Any]]:
+        """The readings that have arrived, in order; with `wait`, all that `start` has started.
+
+        Yields the `values` of `start` with `train_loss` and `train_NAME`, the means over all ranks' samples since the last reading
+        (None where there were none), and `grad_norm`.
+        """
+        while self._copies and (wait or self._copies[0].is_here()):
+            copy = self._copies.popleft()
+            copy.wait()
+            before = [] if copy.first_of_epoch else self._before
+            self._before = copy.sums.tolist()
+            # A start may return fewer names than the one before it.
+            since = [now - then for now, then in zip(self._before, chain(before, repeat(0.0)))]
+            yield {
+                **copy.values,
+                **means(copy.names, since),
+                "grad_norm": None if copy.norm is None else float(copy.norm),
+            }
+
+
+def means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float | None]:
+    """By the names of events: `train_loss`, and `train_NAME` of each other sum."""
+    loss, samples, *others = sums
+    return {
+        f"train_{name}": mean_loss(total, samples)
+        for name, total in zip(("loss", *names), (loss, *others), strict=True)
+    }
+
+
+def mean_loss(losses: float, samples: float) -> float | None:
+    """Returns the mean of a sum of losses; None without samples: 0 would look like a perfect loss."""
+    return losses / samples if samples > 0 else None
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.record_stream(torch.cuda.current_stream(tensor.device))  # its memory is that of the stream that trains
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
