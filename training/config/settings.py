@@ -153,11 +153,11 @@ def build(
         return model.model_validate(values)
     except ValidationError as error:
         complaints = explain(error, model, prefix)
-    told = []
+    texts = []
     for message, path in complaints.items():
         line = next((lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), None) if lines else None
-        told.append(f"line {line}: {message}" if line else message)
-    raise UserError(f"{where}{', ' if told[0].startswith('line ') else ': '}{'; '.join(told)}")
+        texts.append(f"line {line}: {message}" if line else message)
+    raise UserError(f"{where}{', ' if texts[0].startswith('line ') else ': '}{'; '.join(texts)}")
 
 
 def override(values: dict[str, Any], model: type[BaseModel], overrides: Iterable[str]) -> dict[str, Any]:
@@ -335,8 +335,8 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str) -> dict
         _joined(error.errors(include_url=False), model),
         key=lambda one: one["type"] not in ("extra_forbidden", "invalid_key"),
     )
-    found = {_sentence(dict(one), model, prefix): one["loc"] for one in complaints[:MAX_COMPLAINTS]}
-    return found | ({f"and {more} more": ()} if (more := len(complaints) - MAX_COMPLAINTS) > 0 else {})
+    texts = {_sentence(dict(one), model, prefix): one["loc"] for one in complaints[:MAX_COMPLAINTS]}
+    return texts | ({f"and {more} more": ()} if (more := len(complaints) - MAX_COMPLAINTS) > 0 else {})
 
 
 def _joined(complaints: Iterable[Any], model: type[BaseModel]) -> list[dict[str, Any]]:

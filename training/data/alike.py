@@ -79,7 +79,7 @@ def check_alike_whole(whole: Any, world: World) -> str:
     values = _of_leaf(whole) if ids is None and isinstance(whole, (torch.Tensor, np.ndarray)) else None
     every = all_gather_trees([len(whole), hashlib.sha256(ids or b"").hexdigest(), [values]], world)
     first = every[0]
-    other = [rank for rank, found in enumerate(every) if found[:2] != first[:2]]
+    other = [rank for rank, values in enumerate(every) if values[:2] != first[:2]]
     if other:
         raise_together(
             UserError(
@@ -112,19 +112,19 @@ def _difference(every: list[list[Values]]) -> str:
     """Names a rank whose samples differ from those of the first rank that has any; empty if none does."""
     first_rank, first = next(((rank, values) for rank, values in enumerate(every) if values), (0, []))
     for rank, values in enumerate(every):
-        for number, (expected, found) in enumerate(zip(first, values)):
-            counts_differ = bool(expected and found) and len(expected) != len(found)
-            if counts_differ or not all(map(_near, expected, found)):
+        for number, (expected, actual) in enumerate(zip(first, values)):
+            counts_differ = bool(expected and actual) and len(expected) != len(actual)
+            if counts_differ or not all(map(_near, expected, actual)):
                 return f"rank {rank} has other samples than rank {first_rank} (number {number + 1} of {len(first)} that were compared)"
     return ""
 
 
-def _near(expected: Any, found: Any, tolerance: float = TOLERANCE) -> bool:
-    if expected is None or found is None:
+def _near(expected: Any, actual: Any, tolerance: float = TOLERANCE) -> bool:
+    if expected is None or actual is None:
         return True
-    if type(expected) is not type(found) or isinstance(expected, str):
-        return bool(expected == found)
-    (shape, numbers), (other_shape, others) = expected, found
+    if type(expected) is not type(actual) or isinstance(expected, str):
+        return bool(expected == actual)
+    (shape, numbers), (other_shape, others) = expected, actual
     if shape != other_shape:
         return False
     scale = max(float(values.nan_to_num().abs().max()) if len(values) else 0.0 for values in (numbers, others))
@@ -149,14 +149,14 @@ class _Compared(Dataset[Any]):
         self.dataset = dataset
 
     def __getitems__(self, ids: list[int]) -> list[Values]:
-        began, found = time.monotonic(), []
+        began, rows = time.monotonic(), []
         for index in ids:
             first, second = (_of_sample(*self.dataset.__getitems__([index])) for _ in range(2))
             same = len(first) == len(second)  # else the sample draws from an unseeded generator
-            found.append([one if _near(one, other, 0.0) else None for one, other in zip(first, second)] if same else [])
+            rows.append([one if _near(one, other, 0.0) else None for one, other in zip(first, second)] if same else [])
             if time.monotonic() - began > COMPARE_SECONDS:
                 break
-        return found
+        return rows
 
 
 def _of_sample(sample: Any) -> Values:

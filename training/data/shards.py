@@ -115,13 +115,13 @@ class _Cache:
 
     def _make_room(self, size: int) -> None:
         """Removes the least recently used shards. A run that trains on them has them mapped."""
-        found = []
+        cached = []
         for entry in os.scandir(self.folder):
             with contextlib.suppress(OSError):
                 if re.fullmatch(r"[0-9a-f]{64}", entry.name):
-                    found.append((entry.stat().st_mtime, entry.stat().st_size, Path(entry.path)))
-        left = self.max_bytes - size - sum(bytes_ for _, bytes_, _ in found)
-        for _, bytes_, path in sorted(found):
+                    cached.append((entry.stat().st_mtime, entry.stat().st_size, Path(entry.path)))
+        left = self.max_bytes - size - sum(bytes_ for _, bytes_, _ in cached)
+        for _, bytes_, path in sorted(cached):
             if left >= 0:
                 break
             if path.name not in self.needed:
@@ -359,8 +359,8 @@ class Samples:
     @classmethod
     def open(cls, manifest: Manifest, split: str, low: int, high: int) -> Samples:
         """Opens the files that hold any of these ids. Raises `UserError` for one that is missing, or not of the manifest's shapes."""
-        found = list(manifest.overlapping(split, low, high))
-        return cls(low, high, [start for start, _ in found], [_opened(manifest, shard) for _, shard in found])
+        shards = list(manifest.overlapping(split, low, high))
+        return cls(low, high, [start for start, _ in shards], [_opened(manifest, shard) for _, shard in shards])
 
     def take(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(samples [b, …], labels [b]) of global ids, gathered on the CPU."""

@@ -147,21 +147,21 @@ class Account:
     @property
     def seconds(self) -> dict[TimeCategory, float]:
         """Seconds of the job's wall clock, by category."""
-        found: dict[TimeCategory, float] = defaultdict(float)
+        total: dict[TimeCategory, float] = defaultdict(float)
         for stretch in self.stretches:
             for category, value in stretch.seconds.items():
-                found[category] += value
-        return found
+                total[category] += value
+        return total
 
     @property
     def rank_seconds(self) -> dict[TimeCategory, float]:
         """Seconds of all ranks: those of rank 0, times the ranks that train. Those of a lost rank without a replacement are `down`."""
-        found: dict[TimeCategory, float] = defaultdict(float)
+        total: dict[TimeCategory, float] = defaultdict(float)
         for stretch in self.stretches:
             for category, value in stretch.seconds.items():
-                found[category] += value * stretch.ranks[0]
-            found[TimeCategory.DOWN] += stretch.wall * max(0, stretch.ranks[1] - stretch.ranks[0])
-        return found
+                total[category] += value * stretch.ranks[0]
+            total[TimeCategory.DOWN] += stretch.wall * max(0, stretch.ranks[1] - stretch.ranks[0])
+        return total
 
     @property
     def restarts(self) -> int:
@@ -201,7 +201,7 @@ def plain(accounts: Sequence[Account]) -> dict[str, Any]:
     """The shares and seconds of some runs together."""
     wall = sum(account.wall for account in accounts)
     seconds, rank_seconds = (
-        {category.value: round(sum(found[category] for found in each), 3) for category in TimeCategory}
+        {category.value: round(sum(run[category] for run in each), 3) for category in TimeCategory}
         for each in ([account.seconds for account in accounts], [account.rank_seconds for account in accounts])
     )
     return {**_shares(accounts), "wall_seconds": round(wall, 3), "seconds": seconds, "rank_seconds": rank_seconds}
@@ -240,18 +240,18 @@ def started(process: str) -> float | None:
 
 def _joined(stretches: list[Stretch]) -> list[Stretch]:
     """Half as many of them, at best: neighbours of the same attempt and ranks become one."""
-    found: list[Stretch] = []
+    joined: list[Stretch] = []
     whole = True
     for stretch in stretches:
-        last = found[-1] if found else stretch
+        last = joined[-1] if joined else stretch
         if whole or (last.attempt, last.ranks) != (stretch.attempt, stretch.ranks):
-            found.append(stretch)
+            joined.append(stretch)
             whole = False
             continue
         last.last, last.wall, whole = stretch.last, last.wall + stretch.wall, True
         for category, value in stretch.seconds.items():
             last.seconds[category] = last.seconds.get(category, 0.0) + value
-    return found
+    return joined
 
 
 def _number(value: Any) -> float:

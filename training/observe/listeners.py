@@ -58,7 +58,7 @@ class Console(Observer):
         """Optimizer steps of the whole run; 0 where they are not known (yet)."""
         self._means = ""
         """The mean loss of all ranks, and what else they train by, at the last reading, as it is shown."""
-        self._told: tuple[float, int] | None = None
+        self._reported: tuple[float, int] | None = None
         """When progress was last printed, or the first step came, and how far it was."""
         self._status: tuple[Any, float] = (None, -math.inf)
         """Of the status that was printed last: what is printed at once where it changes, and when that was."""
@@ -99,13 +99,13 @@ class Console(Observer):
             self._bar.update(self._task, completed=done, epoch=epoch + 1, pace=pace)
             return
         now = time.monotonic()
-        since, before = self._told or (now, done)
+        since, before = self._reported or (now, done)
         if now - since >= PROGRESS_SECONDS:
             rate = (done - before) / (now - since)
             left = f" of {self.planned}, about {(self.planned - done) / rate / 60:.0f} min left" if self.planned else ""
             self.line(f"epoch {epoch + 1}, step {done}{left}: {rate:.3g} steps/s{self._means}")
-        if self._told is None or now - since >= PROGRESS_SECONDS:
-            self._told = now, done
+        if self._reported is None or now - since >= PROGRESS_SECONDS:
+            self._reported = now, done
 
     def on_event(self, event: dict[str, Any]) -> None:
         """A listener of `RunDirectory`: prints the event as JSON, or a line of the table where it has one."""
@@ -151,12 +151,12 @@ class Console(Observer):
     def _fitting(self, names: Iterable[str]) -> list[str]:
         """Those of what is logged that a line of the terminal has room for."""
         room = shutil.get_terminal_size().columns - OTHER_COLUMNS if self._bar is not None else math.inf
-        found: list[str] = []
+        columns: list[str] = []
         for name in names:
-            if _width(name) <= room and len(found) < MAX_COLUMNS:
-                found.append(name)
+            if _width(name) <= room and len(columns) < MAX_COLUMNS:
+                columns.append(name)
                 room -= _width(name)
-        return found
+        return columns
 
     def close(self) -> None:
         if self._bar is not None:

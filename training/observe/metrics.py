@@ -194,12 +194,12 @@ class Metrics(Observer):
         self._sync_bytes = step.bytes_sent
         self.alive(step.step, step.of_attempt)
 
-    def slow_rank(self, found: tuple[int, str, float] | None) -> None:
+    def slow_rank(self, verdict: tuple[int, str, float] | None) -> None:
         """The slow rank, its phase and what it costs; None: there is none. The series has that rank's label, not this one's."""
         family = self._families["slow_rank_cost_ratio"]
         family.clear()
-        if found is not None:
-            rank, phase, share = found
+        if verdict is not None:
+            rank, phase, share = verdict
             family.labels(self._labels["run"], str(rank), phase).set(share)
 
     def checkpoint_written(self, seconds: float) -> None:

@@ -177,14 +177,14 @@ class RunDirectory:
 
     def last_events(self) -> list[dict[str, Any]]:
         """The last ones of events.jsonl, as far as they can be read."""
-        found = []
+        events = []
         with contextlib.suppress(OSError), open(self.path / contract.EVENTS_FILE, "rb", opener=_no_link) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
             for line in file.read().splitlines():
                 with contextlib.suppress(ValueError):
                     if isinstance(event := json.loads(line), dict):
-                        found.append(event)
-        return found
+                        events.append(event)
+        return events
 
     def count_attempt(self) -> None:
         """After what status.json says of the one before."""
@@ -382,10 +382,10 @@ LAST_BYTES = 1 << 17
 def _refuse_links_of_others(path: Path) -> None:
     """Refuses links of other users, which could lead a run's writes elsewhere. Links of the user, or of root, are allowed."""
     for entry in os.scandir(path):
-        found = entry.stat(follow_symlinks=False)
-        if entry.is_symlink() and not files.is_meant_link(found):
+        stat = entry.stat(follow_symlinks=False)
+        if entry.is_symlink() and not files.is_meant_link(stat):
             raise UserError(
-                f"{entry.path} is a link of user {found.st_uid} to {os.readlink(entry.path)}: remove it, or choose another --run-dir"
+                f"{entry.path} is a link of user {stat.st_uid} to {os.readlink(entry.path)}: remove it, or choose another --run-dir"
             )
 
 

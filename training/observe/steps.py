@@ -435,9 +435,9 @@ def costs(own: Floats) -> Floats:
     slowest, steps = total.argmax(axis=1), np.arange(len(own))
     total[steps, slowest] = -np.inf
     lost = own[steps, slowest] - own[steps, total.argmax(axis=1)]
-    found = np.zeros(own.shape[1:])
-    np.add.at(found, slowest, lost)
-    return found
+    costs_of_ranks = np.zeros(own.shape[1:])
+    np.add.at(costs_of_ranks, slowest, lost)
+    return costs_of_ranks
 
 
 def over_the_others(values: Floats) -> Floats:

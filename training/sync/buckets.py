@@ -35,7 +35,7 @@ from .watch import is_nested_backward, on_grad
 
 
 @dataclass(slots=True, eq=False)
-class Bucket:
+class GradientBucket:
     """Gradients that are sent together: those of one parameter, or of several that share a buffer.
 
     Args:
@@ -112,11 +112,11 @@ class Reducer:
 
     def __init__(
         self, model: nn.Module | Iterable[tuple[str, nn.Parameter]],
-        cut: Callable[[list[nn.Parameter]], list[Bucket]] | None = None, *,
+        cut: Callable[[list[nn.Parameter]], list[GradientBucket]] | None = None, *,
         mean: bool = False, passes: int = 1, sent_as: torch.dtype | None = None, owners: dict[nn.Parameter, int] | None = None,
     ) -> None:  # fmt: skip
         self._model = model
-        self._cut = cut or (lambda params: [Bucket([p]) for p in params])
+        self._cut = cut or (lambda params: [GradientBucket([p]) for p in params])
         self.mean, self.passes, self.sent_as, self.owners = mean, passes, sent_as, owners
         self.weight = 1.0
         """What this rank's gradients are multiplied with before they are summed."""
@@ -226,7 +226,7 @@ class Reducer:
             view.copy_(grad)
             parameter.grad = view
 
-    def send(self, bucket: Bucket) -> dist.Work | None:
+    def send(self, bucket: GradientBucket) -> dist.Work | None:
         """Starts the collective of a bucket that is complete on this rank. None where there is no other rank."""
         if self.weight != 1.0:
             bucket.payload.mul_(self.weight)

@@ -167,10 +167,10 @@ class Exact(GradientSync):
         self._groups = [_Group(params, dtype, self.world) for dtype, params in self._by_type(params).items()]
 
     def _by_type(self, params: Iterable[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
-        found: dict[torch.dtype, list[nn.Parameter]] = {}
+        by_type: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in params:
-            found.setdefault(_SUMMED_AS.get(parameter.dtype, parameter.dtype), []).append(parameter)
-        return found
+            by_type.setdefault(_SUMMED_AS.get(parameter.dtype, parameter.dtype), []).append(parameter)
+        return by_type
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]

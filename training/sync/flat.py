@@ -26,7 +26,7 @@ from .base import (
     placed,
     trainable,
 )
-from .buckets import Bucket, Bucketed, Reducer
+from .buckets import Bucketed, GradientBucket, Reducer
 from .watch import is_ours
 
 
@@ -44,10 +44,10 @@ class Flat(Bucketed):
         self.zero_grad()
         return model
 
-    def _cut(self, trained: list[nn.Parameter]) -> list[Bucket]:
+    def _cut(self, trained: list[nn.Parameter]) -> list[GradientBucket]:
         # The backward pass reaches the last layers first, so the buffer begins with them.
         self._flats: list[torch.Tensor] = []
-        buckets: list[Bucket] = []
+        buckets: list[GradientBucket] = []
         for params in self.groups(trained):
             flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
             self._flats.append(flat)
@@ -66,7 +66,9 @@ LAST_BYTES = 1e6
 """Most bytes of the last bucket, unless it is one larger parameter: no computation is left to overlap with its sum."""
 
 
-def cut(flat: torch.Tensor, params: list[nn.Parameter], min_bytes: float, small_last: bool = True) -> list[Bucket]:
+def cut(
+    flat: torch.Tensor, params: list[nn.Parameter], min_bytes: float, small_last: bool = True
+) -> list[GradientBucket]:
     """Buckets over the gradients of `params` in `flat` (1-d), each of at least `min_bytes` but the last two.
 
     Args:
@@ -75,7 +77,7 @@ def cut(flat: torch.Tensor, params: list[nn.Parameter], min_bytes: float, small_
     """
     least, last = (size / flat.element_size() for size in (min_bytes, min(LAST_BYTES, min_bytes)))
     last = max(last, params[-1].numel()) if small_last else 0
-    buckets: list[Bucket] = []
+    buckets: list[GradientBucket] = []
     start = end = 0
     inside: list[nn.Parameter] = []
     views: list[torch.Tensor] = []
@@ -87,7 +89,7 @@ def cut(flat: torch.Tensor, params: list[nn.Parameter], min_bytes: float, small_
         left = len(flat) - end
         begins_the_last = left <= last < left + parameter.numel()
         if end - start >= least or begins_the_last or number == len(params) - 1:
-            buckets.append(Bucket(inside, flat[start:end], views))
+            buckets.append(GradientBucket(inside, flat[start:end], views))
             start, inside, views = end, [], []
     return buckets
 

@@ -171,8 +171,8 @@ def _listed(folder: Path, classes: list[str] | None = None, prefix: str = "") ->
     """
     try:
         inside = folder.resolve(strict=True)
-        found = list(os.scandir(inside))
-        class_names = sorted(entry.name for entry in found if entry.is_dir() and not entry.name.startswith("."))
+        entries = list(os.scandir(inside))
+        class_names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot read {folder} ({reason}): expected a folder with one folder for each class") from None
@@ -183,7 +183,7 @@ def _listed(folder: Path, classes: list[str] | None = None, prefix: str = "") ->
     if bad := [name for name in class_names if not name.isprintable()]:
         raise UserError(f"{folder} has a class folder {_shown(bad[0])}: rename it, its name cannot be printed")
     listing = _Listing(classes if classes is not None else class_names)
-    for entry in found:
+    for entry in entries:
         if Path(entry.name).suffix.lower() in KINDS and entry.name not in class_names:
             listing.refused[_shown(prefix + entry.name)] = "it is not in a class folder"
     for class_name in class_names:

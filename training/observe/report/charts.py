@@ -170,9 +170,9 @@ def _by_rank(named: list[tuple[RunRecord, str]]) -> list[Chart]:
         title = "Where a step goes, by rank" + (f": {name}" if len(named) > 1 else "")
         if len(rows) < len(run.ranks):
             title += f" (the {len(rows)} of {len(run.ranks)} that wait least for others)"
-        found = slow_rank_of(run.status)
-        said = "" if found is None else f". At its end: {slow_rank_line(found)}"
-        charts.append(Chart(title, f"milliseconds a step, mean of the last attempt{said}", "", "stack", lines))
+        slow = slow_rank_of(run.status)
+        remark = "" if slow is None else f". At its end: {slow_rank_line(slow)}"
+        charts.append(Chart(title, f"milliseconds a step, mean of the last attempt{remark}", "", "stack", lines))
     return charts
 
 
@@ -220,7 +220,7 @@ def _moments(run: RunRecord) -> Points:
         if label or kind in ("step", "epoch"):
             of_rank = kind in ("rank_lost", "rank_joined", "slow_rank_over")
             who = f"rank {event.get('rank')} {event.get('how', '')}".rstrip() if of_rank else ""
-            slow = "" if (found := slow_rank_of({kind: event})) is None else slow_rank_line(found)
+            slow = "" if (rank := slow_rank_of({kind: event})) is None else slow_rank_line(rank)
             why = who or slow or event.get("reason") or event.get("path") or event.get("message") or ""
             moments[label].append([event["time"] - run.began, step, label, str(why)])
     return sorted(moment for some in moments.values() for moment in thinned(some, _POINTS))
