@@ -100,7 +100,7 @@ class Recipe(Section):
 
 
 class RunSettings(Section):
-    """What surrounds the steps of any run, of a recipe or of a loop of one's own."""
+    """The settings around the steps of any run, of a recipe or of a script."""
 
     seed: Count = 0
     """Seed of the weights, the order and the augmentation."""
@@ -179,23 +179,15 @@ class Config(RunSettings, Recipe):
         return self.recipe
 
     @model_validator(mode="after")
-    def _compiles(self) -> Self:
+    def _consistent(self) -> Self:
         if self.compile is True and self.exact:
             raise ValueError("sync.name=exact does not take compile=true: set compile=false, or use sync.name=flat")
-        return self
-
-    @model_validator(mode="after")
-    def _of_any_ranks(self) -> Self:
         bound = {"batch_size": self.batch_size, "uneven=mean": self.uneven == "mean"}
         if self.exact and (of_ranks := [name for name, value in bound.items() if value]):
             raise ValueError(
                 f"sync.name=exact does not take {of_ranks[0]}, which is another thing at another number of ranks: set global_batch_size, "
                 "and uneven=drop, pad or weight"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _measured(self) -> Self:
         kept = self.checkpoint.keep_best
         if not isinstance(kept, bool) and not kept.keys() <= {"accuracy", "test_loss"}:
             raise ValueError(
@@ -206,7 +198,7 @@ class Config(RunSettings, Recipe):
 
 
 class OwnSettings(RunSettings):
-    """The settings of a loop of one's own (`lockstep.training.session`)."""
+    """The settings of a script (`lockstep.training.session`)."""
 
     script: str
     """Name of the program, in the metrics."""
@@ -241,7 +233,7 @@ def load(recipe: str, assignments: list[str] | None = None) -> Config:
     values = settings.read_yaml(path)
     changed = settings.override(values, Config, assignments or [])
     for chosen, other in (("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")):
-        # Whoever sets one of the two batch sizes on the command line replaces the other one of the recipe.
+        # One of the two batch sizes on the command line replaces the other one of the recipe.
         if changed.get(chosen) != values.get(chosen) and changed.get(other) == values.get(other):
             changed.pop(other, None)
             break
@@ -292,7 +284,7 @@ def _like(config: Mapping[str, Any], name: str, value: Any) -> Any:
 
 
 def of_run(values: dict[str, Any], where: str) -> RunSettings:
-    """The settings of any run, a recipe's or a loop of one's own, from what `to_dict` wrote. Raises `UserError`."""
+    """Returns the settings of a recipe's or a script's run from the values of `to_dict`. Raises `UserError`."""
     return settings.build(OwnSettings if "script" in values else Config, values, where)
 
 

@@ -30,7 +30,7 @@ from .settings import Section, shown
 BUILT_IN = ("digits", "synthetic", "cifar10", "fashion_mnist", "classification")
 SOURCES = (*BUILT_IN, "images", "arrays")
 FUNCTION = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
-"""A function or a class of one's own, as `package.module:name`."""
+"""A user's function or class, as `package.module:name`."""
 STRATEGIES = ("ddp", "flat", "zero1", "bf16_compress", "exact")
 Signal = Literal["TERM", "USR1", "USR2", "INT", "HUP"]
 
@@ -46,12 +46,6 @@ def _number(value: Any) -> Any:
         return float(value) if isinstance(value, str) else value
     except ValueError:
         return value
-
-
-def _fits(value: int) -> int:
-    if abs(value) >= 2**63:
-        raise ValueError(f"must be a whole number below 2**63, got {value}")
-    return value
 
 
 def _bucket(value: str) -> str:
@@ -107,8 +101,8 @@ SecondsOrAuto = Annotated[FiniteFloat, Field(ge=0), BeforeValidator(_number)] | 
 PositiveNumber = Annotated[FiniteFloat, Field(gt=0), BeforeValidator(_number)]
 Rate = Annotated[FiniteFloat, Field(ge=0, lt=1_000_000_000), BeforeValidator(_number)]
 Momentum = Annotated[FiniteFloat, Field(ge=0, le=1), BeforeValidator(_number)]
-Count = Annotated[int, Field(ge=0), AfterValidator(_fits)]
-Positive = Annotated[int, Field(ge=1), AfterValidator(_fits)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[int, Field(ge=1, lt=2**63)]
 BucketUrl = Annotated[str, AfterValidator(_bucket)]
 FolderOrBucketUrl = Annotated[str, AfterValidator(_folder_or_bucket)]
 Plain = Annotated[dict[str, Any], AfterValidator(_plain)]
@@ -117,12 +111,6 @@ Items = Annotated[list[T], BeforeValidator(lambda value: list(value) if isinstan
 Pair = Annotated[tuple[T, T], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 Schedule = Annotated[Items[T], AfterValidator(_rising)]
 """Of points (when, factor)."""
-
-
-def _channels(values: list[T]) -> list[T]:
-    if not values:
-        raise ValueError("must have one number, or one for each channel, got []")
-    return values
 
 
 def _one_of(known: tuple[str, ...], member: str) -> AfterValidator:
@@ -140,7 +128,7 @@ def _schema(known: tuple[str, ...]) -> Any:
     return Field(json_schema_extra={"anyOf": [{"enum": [*known]}, {"pattern": f"^{FUNCTION}$"}]})
 
 
-Channels = Annotated[Items[T], AfterValidator(_channels)]
+Channels = Annotated[Items[T], Field(min_length=1)]
 Source = Annotated[str, _schema(SOURCES), _one_of(SOURCES, "function")]
 Strategy = Annotated[str, _schema(STRATEGIES), _one_of(STRATEGIES, "Class")]
 
@@ -193,7 +181,7 @@ class Data(Section):
 
     @property
     def shards_name(self) -> str:
-        """A folder's name for ready shards of this source. Somebody's own images may be those of many data sets."""
+        """A folder's name for ready shards of this source. A user's images may be those of many data sets."""
         if self.source in BUILT_IN:
             return self.source
         identity = json.dumps([self.root, self.options, self.split, self.num_shards], sort_keys=True)

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
 from typing_extensions import is_typeddict
 
 from .. import files
@@ -186,7 +187,7 @@ def assignments(model: type[BaseModel], overrides: Iterable[str]) -> Iterator[tu
     Raises:
         UserError: an entry that has no such form, an unknown name, or a value that is not valid YAML.
     """
-    names = dict(leaves(model))
+    names = {name: field.annotation for name, field in leaves(model)}
     for entry in overrides:
         name, equals, text = entry.partition("=")
         if not equals or not name:
@@ -220,12 +221,12 @@ def put(values: dict[str, Any], parts: Sequence[str], value: Any) -> None:
     values[last] = value
 
 
-def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting below `model` as (dotted name, type). A section that may be null is one, and so are its own."""
+def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every setting below `model` as (dotted name, field). A section that may be null is one, and so are its own."""
     for name, field in model.model_fields.items():
         inner = bare(field.annotation)
         if not is_section(field.annotation):
-            yield prefix + name, field.annotation
+            yield prefix + name, field
         if is_section(inner):
             yield from leaves(inner, f"{prefix}{name}.")
 
@@ -285,14 +286,11 @@ def models_in(hint: Any) -> Iterator[type[BaseModel]]:
         yield from models_in(part)
 
 
-def documentation(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, Any, str]]:
+def documentation(model: type[BaseModel]) -> Iterator[tuple[str, str, Any, str]]:
     """(dotted name, type, default, docstring) of each setting."""
-    for name, field in described(model).model_fields.items():
-        if is_section(field.annotation):
-            yield from documentation(typing.cast(type[BaseModel], field.annotation), f"{prefix}{name}.")
-        else:
-            default = field.get_default(call_default_factory=True)
-            yield prefix + name, type_name(field.annotation), default, " ".join((field.description or "").split())
+    for name, field in leaves(described(model)):
+        default = field.get_default(call_default_factory=True)
+        yield name, type_name(field.annotation), default, " ".join((field.description or "").split())
 
 
 def json_schema(model: type[BaseModel]) -> dict[str, Any]:
