@@ -260,24 +260,20 @@ class RunDirectory:
 
     def status(self, code: int | None, reason: str, step: int) -> None:
         """Replaces status.json, which backends trust above exit codes. `code` None: running."""
-        status: dict[str, Any] = {
-            "code": code,
-            "reason": reason,
-            "step": step,
-            "attempt": self.attempt,
-            "failures": self.failures,
-        }
-        if job := os.environ.get(contract.ENV_JOB):
-            status["job"] = job
         restart = os.environ.get(contract.ENV_RESTARTS, "")
-        if restart.isdigit():
-            status["restart"] = int(restart)  # which start of the job this is, by the launcher's count
-        if self.ranks is not None:
-            status["ranks"] = self.ranks
-        if (shares := self.goodput()) is not None:
-            status["goodput"] = shares
-        if self.slow_rank is not None:
-            status["slow_rank"] = self.slow_rank
+        further = {
+            "job": os.environ.get(contract.ENV_JOB) or None,
+            "restart": int(restart)
+            if restart.isdigit()
+            else None,  # which start of the job this is, by the launcher's count
+            "ranks": self.ranks,
+            "goodput": self.goodput(),
+            "slow_rank": self.slow_rank,
+        }
+        status = {
+            "code": code, "reason": reason, "step": step, "attempt": self.attempt, "failures": self.failures,
+            **{name: value for name, value in further.items() if value is not None},
+        }  # fmt: skip
         self._write(contract.STATUS_FILE, lambda path: files.replace_json(path, status), contract.STATUS_FILE)
         for listener in self.listeners:
             listener({"event": "status", "time": round(time.time(), 3), **status})
