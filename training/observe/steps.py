@@ -6,8 +6,8 @@ The loop marks the points of a step; `synchronizing` stands around the sync stra
 
 Where a batch has several updates, the next step begins where the last one ended, and has no wait for data.
 
-What a loop of one's own does between two steps (`between`) is the rank's own time, too: it counts with `grad_ready` of the
-next step, in which the others wait for it.
+The time of a script between two steps (`between`) is the rank's own time, too: it counts with `grad_ready` of the next step, in which
+the others wait for the rank.
 
 On a GPU the host only queues work, and its clock says nothing of it: there the points are CUDA events, read when they
 have passed. Nothing waits for them.
@@ -20,8 +20,8 @@ be gained: that is what it *costs* in this step.
     slow = SlowRank(world, news)        # an observer of each step, on every rank; calls `news()` where there is some
     slow.verdict                        # on rank 0: None, or Verdict(rank=3, phase="data", share=0.11)
 
-Where ranks are alike, chance makes each of them the slowest now and then. So what is said of a slow rank is its cost above the mean of
-the others', over the newest looks. It is named only where it costs more than they do by more than chance explains. It takes no
+Where ranks are alike, chance makes each of them the slowest now and then. So the cost of a slow rank is its cost above the mean of the
+others', over the newest looks. A rank is named only if this cost is more than chance explains. It takes no
 collective: once a second each rank leaves the times of its last steps in the store, and rank 0 reads those of all.
 
     reading.start(losses, names, norm, step=50)     # starts a sum over the ranks, and a copy to the host
@@ -39,7 +39,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, repeat
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -50,20 +50,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ..limits import SLOW_LOOK_SECONDS
 from ..parallel import stores
 from ..parallel.world import World
+from ..sync.watch import GradientWatch, Mark, mark
 
 Times: TypeAlias = dict[str, float]
 """Seconds of one step: {data_wait, grad_ready, sync_wait, step_duration}."""
-Mark: TypeAlias = "float | torch.cuda.Event"
-"""A point in time: seconds of the host, or an event in the GPU's stream."""
-
-
-def mark(device: torch.device) -> Mark:
-    """This point of the rank's work, to be handed to a `StepClock` later."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 @dataclass(slots=True)
@@ -77,10 +67,10 @@ class StepDone:
     epoch: int
     """Counts from 0."""
     measured: list[Times]
-    """Seconds of each phase, of the steps whose times have become known. On a GPU these are steps before this one, whose events have
+    """Seconds of each phase, of the steps whose times have become known. On a GPU these are earlier steps, whose events have
     passed by now."""
     behind: int
-    """How many steps the newest of them lies before this one."""
+    """Steps between the newest of them and this step."""
     lr: float
     samples: int
     """Samples of this step that this rank trained on."""
@@ -96,15 +86,6 @@ class Observer:
 
     def alive(self, steps: int, of_attempt: int) -> None:
         """The rank polls, or has ended a batch of an evaluation. Arguments as in `StepDone`."""
-
-
-class Watch(Protocol):
-    """What is known of a step whose strategy waits for other ranks before `synchronize` (`lockstep.training.sync.watch`)."""
-
-    complete: Mark | None
-    """When the rank's own gradients were complete."""
-    waits: list[tuple[Mark, Mark]]
-    """Waits for other ranks before that."""
 
 
 class RecordedPoints:
@@ -218,7 +199,7 @@ class StepClock:
             self._replayed = None
 
     @contextlib.contextmanager
-    def synchronizing(self, watch: Watch | None) -> Iterator[None]:
+    def synchronizing(self, watch: GradientWatch | None) -> Iterator[None]:
         """Around a strategy's `synchronize`, with its `watch`: marks `grad_ready` and `synced`.
 
         Where there is no watch, the rank's own gradients are complete when it is entered.
@@ -388,7 +369,7 @@ class History:
 
     Args:
         ranks: their numbers, in the order of the times.
-        verdict: what was said of them before.
+        verdict: the verdict on these ranks before.
     """
 
     def __init__(self, ranks: list[int], verdict: Verdict | None = None) -> None:

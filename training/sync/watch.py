@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from ..observe.steps import Mark, mark
 from ..parallel.world import World
+
+Mark: TypeAlias = "float | torch.cuda.Event"
+"""A point in time: seconds of the host, or an event in the GPU's stream."""
+
+
+def mark(device: torch.device) -> Mark:
+    """This point of the rank's work, to be handed to a `StepClock` later."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def on_grad(parameter: torch.Tensor, method: Callable[[Any], None]) -> None:
