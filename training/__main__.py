@@ -285,7 +285,7 @@ if __name__ == "__main__":
     for output in (sys.stdout, sys.stderr):
         if isinstance(output, io.TextIOWrapper):  # None where it is closed
             output.reconfigure(errors="backslashreplace")  # a locale without a letter of ours ends no training
-    # A run goes on where its lines cannot be written, and ends with its own code.
+    # A run whose lines cannot be written continues, and ends with its own code.
     trains = command_of(sys.argv[1:])[:1] in (["run"], ["launch"])
     try:
         with contextlib.nullcontext() if trains else answering():

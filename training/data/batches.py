@@ -222,7 +222,7 @@ class Batches:
 
     Args:
         source: `Stored`, or any dataset with a length and `source[id]` for ids from 0.
-        workers: processes that load and transform the samples of a dataset; 0: this one.
+        workers: processes that load and transform the samples of a dataset; 0: the rank's process.
         collate: makes a batch of a list of samples; None: torch's.
     """
 

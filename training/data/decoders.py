@@ -130,7 +130,7 @@ class _Process:
         suspect = -1
         while len(results) < len(items):
             if self._closed:
-                raise RuntimeError("nobody waits for it any more")
+                raise RuntimeError("the decoders are closed")
             if self._process is None:
                 self._start()
             try:

@@ -6,8 +6,8 @@
     goodput.step_done(step)                     # what the step has waited is moved out of `productive`
     goodput.end(0)
 
-Sums are of a monotonic clock: one that jumps moves nothing. What lies between two attempts is told by the clock of the boot where both
-are of the same one. A kill loses what came since the last line; the next attempt counts it as `down`.
+Sums are of a monotonic clock: a clock that jumps moves nothing. The clock of the boot measures the time between two
+attempts of one boot. A kill loses what came since the last line; the next attempt counts it as `down`.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class GoodputRecorder(Observer):
         self.ranks = ranks, self.ranks[1]
 
     def failed(self, in_collective: bool) -> None:
-        """An error ends the attempt, perhaps that of a collective. Where this one has waited for long, the time since the last sign of
-        life is a hang (of a rank that was killed it would hear at once); else the step that was under way is lost."""
+        """An error ends the attempt. If a collective has waited for long, the time since the last sign of life is a hang: a killed rank
+        ends a collective at once. Else the step that was under way is lost."""
         self._tick()
         waited = self._last - self._alive_at
         if in_collective and waited > HANG_SECONDS:
@@ -144,7 +144,7 @@ class GoodputRecorder(Observer):
     # What is written of it.
 
     def begin(self, attempt: int, step: int, ranks: int) -> None:
-        """An attempt begins, or goes on, after this step."""
+        """Begins the lines of an attempt, after this step."""
         self._attempt, self._resumed, self._first, self._step, self.ranks = attempt, step, step, step, (ranks, ranks)
         self._due = 0.0
 
@@ -168,7 +168,7 @@ class GoodputRecorder(Observer):
         run.goodput = self.account.shares
 
     def take_over(self, run: RunDirectory) -> None:
-        """Rank 0 was lost, and this one goes on with its file: first with what it has seen of the time since the last line."""
+        """Continues the file of a lost rank 0, first with the lines that this rank has kept since the last line there."""
         self._open(run)
         self._floor = self._end_of(self.account.last) or 0.0
         while self._kept:
@@ -221,7 +221,7 @@ class GoodputRecorder(Observer):
         self._run.time(line, waits="code" in line)
 
     def _end_of(self, line: Line | None) -> float | None:
-        """When a line ended, by the clock of this boot; None where that cannot be told."""
+        """Returns when a line ended, by the clock of this boot; None: unknown."""
         if line is None:
             return None
         if line.get("boot") == self._boot:

@@ -61,7 +61,7 @@ class Spec(NamedTuple):
     kind: Literal["gauge", "counter", "histogram", "summary"]
     help: str
     labels: dict[str, tuple[str, ...]] = {}  # noqa: RUF012 - never changed
-    """Labels beside `run` and `rank` → all values that each may take. An empty tuple: one value a process, known later."""
+    """Further labels than `run` and `rank` → all values of each. An empty tuple: one value a process, known later."""
     since: Literal["start", "later", "scrape"] = "start"
     """From when on there is a series: from the start, as 0; from its first value on (the age of a checkpoint on ranks that write none
     would raise an alert); or it is read from the process and its GPU when the metrics are scraped."""
@@ -132,7 +132,7 @@ class Metrics(Observer):
     """The metrics of one rank, in a registry of their own. Safe to read from other threads."""
 
     def __init__(self, run: str, rank: int, device: torch.device) -> None:
-        prometheus_client.disable_created_metrics()  # a `_created` series beside each counter, which no query reads
+        prometheus_client.disable_created_metrics()  # a further `_created` series of each counter, which no query reads
         self.registry = prometheus_client.CollectorRegistry()
         self._labels = {"run": run, "rank": str(rank)}
         self._families: dict[str, Any] = {}
@@ -163,7 +163,7 @@ class Metrics(Observer):
         self.finished = self.found_corrupt = False
 
     def _series(self, name: str, *values: str) -> Any:
-        """The series of a metric with these values of its own labels; made by the first call."""
+        """Returns the series of a metric with these values of its labels; made by the first call."""
         return self._families[name].labels(*self._labels.values(), *values)
 
     def set(self, name: str, value: float, *labels: str) -> None:
@@ -195,7 +195,7 @@ class Metrics(Observer):
         self.alive(step.step, step.of_attempt)
 
     def slow_rank(self, verdict: tuple[int, str, float] | None) -> None:
-        """The slow rank, its phase and what it costs; None: there is none. The series has that rank's label, not this one's."""
+        """The slow rank, its phase and what it costs; None: there is none. The series has the label of the slow rank."""
         family = self._families["slow_rank_cost_ratio"]
         family.clear()
         if verdict is not None:
@@ -211,7 +211,7 @@ class Metrics(Observer):
         self.count("corrupt_files_total", kind)
 
     def hangs(self, rank: int | None) -> None:
-        """This rank is said to hang; None: none is."""
+        """Sets the rank that hangs; None: none does."""
         if rank is not None:
             self.set("hung_rank", rank)
         else:

@@ -140,8 +140,8 @@ def config_of(
     """(the config that RUN, a run directory, or FILE, weights of `recipe`, belongs to; the checksum of RUN's data).
 
     Raises:
-        UserError: there is no such run; or it names a model, or a function that makes its data, of somebody's own, which
-            runs code, without `trust_model`.
+        UserError: there is no such run; or it names a user's model or data function, which runs code, without
+            `trust_model`.
     """
     if not target.exists():
         raise UserError(f"{target}: there is no such run or file")

@@ -80,9 +80,9 @@ def train(config: Config, run_dir: Path, fresh: bool | str, began: float) -> Non
 
 
 class Recipe:
-    """What a recipe says, ready for its first step. Collective. Raises `UserError` on all ranks where any of them cannot go on.
+    """What a recipe says, ready for its first step. Collective. Raises `UserError` on all ranks if any of them fails.
 
-    Each part that can fail on one rank alone runs in `failing_together`: either all ranks go on, or all stop with one sentence.
+    Each part that can fail on one rank alone runs in `failing_together`: all ranks continue, or all stop with one sentence.
     """
 
     def __init__(self, run: Session, config: Config, start: Run) -> None:

@@ -178,7 +178,7 @@ class Reducer:
 
     @property
     def pending(self) -> bool:
-        """Whether gradients have come that `synchronize` has not dealt with."""
+        """Whether gradients have come that `synchronize` has not finished."""
         under_way = self._finished < self._started
         return under_way or any(left != self.passes for left in self._passes_left.values())
 

@@ -145,7 +145,7 @@ class Ddp(GradientSync):
         self.bytes_sent += self._step_bytes if self.world.size > 1 else 0
 
     def _refuse_past(self) -> NoReturn:
-        """Raises `NotSummed`. Ranks that went through DDP wait for this one's gradients, and are given NaN for them."""
+        """Raises `NotSummed`. Ranks that went through DDP wait for this rank's gradients, and get NaN for them."""
         name, passes = self._names[cast(nn.Parameter, self.watch.past[0])], len(self.watch.past)
         self.watch.past = []
         for _ in range(passes if self._warm else 0):  # as DDP itself does for a rank that has no more batches (`Join`)

@@ -254,7 +254,7 @@ def combines(optimizer: torch.optim.Optimizer) -> bool:
     with RngScope(like.device, every=True) as drawing:
         try:
             return not torch.equal(*(_stepped(optimizer, like, count, drawing) for count in (1, 2)))
-        except Exception:  # noqa: BLE001 - a constructor of its own may raise anything
+        except Exception:  # noqa: BLE001 - a user's constructor may raise anything
             return False
 
 

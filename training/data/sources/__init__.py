@@ -1,8 +1,8 @@
 """Where samples come from. A source of ours is one function → Raw, and one row in `SOURCES`; of one that reads files, (root,
 download, **options), and a row in `FILES`; of one that generates its samples, (**options).
 
-What reads a user's own data (`OWN`) has settings of its own (`data.options`) and gives a `Stream`: its samples need not
-fit into the memory.
+A source that reads a user's own data (`OWN`) has own settings (`data.options`) and returns a `Stream`: its samples need not fit into
+memory.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def _gone(path: Path) -> bool:
 
 
 def _final(summary: dict[str, Any]) -> dict[str, Any]:
-    """Final numbers for people, by their names; those of each class and of a loop of one's own, too."""
+    """Final numbers for people, by their names; those of each class and of a script's loop, too."""
     final = {}
     for group, value in summary.items():
         if group == "goodput":
