@@ -161,6 +161,9 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "doctor": (commands.doctor, "Examples: lockstep doctor k8s job.yaml · lockstep doctor gpu"),
 }
 """Name → function and epilog of the commands that are parsed here."""
+_WITHOUT_PLUGINS = ("render", "lint", "schema")
+"""Commands that start no process and run no code of a user's. pydantic reads all installed packages to find plugins, which takes longer
+than to render."""
 
 
 def _add_other(app: typer.Typer, command: str, summary: str, start: Callable[[list[str]], NoReturn]) -> None:
@@ -251,6 +254,8 @@ def _main() -> NoReturn:
         check_words(sys.argv)
         keep_out_others()
         command = next(iter(command_of(sys.argv[1:])), "")
+        if command in _WITHOUT_PLUGINS:
+            os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
         with extras.explained(), signals_held_back() if command == "run" else contextlib.nullcontext():
             # Outside standalone mode typer hands the code of an Exit back instead of raising it.
             code = app_of(command)(expand_set(sys.argv[1:]), standalone_mode=False)

@@ -55,10 +55,6 @@ CPUS_A_GPU, MEMORY_A_GPU = 4, 16
 """Cores and GiB."""
 IN_A_PROFILE = ("slurm", "env", "cpus", "memory", "time_limit", "max_restarts", "grace_seconds", "shards", "gpus")
 """Settings that a cluster profile may hold: they describe a cluster, not a job."""
-REQUIREMENTS = (
-    "requirements is not a setting: put packages into your own image, with three lines in a Dockerfile below `FROM lockstep:cpu`: "
-    "`USER 0`, `RUN pip install --no-cache-dir NAME`, `USER 1000:0` (docs/containers.md)"
-)
 CODE_PARTS = "/lockstep/code"
 """Where a container finds the archive of the job's code, in pieces."""
 RESERVED = ("/", "/dev", "/dev/shm", "/proc", "/sys", "/tmp", CODE_PARTS)  # noqa: S108 - paths of the container
@@ -72,18 +68,6 @@ class Code(Section):
     """Identity of the code, which submit finds. One that is given names a copy that this machine keeps still."""
     packed: int = Field(default=0, ge=0)
     """Bytes of its archive, which submit finds, too."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _packages(cls, values: Any) -> Any:
-        refuse_requirements(values)
-        return values
-
-
-def refuse_requirements(values: Any) -> None:
-    """Raises `ValueError` where somebody wants packages installed at the start of the job."""
-    if isinstance(values, dict) and "requirements" in values:
-        raise ValueError(REQUIREMENTS)
 
 
 def _folder(value: Any) -> Any:
@@ -185,7 +169,6 @@ class JobSpec(Section):
     @classmethod
     def _amounts(cls, values: Any) -> Any:
         """A GPU waits for its data loader, and a node's share of cores and memory goes with its GPUs."""
-        refuse_requirements(values)
         gpus = values.get("gpus") if isinstance(values, dict) else None
         if type(gpus) is not int or not 1 <= gpus <= MAX_GPUS:
             return values
@@ -369,10 +352,8 @@ class JobSpec(Section):
         values = _over(below or {}, values)
         for name, value in (assignments or {}).items():
             place(values, name, value)
-        lines = settings.lines_of(text)
-        spec = settings.build(cls, values, f"{path} with its profile" if below else str(path), lines=lines)
-        line = lines.get(("overrides",)) or lines.get(("recipe",))
-        spec.check_training(f"{path}, line {line}" if line else str(path))
+        spec = settings.build(cls, values, f"{path} with its profile" if below else str(path), text=text)
+        spec.check_training(str(path), text)
         if spec.code is not None and spec.code.hash is None:
             at = spec.code.model_copy(update={"path": str(Path(path).absolute().parent / spec.code.path)})
             spec = spec.model_copy(update={"code": at})
@@ -401,8 +382,15 @@ class JobSpec(Section):
         values = {setting: value for setting, value in values.items() if setting != "version"}
         return settings.build(cls, values, f"job.json of {name}")  # not `of`: the recipe may have changed since
 
-    def check_training(self, where: str) -> None:
-        """Recipe and overrides against `lockstep.training.config`, before anything is submitted. Raises `UserError`."""
+    def check_training(self, where: str, text: str = "") -> None:
+        """Recipe and overrides against `lockstep.training.config`, before anything is submitted.
+
+        Args:
+            text: of the file that they come from.
+
+        Raises:
+            UserError: naming `where`, and the line.
+        """
         try:
             if self.command is not None:
                 configuration.check_overrides(self.assignments())
@@ -411,7 +399,10 @@ class JobSpec(Section):
                     f"shards: {self.recipe} is not on this machine, so its data source is not known: leave out shards"
                 )
         except UserError as error:
-            raise UserError(f"{where}: {str(error).replace('--set', 'overrides')}") from None
+            lines = settings.lines_of(text) if text else {}
+            line = lines.get(("overrides",)) or lines.get(("recipe",))
+            place = f"{where}, line {line}" if line else where
+            raise UserError(f"{place}: {str(error).replace('--set', 'overrides')}") from None
 
     def given_elsewhere(self, backend: str) -> list[str]:
         """Dotted names of what was set for other backends than this one."""
@@ -480,7 +471,7 @@ def load_profile(name: str) -> dict[str, Any]:
     if unknown:
         raise UserError(f"{path}: a profile holds {', '.join(IN_A_PROFILE)}; {unknown[0]!r} belongs in the job")
     # By itself: a mistake that is candidates in the whole job would be looked for in the job's file.
-    settings.build(JobSpec, {"name": "a", "recipe": "smoke", **values}, str(path), lines=settings.lines_of(text))
+    settings.build(JobSpec, {"name": "a", "recipe": "smoke", **values}, str(path), text=text)
     return values
 
 

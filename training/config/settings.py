@@ -140,12 +140,10 @@ def lines_of(text: str) -> dict[KeyPath, int]:
     return lines
 
 
-def build(
-    model: type[M], values: Mapping[str, Any], where: str, prefix: str = "", lines: Mapping[KeyPath, int] | None = None
-) -> M:
+def build(model: type[M], values: Mapping[str, Any], where: str, prefix: str = "", text: str = "") -> M:
     """An instance of `model` from plain values, every one checked.
 
-    `prefix` stands before each name in an error; `lines` are those of the file that the values come from.
+    `prefix` stands before each name in an error; `text` is that of the file that the values come from.
 
     Raises:
         UserError: an unknown name, a value of the wrong type, or one that the model refuses.
@@ -154,9 +152,9 @@ def build(
         return model.model_validate(values)
     except ValidationError as error:
         complaints = explain(error, model, prefix)
-    texts = []
+    texts, lines = [], lines_of(text) if text else {}
     for message, path in complaints.items():
-        line = next((lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), None) if lines else None
+        line = next((lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), None)
         texts.append(f"line {line}: {message}" if line else message)
     raise UserError(f"{where}{', ' if texts[0].startswith('line ') else ': '}{'; '.join(texts)}")
 
@@ -187,11 +185,12 @@ def assignments(model: type[BaseModel], overrides: Iterable[str]) -> Iterator[tu
     Raises:
         UserError: an entry that has no such form, an unknown name, or a value that is not valid YAML.
     """
-    names = {name: field.annotation for name, field in leaves(model)}
+    names: dict[str, Any] = {}
     for entry in overrides:
         name, equals, text = entry.partition("=")
         if not equals or not name:
             raise UserError(f"--set takes NAME=VALUE, got {entry!r}")
+        names = names or {leaf: field.annotation for leaf, field in leaves(model)}
         full = _resolve(name, names)
         yield full, text if names.get(full) is str else parse_yaml(text, f"--set {name}")
 
