@@ -15,6 +15,7 @@ import abc
 import contextlib
 import functools
 import json
+import operator
 import os
 import tempfile
 import time
@@ -56,8 +57,8 @@ Manifests = list[Manifest]
 Checks = list[Check]
 Findings = list[Finding]
 Standings = list[records.StalledRank]
-LOOK_SECONDS = 2.0
-"""What a last look may take, after the end of a wait."""
+QUERY_SECONDS = 2.0
+"""What a last query may take, after the end of a wait."""
 SUMMARY_LINES = 1000
 """Of rank 0's last lines, among which a run says what it has reached."""
 
@@ -149,7 +150,7 @@ class Backend(abc.ABC):
     scope: str = ""
     """The part of the cluster that its jobs are in, as the end of "there is no job NAME"."""
     interval: float = 1.0
-    """Seconds between two looks."""
+    """Seconds between two queries."""
     lost_after: float = 0.0
     """Seconds for which a wait survives that a job is gone or the cluster does not answer; 0: the first time is an error."""
     survived: ClassVar[tuple[type[UserError], ...]] = (Unreachable,)
@@ -214,18 +215,11 @@ class Backend(abc.ABC):
     # The flow.
 
     @classmethod
-    def place(cls, spec: JobSpec | None, **flags: str | None) -> dict[str, str | None]:
-        """What `connect` takes: where the flags say, or else the spec."""
-
-        def of_spec(setting: str) -> Any:
-            return functools.reduce(getattr, setting.split("."), spec) if spec is not None else None
-
-        return {flag: flags.get(flag) or of_spec(setting) for flag, setting in cls.places.items()}
-
-    @classmethod
     def at(cls, spec: JobSpec | None, **flags: str | None) -> Self:
         """The backend where the flags say, or else the spec."""
-        place = cls.place(spec, **flags)
+        place = {flag: flags.get(flag) for flag in cls.places}
+        if spec is not None:
+            place = {flag: place[flag] or operator.attrgetter(setting)(spec) for flag, setting in cls.places.items()}
         opened = cls.connect(**place)
         opened.given_place = {flag: value for flag, value in place.items() if value}
         return opened
@@ -241,10 +235,7 @@ class Backend(abc.ABC):
 
     def submit(self, spec: JobSpec, mode: Mode = "attach") -> SubmitResult:
         """Starts the job, or attaches to the same one. Raises `UserError` for another or a finished one."""
-        (spec,) = self._with_code([spec])
-        job = self.prepared(spec)
-        refuse({spec.name: job.findings}, self.name)
-        return self._submit([job], mode)[0]
+        return self._submit(self._with_code([spec]), mode)[0]
 
     def sweep(self, name: str, specs: Specs, mode: Mode = "attach") -> Sent:
         """Submits the runs of a sweep: as one job array, all new or all the same as before, or else one by one.
@@ -256,9 +247,7 @@ class Backend(abc.ABC):
             raise UserError("--new does not work with --sweep, whose runs are numbered already: choose another --name")
         specs = self._with_code(specs)
         if not self.arrays:
-            jobs = self.prepared_all(specs)
-            refuse({job.spec.name: job.findings for job in jobs}, self.name)
-            return self._submit(jobs, mode)
+            return self._submit(specs, mode)
         whole = self.prepared(specs[0].model_copy(update={"name": name}), specs)
         refuse({name: whole.findings}, self.name)
         with self.exclusive():
@@ -283,7 +272,7 @@ class Backend(abc.ABC):
         return Submission(spec, runs)
 
     def prepared_all(self, specs: Specs) -> Sequence[Submission]:
-        """The runs of a sweep that go one by one."""
+        """A job, or the runs of a sweep that go one by one."""
         return [self.prepared(spec) for spec in specs]
 
     def _with_code(self, specs: Specs) -> Specs:
@@ -300,9 +289,10 @@ class Backend(abc.ABC):
         """Held while a job is submitted."""
         return contextlib.nullcontext() if self.lock is None else records.locked(*self.lock)
 
-    def _submit(self, jobs: Sequence[Submission], mode: Mode) -> Sent:
+    def _submit(self, specs: Specs, mode: Mode) -> Sent:
         """Decides about all jobs before it creates one."""
-        done: Sent = []
+        jobs, done = self.prepared_all(specs), list[SubmitResult]()
+        refuse({job.spec.name: job.findings for job in jobs}, self.name)
         with self.exclusive():
             decided = [self._resolve_existing(job, mode) for job in jobs]
             for item in decided:
@@ -456,32 +446,32 @@ class Backend(abc.ABC):
             Unreachable: the cluster does not answer: for `lost_after` seconds, or it never did.
         """
         deadline = time.monotonic() + timeout
-        known, heard = False, None
+        known, answered = False, None
         status = Status("pending", "")  # it was submitted, as far as anybody knows
         trouble: tuple[bool, float] | None = None  # whether it is an outage, and since when
         while True:
             problem, outage = "", False
             try:
-                with answered_within(max(deadline - time.monotonic(), LOOK_SECONDS)):
+                with answered_within(max(deadline - time.monotonic(), QUERY_SECONDS)):
                     # A name that never was is the caller's mistake, not a lost job.
                     job = self.find(name) if known and self.lost_after else self.require(name)
                     if job is not None:
                         known = True
-                        status, heard = self.observe(job), time.monotonic()
+                        status, answered = self.observe(job), time.monotonic()
                         problem = "" if status.final else status.unreachable_node
                     else:
                         problem = "it is gone from the cluster"
             except self.survived as error:
                 unanswered = isinstance(error, Unreachable)
-                if not self.lost_after or (heard is None and (isinstance(error, LoggedOut) or not unanswered)):
+                if not self.lost_after or (answered is None and (isinstance(error, LoggedOut) or not unanswered)):
                     raise
                 problem, outage = str(error), True
-                if heard is not None:
+                if answered is not None:
                     last = f"{status.state} ({status.reason})" if status.reason else status.state
-                    problem += f"; {time.monotonic() - heard:.0f} s ago the job was {last}"
+                    problem += f"; {time.monotonic() - answered:.0f} s ago the job was {last}"
                 elif isinstance(error, Unreachable):
                     status = error.status or status
-                if heard is None and trouble is None:
+                if answered is None and trouble is None:
                     warn(f"{problem}; waiting")
             now = time.monotonic()
             left = deadline - now

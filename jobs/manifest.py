@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -132,6 +133,14 @@ def spec_in(labels: Any) -> Manifest:
 def mappings(value: Any) -> list[Manifest]:
     """The mappings in a list; [] if the value is not a list."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def seconds_of(stamp: object) -> float | None:
+    """A time as RFC 3339 writes it, in seconds since the epoch; None where it is no time."""
+    try:
+        return datetime.datetime.fromisoformat(str(stamp).replace("Z", "+00:00")).timestamp()
+    except (ValueError, OverflowError):
+        return None
 
 
 def holds(mount: str, path: str) -> bool:

@@ -554,7 +554,7 @@ def doctor(
         spec, _ = snapshots.resolve(job.spec(backend))
     else:
         _at_its_host(kind.name, place.host)
-    checks = kind.doctor(spec, **kind.place(spec, **vars(place)))
+    checks = kind.doctor(spec, **vars(place))
     for url in spec.buckets if spec is not None else ():
         checks.append(Check("bucket", "note", f"lockstep doctor {url} tries it, with the credentials of this shell"))
     _answer(checks, as_json)

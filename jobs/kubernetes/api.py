@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -296,10 +296,7 @@ class Api:
         self._load, self.timeout, self.attempts, self._sleep = load, timeout, attempts, sleep
         self._ahead = 0.0
         self._client = kube.ApiClient(load())
-
-    @property
-    def host(self) -> str:
-        return str(self._client.configuration.host)
+        self.host = str(self._client.configuration.host)
 
     def now(self) -> float:
         """Seconds since the epoch by the server's clock: what its objects say is compared with that, not with ours."""
@@ -312,12 +309,12 @@ class Api:
         """An object, or what else has that shape. Raises `ApiError`, `Unreachable`."""
         return self._json("GET", path, query, shape, accept=accept)
 
-    def find(self, path: str, shape: type[Shape] = Item, **how: Any) -> Any:
-        """`get`; None where it is not there."""
+    def find(self, path: str, shape: type[Shape] = Item, missing: Collection[int] = (404,), **how: Any) -> Any:
+        """`get`; None where it is not there, or where the status of the refusal says as much."""
         try:
             return self.get(path, shape, **how)
         except ApiError as error:
-            if error.status != 404:
+            if error.status not in missing:
                 raise
             return None
 

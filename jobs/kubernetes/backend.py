@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.training import files
 from lockstep.training.contract import UserError
@@ -25,7 +25,7 @@ from ..backend import Checks, Cluster, JobRecord, Lines, Manifests, Submission
 from ..command import identity
 from ..lint import Rules, errors, refuse, volume_of
 from ..logs import PREFIX
-from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, spec_in
+from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, seconds_of, spec_in
 from ..process import Streams
 from ..spec.model import JobSpec
 from ..status import FINAL, Check, JobSummary, Status, SubmitResult, Unreachable, note, warn
@@ -36,10 +36,10 @@ from .observe import (
     Failing,
     hosts,
     newest,
+    of_each_kind,
     outdated,
     owned_by,
     scheduled_at,
-    seconds_of,
     seen_at,
     state_of,
     status_from_pods,
@@ -63,15 +63,11 @@ STATUS_LINES = 1000
 MANAGED_SELECTOR = ",".join(f"{key}={value}" for key, value in MANAGED.items())
 
 
-Errors = list[ApiError]  # named here, because `list` is a method below
-Answer = TypeVar("Answer")
-
-
 class KubernetesBackend(Cluster):
     """See `Backend`.
 
     Args:
-        interval: seconds between two looks.
+        interval: seconds between two queries.
         context: of the kubeconfig, for kubectl; None: the current one.
         lost_after: seconds of 404 or unknown nodes after which a job that was seen counts as lost, and of silence after which a wait ends.
     """
@@ -131,7 +127,7 @@ class KubernetesBackend(Cluster):
         from .doctor import Doctor, findings_as_rows
 
         try:
-            connected = cls.connect(**place)
+            connected = cls.at(spec, **place)
             rows = Doctor(connected.api, connected.namespace, None).cluster()
             if spec is not None:
                 with contextlib.suppress(UserError):  # the rows tell why the cluster does not say
@@ -139,7 +135,7 @@ class KubernetesBackend(Cluster):
             rows += Doctor(connected.api, connected.namespace, spec).rows()
         except UserError as error:
             rows = [Check("cluster", "missing", str(error))]
-        return [*rows, *findings_as_rows(cls.lint(spec) if spec is not None else None)]  # of the cluster's kind
+        return rows if spec is None else [*rows, *findings_as_rows(cls.lint(spec))]  # of the cluster's kind
 
     def path(self, kind: str, name: str = "") -> str:
         """Of the jobs of a kind, or of one."""
@@ -173,7 +169,7 @@ class KubernetesBackend(Cluster):
         """
         if spec.k8s.kind != "auto":
             return spec
-        jobs = dict(self._of_each_kind(lambda kind: (kind, self._live(kind, spec.name))))
+        jobs = dict(of_each_kind(lambda kind: (kind, self._live(kind, spec.name))))
         kinds = [kind for kind, job in jobs.items() if job is not None] or [*jobs]
         if not kinds:
             raise UserError(f"the cluster has neither {' nor '.join(KINDS)}: see `lockstep doctor k8s`")
@@ -212,7 +208,7 @@ class KubernetesBackend(Cluster):
         if not submitting or not get(job, "metadata", "deletionTimestamp"):
             return known
         warn(f"{name} is being deleted: waiting until it is gone")
-        self._await_end(job, self._deletion_seconds(known.spec))
+        self._await_end(known)
         return self.find(name, submitting)
 
     def preflight(self, job: Submission) -> Checks:
@@ -234,7 +230,7 @@ class KubernetesBackend(Cluster):
         submission = render.submission_in(policy, spec)
         marks = {"annotations": {SUBMISSION: submission, INCOMPLETE: "true"}, "labels": {KUEUE_QUEUE: None}}
         if old is not None:
-            self._delete(old.handle, self._deletion_seconds(old.spec))
+            self._delete(old)
         waiting = merge(rendered, {"metadata": marks, "spec": _suspended(rendered, True)})
         try:
             live: Manifest | None = self.api.create(self.path(rendered["kind"]), waiting)
@@ -316,15 +312,12 @@ class KubernetesBackend(Cluster):
                     f"has {CODE_PART_BYTES >> 10} KiB at most: make the code smaller (.lockstepignore), or put it into the image"
                 ) from None
             # A quota refuses also what is there already; of ConfigMaps that is known.
-            if error.status == 409 or (error.status == 403 and not code and self._is_there(path, item)):
+            place = f"{path}/{item['metadata']['name']}"
+            if error.status == 409 or (
+                error.status == 403 and not code and self.api.find(place, missing=(403, 404)) is not None
+            ):
                 return
             raise
-
-    def _is_there(self, path: str, item: Manifest) -> bool:
-        """False also where nobody may look."""
-        with contextlib.suppress(ApiError):
-            return self.api.find(f"{path}/{item['metadata']['name']}") is not None
-        return False
 
     def prepare(self, spec: JobSpec) -> SubmitResult:
         """Submits the job that writes the shards, unless it has. Raises `UserError`."""
@@ -402,12 +395,8 @@ class KubernetesBackend(Cluster):
         if job.get("kind") != "TrainJob":
             return None
         name = get(job, "metadata", "name")
-        try:
-            maker: Manifest = self.api.get(f"/apis/batch/v1/namespaces/{self.namespace}/jobs/{name}-node-0")
-        except ApiError as error:
-            if error.status not in (403, 404):
-                raise
-            return None
+        path = f"/apis/batch/v1/namespaces/{self.namespace}/jobs/{name}-node-0"
+        maker: Manifest | None = self.api.find(path, missing=(403, 404))
         return maker if get(maker, "spec", "template", "metadata", "labels", JOB) == name else None
 
     def _workload(self, job: Manifest) -> Manifest | None:
@@ -464,29 +453,25 @@ class KubernetesBackend(Cluster):
         return beside(there, name, container, rank, command, spec.run_directory, streams)
 
     def stop(self, known: JobRecord) -> Status:
-        self._delete(known.handle, self._deletion_seconds(known.spec))
+        self._delete(known)
         return Status("cancelled", "cancelled; its pods had the grace period to save")
 
-    @staticmethod
-    def _deletion_seconds(spec: JobSpec | None) -> float:
-        """How long a deletion may take: the pods' grace, and some time for everybody."""
-        return (spec.grace_seconds if spec else 60) + DELETION_MARGIN
-
-    def _delete(self, job: Manifest, timeout: float) -> None:
+    def _delete(self, known: JobRecord) -> None:
         """Deletes the job and waits until it and its pods are gone."""
         try:
-            self.api.delete(self.path(str(job["kind"]), str(get(job, "metadata", "name"))), _deletion(job))
+            self.api.delete(self.path(str(known.handle["kind"]), known.name), _deletion(known.handle))
         except ApiError as error:
             if error.status != 404:
                 raise
-        self._await_end(job, timeout)
+        self._await_end(known)
 
-    def _await_end(self, job: Manifest, timeout: float) -> None:
+    def _await_end(self, known: JobRecord) -> None:
         """Waits until that very job is gone. Raises `UserError`, at once where only dead nodes' pods keep it."""
-        name, uid = str(get(job, "metadata", "name")), get(job, "metadata", "uid")
+        name, uid = known.name, get(known.handle, "metadata", "uid")
+        timeout = (known.spec.grace_seconds if known.spec else 60) + DELETION_MARGIN
         deadline = time.monotonic() + timeout
         while (left := self._find(name)) is not None and get(left, "metadata", "uid") == uid:
-            if why := stuck_reason(self._pods(job), self.api.now()):
+            if why := stuck_reason(self._pods(known.handle), self.api.now()):
                 raise Unreachable(f"{name} is deleted, and stays as long as its pods{why}")
             if time.monotonic() > deadline:
                 raise UserError(f"{name} is still there {timeout:g} s after its deletion: see its finalizers and pods")
@@ -495,11 +480,11 @@ class KubernetesBackend(Cluster):
     def list(self) -> list[JobSummary]:
         # From the server's watch cache, which answers all at once: pages are read from etcd, a quorum each.
         query = {"labelSelector": MANAGED_SELECTOR, "resourceVersion": "0", "limit": None}
-        jobs = self._of_each_kind(lambda kind: [*self.api.pages(self.path(kind), **query)])
+        jobs = of_each_kind(lambda kind: [*self.api.pages(self.path(kind), **query)])
         return sorted((_row(job) for of_kind in jobs for job in of_kind), key=lambda row: row.name)
 
     def _find(self, name: str) -> Manifest | None:
-        return next(filter(None, self._of_each_kind(lambda kind: self._live(kind, name))), None)
+        return next(filter(None, of_each_kind(lambda kind: self._live(kind, name))), None)
 
     def _live(self, kind: str, name: str) -> Manifest | None:
         """The job, None where there is none. Raises `ApiError`, for a kind that the cluster does not serve as well."""
@@ -509,23 +494,6 @@ class KubernetesBackend(Cluster):
             if error.status == 404 and error.reason:  # a kind that is not served has no Status to give a reason
                 return None
             raise
-
-    def _of_each_kind(self, ask: Callable[[str], Answer]) -> Iterator[Answer]:
-        """The answers for the kinds that are installed, and that who asks may use. Raises `ApiError` where there is none, and one is
-        refused."""
-        refused: Errors = []
-        answered = False
-        for kind in KINDS:
-            try:
-                answer = ask(kind)
-                answered = True
-                yield answer
-            except ApiError as error:
-                if error.status not in (403, 404):
-                    raise
-                refused += [error] if error.status == 403 else []
-        if refused and not answered:
-            raise refused[0]
 
     def _pods(self, job: Manifest) -> Manifests:
         """The job's own, not those of an earlier job of the name, nor what somebody else has given its label."""

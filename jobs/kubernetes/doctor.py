@@ -17,7 +17,7 @@ from ..spec.model import JobSpec
 from ..status import Check, LoggedOut, Result
 from . import render
 from .api import Api, Listing, Shape
-from .observe import ApiError
+from .observe import ApiError, of_each_kind
 from .render import KINDS, KUEUE, kind_of, unpublished
 
 METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
@@ -37,10 +37,8 @@ CONTROLLERS = {"PyTorchJob": "training-operator", "TrainJob": "trainer-controlle
 Rows = Iterator[Check]
 
 
-def findings_as_rows(findings: list[Finding] | None) -> list[Check]:
-    """What `submit` would refuse or warn of, which no cluster is needed for; nothing without a job."""
-    if findings is None:
-        return []
+def findings_as_rows(findings: list[Finding]) -> list[Check]:
+    """What `submit` would refuse or warn of, which no cluster is needed for."""
     checks = [Check(item.id, "missing" if item.level == "error" else item.level, item.message) for item in findings]
     return checks or [Check("rules", "ok", "lint finds nothing in the job")]
 
@@ -64,23 +62,23 @@ class Doctor:
 
     def rows(self) -> list[Check]:
         """Raises `LoggedOut`."""
-        looks = {
+        queries = {
             "rights": self._rights, "custom resource": self._custom_resource, "operator": self._operator,
             "pod monitor": self._pod_monitor,
         }  # fmt: skip
         if self._given is not None:
-            looks |= {
+            queries |= {
                 "runtime": self._runtime, "image": self._image, "queue": self._queue, "nodes": self._nodes,
                 "volumes": self._volumes, "pull secrets": self._pull_secrets, "start": self._start,
             }  # fmt: skip
-        return [row for name, look in looks.items() for row in self._guarded(name, look)]
+        return [row for name, query in queries.items() for row in self._guarded(name, query)]
 
     @staticmethod
-    def _guarded(name: str, look: Callable[[], Rows]) -> list[Check]:
+    def _guarded(name: str, query: Callable[[], Rows]) -> list[Check]:
         """Raises `LoggedOut`: then nothing can be told."""
         rows: list[Check] = []
         try:
-            rows.extend(look())
+            rows.extend(query())
         except LoggedOut:
             raise
         except UserError as error:
@@ -96,17 +94,8 @@ class Doctor:
         """The kind of the job; without one, those that the cluster serves and that who asks may use."""
         if self._given is not None:
             return [kind_of(self._given)]
-        served, refused = [], []
-        for kind in KINDS:
-            try:
-                served += [kind] if self._serves(kind) else []
-            except ApiError as error:
-                if error.status != 403:
-                    raise
-                refused.append(error)
-        if len(refused) == len(KINDS):
-            raise refused[0]
-        return served or [*KINDS]
+        served = of_each_kind(lambda kind: (kind, self._serves(kind)))
+        return [kind for kind, there in served if there] or [*KINDS]
 
     def _serves(self, kind: str) -> bool:
         return self.api.find(render.path_of(kind, self.namespace), Listing, limit=1) is not None

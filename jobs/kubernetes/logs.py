@@ -40,7 +40,7 @@ class Reader:
         pods: lists the job's pods.
         pod: the pod of one host, None where there is none.
         over: whether the job has ended, or is lost.
-        interval: seconds between two looks at a pod that has not started.
+        interval: seconds between two queries for a pod that has not started.
         patience: seconds without an answer of the server that are waited out while following.
     """
 

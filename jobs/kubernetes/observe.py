@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_TIMED_OUT, EXIT_USAGE, UserError
 
-from ..manifest import get, mappings
+from ..manifest import get, mappings, seconds_of
 from ..status import NodeStatus, State, Status, Unreachable
 from .render import CONTAINERS, KINDS, KUEUE_QUEUE
 
@@ -383,14 +382,6 @@ def _unreachable_node(pod: Object, now: float) -> str:
     return ""
 
 
-def seconds_of(stamp: Any) -> float | None:
-    """RFC 3339 as seconds since the epoch."""
-    try:
-        return datetime.datetime.fromisoformat(str(stamp).replace("Z", "+00:00")).timestamp()
-    except (ValueError, OverflowError):
-        return None
-
-
 def stuck_reason(pods: list[Object], now: float) -> str:
     """What keeps a deletion from its end, where all pods that are left are on nodes that do not answer; else ""."""
     silent = [_unreachable_node(pod, now) for pod in pods]
@@ -503,3 +494,24 @@ def _forbidden(message: str) -> str:
     if "being terminated" in why or "is terminating" in why:
         return f"the namespace is being deleted: {message}; use another one, or wait until it is there again"
     return f"not allowed: {message}; ask for the rights in deploy/k8s/base/rbac.yaml of this version"
+
+
+Answer = TypeVar("Answer")
+
+
+def of_each_kind(ask: Callable[[str], Answer]) -> Iterator[Answer]:
+    """The answers for the kinds that are installed, and that who asks may use. Raises `ApiError` where there is none, and one is
+    refused."""
+    refused: list[ApiError] = []
+    answered = False
+    for kind in KINDS:
+        try:
+            answer = ask(kind)
+            answered = True
+            yield answer
+        except ApiError as error:
+            if error.status not in (403, 404):
+                raise
+            refused += [error] if error.status == 403 else []
+    if refused and not answered:
+        raise refused[0]

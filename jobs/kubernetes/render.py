@@ -28,7 +28,6 @@ from ..manifest import (
     Manifest,
     changes,
     get,
-    holds,
     mappings,
     patched,
     without_none,
@@ -111,27 +110,29 @@ def submission_in(policy: Manifest, spec: JobSpec) -> str:
 def job(spec: JobSpec, submission: str = RENDERED) -> Manifest:
     """The job without `patch`."""
     spec = of_kind(spec, kind := kind_of(spec))
-    body = _trainjob(spec, submission) if kind == "TrainJob" else _pytorchjob(spec, submission)
-    return {
-        "apiVersion": KINDS[kind][0],
-        "kind": kind,
-        "metadata": _metadata(spec, submission),
-        "spec": body,
-    }
-
-
-def _metadata(spec: JobSpec, submission: str) -> Manifest:
     marks = labels(spec)
     if queue := spec.k8s.queue:
         marks[KUEUE_QUEUE] = queue
     text = json.dumps(spec.record(), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     annotations = {SPEC: text, **({SUBMISSION: submission} if spec.code is not None else {})}
-    return without_none(
-        {"name": spec.name, "namespace": spec.k8s.namespace, "labels": marks, "annotations": annotations}
-    )
+    template = {"metadata": _pod_metadata(spec), "spec": pod_spec(spec, submission)}
+    return {
+        "apiVersion": KINDS[kind][0],
+        "kind": kind,
+        "metadata": without_none(
+            {"name": spec.name, "namespace": spec.k8s.namespace, "labels": marks, "annotations": annotations}
+        ),
+        "spec": _trainjob(spec, template) if kind == "TrainJob" else _pytorchjob(spec, template),
+    }
 
 
-def _pytorchjob(spec: JobSpec, submission: str) -> Manifest:
+def _pytorchjob(spec: JobSpec, template: Manifest) -> Manifest:
+    workers = {
+        "replicas": spec.nodes,
+        # Exit code 2 (wrong usage) must not be retried, which OnFailure would do.
+        "restartPolicy": "ExitCode",
+        "template": template,
+    }
     return {
         "nprocPerNode": str(spec.ranks),  # the CRD wants a text
         "runPolicy": {
@@ -145,26 +146,14 @@ def _pytorchjob(spec: JobSpec, submission: str) -> Manifest:
             "rdzvBackend": "c10d", "rdzvId": f"{spec.name}-{spec.hash()}", "rdzvPort": RENDEZVOUS_PORT,
             "minReplicas": spec.nodes, "maxReplicas": spec.nodes,
         },
-        "pytorchReplicaSpecs": {"Worker": _workers(spec, submission)},
+        "pytorchReplicaSpecs": {"Worker": workers},
     }  # fmt: skip
 
 
-def _workers(spec: JobSpec, submission: str) -> Manifest:
-    return {
-        "replicas": spec.nodes,
-        # Exit code 2 (wrong usage) must not be retried, which OnFailure would do.
-        "restartPolicy": "ExitCode",
-        "template": {
-            "metadata": {"labels": {**spec.k8s.pod_labels, **labels(spec)}, "annotations": pod_annotations(spec)},
-            "spec": pod_spec(spec, submission),
-        },
-    }
-
-
-def _trainjob(spec: JobSpec, submission: str) -> Manifest:
+def _trainjob(spec: JobSpec, template: Manifest) -> Manifest:
     """The runtime injects PET_*; the pod's own parts (volumes, security, affinity) travel in a `runtimePatch`."""
-    node = container(spec)
-    template = pod_spec(spec, submission)
+    pod = template["spec"]
+    (node,) = pod["containers"]
     own = {
         "name": CONTAINERS["TrainJob"],
         "volumeMounts": node["volumeMounts"],
@@ -174,11 +163,7 @@ def _trainjob(spec: JobSpec, submission: str) -> Manifest:
         "serviceAccountName", "nodeSelector", "affinity", "tolerations", "volumes", "imagePullSecrets",
         "securityContext", "terminationGracePeriodSeconds",
     )  # fmt: skip
-    pod_patch = {key: template[key] for key in allowed if key in template} | {"containers": [own]}
-    patch = {
-        "metadata": {"labels": {**spec.k8s.pod_labels, **labels(spec)}, "annotations": pod_annotations(spec)},
-        "spec": pod_patch,
-    }
+    patch = {**template, "spec": {key: pod[key] for key in allowed if key in pod} | {"containers": [own]}}
     replicated = {"name": CONTAINERS["TrainJob"], "template": {"spec": {"template": patch}}}
     return {
         "runtimeRef": {
@@ -215,17 +200,21 @@ def labels(spec: JobSpec) -> dict[str, str]:
     return {JOB: spec.name, HASH: spec.hash(), **MANAGED}
 
 
-def pod_annotations(spec: JobSpec) -> dict[str, str]:
+def _pod_metadata(spec: JobSpec) -> Manifest:
     annotations = {"sidecar.istio.io/inject": "false"}  # a mesh's proxy never ends, and so would the pod
     # With one of its pods all of them would start again.
     annotations |= {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
     if spec.k8s.topology:
         annotations[f"kueue.x-k8s.io/podset-{spec.k8s.topology}-topology"] = spec.k8s.topology_level
-    return {**annotations, **spec.k8s.pod_annotations}
+    return {
+        "labels": {**spec.k8s.pod_labels, **labels(spec)},
+        "annotations": {**annotations, **spec.k8s.pod_annotations},
+    }
 
 
-def pod_spec(spec: JobSpec, submission: str = RENDERED) -> Manifest:
+def pod_spec(spec: JobSpec, submission: str) -> Manifest:
     settings = spec.k8s
+    volumes, mounts = _storage(spec, submission)
     return without_none(
         {
             "serviceAccountName": settings.service_account,
@@ -248,24 +237,26 @@ def pod_spec(spec: JobSpec, submission: str = RENDERED) -> Manifest:
                     "seccompProfile": {"type": "RuntimeDefault"},
                 }
             ),
-            "containers": [container(spec)],
-            "volumes": _volumes(spec, submission),
+            "containers": [container(spec, mounts)],
+            "volumes": volumes,
         }
     )
 
 
-def container(spec: JobSpec) -> Manifest:
+def container(spec: JobSpec, mounts: list[Manifest]) -> Manifest:
+    linger = LINGER_SECONDS if kind_of(spec) == "PyTorchJob" else 0
+    words = commands.launch(spec, spec.run_directory, exit_codes="kubernetes", linger=linger)
     ports = [{"name": "pytorchjob-port", "containerPort": RENDEZVOUS_PORT}]
     ports += [{"name": f"metrics-{rank}", "containerPort": spec.metrics_port + rank} for rank in range(spec.ranks)]
     return {
         "name": CONTAINERS["PyTorchJob"],
         **({"image": spec.image} if spec.image is not None else {}),
         "imagePullPolicy": spec.k8s.image_pull_policy,
-        "command": [_literal(word) for word in _command(spec)],
+        "command": [_literal(word) for word in words],
         "env": environment(spec),
         "ports": ports,
         "resources": resources(spec),
-        "volumeMounts": _mounts(spec),
+        "volumeMounts": mounts,
         "workingDir": "/tmp",  # noqa: S108 - the pod's own, and the only place that is always writable
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -275,11 +266,6 @@ def container(spec: JobSpec) -> Manifest:
             },  # RDMA needs none: what may be pinned is the container runtime's memlock limit
         },
     }
-
-
-def _command(spec: JobSpec) -> list[str]:
-    linger = LINGER_SECONDS if kind_of(spec) == "PyTorchJob" else 0
-    return commands.launch(spec, spec.run_directory, exit_codes="kubernetes", linger=linger)
 
 
 def environment(spec: JobSpec) -> list[Manifest]:
@@ -314,7 +300,9 @@ def environment(spec: JobSpec) -> list[Manifest]:
 
 def resources(spec: JobSpec) -> Manifest:
     """Requests equal limits (Guaranteed): a training rank that is throttled or evicted stops all the others."""
-    amounts: dict[str, Any] = {"cpu": cpu(spec.cpus), "memory": spec.memory}
+    whole = spec.cpus == int(spec.cpus)
+    cpu = str(int(spec.cpus)) if whole else f"{max(1, round(spec.cpus * 1000))}m"
+    amounts: dict[str, Any] = {"cpu": cpu, "memory": spec.memory}
     if spec.gpus:
         amounts[spec.k8s.gpu_resource] = str(spec.gpus)
     for name, count in sorted(spec.k8s.rdma.items()):
@@ -322,10 +310,6 @@ def resources(spec: JobSpec) -> Manifest:
     if spec.k8s.hugepages:
         amounts["hugepages-2Mi"] = spec.k8s.hugepages
     return {"requests": amounts, "limits": amounts}
-
-
-def cpu(cores: float) -> str:
-    return str(int(cores)) if cores == int(cores) else f"{max(1, round(cores * 1000))}m"
 
 
 def _affinity(spec: JobSpec) -> Manifest | None:
@@ -338,36 +322,29 @@ def _affinity(spec: JobSpec) -> Manifest | None:
     return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [soft]}}
 
 
-def _volumes(spec: JobSpec, submission: str) -> list[Manifest]:
+def _storage(spec: JobSpec, submission: str) -> tuple[list[Manifest], list[Manifest]]:
+    """The pod's volumes, and where its container has them."""
     volumes: list[Manifest] = [
         {"name": "dshm", "emptyDir": {"medium": "Memory", "sizeLimit": spec.shm}},
         {"name": "tmp", "emptyDir": {}},
     ]
-    if not any(holds(volume.path, spec.run_directory) for volume in spec.volumes):
-        volumes.append({"name": "run", "emptyDir": {}})
-    claims = dict(zip(_claim_names(spec), (volume.claim for volume in spec.volumes)))
-    volumes += [{"name": name, "persistentVolumeClaim": {"claimName": claim}} for name, claim in claims.items()]
-    return volumes + ([_code_volume(spec, submission)] if spec.code is not None else [])
-
-
-def _claim_names(spec: JobSpec) -> list[str]:
-    """The pod's volume of each of the job's. A TrainJob's mounts are keyed by it, so there a claim that is mounted twice is two."""
-    claims = [volume.claim for volume in spec.volumes]
-    names = [f"claim-{list(dict.fromkeys(claims)).index(claim)}" for claim in claims]
-    twice = [kind_of(spec) == "TrainJob" and name in names[:index] for index, name in enumerate(names)]
-    return [f"{name}-{index}" if again else name for index, (name, again) in enumerate(zip(names, twice))]
-
-
-def _mounts(spec: JobSpec) -> list[Manifest]:
     mounts: list[Manifest] = [{"name": "dshm", "mountPath": "/dev/shm"}, {"name": "tmp", "mountPath": "/tmp"}]  # noqa: S108
-    if not any(holds(volume.path, spec.run_directory) for volume in spec.volumes):
+    if volume_of(spec, spec.run_directory) is None:
+        volumes.append({"name": "run", "emptyDir": {}})
         mounts.append({"name": "run", "mountPath": spec.run_directory})
-    for name, volume in zip(_claim_names(spec), spec.volumes):
-        mount: Manifest = {"name": name, "mountPath": volume.path}
-        mounts.append({**mount, "readOnly": True} if volume.read_only else mount)
-    return mounts + (
-        [{"name": CODE_VOLUME, "mountPath": CODE_PARTS, "readOnly": True}] if spec.code is not None else []
-    )
+    names: dict[str, str] = {}
+    for index, volume in enumerate(spec.volumes):
+        again = volume.claim in names
+        name = names.setdefault(volume.claim, f"claim-{len(names)}")
+        if again and kind_of(spec) == "TrainJob":  # whose mounts are keyed by the name
+            again, name = False, f"{name}-{index}"
+        if not again:
+            volumes.append({"name": name, "persistentVolumeClaim": {"claimName": volume.claim}})
+        mounts.append({"name": name, "mountPath": volume.path, **({"readOnly": True} if volume.read_only else {})})
+    if spec.code is not None:
+        volumes.append(_code_volume(spec, submission))
+        mounts.append({"name": CODE_VOLUME, "mountPath": CODE_PARTS, "readOnly": True})
+    return volumes, mounts
 
 
 def code_map_names(spec: JobSpec, submission: str) -> list[str]:
