@@ -363,7 +363,7 @@ def resolve(spec: JobSpec) -> tuple[JobSpec, Bundle | None]:
     if spec.code is None or (spec.code.hash is not None and spec.code.packed):
         return spec, None
     if spec.code.hash is not None:
-        return _named(spec, spec.code.hash), None
+        return _with_code(spec, spec.code.hash, packed(spec.code.hash)), None
     bundle = collect(Path(spec.code.path))
     recipe = spec.recipe or ""
     own = recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_absolute()
@@ -371,7 +371,7 @@ def resolve(spec: JobSpec) -> tuple[JobSpec, Bundle | None]:
         raise UserError(
             f"recipe {recipe} is not part of the code: name a file inside the code's folder, by its path from there"
         )
-    return _with_snapshot(spec, bundle), bundle
+    return _with_code(spec, bundle.identity, bundle.packed), bundle
 
 
 def checked(spec: JobSpec) -> tuple[JobSpec, Bundle | None]:
@@ -388,7 +388,7 @@ def snapshot(spec: JobSpec) -> JobSpec:
     if bundle is not None:
         store(bundle.identity, bundle.packed)
     elif resolved.code is not None and resolved.code.hash is not None:
-        resolved = _named(resolved, resolved.code.hash)
+        resolved = _with_code(resolved, resolved.code.hash, packed(resolved.code.hash))
     return resolved
 
 
@@ -404,11 +404,6 @@ def snapshot_all(specs: list[JobSpec]) -> list[JobSpec]:
     return result
 
 
-def _named(spec: JobSpec, identity: str) -> JobSpec:
-    """With what the copy of that identity says. Raises `UserError` where none is kept."""
-    return spec.model_copy(update={"code": Code(hash=identity, packed=len(packed(identity)))})
-
-
-def _with_snapshot(spec: JobSpec, bundle: Bundle) -> JobSpec:
+def _with_code(spec: JobSpec, identity: str, archived: bytes) -> JobSpec:
     # The cluster need not know where the code was, and the job is the same job wherever it was.
-    return spec.model_copy(update={"code": Code(hash=bundle.identity, packed=len(bundle.packed))})
+    return spec.model_copy(update={"code": Code(hash=identity, packed=len(archived))})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import tempfile
+import uuid
 from pathlib import Path
 
 from lockstep.training.contract import UserError
@@ -44,27 +44,16 @@ def create(folder: Path, name: str | None = None) -> list[str]:
         for path in TEMPLATES.iterdir()
         if path.is_file()
     }
+    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror}") from None
-    try:
+        temporary.mkdir(parents=True)
         for target, text in files.items():
             path = temporary / target
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        temporary.chmod(0o777 & ~_umask())
         temporary.rename(folder)  # over an empty folder, too; one that has been filled meanwhile is an error
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return sorted(files)
-
-
-def _umask() -> int:
-    """Of this process: a temporary folder is made for its owner alone."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
