@@ -1,7 +1,7 @@
 """Base class of backends: the shared flow of submit, wait and cancel, and the methods that a backend implements.
 
 The flow owns secrets, the state machine of a name (attach, replace, new), the bounded wait and the filter of ranks. A backend
-implements find, create, observe, stream, stop and list, and, if it can, connect, attach, exec and preflight. A backend that hands a
+implements find, create, observe, stream, stop, list, exec and preflight, and, if it can, connect and attach. A backend that hands a
 manifest to a cluster is a `Cluster`. One contract test covers all of them.
 
     backend.submit(spec)                 # idempotent by name and hash of the spec
@@ -139,8 +139,6 @@ class Backend(abc.ABC):
     """Flags that say where the cluster is → the settings of job.yaml that say it, too."""
     secrets_from: ClassVar[str | None] = "set it in the environment"
     """Where the values of `secrets` come from, as advice; None where the cluster keeps them."""
-    carries_code: ClassVar[bool] = False
-    """Whether `create` brings the spec's code to the ranks."""
     arrays: ClassVar[bool] = False
     """Whether `create` takes all runs of a sweep as one."""
     given_place: Mapping[str, str] = {}
@@ -187,14 +185,14 @@ class Backend(abc.ABC):
     def stream(self, known: JobRecord, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
         """Its lines: of one rank, or of all with `[rank 5] ` before each. `last`: begin this many lines before the end."""
 
-    def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:  # noqa: ARG002
+    @abc.abstractmethod
+    def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
         """Runs a command beside a rank, in its folder and with its environment. Returns the command's exit code.
 
         Raises:
             UserError: the rank does not run.
             Unreachable: the connection was lost.
         """
-        raise UserError(f"the {self.name} backend cannot run a command beside a rank")
 
     @abc.abstractmethod
     def stop(self, known: JobRecord) -> Status:
@@ -203,14 +201,14 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def list(self) -> list[JobSummary]: ...
 
-    def preflight(self, job: Submission) -> Checks:  # noqa: ARG002 - for one that can tell
+    @abc.abstractmethod
+    def preflight(self, job: Submission) -> Checks:
         """What a new job would meet. The row `start` says when it would start: `warning`, not at once; `missing`, not at all.
 
         Raises:
             UserError: it would be refused.
             Unreachable: nobody answers.
         """
-        return [Check("start", "cannot tell", f"the {self.name} backend does not say")]
 
     # The flow.
 
@@ -235,7 +233,7 @@ class Backend(abc.ABC):
 
     def submit(self, spec: JobSpec, mode: Mode = "attach") -> SubmitResult:
         """Starts the job, or attaches to the same one. Raises `UserError` for another or a finished one."""
-        return self._submit(self._with_code([spec]), mode)[0]
+        return self._submit(snapshots.snapshot_all([spec]), mode)[0]
 
     def sweep(self, name: str, specs: Specs, mode: Mode = "attach") -> Sent:
         """Submits the runs of a sweep: as one job array, all new or all the same as before, or else one by one.
@@ -245,7 +243,7 @@ class Backend(abc.ABC):
         """
         if mode == "new":
             raise UserError("--new does not work with --sweep, whose runs are numbered already: choose another --name")
-        specs = self._with_code(specs)
+        specs = snapshots.snapshot_all(specs)
         if not self.arrays:
             return self._submit(specs, mode)
         whole = self.prepared(specs[0].model_copy(update={"name": name}), specs)
@@ -274,16 +272,6 @@ class Backend(abc.ABC):
     def prepared_all(self, specs: Specs) -> Sequence[Submission]:
         """A job, or the runs of a sweep that go one by one."""
         return [self.prepared(spec) for spec in specs]
-
-    def _with_code(self, specs: Specs) -> Specs:
-        """The specs with what their folders of code hold now, of which a copy is kept. Raises `UserError`."""
-        if all(spec.code is None for spec in specs):
-            return specs
-        if not self.carries_code:
-            raise UserError(
-                f"the {self.name} backend does not carry code to the ranks: put the code into an image, and remove `code` from the job"
-            )
-        return snapshots.snapshot_all(specs)
 
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
         """Held while a job is submitted."""

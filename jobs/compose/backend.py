@@ -55,7 +55,6 @@ class ComposeBackend(Cluster):
     """
 
     name = "compose"
-    carries_code = True
     secrets_from = "set it in the environment, Compose takes it from there"
 
     def __init__(self, interval: float = 0.5) -> None:

@@ -73,7 +73,6 @@ class KubernetesBackend(Cluster):
     """
 
     name = "k8s"
-    carries_code = True
     places: ClassVar = {"namespace": "k8s.namespace", "context": "k8s.context"}
     secrets_from = None
     survived = (UserError,)  # rights may come back, too

@@ -40,7 +40,6 @@ class LocalBackend(Backend):
     """See `Backend`."""
 
     name = "local"
-    carries_code = True
     secrets_from = "set it in the environment to run on this machine"
     interval = POLL_SECONDS
 

@@ -48,7 +48,6 @@ class SlurmBackend(Cluster):
 
     name = "slurm"
     places: ClassVar = {"host": "slurm.host"}
-    carries_code = True
     arrays = True
     secrets_from = "set it in the environment, SLURM takes it along"
 
