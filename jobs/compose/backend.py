@@ -35,7 +35,7 @@ from ..spec.types import size_in_bytes
 from ..status import Check, JobSummary, Result, Status, SubmitResult
 from . import engine
 from . import render as rendering
-from .status import explain, moment
+from .status import moment, status_from_containers
 
 CANCELLED = "lockstep/cancelled"
 CODE = "lockstep/code"
@@ -166,7 +166,7 @@ class ComposeBackend(Cluster):
         cancelled = bool(engine.volumes(f"{CANCELLED}={known.name}"))
         said = self._said(nodes, spec)
         about = records.about_time(said, moment(nodes[0].get("Created")))
-        return dataclasses.replace(explain(nodes, spec, said, cancelled), **about)
+        return dataclasses.replace(status_from_containers(nodes, spec, said, cancelled), **about)
 
     def _said(self, nodes: Nodes, spec: JobSpec | None) -> records.RunStatus | None:
         """status.json of this job, which is trusted above exit codes; not one of an earlier job."""

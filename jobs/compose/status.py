@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import signal
 
 from lockstep.training import contract
 
 from .. import records
-from ..manifest import Manifest, get
+from ..manifest import Manifest, get, seconds_of
 from ..spec.model import JobSpec
 from ..status import NodeStatus, State, Status
 
@@ -16,15 +15,13 @@ _RUNNING = ("running", "paused", "restarting")
 
 
 def moment(text: object) -> float:
-    """A time of the engine's as whole seconds since the epoch; 0 where there is none."""
-    try:
-        time = datetime.datetime.fromisoformat(str(text or "")[:19]).replace(tzinfo=datetime.timezone.utc)
-    except ValueError:
-        return 0.0
-    return max(0.0, time.timestamp())
+    """A time of the engine's, which is UTC, as whole seconds since the epoch; 0 where there is none."""
+    return max(0.0, seconds_of(f"{str(text)[:19]}Z") or 0.0)
 
 
-def explain(nodes: list[Manifest], spec: JobSpec | None, said: records.RunStatus | None, cancelled: bool) -> Status:
+def status_from_containers(
+    nodes: list[Manifest], spec: JobSpec | None, said: records.RunStatus | None, cancelled: bool
+) -> Status:
     """The status of a job.
 
     Args:

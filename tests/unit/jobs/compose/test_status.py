@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.jobs.compose.status import explain
+from lockstep.jobs.compose.status import status_from_containers
 from lockstep.jobs.records import RunStatus
 from tests.product import JobSpec
 
@@ -37,6 +37,6 @@ def node(state: int | str | dict[str, Any]) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_what_containers_mean(nodes: list[Any], said: Any, cancelled: bool, state: str, code: int) -> None:
-    found = explain([node(each) for each in nodes], SPEC, said, cancelled)
+    found = status_from_containers([node(each) for each in nodes], SPEC, said, cancelled)
     assert (found.state, found.code) == (state, code), found
     assert "OOMKilled" in found.reason or not any(isinstance(each, dict) and "OOMKilled" in each for each in nodes)
