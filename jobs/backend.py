@@ -233,7 +233,7 @@ class Backend(abc.ABC):
 
     def submit(self, spec: JobSpec, mode: Mode = "attach") -> SubmitResult:
         """Starts the job, or attaches to the same one. Raises `UserError` for another or a finished one."""
-        return self._submit(snapshots.snapshot_all([spec]), mode)[0]
+        return self._submit([spec], mode)[0]
 
     def sweep(self, name: str, specs: Specs, mode: Mode = "attach") -> Sent:
         """Submits the runs of a sweep: as one job array, all new or all the same as before, or else one by one.
@@ -243,9 +243,9 @@ class Backend(abc.ABC):
         """
         if mode == "new":
             raise UserError("--new does not work with --sweep, whose runs are numbered already: choose another --name")
-        specs = snapshots.snapshot_all(specs)
         if not self.arrays:
             return self._submit(specs, mode)
+        specs = snapshots.snapshot_all(specs)
         whole = self.prepared(specs[0].model_copy(update={"name": name}), specs)
         refuse({name: whole.findings}, self.name)
         with self.exclusive():
@@ -279,6 +279,8 @@ class Backend(abc.ABC):
 
     def _submit(self, specs: Specs, mode: Mode) -> Sent:
         """Decides about all jobs before it creates one."""
+        if any(spec.code is not None for spec in specs):
+            specs = snapshots.snapshot_all(specs)
         jobs, done = self.prepared_all(specs), list[SubmitResult]()
         refuse({job.spec.name: job.findings for job in jobs}, self.name)
         with self.exclusive():
