@@ -10,6 +10,7 @@ hide other jobs.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import itertools
 import os
 import re
@@ -34,6 +35,16 @@ def home() -> Path:
         return Path(os.environ.get("LOCKSTEP_HOME") or Path.home() / ".local/state/lockstep")
     except RuntimeError:  # no HOME, and a user of a number only, as in many containers
         raise UserError("this user has no home folder to keep jobs in: set LOCKSTEP_HOME") from None
+
+
+def folder(backend: str) -> Path:
+    """The jobs of a backend; the nodes of a SLURM cluster must see it. Raises `UserError`."""
+    return home().absolute() / backend
+
+
+def now() -> str:
+    """This moment, for a record."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def remember(backend: str, name: str, place: Mapping[str, str]) -> None:

@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from lockstep.wire.signals import FORWARDED, command_of, end_with_launcher
+from lockstep.wire.signals import FORWARDED, end_with_launcher
 
-from .cli import check_words
+from .cli import check_words, command_of
 
 # Else a lost store is a warning with a stack, around the sentence that names the rank.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -35,6 +35,13 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
+def command_of(words: list[str]) -> list[str]:
+    """The command and its arguments, without `--debug` and what torch.distributed.launch puts before them."""
+    while words and (words[0] == "--debug" or words[0].startswith(("--local-rank=", "--local_rank="))):
+        words = words[1:]
+    return words
+
+
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
     """Wraps a command whose result is its output. Ends the process with 141 if the reader has left (`| head`).

@@ -19,7 +19,7 @@ import typer
 
 from lockstep import tools, torture
 from lockstep.training import extras
-from lockstep.training.cli import COMMANDS, INSIDE, answering, check_words, search_path
+from lockstep.training.cli import COMMANDS, INSIDE, answering, check_words, command_of, search_path
 from lockstep.training.contract import (
     ENV_DEBUG,
     ENV_PROGRAM,
@@ -31,7 +31,7 @@ from lockstep.training.contract import (
     to_stderr,
 )
 from lockstep.training.files import keep_out_others
-from lockstep.wire.signals import command_of, signals_held_back
+from lockstep.wire.signals import signals_held_back
 
 from ..status import Unreachable
 from . import commands

@@ -44,7 +44,7 @@ class LocalBackend(Backend):
     interval = POLL_SECONDS
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or records.home() / "local"
+        self.folder = folder or records.folder(self.name)
         self.lock = (self.folder, 30)
 
     def find(self, name: str, submitting: bool = False) -> JobRecord | None:  # noqa: ARG002 - no job is taken away by others
@@ -113,15 +113,11 @@ class LocalBackend(Backend):
         elif folder.exists():
             self._clear(folder)
         folder.mkdir(mode=0o700)
-        files.replace_json(
-            folder / JOB,
-            {
-                "spec": spec.record(), "hash": spec.hash(), "run_dir": run_dir, "command": self._command(spec, run_dir),
-                "env": dict(spec.env), "time_limit": spec.deadline_seconds, "grace": spec.grace_seconds + commands.GRACE_MARGIN,
-                "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                "job": records.submission_id(spec.name), "host": here(),
-            },
-        )  # fmt: skip
+        records.LocalJob(
+            spec=spec.record(), hash=spec.hash(), run_dir=run_dir, command=self._command(spec, run_dir), env=dict(spec.env),
+            time_limit=spec.deadline_seconds, grace=spec.grace_seconds + commands.GRACE_MARGIN,
+            created=records.now(), job=records.submission_id(spec.name), host=here(),
+        ).write(folder / JOB)  # fmt: skip
         # If another job submits this one, this one's processes do not belong to it.
         env = {name: value for name, value in os.environ.items() if name not in contract.OF_A_JOB}
         with (folder / "log.txt").open("ab") as log:

@@ -6,7 +6,6 @@ With `slurm.host` the command line runs its command on the login node (`ssh`), a
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import re
 import time
@@ -53,7 +52,7 @@ class SlurmBackend(Cluster):
 
     def __init__(self, interval: float = 2.0, lost_after: float = 300.0) -> None:
         self.interval, self.lost_after = interval, lost_after
-        self.folder = render.jobs_folder()
+        self.folder = records.folder(self.name)
         self.lock = (self.folder, 60)  # the cluster's: whoever submits there, from wherever, waits for it
 
     @classmethod
@@ -119,7 +118,7 @@ class SlurmBackend(Cluster):
             record = SlurmJob(
                 spec=spec.record(), hash=spec.hash(), run_dir=render.run_directory(spec),
                 submitit=str(render.submitit_folder(whole.name)), job_id=None,
-                created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), since=time.time(),
+                created=records.now(), since=time.time(),
                 comment=comment, array_name=whole.name, element=element if len(runs) > 1 else None,
                 job=records.submission_id(spec.name),
             )  # fmt: skip

@@ -294,7 +294,7 @@ def _setting(config: str, name: str) -> str:
 
 def _folder(spec: JobSpec | None) -> Iterator[Check]:
     """Writes a file here and has a node read it, with the interpreter, and in the image, that the job will use."""
-    places = [records.make(render.jobs_folder())]
+    places = [records.make(records.folder("slurm"))]
     if spec is not None:
         places.append(Path(render.run_directory(spec)).parent)
         places[-1].mkdir(parents=True, exist_ok=True)
@@ -304,7 +304,7 @@ def _folder(spec: JobSpec | None) -> Iterator[Check]:
         file.write_text(word)
     own = spec.slurm if spec is not None else Slurm()
     python = render.interpreter(spec) if spec is not None else sys.executable
-    options, words = render.container(spec, render.jobs_folder()) if spec is not None else ([], [])
+    options, words = render.container(spec, records.folder("slurm")) if spec is not None else ([], [])
     where = f"{python} in {own.image or spec.image}" if spec is not None and own.container is not None else python
     flags = (("-p", own.partition), ("-A", own.account), ("--qos", own.qos))
     options += [word for flag, value in flags if value for word in (flag, value)]

@@ -61,14 +61,9 @@ RESERVED_OPTIONS = {
 """What `slurm.patch` may not touch, and what to use instead."""
 
 
-def jobs_folder() -> Path:
-    """Where the SLURM jobs are kept. It must lie on storage that the nodes share. Raises `UserError`."""
-    return records.home().absolute() / "slurm"
-
-
 def submitit_folder(name: str) -> Path:
     """Where submitit keeps the script, payload and logs of a job."""
-    return jobs_folder() / name / SUBMITIT
+    return records.folder("slurm") / name / SUBMITIT
 
 
 def base_folder() -> Path:

@@ -26,13 +26,6 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 """What the launcher hands on to its ranks."""
 
 
-def command_of(words: list[str]) -> list[str]:
-    """The command and its arguments, without `--debug` and what torch.distributed.launch puts before them."""
-    while words and (words[0] == "--debug" or words[0].startswith(("--local-rank=", "--local_rank="))):
-        words = words[1:]
-    return words
-
-
 @contextlib.contextmanager
 def signals_held_back() -> Iterator[None]:
     """Blocks the signals in the block. A program that takes this process's place in it gets what has come."""
