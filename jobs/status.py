@@ -61,9 +61,6 @@ class Check:
     result: Result
     detail: str
 
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
@@ -161,9 +158,6 @@ class JobSummary:
     created: str
     """ISO 8601, UTC."""
 
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class SubmitResult:
@@ -178,9 +172,6 @@ class SubmitResult:
         """For people, one line."""
         again = f"; started again: {', '.join(self.restarted)}" if self.restarted else ""
         return f"{self.name}: {'submitted' if self.created else f'is there already, with the same spec{again}'} ({self.where})"
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 StatusCallback = Callable[[Status], None]
@@ -222,8 +213,8 @@ def seconds_to_answer() -> float:
 
 
 def show(value: Any) -> None:
-    """One JSON value on standard output. Control codes are escaped by JSON itself."""
-    print(json.dumps(value, indent=1, ensure_ascii=True), flush=True)
+    """One JSON value on standard output, of plain values and data classes. Control codes are escaped by JSON itself."""
+    print(json.dumps(value, indent=1, ensure_ascii=True, default=asdict), flush=True)
 
 
 def say(text: str) -> None:

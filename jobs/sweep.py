@@ -102,7 +102,7 @@ def submit_and_tell(
     specs = expand(spec, values)
     done = opened.sweep(spec.name, specs, mode)
     if wait is None:
-        answer(as_json, [item.plain() for item in done], (item.text() for item in done))
+        answer(as_json, done, (item.text() for item in done))
         return 0
     runs = {one.name: {name: one.overrides[name] for name in values} for one in specs}
     return _to_the_end(opened, runs, wait, as_json)

@@ -298,7 +298,7 @@ def lint(
         spec.check_training(spec.name)
         spec, code = snapshots.resolve(spec)
         findings = COMMON.apply(spec, [], code.paths if code is not None else None)
-    answer(as_json, [dataclasses.asdict(item) for item in findings], map(str, findings))
+    answer(as_json, findings, map(str, findings))
     raise typer.Exit(EXIT_FAILED if errors(findings) else EXIT_DONE)
 
 
@@ -351,7 +351,7 @@ def submit(
         _print_preflight(spec.name, opened.dry_run(spec, mode), as_json)
     done = opened.submit(spec, mode)
     if wait is None:
-        return answer(as_json, done.plain(), [done.text()])
+        return answer(as_json, done, [done.text()])
     report(done.name, opened.wait(done.name, wait, progress_printer(done.name)), as_json, waited=True)
 
 
@@ -361,7 +361,7 @@ def _print_preflight(name: str, checks: list[Check], as_json: bool) -> NoReturn:
     refused = any(check.result == "missing" for check in checks)  # several may have one name
     attach = results["job"] == "note"
     would = "not start" if refused else "attach" if attach else "wait" if results.get("start") == "warning" else "start"
-    plain = {"name": name, "would": would, "checks": [check.plain() for check in checks]}
+    plain = {"name": name, "would": would, "checks": checks}
     answer(as_json, plain, [*_rows(checks), f"{name} would {would}"])
     raise typer.Exit(EXIT_USAGE if refused else EXIT_DONE)
 
@@ -504,7 +504,7 @@ def list_jobs(backend: Backend, place: ClusterOptions, as_json: Json = False) ->
     """List the jobs."""
     rows = place.open(backend).list()
     cells = [(row.name, row.state, str(row.nodes), row.created) for row in rows]
-    answer(as_json, [row.plain() for row in rows], columns(("NAME", "STATE", "NODES", "CREATED"), cells))
+    answer(as_json, rows, columns(("NAME", "STATE", "NODES", "CREATED"), cells))
 
 
 def doctor(
@@ -566,5 +566,5 @@ def _rows(checks: list[Check]) -> list[str]:
 
 def _answer(checks: list[Check], as_json: bool) -> NoReturn:
     """The rows of `doctor`, and its exit code."""
-    answer(as_json, [item.plain() for item in checks], _rows(checks))
+    answer(as_json, checks, _rows(checks))
     raise typer.Exit(EXIT_FAILED if any(item.result == "missing" for item in checks) else EXIT_DONE)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import uuid
 from pathlib import Path
 
 from lockstep.training.contract import UserError
@@ -44,16 +42,12 @@ def create(folder: Path, name: str | None = None) -> list[str]:
         for path in TEMPLATES.iterdir()
         if path.is_file()
     }
-    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     try:
-        temporary.mkdir(parents=True)
         for target, text in files.items():
-            path = temporary / target
+            path = folder / target
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        temporary.rename(folder)  # over an empty folder, too; one that has been filled meanwhile is an error
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return sorted(files)

@@ -429,7 +429,7 @@ class Evidence:
 
     def impossible(self) -> str | None:
         """Why SLURM has removed a job that could never start."""
-        state, reason = pending(self.info.reason, self.info.partition, self.info.job_id, 0)
+        state, reason = pending(self.info)
         removed = state == "unschedulable" and not self.cancelled and self.state_in("CANCELLED", "REVOKED")
         return reason if removed else None
 
@@ -497,7 +497,7 @@ def status_from_slurm(job: Evidence) -> Status:
     """Returns the status. A pure function."""
     info, about = job.info, records.about_time(job.reported, job.since, job.info.started)
     if info.state == "PENDING":
-        state, reason = pending(info.reason, info.partition, info.job_id, job.restarts)
+        state, reason = pending(info, job.restarts)
         return Status(state, reason, _parts(job, state), **about)
     for test, state, sentence, exit_code in _SLURM_STATES:
         result = test(job)
@@ -526,61 +526,47 @@ def _parts(job: Evidence, state: State) -> list[NodeStatus]:
     ]  # fmt: skip
 
 
-_REASONS: dict[str, tuple[State, str]] = {
-    "Priority": ("queued", "waits behind jobs of higher priority in partition {partition}"),
-    "Resources": ("pending", "waits for nodes to be free in partition {partition}"),
-    "BeginTime": ("pending", "waits for its start time"),
-    "Dependency": ("pending", "waits for the job that it depends on"),
-    "DependencyNeverSatisfied": ("unschedulable", "the job that it depends on has failed: see its logs, then submit again"),
-    "JobHeldUser": ("pending", "is held: scontrol release {job}"),
-    "JobHeldAdmin": ("pending", "is held by an administrator: ask why"),
-    "JobHoldMaxRequeue": ("unschedulable", "was requeued more often than the cluster allows, and is held"),
-    "Reservation": ("pending", "waits for its reservation"),
-    "Licenses": ("pending", "waits for a licence"),
-    "ReqNodeNotAvail": ("pending", "nodes that it needs are down, drained or reserved"),
-    "PartitionDown": ("pending", "partition {partition} is down"),
-    "PartitionInactive": ("pending", "partition {partition} is inactive"),
-    "PartitionNodeLimit": ("unschedulable", "asks for more nodes than partition {partition} has or allows: lower nodes"),
-    "PartitionTimeLimit": ("unschedulable", "time_limit is above the limit of partition {partition}: lower it"),
-    "PartitionConfig": ("unschedulable", "partition {partition} does not allow such a job"),
-    "BadConstraints": ("unschedulable", "no node has what constraint asks for"),
-    "AccountNotAllowed": ("unschedulable", "the account may not use partition {partition}: set slurm.account"),
-    "QOSNotAllowed": ("unschedulable", "the QOS may not use partition {partition}: set slurm.qos"),
-    "InvalidAccount": ("unschedulable", "the account does not exist, or you are not in it: set slurm.account"),
-    "InvalidQOS": ("unschedulable", "the QOS does not exist, or you may not use it: set slurm.qos"),
-    "NodeDown": ("restarting", "a node that it ran on is down"),
-    "Cleaning": ("restarting", "its last start is still being cleaned up"),
-    "Prolog": ("pending", "the nodes run their prolog"),
-}  # fmt: skip
-_LIMIT = re.compile(r"(Assoc|QOS)(Grp|Max)?(\w*?)(Limit)?")
+_REASONS: tuple[tuple[str, State, str], ...] = (
+    ("Priority", "queued", "waits behind jobs of higher priority in partition {partition}"),
+    ("Resources", "pending", "waits for nodes to be free in partition {partition}"),
+    ("BeginTime", "pending", "waits for its start time"),
+    ("Dependency", "pending", "waits for the job that it depends on"),
+    ("DependencyNeverSatisfied", "unschedulable", "the job that it depends on has failed: see its logs, then submit again"),
+    ("JobHeldUser", "pending", "is held: scontrol release {job}"),
+    ("JobHeldAdmin", "pending", "is held by an administrator: ask why"),
+    ("JobHoldMaxRequeue", "unschedulable", "was requeued more often than the cluster allows, and is held"),
+    ("Reservation", "pending", "waits for its reservation"),
+    ("Licenses", "pending", "waits for a licence"),
+    ("ReqNodeNotAvail|Nodes_required_for_job_are_DOWN.*", "pending", "nodes that it needs are down, drained or reserved"),
+    ("PartitionDown", "pending", "partition {partition} is down"),
+    ("PartitionInactive", "pending", "partition {partition} is inactive"),
+    ("PartitionNodeLimit", "unschedulable", "asks for more nodes than partition {partition} has or allows: lower nodes"),
+    ("PartitionTimeLimit", "unschedulable", "time_limit is above the limit of partition {partition}: lower it"),
+    ("PartitionConfig", "unschedulable", "partition {partition} does not allow such a job"),
+    ("BadConstraints", "unschedulable", "no node has what constraint asks for"),
+    ("AccountNotAllowed", "unschedulable", "the account may not use partition {partition}: set slurm.account"),
+    ("QOSNotAllowed", "unschedulable", "the QOS may not use partition {partition}: set slurm.qos"),
+    ("InvalidAccount", "unschedulable", "the account does not exist, or you are not in it: set slurm.account"),
+    ("InvalidQOS", "unschedulable", "the QOS does not exist, or you may not use it: set slurm.qos"),
+    ("NodeDown", "restarting", "a node that it ran on is down"),
+    ("Cleaning", "restarting", "its last start is still being cleaned up"),
+    ("Prolog", "pending", "the nodes run their prolog"),
+    (".*launch_failed.*", "unschedulable", "its start failed on a node and it is held: scontrol release {job}, or see the node's log"),
+    (r"AssocMax\w*Per(Job|Node)(Limit)?", "unschedulable", "is above a limit of your account's association ({name}): ask for less"),
+    (r"QOSMax\w*Per(Job|Node)(Limit)?", "unschedulable", "is above a limit of the QOS ({name}): ask for less"),
+    (r"Assoc\w*", "queued", "waits: a limit of your account's association is reached ({name})"),
+    (r"QOS\w*", "queued", "waits: a limit of the QOS is reached ({name})"),
+    (".+", "pending", "{words}"),
+    ("", "pending", "waits for the scheduler"),
+)  # fmt: skip
+"""The first row whose pattern is SLURM's reason says the state and the sentence of a job that waits."""
 
 
-def pending(reason: str, partition: str, job: str, restarts: int) -> tuple[State, str]:
+def pending(info: JobInfo, restarts: int = 0) -> tuple[State, str]:
     """State and sentence for a job that waits. `restarts` above 0: it has run before."""
-    state, text = _find(reason)
-    text = text.format(partition=partition or "?", job=job)
-    if restarts and state in ("pending", "queued"):
-        return "restarting", f"restart {restarts}: {text}"
-    return state, text
-
-
-def _find(reason: str) -> tuple[State, str]:
-    name = re.split(r"[(,]", reason)[0]
-    if name in _REASONS:
-        return _REASONS[name]
-    match = _LIMIT.fullmatch(name)
-    if match:
-        holder = "your account's association" if match[1] == "Assoc" else "the QOS"
-        what = match[3] or "usage"
-        alone = match[2] == "Max" and what.endswith(("PerJob", "PerNode", "WallDurationPerJob"))
-        if alone:
-            return "unschedulable", f"is above a limit of {holder} ({name}): ask for less"
-        return "queued", f"waits: a limit of {holder} is reached ({name})"
-    if name.startswith("Nodes_required_for_job_are_DOWN"):
-        return _REASONS["ReqNodeNotAvail"]
-    if "launch_failed" in name:
-        return (
-            "unschedulable",
-            "its start failed on a node and it is held: scontrol release {job}, or see the node's log",
-        )
-    return "pending", name.replace("_", " ") if name else "waits for the scheduler"
+    name = re.split(r"[(,]", info.reason)[0]
+    state, text = next((state, text) for pattern, state, text in _REASONS if re.fullmatch(pattern, name))
+    text = text.format(partition=info.partition or "?", job=info.job_id, name=name, words=name.replace("_", " "))
+    return (
+        ("restarting", f"restart {restarts}: {text}") if restarts and state in ("pending", "queued") else (state, text)
+    )
