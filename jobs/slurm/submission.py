@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from lockstep.training import files
 from lockstep.training.contract import ENV_SECRET, OF_A_JOB, UserError
@@ -56,9 +57,6 @@ def send(jobs: Path, script: str, submissions: list[tuple[str, SlurmJob, bytes]]
         UserError: with what sbatch says; all is as it was.
         Unreachable: it is submitted, or not. The next submission finds out. Or the controller was not reached: all is as it was.
     """
-    program = shutil.which("sbatch")
-    if program is None:
-        raise observe.missing("sbatch")
     written = {name: record for name, record, _ in submissions}
     payloads = {
         f"{with_job_id(record, NEW).job_id}_{submitit_api.PAYLOAD}": payload for _, record, payload in submissions
@@ -67,7 +65,7 @@ def send(jobs: Path, script: str, submissions: list[tuple[str, SlurmJob, bytes]]
     # Whoever interrupts this command waits: a submission is not cut in two.
     with records.keeping(jobs), signals_held_back():
         with _staged_folders(jobs, whole, written, script, payloads) as submitit:
-            number = _sbatch(program, whole, comment, submitit / f"{NEW}_{submitit_api.SCRIPT}")
+            number = _submit(whole, comment, submitit / f"{NEW}_{submitit_api.SCRIPT}")
         assign_job_id(submitit, number)
         numbered = {name: with_job_id(record, number) for name, record in written.items()}
         for name, record in numbered.items():
@@ -124,18 +122,7 @@ class _InDoubt(Unreachable):
 
 def preflight(name: str, script: str) -> Check:
     """When sbatch expects the job to start. Raises `UserError`, `Unreachable`."""
-    program = shutil.which("sbatch")
-    if program is None:
-        raise observe.missing("sbatch")
-    try:
-        done = subprocess.run(
-            [program, "--test-only"], env=_environment(), input=script, capture_output=True, text=True, errors="replace",
-            timeout=SECONDS, check=False, cwd=render.base_folder(),
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise Unreachable(f"the SLURM controller did not answer for {SECONDS:g} s") from None
-    if done.returncode:
-        raise _refusal(name, done.stderr)
+    done = _sbatch(name, "--test-only", input=script)
     answer = observe.one_line(done.stderr.replace("sbatch: ", ""))
     start = re.search(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", answer)
     if start is None:
@@ -165,20 +152,29 @@ def _refusal(name: str, errors: str) -> UserError:
     return UserError(f"SLURM refuses {name}: {reason}")
 
 
-def _sbatch(program: str, name: str, comment: str, script: Path) -> str:
-    """The job's number. The ranks start in `render.base_folder()`. Raises `UserError`, `Unreachable`."""
-    with (script.parent.parent / SENDING).open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            done = subprocess.run(
-                [program, f"--comment={comment}", str(script)], env=_environment(), stdin=subprocess.DEVNULL, capture_output=True,
-                text=True, errors="replace", timeout=SECONDS, check=False, start_new_session=True, pass_fds=[lock.fileno()],
-                cwd=render.base_folder(),
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            done = observe.Output([program], 1, "", f"timed out after {SECONDS:g} s")
+def _sbatch(name: str, *words: str, **options: Any) -> observe.Output:
+    """Runs sbatch. The ranks start in `render.base_folder()`. Raises `UserError`, `Unreachable`."""
+    try:
+        done = subprocess.run(
+            ["sbatch", *words], env=_environment(), capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False,
+            cwd=render.base_folder(), **options,
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise observe.missing("sbatch") from None
+    except subprocess.TimeoutExpired:
+        raise _refusal(name, f"timed out after {SECONDS:g} s") from None
     if done.returncode:
         raise _refusal(name, done.stderr)
+    return done
+
+
+def _submit(name: str, comment: str, script: Path) -> str:
+    """The job's number. Raises `UserError`, `Unreachable`."""
+    with (script.parent.parent / SENDING).open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = _sbatch(
+            name, f"--comment={comment}", str(script), stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=[lock.fileno()]
+        )  # fmt: skip
     number = re.search(r"job (\d+)", done.stdout)
     if number is None:
         raise _InDoubt(f"sbatch gave no number for {name}, but said: {observe.one_line(done.stdout)}: submit again")
