@@ -37,8 +37,8 @@ SUITES = {
     "exercises": Suite(
         "the modules' recipes, and every command that the pages print", "-n WORKERS --dist worksteal tests/exercises"
     ),
-    "k8s": Suite("manifests, and an API server and operator emulated over real sockets", SCOPES + "tests/kubernetes"),
-    "faults": Suite("killed, cut off, starved and hostile runs", SCOPES + "tests/faults", "root"),
+    "k8s": Suite("manifests, and an API server and operator emulated over real sockets", SHARED + "tests/kubernetes"),
+    "faults": Suite("killed, cut off, starved and hostile runs", SHARED + "tests/faults", "root"),
     "prometheus": Suite(
         "a real Prometheus, and the report in a real Chromium",
         SCOPES + "tests/prometheus tests/report",

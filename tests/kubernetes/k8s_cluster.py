@@ -56,7 +56,6 @@ class Cluster:
         self.changed = threading.Condition()
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.version = 100
-        self.oldest = 0
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str, dict[str, str], Any]] = []
         self.tokens: set[str] = {"good"}
@@ -232,11 +231,6 @@ class Cluster:
 
     def stamp(self, later: float = 0) -> str:
         return datetime.fromtimestamp(self.now() + later, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-    def forget_history(self) -> None:
-        """Pages that are older than this moment get 410 Gone."""
-        with self.changed:
-            self.oldest = self.version
 
     def fault_for(self, method: str, path: str) -> Fault | None:
         with self.changed:

@@ -49,9 +49,6 @@ class Nodes:
     def die(self, name: str) -> None:
         self._silent.setdefault(name, self.clock.now)
 
-    def come_back(self, name: str) -> None:
-        self._silent.pop(name, None)
-
     def tick(self) -> None:
         unknown = {name for name, since in self._silent.items() if self.clock.now - since >= self.grace}
         for name in unknown ^ self._unknown:

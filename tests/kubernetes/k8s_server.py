@@ -147,9 +147,6 @@ class _Handler(BaseHTTPRequestHandler):
             why = "continue key is not valid: invalid character 'i' looking for beginning of value"
             self._fail(400, "BadRequest", f"invalid continue token: {why}")
             return
-        if int(start) and int(of) < cluster.oldest:
-            self._fail(410, "Expired", "The provided continue parameter is too old")
-            return
         items = [item for item in cluster.all(self.plural, self.namespace) if matches(item, self.query)]
         head, custom = {"kind": f"{KINDS[self.plural]}List", "apiVersion": version}, self.plural in k8s_schema.CUSTOM
         if metadata_alone:
