@@ -262,6 +262,8 @@ ERRORS = 5.0
 """Standard errors that the cost of a rank must be above chance."""
 _MAX_STEPS = 4096
 """That a rank leaves in the store."""
+_LONGEST = 1e7
+"""Seconds of a phase from here on are damaged."""
 _ATTEMPTS = itertools.count()
 """Of this process, one for each of its script's Sessions."""
 Floats = npt.NDArray[np.float64]
@@ -346,10 +348,10 @@ class SlowRank(Observer):
         self._left = 0
 
     def _look(self, store: Any) -> bool:
-        values = [stores.read(store, f"{self._key}/{rank}") for rank in range(self._world.size)]
-        if not all(values):
+        parsed = [_parsed(stores.read(store, f"{self._key}/{rank}")) for rank in range(self._world.size)]
+        posts = [post for post in parsed if post is not None]
+        if len(posts) < self._world.size:
             return False
-        posts = [np.frombuffer(value).reshape(-1, len(PHASES) + 1) for value in values]
         ranks, ends = ([int(post[0, column]) for post in posts] for column in range(2))
         first = max(self._read, *(end - len(post) + 1 for end, post in zip(ends, posts)))
         count = min(ends) - first
@@ -362,6 +364,17 @@ class SlowRank(Observer):
             self.history = History(ranks, verdict if verdict is not None and verdict.rank in ranks else None)
         self.history.add(times[:, :, :-1], float(times.sum(axis=(0, 2)).mean()))
         return True
+
+
+def _parsed(data: bytes) -> Floats | None:
+    """Returns what a rank has left: a row with its number and its last step, and a row for each step. None for anything else."""
+    row = 8 * (len(PHASES) + 1)
+    if len(data) % row or not row <= len(data) <= row * (_MAX_STEPS + 1):
+        return None
+    post: Floats = np.frombuffer(data).reshape(-1, len(PHASES) + 1)
+    number, last = post[0, :2]
+    sound = 0 <= number < 1 << 20 and len(post) - 1 <= last < 1 << 53 and bool(((post[1:] >= 0) & (post[1:] < _LONGEST)).all())
+    return post if sound else None
 
 
 class History:
