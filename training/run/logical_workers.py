@@ -307,8 +307,7 @@ class LogicalWorkers:
         if self.proof is not None and not capturing(total):
             error = self.proof.compare(all_gather_trees(self.proof.record, self.run.world), self._total)
             if error is not None:
-                error.shared = True
-                raise error
+                raise_together(error, self.run.world)
         moves = counted.split([buffer.numel() for buffer in self._counts.values()])
         for name, move in zip(self._counts, moves):
             before = self._before[name]
@@ -333,12 +332,11 @@ def check_machine(run: Run, known: set[str]) -> None:
     saved = run.state.canary
     before = saved or every[0]
     if other := [rank for rank, of_rank in enumerate(every) if _differences(before, of_rank)]:
-        error = UserError(
+        refused = UserError(
             f"rank {named(other)} may compute other bits than {'the run before' if saved else 'rank 0'}, so that the run would end in "
             f"other weights ({_differences(before, every[other[0]])}): undo the difference, or start over in another run directory"
         )
-        error.shared = True
-        raise error
+        raise_together(refused, run.world)
     run.state.canary = every[0]
 
 

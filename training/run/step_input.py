@@ -294,8 +294,7 @@ class StepSums:
                     f"the function of a step returned {_listed(names)} on rank {first}, and {_listed(others)} on rank {rank}: return "
                     "the same names on every rank"
                 )
-                error.shared = True
-                raise error
+                raise_together(error, self._run.world)
         self._expect(names)
 
     def count(self, weighed: float | torch.Tensor) -> None:
