@@ -188,7 +188,7 @@ Identifier = Annotated[str, StringConstraints(pattern=r"^[^\x00]*[^\s\x00][^\x00
 class Record(BaseModel):
     """A record in a JSON file."""
 
-    model_config = ConfigDict(strict=True, frozen=True)
+    model_config = ConfigDict(strict=True, frozen=True, defer_build=True)  # most commands read none of them
 
     @classmethod
     def parse(cls, value: Any) -> Self | None:
