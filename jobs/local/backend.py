@@ -172,23 +172,20 @@ class LocalBackend(Backend):
         cancelled = (folder / "cancelled").exists()
         created = datetime.datetime.fromisoformat(record.created).timestamp()
 
-        def answer(state: State, reason: str, code: int | None = None) -> Status:
-            status = records.reported(Path(record.run_dir), record.job)
-            part = NodeStatus("this machine", list(range(total)), state, restarts=records.restarts(status))
-            return Status(state, reason, [part], code, **records.about_time(status, created))
+        reported = records.reported(Path(record.run_dir), record.job)
 
-        if ended is not None and ended.job != record.job:
-            ended = None  # of an earlier submission
-        if ended is None and record.host != here():
-            return answer("running", f"runs on {record.host.partition(' ')[0]}: ask there")
-        if ended is None and supervised:
-            if (folder / RUNNING).exists():
-                status = records.reported(Path(record.run_dir), record.job)
-                return answer("running", records.progress(status))
-            return answer("pending", "the launcher is starting")
-        if ended is None and being_submitted:
-            return answer("pending", "is being submitted")
-        if ended is None:  # the supervisor was killed, too, so the first to find no rank any more notes the end
+        def answer(state: State, reason: str, code: int | None = None) -> Status:
+            node = NodeStatus("this machine", list(range(total)), state, restarts=records.restarts(reported))
+            return Status(state, reason, [node], code, **records.about_time(reported, created))
+
+        if ended is None or ended.job != record.job:  # the end of an earlier submission does not count
+            if record.host != here():
+                return answer("running", f"runs on {record.host.partition(' ')[0]}: ask there")
+            if supervised and (folder / RUNNING).exists():
+                return answer("running", records.progress(reported))
+            if supervised or being_submitted:
+                return answer("pending", "the launcher is starting" if supervised else "is being submitted")
+            # The supervisor was killed, too, so the first to find no rank any more notes the end.
             ended = record_end(folder, record.run_dir, record.job, None)
         code, reason = ended.code, ended.reason
         if code is None and cancelled:

@@ -110,9 +110,8 @@ class SlurmBackend(Cluster):
             )
         if whole.code is not None:
             snapshots.unpacked(commands.identity(whole))
-        comment = (
-            f"lockstep:{records.submission_id(whole.name)}"  # of this submission: another one may be of the same spec
-        )
+        # It names this submission: another one may be of the same spec.
+        comment = f"lockstep:{records.submission_id(whole.name)}"
         submissions = []
         for element, spec in enumerate(runs):
             record = SlurmJob(
