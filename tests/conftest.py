@@ -12,6 +12,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import hypothesis
 import pytest
 
+from tests.engine import cpu_image, engine  # noqa: F401 - fixtures: here once, so that one image is built
 from tests.processes import clean_env
 
 if TYPE_CHECKING:

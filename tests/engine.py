@@ -97,7 +97,7 @@ def cpu_image(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     print(f"\nCPU image: {built.seconds:.0f} s, {inspect(built.name)[0]['Size'] / 1e9:.2f} GB")
     yield built
     names = docker("images", "--format", "{{.Repository}}:{{.Tag}}", "--filter", f"reference={NAME}:*").split()
-    if names:  # each module that imports this fixture has one of its own: the first to end removes the image
+    if names:
         docker("image", "rm", "--force", *names)
 
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.containers.jobs import jobs  # noqa: F401 - fixtures of this folder
-from tests.engine import cpu_image, engine  # noqa: F401
+from tests.containers.jobs import jobs  # noqa: F401 - a fixture of this folder
 
 HERE = Path(__file__).parent
 

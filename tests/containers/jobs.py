@@ -17,6 +17,8 @@ from tests.jobs.test_jobs_contract import Bench, composed
 from tests.product import JobSpec
 
 BOUND = 240
+SHORT = {"epochs": 6, "threads": 1, "evaluate.every": 6, "checkpoint.every_steps": 4, "checkpoint.keep": 50}
+"""Settings of the recipe `smoke`: 72 steps."""
 
 
 class Jobs:
@@ -34,11 +36,7 @@ class Jobs:
         return JobSpec.of({**values, **more})
 
     def smoke(self, name: str, **more: Any) -> JobSpec:
-        overrides = {
-            "epochs": 3, "threads": 1, "evaluate.every": 3, "checkpoint.every_steps": 4, "checkpoint.keep": 50,
-            **more.pop("overrides", {}),
-        }  # fmt: skip
-        return self.spec(name, recipe="smoke", overrides=overrides, **more)
+        return self.spec(name, recipe="smoke", overrides={**SHORT, **more.pop("overrides", {})}, **more)
 
     def container(self, spec: JobSpec, node: int) -> str:
         return f"lockstep-{spec.name}-node-{node}-1"

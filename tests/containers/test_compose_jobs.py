@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests import product
-from tests.containers.jobs import BOUND, Jobs, assert_same, weights
+from tests.containers.jobs import BOUND, SHORT, Jobs, assert_same, weights
 from tests.engine import docker, inspect
 from tests.processes import PYTHON, ROOT, clean_env, poll
 from tests.product import JobSpec, UserError
@@ -27,51 +27,48 @@ LOCKSTEP = [PYTHON, "-c", product.PROGRAM]
 
 @pytest.fixture(scope="module")
 def calm(jobs: Jobs) -> dict[str, torch.Tensor]:
-    """The final weights of the undisturbed run."""
-    spec = jobs.smoke("calm")
-    assert jobs.backend.submit(spec).created
-    jobs.succeeded(spec)
-    assert jobs.backend.summary(spec.name)["world_size"] == 4
-    assert [part.ranks for part in jobs.backend.status(spec.name).ranks] == [[0, 1], [2, 3]]
-    return weights(jobs.run(spec))
+    """The final weights of one container of four ranks. The same image: bits depend on torch's build."""
+    settings = [f"{name}={value}" for name, value in SHORT.items()]
+    words = ["--ranks", "4", "run", "smoke", "--run-dir", "/runs/calm", "--set", *settings]
+    volume = f"{jobs.bench.claim}:/runs"
+    docker("run", "--rm", "--shm-size", "256m", "--volume", volume, jobs.image, *words, timeout=BOUND)
+    return weights(jobs.bench.folder / "calm")
 
 
-def trained(jobs: Jobs, spec: JobSpec, starts: int) -> Callable[[], bool]:
-    """Whether the run has saved in its attempt number `starts`."""
-    return lambda: any(event["attempt"] >= starts for event in jobs.events(spec, "checkpoint_written"))
+def saved(jobs: Jobs, spec: JobSpec, starts: int) -> Callable[[], bool]:
+    """Whether the run has started so often, and has saved since then."""
+
+    def has() -> bool:
+        begun = [event["attempt"] for event in jobs.events(spec, "start")]
+        written = {event["attempt"] for event in jobs.events(spec, "checkpoint_written")}
+        return len(begun) >= starts and begun[-1] in written
+
+    return has
 
 
-def test_nodes_that_are_killed_come_back_and_the_weights_are_those_of_the_undisturbed_run(
+@pytest.mark.promise("images")
+def test_nodes_are_killed_and_stopped_and_the_weights_are_those_of_one_container(
     jobs: Jobs, calm: dict[str, torch.Tensor]
 ) -> None:
+    """A killed node comes back when the job is submitted again. `docker stop` ends both saved, and the next job resumes."""
     spec = jobs.smoke("stormy")
-    jobs.backend.submit(spec)
-    poll(trained(jobs, spec, 1), BOUND, "a checkpoint")
+    assert jobs.backend.submit(spec).created
+    poll(saved(jobs, spec, 1), BOUND, "a checkpoint")
     docker("kill", jobs.container(spec, 1))
     found = jobs.backend.status(spec.name)
     assert found.state == "restarting" and "node-1 was killed by SIGKILL" in found.reason, found
+    assert [part.ranks for part in found.ranks] == [[0, 1], [2, 3]]
     assert not jobs.backend.submit(spec).created, "the same job again brings the node back"
-    poll(trained(jobs, spec, 2), BOUND, "a checkpoint of the second attempt")
+    poll(saved(jobs, spec, 2), BOUND, "a checkpoint of the second start")
     docker("kill", jobs.container(spec, 0))  # rank 0, and the rendezvous with it: the other node soon ends, too
 
-    def over() -> bool:
+    def trains_again() -> bool:
         found = jobs.backend.status(spec.name)
         if found.state in ("restarting", "failed"):  # what a person does then
             jobs.backend.submit(spec, "replace" if found.final else "attach")
-            return False
-        return found.final
+        return saved(jobs, spec, 3)()
 
-    poll(over, BOUND, "the end")
-    jobs.succeeded(spec)
-    starts = jobs.events(spec, "start")
-    assert len(starts) >= 3 and all(start["step"] > 0 for start in starts[1:]), starts
-    assert_same(weights(jobs.run(spec)), calm)
-
-
-def test_docker_stop_saves_and_the_next_job_goes_on(jobs: Jobs, calm: dict[str, torch.Tensor]) -> None:
-    spec = jobs.smoke("stopped")
-    jobs.backend.submit(spec)
-    poll(trained(jobs, spec, 1), BOUND, "a checkpoint")
+    poll(trains_again, BOUND, "a checkpoint of the third start")
     docker("stop", jobs.container(spec, 1))  # one node is told, both leave; killed when its grace is over, it had 137
     found = jobs.backend.wait(spec.name, BOUND)
     codes = [inspect(jobs.container(spec, node))[0]["State"]["ExitCode"] for node in (0, 1)]
@@ -79,7 +76,9 @@ def test_docker_stop_saves_and_the_next_job_goes_on(jobs: Jobs, calm: dict[str, 
     assert (found.state, found.code) == ("preempted", 75), found
     assert jobs.backend.submit(spec, "replace").created
     jobs.succeeded(spec)
-    assert jobs.events(spec, "start")[-1]["step"] > 0, "it went on"
+    assert jobs.backend.summary(spec.name)["world_size"] == 4
+    starts = jobs.events(spec, "start")
+    assert len(starts) >= 4 and all(start["step"] > 0 for start in starts[1:]), starts
     assert_same(weights(jobs.run(spec)), calm)
 
 
@@ -153,56 +152,55 @@ def test_a_rank_that_takes_too_much_memory_is_named(jobs: Jobs) -> None:
 
 
 def test_the_time_limit_ends_both_nodes_saved(jobs: Jobs) -> None:
-    spec = jobs.smoke("slow", time_limit="20s", overrides={"epochs": 1000})
+    spec = jobs.smoke("slow", time_limit="20s", ranks_per_node=1, overrides={"epochs": 1000})
     jobs.backend.submit(spec)
     found = jobs.backend.wait(spec.name, BOUND)
     assert (found.state, found.code) == ("timed_out", 124), (found, *jobs.backend.logs(spec.name))
 
 
+def health(container: str) -> str:
+    return str(inspect(container)[0]["State"]["Health"]["Status"])
+
+
 @pytest.mark.promise("metrics")
-def test_health_and_the_closed_root(jobs: Jobs) -> None:
+def test_a_job_at_the_command_line_its_health_and_its_closed_root(jobs: Jobs, tmp_path: Path) -> None:
+    """As a person types it: doctor, submit, diff, logs of a rank, cancel, status. A rank that stands still is unhealthy."""
     every = {"interval": "1s", "start_period": "1s", "retries": 2, "timeout": "5s"}
-    patch = {"healthcheck": {**every, "test": ["CMD", "python", "/opt/build/healthcheck.py"]}}
+    check = {"healthcheck": {**every, "test": ["CMD", "python", "/opt/build/healthcheck.py"]}}
     overrides = {"epochs": 1000, "metrics.stale_seconds": 4}
-    spec = jobs.smoke("health", nodes=1, overrides=overrides, compose={"patch": {"services": {"node-0": patch}}})
-    jobs.backend.submit(spec)
-    name = jobs.container(spec, 0)
-
-    def health() -> str:
-        return str(inspect(name)[0]["State"]["Health"]["Status"])
-
-    def inside(command: str) -> str:
-        return docker("exec", name, "sh", "-c", command, check=False)
-
-    poll(lambda: health() == "healthy", BOUND, "health")
-    said = inside("touch /opt/x /app/x; cat /proc/1/cmdline | tr '\\0' ' '; grep Cap /proc/1/status")
-    assert said.count("Read-only file system") == 2 and "python -m lockstep.training launch" in said, said
-    assert all(line.split()[1].strip("0") == "" for line in said.splitlines() if line.startswith("Cap")), said
-    assert "NoNewPrivs:\t1" in inside("cat /proc/1/status")
-    inside("for p in /proc/[0-9]*; do grep -qs 'LOCAL_RANK=1' $p/environ && kill -STOP ${p#/proc/}; done; true")
-    poll(lambda: health() == "unhealthy", BOUND, "a rank that stands still makes the node unhealthy")
-    assert jobs.backend.status(spec.name).ranks[0].reason.startswith("unhealthy")
-    docker("kill", name)
-
-
-def test_a_command_line_from_submit_to_cancel(jobs: Jobs, tmp_path: Path) -> None:
-    """As a person types it: doctor, submit, diff, logs of a rank, cancel, status."""
-    spec = jobs.smoke("typed", overrides={"epochs": 1000})
-    file = tmp_path / "job.json"
+    patch = {"patch": {"services": {"node-0": check, "node-1": check}}}
+    spec = jobs.smoke("typed", ranks_per_node=1, overrides=overrides, compose=patch)
+    file, name = tmp_path / "job.json", jobs.container(spec, 1)
     file.write_text(json.dumps(spec.plain()))
-
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
 
     def typed(*words: str) -> tuple[int, str]:
         done = subprocess.run([*LOCKSTEP, *words], capture_output=True, text=True, timeout=90, cwd=tmp_path, env=env)
         return done.returncode, done.stdout + done.stderr
 
+    def inside(command: str) -> str:
+        return docker("exec", name, "sh", "-c", command, check=False)
+
+    def to_the_rank(signal: str) -> None:
+        inside(
+            f"for p in /proc/[0-9]*; do grep -qs 'LOCAL_RANK=0' $p/environ && kill -{signal} ${{p#/proc/}}; done; true"
+        )
+
     code, said = typed("doctor", "compose", str(file))
     assert code == 0, said
     code, said = typed("submit", "compose", str(file))
     assert code == 0 and "submitted" in said, said
-    poll(lambda: jobs.events(spec, "checkpoint_written"), BOUND, "a checkpoint")
     assert typed("diff", "compose", str(file)) == (0, "no difference\n")
+    poll(saved(jobs, spec, 1), BOUND, "a checkpoint")
+    poll(lambda: health(name) == "healthy", BOUND, "health")
+    said = inside("touch /opt/x /app/x; cat /proc/1/cmdline | tr '\\0' ' '; grep Cap /proc/1/status")
+    assert said.count("Read-only file system") == 2 and "python -m lockstep.training launch" in said, said
+    assert all(line.split()[1].strip("0") == "" for line in said.splitlines() if line.startswith("Cap")), said
+    assert "NoNewPrivs:\t1" in inside("cat /proc/1/status")
+    to_the_rank("STOP")
+    poll(lambda: health(name) == "unhealthy", BOUND, "a rank that stands still makes the node unhealthy")
+    assert jobs.backend.status(spec.name).ranks[1].reason.startswith("unhealthy")
+    to_the_rank("CONT")
     code, said = typed("logs", "compose", spec.name, "--rank", "0", "--tail", "5")
     assert '"event": "' in said and "[rank" not in said
     code, said = typed("cancel", "compose", spec.name)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests import product
-from tests.engine import cpu_image, engine  # noqa: F401 - fixtures
 from tests.jobs.helpers import lockstep
 from tests.processes import ROOT
 from tests.product import JobSpec, UserError, composed, lint_of_compose
@@ -188,7 +187,7 @@ def test_an_engine_that_gives_no_answer_says_nothing_about_a_job(
 
 @pytest.mark.containers
 @pytest.mark.parametrize("name", [*SPECS, "docker/monitoring.yaml"])
-def test_docker_reads_it(engine: str, name: str, tmp_path: Path) -> None:  # noqa: F811
+def test_docker_reads_it(engine: str, name: str, tmp_path: Path) -> None:
     """Compose's own parser and schema take the file, and what it understood is what was meant."""
     file = ROOT / name if name.endswith(".yaml") else GOLDEN / f"{name}.yaml"
     words = ["docker", "compose", "-f", str(file), "--profile", "*", "config", "--format", "json"]
@@ -204,7 +203,7 @@ def test_docker_reads_it(engine: str, name: str, tmp_path: Path) -> None:  # noq
 
 
 @pytest.mark.containers
-def test_doctor(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_doctor(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of(image="lockstep-test:nowhere", memory="900Gi", cpus=512, gpus=8, secrets={"TOKEN_OF_TEST": {"secret": "a", "key": "b"}},
                    volumes=[{"claim": "lockstep-test-none", "path": "/runs"}])  # fmt: skip
     found = {item.name: item for item in product.backend("compose").doctor(spec)}

@@ -21,7 +21,7 @@ from k8s_operator import Running, until
 from k8s_server import ApiServer
 
 from tests import product
-from tests.engine import cpu_image, docker, engine, remove_jobs  # noqa: F401 - fixtures
+from tests.engine import docker, remove_jobs
 from tests.processes import ROOT
 from tests.product import JobSpec, Status, UserError
 
