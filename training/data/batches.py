@@ -239,8 +239,7 @@ class Batches:
         """Yields (batch, part) of each step. Close the iterator to end its workers, or its thread, early.
 
         Args:
-            steps: the steps to load, each drawn when the loading of its batch begins; None: all. If the iterator yields further steps
-                after its end, the workers continue.
+            steps: the steps to load, each drawn when the loading of its batch begins; None: all.
         """
         steps = iter(range(self.division.steps)) if steps is None else steps
         if not isinstance(self.source, Stored):
@@ -264,7 +263,7 @@ class Batches:
 
         looks = self.warn is not None and self.collate is not None and self.division.parts is not None
         collate = _CollateProbe(self.collate) if looks and self.collate is not None else self.collate
-        ids = map(draw, steps)  # no generator: that would end for good
+        ids = map(draw, steps)
         for item in loader(Seeded(dataset, self.division.seed, epoch), ids, self.workers, collate, self._pins):
             batch, depends = item if looks else (item, False)
             if depends and self.warn is not None:

@@ -373,7 +373,11 @@ def _parsed(data: bytes) -> Floats | None:
         return None
     post: Floats = np.frombuffer(data).reshape(-1, len(PHASES) + 1)
     number, last = post[0, :2]
-    sound = 0 <= number < 1 << 20 and len(post) - 1 <= last < 1 << 53 and bool(((post[1:] >= 0) & (post[1:] < _LONGEST)).all())
+    sound = (
+        0 <= number < 1 << 20
+        and len(post) - 1 <= last < 1 << 53
+        and bool(((post[1:] >= 0) & (post[1:] < _LONGEST)).all())
+    )
     return post if sound else None
 
 
