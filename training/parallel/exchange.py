@@ -22,8 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ..contract import EXIT_FAILED, UserError, named
 from ..limits import BEAT_SECONDS
-from .live import broadcast_bytes
-from .packing import pack, unpack
+from .packing import broadcast_bytes, pack, unpack
 from .world import World, detect
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -52,7 +51,7 @@ def broadcast_tree(tree: Any, world: World, source: int = 0) -> Any:
         return tree
     if world.live is not None:  # another rank may be `source` when it is done: all of them have a tree
         return all_gather_trees(tree, world)[source]
-    packed = broadcast_bytes(pack(tree) if world.rank == source else None, world, source)
+    packed = broadcast_bytes(pack(tree) if world.rank == source else None, world.rank, source)
     return tree if world.rank == source else unpack(packed)
 
 
@@ -64,7 +63,7 @@ def all_gather_trees(tree: Any, world: World) -> list[Any]:
     if world.live is not None:
         return [unpack(blob) for blob in world.live.retryable(lambda: _gathered_everywhere(packed, world))]
     gathered = _gathered(packed, world)
-    blobs = broadcast_bytes(None if gathered is None else torch.cat(gathered), world)
+    blobs = broadcast_bytes(None if gathered is None else torch.cat(gathered), world.rank)
     trees = [unpack(blob) for blob in blobs.view(world.size, -1)[world.leader :]]
     return [tree, *trees] if world.leader else trees
 

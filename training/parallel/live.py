@@ -34,7 +34,7 @@ import torch.distributed as dist
 from ..contract import ENV_LIVE
 from ..limits import ADMITTED_LOOK_SECONDS, ANNOUNCED_SECONDS, CLOSE_SECONDS, LIVE_LOOK_SECONDS, MEET_SECONDS
 from . import process, stores
-from .packing import pack, unpack
+from .packing import broadcast_bytes, pack, unpack
 from .process import is_collective
 
 ATTEMPTS = 6
@@ -306,7 +306,7 @@ class Live:
 
     def _sent(self, state: torch.Tensor | None) -> torch.Tensor:
         """Returns rank 0's tensor on every rank, after all ranks have reached this line. Collective."""
-        received = broadcast_bytes(state, self.world)
+        received = broadcast_bytes(state, self.world.rank)
         dist.barrier()
         return received
 
@@ -565,7 +565,7 @@ class Live:
             )
         source, behind = done.tolist().index(newest), self.done < newest
         known = [[tensor, tensor.is_cuda] for tensor in self._result]
-        packed = broadcast_bytes(pack(known) if self.world.rank == source else None, self.world, source)
+        packed = broadcast_bytes(pack(known) if self.world.rank == source else None, self.world.rank, source)
         if behind:
             self._result = [tensor.to(self.world.device) if on_gpu else tensor for tensor, on_gpu in unpack(packed)]
             self.done = newest
@@ -581,18 +581,3 @@ def backends(nccl: bool) -> str:
 def _without_frames(error: Exception) -> Exception:
     """Returns the error of a collective without its frames, which hold the process group. Its type says what they showed."""
     return dist.DistError(str(error)) if type(error) is RuntimeError else error.with_traceback(None)
-
-
-def broadcast_bytes(packed: torch.Tensor | None, world: World, source: int = 0) -> torch.Tensor:
-    """Returns the tensor of rank `source` on every rank. Collective.
-
-    Args:
-        packed: a uint8 tensor [bytes] on the CPU; None on the other ranks.
-    """
-    mine = packed if packed is not None and world.rank == source else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([mine.numel()])
-    dist.broadcast(length, source)
-    if world.rank != source:
-        mine = torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(mine, source)
-    return mine

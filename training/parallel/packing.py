@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -140,3 +141,18 @@ def as_bytes(data: bytes) -> torch.Tensor:
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor's bytes as a uint8 tensor [bytes] on the CPU. A view, if the tensor is contiguous and on the CPU already."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def broadcast_bytes(packed: torch.Tensor | None, rank: int, source: int = 0) -> torch.Tensor:
+    """Returns the tensor of rank `source` on every rank. Collective.
+
+    Args:
+        packed: a uint8 tensor [bytes] on the CPU; None on the other ranks.
+    """
+    mine = packed if packed is not None and rank == source else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([mine.numel()])
+    dist.broadcast(length, source)
+    if rank != source:
+        mine = torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(mine, source)
+    return mine
