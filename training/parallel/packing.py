@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -156,3 +157,16 @@ def broadcast_bytes(packed: torch.Tensor | None, rank: int, source: int = 0) -> 
         mine = torch.empty(int(length), dtype=torch.uint8)
     dist.broadcast(mine, source)
     return mine
+
+
+def storage(tensor: torch.Tensor) -> int | None:
+    """The address of its memory. None: it has none, as a tensor that is lazy, sparse, sharded or of a class that wraps others."""
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except Exception:  # noqa: BLE001 - they raise nearly anything
+        return None
+
+
+def storages(tree: Any) -> set[int | None]:
+    """The addresses of its tensors, and None, so that a tensor without one counts as one of them."""
+    return {storage(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)} | {None}

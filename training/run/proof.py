@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import generators
 from ..contract import UserError, named
 from ..data import order, pytree
 from ..parallel.packing import tensor_bytes
 from ..resilience.closeness import sums_of_bits
+from .undo import Watching
 
 FIRST_STEPS = 3
 """Steps at the beginning of a run, each with a proof: at the first one a moving average may still equal what it follows."""
@@ -257,24 +257,9 @@ def _assignments(model: nn.Module) -> Iterator[set[str]]:
         nn.Module.__setattr__ = assign  # type: ignore[method-assign]
 
 
-class _Collective(Exception):
-    """A collective was called, and not made."""
-
-
-class _WithoutCollectives(TorchDispatchMode):
-    found: str | None = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
-            self.found = func._opname.strip("_")
-            raise _Collective(self.found)
-        return func(*args, **(kwargs or {}))
-
-
 def _collective(call: Callable[[], torch.Tensor]) -> str | None:
     """The first collective that the function calls. It is not made, on any number of ranks."""
-    mode: Any = _WithoutCollectives()  # type: ignore[no-untyped-call]
-    with contextlib.suppress(Exception), mode:  # an error of the function's own comes again
+    watching = Watching()
+    with contextlib.suppress(Exception), watching:  # an error of the function's own comes again
         call()
-    name: str | None = mode.found
-    return name
+    return watching.collective

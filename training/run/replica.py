@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from .. import sync as strategies
 from ..checkpoint.state import averaged_buffers
 from ..config import Sync
 from ..optim.ema import Ema
 from ..parallel.names import unwrapped
+from ..parallel.packing import storage, storages
 from ..parallel.world import World
 from ..sync.base import BuildOptimizer, GradientSync, trains_another
 from ..sync.watch import hooks_of, hooks_of_script
@@ -354,16 +354,3 @@ def _is_long(value: Any) -> bool:
     if not isinstance(value, (list, tuple)) or len(value) <= SHORT:
         return False
     return all(type(item) is int or isinstance(item, np.integer) for item in value)
-
-
-def storage(tensor: torch.Tensor) -> int | None:
-    """The address of its memory. None: it has none, as a tensor that is lazy, sparse, sharded or of a class that wraps others."""
-    try:
-        return tensor.untyped_storage().data_ptr() or None
-    except Exception:  # noqa: BLE001 - they raise nearly anything
-        return None
-
-
-def storages(tree: Any) -> set[int | None]:
-    """The addresses of its tensors, and None, so that a tensor without one counts as one of them."""
-    return {storage(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)} | {None}

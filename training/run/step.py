@@ -27,6 +27,7 @@ from ..parallel.exchange import all_gather_trees, raise_together
 from ..resilience import divergence
 from ..sync.base import NotSummed
 from .attempt import Attempt
+from .batch_mean import BatchMean
 from .elastic import CurrentBatch
 from .logical_workers import LogicalWorkers, check_alone, check_machine
 from .replica import Replica, Several, kept_buffers, put_back, without_batch_statistics
@@ -61,6 +62,7 @@ class Step:
         """A backward pass has the gradient of a part of the batch."""
         self.logical_workers = LogicalWorkers(run, replica, self._drawing) if cut else None
         self.current = CurrentBatch(run.world, replica.sync.batch_parts)
+        self._batch_mean = BatchMean(run, replica)
         self.recorder: Any = None
         """Replays steps that it has recorded (`recording.Recorder`)."""
         self.pending = False
@@ -184,7 +186,6 @@ class Step:
         total = samples_of_all(work.samples, work.total)
         if self.logical_workers is not None:
             check_machine(self.run, self.attempt.known)
-        self._as_function, self.attempt.stage = True, 2
         if not self._given:  # else it has begun with the batch: what the script does before the step is a part of it
             self.attempt.buffers.begin()
         with self.replica.training(work.optimizers), self._drawing:
@@ -196,6 +197,8 @@ class Step:
             else:
                 keeps = self.looks or work.scaler is not None or self.logical_workers is not None
                 self._before = kept_buffers(self.replica.model) if keeps else []
+            self._batch_mean.look(work, self._loss)
+            self._as_function, self.attempt.stage = True, 2
             scale: float | None = None
             while not self._is_usable(norm := self.gradients(work, total), work):
                 if scale is None and work.scaler is not None:

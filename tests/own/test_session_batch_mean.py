@@ -1,0 +1,116 @@
+"""The function of a step is looked at once in a start. A loss that is no mean over samples, and a state that is carried from batch to
+batch, give other weights on several ranks or after a resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.own.job import script
+
+CODE = """
+import os, sys, torch, torch.nn.functional as F
+from torch import nn
+from lockstep import Session
+run_dir, sync, looks = sys.argv[1:]
+if looks == "0":
+    from lockstep.training.run import batch_mean
+    batch_mean.CALL = 0
+X, Y = torch.randn(96, 6, generator=torch.Generator().manual_seed(1)), torch.arange(96) % 3
+DATA = torch.utils.data.TensorDataset(X, Y)
+class Trainer:
+    def __init__(self, model):
+        self.model, self.calls, self.last = model, 0, None
+    def counted(self, x, y):
+        self.calls += 1
+        return F.cross_entropy(self.model(x), y)
+    def hidden(self, x, y):
+        out = self.model(x) if self.last is None else self.model(x) + self.last.mean(0)
+        self.last = out.detach()
+        return F.cross_entropy(out, y)
+def main(kind):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Linear(8, 3))
+    with Session(f"{run_dir}/{kind}", "log.report=false", "metrics.enabled=false", sync=sync) as run:
+        model = run.replicate(net)
+        run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+        trainer, seen, totals, printed, others = Trainer(model), [], torch.zeros(2), [], iter(torch.randn(99, 24, 6))
+        compiled = torch.compile(net, backend="eager") if kind == "compiled" else None
+        def each(x, y):
+            return F.cross_entropy(model(x), y, reduction="none")
+        def tokens(x, y):
+            return F.cross_entropy(model(x), torch.where(x[:, 0] > 0.3, -100, y))
+        def floats(x, y):
+            loss = F.cross_entropy(model(x) * (1 + sum(seen)), y)
+            seen[:] = [0.1 * float(loss.detach())]
+            return loss
+        def written(x, y):
+            loss = each(x + totals[0], y).mean()
+            totals[0].add_(0.1)
+            return loss
+        def metrics(x, y):
+            net.train()
+            loss = each(x, y).mean()
+            seen.append(loss.item())
+            totals.add_(1.0)
+            print("in the function")
+            return loss
+        def halved(x, y):
+            with torch.autocast("cpu", torch.bfloat16):
+                return F.cross_entropy(model(x), y, label_smoothing=0.1)
+        def mixed(x, y):
+            order = torch.randperm(len(x))
+            return each(0.7 * x + 0.3 * x[order], y).mean()
+        functions = {
+            "top": lambda x, y: each(x, y).topk(len(x) // 3).values.mean(),
+            "constant": lambda x, y: each(x, y).sum() / 24,
+            "root": lambda x, y: each(x, y).mean().sqrt(),
+            "across": lambda x, y: F.cross_entropy(F.normalize(model(x), dim=0), y),
+            "tokens": tokens, "hidden": trainer.hidden, "floats": floats, "written": written,
+            "plain": lambda x, y: each(x, y).mean(), "metrics": metrics, "counted": trainer.counted, "halved": halved, "mixed": mixed,
+            "compiled": lambda x, y: F.cross_entropy(compiled(x), y),
+            "drawn": lambda x, y: each(next(others)[:len(x)], y).mean(),
+        }
+        for epoch in run.epochs(1):
+            for x, y in run.batches(DATA, 24):
+                run.step(functions[kind], x, y)
+        calls = {"metrics": len(seen), "counted": trainer.calls}.get(kind, 4)
+        assert calls == 4 and totals[1] in (0.0, 4.0), "the look leaves nothing"
+        assert kind != "drawn" or len([*others]) == 95
+for kind in KINDS:
+    if os.environ.get("RANK", "0") == "0":
+        print("KIND", kind, flush=True)
+    main(kind)
+"""
+NO_MEAN, STATE = "the loss of a batch is not the mean over its samples", "the function of a step carries a state"
+NAMED = dict.fromkeys(("top", "constant", "root", "across", "tokens"), NO_MEAN) | dict.fromkeys(
+    ("hidden", "floats", "written"), STATE
+)
+RIGHT = ("plain", "metrics", "counted", "halved", "mixed", "compiled", "drawn")
+"""The last one cannot be looked at, since the look would use up batches of another loader."""
+
+
+def train(run_dir: Path, kinds: tuple[str, ...], ranks: int, sync: str, looks: bool = True) -> dict[str, list[str]]:
+    """Trains each kind, and returns its warnings."""
+    done = script(ranks, CODE.replace("KINDS", repr(kinds)), run_dir, sync, str(int(looks)))
+    assert done.code == 0, done.output
+    assert done.output.count("in the function") == 4 * ranks * ("metrics" in kinds), "the look prints nothing"
+    _, *pieces = done.output.split("KIND ")
+    return {piece.split()[0]: [line for line in piece.splitlines() if "warning: rank" in line] for piece in pieces}
+
+
+def test_a_loss_that_is_no_mean_and_a_state_that_is_carried_are_named(tmp_path: Path) -> None:
+    named = train(tmp_path, tuple(NAMED), 2, "ddp")
+    for kind, text in NAMED.items():
+        assert len([line for line in named[kind] if text in line]) == 1, (kind, named)
+    assert "It is a sum" in named["constant"][0] and "tokens, class weights" in named["tokens"][0]
+
+
+def test_ordinary_functions_are_not_named_and_the_look_changes_nothing(tmp_path: Path) -> None:
+    named = train(tmp_path / "looked", (*RIGHT, "root"), 1, "flat")
+    assert len(named.pop("root")) == 1, "another number of ranks would train otherwise"
+    assert not [line for lines in named.values() for line in lines if NO_MEAN in line or STATE in line], named
+    train(tmp_path / "plain", RIGHT, 1, "flat", looks=False)
+    for kind in RIGHT:
+        mine, other = (json.loads((tmp_path / one / kind / "summary.json").read_text()) for one in ("looked", "plain"))
+        assert mine["weights_sha256"] == other["weights_sha256"], kind

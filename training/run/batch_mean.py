@@ -1,0 +1,141 @@
+"""Looks, once in a start, whether the loss of a batch is the mean over its samples, and whether the function of a step carries a state
+from one batch to the next. Then several ranks, or a resume, may give other weights than one process.
+
+The function is called without gradients, in evaluation mode: twice with the same samples and random numbers, once with other random
+numbers, and with each half of the samples. What the calls change is undone. If that is not possible, or the function raises, nothing is
+said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import Config
+from ..data import order
+from ..generators import RngScope
+from .replica import Replica, without_batch_statistics
+from .run import Run
+from .step_input import Numbers, StepInput
+from .undo import Undo, Unsafe
+from .unsaved import print_of, states_of
+
+CALL = 3
+"""The step of a function in which it is looked at. In the first one a loss may still be the same for all samples."""
+_ROUNDING = {torch.float64: 1e-8, torch.float32: 3e-5}
+"""Relative difference of losses that are computed in other batches."""
+_ROUNDING_OF_LOW, _ROUNDING_OF_TF32 = 2e-2, 2e-3
+
+Call = Callable[[StepInput, int, int], tuple[torch.Tensor, Numbers]]
+
+
+class BatchMean:
+    """Of an attempt."""
+
+    def __init__(self, run: Run, replica: Replica) -> None:
+        self._run, self._replica = run, replica
+        self._steps: Counter[Any] = Counter()
+        """Of each function."""
+
+    def look(self, work: StepInput, call: Call) -> None:
+        """Counts the step, and warns of its function. Waits for the device, once.
+
+        Args:
+            call: gives the loss of these samples of the rank's.
+        """
+        if isinstance(self._run.config, Config) or not self._replica.sync.replicas:
+            return
+        function = getattr(work.compute, "__func__", work.compute)
+        function = getattr(function, "__code__", type(function))
+        self._steps[function] += 1
+        if self._steps[function] != CALL or (work.part is not None and not work.part.samples):
+            return
+        sentence = ""
+        with contextlib.suppress(Exception):  # an error of the function's own comes again
+            sentence = self._compared(work, call)
+        if sentence:
+            self._run.warn(sentence)
+
+    def _compared(self, work: StepInput, call: Call) -> str:
+        assert work.compute is not None
+        low, high = work.part.parts[0] if work.part is not None and work.part.parts else (0, work.samples)
+        low, high = work.micro_batches(low, high)[0]
+        run, multiple = self._run, work.part.multiple if work.part is not None else 1
+        seeds = [order.key(run.config.seed, run.steps_done, number, order.Salt.PROOF) for number in range(2)]
+        undo, kept, drawing = Undo(work.compute), self._kept(), RngScope(run.world.device, every=True)
+        dtypes: set[torch.dtype] = set()
+
+        def loss(first: int, end: int, seed: int) -> float:
+            drawing.seed(seed)
+            given, _ = call(work, first, end)
+            dtypes.add(given.dtype)
+            return float(given)
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(drawing)
+            stack.enter_context(undo)
+            stack.enter_context(without_batch_statistics(nn.ModuleList([self._replica.model, *undo.modules])))
+            whole, again = loss(low, high, seeds[0]), loss(low, high, seeds[0])
+            if undo.drew or self._kept() != kept:
+                raise Unsafe("numbers of its own, or a state that every checkpoint has")
+            near = self._rounding(dtypes, undo) * max(abs(whole), abs(again))
+            if abs(whole - again) > near:
+                return (
+                    "the function of a step carries a state from one call to the next: for the same samples and random numbers it gave "
+                    f"the loss {whole:.6g}, then {again:.6g}. A start that resumes begins without this state, and each rank has its own: "
+                    "hand it in with the batch, begin it anew in each step, or keep it by run.keep_of_rank()"
+                )
+            middle = low + (high - low) // 2 // multiple * multiple
+            noisy = abs(loss(low, high, seeds[1]) - whole) > near
+            if noisy or middle == low or self._normalises(undo.modules):
+                return ""
+            halves = loss(low, middle, seeds[0]), loss(middle, high, seeds[0])
+        is_sum = work.divisor is not None
+        shares = (1.0, 1.0) if is_sum else ((middle - low) / (high - low), (high - middle) / (high - low))
+        mean = sum(share * half for share, half in zip(shares, halves))
+        near = self._rounding(dtypes, undo) * max(map(abs, (whole, *halves)))
+        if not math.isfinite(near) or abs(whole - mean) <= near:
+            return ""
+        kind = "sum" if is_sum else "mean"
+        return (
+            f"the loss of a batch is not the {kind} over its samples: {high - low} samples give {whole:.6g}, and their two halves "
+            f"{mean:.6g}. So N ranks minimise another loss than one. {self._advice(work, whole, halves, near)}"
+        )
+
+    @staticmethod
+    def _advice(work: StepInput, whole: float, halves: tuple[float, float], near: float) -> str:
+        if work.divisor is not None:
+            return (
+                "With divisor=… return the sum over the samples, without a mean and without a term that is not theirs"
+            )
+        if abs(whole - sum(halves)) <= near:
+            return "It is a sum: give its divisor, run.step(function, …, divisor=…)"
+        return (
+            "Return a mean over the samples, or a sum with divisor=… (tokens, class weights). A loss that compares samples sees those of "
+            "its rank alone"
+        )
+
+    def _kept(self) -> str:
+        kept = self._run.user_state
+        return print_of([states_of(kept.objects), states_of(kept.rank_objects), dict(kept.values)])
+
+    @staticmethod
+    def _rounding(dtypes: set[torch.dtype], undo: Undo) -> float:
+        if undo.watching.is_low:
+            return _ROUNDING_OF_LOW
+        if torch.cuda.is_initialized() and (torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32):
+            return _ROUNDING_OF_TF32
+        return max(_ROUNDING.get(dtype, _ROUNDING_OF_LOW) for dtype in dtypes)
+
+    @staticmethod
+    def _normalises(modules: list[nn.Module]) -> bool:
+        """Whether batch norm has no statistics but those of its batch, in evaluation mode, too: it is that of a rank anyway."""
+        return any(
+            isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None for module in modules
+        )
