@@ -297,6 +297,8 @@ with Session(run_dir, "checkpoint.every_steps=5", f"sync.name={sync}", "log.repo
                 net.drop = torch.nn.Dropout()
             if how == "replaced" and run.steps == 5 and run.rank:
                 net.drop.eval()
+            if how == "frozen" and run.steps == 5 and run.rank:
+                net.layer.requires_grad_(False)
             if how in ("buffer", "exact") and run.steps == 5:
                 net.scale.fill_(1.0 + run.rank)
 """
@@ -307,6 +309,7 @@ with Session(run_dir, "checkpoint.every_steps=5", f"sync.name={sync}", "log.repo
     [
         ("mode", "flat", "step 7: the model has training mode on rank 0, evaluation mode on rank 1. It is not saved", [5]),
         ("mode", product.FSDP, "the modes are not the same after step 7: the model has", [5]),
+        ("frozen", "flat", "step 7: layer.weight has requires_grad=True on rank 0, requires_grad=False on rank 1. It is not", [5]),
         ("replaced", "flat", "step 7: drop has training mode on rank 0, evaluation mode on rank 1. It is not saved", [5]),
         ("buffer", "flat", "the buffer scale on rank 1 differs from rank 0's", []),
         ("exact", "exact", "the buffer scale on rank 1 differs from rank 0's", []),

@@ -42,7 +42,7 @@ MOVED_APART = (
 SAME_BUFFERS = (
     "Change a buffer alike on all ranks. What a rank moves by its samples it moves before the batch's step, or in it"
 )
-SAME_MODE = "Call train() and eval() on all ranks alike before a step"
+SAME_MODE = "Call train(), eval() and requires_grad_() on all ranks alike before a step"
 
 
 class ReplicasDiffer(RuntimeError):
@@ -160,11 +160,11 @@ def check_same(values: Mapping[str, Any], world: World) -> None:
 
 
 class Modes:
-    """Records which modules of a model were in training mode, in the last two steps."""
+    """Records which modules of a model were in training mode, and which parameters required a gradient, in the last two steps."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._modules = dict(model.named_modules())
+        self._modules, self._parameters = dict(model.named_modules()), dict(model.named_parameters())
         self.last = self._earlier = b""
         self._held: bytes | None = None
 
@@ -182,20 +182,29 @@ class Modes:
         self._held = None
 
     def _now(self) -> bytes:
-        return bytes([module.training for module in self._modules.values()])
+        return bytes([module.training for module in self._modules.values()]) + self._trained()
+
+    def _trained(self) -> bytes:
+        return bytes([parameter.requires_grad for parameter in self._parameters.values()])
+
+    @property
+    def any_training(self) -> bool:
+        """Whether a module was in training mode in the last step."""
+        return any(self.last[: len(self._modules)])
 
     def find(self) -> None:
-        """Reads the list of modules again: the script may have replaced a layer."""
+        """Reads the lists of modules and parameters again: the script may have replaced a layer."""
         modules, before = dict(self._model.named_modules()), self._modules
-        if modules != before:
-            self._modules = modules
+        parameters = dict(self._model.named_parameters())
+        if modules != before or [*map(id, parameters.values())] != [*map(id, self._parameters.values())]:
+            self._modules, self._parameters = modules, parameters
             self.last = self._earlier = self._carried(before, self.last)
             self._held = None if self._held is None else self._carried(before, self._held)
 
     def _carried(self, before: Mapping[str, nn.Module], modes: bytes) -> bytes:
-        """Returns recorded modes for the modules that the model has now."""
+        """Returns recorded modes for the modules that the model has now, and which parameters require a gradient now."""
         known = dict(zip(before.values(), modes))
-        return bytes([known.get(module, module.training) for module in self._modules.values()])
+        return bytes([known.get(module, module.training) for module in self._modules.values()]) + self._trained()
 
     def evaluating(self) -> list[str]:
         """Returns the modules that are in evaluation mode in the next step."""
@@ -203,10 +212,12 @@ class Modes:
         return [name for name, is_training in zip(self._modules, modes) if not is_training]
 
     def check(self, world: World) -> None:
-        """Raises `ReplicasDiffer` on all ranks if a mode differs between ranks. Collective."""
+        """Raises `ReplicasDiffer` on all ranks if a mode, or `requires_grad`, differs between ranks. Collective."""
         for modes in (self._earlier, self.last):  # the comparison may be a step old
             names = {name or "the model": mode for name, mode in zip(self._modules, modes)}
-            check_same({name: f"{'training' if mode else 'evaluation'} mode" for name, mode in names.items()}, world)
+            said = {name: f"{'training' if mode else 'evaluation'} mode" for name, mode in names.items()}
+            trained = zip(self._parameters, modes[len(self._modules) :])
+            check_same({**said, **{name: f"requires_grad={bool(mode)}" for name, mode in trained}}, world)
 
 
 class Buffers:

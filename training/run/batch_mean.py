@@ -91,7 +91,9 @@ class BatchMean:
                     f"the loss {whole:.6g}, then {again:.6g}. A start that resumes begins without this state, and each rank has its own: "
                     "hand it in with the batch, begin it anew in each step, or keep it by run.keep_of_rank()"
                 )
-            middle = low + (high - low) // 2 // multiple * multiple
+            # Both odd, if they can be: of two even halves each may have half of what a median, or the largest ones, take.
+            half = (high - low) // 2 // multiple
+            middle = low + (half - 1 + half % 2 or half) * multiple
             noisy = abs(loss(low, high, seeds[1]) - whole) > near
             if noisy or middle == low or self._normalises(undo.modules):
                 return ""
