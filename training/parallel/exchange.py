@@ -59,13 +59,10 @@ def all_gather_trees(tree: Any, world: World) -> list[Any]:
     """Returns the trees of all ranks on every rank, by rank; sizes may differ. Collective. Raises `TypeError` as `pack`."""
     if world.size == 1:
         return [tree]
+    if world.live is None:  # not each rank's padded tree: their bytes on all ranks grow with the square of the ranks
+        return list(broadcast_tree(gather_trees(tree, world), world))
     packed = pack(tree)
-    if world.live is not None:
-        return [unpack(blob) for blob in world.live.retryable(lambda: _gathered_everywhere(packed, world))]
-    gathered = _gathered(packed, world)
-    blobs = broadcast_bytes(None if gathered is None else torch.cat(gathered), world.rank)
-    trees = [unpack(blob) for blob in blobs.view(world.size, -1)[world.leader :]]
-    return [tree, *trees] if world.leader else trees
+    return [unpack(blob) for blob in world.live.retryable(lambda: _gathered_everywhere(packed, world))]
 
 
 def _gathered_everywhere(packed: torch.Tensor, world: World) -> list[torch.Tensor]:
@@ -86,19 +83,14 @@ def gather_trees(tree: Any, world: World) -> list[Any] | None:
     if world.live is not None:
         every = all_gather_trees(tree, world)
         return every if world.leader else None
-    gathered = _gathered(pack(tree), world)
-    return None if gathered is None else [tree, *map(unpack, gathered[1:])]
-
-
-def _gathered(packed: torch.Tensor, world: World) -> list[torch.Tensor] | None:
-    """Returns the packed trees of all ranks on rank 0, with padding at their ends, which `unpack` ignores. Collective."""
+    packed = pack(tree)
     longest = torch.tensor([packed.numel()])
     dist.all_reduce(longest, dist.ReduceOp.MAX)
-    padded = torch.zeros(int(longest), dtype=torch.uint8)
+    padded = torch.zeros(int(longest), dtype=torch.uint8)  # `unpack` ignores what follows a tree
     padded[: packed.numel()] = packed
     gathered = [torch.empty_like(padded) for _ in range(world.size)] if world.leader else None
     dist.gather(padded, gathered, 0)
-    return gathered
+    return None if gathered is None else [tree, *map(unpack, gathered[1:])]
 
 
 def scatter_trees(trees: list[Any] | None, world: World, source: int = 0) -> Any:
