@@ -3,6 +3,7 @@ and which errors come from its connections to other ranks."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -178,6 +179,9 @@ def let_gloo_finish() -> None:
         if now == before and all(state == "S" for state, _ in now.values()):
             return
         before = now
+
+
+atexit.register(let_gloo_finish)
 
 
 def _looked() -> dict[str, tuple[str, str]]:

@@ -9,7 +9,6 @@ Nothing set means one rank; a contradiction is an error that names the variables
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import gc
@@ -349,7 +348,6 @@ def joined(
             # make of them is a MemoryError or another plain exception of C++.
             raise dist.DistError(f"the process group cannot be opened: {error}") from error
         leave = dist.destroy_process_group
-        atexit.register(process.let_gloo_finish)
         process.keep_from_children(process.new_connections(others))
         peers = process.new_connections(of_store) if not nccl or os.environ.get(ENV_LIVE) else {}
         yield dataclasses.replace(world, device=chosen, nccl=nccl, peers=peers)
