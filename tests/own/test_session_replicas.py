@@ -334,6 +334,7 @@ class Net(torch.nn.Module):
         super().__init__()
         self.features, self.order, self.out = torch.randn(4, 8), torch.randperm(32).tolist(), torch.nn.Linear(8, 1)
         self.experts, self.flat, self.last = torch.randperm(8).tolist(), self.out.weight.data, None
+        setattr(self, "scale.one", 2.0)
         self.normed = torch.nn.utils.parametrizations.weight_norm(torch.nn.utils.spectral_norm(torch.nn.Linear(1, 4)), "bias")
     def forward(self, x):
         self.last = self.out(x @ self.features[:, [one for one in self.order if one < 8]])

@@ -338,10 +338,10 @@ def tables_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
     `replicate` sends parameters and buffers alone, and so does a checkpoint: a table that is drawn must be the same on each rank and at
     each start.
     """
-    own, modules = storages([*model.parameters(), *model.buffers()]), dict(model.named_modules())
+    own = storages([*model.parameters(), *model.buffers()])
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, value in attributes_of(model):
-        path, _, attribute = name.rpartition(".")
-        if any(f"{attribute}{ending}" in modules[path]._parameters for ending in _DERIVED):
+        if any(f"{name}{ending}" in parameters for ending in _DERIVED):
             continue
         is_tensor = isinstance(value, torch.Tensor) and not value.requires_grad and storage(value) not in own
         is_array = isinstance(value, np.ndarray) and not value.dtype.hasobject
