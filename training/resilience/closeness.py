@@ -131,13 +131,13 @@ def learning_rates(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str,
 
 
 def differing_ranks(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Returns the ranks that have another value than rank 0, by the name of the value. A rank may lack one, which differs from none.
+    """Returns, by the name of a value of rank 0, the ranks that have another one, or lack it.
 
     Args:
         of_ranks: the values of each rank by their names.
     """
     ranks = {
-        name: [rank for rank, values in enumerate(of_ranks) if values.get(name, first) != first]
+        name: [rank for rank, values in enumerate(of_ranks) if values.get(name) != first]
         for name, first in of_ranks[0].items()
     }
     return {name: others for name, others in ranks.items() if others}
@@ -272,8 +272,8 @@ class Buffers:
                 self._moved.add(name)
 
     def check(self) -> list[str]:
-        """Returns the buffers that differ because steps have changed them. Raises `ReplicasDiffer` on all ranks if another buffer differs.
-        Collective."""
+        """Returns the buffers that differ because steps have changed them, or that a rank lacks. Raises `ReplicasDiffer` on all ranks if
+        another buffer differs. Collective."""
         world = self._world
         if world.size == 1:
             return []
@@ -282,7 +282,7 @@ class Buffers:
         of_ranks = all_gather_trees([sums, sorted(self._moved)], world)
         apart = differing_ranks([sums for sums, _ in of_ranks])
         for name, ranks in apart.items():
-            if not any(name in moved for _, moved in of_ranks):
+            if not any(name in moved or name not in sums for sums, moved in of_ranks):
                 raise ReplicasDiffer(f"the buffer {name} on rank {named(ranks)} differs from rank 0's")
         return [*apart]
 

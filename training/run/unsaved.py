@@ -123,7 +123,7 @@ def unequal(of_ranks: Sequence[dict[str, str]]) -> dict[str, str]:
         of_ranks: by the call, what stands for its value, or the value itself where it was logged.
     """
     sentences = {}
-    for call, others in differing_ranks(of_ranks).items():
+    for call, others in differing_ranks([{**of_ranks[0], **values} for values in of_ranks]).items():
         if call.startswith("run.log"):
             sentences[call] = (
                 f"{call} gets {of_ranks[0][call]} on rank 0 and {of_ranks[others[0]][call]} on rank {others[0]}, and rank 0's alone is "
