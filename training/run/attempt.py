@@ -248,7 +248,7 @@ class Attempt:
         if gathered is None:
             return torch.empty(0)
         gathered["ranks"] = [rank for rank in gathered["ranks"] if rank is not None]
-        places = {"polls": self._polls, "last_step": self.saver.last_step, "save_agreed": self._save_agreed,
+        places = {"polls": self._polls, "last_step": self.saver.last_step, "saved": self.saver.saved, "save_agreed": self._save_agreed,
                   "nonfinite_steps": self.nonfinite_steps, "looked_outside": self.unsaved.held is None,
                   "modes": self.modes.last, "known": sorted(self.known)}  # fmt: skip
         return pack({**gathered, "places": {**places, **self.desync.state_dict()}})
@@ -260,7 +260,7 @@ class Attempt:
         if places["looked_outside"]:
             self.unsaved.held = None
         self.modes.last, self.known = places["modes"], set(places["known"])
-        self.saver.last_step = places["last_step"]
+        self.saver.last_step, self.saver.saved = places["last_step"], places["saved"]
         self._compared = True
         self.desync.load_state_dict(places)
 
@@ -482,7 +482,7 @@ class Attempt:
         if run.config.checkpoint.on_signal:
             self.save()
         durable, step, last = self.saver.durable(), run.steps_done, self.saver.last_step
-        saved = durable and self.saver.resumable()
+        saved = durable and self.saver.saved
         who = next(filter(None, all_gather_trees(self.consensus.reason, run.world)), "another rank")
         run.event("preempted", step=step, reason=who, saved=saved)
         if not durable:

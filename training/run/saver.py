@@ -157,7 +157,9 @@ class Saver:
         """The newest state that was saved, or gone on from."""
         self._last_time = time.monotonic()
         self.interval = Interval(run.state.history["failures"])
-        self._last_failed = self._hangs = self._saved = False
+        self._last_failed = self._hangs = False
+        self.saved = run.resumed
+        """Whether there is a save, of this start or of an earlier one, the same on every rank."""
         self._score: float | None = None
         self._begin_writing()
 
@@ -179,7 +181,7 @@ class Saver:
         with contextlib.suppress(OSError):
             store.clean(self.run.directory.checkpoints)
         newest = store.candidates(self.run.directory.checkpoints)[:1]
-        self._lost = self._saved and (not newest or store.step_of(newest[0]) < self.last_step)
+        self._lost = self.saved and (not newest or store.step_of(newest[0]) < self.last_step)
 
     def due_by_step(self) -> bool:
         """Whether the step count asks for a save at this boundary: the same on every rank."""
@@ -208,7 +210,7 @@ class Saver:
         self._check_taken_over()
         gathered = gather(self.run.state)
         self.last_step, self._last_time, self._score = self.run.steps_done, time.monotonic(), score
-        self._saved, self._lost = True, False
+        self.saved, self._lost = True, False
         if (
             self._writer is not None and gathered is not None and not self._hangs
         ):  # else it would wait for the save that hangs
@@ -288,11 +290,6 @@ class Saver:
         self.run.metrics.count("checkpoint_failures_total", reason)
         self.failures += 1
         self.run.event("checkpoint_failed", reason=why, failures=self.failures)
-
-    def resumable(self) -> bool:
-        """Whether the run directory has a checkpoint to resume from, of this start or of an earlier one. Collective."""
-        directory = self.run.directory
-        return on_any(directory is not None and bool(store.candidates(directory.checkpoints)), self.run.world)
 
     def _result(self, future: Future[SaveResult]) -> SaveResult:
         """Waits for a save, on the way out no longer than the rest of the grace. Raises `_NoAnswer`, `OSError`."""
