@@ -288,10 +288,17 @@ def first_of_node(world: World) -> bool:
 
 def _missing(world: World, run_dir: Path) -> list[str]:
     """Returns a sentence for each rank that did not report a failed collective within a few seconds: how it has ended, or what it does."""
-    store, hang = _get_default_store(), hangs.of_run(run_dir)
+    store = _get_default_store()
     launchers = stores.without_prefix(store)
-    stalled = {one.rank: one.activity for one in hang.named} if hang is not None else {}
     store.set(f"lockstep/failed/{world.rank}", "1")
+    stalled: dict[int, str] = {}
+
+    def read() -> None:
+        if (hang := hangs.of_run(run_dir)) is not None:
+            stalled.update((one.rank, one.activity) for one in hang.named)
+
+    # A disk that hangs is waited for no longer than the ranks.
+    threading.Thread(target=read, name="verdict", daemon=True).start()
     missing = []
     deadline = time.monotonic() + VERDICT_SECONDS
     for rank in range(world.size):
