@@ -172,7 +172,8 @@ def opened(wanted: Meeting) -> tuple[SignedStore, int]:
     if not wanted.secret:
         to_stderr(f"launch: warning: {UNSIGNED.format(wanted.endpoint)}")
     try:
-        with contextlib.suppress(*(() if wanted.host else (ValueError, RuntimeError))):  # only the name matched
+        # Where only the name has matched, another launcher on this machine may serve it.
+        with contextlib.suppress(*(() if wanted.host else (OSError, ValueError, RuntimeError))):
             return _signed(wanted, _tcp_store(wanted, serves=True), 0)
         return _signed(wanted, _tcp_store(wanted, serves=False), 1)
     except (OSError, ValueError, RuntimeError) as error:
