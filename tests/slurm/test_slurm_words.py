@@ -117,7 +117,7 @@ def test_completed_is_not_believed_without_results(job: Site) -> None:
 def test_the_cause_is_named_not_what_followed(job: Site) -> None:
     job.noted(3, 137, time=9)
     assert "rank 3 on node1" in shown(job, "FAILED", LONG_AGO, "ExitCode=1:0")["reason"]
-    job.noted(0, 1, "step 4: rank 2 did not arrive (last seen at step 3)", time=10)
+    job.noted(0, 1, "step 4: rank 2 did not arrive: ended by SIGKILL (Connection closed by peer)", time=10)
     job.noted(2, 1, "ZeroDivisionError: division by zero", time=11)
     found = shown(job, "FAILED", LONG_AGO, "ExitCode=1:0")
     assert found["reason"] == "rank 2 on node1: ZeroDivisionError: division by zero" and found["code"] == 1, found

@@ -228,7 +228,7 @@ class Report(_Document):
     ranks: Annotated[int, Field(ge=1, lt=10_000)]
     """How many it would run."""
     round: str = ""
-    """Of the word that it follows."""
+    """Of the state that it follows."""
     beat: _Count = 0
     """The next report has a higher one."""
     ended: list[tuple[_Count, _Count, int, bool]] = []
@@ -271,9 +271,9 @@ class DesiredState(_Document):
     """Of the first node: which process runs in the place of each rank. All ranks are to end where it wants none."""
 
     version: _Count = 0
-    """Each word of a job has a higher one: somebody who reaches the store could put an earlier one back."""
+    """Each state of a job has a higher one: somebody who reaches the store could put an earlier one back."""
     round: str
-    """Names one start of all ranks. The word of another round ends those that run."""
+    """Names one start of all ranks. The state of another round ends those that run."""
     seats: list[NodeSlot]
     """The first is that of the node that says this."""
     wanted: list[tuple[_Count, _Count]]
