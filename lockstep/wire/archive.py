@@ -32,7 +32,7 @@ MAX_PACKED = 8 << 20
 MAX_PATH = 1024
 """Bytes of a file's path within the code."""
 DERIVED = "__pycache__"
-"""What Python writes beside a module. It is not part of the code; root may write it into a copy that is read-only."""
+"""Files that Python writes next to a module. They are not part of the code; root may write them into a read-only copy."""
 _TAR_LIMIT = MAX_BYTES + 4096 * MAX_FILES
 """Of the archive without its compression: the files, and a few headers for each."""
 
@@ -115,7 +115,7 @@ def check_path(path: str) -> None:
 def unpack(data: bytes, expected: str, target: Path) -> Path:
     """Writes the files of an archive into a new folder, read-only, which gets its name when it is complete.
 
-    Where somebody else was faster, the other folder must hold the same code.
+    If another process was faster, its folder must hold the same code.
 
     Raises:
         UserError: the archive is damaged or holds other code, it cannot be written, or something else has the name.
@@ -123,7 +123,7 @@ def unpack(data: bytes, expected: str, target: Path) -> Path:
     entries = read(data, expected)
     temporary: Path | None = None
     try:
-        # Where everybody writes, a name that can be foreseen is one that somebody else has taken, for a link to our files.
+        # In a folder that all users write to, another user may take a predictable name first, for a link to our files.
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         _write(entries, temporary)
         os.replace(temporary, target)
@@ -154,9 +154,9 @@ def _write(entries: Iterable[File], folder: Path) -> None:
 
 
 def holds(folder: Path, expected: str) -> bool:
-    """Whether an unpacked folder is ours and has the code of that identity, and nothing beside it."""
+    """Returns whether an unpacked folder is ours, and holds the code of that identity and nothing else."""
     try:
-        status = folder.lstat()  # one look: where everybody writes, nobody else can replace a folder of ours
+        status = folder.lstat()  # one call: in a folder that all users write to, no other user can replace ours
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
             return False
         return identity(_unpacked(folder)) == expected

@@ -1,9 +1,9 @@
 """python -m lockstep.wire.exec --rank N -- COMMAND …
 
-A command on the node of a rank, in the rank's folder and with its environment.
+Runs a command on a rank's node, in the rank's folder and with its environment.
 
 `lockstep exec` starts it on the node. The command takes this process's place, so its exit code and its signals are its own.
-What marks the processes of a job is taken away: the command does not belong to the job, and neither does a run that it starts.
+The variables that mark a job's processes are removed: neither the command nor a run that it starts belongs to the job.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 In data parallel training one stuck rank stops all ranks. So when no watched rank has made progress for long, compared with this run's
 steps, the watcher asks each rank for its stacks (`progress.py`). A rank whose main thread is in a collective waits for others. A rank
 that is elsewhere is the cause. A launcher watches the ranks of its node. A rank that no launcher of ours has started has a watcher
-process:
+process.
 
-    python -m lockstep.wire.hangs FOLDER NUMBER PID      # the folder of its progress file, its number, its process
+    python -m lockstep.wire.hangs FOLDER NUMBER PID      # the folder of its progress file, its number, its process.
 
 Each watcher appends its findings to a file in the run directory, a line each. `read_hangs` combines them.
 """

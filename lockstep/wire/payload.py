@@ -33,7 +33,7 @@ class SessionOptions:
     fresh: str = ""
     """The word of a start over (`RunDirectory.open`); "": the run resumes."""
     expected: bool = False
-    """Whether somebody asked for settings or a start over: a program without a Session would not see them."""
+    """Returns whether the job has settings or starts over: a program without a Session ignores both."""
 
     def text(self) -> str:
         return json.dumps({name: value for name, value in asdict(self).items() if value}, sort_keys=True)
@@ -99,7 +99,7 @@ def enter(args: argparse.Namespace) -> None:
     if place is None:
         return
     folder = unpacked(args.code, place) if args.code_parts is not None else place.absolute()
-    # Where `python -m lockstep.training` found the launcher; the ranks start in another folder.
+    # The folder from which `python -m lockstep.training` imported the launcher; the ranks start in another folder.
     launcher_path = sys.path[0]
     try:
         os.chdir(folder)
@@ -109,10 +109,10 @@ def enter(args: argparse.Namespace) -> None:
 
 
 def environment(folder: Path, identity: str, env: Mapping[str, str], launcher_path: str) -> dict[str, str]:
-    """The variables by which a rank finds the code.
+    """Returns the variables by which a rank finds the code.
 
     Args:
-        launcher_path: where `lockstep` was found, if not every Python looks there.
+        launcher_path: the folder of `lockstep`, if not every Python searches it.
     """
     existing = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
     missing = bool(launcher_path) and launcher_path not in (*existing, *sys.path[1:])

@@ -64,7 +64,7 @@ class Progress:
         self._done = self._steps = self._of_attempt = 0
         self._watcher: subprocess.Popen[bytes] | None = None
         note = environment.get(ENV_NOTE)
-        if not SIGNAL or (about.size == 1 and not note):  # nobody waits for it
+        if not SIGNAL or (about.size == 1 and not note):  # no rank waits for it
             return
         with contextlib.suppress(OSError):
             self._folder = Path(note).parent if note else Path(tempfile.mkdtemp(prefix="lockstep-"))
@@ -90,7 +90,7 @@ class Progress:
 
     def _hide(self) -> None:
         if self._counts is not None:
-            struct.pack_into("<Q", self._counts, 0, 0)  # no process: nobody asks it for stacks any more
+            struct.pack_into("<Q", self._counts, 0, 0)  # no process: no watcher asks it for stacks any more
             self._counts.close()
             self._counts = None
             faulthandler.unregister(SIGNAL)
@@ -201,8 +201,8 @@ class Frame:
 
 
 def stat_of(pid: int | str) -> list[str]:
-    """The fields of proc_pid_stat(5) behind the name of the program: 0 is the state, 1 the parent, 3 the session, 19 when it was started,
-    in clock ticks. [] where there is no such process; "self" is this one."""
+    """Returns the fields of proc_pid_stat(5) behind the name of the program. 0 is the state, 1 the parent, 3 the session, 19 the start
+    in clock ticks. Returns [] if there is no such process. "self" names this process."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
     except OSError:
@@ -237,16 +237,17 @@ def _of_process(folder: int, name: str) -> bytes:
 
 
 def state_of(pid: int) -> str:
-    """Returns R: the process runs; S: it waits; D: it waits for a disk or a device; T: it is stopped (proc_pid_stat(5)); "": it is gone."""
+    """Returns R: the process runs. S: it waits. D: it waits for a disk or a device. T: it is stopped (proc_pid_stat(5)). "": it is gone."""
     return next(iter(stat_of(pid)), "")
 
 
 def stacks(folder: Path, ranks: Mapping[int, RankProgress], of_loaders: bool = False) -> dict[int, str]:
-    """Returns the stacks of each rank's threads now, as `faulthandler` writes them; "": the rank does not answer, since it is stopped or
-    waits for a disk. Takes a second at most.
+    """Returns the stacks of each rank's threads now, as `faulthandler` writes them. Takes a second at most.
+
+    "": the rank does not answer, since it is stopped or waits for a disk.
 
     Args:
-        of_loaders: the stacks of the processes that the rank has forked, in place of its own.
+        of_loaders: the stacks of the processes that the rank has forked, in place of the rank's.
     """
     begins = {
         rank: _ask(folder, rank, children(progress.pid) if of_loaders else [progress.pid])

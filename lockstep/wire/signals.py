@@ -1,9 +1,9 @@
-"""Launchers, their ranks and signals: the death of a launcher ends its ranks, and none loses a signal that comes while it starts.
+"""Ends ranks when their launcher dies, and keeps the signals that reach launchers and ranks while these start.
 
-A recipe inherits a mask and takes what has come when it is ready (`lockstep.training.__main__`). Of a program of the user's own
-nobody knows whether it ever opens a Session, so nothing is blocked. Whoever starts it holds back what it would hand on
-(`PendingSignals`), until the program catches signals, or has had time for that. From `import lockstep` on the program itself keeps
-what comes for its Session (`keep_for_session`). Imports nothing heavy: it runs before torch is loaded.
+A recipe inherits a mask, and takes the pending signals when it is ready (`lockstep.training.__main__`). A user's program may never
+open a Session, so it inherits no mask. Its parent holds back the signals that it forwards (`PendingSignals`), until the program
+catches signals, or has had time for that. From `import lockstep` on the program itself keeps signals for its Session
+(`keep_for_session`). Imports nothing heavy: it runs before torch is loaded.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def signals_held_back() -> Iterator[None]:
 
 
 def end_with_launcher(env: Mapping[str, str]) -> None:
-    """Asks the kernel for a KILL when the launcher dies (Linux; elsewhere nothing), under torchrun for a TERM. Dies now where it is dead
-    already.
+    """Asks the kernel for a KILL when the launcher dies (Linux; elsewhere nothing), under torchrun for a TERM. Dies now if the launcher
+    is dead already.
 
-    The launcher is ours, or torchrun, whose number nobody hands on: it is the parent of a rank that is not itself one. torchrun
-    dies of a USR1 that asks its ranks to save.
+    The launcher is ours, or torchrun, whose process id no variable holds: torchrun is the parent of a rank that is not itself a rank.
+    torchrun dies of a USR1 that asks its ranks to save.
     """
     launcher, parent = env.get(ENV_LAUNCHER, ""), os.getppid()
     number = signal.SIGKILL if launcher.isdigit() else signal.SIGTERM
@@ -67,9 +67,9 @@ _TORCHRUN = {"TORCHELASTIC_RUN_ID", "RANK"}
 
 
 def _may_be_torchrun(parent: int, env: Mapping[str, str]) -> bool:
-    """Whether the parent has not torchrun's variables itself: a rank has, and so has a shell between the two.
+    """Returns whether the parent lacks torchrun's variables: a rank has them, and so has a shell between rank and torchrun.
 
-    One that has died since its number was asked for may be: whatever it was, nobody waits for this process any more.
+    A parent that has died since its id was read counts as torchrun: no parent waits for this process any more.
     """
     marks = {os.fsencode(f"{name}={env[name]}") for name in _TORCHRUN}
     try:
@@ -177,7 +177,7 @@ _before: dict[int, Any] = {}
 """The handlers that were there, for as long as `_keep` is in their place."""
 _came: dict[int, float] = {}
 _ending = _thread.allocate_lock()
-"""The signals end the process in the order in which they came: the launcher answers the first with one of its own."""
+"""Signals end the process in the order of their arrival: the launcher answers the first with its own signal."""
 _no_session = threading.Event()
 """There is none to wait for, and the main thread, which alone can give handlers back, has not done so."""
 
@@ -246,10 +246,10 @@ def _end_without_session() -> None:
 
 
 def _end_by(number: int) -> None:
-    if signal.getsignal(number) is _keep:  # else the program has one of its own by now
+    if signal.getsignal(number) is _keep:  # else the program has its own handler by now
         # The default. Python's own call works in the main thread only, which may be busy.
         _libc().signal(number, 0)
     if "TORCHELASTIC_RUN_ID" in os.environ and _launched(os.environ):
-        # The launcher hears of it first, and starts nobody again; it may have come to this rank alone. SLURM's task does not.
+        # The launcher gets the signal first, and restarts no rank: the signal may have reached this rank alone. SLURM's task gets none.
         os.kill(os.getppid(), number)
     os.kill(os.getpid(), number)

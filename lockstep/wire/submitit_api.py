@@ -23,7 +23,7 @@ _F = TypeVar("_F", bound=PurePath)
 
 
 def note(folder: _F, job_id: str, what: str) -> _F:
-    """A task's notes lie beside submitit's files: `123_0_end.json`, `123_cancelled`, `123_requeue_1`, `123_saved_0`."""
+    """Returns the file of a task's note, next to submitit's files: `123_0_end.json`, `123_cancelled`, `123_requeue_1`, `123_saved_0`."""
     return folder / f"{job_id}_{what}"
 
 
@@ -85,7 +85,7 @@ def payload(task: Any, minutes: int) -> bytes:
 
 
 def leave_error(result: Path, text: str) -> None:
-    """What whoever waits with submitit alone is told. Raises `OSError`."""
+    """Writes the error that a caller gets who waits with submitit alone. Raises `OSError`."""
     from submitit.core import utils
 
     with utils.temporary_save_path(result) as temporary:
@@ -122,11 +122,10 @@ def resumable(function: Callable[..., Any]) -> Resumable:
 
 
 def go_on(handlers: Mapping[int, Any], received: str | None) -> None:
-    """Below submitit, where its signal has ended a run and all ranks have saved: lets submitit requeue the job.
+    """Lets submitit requeue the job, after its signal has ended a run and all ranks have saved.
 
-    Rank 0 does that, and its process ends. The others wait, since the end of a task may end the job before. Returns where
-    submitit has not started this process, or another signal came: TERM is the end of the job, or the start of a requeue by
-    SLURM itself.
+    Rank 0 requeues, and its process ends. The others wait, since the end of a task may end the job before. Returns if submitit
+    has not started this process, or another signal came. TERM is the end of the job, or the start of a requeue by SLURM itself.
 
     Args:
         handlers: those that the Session has replaced, by signal.
