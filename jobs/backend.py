@@ -163,10 +163,10 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def find(self, name: str, submitting: bool = False) -> JobRecord | None:
-        """The job of that name; None where there is none. Raises `UserError` where its record is damaged.
+        """Returns the job of that name; None if there is none. Raises `UserError` if its record is damaged.
 
         Args:
-            submitting: the caller holds the lock, so nobody else submits. A job that is being removed is waited for.
+            submitting: the caller holds the lock, so no other process submits. The call waits for a job that is being removed.
         """
 
     @abc.abstractmethod
@@ -187,7 +187,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
-        """Runs a command beside a rank, in its folder and with its environment. Returns the command's exit code.
+        """Runs a command on a rank's node, in its folder and with its environment. Returns the command's exit code.
 
         Raises:
             UserError: the rank does not run.
@@ -203,11 +203,11 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def preflight(self, job: Submission) -> Checks:
-        """What a new job would meet. The row `start` says when it would start: `warning`, not at once; `missing`, not at all.
+        """Returns the checks of a new job. The row `start` says when the job starts: `warning`, not at once; `missing`, not at all.
 
         Raises:
-            UserError: it would be refused.
-            Unreachable: nobody answers.
+            UserError: the cluster refuses the job.
+            Unreachable: the cluster does not answer.
         """
 
     # The flow.
@@ -266,7 +266,7 @@ class Backend(abc.ABC):
             return [SubmitResult(spec.name, True, self.require(spec.name).where) for spec in specs]
 
     def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Submission:
-        """The job as it is to be sent. `spec`: of the whole array, where there are `runs`."""
+        """Returns the submission of a job. `spec` is that of the whole array, if there are `runs`."""
         return Submission(spec, runs)
 
     def prepared_all(self, specs: Specs) -> Sequence[Submission]:
@@ -390,7 +390,7 @@ class Backend(abc.ABC):
         return self.stream(known, rank, follow, last)
 
     def execute(self, name: str, command: Lines, rank: int = 0, streams: Streams | None = None) -> int:
-        """Runs a command beside a rank of a job that runs, and returns its exit code.
+        """Runs a command on the node of a running job's rank, and returns its exit code.
 
         Raises:
             UserError: no such job or rank, one that is not ours, has not started or has ended.
@@ -482,7 +482,7 @@ class Backend(abc.ABC):
             time.sleep(min(self.interval, left))
 
     def cancel(self, name: str) -> Status:
-        """Ends a job, with its grace period to save. A finished one is left as it is."""
+        """Ends a job, with its grace period to save. A finished job stays unchanged."""
         known = self._ours(name)
         status = self.observe(known)
         return status if status.final else self.stop(known)

@@ -86,7 +86,7 @@ def _device(spec: JobSpec) -> list[str]:
 
 
 def execute(python: str, rank: int, command: list[str], run_dir: str, *more: str) -> list[str]:
-    """What runs a command beside a rank, on the rank's node. `more`: further flags of `lockstep.wire.exec`."""
+    """Returns the command that runs another command on a rank's node. `more`: further flags of `lockstep.wire.exec`."""
     words = [python, "-m", "lockstep.wire.exec", "--rank", str(rank), *more]
     return [*words, *(["--run-dir", run_dir] if run_dir else []), "--", *command]
 

@@ -66,7 +66,7 @@ class Job:
         return self.backend.logs(self.name, rank, follow, last)
 
     def execute(self, command: list[str], rank: int = 0) -> int:
-        """Runs a command beside a rank of a running job, with this process's streams. Returns the command's exit code.
+        """Runs a command on the node of a running job's rank, with this process's streams. Returns the command's exit code.
 
         Examples:
             >>> job.execute(["sh", "-c", "test $RANK = 1"], rank=1)
@@ -88,7 +88,7 @@ class Job:
         return self.backend.wait(self.name, timeout, seen)
 
     def cancel(self) -> Status:
-        """Ends the job, with its grace period to save. A job that has ended is left as it is.
+        """Ends the job, with its grace period to save. A job that has ended stays unchanged.
 
         Examples:
             >>> job.cancel().state

@@ -23,12 +23,12 @@ Level = Literal["error", "warning", "note"]
 SECRET = re.compile(r"(^|_)(TOKEN|PASSWORD|PASSWD|SECRET|SECRET_KEY|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS?)($|_)")
 """Names of variables that look like a secret's."""
 _DOCUMENTATION = re.compile(r"(.*\.)?(example|test|invalid|example\.(com|net|org))(:\d+)?", re.IGNORECASE)
-"""Hosts that stand in documentation, and that nobody can have (RFC 2606)."""
+"""Hosts of documentation, which cannot be registered (RFC 2606)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One complaint: `message` says what was found and what to do. `submit` refuses errors, and prints the others."""
+    """One finding: `message` names the problem and its fix. `submit` refuses errors, and prints the others."""
 
     id: str
     level: Level
@@ -69,7 +69,7 @@ class Subject:
     """The job runs in an image, and sees no folder but those of its `volumes`."""
 
     files: Collection[str] | None = None
-    """Paths of the code that travels; None where nobody has read it."""
+    """Paths of the code that travels; None if the code was not read."""
 
     def __init__(self, spec: JobSpec, objects: list[Manifest]) -> None:
         self.spec, self.objects = spec, objects
@@ -128,10 +128,10 @@ class Rules(Generic[S]):
     def apply(
         self, spec: JobSpec, objects: list[Manifest], files: Collection[str] | None = None
     ) -> list[Finding]:  # fmt: skip
-        """All findings, in the order of their ids. Manifests may be anything: `patch` can replace any part.
+        """Returns all findings, in the order of their ids. Manifests may be anything: `patch` can replace any part.
 
         Args:
-            files: paths of the code that travels; None where nobody has read it.
+            files: paths of the code that travels; None if the code was not read.
         """
         subject = self.subject(spec, objects)
         subject.files = files
@@ -149,7 +149,7 @@ COMMON = Rules(Subject)
 
 
 def documentation(image: str) -> bool:
-    """Whether the image's registry is a name that nobody can have."""
+    """Returns whether the image's registry is a name that cannot be registered."""
     host, slash, _ = image.partition("/")
     return bool(slash and _DOCUMENTATION.fullmatch(host))
 
@@ -217,7 +217,7 @@ def shards_mounted(subject: Subject) -> Iterator[str]:
 
 @COMMON.rule("LJ009")
 def live(subject: Subject) -> Iterator[str]:
-    """Ranks go on without a lost one under `exact` alone."""
+    """Ranks continue without a lost one under `exact` alone."""
     spec = subject.spec
     if spec.live and spec.config is not None and spec.config.sync.name != "exact":
         yield f"live needs sync.name exact, and the recipe has {spec.config.sync.name}: set it in overrides, or remove live"

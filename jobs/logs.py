@@ -75,12 +75,12 @@ def follow(
     logs: dict[int, Path], rank: int | None, prefixed: bool, ended: Callable[[], bool], interval: float, last: int | None,
     noise: re.Pattern[bytes] | None = None,
 ) -> Iterator[str]:  # fmt: skip
-    """The lines of several logs as they come, until the job has ended: those of one rank, or of all with `[rank N] ` before them.
+    """Yields the lines of several logs as they come, until the job has ended: of one rank, or of all with `[rank N] ` before them.
 
     Args:
         logs: by rank; of logs that are `prefixed`, by anything.
         prefixed: their lines have `[rank N] ` already.
-        ended: whether the job has ended, or nobody waits for that.
+        ended: whether the job has ended, or no caller waits for its end.
         last: begin this many lines before the end. They have no times, so each log has an equal share of them.
         noise: lines that begin so are left out.
     """

@@ -105,7 +105,7 @@ def _check_directives(value: Any) -> None:
 
 
 def without_none(value: Manifest) -> Manifest:
-    """The same mapping without keys that are None; what lies in it stays as it is."""
+    """Returns the mapping without keys that are None; nested values stay unchanged."""
     return {key: inner for key, inner in value.items() if inner is not None}
 
 
@@ -156,7 +156,7 @@ class Change(NamedTuple):
     value: Any
     """What is there now."""
     ours: bool
-    """It was rendered, and was changed or removed. Else it was added: every value in what was added is a change of its own."""
+    """The value was rendered, and was changed or removed. Else it was added: every value inside an addition is a separate change."""
 
 
 def changes(before: Any, after: Any, path: str = "") -> Iterator[Change]:

@@ -35,7 +35,7 @@ class Streams:
 
     @property
     def terminal(self) -> bool:
-        """Somebody sits at both ends: the command gets a terminal. Else its output and its errors are kept apart."""
+        """Whether input and output are a terminal: then the command gets one. Else its output and its errors are kept apart."""
         return os.isatty(self.stdin) and os.isatty(self.stdout)
 
 
@@ -61,16 +61,16 @@ def run(
 ) -> int:
     """Runs a program to its end. Returns its exit code, as a shell has it: 128 + N where signal N ended it.
 
-    Without a terminal it has a session of its own, and the signals that come here go on to it.
+    Without a terminal the program has its own session, and this process forwards its signals to the program.
 
     Args:
-        interrupt: sends a signal to what the program runs elsewhere, where the program itself would not.
+        interrupt: sends a signal to the process that the program runs elsewhere, if the program itself does not.
 
     Raises:
         UserError: there is no such program.
     """
     terminal = streams.terminal
-    # A session of its own may not read from our terminal, so somebody has to bring what is typed.
+    # Another session may not read from our terminal, so this process copies the typed input.
     typed = not terminal and os.isatty(streams.stdin)
     again = False
     with trap_signals(FORWARDED) as signals:

@@ -48,9 +48,9 @@ def now() -> str:
 
 
 def remember(backend: str, name: str, place: Mapping[str, str]) -> None:
-    """Notes where a job was submitted to, for commands with its name; nothing where that was not said.
+    """Notes where a job was submitted to, for commands with its name; nothing without flags for that.
 
-    A machine that cannot keep it needs the flags again.
+    A machine that cannot keep the note needs the flags again.
     """
     with contextlib.suppress(UserError, OSError):
         path = home() / "places" / backend / f"{name}.json"
@@ -62,7 +62,7 @@ def remember(backend: str, name: str, place: Mapping[str, str]) -> None:
 
 
 def place_of(backend: str, name: str) -> dict[str, str]:
-    """Flag → value of where a job was last submitted to from here; {} where that was not said."""
+    """Returns flag → value of the job's last submission from this machine; {} if it had no such flags."""
     place: Any = None
     with contextlib.suppress(UserError, OSError):
         path = home() / "places" / backend / f"{name}.json"
@@ -100,7 +100,7 @@ def make_parents(run_dir: Path) -> None:
 
 
 def check(folder: Path) -> None:
-    """Refuses a folder that somebody else could have put a payload into. Raises `UserError`, `OSError`."""
+    """Refuses a folder that another user could have put a payload into. Raises `UserError`, `OSError`."""
     _check_parents(folder.absolute().parent)
     check_owner(folder)
 
@@ -124,7 +124,7 @@ def check_owner(folder: Path) -> None:
 def _check_parents(folder: Path, make: bool = False) -> None:
     """Refuses a folder on the way from / to this one, or a link on it, in which another user can rename what comes next.
 
-    From above: nobody else can rename a folder that was checked while the next one is looked at.
+    Begins at /: no other user can rename a checked folder while the next one is checked.
 
     Args:
         make: folders that are missing are made.
@@ -148,7 +148,7 @@ def _check_parent(folder: Path, about: os.stat_result) -> None:
             "folder below such as only you and root can write"
         )
     if stat.S_ISLNK(about.st_mode) or mode & stat.S_ISVTX:
-        return  # in a folder with the sticky bit only its owner renames what is somebody else's
+        return  # in a folder with the sticky bit only its owner renames other users' files
     if mode & 0o002 or (mode & 0o020 and not _is_private_group(about.st_gid, me)):
         raise UserError(
             f"{folder} can be changed by other users (mode {mode:o}), who can put other jobs in the place of yours: "

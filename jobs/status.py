@@ -191,7 +191,7 @@ class Unreachable(UserError):
 
 
 class LoggedOut(Unreachable):
-    """The login has expired. A wait under way continues: somebody may log in again."""
+    """The login has expired. A wait under way continues: the user may log in again."""
 
 
 _ANSWER_BY: ContextVar[float] = ContextVar("answer_by", default=math.inf)
@@ -223,7 +223,7 @@ def say(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Beside the answer, so on stderr."""
+    """Prints a note to stderr, apart from the answer."""
     to_stderr(text)
 
 

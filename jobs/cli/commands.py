@@ -94,7 +94,7 @@ class ClusterOptions:
 
 @dataclasses.dataclass
 class Job:
-    """The options that describe a job, beside a job file or without one."""
+    """The options that describe a job, with a job file or without one."""
 
     file: File = None
     name: Annotated[str | None, typer.Option("--name", help="Name of the job.")] = None

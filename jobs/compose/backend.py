@@ -1,7 +1,7 @@
 """The Compose backend: nodes are containers of one machine. The engine's labels are its only memory.
 
 The spec stands in a label of each node's container, so that status, logs and cancel work from any shell that reaches
-the engine. A job that was cancelled has a labelled, empty volume beside it, because labels cannot change.
+the engine. A cancelled job also has a labelled, empty volume, because labels cannot change.
 $LOCKSTEP_HOME/compose holds a lock and nothing else: one command of a user submits at a time.
 """
 
@@ -79,7 +79,7 @@ class ComposeBackend(Cluster):
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:  # noqa: ARG003 - the engine is this machine's
         return _check(spec)
 
-    def find(self, name: str, submitting: bool = False) -> JobRecord | None:  # noqa: ARG002 - nobody else takes a job away
+    def find(self, name: str, submitting: bool = False) -> JobRecord | None:  # noqa: ARG002 - no other process removes a job
         records.check_name(name)
         nodes = _sorted(engine.containers(*OURS, f"{JOB}={name}"))
         if not nodes:
@@ -124,7 +124,7 @@ class ComposeBackend(Cluster):
 
     @staticmethod
     def _bring_code(spec: JobSpec) -> None:
-        """The archive of the job's code into a volume of its own, before any node is there; a job that is there has it."""
+        """Copies the archive of the job's code into its own volume, before any node exists. An existing job has the volume."""
         if spec.code is None or engine.volumes(f"{CODE}={spec.name}"):
             return
         label, identity = f"{CODE}={spec.name}", commands.identity(spec)

@@ -42,7 +42,7 @@ UP_SECONDS = 600.0
 
 
 class EngineError(UserError):
-    """What the engine said, as one line."""
+    """Returns the engine's error output as one line."""
 
 
 class EngineDown(EngineError, Unreachable):
@@ -52,7 +52,7 @@ class EngineDown(EngineError, Unreachable):
 def docker(
     *words: str, stdin: str | bytes | None = None, timeout: float = TIMEOUT, env: Mapping[str, str] | None = None
 ) -> str:
-    """Standard output of `docker WORDS`. `env`: variables beside this process's own. Raises `EngineError`."""
+    """Returns the standard output of `docker WORDS`. `env`: variables in addition to this process's. Raises `EngineError`."""
     return _run(words, stdin, timeout, env).decode(errors="replace")
 
 

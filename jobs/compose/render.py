@@ -1,4 +1,4 @@
-"""A job as a Compose file: one service a node, on a network of its own, with the doors that Kubernetes closes closed too.
+"""A job as a Compose file: one service a node, on the job's own network, which closes the ports that Kubernetes closes.
 
 Nothing restarts a node by itself: Docker would also retry wrong usage. The launcher restarts its ranks, and counts.
 """

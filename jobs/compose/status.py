@@ -22,12 +22,12 @@ def moment(text: object) -> float:
 def status_from_containers(
     nodes: list[Manifest], spec: JobSpec | None, said: records.RunStatus | None, cancelled: bool
 ) -> Status:
-    """The status of a job.
+    """Returns the status of a job.
 
     Args:
-        nodes: what the engine says about its containers, in the order of the nodes.
-        spec: what it was made from.
-        said: the run's own status.json, of this job.
+        nodes: the engine's description of its containers, in the order of the nodes.
+        spec: the specification of the job.
+        said: the status.json of this job's run.
     """
     parts = [_part(node, index, spec, records.restarts(said)) for index, node in enumerate(nodes)]
     states = [str(get(node, "State", "Status")) for node in nodes]

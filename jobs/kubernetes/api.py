@@ -1,4 +1,4 @@
-"""Talking to a Kubernetes API server so that what goes wrong on the way is either mended or said in one line.
+"""Talks to a Kubernetes API server. A failure on the way is either repaired or reported in one line.
 
 The official client brings kubeconfig, credentials and TLS, urllib3 the retries; this adds their bound, one renewal of an
 expired token, and pages. Answers are plain JSON: building the client's objects for 10,000 pods takes seconds.
@@ -161,7 +161,7 @@ class ReplicatedJob(Shape):
 
 
 class Spec(Shape):
-    """Of a job, a pod and what else is looked at: one name means one thing in all of them."""
+    """The spec of jobs, pods and other objects: one name means one thing in all of them."""
 
     pytorchReplicaSpecs: dict[str, Replica | None] | None = None
     trainer: Trainer | None = None
@@ -437,7 +437,7 @@ class Api:
 
 
 def _unknown(response: urllib3.BaseHTTPResponse) -> bool:
-    """Whether the server does not know who asks. Without credentials it takes everybody for somebody who may do nothing."""
+    """Returns whether the server does not know the user. It treats a client without credentials as a user without rights."""
     return response.status == 401 or (response.status == 403 and f'"{ANONYMOUS}"' in _failure(response)[0])
 
 
@@ -452,7 +452,7 @@ def _failure(response: urllib3.BaseHTTPResponse) -> tuple[str, str]:
 
 def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configuration], str]:
     """(a loader of the configuration, the namespace it names). Raises `UserError` where there is none."""
-    # What somebody has set beats what the pod was given.
+    # The user's settings take precedence over the pod's defaults.
     if context is None and not os.environ.get("KUBECONFIG") and NAMESPACE_FILE.exists():
         namespace = NAMESPACE_FILE.read_text(encoding="utf-8").strip()
 
@@ -490,7 +490,7 @@ def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configura
 
 
 class _Errors(logging.Handler):
-    """What the client logs of a credential plugin that fails; it goes on without credentials."""
+    """Collects what the client logs about a credential plugin that fails; the client then continues without credentials."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)

@@ -1,9 +1,9 @@
-"""The Kubernetes backend: a PyTorchJob or TrainJob, what belongs to it, and what the cluster says about them.
+"""The Kubernetes backend: a PyTorchJob or TrainJob, the objects that it owns, and what the cluster says about them.
 
-A job is made owner first: it is created suspended, then what belongs to it, then one patch lets it run. So no pod runs without its
-NetworkPolicy and its code, and nothing is left without an owner: what belongs to a job goes with it. Names hold a word of the submission,
-so that what is left of an earlier job of the name is in nobody's way. A submission that was cut off leaves a job that says so
-(`INCOMPLETE`): the next `submit` finishes it, `cancel` removes it.
+The backend creates the job first, suspended, then the objects that it owns; one patch then lets the job run. So no pod runs without its
+NetworkPolicy and its code. No object lacks an owner: the cluster removes it with its job. Object names contain a word of the submission,
+so objects of an earlier job of the name never collide. A submission that was cut off leaves a job with a mark (`INCOMPLETE`): the next
+`submit` finishes the job, `cancel` removes it.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class KubernetesBackend(Cluster):
         except ApiError as error:
             if error.status not in (403, 409):  # a quota refuses also what is there already
                 raise
-            live = self._find(spec.name)  # somebody was faster, or our answer was lost on the way
+            live = self._find(spec.name)  # another process was faster, or our answer was lost on the way
             if live is None and error.status == 403:
                 raise
         if live is None or get(live, "metadata", "deletionTimestamp"):
@@ -344,7 +344,7 @@ class KubernetesBackend(Cluster):
         return self._with_progress(known, status) if status.state == "running" else status
 
     def _with_progress(self, known: JobRecord, status: Status) -> Status:
-        """Nobody outside sees the run's files, but what it prints of them."""
+        """Adds the progress that the run prints: its files are not visible outside."""
         with contextlib.suppress(UserError):  # the pods say the rest
             reported = self._printed_status(known)
             if reported is not None:
@@ -495,7 +495,7 @@ class KubernetesBackend(Cluster):
             raise
 
     def _pods(self, job: Manifest) -> Manifests:
-        """The job's own, not those of an earlier job of the name, nor what somebody else has given its label."""
+        """Returns the job's own pods, without those of an earlier job of the name and pods that another user gave its label."""
         selector = f"{JOB}={get(job, 'metadata', 'name')}"
         pages = self.api.pages(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=selector)
         return [trim(pod) for pod in pages if owned_by(pod, job)]
@@ -541,7 +541,7 @@ def _deletion(item: Manifest) -> dict[str, Any]:
 
 
 def _owner(job: Manifest, live: Manifest) -> dict[str, Any]:
-    """No `blockOwnerDeletion`: that takes rights of its own."""
+    """Returns the reference to the owner, without `blockOwnerDeletion`, which needs additional rights."""
     names = {key: get(live, "metadata", key) for key in ("name", "uid")}
     return {"apiVersion": job["apiVersion"], "kind": job["kind"], **names}
 

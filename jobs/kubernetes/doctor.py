@@ -26,7 +26,7 @@ RIGHTS = (
     ("list", "", "pods"), ("get", "", "pods"), ("get", "", "pods/log"), ("list", "", "events"),
     ("create", "networking.k8s.io", "networkpolicies"), ("get", "networking.k8s.io", "networkpolicies"),
 )  # fmt: skip
-"""(verb, group, resource), beside those on the kind of job that is used."""
+"""(verb, group, resource), in addition to those on the kind of job that is used."""
 CODE_RIGHTS = (("create", "", "configmaps"), ("list", "", "configmaps"))
 """For a job with code of one's own."""
 EXEC_RIGHTS = (("create", "", "pods/exec"), ("get", "", "pods/exec"))
@@ -75,7 +75,7 @@ class Doctor:
 
     @staticmethod
     def _guarded(name: str, query: Callable[[], Rows]) -> list[Check]:
-        """Raises `LoggedOut`: then nothing can be told."""
+        """Returns the rows of a query. Raises `LoggedOut`: then no query can answer."""
         rows: list[Check] = []
         try:
             rows.extend(query())

@@ -1,4 +1,4 @@
-"""A command beside a rank, in the rank's container: `kubectl exec`, which brings channels, terminal and protocols."""
+"""Runs a command in a rank's container by `kubectl exec`, which brings channels, terminal and protocols."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def beside(
 
 
 class _Errors:
-    """Standard error of kubectl, which goes on to ours, but for the line with the command's exit code."""
+    """Copies kubectl's standard error to ours, except for the line with the command's exit code."""
 
     def __init__(self, ours: int) -> None:
         self.ours, self.text = ours, ""

@@ -1,4 +1,4 @@
-"""From a job, its pods, events and Kueue workload to one sentence that says where it stands and why; from a refusal to what to do. Pure."""
+"""Turns a job, its pods, events and Kueue workload into one sentence on its state and the reason; a refusal into advice. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INCOMPLETE = "lockstep/incomplete"
 """Annotation of a job that has not got yet what belongs to it."""
 _PULL = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 GONE_SECONDS = 60.0
-"""How long after its grace a pod that is being deleted may stay: longer, and nobody on its node sees to it."""
+"""Seconds that a pod under deletion may stay after its grace. After that, no kubelet on its node acts on the deletion."""
 _CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 
 
@@ -41,7 +41,7 @@ def status_from_pods(
         ranks: ranks a pod.
         now: seconds since the epoch.
         maker: the batch Job that makes a TrainJob's pods, and has the events of those that are refused.
-        live: where a pod is lost, the others go on, but for the first one.
+        live: if a pod is lost, the others continue, unless it is the first one.
     """
     places = {host: node for node, host in enumerate(hosts)}
     replaced = _replaced(job, pods, events)
@@ -70,10 +70,10 @@ _ENDED = ("Evicted", "Preempted", "Preempting", "UnexpectedAdmissionError", "Tai
 
 
 def _replaced(job: Object, pods: list[Object], events: list[Object]) -> dict[str, tuple[int, str]]:
-    """Host → how often its pod was replaced, and why the last time.
+    """Returns host → how often its pod was replaced, and why the last time.
 
-    The operator replaces a pod that ended with 128 or above, or without a code, at once: its events are what is left of it, for
-    an hour. A batch Job keeps the failed ones.
+    The operator replaces at once a pod that ended with 128 or above, or without a code. Only its events remain, for an hour. A batch
+    Job keeps the failed pods.
     """
     uid, since = get(job, "metadata", "uid"), str(get(job, "metadata", "creationTimestamp") or "")
     own = [event for event in events if get(event, "involvedObject", "uid") == uid]
@@ -111,7 +111,7 @@ def _died(code: int) -> str:
 
 
 def newest(pods: list[Object]) -> list[Object]:
-    """Of several pods of one host the latest: a batch Job keeps the failed ones beside those that replace them."""
+    """Returns the latest pod of each host: a batch Job keeps failed pods in addition to their replacements."""
     latest: dict[str, Object] = {}
     for pod in sorted(pods, key=lambda pod: str(get(pod, "metadata", "creationTimestamp"))):
         latest[host(pod)] = pod

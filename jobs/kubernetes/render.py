@@ -1,7 +1,7 @@
 """Pure functions from a JobSpec to manifests: no cluster, no clock, no network; same spec, same bytes.
 
-A PyTorchJob (Kubeflow training-operator v1) or a TrainJob (Kubeflow Trainer v2, v1alpha1), which are the same pod in two frames; the
-NetworkPolicy that every job gets; the ConfigMaps of its code. And the lint rules that read them.
+They render a PyTorchJob (Kubeflow training-operator v1) or a TrainJob (Kubeflow Trainer v2, v1alpha1), which are the same pod in two
+frames. Every job gets a NetworkPolicy, and ConfigMaps of its code. The lint rules that read them are here, too.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ MERGED_BY = ("mountPath", "name", "containerPort", "manager")
 MANAGER = "lockstep.dev/submit"
 """Of the patch in a TrainJob. Trainer refuses a name without a domain."""
 LINGER_SECONDS = 30
-"""The operator ends a job of workers with the first that it sees completed, and takes the logs of the others away: by then
-it has seen rank 0's pod."""
+"""The operator ends a job of workers with the first worker that it sees completed, and removes the logs of the others. After these
+seconds it has seen rank 0's pod."""
 INJECTED = re.compile(
     r"PET_.*|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|GROUP_RANK|TORCHELASTIC_.*"
 )
@@ -274,7 +274,7 @@ def environment(spec: JobSpec) -> list[Manifest]:
         "HOME": "/tmp",  # noqa: S108 - the root is read-only
         "PYTHONUNBUFFERED": "1",
         ENV_METRICS_PORT: str(spec.metrics_port) if spec.metrics_port != METRICS_PORT else None,
-        # The image shows all GPUs to whoever starts it by hand. Where nvidia's runtime is the default, this job would see them.
+        # The image shows all GPUs to a user who starts it by hand. If nvidia's runtime is the default, this job sees them, too.
         "NVIDIA_VISIBLE_DEVICES": None if spec.gpus else "void",
         "OMP_NUM_THREADS": None if spec.gpus else str(max(1, int(spec.cpus / spec.ranks))),
     }
@@ -369,7 +369,7 @@ def _literal(text: str) -> str:
 
 
 def network_policy(spec: JobSpec, submission: str = RENDERED) -> Manifest:
-    """Only the job's own pods reach its ports (which ask nobody who he is), and Prometheus the metrics ports."""
+    """Returns the policy: only the job's own pods reach its ports, which authenticate no client; Prometheus reaches the metrics ports."""
     own = {"matchLabels": {JOB: spec.name, HASH: spec.hash()}}
     ports = [{"port": spec.metrics_port, "endPort": spec.metrics_port + spec.ranks - 1, "protocol": "TCP"}]
     prometheus = {"matchLabels": {"kubernetes.io/metadata.name": spec.k8s.prometheus_namespace}}
@@ -475,7 +475,7 @@ def durable_run(subject: Subject) -> Iterator[str]:
 
 @rule("LS024", kinds=("PyTorchJob",))
 def ports(subject: Subject) -> Iterator[str]:
-    """There is one metrics port a rank, beside the operator's."""
+    """Each rank has one metrics port, in addition to the operator's port."""
     if subject.spec.metrics_port <= RENDEZVOUS_PORT < subject.spec.metrics_port + subject.spec.ranks:
         yield f"two ports have one number: move metrics_port away from {RENDEZVOUS_PORT}"
 

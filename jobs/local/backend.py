@@ -126,7 +126,7 @@ class LocalBackend(Backend):
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         files.replace_json(folder / SUPERVISOR, {"pid": process.pid, "ticks": start_ticks(process.pid)})
-        # It is meant to outlive this process; where it does not, somebody has to take its exit code.
+        # The supervisor is meant to outlive this process. If it ends earlier, this thread collects its exit code.
         threading.Thread(target=process.wait, daemon=True).start()
         return SubmitResult(spec.name, True, str(folder))
 
@@ -203,7 +203,7 @@ class LocalBackend(Backend):
         if code == contract.EXIT_DONE:
             return answer("succeeded", reason or "complete", code)
         if cancelled:
-            # Without a reason no run has said so: the signal came before its ranks, or it keeps no state.
+            # Without a reason no run reported a save: the signal came before its ranks, or it keeps no state.
             saved = code == contract.EXIT_PREEMPTED and reason
             return answer("cancelled", "cancelled; the state is saved" if saved else "cancelled", code)
         if code == contract.EXIT_PREEMPTED:

@@ -4,7 +4,7 @@ The supervisor collects the exit code long after the command that submitted the 
 launcher, and kills the processes that live after the grace period.
 
 Three things tie a process to its job (Linux). Its environment names the job, which a program may clear. It descends from the
-launcher, also in a session of its own. And where its parent ends, it becomes a child of the job's supervisor instead of init's
+launcher, also in its own session. And if its parent ends, it becomes a child of the job's supervisor instead of init's
 (`adopt_orphans`).
 """
 
@@ -62,7 +62,7 @@ def alive(pid: int, ticks: int | None) -> bool:
     except (ProcessLookupError, PermissionError, OverflowError):
         return False
     fields = stat_of(pid)
-    if fields[:1] == ["Z"]:  # ended; only nobody has asked for its exit code yet
+    if fields[:1] == ["Z"]:  # ended; only its exit code is not collected yet
         return False
     return ticks is None or start_ticks(pid) == ticks
 
@@ -132,7 +132,7 @@ def _another_job(pid: int, job: str) -> bool:
 def _read(pid: int, name: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:  # it has ended, or is somebody else's
+    except OSError:  # it has ended, or is another user's
         return b""
 
 
@@ -143,7 +143,7 @@ def send(pids: Sequence[int], number: int) -> None:
 
 
 def kill(job: str, *ancestors: int) -> None:
-    """KILL until nobody of the job lives, for `KILL_SECONDS` at most."""
+    """Sends KILL until no process of the job lives, for `KILL_SECONDS` at most."""
     deadline = time.monotonic() + KILL_SECONDS
     while (rest := living(job, *ancestors)) and time.monotonic() < deadline:
         send(rest, signal.SIGKILL)  # in every round: they may fork between the listing and the signal
@@ -193,7 +193,7 @@ def here() -> str:
 def main(folder: Path) -> int:
     job = json.loads((folder / "job.json").read_bytes())
     env = {**os.environ, "PATH": search_path(os.environ), **job["env"], contract.ENV_JOB: job["job"]}
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, nobody would hear of the launcher's end
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would hide the launcher's end
     adopt_orphans()
     launcher = subprocess.Popen(job["command"], env=env, start_new_session=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # not before: the launcher would inherit it
@@ -206,7 +206,7 @@ def main(folder: Path) -> int:
 def wait_for_end(launcher: subprocess.Popen[bytes], job: str, time_limit: float, grace: float) -> tuple[int, bool]:
     """Returns when no process of the job lives: the launcher's exit code, and whether the time limit ended the job.
 
-    Whoever asks for the end, and the time limit, begin the grace; what a killed launcher left has it, too.
+    A request to end and the time limit begin the grace; the processes that a killed launcher left have it, too.
     """
     limit, deadline, asked, signalled = time.monotonic() + time_limit, math.inf, False, set[int]()
     timed_out = False
@@ -237,7 +237,7 @@ def wait_for_end(launcher: subprocess.Popen[bytes], job: str, time_limit: float,
 
 
 def _reap(launcher: subprocess.Popen[bytes]) -> None:
-    """Takes the exit codes of the launcher and of orphans, which nobody asks for."""
+    """Collects the exit codes of the launcher and of orphans, which have no other parent."""
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == launcher.pid:

@@ -13,8 +13,8 @@ NAMES = {
     "gitignore": ".gitignore", "lockstepignore": ".lockstepignore", "workflow.yml": ".github/workflows/test.yml",
     "test_train.py.template": "test_train.py",
 }  # fmt: skip
-"""Templates that have another name in the project: a package leaves out files whose names begin with a point, and no test of
-ours shall be found here."""
+"""Templates that have another name in the project. A package leaves out files whose names begin with a point, and pytest must
+collect no test here."""
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 
 

@@ -53,11 +53,11 @@ class SlurmBackend(Cluster):
     def __init__(self, interval: float = 2.0, lost_after: float = 300.0) -> None:
         self.interval, self.lost_after = interval, lost_after
         self.folder = records.folder(self.name)
-        self.lock = (self.folder, 60)  # the cluster's: whoever submits there, from wherever, waits for it
+        self.lock = (self.folder, 60)  # the cluster's: every submission there, from any machine, waits for it
 
     @classmethod
     def login(cls, host: str | None) -> str | None:
-        """As in `JobBackend`. None where this machine is one of the cluster, as it is for a command that came over ssh."""
+        """As in `JobBackend`. None if this machine belongs to the cluster: so does that of a command that came over ssh."""
         return None if render.FOLDER_VARIABLE in os.environ else host or os.environ.get(render.HOST_VARIABLE) or None
 
     @classmethod
@@ -171,7 +171,7 @@ class SlurmBackend(Cluster):
             elif submitting:
                 if submission.under_way(self.folder / record.array_name):
                     raise Unreachable(f"{name} is being submitted at this moment: try again in a minute")
-                # The caller holds the lock, so nobody else is about to submit it.
+                # The caller holds the lock, so no other process is about to submit it.
                 record = record.model_copy(update={"since": 0.0})
         return _known(name, record)
 
@@ -205,7 +205,7 @@ class SlurmBackend(Cluster):
             raise unanswered
         with contextlib.suppress(OSError):
             if before is not None and not status.final:
-                (folder / observe.ENDED).unlink()  # somebody had SLURM run it again
+                (folder / observe.ENDED).unlink()  # a user had SLURM run it again
             elif status.final and before != status:
                 # A job that has ended stays as it ended. SLURM forgets, without accounting in minutes.
                 files.replace_json(folder / observe.ENDED, asdict(status))
@@ -231,7 +231,7 @@ class SlurmBackend(Cluster):
         deadline = time.monotonic() + grace
         signalled = False
         while not (status := self.status(name)).final and time.monotonic() < deadline:
-            # Without a step nobody would hear the signal.
+            # Without a step no process would get the signal.
             if (
                 status.state == "running"
                 and not signalled
@@ -255,9 +255,9 @@ class SlurmBackend(Cluster):
         )  # fmt: skip
 
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
-        """A step of the same job, on the rank's node, with no resources of its own.
+        """Returns the command of a step of the same job, on the rank's node, without further resources.
 
-        In a container it has one of its own, from the job's image and with its folders: SLURM lets nobody into another's.
+        In a container the step has its own container, with the job's image and folders: SLURM lets no step into another's.
         """
         spec, record = JobSpec.recorded(known.name, known.plain), known.handle
         job_id, hosts = observe.nodes(str(record.job_id))

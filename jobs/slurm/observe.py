@@ -98,7 +98,7 @@ def run_ok(*command: str) -> bool:
 
 
 def unknown(done: Output) -> bool:
-    """Whether SLURM has said that there is no such job: any other failure says nothing about the job."""
+    """Returns whether SLURM reported that there is no such job: any other failure says nothing about the job."""
     return done.returncode != 0 and UNKNOWN_JOB.search(done.stdout + done.stderr) is not None
 
 
@@ -237,10 +237,10 @@ FINAL = (
 
 
 def nodes(job_id: str) -> tuple[str, list[str]]:
-    """The id that srun takes (a part of an array has one of its own), and the nodes of a job in the order of their ranks.
+    """Returns the id that srun takes, and the nodes of a job in the order of their ranks. A part of an array has its own id.
 
     Raises:
-        UserError: it runs on none.
+        UserError: the job runs on no node.
         Unreachable: the controller does not answer.
     """
     placed = output("squeue", "-h", "-j", job_id, "-o", "%A|%N")
@@ -279,7 +279,7 @@ def ended(folder: Path) -> Status | None:
 
 
 def cancelled(record: SlurmJob) -> Path:
-    """The note that somebody has asked lockstep to cancel the job."""
+    """Returns the file that notes a request to cancel the job."""
     return submitit_api.note(Path(record.submitit), str(record.job_id), "cancelled")
 
 

@@ -37,7 +37,7 @@ VALUE = re.compile(r"[A-Za-z0-9_./:,;@%+=\[\]()*~!&| -]*")
 """What a value of an #SBATCH line may hold: no quotes, no control characters, nothing a shell or sbatch expands."""
 
 # A signal that comes while Python and torch are being imported would kill the task. So it is held back (blocked, which
-# exec and fork inherit) until somebody handles it; with an env that cannot do that, USR2 is ignored until then.
+# exec and fork inherit) until a handler is set; with an env that cannot do that, USR2 is ignored until then.
 SIGNAL_SHIELD = (
     'env --block-signal=USR2,TERM true 2>/dev/null && exec env --block-signal=USR2,TERM "$@"; trap "" USR2; exec "$@"'
 )
@@ -133,13 +133,14 @@ def parameters(spec: JobSpec, folder: PurePath, after: str | None = None) -> dic
 
 
 def slurm_parameters(spec: JobSpec) -> dict[str, Any]:
-    """What `submitit.AutoExecutor.update_parameters` takes for a job, for a driver of one's own:
+    """Returns the arguments of `submitit.AutoExecutor.update_parameters` for a job, for a user's own driver.
 
         executor.update_parameters(**slurm_parameters(spec))
         executor.submit(training_task(spec))
 
     Raises:
-        UserError: a value of `slurm.patch` that must not stand in a script, or a container, which only `lockstep submit` starts.
+        UserError: `slurm.patch` has a value that must not stand in a script. Or the job has a container, which only `lockstep submit`
+            starts.
     """
     if spec.slurm.container is not None:
         raise UserError("submitit alone starts no container: remove slurm.container, or use `lockstep submit slurm`")
@@ -200,7 +201,7 @@ def container(spec: JobSpec, folder: PurePath) -> tuple[list[str], list[str]]:
 
 
 def rank_flags(spec: JobSpec, rank: int) -> list[str]:
-    """In a container of its own the rank's process may not be looked at: then this is what is known of it."""
+    """Returns the flags that describe a rank whose process is in another container and cannot be read."""
     values = {
         "RANK": rank, "WORLD_SIZE": spec.nodes * spec.ranks, "LOCAL_RANK": rank % spec.ranks,
         "LOCAL_WORLD_SIZE": spec.ranks, "GROUP_RANK": rank // spec.ranks, "GROUP_WORLD_SIZE": spec.nodes,
@@ -251,11 +252,11 @@ def _setup(spec: JobSpec, folder: PurePath) -> list[str]:
     return [
         f"# each task: {json.dumps(_words(spec))[:2000]}",
         *([f"# its code: {checked_path(PurePosixPath(code_folder(spec)))}"] if spec.code is not None else []),
-        # The tasks unpickle what lies there: nobody else may have put it there.
+        # The tasks unpickle files of this folder: no other user may have put them there.
         f'[ -O {folder} ] && [[ "$(stat -c %a {folder})" == *00 ]] || {{ echo "{folder} is not mine alone"; exit 2; }}',
         "lockstep_restarts=${SLURM_RESTART_COUNT:-0}",
         "lockstep_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}",
-        # To the end of srun in a shell of its own: what setup lines set (set -e, an option, a variable) must not reach the
+        # A subshell runs to the end of srun: settings of the setup lines (set -e, an option, a variable) must not reach the
         # lines that ask for the requeue.
         "(",
         *_environment(spec),

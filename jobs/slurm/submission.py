@@ -33,7 +33,7 @@ from . import observe, render
 NEW = "new"
 """Stands in the names of the files for the job's number until sbatch has given one."""
 SENDING = ".sbatch"
-"""It is locked for as long as sbatch is at work, which goes on where the command that submits is killed."""
+"""This file is locked as long as sbatch works. sbatch continues if the command that submits is killed."""
 SOON = 60.0
 """Seconds within which a job starts at once: the controller looks at its queue once in a while."""
 SECONDS = 300.0
@@ -62,7 +62,7 @@ def send(jobs: Path, script: str, submissions: list[tuple[str, SlurmJob, bytes]]
         f"{with_job_id(record, NEW).job_id}_{submitit_api.PAYLOAD}": payload for _, record, payload in submissions
     }
     whole, comment = submissions[0][1].array_name, submissions[0][1].comment
-    # Whoever interrupts this command waits: a submission is not cut in two.
+    # A signal to this command waits: a submission is not cut in two.
     with records.keeping(jobs), signals_held_back():
         with _staged_folders(jobs, whole, written, script, payloads) as submitit:
             number = _submit(whole, comment, submitit / f"{NEW}_{submitit_api.SCRIPT}")
@@ -140,7 +140,7 @@ def _environment() -> dict[str, str]:
 
 
 def _refusal(name: str, errors: str) -> UserError:
-    """What sbatch complains of, without what it is called."""
+    """Returns the complaint of sbatch, without its name."""
     lines = [line for line in errors.splitlines() if "error:" in line] or [errors]
     reason = observe.one_line("; ".join(line.split("error:", 1)[-1].strip() for line in lines))
     if _IN_DOUBT.search(errors):

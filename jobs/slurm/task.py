@@ -5,11 +5,11 @@ a rank ends with 75 the checkpoint is on the disk. Rank 0 then asks for the requ
 wait: none of them leaves before, which would end the job.
 
 `max_restarts` counts failures. SLURM counts every start (SLURM_RESTART_COUNT); rank 0 notes those after which the job
-saved and got further. Only a note makes a start free: a start that cannot be told from a failure counts. The launcher of a `live` job
-counts what it starts again by itself in a note of each start, and gets what is left.
+saved and got further. Only a note makes a start free: a start that cannot be distinguished from a failure counts. The launcher of a
+`live` job counts its own restarts in a note of each start, and gets the remaining ones.
 
-Of a `live` job a task is a node, and starts its launcher. That of the first node decides how the job ends. Another node that is lost
-just ends: the others go on.
+A task of a `live` job is a node, and starts its launcher. The task of the first node decides how the job ends. Another node that is lost
+just ends: the others continue.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lockstep.wire.signals import PendingSignals
 from ..logs import PREFIX
 
 OTHERS_SECONDS = 3.0
-"""How long a rank that failed checks whether another one found the arguments or the data unusable: that is final."""
+"""Seconds in which a failed rank checks whether another rank refused the arguments or the data: such a refusal is final."""
 REQUEUE_SECONDS = 300.0
 """How long rank 0 tries to reach the controller."""
 HOLD_SECONDS = 120.0
@@ -127,10 +127,10 @@ class TrainingTask:
         return f"node {context.node}" if self._live else f"rank {context.rank}"
 
     def _judges(self, context: TaskContext, code: int) -> bool:
-        """Whether this failure of a task is the job's, so that it asks for a new start.
+        """Returns whether this failure of a task is the job's, so that it asks for a new start.
 
-        A launcher that ends by itself has started its ranks again as often as it may. One that was killed takes the job with it where it
-        was the first node's, for which the others wait; they ask where that one has left without a word.
+        A launcher that ends by itself has restarted its ranks as often as it may. A killed launcher ends the job if it was the first
+        node's: the others wait for that node. They ask for a new start if it left without a note.
         """
         if not self._live:
             return True
@@ -239,7 +239,7 @@ class TrainingTask:
             to_stderr(f"warning: cannot note the end of {self._who(context)}: {error.strerror}")
 
     def _leave(self, context: TaskContext, code: int, reason: str) -> NoReturn:
-        """Ends with the rank's code. Whoever waits with submitit alone finds the reason in its result file."""
+        """Ends with the rank's code. A caller that waits with submitit alone gets the reason from its result file."""
 
         self._note(context, code, reason)
         text = f"{self._who(context)} ended with {code}{f': {reason}' if reason else ''}"

@@ -1,7 +1,7 @@
 """The specification of a job. It is checked once, before anything is submitted.
 
-    spec = JobSpec.load("job.yaml")                              # a mistake raises UserError with the line
-    spec = JobSpec(name="smoke", recipe="smoke", nodes=2)        # the same object, from Python
+    spec = JobSpec.load("job.yaml")                              # a mistake raises UserError with the line.
+    spec = JobSpec(name="smoke", recipe="smoke", nodes=2)        # the same object, from Python.
 
 YAML, command-line flags and Python make the same object. The same object has the same `hash()`.
 """
@@ -58,7 +58,7 @@ IN_A_PROFILE = ("slurm", "env", "cpus", "memory", "time_limit", "max_restarts", 
 CODE_PARTS = "/lockstep/code"
 """Where a container finds the archive of the job's code, in pieces."""
 RESERVED = ("/", "/dev", "/dev/shm", "/proc", "/sys", "/tmp", CODE_PARTS)  # noqa: S108 - paths of the container
-"""Where a container has something of its own."""
+"""Paths at which a container has its own files."""
 
 
 class Code(Section):
@@ -212,7 +212,7 @@ class JobSpec(Section):
 
     @property
     def run_directory_here(self) -> str:
-        """The run directory where the job sees this machine's files: one of its own, which no other run uses."""
+        """The run directory if the job sees this machine's files: the job's own, which no other run uses."""
         return str(Path(self.run_dir or f"runs/jobs/{self.name}").absolute())
 
     @property
@@ -411,7 +411,7 @@ class JobSpec(Section):
 
 
 def _without_places(values: dict[str, Any]) -> dict[str, Any]:
-    """Plain settings without those that say where a job goes, which is not a part of what it is."""
+    """Returns the plain settings without those of the place of a job, which are no part of its identity."""
     kept = dict(values)
     for name, places in PLACES.items():
         if places and name in kept:
@@ -437,7 +437,7 @@ def _over(below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
 def place(values: dict[str, Any], name: str, value: Any) -> None:
     """Sets a dotted name in nested plain values. Raises `UserError` where a part of it is not a mapping."""
     group, _, override = name.partition(".")
-    is_override = group == "overrides" and override  # which has a dotted name of its own
+    is_override = group == "overrides" and override  # which has its own dotted name
     settings.put(values, [group, override] if is_override else name.split("."), value)
 
 

@@ -167,7 +167,7 @@ def _no_dots(path: str) -> str:
 PLACES: dict[str, tuple[str, ...]] = {"k8s": ("namespace", "context"), "slurm": ("host",), "compose": ()}
 """The sections, each with the settings that say where a job goes. Those are no part of what the job is."""
 RESERVED_MARKS = ("lockstep/", "app.kubernetes.io/managed-by", "container.apparmor.", "prometheus.io/")
-"""Begins of labels and annotations that a job's pods get from nobody else."""
+"""Begins of labels and annotations that only Lockstep gives to a job's pods."""
 
 
 class Toleration(Section):
