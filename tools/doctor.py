@@ -39,7 +39,7 @@ STRATEGIES = list(sync.STRATEGIES)
 ELEMENTS, STEPS = 32_000_000, 6
 EXACT, LOSSY = 1e-3, {"bf16_compress": 0.02}
 """Largest distance of the weights' way from that of one process, relative to it (L2). Kernels choose the order of their
-sums by the size of a batch; a gradient that was not summed, or divided wrongly, is off by a tenth at least."""
+sums by the size of a batch. A gradient that was not summed, or divided wrongly, is off by a tenth at least."""
 PRECISIONS = {"tf32": 0.005, "bfloat16": 0.02, "float16": 0.005}
 """Largest distance of a precision's gradient from float32's, relative to it."""
 

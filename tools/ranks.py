@@ -2,7 +2,7 @@
 
 reader = Reader(Path("runs/smoke"))
 before, after = reader.read(), reader.read()
-for rank in reader.judged(before, after): …       # step, samples/s, shares of a step, who holds the others up
+for rank in reader.judged(before, after): …       # step, samples/s, shares of a step, the slow rank
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ def legend(ranks: list[Rank]) -> str:
 
 
 def fitting(ranks: list[Rank], rows: int) -> list[Rank]:
-    """As many ranks as there is room for, in their order: first those that hold the others up or say something else, then
-    those that wait least for the others."""
+    """Returns as many ranks as there is room for, in their order. First come the ranks that hold the others up or report something
+    else, then those that wait least for the others."""
     if len(ranks) <= rows:
         return ranks
     found = sorted(

@@ -103,7 +103,7 @@ class Attempt:
         """Seconds since the start, of each."""
         self.loss: float | None = None
         self.lines: Counter[re.Pattern[str]] = Counter()
-        """Pattern of the user's own → lines that it was found in."""
+        """Pattern of the user → number of lines that match it."""
         self.said: list[str] = []
         """Its last lines."""
         self.done = ""

@@ -1,5 +1,6 @@
-"""lockstep torture [options] -- PROGRAM …   |   lockstep torture [options] RECIPE [--set …]: kills, stops and signals a training at
-seeded moments, starts it again, and says whether it ends in the same weights. Linux only.
+"""lockstep torture [options] -- PROGRAM …   |   lockstep torture [options] RECIPE [--set …].
+
+Kills, stops and signals a training at seeded moments, starts it again, and reports whether it ends in the same weights. Linux only.
 
 `{run}` in the command is a fresh folder in each case; a command that does not name it runs in that folder.
 """
@@ -33,7 +34,7 @@ _WIDTHS = (4, 13, 32, 12, 13, 12, 11, 4, 0)
 
 
 def main(argv: list[str]) -> int:
-    """Prints what was found, and returns 0 where all has held, else 1. Raises `UserError` for wrong arguments."""
+    """Prints the findings, and returns 0 if all promises held, else 1. Raises `UserError` for wrong arguments."""
     args = _parse(argv)
     if not hasattr(os, "pidfd_open"):
         raise UserError("lockstep torture needs Linux: it looks for processes in /proc")

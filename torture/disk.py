@@ -81,8 +81,8 @@ def _files(folder: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 class Disk:
-    """What is below a run's folder: a small file system that can be full; where none may be mounted, a limit on what the job's
-    processes write into files (EFBIG in place of ENOSPC)."""
+    """The storage below a run's folder: a small file system that can be full. If none may be mounted, it is a limit on the size of
+    files that the job's processes write (EFBIG in place of ENOSPC)."""
 
     def __init__(self, run: Path, needed: int) -> None:
         """

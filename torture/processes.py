@@ -78,10 +78,10 @@ def _stat(pid: int) -> tuple[int, int, int] | None:
 
 
 def ranks_of(living: list[Process], launcher: int, pattern: str) -> list[Process]:
-    """The first process of each rank, seen from the launcher, in the order of ranks. Of a job without ranks it is the launcher itself.
+    """Returns the first process of each rank, seen from the launcher, in the order of ranks; for a job without ranks the launcher.
 
     Args:
-        pattern: found in the command line of a rank whose environment does not say that it is one; empty for none of these.
+        pattern: matches the command line of a rank whose environment does not mark it as a rank; empty for none of these.
     """
     if pattern:
         return sorted((one for one in living if re.search(pattern, one.words)), key=lambda one: one.pid)
