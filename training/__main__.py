@@ -1,4 +1,4 @@
-"""python -m lockstep.training run | launch | shard | evaluate | export | report | settings
+"""python -m lockstep.training run | launch | shard | evaluate | export | report | settings.
 
 Exit codes: 0 done; 2 wrong usage, config or data (one line says what to do); 75 saved, run the same command again;
 1 anything else.
@@ -271,8 +271,8 @@ def _import_torch_silently() -> None:
 def leave(code: int) -> NoReturn:
     """Ends the process without tearing the interpreter down.
 
-    A gloo thread may still hold the last reference to a finished collective. Where it drops it while the interpreter
-    is being finalised, the process aborts with 134 after its work is done (seen about once in ten starts, torch 2.15).
+    A gloo thread may still hold the last reference to a finished collective. If the thread drops it during finalisation of the
+    interpreter, the process aborts with 134 after its work is done. That was seen about once in ten starts (torch 2.15).
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

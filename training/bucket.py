@@ -1,9 +1,9 @@
 """A bucket: the requests to it, and the layout of a run in it. Imports no torch.
 
-    PREFIX/head                             a JSON object (`Head`): the attempt that may write, the checkpoints, the run's files
-    PREFIX/<commit>/step-00000100/<file>    the files of a checkpoint, as on a disk
-    PREFIX/<commit>/run/<file>              files of the run directory
-    PREFIX/replaced/<commit>                the head of a run that `--fresh` has replaced
+    PREFIX/head                             a JSON object (`Head`): the attempt that may write, the checkpoints, the run's files.
+    PREFIX/<commit>/step-00000100/<file>    the files of a checkpoint, as on a disk.
+    PREFIX/<commit>/run/<file>              files of the run directory.
+    PREFIX/replaced/<commit>                the head of a run that `--fresh` has replaced.
 
 `checkpoint/object_store.py` writes them, and has the protocol.
 """
@@ -288,8 +288,8 @@ def _tag(meta: Any) -> Tag:
 
 @contextlib.contextmanager
 def as_user_error(what: str, unreachable: int = EXIT_FAILED) -> Iterator[None]:
-    """Turns an `OSError` of a bucket into a `UserError` that begins with `what`. Its exit code is 2 where an object is missing or damaged,
-    or the store wants other credentials; else `unreachable`: another start may reach the bucket."""
+    """Turns an `OSError` of a bucket into a `UserError` that begins with `what`. Its exit code is 2 if an object is missing or damaged,
+    or the store wants other credentials. Else it is `unreachable`: another start may reach the bucket."""
     try:
         yield
     except OSError as error:

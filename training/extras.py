@@ -26,8 +26,8 @@ EXTRAS = {
 def explained() -> Iterator[None]:
     """Raises `UserError` for a missing package of an extra: one line that says how to install it.
 
-    A package that is installed and cannot be imported is another error: there `name` is a module of its own, as
-    `torch._C`, or there is none.
+    An installed package that cannot be imported is another error. There `name` is a module of the package itself, such
+    as `torch._C`, or there is none.
     """
     try:
         yield

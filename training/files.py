@@ -187,11 +187,11 @@ def regular(path: Path) -> BinaryIO:
 def reading(path: Path | str, refused: type[Exception] = UserError, then: str = "") -> Iterator[None]:
     """Wraps the parser of a file from outside: every error becomes one line.
 
-    A damaged or hostile file makes a parser raise nearly anything, MemoryError and RecursionError among it, and the panic
-    of a library in Rust, which is no `Exception`. The error keeps its cause, which `--debug` shows.
+    A damaged or hostile file makes a parser raise nearly anything, also MemoryError and RecursionError. The panic of a library
+    in Rust is no `Exception`. The error keeps its cause, which `--debug` shows.
 
     Args:
-        refused: what is raised instead. One that is raised inside already, and a `UserError`, go through.
+        refused: the error that is raised instead. If it is raised inside already, it goes through, and so does a `UserError`.
         then: what to do, behind the reason.
     """
     try:
@@ -274,8 +274,8 @@ def parsed(data: bytes) -> Any:
     """Returns the value of a JSON text in UTF-8.
 
     Raises:
-        ValueError: it is not JSON, or holds what could not be written or shown again: half a character (`\\ud800`), NaN, a number
-            beyond all others, or very deep nesting.
+        ValueError: it is not JSON, or holds a value that cannot be written or shown again. Such are half a character (`\\ud800`),
+            NaN, a number beyond all others, or very deep nesting.
     """
     try:
         value = json.loads(data.decode())

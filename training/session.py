@@ -39,8 +39,8 @@ T = TypeVar("T")
 class Session(Reporting):
     """One start of a run with your own loop. It resumes from the newest checkpoint in the run directory.
 
-    Leaving the `with` block ends the run. Exit codes: 0 after the last epoch; 75 if a signal to any rank ended it early
-    (the state is saved, start it again); 1 if it diverged or ranks are missing; 2 for mistakes that the user can correct.
+    Leaving the `with` block ends the run. The exit code is 0 after the last epoch. It is 75 if a signal to any rank ended the run early
+    (the state is saved, start it again). It is 1 if it diverged or ranks are missing; 2 for mistakes that the user can correct.
 
     Args:
         run_dir: the run directory, unless the job names one (`run_dir` in job.yaml, `lockstep run --run-dir`). A run that is
@@ -345,7 +345,7 @@ class Session(Reporting):
         """The batches of `loader` for this rank that are left of the epoch. Between two batches all ranks save, or end, together.
 
         A run that resumes in the middle of an epoch skips the batches that were used before, so the loader must give the same
-        ones again. A loader that is kept itself (`keep`, `keep_of_rank`) goes on where its own state says: nothing is skipped.
+        ones again. A loader that is kept itself (`keep`, `keep_of_rank`) continues from its own state: nothing is skipped.
         The loaders of all ranks must give the same number. `step` needs the argument `samples`.
 
         Args:
@@ -377,11 +377,12 @@ class Session(Reporting):
     ) -> None:  # fmt: skip
         """One optimizer step.
 
-        Given a function, the session calls it, and may call it again: on micro-batches (`micro_batch_size`), at half the scale
-        where float16 overflowed, while it is recorded (`capture`), to name the parameter whose gradient is not finite, and where
-        another rank is lost (`launch --live`). So it has no effect but its loss. Batch statistics are put back before it is called
-        again, and torch's generators are those of (seed, step, rank) inside it: dropout differs between the ranks, and is drawn again
-        as it was. What it draws from other generators is its own business. A loss that is computed already takes part in none of this.
+        Given a function, the session calls it, and may call it again. It does so on micro-batches (`micro_batch_size`), at half the
+        scale after float16 overflowed, and while it is recorded (`capture`). It also does so to name a parameter with a non-finite
+        gradient, and after another rank is lost (`launch --live`). So the function has no effect but its loss. Batch statistics are put
+        back before it is called again, and torch's generators are those of (seed, step, rank) inside it. So dropout differs between the
+        ranks, and is drawn again unchanged. Other generators are not reseeded. A loss that is computed already takes part in none of
+        this.
 
         Args:
             loss: a scalar, the mean over this rank's samples; or a function that computes it of `batch`. A function may return
@@ -394,8 +395,8 @@ class Session(Reporting):
             divisor: the loss is a sum, and the sum of all ranks is divided by this number; 1: by nothing. A tensor [] is this rank's
                 own number, such as its tokens: the numbers of the ranks are summed, on the device. The quotient is also the loss shown.
             clip: largest norm of the gradient; 0: no clipping.
-            scaler: a `torch.amp.GradScaler`. If it overflows on one rank, all ranks lower the scale; a function is then called
-                again, with a loss that was computed already the step is skipped. For a loss that is not finite `nonfinite`
+            scaler: a `torch.amp.GradScaler`. If it overflows on one rank, all ranks lower the scale. A function is then called
+                again; with a loss that was computed already the step is skipped. For a loss that is not finite `nonfinite`
                 applies instead.
 
         Examples:
@@ -519,7 +520,7 @@ class Session(Reporting):
 
         Args:
             function: called as `function(*batch)`, or `function(batch)` for a batch that is no list or tuple, on the rank's device,
-                under `torch.no_grad()`. It returns a sum over the samples it is called with: a number, a tensor of at most one
+                under `torch.no_grad()`. It returns a sum over its samples: a number, a tensor of at most one
                 dimension (such as hits by class), or a dict of them. It calls no collective: networks are copies of `for_evaluation`.
             dataset: map-style: it has a length and `dataset[id]`. The whole one, on every rank.
             batch_size: samples that a rank computes at a time.
@@ -527,8 +528,8 @@ class Session(Reporting):
             collate: as `collate_fn` of torch's DataLoader.
 
         Returns:
-            The sum over all samples, added up in float64 and divided by their number: a float, a float64 tensor on the CPU where the
-            function returns one dimension, or a dict of them.
+            The sum over all samples, added up in float64 and divided by their number. It is a float, a float64 tensor on the CPU if
+            the function returns one dimension, or a dict of them.
 
         Raises:
             TypeError: the function returns something else; or the dataset is not map-style.

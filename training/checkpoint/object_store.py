@@ -1,8 +1,8 @@
 """Checkpoints in a bucket, for a run where no disk outlives its node.
 
-Each commit uploads files under keys of its own, so it overwrites nothing, and then swaps `head` for one that names them. The store swaps
-only the head that was read (If-Match; on GCS the generation). An attempt takes a run over by such a swap, and an earlier attempt that
-still lives on a node that was cut off can commit nothing from then on. No two heads are alike: after a lost answer, reading shows whether
+Each commit uploads files under new keys, so it overwrites nothing, and then swaps `head` for one that names them. The store swaps
+only the head that was read (If-Match; on GCS the generation). An attempt takes a run over by such a swap. From then on an earlier
+attempt, on a node that was cut off, can commit nothing. No two heads are alike: after a lost answer, reading shows whether
 the swap was done. Neither timestamps nor listings decide anything. A listing serves to remove the files that no head names.
 """
 
@@ -80,8 +80,8 @@ class ObjectStore(Bucket):
                 )
 
     def acquire(self, fresh: bool | str, warn: Callable[[str], None]) -> Path | None:
-        """Makes this attempt the one that writes. Downloads what the run directory of `check`, which is locked, lacks: the newest
-        checkpoint that can be read, the best one, and the records of earlier attempts.
+        """Makes this attempt the one that writes. Downloads what the locked run directory of `check` lacks: the newest readable
+        checkpoint, the best one, and the records of earlier attempts.
 
         Returns:
             The newest checkpoint of the run directory that verifies; every byte of it was read. None: there is none.

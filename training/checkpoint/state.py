@@ -1,6 +1,6 @@
 """All that a checkpoint holds, and how it is gathered from the ranks and distributed to them again.
 
-A gathered state is `{"shared": …, "ranks": [{"rng", "buffers", "average_buffers", "losses", "sync"}, …]}`: parameters, optimizer
+A gathered state is `{"shared": …, "ranks": [{"rng", "buffers", "average_buffers", "losses", "sync"}, …]}`. Parameters, optimizer
 and cursor are the same on all ranks; batch statistics, generators and a strategy's own state are not. Parameters, and what
 the optimizer keeps for them, are keyed by name. A parameter that several modules share is stored once; `aliases` has its other names.
 """
@@ -265,7 +265,7 @@ class TrainState:
     clock: StepClock
     losses: torch.Tensor
     """float64 [2 + names]: the sum of this rank's losses in the epoch, its number of samples, and the sums that `user_state.measured`
-    names; under `exact` those of all ranks."""
+    names. Under `exact` they are those of all ranks."""
     history: dict[str, Any]
     """Plain values that the run carries along: best and last accuracy, restarts, preemptions."""
     user_state: UserState = field(default_factory=UserState)
@@ -351,9 +351,9 @@ def _transient(model: nn.Module) -> list[str]:
 def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0) -> list[str]:
     """Gives every rank its part of the gathered state, which rank `source` has read from a checkpoint. Collective.
 
-    At another world size than it was saved at, every rank gets the mean of the saved batch statistics; generators keep
-    their fresh values, or under `exact` get those of rank 0, and those of the script that all ranks have alike get their states;
-    and a strategy makes of the saved ranks' states what it can (`merged_state`).
+    At another world size than it was saved at, every rank gets the mean of the saved batch statistics. Generators keep their fresh
+    values, or under `exact` get those of rank 0. Generators of the script that all ranks have alike get their states. A strategy
+    merges the saved ranks' states as far as it can (`merged_state`).
 
     Returns:
         The names of the script's generators that begin anew, although they were saved.

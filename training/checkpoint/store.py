@@ -1,15 +1,15 @@
 """Reads and writes checkpoints, so that each one is complete and verified. This module does not know about ranks.
 
-    checkpoints/step-00000100/state.safetensors      every tensor, under names that say what they are (`_Names`)
-    checkpoints/step-00000100/state.json             the plain values around them
-    checkpoints/step-00000100/manifest.json          format, step, score; size and sha256 of both; written last
+    checkpoints/step-00000100/state.safetensors      every tensor, under names that describe it (`_Names`).
+    checkpoints/step-00000100/state.json             the plain values around them.
+    checkpoints/step-00000100/manifest.json          format, step, score; size and sha256 of both; written last.
 
-A save copies the state (`Writer._snapshot`), and a thread writes it: temporary directory → fsync of
+A save copies the state (`Writer._snapshot`). A thread writes it: temporary directory → fsync of
 each file → manifest → rename → fsync of the parent. Older checkpoints are removed only after the new one was read back
 and verified. There is no pickle: a tensor file is safetensors, the rest is JSON.
 
-The safetensors library reads the file and holds its structure. It does not write it: it would hash nothing meanwhile and
-force nothing to the disk, and what it writes would have to be read once more for its sha256 (benchmarks/README.md).
+The safetensors library reads the file and holds its structure. It does not write it: it neither hashes meanwhile nor forces
+anything to the disk. Its file needs another read for the sha256 (benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -476,12 +476,12 @@ _PLACES = ((("shared", "optimizer", "state"), ("optim",)), (("shared",), ()))
 
 
 class _Names:
-    """Where each tensor of a state is in the tensor file: under a name that says what it is.
+    """Names each tensor of a state in the tensor file, so that the name describes it.
 
-        model/conv1.weight                       a parameter
-        average/conv1.weight                     the average of it
-        optim/conv1.weight/momentum_buffer       what the optimizer keeps for it
-        ranks/0/buffers/norm.running_mean        what rank 0 has of its own: buffers, average_buffers, rng, losses, sync
+        model/conv1.weight                       a parameter.
+        average/conv1.weight                     the average of it.
+        optim/conv1.weight/momentum_buffer       what the optimizer keeps for it.
+        ranks/0/buffers/norm.running_mean        state of rank 0 alone: buffers, average_buffers, rng, losses, sync.
 
     The plain values around them keep the structure of the state, with `{"$tensor": NAME}` in the place of each tensor.
     """
@@ -507,7 +507,7 @@ class Scores:
 
     Args:
         history: the run's, which goes into every checkpoint. It holds the best scores so far (`best_NAME`), and the best that
-            a checkpoint was saved with (`saved_NAME`): the weights of a score may be gone before they can be saved.
+            a checkpoint was saved with (`saved_NAME`). The weights of a score may be gone before they can be saved.
     """
 
     def __init__(self, history: dict[str, Any], keep_best: KeepBest) -> None:

@@ -121,7 +121,7 @@ def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> No
 def from_run(
     run_dir: Path, warn: Callable[[str], None] = print, wanted: int | Rule | None = None
 ) -> tuple[dict[str, torch.Tensor], int, dict[str, Any]]:  # fmt: skip
-    """Returns (the weights that evaluation used, their step, `run.values`) of a run's checkpoint that verifies: its newest, that of a
+    """Returns (the weights that evaluation used, their step, `run.values`) of a checkpoint that verifies. It is the newest, that of a
     step, or the best by a rule. Raises `UserError`; another one never stands in for the step or the best."""
     if wanted is None:
         path = store.newest_verified(run_dir / "checkpoints", warn)

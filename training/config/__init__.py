@@ -2,8 +2,8 @@
 
     config = load("bag_of_tricks", ["epochs=2", "optim.lr=1e-3"])
 
-`python -m lockstep.training settings` prints what stands here. A field that is `Free` may change between two starts of one
-run; all others are part of the run's identity, and a run directory refuses a config in which they differ.
+`python -m lockstep.training settings` prints these docstrings. A field that is `Free` may change between two starts of one run.
+All others are part of the run's identity, and a run directory refuses a config in which they differ.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class RunSettings(Section):
         return self.deterministic or self.exact
 
     def hash(self) -> str:
-        """sha256 of all settings that make the run what it is."""
+        """Returns the sha256 of all settings that identify the run."""
         identity = json.dumps(settings.flatten(self, FREE), sort_keys=True)
         return hashlib.sha256(identity.encode()).hexdigest()
 

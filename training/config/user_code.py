@@ -17,7 +17,7 @@ def imported(name: str, kind: str) -> Any:
     """Returns the object of that name, from the working directory or an installed package.
 
     Raises:
-        UserError: it cannot be imported. `kind` is what it is, for the message.
+        UserError: the import fails. `kind` describes the object in the message.
     """
     module, _, member = name.partition(":")
     add_working_directory()

@@ -1,6 +1,6 @@
 """Augmentation on the device, keyed by (seed, epoch, sample id): no generator, nothing to save, any world size.
 
-Images stay uint8 [n, h, w, c] until here; feature vectors are only normalised. Crop, reflection and flip are one gather:
+Images stay uint8 [n, h, w, c] until here. Feature vectors are only normalised. Crop, reflection and flip are one gather:
 the row and column of every output pixel are computed and looked up, so no padded copy is made.
 
 The keys of an epoch are whole numbers from the host, or a tensor on the device where a recorded step must read them anew.
@@ -62,7 +62,7 @@ def draws(keys: Keys, ids: torch.Tensor, crop: int, flip: str) -> tuple[torch.Te
 
 
 def normalise(pixels: torch.Tensor, data: Data, dtype: torch.dtype, channels_last: bool) -> torch.Tensor:
-    """By the config's mean and std: uint8 images [b, h, w, c] → [b, c, h, w] of `dtype`, or vectors [b, f] → [b, f]."""
+    """Normalises by the config's mean and std. uint8 images [b, h, w, c] → [b, c, h, w] of `dtype`; vectors [b, f] → [b, f]."""
     unit = 1 if pixels.ndim == 2 else 255
     mean, scale = _constants(tuple(data.mean), tuple(data.std), unit, dtype, pixels.device)
     if pixels.ndim == 2:

@@ -1,9 +1,9 @@
 """The one loader: which samples a rank gets at which step, and how they come from shards or from any map-style dataset.
 
 `order` draws the global batches; `Division` gives a rank its part of each. Samples of shards (`Stored`) stay on the device
-where they fit, and a batch is then a list of row numbers; else a thread gathers the next batches from the mapped files into
+if they fit, and a batch is then a list of row numbers. Else a thread gathers the next batches from the mapped files into
 pinned memory while the device computes. Samples of any other dataset come through torch's DataLoader. Their transforms draw
-from generators that are seeded by (seed, epoch, id): what comes out does not depend on how many workers there are, how far
+from generators that are seeded by (seed, epoch, id). So the samples do not depend on how many workers there are, how far
 they run ahead, or where a resumed run began.
 """
 
@@ -76,8 +76,8 @@ class Division:
     Args:
         count: samples of an epoch.
         batch: samples a step, all ranks together.
-        uneven: what an epoch's last global batch does where it is short, and a batch that the ranks cannot share equally: `drop`
-            leaves it out, `pad` fills it up from the epoch's start, `weight` gives the ranks unequal parts, and with `mean` each
+        uneven: the rule for a short last global batch of an epoch, and for a batch that the ranks cannot share equally. `drop`
+            leaves it out, `pad` fills it up from the epoch's start, `weight` gives the ranks unequal parts. With `mean` each
             rank takes a whole part in turn, and their means are averaged.
         multiple: a rank's part comes in blocks of this many (32 for ghost batch norm).
         parts: cut each global batch into these, whole ones to each rank, so that any number of ranks can share it.
@@ -187,8 +187,8 @@ class Stored:
 
     Args:
         seed: of the augmentation.
-        resident: `auto` keeps them on the device where they take at most a quarter of its free memory, or of the rank's share of
-            the host's; `always`; `never`.
+        resident: `auto` keeps them on the device if they take at most a quarter of its free memory (or of the rank's share of the
+            host's). `always`; `never`.
         ahead: batches that a thread reads ahead where they are not on the device.
     """
 

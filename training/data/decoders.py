@@ -1,17 +1,17 @@
 """Image files decoded by several processes, in their order, whatever a file does to its process.
 
     with Decoders(224, 224, workers=8) as decoders:
-        for item, result in decoders.decode(items):      # bytes: the pixels; str: why there are none
+        for item, result in decoders.decode(items):      # bytes: the pixels; str: why there are none.
             …
 
-An image file may take a process' memory, crash it, or never end: here that happens to one of these processes. A process
+An image file may take a process' memory, crash it, or never end. Here that happens to one of these processes. A process
 decodes one file at a time, with a deadline, and with bounds of its memory and of the bytes that it answers.
 
 A ProcessPoolExecutor does not do: a file that ends a process breaks the whole pool. If a process is killed while it hands over
 pixels, the pool's thread reads for ever, and Python waits for it at its exit. Workers outlive a rank that is killed (CPython 3.11).
 
 The process is this module, too: python -m lockstep.training.data.decoders HEIGHT WIDTH. Its standard input is a connection. It
-sends R. It receives lists of images in JSON, [[path, format, folder], …], until the connection ends, and sends for each image the
+sends R. It receives lists of images in JSON, [[path, format, folder], …], until the connection ends. For each image it sends the
 pixels, uint8 RGB [h, w, 3], or an empty message and a reason. It alone imports Pillow, and nothing of ours that is heavy.
 """
 

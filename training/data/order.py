@@ -1,8 +1,8 @@
 """Which sample is trained when: pure functions of (seed, epoch, step), with no state to save and none to rewind.
 
-An epoch's order is a keyed permutation, evaluated only at the positions that are asked for: a generalised Feistel
-network over Z_a × Z_b with a·b ≥ n, walked until it lands inside n (Black & Rogaway, "Ciphers with arbitrary finite
-domains", 2002). Seeking to any step costs the same as taking the next one, and the order does not depend on how many
+An epoch's order is a keyed permutation, evaluated only at the requested positions. It is a generalised Feistel network
+over Z_a × Z_b with a·b ≥ n, walked until it lands inside n. It follows Black & Rogaway, "Ciphers with arbitrary finite
+domains" (2002). A seek to any step costs the same as the next step. The order does not depend on how many
 ranks share it: a rank takes its contiguous part of every global batch.
 """
 

@@ -60,8 +60,7 @@ def write(
 
 
 def send(data: Data, url: str) -> Manifest:
-    """The shards of a source, which are copied into a bucket: the files, by their sha256, and last, on the condition that there is none,
-    the manifest.
+    """Copies the shards of a source into a bucket: the files, by their sha256, and last the manifest, if there is none yet.
 
     Raises:
         UserError: as `prepare`; there are shards already; the bucket cannot be reached (exit code 1).
@@ -140,7 +139,7 @@ def _write(
 def cache_directory(data: Data) -> Path:
     """Returns the folder of a source's cached shards: one for each (source, options, split, number of shards).
 
-    Raises `UserError` for a user's function that cannot be found.
+    Raises `UserError` if a user's function does not exist.
     """
     parts = [1, data.source, data.options, data.split, data.num_shards, *sources.code_of(data.source)]
     name = re.sub(r"[^\w.]+", "-", data.source)

@@ -2,9 +2,9 @@
 
 Samples are uint8 images [n, h, w, c] or float32 feature vectors [n, f]; the tensor is called `images` in either case.
 
-manifest = shard_writer.prepare(config.data)                    # finds them, or makes them once a node under a file lock
-manifest.file(manifest.splits["train"][0], verify=True)   # is what its sha256 says; from a bucket it is fetched
-samples = Samples.open(manifest, "train", low, high)      # opens only the files that hold ids low … high − 1
+manifest = shard_writer.prepare(config.data)                    # finds them, or makes them once a node under a file lock.
+manifest.file(manifest.splits["train"][0], verify=True)   # matches its sha256; a bucket's file is downloaded.
+samples = Samples.open(manifest, "train", low, high)      # opens only the files that hold ids low … high − 1.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     except NotMet as error:
         to_stderr(f"launch: {error}: giving up")
         attempts.end(EXIT_FAILED, final=True)
-        return EXIT_FAILED  # as it is: it was no failure, and no cluster shall start this node again
+        return EXIT_FAILED  # unmapped: it was no failure, and no cluster shall start this node again
     if args.session is not None and code == EXIT_DONE and (warning := args.session.unused()):
         to_stderr(f"launch: warning: {warning}")
     attempts.end(code, final)
@@ -102,8 +102,8 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, nodes: Meeting, attempts: Attempts, hangs: Hangs) -> tuple[int, bool, bool]:
-    """Returns the exit code of the ranks; whether another node has ended the job with it, so that no cluster shall start this node again;
-    and whether this node leaves first. Raises `NotMet`."""
+    """Returns the exit code of the ranks, whether another node has ended the job with this code, and whether this node leaves first.
+    If another node has, no cluster shall start this node again. Raises `NotMet`."""
 
     def final(code: int) -> bool:
         return code == EXIT_FAILED and attempts.used >= args.max_restarts

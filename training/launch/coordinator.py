@@ -1,13 +1,13 @@
 """The launcher that decides for all nodes: of the only node, or of the one that serves the rendezvous.
 
-It serves the ranks' store, where it says which ranks have ended, and how. If one fails, all end, and start again from the last checkpoint,
-as often as `--max-restarts` allows. So they do without counting that where a node comes to an elastic job. No node leaves before the ranks
-of all have ended: a cluster ends a job with the first node that does, and takes the others away.
+It serves the ranks' store, where it records which ranks have ended, and how. If one fails, all end, and start again from the last
+checkpoint, as often as `--max-restarts` allows. If a node joins an elastic job, all start again, too, uncounted. No node leaves before the
+ranks of all have ended: a cluster ends a job with the first node that leaves, and removes the others.
 
-Under `launch --live` the other ranks continue where a rank or a node is lost. A rank is lost when a signal has ended it that its launcher
-did not send, when it stands stopped while others run, when a signal to it alone has told it to leave, or with its node. Its launcher kills
-its process group, whose data loaders hold its sockets, and this one says in the ranks' store who remains: a *generation*. What the ranks
-make of that is theirs (`parallel/live.py`). All else that happens to a rank is as without `--live`.
+Under `launch --live` the other ranks continue if a rank or a node is lost. A rank is lost if a signal that its launcher did
+not send has ended it. It is also lost if it stands stopped while others run, if a signal to it alone asks it to leave, or with its node.
+Its launcher kills its process group, whose data loaders hold its sockets. This launcher writes the remaining ranks into the ranks' store:
+a *generation*. The ranks regroup by it (`parallel/live.py`). All else that happens to a rank is as without `--live`.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Coordinator(WorkerGroup):
         """Tells the other nodes how the job has ended.
 
         Args:
-            codes: the ranks that failed. The node of the first of them is left first, else this one: clusters end a job with its first
-                node, and take the others' logs away.
+            codes: the ranks that failed. The node of the first of them leaves first, else this node. Clusters end a job with the first
+                node that leaves, and remove the others' logs.
         """
         first = next((self._nodes.slots.index(self._slot(rank)) for rank in sorted(codes)), 0)
         ending = Ending(code=code, final=final, first=first)
@@ -225,7 +225,7 @@ class Coordinator(WorkerGroup):
             lost.update(late)
             codes.update(late)
             for rank, code in codes.items():
-                if code not in FINAL:  # else it has said why
+                if code not in FINAL:  # else the rank has reported why
                     self._store.set(stores.ended(rank), self._leave.get(rank) or how(code))
             failed = bool(codes) and (not live or any(rank not in lost for rank in codes))
             reasons = [f"rank {rank} was {self._leave[rank]}" for rank in lost if rank in self._leave]

@@ -55,7 +55,7 @@ def cluster_code(code: int, scheme: str, attempt: int, max_restarts: int) -> int
 
 
 def without_ended(codes: Mapping[int, int], failed: Mapping[int, int]) -> dict[int, int]:
-    """Drops the 75 of ranks that the launcher has ended because another one had failed: nobody has asked them to save.
+    """Drops the 75 of ranks that the launcher has ended because another rank had failed: no signal asked them to save.
 
     Args:
         codes: rank → exit code, of all that failed.
@@ -76,14 +76,14 @@ def too_early(codes: Mapping[int, int], signalled: int | None) -> str:
 def deaths(
     codes: Mapping[int, int], signalled: int | None, failed: Container[int] = (), ours: bool = True
 ) -> list[str]:
-    """A sentence for each way in which ranks failed by themselves, signals first: not by the one that was handed on to them, nor by
-    the launcher's, which ends the others. Nor for a rank with a `FINAL` code: it has said why.
+    """Returns a sentence for each way in which ranks failed by themselves, signals first. It leaves out the signal that was forwarded to
+    them, and the launcher's, which ends the others. It also leaves out ranks with a `FINAL` code, which report the reason themselves.
 
     Args:
         codes: rank → exit code, of those that failed.
-        failed: ranks that had failed when the launcher was about to end the others. Empty where the first one failed after
-            that: then SIGTERM is the launcher's, if another rank ended otherwise.
-        ours: the ranks are `python -m lockstep.training run`, which say themselves why they end with a code.
+        failed: ranks that had failed when the launcher was about to end the others. Empty if the first one failed after
+            that. Then SIGTERM is the launcher's, if another rank ended otherwise.
+        ours: the ranks are `python -m lockstep.training run`, which report themselves why they end with a code.
     """
     by_itself = any(-code not in _OURS for code in codes.values())
     ends = _OURS if failed else (signal.SIGTERM,) if by_itself else ()
@@ -111,7 +111,7 @@ def _name(number: int) -> str:
 
 
 def raising(codes: Collection[int | None]) -> bool:
-    """A rank has ended with an error of its own, and one that runs may be about to say the same, or another."""
+    """Returns whether a rank has ended with its own error while another one runs, which may be about to report an error, too."""
     return None in codes and any(code is not None and code > 0 and code not in FINAL for code in codes)
 
 

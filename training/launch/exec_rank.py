@@ -1,4 +1,4 @@
-"""Becomes the program of a rank, which the kernel kills when its launcher dies (Linux):
+"""Becomes the program of a rank, which the kernel kills when its launcher dies (Linux).
 
     python -I -S exec_rank.py LAUNCHER PROGRAM ARGUMENT…
 

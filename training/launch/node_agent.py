@@ -60,9 +60,9 @@ class WorkerGroup:
     """The ranks of this node.
 
     Args:
-        args: the launcher's flags, with the `command` of a rank; whether the ranks are `ours`, `python -m lockstep.training run`, which
-            saves on a signal, and not a program of which nothing is known; and the signals that are `caught`: the ranks ignore what
-            this process ignores (nohup), too.
+        args: the launcher's flags, with the `command` of a rank. `ours`: the ranks are `python -m lockstep.training run`, which saves on
+            a signal, and not an unknown program. `caught`: the signals that are caught. The ranks ignore the signals that this process
+            ignores (nohup), too.
         hangs: looks for ranks that get no further.
     """
 
@@ -194,7 +194,7 @@ class NodeAgent(WorkerGroup):
         self._report = Report(address=meeting.address, ranks=args.ranks)
         self._lease = LEASE * args.lost_seconds
         self._leaves = False
-        """This node was told to leave, and none of its ranks runs, or the others may continue."""
+        """A signal asked this node to leave, and none of its ranks runs, or the others may continue."""
         self._signalled = 0
         """The signal for all ranks that it has handed on."""
         self._connecting = False

@@ -37,7 +37,7 @@ class WorkerId:
 
 
 class Workers:
-    """Each rank is a process group of its own, so that its data loaders end with it.
+    """Starts each rank in its own process group, so that its data loaders end with it.
 
     Args:
         prefix: their lines begin with the rank.
@@ -186,7 +186,7 @@ class _Pipe:
 class Copies:
     """Copies what ranks write into their pipes to this process's streams, each line with its rank, in a thread.
 
-    Nothing that a rank has written before its end is lost, and nobody who keeps its pipe open is waited for.
+    No output that a rank wrote before its end is lost. The thread waits for no other process that keeps the pipe open.
     """
 
     def __init__(self) -> None:

@@ -38,8 +38,8 @@ def whitening_filters(images: torch.Tensor, size: int = 3, eps: float = 1e-2) ->
 class GhostBatchNorm(nn.Module):
     """Batch norm over groups of `ghost` samples (Hoffer et al., "Train longer, generalize better", 2017).
 
-    Sample i belongs to group i mod (batch / ghost): `BagOfTricks.forward` deals contiguous blocks out in that order, so
-    that a view turns groups into channels and one call of torch's kernel normalises all of them. The weight is frozen
+    Sample i belongs to group i mod (batch / ghost): `BagOfTricks.forward` deals contiguous blocks out in that order. So
+    a view turns groups into channels, and one call of torch's kernel normalises all of them. The weight is frozen
     at 1, the bias is trained.
     """
 

@@ -1,9 +1,9 @@
 """torchvision's ResNet-18, with a stem for 32×32 images or the stock one.
 
 Its convolutions whose output map has few pixels are computed as matrix products.
-On a map that is smaller than the kernel most taps meet nothing but padding: of a 3×3 kernel over a 1×1 map one tap of
+On a map that is smaller than the kernel most taps meet nothing but padding. Of a 3×3 kernel over a 1×1 map one tap of
 nine counts. A library multiplies the zeros, and lays out all of the weight for it, forward and back. Here each output
-pixel is one product of the pixels under it and the taps over them, so only what counts is multiplied.
+pixel is one product of the pixels under it and the taps over them, so no zero is multiplied.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ResNet18(ResNet):
 
     Args:
         num_classes: classes of the data.
-        stem: `small` is one 3×3 convolution of stride 1; `stock` is torchvision's 7×7 of stride 2 with a max pool,
+        stem: `small` is one 3×3 convolution of stride 1. `stock` is torchvision's 7×7 of stride 2 with a max pool,
             which leaves 8×8 of a 32×32 image before the first block.
         outputs: width of the last layer; 0: `num_classes`. The tutorial keeps torchvision's 1000.
     """

@@ -1,6 +1,6 @@
 """ResNet-9: eight convolutions and a linear layer, 6.58 M parameters.
 
-After D. Page, "How to train your ResNet" (2018), in the plain form that tutorials give it: ordinary batch norm, ReLU,
+After D. Page, "How to train your ResNet" (2018), in the plain form of tutorials. It has ordinary batch norm, ReLU,
 convolutions with a bias, and none of the bag's tricks.
 """
 

@@ -2,8 +2,8 @@
 
 Architecture and constants from K. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU" (2024) and
 KellerJordan/cifar10-airbench.
-A frozen 2×2 whitening convolution with its negation, three groups of two convolutions, batch norm with frozen weights,
-filters that begin as the identity, and logits divided by the last width.
+It has a frozen 2×2 whitening convolution with its negation, and three groups of two convolutions. Batch norm has frozen
+weights, filters begin as the identity, and logits are divided by the last width.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Tells where this rank's seconds go: each is in one `TimeCategory` of `account.py`. Rank 0 appends the sums to time.jsonl.
 
-    goodput = GoodputRecorder(environment)      # every rank has one, from the start of its process
-    goodput.enter(TimeCategory.MEETING)               # from here on the rank meets the others
-    with goodput.on(TimeCategory.CHECKPOINT): …       # for a while it saves
-    goodput.step_done(step)                     # what the step has waited is moved out of `productive`
+    goodput = GoodputRecorder(environment)      # every rank has one, from the start of its process.
+    goodput.enter(TimeCategory.MEETING)               # from here on the rank meets the others.
+    with goodput.on(TimeCategory.CHECKPOINT): …       # for a while it saves.
+    goodput.step_done(step)                     # moves the waits of the step out of `productive`.
     goodput.end(0)
 
 Sums are of a monotonic clock: a clock that jumps moves nothing. The clock of the boot measures the time between two
@@ -115,8 +115,8 @@ class GoodputRecorder(Observer):
         self.ranks = ranks, self.ranks[1]
 
     def failed(self, in_collective: bool) -> None:
-        """An error ends the attempt. If a collective has waited for long, the time since the last sign of life is a hang: a killed rank
-        ends a collective at once. Else the step that was under way is lost."""
+        """Counts an error that ends the attempt. If a collective has waited for long, the time since the last sign of life is a hang.
+        A killed rank ends a collective at once. Else the step under way is lost."""
         self._tick()
         waited = self._last - self._alive_at
         if in_collective and waited > HANG_SECONDS:

@@ -4,7 +4,7 @@ The console prints a table (a line for each epoch, or every N steps) and a progr
 and warnings (`warn`) are not events: ranks other than 0, which have no events, print theirs, too.
 
 TensorBoard and Weights & Biases get numbers on rank 0 (off by default), under the names of the speedruns' logs: `elapsed`, `train_loss`,
-`val_acc`, `epoch`, `examples_seen`. One that fails is switched off with one warning; the run continues. It has a thread of its own: a
+`val_acc`, `epoch`, `examples_seen`. One that fails is switched off with one warning; the run continues. It has its own thread. A
 service, or a disk, that hangs holds no step up, and the end of the run for the grace period at most.
 """
 
@@ -45,7 +45,7 @@ class Console(Observer):
 
     Args:
         by_step: lines of `score` events (`log.score_every`) stand in place of the table of epochs.
-        columns: what is measured after each epoch; None: what is logged, as far as it is known after the first one.
+        columns: the measurements after each epoch. None: the logged numbers that are known after the first epoch.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Console(Observer):
         self.planned = 0
         """Optimizer steps of the whole run; 0 where they are not known (yet)."""
         self._means = ""
-        """The mean loss of all ranks, and what else they train by, at the last reading, as it is shown."""
+        """The text with the mean loss of all ranks, and the other numbers of training, at the last reading."""
         self._reported: tuple[float, int] | None = None
         """When progress was last printed, or the first step came, and how far it was."""
         self._status: tuple[Any, float] = (None, -math.inf)

@@ -2,17 +2,17 @@
 
     metrics = Metrics("cifar", 0, device)
     metrics.step_done(step)  # a `StepDone`
-    metrics.text()                      # b"# HELP training_step …"
+    metrics.text()                      # b"# HELP training_step …".
 
-Every series has the labels `run` and `rank`, so that the same queries work wherever Prometheus found the rank. A label
-whose values have no bound (a step, an epoch, a path, a host, a hyper-parameter) would make a new series for each.
+Every series has the labels `run` and `rank`, so that the same queries work however Prometheus discovers the rank. A label
+whose values have no bound (a step, an epoch, a path, a host, a hyper-parameter) makes a new series for each.
 
-    /metrics                        for Prometheus
-    /healthz                        for a supervisor that restarts hanging ranks
-    RUN/endpoints/rank-00003.json   {"host": "node2", "port": 9471, "pid": 4711, "id": "…"}, while the rank lives
-    RUN/metrics/rank-00003.prom     what the server would answer, every few seconds and at the end
-    TEXTFILES/RUN-rank-00003.prom   a copy of it for a node exporter
-    FILE_SD/RUN-rank-00003.json     the server's address for Prometheus' file_sd, if the cluster has no discovery
+    /metrics                        for Prometheus.
+    /healthz                        for a supervisor that restarts hanging ranks.
+    RUN/endpoints/rank-00003.json   {"host": "node2", "port": 9471, "pid": 4711, "id": "…"}, while the rank lives.
+    RUN/metrics/rank-00003.prom     the text that the server answers, every few seconds and at the end.
+    TEXTFILES/RUN-rank-00003.prom   a copy of it for a node exporter.
+    FILE_SD/RUN-rank-00003.json     the server's address for Prometheus' file_sd, if the cluster has no discovery.
 
 A failure of an output neither ends the training nor delays it: a warning comes once, on stderr. The server runs in a thread of the
 process that trains, so the number of clients and the time of each are bounded.
@@ -63,8 +63,8 @@ class Spec(NamedTuple):
     labels: dict[str, tuple[str, ...]] = {}  # noqa: RUF012 - never changed
     """Further labels than `run` and `rank` → all values of each. An empty tuple: one value a process, known later."""
     since: Literal["start", "later", "scrape"] = "start"
-    """From when on there is a series: from the start, as 0; from its first value on (the age of a checkpoint on ranks that write none
-    would raise an alert); or it is read from the process and its GPU when the metrics are scraped."""
+    """Begin of a series: the start, as 0, or its first value. (The age of a checkpoint on ranks that write none raises an alert.)
+    Or the series is read from the process and its GPU when the metrics are scraped."""
 
 
 TIME_CATEGORIES = tuple(category.value for category in TimeCategory if category is not TimeCategory.UNKNOWN)
@@ -170,7 +170,7 @@ class Metrics(Observer):
         """A gauge's value.
 
         Args:
-            labels: values of its own labels.
+            labels: values of the gauge's labels.
         """
         self._series(name, *labels).set(value)
 

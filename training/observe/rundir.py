@@ -1,11 +1,11 @@
 """The run directory: opens and locks it, and writes what says how the run is doing. (`report/record.py` reads it again.)
 
-    run.yaml       what the run is: config, versions, data, world
-    status.json    how far it came, and how it ended
-    events.jsonl   what happened, a line each; listeners get the same events
-    time.jsonl     where the time went (`goodput.py`)
-    summary.json   the final numbers of a complete run
-    checkpoints/   written by training/checkpoint/
+    run.yaml       the run's description: config, versions, data, world.
+    status.json    how far the run came, and how it ended.
+    events.jsonl   events, a line each; listeners get the same events.
+    time.jsonl     where the time went (`goodput.py`).
+    summary.json   the final numbers of a complete run.
+    checkpoints/   written by training/checkpoint/.
 
 Rank 0 has one.
 
@@ -135,8 +135,8 @@ class RunDirectory:
         """Locks the directory for this process; makes it where there is none.
 
         Args:
-            fresh: True moves an earlier run aside first. A word does so only where the run was not begun with the same
-                word: a job gives its own, so that its restarts resume what its first start has begun.
+            fresh: True moves an earlier run aside first. A word does so only if the run was not begun with the same
+                word. A job gives its own, so that its restarts resume the run that its first start began.
             brings: puts into the locked directory what is kept elsewhere. Raises `UserError`.
 
         Raises:

@@ -6,26 +6,26 @@ The loop marks the points of a step; `synchronizing` stands around the sync stra
 
 Where a batch has several updates, the next step begins where the last one ended, and has no wait for data.
 
-The time of a script between two steps (`between`) is the rank's own time, too: it counts with `grad_ready` of the next step, in which
+The time of a script between two steps (`between`) is the rank's own time, too. It counts with `grad_ready` of the next step, in which
 the others wait for the rank.
 
-On a GPU the host only queues work, and its clock says nothing of it: there the points are CUDA events, read when they
+On a GPU the host only queues work, and its clock does not measure it. There the points are CUDA events, read when they
 have passed. Nothing waits for them.
 
-Step time alone hides a slow rank: all ranks wait for it and read the same. A rank's *own* time of a step is what it needs from one sum
-over the ranks to its part of the next one: the rest of the step before, the wait for data, and forward and backward. Waiting for others
-does not count. A step costs the own time of the slowest rank. Were that rank no slower than the second slowest one, the difference would
-be gained: that is what it *costs* in this step.
+Step time alone hides a slow rank: all ranks wait for it and read the same. A rank's *own* time of a step reaches from one sum over the
+ranks to its part of the next sum. It covers the rest of the step before, the wait for data, and forward and backward. Waiting for others
+does not count. A step costs the own time of the slowest rank. Its difference from the own time of the second slowest rank is what the
+slowest rank *costs* in this step.
 
-    slow = SlowRank(world, news)        # an observer of each step, on every rank; calls `news()` where there is some
-    slow.verdict                        # on rank 0: None, or Verdict(rank=3, phase="data", share=0.11)
+    slow = SlowRank(world, news)        # an observer of each step, on every rank; calls `news()` where there is some.
+    slow.verdict                        # on rank 0: None, or Verdict(rank=3, phase="data", share=0.11).
 
 Where ranks are alike, chance makes each of them the slowest now and then. So the cost of a slow rank is its cost above the mean of the
 others', over the newest looks. A rank is named only if this cost is more than chance explains. It takes no
-collective: once a second each rank leaves the times of its last steps in the store, and rank 0 reads those of all.
+collective. Once a second each rank writes the times of its last steps into the store, and rank 0 reads those of all.
 
-    reading.start(losses, names, norm, step=50)     # starts a sum over the ranks, and a copy to the host
-    for values in reading.poll(): …        # {"step": 50, "train_loss": …, "grad_norm": …}, once the copy has arrived
+    reading.start(losses, names, norm, step=50)     # starts a sum over the ranks, and a copy to the host.
+    for values in reading.poll(): …        # {"step": 50, "train_loss": …, "grad_norm": …}, once the copy has arrived.
 
 Losses and norms are read every `log.every` steps. Neither the GPU nor a rank waits. Every rank calls them at the same steps.
 """
@@ -141,7 +141,7 @@ _POINTS = 5
 class StepClock:
     """Seconds of each step by phase, as the device saw them.
 
-    On a GPU `data_wait` is the time that the GPU stood still for data, `sync_wait` the time that its stream waited for the
+    On a GPU `data_wait` is the time that the GPU stood still for data. `sync_wait` is the time that its stream waited for the
     collectives of the other ranks. Such a step becomes known a few steps later, when its last event has passed.
     """
 
@@ -166,8 +166,8 @@ class StepClock:
         self._mark(0)
 
     def between(self) -> None:
-        """The script comes back for the next batch: what it did since the last step was its own, or since the last batch
-        where that brought no step."""
+        """Counts the script's own time when it comes back for the next batch. It reaches back to the last step, or to the last batch
+        if that brought no step."""
         now, since = time.perf_counter(), self._step.points[0]
         self._between += now - self._since
         self._since = now
@@ -478,7 +478,7 @@ class LossReader:
     """Turns the epoch's running sums into the means since the last reading, over the samples of all ranks.
 
     Args:
-        losses: float64 [2 + names], this rank's sums in the current epoch (`TrainState.losses`); read once here, because a resumed
+        losses: float64 [2 + names], this rank's sums in the current epoch (`TrainState.losses`). Read once here, because a resumed
             run begins in the middle of an epoch. Collective.
         of_all: they are those of all ranks already.
     """
@@ -531,8 +531,8 @@ class LossReader:
     def poll(self, wait: bool = False) -> Iterator[dict[str, Any]]:
         """The readings that have arrived, in order; with `wait`, all that `start` has started.
 
-        Yields the `values` of `start` with `train_loss` and `train_NAME`, the means over all ranks' samples since the last reading
-        (None where there were none), and `grad_norm`.
+        Yields the `values` of `start` with `train_loss`, `train_NAME` and `grad_norm`. The first two are the means over all ranks'
+        samples since the last reading, None if there were none.
         """
         while self._copies and (wait or self._copies[0].is_here()):
             copy = self._copies.popleft()

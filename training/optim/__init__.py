@@ -19,8 +19,8 @@ def build(
 ) -> torch.optim.Optimizer:
     """Two groups: weights, and one-dimensional parameters (biases, norms) with their own rate and decay.
 
-    Each name in `optim.groups` takes the parameters that have it in their dotted name in `model` out of these two into a
-    group of its own. With a summed loss the weight decay that was tuned at `reference_batch_size` grows with the batch,
+    Each name in `optim.groups` moves the parameters that have it in their dotted name in `model` from these two into a
+    separate group. With a summed loss the weight decay that was tuned at `reference_batch_size` grows with the batch,
     as the gradient does.
 
     Raises:

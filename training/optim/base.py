@@ -1,7 +1,7 @@
-"""What the optimizers here have in common, and the plain ones: torch's own SGD and Adam, without its compiler, and Nesterov's.
+"""The base of the optimizers here, and the plain ones: torch's own SGD and Adam, without its compiler, and Nesterov's.
 
-torch hides some of their methods from the compiler, and imports all of it at the first call to do so: one or two CPU seconds
-of every start. Nothing here compiles an optimizer, so these classes call what is hidden.
+torch hides some of their methods from the compiler. For that it imports all of it at the first call: one or two CPU seconds
+of every start. Nothing here compiles an optimizer, so these classes call the hidden methods.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class RatedOptimizer(PlainOptimizer):
 class Nesterov(RatedOptimizer):
     """Nesterov's momentum as the bag of tricks has it, with the learning rate inside the velocity.
 
-        g ← −lr (g + wd·w);   v ← m·v + g;   w ← w + g + m·v
+        g ← −lr (g + wd·w);   v ← m·v + g;   w ← w + g + m·v.
 
     torch.optim.SGD keeps the rate outside, so a change of rate rescales the velocity there and does not here.
     Source: 99991/cifar10-fast-simple, `update_nesterov`.

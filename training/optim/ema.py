@@ -36,6 +36,6 @@ class Ema:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor (a DTensor); any other tensor as it is."""
+    """Returns this rank's part of a sharded tensor (a DTensor); any other tensor unchanged."""
     part = getattr(tensor, "to_local", None)
     return tensor if part is None else part()

@@ -1,6 +1,6 @@
 """Muon for convolution filters, Nesterov SGD for everything else, in one optimizer.
 
-A filter's gradient, as a matrix [out, in·kh·kw], is replaced by its nearest (semi-)orthogonal matrix: after Nesterov's
+A filter's gradient, as a matrix [out, in·kh·kw], is replaced by its nearest (semi-)orthogonal matrix. After Nesterov's
 momentum, a few Newton–Schulz steps bring all singular values near 1. Each filter is scaled to norm √out before its step.
 
 Source: K. Jordan et al., "Muon: an optimizer for hidden layers" (2024), and KellerJordan/cifar10-airbench

@@ -1,8 +1,8 @@
 """Small collectives over trees of plain values (`packing`), and what all ranks agree on: errors, whether they hold the same, sums.
 
-Few messages, whatever the number of ranks: a binary tree takes a sum to rank 0 and back: n − 1 messages up and n − 1 down for n
-ranks, the last rank is reached in 2·log₂ n of them. gloo's own sum goes around a ring, which takes 2·(n − 1) one after the
-other, and n of them from every rank where a tensor has many elements. What all ranks have gathers rank 0, and sends it on.
+They take few messages, whatever the number of ranks. A binary tree takes a sum to rank 0 and back: n − 1 messages up and n − 1 down
+for n ranks. It reaches the last rank in 2·log₂ n of them. gloo's own sum goes around a ring, which takes 2·(n − 1) one after the
+other. If a tensor has many elements, it takes n messages from every rank. Rank 0 gathers what all ranks have, and sends it to them.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def _summary(errors: list[Any]) -> tuple[int, str]:
 
 
 class NotHeardError(UserError):
-    """Ranks that are at work have said nothing for too long: they are gone or hang."""
+    """Ranks that are at work have sent no sign of life for too long: they are gone or hang."""
 
     code = EXIT_FAILED
 
@@ -232,11 +232,11 @@ def waiting_for_all(world: World, what: str, seconds: float, silent: float) -> I
     Args:
         what: they do, for the message.
         seconds: that the others wait, and the setting that says so.
-        silent: seconds without a word from those that still do it.
+        silent: seconds without a sign of life from the ranks that are still at work.
 
     Raises:
         UserError: as `raise_together`; or the others took longer.
-        NotHeardError: they have said nothing.
+        NotHeardError: they have sent no sign of life.
     """
     if world.size == 1:
         yield

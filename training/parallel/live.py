@@ -77,9 +77,9 @@ class World:
     replacement: int = 0
     """Of a process in the place of a lost rank, its number among these, from 1, until it takes part; 0: it does. Until then it is alone."""
     peers: process.Connections = dataclasses.field(default_factory=dict)
-    """gloo's to the other ranks, as the group was opened. Where a collective has failed on this rank they are shut, so that it fails on all
-    at once, whatever they wait for. None beside NCCL's, which cannot be told from them;
-    under `launch --live` NCCL's are among them, as it is aborted before."""
+    """gloo's connections to the other ranks, as the group was opened. If a collective has failed on this rank, this rank shuts them. So the
+    collective fails on all ranks at once, whatever they wait for. Empty with NCCL, whose connections look the same;
+    under `launch --live` NCCL's are among them, as NCCL is aborted before."""
 
     live: Live | None = None
     """Keeps the ranks together where some of them are lost; None: the loss of one ends all."""
@@ -110,8 +110,8 @@ class Live:
         assert world.master is not None
         self.world, self._timeout = world, timeout
         self.regrouped: Callable[[dict[int, str], list[int], dict[str, float]], None] = lambda *_: None
-        """Called where the ranks have met again, with what is known of the lost ones (rank → how it ended), the ranks that were admitted
-        and the seconds of each phase. Ranks are the numbers that they were started with. Makes no calls."""
+        """Called after the ranks have met again, with the lost ranks (rank → how it ended), the admitted ranks and the seconds of each
+        phase. Ranks are the numbers that they were started with. Makes no calls."""
         self.rank = world.initial_rank
         """The number that this rank was started with, and that the launcher knows."""
         self.done = 0
@@ -278,7 +278,7 @@ class Live:
             time.sleep(ADMITTED_LOOK_SECONDS)
         admission, generation = stores.said(self._store, stores.admitted(number), r"\d{1,9} \d{1,9}").split()
         self.admissions, world.generation = int(admission) - 1, int(generation) - 1
-        with self._news:  # before it is told, this rank would meet nobody, and make the call alone
+        with self._news:  # before that news, this rank meets no other rank, and makes the call alone
             if not self._news.wait_for(lambda: self._announced[0] > world.generation, self._announced_seconds):
                 raise RestartRequired(
                     "the launcher has admitted this replacement, and has not said so to the ranks: all ranks have to start again"

@@ -23,7 +23,7 @@ BACKLOG = 4096
 """Connections that may wait; a large job's ranks all come at once."""
 
 SAID = 300
-"""Characters of a text in a store that is shown to somebody."""
+"""Characters of a text in a store that is shown to a user."""
 
 _ABSENT = "\0absent"
 
@@ -102,7 +102,7 @@ NODES = "lockstep/live/nodes"
 
 
 def ready(rank: int) -> str:
-    """The key there at which a rank says that its loop has begun: from then on the others can go on without it."""
+    """Returns the key there at which a rank reports that its loop has begun: from then on the others can continue without it."""
     return f"lockstep/live/ready/{rank}"
 
 
@@ -121,8 +121,8 @@ def prepared(replacement: int) -> str:
 
 
 def admission(number: int) -> str:
-    """The key there at which the ranks ask for those that wait, between two steps, and `…/answer`, at which the launcher says in which
-    generation it has admitted them."""
+    """Returns the key there at which the ranks ask, between two steps, for replacements that wait. At `…/answer` the launcher writes the
+    generation in which it has admitted them."""
     return f"lockstep/live/admission/{number}"
 
 
@@ -132,7 +132,7 @@ def admitted(replacement: int) -> str:
 
 
 LEAVING = "lockstep/live/leaving"
-"""The key there at which ranks that a signal has reached count themselves, once they have said which (`leaving`)."""
+"""The key there at which ranks that a signal has reached count themselves, after each has written which signal (`leaving`)."""
 ENDING = "lockstep/live/ending"
 """The key there at which the launcher says that such a signal ends all ranks."""
 
@@ -149,8 +149,8 @@ def leaving(rank: int) -> str:
 def read(store: dist.Store, key: str) -> bytes:
     """Returns the value of a key, and nothing where the store has none.
 
-    `get` after `check` waits for the store's timeout, with all threads of this process that use the store, if somebody else deletes the
-    key in between. `compare_set` with a value that nobody writes never waits, and sets nothing.
+    `get` after `check` waits for the store's timeout if another client deletes the key in between. All threads of this process that use
+    the store wait with it. `compare_set` with a value that no client writes never waits, and sets nothing.
     """
     value: bytes = store.compare_set(key, _ABSENT, _ABSENT)
     return b"" if value == _ABSENT.encode() else value

@@ -1,7 +1,7 @@
 """The place of this process among the ranks. Only this module reads RANK, SLURM_*, OMPI_*, PMI_* and SUBMITIT_LOCAL_*.
 
-    world = detect(os.environ)          # pure: World(rank, size, local_rank, local_size, node, nodes, …)
-    with joined(world, "auto", 600):    # the process group: gloo for CPU tensors, NCCL for CUDA tensors
+    world = detect(os.environ)          # pure: World(rank, size, local_rank, local_size, node, nodes, …).
+    with joined(world, "auto", 600):    # the process group: gloo for CPU tensors, NCCL for CUDA tensors.
         ...
 
 Nothing set means one rank; a contradiction is an error that names the variables.
@@ -344,8 +344,8 @@ def joined(
         except dist.DistError:
             raise
         except Exception as error:
-            # gloo takes addresses and their lengths from the store, to which whoever reaches its port may write: what it cannot
-            # make of them is a MemoryError or another plain exception of C++.
+            # gloo takes addresses and their lengths from the store, and every host that reaches its port may write there. For an
+            # invalid value gloo raises a MemoryError or another plain exception of C++.
             raise dist.DistError(f"the process group cannot be opened: {error}") from error
         leave = dist.destroy_process_group
         process.keep_from_children(process.new_connections(others))
@@ -372,8 +372,8 @@ def joined(
 _GROUPS = itertools.count()
 """Of this process: all ranks join as many."""
 _STORES: dict[tuple[str, int, bool], dist.TCPStore] = {}
-"""Of this process, by address and whether it serves it. A later group has the same one: a rank that comes to it early would else reach
-the server of the group before, which is about to end."""
+"""The stores of this process, by address and whether the process serves it. A later group has the same store. Else a rank that joins
+early reaches the server of the group before, which is about to end."""
 
 
 def _store(world: World, timeout: float) -> dist.Store:
@@ -394,7 +394,7 @@ def _store(world: World, timeout: float) -> dist.Store:
         )
         lost.code = EXIT_FAILED
         raise lost
-    # It outlives the ranks' group, the agent's also their restart, and with it addresses, and what they have said of their run.
+    # It outlives the ranks' group, the agent's also their restart. With it stay addresses, and the ranks' reports on their run.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if of_agent else "0"
     return dist.PrefixStore(f"default_pg/{attempt}/{next(_GROUPS)}", store)
 

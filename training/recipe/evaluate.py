@@ -180,7 +180,8 @@ def _elsewhere(config: Config, assignments: list[str], target: Path) -> Config:
 
 
 def decided_on(device: torch.device, config: Config) -> Config:
-    """The config with what a run decides on this device where a setting is `auto`: a run has done so, a file of weights has not."""
+    """Returns the config with a run's decisions on this device for settings that are `auto`. A run's config has them, a file of
+    weights has not."""
     wanted = {name: decide for name, decide in form_on(device).items() if getattr(config, name) == "auto"}
     return config.model_copy(update={name: decide() for name, decide in wanted.items()})
 

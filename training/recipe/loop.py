@@ -1,4 +1,4 @@
-"""The loop of every recipe: a script of `Session`, as anybody's own.
+"""The loop of every recipe: a script of `Session`, like a user's own.
 
 for each epoch, for each global batch:
     augment → forward → loss → backward → sum over the ranks → update → average
@@ -51,8 +51,8 @@ from ..session import Session, session_of
 from .evaluate import Evaluator, Score
 
 RATE, COMPILED_SAVES, COMPILING = 1e14, 0.2, 40.0
-"""Operations a second of a training step in half precision, the share of its time that a compiled network saves, and the seconds that it
-takes to compile one: of speedrun and bag_of_tricks on an H100, rounded so that short trainings are not compiled."""
+"""Operations a second of a training step in half precision, the share of its time that compilation saves, and the seconds of
+compilation. Measured with speedrun and bag_of_tricks on an H100, and rounded so that short trainings are not compiled."""
 
 
 def train(config: Config, run_dir: Path, fresh: bool | str, began: float) -> None:
@@ -63,8 +63,7 @@ def train(config: Config, run_dir: Path, fresh: bool | str, began: float) -> Non
         began: `time.perf_counter()` at the start of the process, for the preprocessing time.
 
     Raises:
-        SystemExit: 75 saved and to be run again; 1 diverged or not saved; 2 the config, the data or the run directory cannot be
-            used.
+        SystemExit: 75 saved and to be run again; 1 diverged or not saved; 2 config, data or run directory cannot be used.
     """
     start = Run(run_dir, config, fresh=fresh, began=began)
     with session_of(start) as run:
@@ -179,11 +178,11 @@ class Recipe:
 
 
 class Progress:
-    """What is logged of the scores; with `log.score_every`, also within an epoch.
+    """Logs the scores; with `log.score_every`, also within an epoch.
 
     An event `score` comes after the first step and every `log.score_every` steps from there: after step 1, 101, 201, … with 100.
-    The table counts from 0, as the module's loop does (`if i % 100 == 0`), so its lines are those of steps 0, 100, 200, …
-    `train_loss` is the mean loss of that step's global batch, before its update, and None where the step was left out;
+    The table counts from 0, as the module's loop does (`if i % 100 == 0`), so its lines are those of steps 0, 100, 200 and so on.
+    `train_loss` is the mean loss of that step's global batch, before its update, and None if the step was left out.
     `test_loss` is of the whole test split, after it.
     With `data.split=exercise` both are of all its samples, after it. `step_seconds` is the mean seconds of a step since the last score.
     """

@@ -2,9 +2,9 @@
 
     attempt = Attempt(run, optimizers)
     with attempt:
-        attempt.boundary()                          # before each step; raises `Ended` where the ranks agreed to leave
-        …                                           # a step
-        attempt.nonfinite_steps = 0                 # or `skip_step`, where no weight was moved
+        attempt.boundary()                          # before each step; raises `Ended` if the ranks agreed to leave.
+        …                                           # a step.
+        attempt.nonfinite_steps = 0                 # or `skip_step`, if no weight was moved.
         attempt.step_done(lr, samples, grad_norm)
 
 All ranks call the same methods in the same order.
@@ -107,7 +107,7 @@ class Attempt:
         self.progress = Progress(run.world.initial_rank, about, os.environ)
         self.slow = SlowRank(run.world, self._tell_slow_rank)
         self._named: tuple[int, str] | None = None
-        """The slow rank that was told of, and its phase."""
+        """The slow rank that was reported last, and its phase."""
         self.saver = Saver(run, self._alive)
         self.reading = LossReader(run.state.losses, run.world, of_all=run.state.of_all)
         self.unsaved = Unsaved(run)
@@ -242,7 +242,7 @@ class Attempt:
         return decision.final
 
     def _state(self) -> torch.Tensor:
-        """What a rank needs to go on from here as this one does; on rank 0. Collective."""
+        """Returns, on rank 0, the state from which another rank continues here as this rank does. Collective."""
         self._before_gather()
         gathered = gather(self.run.state)
         if gathered is None:

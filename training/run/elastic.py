@@ -1,4 +1,4 @@
-"""The batches of this rank, and its part of the batch under way after a rank is lost: the ranks that remain share the global batch."""
+"""The batches of this rank, and its part of the batch under way after a rank is lost. The ranks that remain share the global batch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Evaluation: every sample counts once, and the result has the same bits at any number of ranks, under every strategy.
 
 The samples are cut into batches, from the first one on, whatever the number of ranks. One rank computes a batch, and what the batches
-gave is added up in their order, in float64. A rank has a contiguous share of them. After a few batches all ranks know what all have
-found, and look again what is missing in their shares: of the ranks that there are then.
+gave is added up in their order, in float64. A rank has a contiguous share of them. After a few batches the ranks exchange their results.
+They then divide the missing batches anew, among the ranks that remain.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Form = dict[str, list[int]]
 Load = Callable[[list[int]], Iterator[Any]]
 """The batches with these numbers, one after another."""
 TOGETHER = 4
-"""Batches of a rank after which the ranks tell each other what they have found: that takes about a millisecond."""
+"""Batches of a rank after which the ranks exchange their results: that takes about a millisecond."""
 ALONE = ""
 """The name of what a function gives without one."""
 _WANTED = (
@@ -123,7 +123,7 @@ def _said(form: Form) -> str:
 
 
 def _added(sums: list[torch.Tensor]) -> torch.Tensor:
-    """One after the other: `torch.sum` takes an order of its own."""
+    """Returns the sum, added one after the other: `torch.sum` takes another order."""
     column = torch.stack(sums)
     total = torch.zeros_like(column[0])
     for row in column:

@@ -51,7 +51,7 @@ class Location:
         return Path(REPORT_FILE) if self._bucket else self.path / REPORT_FILE
 
     def look(self) -> None:
-        """Has `path` show the run as it is now. Raises `UserError`."""
+        """Updates `path` to the present state of the run. Raises `UserError`."""
         if self._bucket is None:
             return
         with as_user_error(f"{self.name} cannot be read", EXIT_UNREACHABLE):

@@ -1,7 +1,7 @@
-"""The parts of a step under `sync.name=exact`: each is computed as if it were alone, and what comes of all is put together in one tree.
+"""The parts of a step under `sync.name=exact`: each is computed as if it were alone, and one tree adds up the results of all.
 
 A part begins with the batch statistics that the step began with, and with generators that are seeded by (seed, step, part). Afterwards
-the statistics are the mean over the parts, each weighted by its samples, added up in float64 in the tree of `sync/tree.py`; so is the
+the statistics are the mean over the parts, each weighted by its samples, added up in float64 in the tree of `sync/tree.py`. So is the
 loss. So neither depends on the number of ranks.
 """
 
@@ -341,7 +341,7 @@ def check_machine(run: Run, known: set[str]) -> None:
 
 
 def check_alone(run: Run) -> None:
-    """Of a rank that others have admitted: ends this process where it computes other bits, as they go on without it then."""
+    """Ends this process, which the other ranks have admitted, if it computes other bits: the others then continue without it."""
     if run.state.canary and _differences(run.state.canary, machine(run.world.device)):
         run.console.warn("this process computes other bits than the others, which go on without it")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -374,8 +374,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def arithmetic(device: torch.device) -> bytes:
-    """What a few operations give on fixed numbers: sums over many elements, whose order follows from threads and instruction set;
-    what optimizers do; numbers below float32's normal range."""
+    """Returns the results of a few operations on fixed numbers: sums over many elements, whose order follows from threads and
+    instruction set. They also cover the operations of optimizers, and numbers below float32's normal range."""
     x, y = _numbers(300_007, device), _numbers(300_007, device).flip(0)
     small = torch.full((8,), 1e-20, device=device)
     square = x[: 256 * 256].view(256, 256)

@@ -217,7 +217,7 @@ class Loop:
             self.attempt.save()  # where one has only logged, the start before left during this evaluation
 
     def _best_is_due(self) -> bool:
-        """Whether rank 0 has been told of a score of these weights that is the best so far. Collective."""
+        """Returns whether rank 0 has logged a score of these weights that is the best so far. Collective."""
         return bool(broadcast_tree(self.run.scores.asks(self.run.steps_done), self.run.world))
 
     # The batches of an epoch.
@@ -440,7 +440,7 @@ class Loop:
             raise Ended(EXIT_FAILED, "training finished, but the last checkpoint could not be saved (see the warnings)")
         remark = run.user_state.summary.get("remark")
         if self.stopped is not None:
-            if run.progressed:  # a start of a run that was stopped has said so
+            if run.progressed:  # else an earlier start has printed it
                 run.console.line(f"Stopped for good: {self.stopped}")
             raise Ended(EXIT_DONE, f"stopped: {self.stopped}")
         if (self.epochs_planned, self.steps_planned) != (None, None) and not self.complete:
@@ -453,8 +453,8 @@ class Loop:
         raise Ended(EXIT_DONE, f"complete, but {remark}" if remark else "complete")
 
     def _stands(self) -> bool:
-        """Whether summary.json is that of the run as it is: a start that adds nothing leaves it, and tells it to those who read
-        the lines. It is not where a kill came between the last save and the summary."""
+        """Returns whether summary.json matches the run's present state. A start that adds nothing leaves the file, and prints it for
+        those who read the lines. It does not match if a kill came between the last save and the summary."""
         run = self.run
         if run.directory is None:
             return False

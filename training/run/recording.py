@@ -2,14 +2,14 @@
 
 Forward, backward, the sum over the ranks and the update are recorded once and replayed from then on. What changes between
 steps is copied into tensors that the recording reads: the batch, and the learning rates of our optimizers. With the check for
-NaN the step is two graphs, gradients and update, with one look at the device between them; with `nonfinite: ignore` it is one.
+NaN the step is two graphs, gradients and update, with one read of the device between them. With `nonfinite: ignore` it is one.
 
-Under `exact` a part of the batch is a graph, which is replayed for each part, and what follows on the sums over the parts is the update's.
+Under `exact` a part of the batch is a graph, which is replayed for each part. The work after the sums over the parts is the update's.
 The sums themselves are launched between them. A step that proves the function (`proof.py`) runs eagerly.
 
-Steps of another shape (the short last one of an epoch) run eagerly, and so does everything where a recording fails. A
-recording reads a tensor again, but no Python variable: a step that trains other parameters than were recorded, or whose
-function, or what it closes over, is another one, runs eagerly, too. The weights' average has a launch of its own every few
+Steps of another shape (the short last one of an epoch) run eagerly, and so does everything if a recording fails. A
+recording reads a tensor again, but no Python variable. So a step also runs eagerly if it trains other parameters than the
+recorded ones, or if its function or a variable in its closure has changed. The weights' average has a separate launch every few
 steps, outside.
 """
 
@@ -97,8 +97,8 @@ class _Recorded:
 class Recorder:
     """Records the steps of a run after `WARM_UP` steps over the same number of samples, and replays them.
 
-    One size of global batch is recorded, the first that has come so often: so whether to record is the same question
-    on all ranks, and no second recording can take the memory of the first.
+    One size of global batch is recorded, the first that has come so often. So all ranks decide alike whether to record, and no
+    second recording can take the memory of the first.
 
     Args:
         say: called once, with a sentence, if the recording fails.
@@ -160,7 +160,7 @@ class Recorder:
         error = ""
         try:
             self._record_step(step, work)
-        except Exception as caught:  # noqa: BLE001 - whatever a model does that cannot be recorded; eager steps go on
+        except Exception as caught:  # noqa: BLE001 - a model may do anything that cannot be recorded; eager steps continue
             error = f"{type(caught).__name__}: {str(caught).splitlines()[0] if str(caught) else ''}"
         errors = all_gather_trees(error, self._world)
         self._sync.zero_grad()

@@ -1,4 +1,4 @@
-"""What a script says of its run, and what was said: numbers, events, values that last. The part of `Session` that moves nothing."""
+"""The reports of a script on its run: numbers, events, values that last. The part of `Session` that changes no weight."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Reporting(ABC):
 
     @property
     def history(self) -> Mapping[str, Any]:
-        """The last of what was measured: `train_loss`, and what a step returns with it, of the last whole epoch, `accuracy`,
-        `test_loss`, and the best of them.
+        """The last measurements: `accuracy`, `test_loss`, and the best of them. Of the last whole epoch, `train_loss`, and the numbers that
+        a step returns with it.
 
         Examples:
             >>> loss = run.history.get("train_loss")
@@ -62,7 +62,7 @@ class Reporting(ABC):
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of the last step's gradient over the samples of all ranks, before `clip`; None before the first step, and with
+        """The norm of the last step's gradient over the samples of all ranks, before `clip`. None before the first step, and with
         `nonfinite=ignore` unless `clip` computes it. Waits for the device. Every `log.every` steps the events have it anyway.
 
         Examples:
@@ -84,7 +84,7 @@ class Reporting(ABC):
         """Logs numbers of the script (those of rank 0): as an event, and in metrics, TensorBoard, W&B and the report.
 
         `accuracy` and `test_loss` are printed in the table of epochs. A best `accuracy` so far, or another number that
-        `checkpoint.keep_best` names, is that of the weights as they are now: at the next boundary they are saved, and kept.
+        `checkpoint.keep_best` names, is that of the present weights. At the next boundary they are saved, and kept.
 
         Examples:
             >>> run.log(accuracy=0.93, lr=schedule.get_last_lr()[0])

@@ -74,7 +74,7 @@ def check_parameters(model: nn.Module, optimizers: dict[str, Any]) -> None:
 
 
 def check_live(world: World, sync: GradientSync, of_rank: Mapping[str, Any]) -> None:
-    """Raises `UserError` where the launcher is to go on without a rank that is lost, and the others could not."""
+    """Raises `UserError` if the launcher is to continue without a lost rank, and the other ranks cannot."""
     if not os.environ.get(ENV_LIVE):
         return
     if sync.batch_parts is None:

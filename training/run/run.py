@@ -81,8 +81,8 @@ class Run:
     """One start of a run, in this process. All ranks call `open`, `resume` and `close`, in this order.
 
     Args:
-        fresh: True renames an earlier run in `run_dir` first, but not at a restart by the launcher; a word does so unless the run
-            was begun with the same word; "" does not.
+        fresh: True renames an earlier run in `run_dir` first, but not at a restart by the launcher. A word does so unless the run
+            was begun with the same word. "" does not.
         handle_signals: False where the script handles signals itself.
         began: `time.perf_counter()` at the start of the process.
         world: whose ranks have joined; None: `open` joins them.
@@ -164,8 +164,8 @@ class Run:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[None]:
-        """Opens the run directory, serves the metrics, and finds the newest checkpoint. What is open stays so, unless the block
-        raises. Collective. Raises `UserError` on all ranks where any of them cannot go on."""
+        """Opens the run directory, serves the metrics, and finds the newest checkpoint. They stay open unless the block raises.
+        Collective. Raises `UserError` on all ranks if any of them cannot continue."""
         world, settings = self.world, self.config
         kept = settings.checkpoint
         restarted = any(os.environ.get(name, "0") != "0" for name in (ENV_RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
@@ -356,8 +356,8 @@ class Run:
                 self.console.warn(text)
 
     def loss_weight(self, samples: float, divisor: Any) -> Any:
-        """Returns this rank's share of what a step's sum of losses is divided by, for the mean loss that the run shows: of the divisor,
-        if there is one. A recipe shows the mean over its samples, also if it minimises a sum."""
+        """Returns this rank's share of the number by which a step's sum of losses is divided for the mean loss that the run shows. It is
+        a share of the divisor, if there is one. A recipe shows the mean over its samples, also if it minimises a sum."""
         if divisor is None or isinstance(self.config, Config):
             return samples
         return divisor if self.world.leader or self.state.of_all else 0.0
@@ -380,7 +380,7 @@ class Run:
             self._untold.append((done, key, action))
 
     def forget_untold(self) -> None:
-        """What this rank has told before it was one of the others."""
+        """Forgets the reports of this rank from before its admission."""
         self._untold.clear()
 
     def take_over(self) -> None:
@@ -413,7 +413,7 @@ class Run:
             if isinstance(error, SystemExit) and not error.code:
                 kind = error = trace = None  # the script's own way to its end
             if self.signals is not None:
-                # Where the process leaves now, one more signal must not change its exit code. A script that goes on has
+                # If the process leaves now, one more signal must not change its exit code. A script that continues has
                 # its handlers back, until its own end.
                 atexit.register(self.signals.ignore)
             code = self._code(error, end)
@@ -425,7 +425,7 @@ class Run:
                     raise _not_together(error) from error
                 if isinstance(error, UserError):
                     raise error
-                return  # the error goes on
+                return  # the error propagates
             self._stack.close()
         if code == EXIT_PREEMPTED and self.signals is not None:
             submitit_api.go_on(self.signals.replaced, self.signals.received)
@@ -578,8 +578,8 @@ def _arithmetic(settings: RunSettings) -> None:
 
 @contextlib.contextmanager
 def _stream(config: RunSettings, device: torch.device) -> Iterator[None]:
-    """A stream of our own: nothing can be recorded on the default one, and autograd binds a parameter's gradient to the
-    stream that the sync strategy hooked it on. So model, hooks and steps all live on this stream."""
+    """A separate stream: nothing can be recorded on the default one. Autograd binds a parameter's gradient to the stream that the
+    sync strategy hooked it on. So model, hooks and steps all live on this stream."""
     if config.capture == "never" or device.type != "cuda":
         yield
         return

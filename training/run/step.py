@@ -1,11 +1,11 @@
 """One optimizer step of any loop: forward and backward over this rank's part, the sum over the ranks, the look for NaN, the update.
 
 The gradient is that of the mean over the samples of all ranks. A rank backpropagates its mean loss times its number of
-samples, divided by that of the global batch; where that is not known yet, the sum over the ranks is divided by it.
+samples, divided by that of the global batch. If the latter is not known yet, the sum over the ranks is divided by it.
 
-A step that is given as a function (`take`) can be computed again: in micro-batches, at half the scale where float16 overflowed,
-recorded (`recording.py`), and to name the rank and the parameter whose gradient is not finite. Before that the batch
-statistics are put back, and torch draws what it drew: its generators are seeded by (seed, step, rank) around the function.
+A step that is given as a function (`take`) can be computed again. So it runs in micro-batches, at half the scale after float16
+overflowed, recorded (`recording.py`), and to name a non-finite gradient's rank and parameter. Before that the batch
+statistics are put back, and torch draws the same numbers: its generators are seeded by (seed, step, rank) around the function.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Step:
         self.part: Part | None = None
         """Of the batch under way, where it is known how much of the global batch is this rank's."""
         self.same_samples: int | None = None
-        """Samples of a batch that all ranks were given alike, which is right only where each takes its part of them; 0: the ranks
-        were given different ones, or that cannot be seen. None: not looked yet."""
+        """Samples of a batch that all ranks were given alike, which is right only if each takes its part of them. 0: the ranks were
+        given different ones, or that cannot be seen. None: not checked yet."""
         self._given = 0
         """Batches of this attempt."""
         self._micro_batches = False
@@ -378,9 +378,9 @@ class Step:
         return norm
 
     def _scale_too_high(self, work: StepInput) -> bool:
-        """The gradient is not finite. Whether the loss scale is the cause, which is lowered then.
+        """Returns whether the loss scale is the cause of a gradient that is not finite. If so, it lowers the scale.
 
-        Collective. Raises `Ended` where it is not, and the run is not to go on; `UserError` where a gradient was not summed.
+        Collective. Raises `Ended` if the scale is not the cause, and the run is to end; `UserError` if a gradient was not summed.
         """
         self._discard()
         bad = self._ranks_with_bad_loss()
@@ -428,8 +428,8 @@ class Step:
     def backward(self, loss: torch.Tensor, work: StepInput) -> None:
         """Returns with the gradient of the global batch, but of a micro-batch that is not the last one.
 
-        Raises `TypeError`, `ValueError` for arguments that cannot be meant; `UserError` where the gradient of this step is
-        summed; `RuntimeError` for a call out of its order."""
+        Raises `TypeError`, `ValueError` for invalid arguments. Raises `UserError` if the gradient of this step is summed already, and
+        `RuntimeError` for a call out of its order."""
         checked_loss(loss)
         if self._total is not None:
             raise self.replica.sync.refuse(

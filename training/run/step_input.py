@@ -1,5 +1,5 @@
-"""What one step computes: the loss of this rank's part of a batch, in micro-batches; how many samples all ranks have; and what it adds up
-over them, the loss and the numbers that its function returns with it (`loss, {"accuracy": hits}`)."""
+"""The input of one step: the loss of this rank's part of a batch, in micro-batches, and how many samples all ranks have. The step adds up
+the loss over them, and the numbers that its function returns with it (`loss, {"accuracy": hits}`)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Divisor = float | torch.Tensor | None
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """What a step computes, the loss of this rank's part, and how the gradient moves the weights: first as the script gives it, then with
-    what is known of the rank's part."""
+    """The loss of this rank's part, which a step computes, and how the gradient moves the weights. At first it is as the script gives it,
+    later complete with the numbers of the rank's part."""
 
     compute: Compute | None = None
     """None: the loss is computed already, and cannot be computed again."""

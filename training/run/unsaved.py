@@ -1,8 +1,8 @@
-"""What a script has by itself, and a save loses: what it trains outside of its session, what moves and is in no checkpoint, and what the
-ranks do not have alike. It is named in warnings.
+"""Names in warnings the state of a script that a save loses. The script trains it outside of its session, or it changes and is in no
+checkpoint, or the ranks do not have it alike.
 
-A copy of the weights is a module that is not replicated, such as a teacher, or a dictionary or list of tensors like the parameters. A
-tensor by itself counts where it is changed in place, as a centre or a queue: one that is assigned anew may be a batch.
+A copy of the weights is a module that is not replicated (a teacher), or a dictionary or list of tensors like the parameters. A
+tensor by itself counts if it is changed in place, such as a centre or a queue. A tensor that is assigned anew may be a batch.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from .replica import Several, tables_of
 from .run import Run
 
 SCORES = ("accuracy", "loss")
-"""How the name of a score ends. What else is logged may be a rank's own: a time, a rate, the size of its memory."""
+"""How the name of a score ends. Other logged numbers may be a rank's own: a time, a rate, the size of its memory."""
 MOST, DEPTH, ITEMS = 5000, 3, 100
 """Objects that are looked at, attributes below a variable, and items of a dictionary or list whose items are looked at."""
 _OPAQUE = (types.ModuleType, types.FunctionType, type, str, bytes, int, float, torch.Tensor, torch.optim.Optimizer)
 Marks = dict[str, tuple[Any, list[Any]]]
-"""By the name of what a variable holds: the generator, or None for tensors, which are not kept alive; what is another where they are made
-anew; and what changes where they move."""
+"""Name of a variable's value → the generator, or None for tensors, which are not kept alive. With it comes what differs if they are made
+anew, and what changes if they move."""
 
 
 class Unsaved:
@@ -340,8 +340,8 @@ def _weights(value: Any, models: list[dict[str, nn.Parameter]]) -> list[torch.Te
 
 
 def _reachable(kept: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What the variables of the running functions hold, and attributes and items below them, without what these kept objects hold:
-    a state may be made of copies."""
+    """Yields the values of the running functions' variables, and attributes and items below them. The content of these kept objects is
+    left out: a state may be made of copies."""
     named = ((name, value) for names in _variables() for name, value in names.items() if name[:2] != "__")
     yield from _below(named, {id(value): value for _, value in _below(kept.items(), {})})
 

@@ -1,6 +1,6 @@
 """The interface of every gradient-sync strategy. The training loop uses nothing else of a strategy.
 
-The loop backpropagates `local_sum * loss_factor / divisor`: the sum of the losses of the rank's own samples,
+The loop backpropagates `local_sum * loss_factor / divisor`. It is the sum of the losses of the rank's own samples,
 divided by the size of the *global* batch (1 for a summed loss). Summed over the ranks that is the gradient of the global
 batch, however unequal the parts are.
 """
@@ -48,8 +48,8 @@ class GradientSync(ABC):
     averages: bool = False
     """Whether it averages the ranks' gradients, as torch's DDP and FSDP do; else it sums them."""
     bytes_sent: int = 0
-    """Payload of the collectives that this rank has joined for its steps so far, in bytes: the gradients, and the
-    parameters where a strategy sends those too."""
+    """Payload of the collectives that this rank has joined for its steps so far, in bytes. It has the gradients, and the
+    parameters if a strategy sends those, too."""
     capturable: bool = False
     """Whether a step with this strategy can be recorded in a CUDA graph."""
     replicas: bool = True
@@ -164,9 +164,9 @@ class GradientSync(ABC):
         Called once a step, between the last `backward` and the optimizer's `step`. A parameter without a gradient on any rank
         has none afterwards, so that the optimizer leaves it alone.
 
-        A NaN or an infinity in one rank's gradient of a parameter leaves that parameter's gradient non-finite on every rank that
-        holds it, so that `grad_norm` shows it to all. A strategy that scales or compresses must keep it so: a maximum, a
-        clamp or a cast to integers can lose the value.
+        A NaN or an infinity in one rank's gradient of a parameter leaves its gradient non-finite on every rank that holds it.
+        So `grad_norm` shows it to all. A strategy that scales or compresses must keep the value: a maximum, a
+        clamp or a cast to integers can lose it.
         """
 
     def abandon(self) -> None:
@@ -230,7 +230,7 @@ class GradientSync(ABC):
         """
         return {}
 
-    # What follows is for strategies that shard the parameters or the optimizer's state.
+    # The methods below are for strategies that shard the parameters or the optimizer's state.
 
     def duplicate(self) -> nn.Module:
         """A copy of the model, laid out as the model is."""

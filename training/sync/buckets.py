@@ -1,11 +1,11 @@
 """The engine of flat, zero1 and bf16_compress: buckets of gradients, summed while backward still runs.
 
 Collectives match by their order alone, and two ranks may get their gradients in different orders, or lack some. So the
-buckets start strictly in one order, the same on all ranks, each as soon as its gradients are complete: one that is
-complete early waits for its turn, and a gradient that does not come is sent as zero by `synchronize`.
+buckets start strictly in one order, the same on all ranks, each as soon as its gradients are complete. A bucket that is
+complete early waits for its turn, and `synchronize` sends a missing gradient as zero.
 
 A zero has a sign, and a sum is -0.0 only if all its terms are. So the first element of a gradient that did not come is sent as
--0.0, and that of every other gradient as any other number: a sum that begins with -0.0 tells that no rank has a gradient.
+-0.0, and that of every other gradient as any other number. A sum that begins with -0.0 shows that no rank has a gradient.
 
     autograd has a gradient  →  on_grad (watch.py)  →  Reducer.on_gradient  →  Reducer.send  →  dist.all_reduce
 
@@ -183,7 +183,7 @@ class Reducer:
         return under_way or any(left != self.passes for left in self._passes_left.values())
 
     def on_gradient(self, parameter: nn.Parameter) -> None:
-        """A gradient has come: starts the buckets that are complete, as far as it is their turn."""
+        """Counts a gradient that has come, and starts the buckets that are complete, in their order."""
         self._begin()
         if parameter not in self._bucket:  # of a layer that was replaced
             return

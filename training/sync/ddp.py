@@ -103,8 +103,8 @@ class Ddp(GradientSync):
     def _warm_up(self, *args: Any, **named: Any) -> None:
         """Runs one backward pass with these arguments of the network, and restores buffers and gradients.
 
-        torch orders its buckets anew after the first backward pass, and with them the order of summation: without this
-        a resumed run's first step would sum in another order than the uninterrupted run's.
+        torch orders its buckets anew after the first backward pass, and with them the order of summation. Without this
+        a resumed run's first step sums in another order than the uninterrupted run's.
         """
         announced, self.watch.announced = self.watch.announced, set(self._names)
         with undisturbed(self.model):

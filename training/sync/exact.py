@@ -1,13 +1,13 @@
 """The strategy `exact`: the gradient has the same bits at any number of ranks.
 
 Each global batch is cut into parts (`data/order.py`), whose number and sizes do not depend on the ranks. A rank computes the parts of its
-contiguous range one by one, each from the same weights, batch statistics and generators (`run/logical_workers.py`), and takes each
-part's gradient out of `.grad`. The parts are added up in a fixed binary tree (`tree.py`), in float32, or float64 where the weights are:
-the whole nodes on the rank; of what is left each rank adds up one chunk of all parameters, for which the ranks exchange chunks all to
-all, and then gathers the sums. Where the ranks divide the parts evenly by a power of two, these are the bytes of a ring's all-reduce.
+contiguous range one by one, each from the same weights, batch statistics and generators (`run/logical_workers.py`). It takes each
+part's gradient out of `.grad`. The parts are added up in a fixed binary tree (`tree.py`), in float32, or float64 if the weights are. A
+rank adds up its whole nodes. Of the rest each rank adds up one chunk of all parameters: the ranks exchange chunks all to all, and then
+gather the sums. If the ranks divide the parts evenly by a power of two, these are the bytes of a ring's all-reduce.
 
 The idea of logical workers is that of M. Li et al., "EasyScale: Elastic Training with Consistent Accuracy and Improved Utilization on
-GPUs" (SC 2023). The tree is what makes the sum independent of who holds which part in memory that grows with its depth alone.
+GPUs" (SC 2023). The tree makes the sum independent of which rank holds which part, in memory that grows with its depth alone.
 """
 
 from __future__ import annotations

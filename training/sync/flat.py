@@ -31,7 +31,7 @@ from .watch import is_ours
 
 
 class Flat(Bucketed):
-    """The buffer as it is. After P. Goyal et al., "Accurate, Large Minibatch SGD" (2017), §4.1."""
+    """The buffer, unchanged. After P. Goyal et al., "Accurate, Large Minibatch SGD" (2017), §4.1."""
 
     capturable = True
     sent_as: torch.dtype | None = None
@@ -97,7 +97,7 @@ def cut(
 class Bf16Compress(Flat):
     """The buffer sent as bfloat16: half the bytes of float32, for slow networks. Works over gloo and NCCL alike.
 
-    Lossy. bfloat16 has float32's range and 8 bits of precision, so nothing overflows; each rank's part is rounded once, and
+    Lossy. bfloat16 has float32's range and 8 bits of precision, so nothing overflows. Each rank's part is rounded once, and
     each sum of two parts once more. With w ranks an element of the sum is off by at most w · 2⁻⁸ of the sum of the parts'
     magnitudes. torch's own `bf16_compress_hook` does the same on NCCL only.
     """
@@ -109,7 +109,7 @@ class Bf16Compress(Flat):
 class Zero1(Flat):
     """The optimizer's state sharded over the ranks: each keeps, and updates, its own part of the parameters.
 
-    The gradients of a part are summed on its owner alone, while the backward pass still runs; the owner updates its
+    The gradients of a part are summed on its owner alone, while the backward pass still runs. The owner updates its
     parameters and sends them to the others. A ring moves as many bytes for this as for one all-reduce. The checkpoint holds
     the full state in the layout of the plain optimizer, so it loads at any world size.
 

@@ -1,12 +1,12 @@
-"""A sum whose bits do not depend on who computes it: a fixed binary tree over numbered leaves.
+"""A sum whose bits do not depend on which rank computes it: a fixed binary tree over numbered leaves.
 
 Floating-point addition is not associative, so a sum is a function of its brackets. Here they follow from the number of leaves alone.
 Node (level, index) is the sum of the leaves from index · 2^level on, 2^level of them, or as many as there are:
 
-    5 leaves    ((0 + 1) + (2 + 3)) + 4
+    5 leaves    ((0 + 1) + (2 + 3)) + 4.
 
-Whoever has consecutive leaves adds up the whole nodes among them and hands on those that are left, from left to right, to who adds the
-rest: the same class does both. No torch: it is tested with brackets in place of numbers.
+A rank with consecutive leaves adds up the whole nodes among them. It sends the remaining nodes, from left to right, to the rank that adds
+the rest. The same class does both. No torch: it is tested with brackets in place of numbers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Tree(Generic[T]):
             if index % 2 and self.nodes and self.nodes[-1][0] == (level, index - 1):
                 value = self._add(self.nodes.pop()[1], value)
             elif index % 2 or (index + 1) << level < self.leaves:
-                break  # its sibling is somebody else's, or is still to come
+                break  # its sibling is another rank's, or is still to come
             level, index = level + 1, index // 2
         self.nodes.append(((level, index), value))
 
@@ -57,7 +57,7 @@ class Tree(Generic[T]):
 
 
 def whole_nodes(leaves: int, low: int, high: int) -> list[Node]:
-    """The nodes that whoever has leaves `low` to `high` hands on."""
+    """Returns the nodes that the rank with leaves `low` to `high` sends."""
     tree: Tree[None] = Tree(leaves, lambda *_: None)
     for leaf in range(low, high):
         tree.push((0, leaf), None)

@@ -45,8 +45,8 @@ def on_grad(parameter: torch.Tensor, method: Callable[[Any], None]) -> None:
 
 
 def hooks_of(model: nn.Module) -> Iterator[tuple[int, str, bool, Any]]:
-    """Each hook on a parameter: its number, which no other hook of the process gets, the parameter's name, whether it is one for an
-    accumulated gradient, and the function."""
+    """Yields each hook on a parameter: its number, the parameter's name, whether it is for an accumulated gradient, and the function.
+    No other hook of the process gets the number."""
     for name, parameter in model.named_parameters():
         for after, hooks in enumerate((parameter._backward_hooks, parameter._post_accumulate_grad_hooks)):
             for number, hook in (hooks or {}).items():

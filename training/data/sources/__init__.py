@@ -1,5 +1,5 @@
-"""Where samples come from. A source of ours is one function → Raw, and one row in `SOURCES`; of one that reads files, (root,
-download, **options), and a row in `FILES`; of one that generates its samples, (**options).
+"""Where samples come from. A source of ours is one function → Raw, and one row in `SOURCES`. A source that reads files takes (root,
+download, **options), and has a row in `FILES`. A source that generates its samples takes (**options).
 
 A source that reads a user's own data (`OWN`) has own settings (`data.options`) and returns a `Stream`: its samples need not fit into
 memory.

@@ -23,7 +23,7 @@ from .raw import Piece, Share, Stream, cut
 MAX_BYTES = 4 << 30
 """The largest array in an .npz file, unpacked."""
 SMALL_BYTES, MAX_RATIO = 256 << 20, 100
-"""An array of more bytes is at most this many times as large as its packed form: a file of 4 MB can claim 4 GB."""
+"""An array of more bytes is at most this many times as large as its packed form. A file of 4 MB can claim 4 GB."""
 _KEY = 0x5EED0001
 """Key of the draw that holds samples out."""
 

@@ -226,8 +226,8 @@ def _idx_split(folder: Path, image_file: str, label_file: str) -> tuple[np.ndarr
 def read_idx(folder: Path, name: str, dimensions: int, count: int | None = None) -> np.ndarray:
     """The uint8 array of an idx file, or of NAME.gz; of `count` elements along its first dimension, where that is known.
 
-    The format: two zero bytes, the element type (8: uint8), the number of dimensions, each size as a big-endian int32,
-    then the elements in row-major order.
+    The format has two zero bytes, the element type (8: uint8) and the number of dimensions. Each size follows as a big-endian
+    int32, then the elements in row-major order.
 
     Raises:
         UserError: the file is missing, cut off, longer than it says, or of another type or number of dimensions.

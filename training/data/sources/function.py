@@ -2,9 +2,9 @@
 
     def samples(split: str, root: Path, n: int = 1000):      # `root` is data.root, n is data.options.n
         for part in …:
-            yield images, labels                             # or returns them
+            yield images, labels                             # or returns them.
 
-    CLASSES = ["cat", "dog"]                                 # in the same module, where the classes have names
+    CLASSES = ["cat", "dog"]                                 # in the same module, if the classes have names.
 
 `split` is `train` or `test`. Pieces are as a shard needs them: uint8 images [n, h, w, c] or float vectors [n, f] with whole
 numbers [n]. It runs where its user names it in a recipe, and nowhere without.
@@ -32,8 +32,8 @@ def open_stream(name: str, root: Path, options: dict[str, Any]) -> Stream:
     """Imports the function; reading the stream calls it, once for each split.
 
     Raises:
-        UserError: there is no such function, it takes no `split`, or not these options; while it is read, for a piece
-            that is not one. Errors of the function itself are not caught.
+        UserError: there is no such function, it takes no `split`, or not these options. While the stream is read: a piece is
+            invalid. Errors of the function itself are not caught.
     """
     function = imported(name, "the source")
     if not inspect.isfunction(function) or "split" not in inspect.signature(function).parameters:
@@ -72,9 +72,9 @@ def open_stream(name: str, root: Path, options: dict[str, Any]) -> Stream:
 
 
 def code_of(name: str) -> str:
-    """sha256 of the file of the function's module: other code makes other shards. (Of what it imports nothing is known.)
+    """Returns the sha256 of the file of the function's module: other code makes other shards. (Its imports are not covered.)
 
-    Imports the packages that the module lies in, and not the module. Raises `UserError` where it cannot be found.
+    Imports the packages that the module lies in, and not the module. Raises `UserError` if it does not exist.
     """
     module = name.partition(":")[0]
     add_working_directory()

@@ -3,7 +3,7 @@
     train/cat/001.jpg   train/cat/more/002.png   train/dog/001.webp
 
 A class is a folder, the classes are sorted by name. The order within a split is that of a hash of each file's relative
-name: it mixes the classes, and neither the file system nor other files change it. Links are followed where they lead to
+name. It mixes the classes, and neither the file system nor other files change it. Links are followed if they lead to
 a file below the same folder; links to folders are not. Files that are broken are named and counted, up to a bound.
 """
 

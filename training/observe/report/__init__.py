@@ -1,12 +1,12 @@
-"""python -m lockstep.training report RUN [RUN …] [--out FILE]
+"""python -m lockstep.training report RUN [RUN …] [--out FILE].
 
-One or several runs as one HTML file: curves, where the time went, restarts and checkpoints, config, environment, final
+Makes one HTML file of one or several runs: curves, where the time went, restarts and checkpoints, config, environment, final
 numbers. The file holds all it needs, its charting library too, and asks no network for anything.
 
-    record.py         what a run directory holds, read
-    charts.py         the lines of each chart
-    template.html.j2  the page
-    assets/           its style and its script, and Chart.js with its licence
+    record.py         reads a run directory.
+    charts.py         the lines of each chart.
+    template.html.j2  the page.
+    assets/           its style and its script, and Chart.js with its licence.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from .. import account
 from ..account import Account
 
 _EVENT_BYTES = 128 << 20
-"""Read of events.jsonl, at most: about 600,000 lines. What follows is left out."""
+"""Read of events.jsonl, at most: about 600,000 lines. Later lines are left out."""
 _EVENT_LINES = 1_500_000
 """Of them, at most: lines without an event are short, and there could be a hundred million."""
 _LINE_BYTES = 1 << 16
