@@ -1,4 +1,4 @@
-"""The files of this repository, and a copy of them as a clone has it, in which what pages print is run as a reader runs it."""
+"""The files of this repository, and a copy of them like a clone, in which tests run the pages' commands as a reader does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def copy_to(target: Path) -> Path:
 def environment(here: Path, home: Path, **extra: str) -> dict[str, str]:
     """Variables of a reader's shell in the copy `here`: `lockstep` is on its path, and `make setup` was done.
 
-    The virtual environment is this one, seen from a folder of its own that make finds newer than pyproject.toml.
+    The virtual environment is a link to this one, from a folder that make sees as newer than pyproject.toml.
     """
     home.mkdir(parents=True, exist_ok=True)
     venv = home / "venv"

@@ -1,7 +1,7 @@
-"""A real container engine for tests: the CPU image, built once a session, and what a test started, removed again.
+"""A real container engine for tests: the CPU image, built once a session, and the removal of what a test started.
 
-Where no registry is in reach, `tests/containers/ci.sh` starts an engine and makes the base images; it says where
-they are in BASE_IMAGE, WHEELS and PROMETHEUS_IMAGE, which the Makefile and these fixtures read.
+If no registry is in reach, `tests/containers/ci.sh` starts an engine and makes the base images. It puts their places
+into BASE_IMAGE, WHEELS and PROMETHEUS_IMAGE, which the Makefile and these fixtures read.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def registry_at(user: str = "") -> Iterator[str]:
     image = f"{NAME}-registry"
     done = subprocess.run(["docker", "build", "-q", "-t", image, "-"], input=recipe, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
-    # A name of its own, so that it is removed where it was made and did not start, too.
+    # A known name, so that a container that was made and did not start is removed, too.
     container = re.sub("[:/]", "-", f"{image}-{uuid.uuid4().hex[:6]}")
     try:
         options = (

@@ -1,4 +1,4 @@
-"""What a run has said in its events.jsonl, also while it is writing, and in its time.jsonl."""
+"""Reads a run's events.jsonl, also while the run is writing, and its time.jsonl."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def assert_adds_up(run_dir: Path, began: float | None = None) -> None:
     """Every second of the job is in one bucket, and next to none is unknown.
 
     Args:
-        began: when its launcher was started (`time.time`), if that has ended, and was the only one. The clock outside stops where the
-            launcher writes its last line: what follows is the interpreter's own end.
+        began: when its launcher was started (`time.time`), if that has ended, and was the only one. The clock outside stops at the
+            launcher's last line: after that the interpreter ends.
     """
     account = product.goodput(run_dir)
     seconds = account.seconds

@@ -118,7 +118,7 @@ def watch_writes() -> None:
                 )  # a server that does not answer the writer of checkpoints, as long as this process lives
             elif what == "REFUSE" and threading.current_thread().name.startswith("checkpoint"):
                 raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")  # what a network disk says
-            elif what == "HANGALL":  # every fsync of the process from that touch on, whoever asks for it
+            elif what == "HANGALL":  # every fsync of the process from that touch on, from any thread
                 if function.__name__ == "fsync" and touched[0] >= int(number):
                     time.sleep(3600)
             elif touched[0] == int(number) and not _happened_before():
@@ -131,7 +131,7 @@ def watch_writes() -> None:
 
 
 def meet_fate(passes: int, model: Any, x: torch.Tensor) -> torch.Tensor:
-    """The input to go on with."""
+    """Returns the input for the next layers."""
     fate = os.environ.get("LOCKSTEP_TEST_FATE", "")
     if not fate:
         return x
@@ -217,10 +217,10 @@ class Sociable(Paced):
 class Held(SmallConv):
     """Holds still where `LOCKSTEP_TEST_HOLD=FILE` says, so that a test has time to act on a running job.
 
-    While FILE holds a number n, the last rank does not get beyond its n-th training pass of this start; it writes n to
-    FILE.held as soon as it stands there. The other ranks go on, into the collective in which they then wait for it. A signal
-    lets the rank go: only a run that reaches its next step can agree on the end. n must be above 3, because a signal
-    that was there before the first pass is not seen by a model, and a run that has one makes no more passes.
+    While FILE holds a number n, the last rank does not get beyond its n-th training pass of this start. It writes n to
+    FILE.held as soon as it stands there. The other ranks continue to the collective in which they then wait for it. A signal
+    lets the rank go: only a run that reaches its next step can agree on the end. n must be above 3. A model does not see
+    a signal from before the first pass, and a run with a signal makes no more passes.
     """
 
     SECONDS = 600.0
@@ -242,7 +242,7 @@ class Held(SmallConv):
         return super().forward(x)
 
     def _listen(self) -> None:
-        """Beside the run's own handling: its thread reads of every signal in a pipe, whoever has the handler."""
+        """Works next to the run's own handling: its thread reads of every signal in a pipe, whichever handler is set."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             if callable(signal.getsignal(number)):
                 signal.signal(number, self._let_go)

@@ -72,10 +72,10 @@ _leases: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A port that nobody uses, and that no other test process on this machine gets while this one lives.
+    """Returns an unused port, which no other test process on this machine gets while this one lives.
 
-    Nothing listens on it before the test does, so it is taken by a name beside it, which goes with this process. It is below
-    those that the kernel hands out by itself.
+    Nothing listens on it before the test does, so a separate name reserves it, which goes with this process. It is below
+    the ports that the kernel gives by itself.
     """
     while True:
         port = random.SystemRandom().randrange(20000, 32000)

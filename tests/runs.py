@@ -1,4 +1,4 @@
-"""A small run that is disturbed: what it is told, how it ended, and what it left behind."""
+"""A small run that is disturbed: its settings, how it ended, and the files that it left."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def settings(data_root: Path, **changes: object) -> list[str]:
 
 
 class Job:
-    """One job of a test. Forked ranks are told by their sessions, those of a launcher by a mark in their environment."""
+    """One job of a test. Its forked ranks are known by their sessions, those of a launcher by a mark in their environment."""
 
     def __init__(self, run_dir: Path, data_root: Path, ranks: int = 2, **changes: object) -> None:
         self.run_dir, self.ranks = run_dir, ranks

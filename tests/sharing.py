@@ -1,7 +1,7 @@
 """pytest -p tests.sharing: how `make test` shares its tests out among processes (pytest-xdist).
 
-A file whose tests share a fixture is one unit of work, so that the fixture is made once; all other tests are units of their
-own. Long ones come first, so that no process has one left when the others are done.
+A file whose tests share a fixture is one unit of work, so that the fixture is made once. Each other test is a separate
+unit. Long ones come first, so that no process has one left when the others are done.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A command that has a terminal of its own."""
+"""Runs a command in its own terminal."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Traces a step, a save, a resume and the kill of a rank in real processes: two ranks train with the default strategy. And a
 submission to the emulated API server, and a status of a job that runs under SLURM's stand-ins. Prints
-for each how many of the product's files and functions Python enters, and how many calls it makes, in all threads of
+for each how many of the product's files and functions Python enters, and how many calls it makes. It counts all threads of
 rank 0, of the launcher, or of the command. A save counts what a step without one does not enter; a resume is a whole start.
 A command counts without its imports. `--show` names the files, each with its calls. So two commits can be compared.
 """

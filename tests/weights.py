@@ -1,6 +1,6 @@
 """python -m tests.weights TABLE [--write] [--few]
 
-Trains smoke, resnet9 and mlp for 8 steps on generated data: each sync strategy on 1, 2 and 3 ranks, once in one go and
+Trains smoke, resnet9 and mlp for 8 steps on generated data. Each sync strategy runs on 1, 2 and 3 ranks, once in one go and
 once killed and resumed. Compares the sha256 of the final weights with TABLE, a JSON file, or writes it. Moving code
 changes no bit: record before the first move, compare after each. The hashes hold for one machine and one build of torch.
 

@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever submits keeps a lock there."""
+    """A process that submits keeps a lock there."""
     monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
 
 

@@ -1,4 +1,4 @@
-"""A job without a volume of its own: a bucket has its data and its state."""
+"""A job without its own volume: a bucket has its data and its state."""
 
 from __future__ import annotations
 

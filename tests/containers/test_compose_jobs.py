@@ -69,7 +69,7 @@ def test_nodes_are_killed_and_stopped_and_the_weights_are_those_of_one_container
         return saved(jobs, spec, 3)()
 
     poll(trains_again, BOUND, "a checkpoint of the third start")
-    docker("stop", jobs.container(spec, 1))  # one node is told, both leave; killed when its grace is over, it had 137
+    docker("stop", jobs.container(spec, 1))  # one node gets the signal, both leave; a kill after its grace gives 137
     found = jobs.backend.wait(spec.name, BOUND)
     codes = [inspect(jobs.container(spec, node))[0]["State"]["ExitCode"] for node in (0, 1)]
     assert codes == [75, 75], (codes, *jobs.backend.logs(spec.name))

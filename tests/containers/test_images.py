@@ -135,7 +135,7 @@ def test_no_secret_is_in_any_layer(cpu_image: Built, files: list[tarfile.TarInfo
 
 
 def test_the_secret_pip_conf_decides_where_packages_come_from(engine: str, tmp_path: Path) -> None:
-    """One whose index nobody serves: nothing can be installed, whatever the arguments say."""
+    """An image whose package index has no server: nothing can be installed, whatever the arguments say."""
     settings = tmp_path / "pip.conf"
     settings.write_text("[global]\nindex-url = http://127.0.0.1:9/simple\nretries = 0\n")
     said = docker(

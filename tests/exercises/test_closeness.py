@@ -65,7 +65,7 @@ def test_a_run_checks_itself_and_ends_where_a_rank_drifts_apart(tiny: list[str],
 def test_a_run_that_is_apart_after_its_first_steps_ends_before_it_saves(
     tiny: list[str], tmp_path: Path, every: int
 ) -> None:
-    """Nobody has asked for a check. What is compared goes with the ranks' other wishes, or before the first save."""
+    """The user has not asked for a check. The digests travel with the ranks' other requests, or before the first save."""
     words = ("run", "smoke", "--set", *tiny, "model=tests.nets:Dying", f"checkpoint.every_steps={every}")
     done = gang(2, *words, "--run-dir", str(tmp_path / "bad"), env=clean_env(LOCKSTEP_TEST_FATE="1:2:DRIFT"))
     assert done.code == 1 and "head.bias on rank 1 differs" in done.output and "Traceback" not in done.output, done

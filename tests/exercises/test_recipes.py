@@ -51,7 +51,7 @@ def test_the_mlp_in_the_exercises_form_and_in_the_honest_one(data_root: Path, tm
 
 
 def _literal_loop(x: torch.Tensor, y: torch.Tensor, workers: int, steps: int) -> list[float]:
-    """The module's loop, written out: worker r takes the batches i with `i % workers == r`, pass after pass, and DDP averages the
+    """Runs the module's loop, written out. Worker r takes the batches i with `i % workers == r`, pass after pass, and DDP averages the
     gradients of the workers' steps.
 
     Returns the mean of the workers' losses at each step.

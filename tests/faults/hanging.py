@@ -1,7 +1,7 @@
 """python tests/faults/hanging.py RUN_DIR KIND[:RANK:STEP] [SETTING…]: ranks train, and after a step one gets no further, in this way.
 
 Without RANK and STEP it is rank 1 after step 30. `disk` writes into the folder $DISK, whose file system it stops before (fsfreeze);
-`held` goes on where there is a file RUN_DIR/GO.
+`held` continues after a file RUN_DIR/GO appears.
 """
 
 from __future__ import annotations

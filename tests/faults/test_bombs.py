@@ -44,7 +44,7 @@ def _peak() -> int:
 
 
 def _labels(root: Path) -> tuple[str, Path]:
-    """A packed label file of 128 MiB that says it holds a gigabyte of labels, beside two images."""
+    """Two images, and a packed label file of 128 MiB that claims a gigabyte of labels."""
     (root / "train-images-idx3-ubyte").write_bytes(struct.pack(">BBBBiii", 0, 0, 8, 3, 2, 4, 4) + bytes(32))
     with gzip.open(root / "train-labels-idx1-ubyte.gz", "wb", 1) as file:
         file.write(struct.pack(">BBBBi", 0, 0, 8, 1, 1 << 30) + bytes(1 << 27))

@@ -47,7 +47,7 @@ while not os.path.exists(counted + ".ready"):
     time.sleep(0.01)
 os.kill(os.getpid(), 9) if mine == "KILL" else sys.exit(int(mine))
 """
-"""Rank 1 ends as it is told, and rank 0 with another code when it is ended for that; a line is counted for each start."""
+"""Rank 1 ends in the given way. The launcher then ends rank 0, which has another code; a line is counted for each start."""
 
 
 @pytest.mark.promise("restarts")
@@ -232,7 +232,7 @@ time.sleep(60)
 
 @pytest.mark.promise("restarts")
 def test_lines_come_whole_and_at_once_also_into_a_pipe(tmp_path: Path) -> None:
-    """The ranks go on when their first lines were read, and write the next one in two pieces."""
+    """The ranks continue after their first lines were read, and write the next line in two pieces."""
     command = [*LAUNCH, "--ranks", "2", "--", PYTHON, "-c", PIECES.format(folder=str(tmp_path))]
     with started(command) as process:
         assert process.stdout is not None

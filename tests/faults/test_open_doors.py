@@ -1,4 +1,4 @@
-"""What somebody on the network, or a file of somebody else's, can do to a run: nothing."""
+"""A stranger on the network, or a file of another user, can do nothing to a run."""
 
 from __future__ import annotations
 

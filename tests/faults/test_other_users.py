@@ -1,4 +1,4 @@
-"""Another user of the same machine writes what he likes into every port of a run: it ends right, or in a line, and runs no code of his."""
+"""Another user of the same machine writes anything into every port of a run. The run ends right, or in a line, and runs no code of his."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that gets no further while another one waits for it is named within seconds, with what it does and where, and may be ended."""
+"""A rank that gets no further while another one waits is named within seconds, with its activity and place, and may be ended."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAID = {
     ],
 )  # fmt: skip
 def test_the_rank_that_hangs_is_named_and_ended(tmp_path: Path, kind: str, launcher: str) -> None:
-    """Under torchrun each rank has a watcher of its own, which sees no other rank."""
+    """Under torchrun each rank has its own watcher, which sees no other rank."""
     run_dir = tmp_path / "run"
     mark = Job(run_dir, run_dir)
     ours = [*LAUNCH, "--ranks", "2", "--grace", "5", "--max-restarts", "1", "--", PYTHON, "-u"]
@@ -54,7 +54,7 @@ def test_the_rank_that_hangs_is_named_and_ended(tmp_path: Path, kind: str, launc
     assert done.code == 0, done.output
     sentence = rf"no step for \d+ s, since \d\d:\d\d:\d\d, after step \d+: {SAID[kind]}, and rank 0 waits"
     assert re.search(rf"hang: {sentence} \(stacks: ", done.output), done.output
-    *_, hang = events(run_dir, "hang")  # before, one that waits may have said so
+    *_, hang = events(run_dir, "hang")  # before, a rank that waits may have been reported
     assert re.fullmatch(sentence, hang["reason"]) and hang["ranks"] == [1] and hang["step"] >= 29, hang
     assert hang["attempt"] == 1 and [event["attempt"] for event in events(run_dir, "start")] == [1, 2]
     assert not (run_dir / "hang.jsonl").exists()

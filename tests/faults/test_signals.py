@@ -1,4 +1,4 @@
-"""Preemption: whoever sees the signal, all ranks leave at one boundary, saved, with exit code 75, and go on from there."""
+"""Preemption: whichever rank gets the signal, all ranks leave at one boundary, saved, with exit code 75, and resume from there."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_a_run_killed_inside_a_save_ends_in_the_same_weights(
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 400 KB."""
+    """A separate file system of 400 KB."""
     path = tmp_path / "disk"
     path.mkdir()
     done = _mount("size=400k", path)

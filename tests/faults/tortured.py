@@ -1,4 +1,4 @@
-"""python tortured.py FOLDER [FLAW]: a training without torch that goes on where it was, or has a flaw: lost-cursor, not-atomic,
+"""python tortured.py FOLDER [FLAW]: a training without torch that resumes right, or has a flaw. It is lost-cursor, not-atomic,
 orphan, or random, whose loss is wrong after a resume, too.
 
 40 steps of an arithmetic that depends on their order; a checkpoint every fourth one.

@@ -15,7 +15,7 @@ from tests.runs import FINAL, Job, tensors
 DATA = Path(os.environ.get("DATA", "data"))
 """Where CIFAR-10 may lie."""
 SAME = 1e-3
-"""Largest distance of one run's weights from another's, relative to these (L2). Kernels choose the order of their sums; a
+"""Largest distance of one run's weights from another's, relative to these (L2). Kernels choose the order of their sums. A
 step that was left out, or took the data of another, is off by a tenth at least."""
 ACCURACY = {"original": 0.93, "other": 0.89}
 """Of one speedrun at least, on the original images and on copies of them, such as JPEG files. Published is a mean of 0.9401 on the

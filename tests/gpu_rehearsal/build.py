@@ -14,7 +14,7 @@ from filelock import FileLock
 from tests.processes import require
 
 WRITTEN_FOR = "2.15.0+cu132"
-"""The torch whose calls the stand-in answers. Another build makes other calls: see README.md for how to go on from here."""
+"""The torch whose calls the stand-in answers. Another build makes other calls: README.md says how to move to it."""
 CONSTRAINTS = Path(__file__).parent / "constraints.txt"
 """The same for pip: what CI installs."""
 SOURCES = Path(__file__).parent / "standin"

@@ -1,9 +1,9 @@
 """CUDA tensors whose operators are computed by the CPU's kernels, on the memory that the stand-in calls a device's.
 
-A dispatch mode sees every operator below autograd and autocast, as a GPU would get it. It looks at the devices of the
-arguments, makes the CPU's views of their memory, computes there, and hands back tensors of torch's own CUDA allocator. Views
+A dispatch mode sees every operator below autograd and autocast, as a GPU would get it. It reads the devices of the
+arguments, makes the CPU's views of their memory, computes there, and returns tensors of torch's own CUDA allocator. Views
 and allocations are left to torch's CUDA code. While a stream is captured, and with STANDIN_LATE, an operator becomes work
-that runs when the stand-in says so: at a launch of the graph, or when somebody waits.
+that the stand-in runs later: at a launch of the graph, or when the host waits.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
 class Emulation(TorchDispatchMode):
     """While it is entered, CUDA operators are computed.
 
-    `found` counts what made the host wait, and copies between host and device, by the functions of the project that asked
-    for it. `failures` holds the errors of operators that ran later: a GPU would have none.
+    The attribute `found` counts the waits of the host, and copies between host and device, by the project's calling functions.
+    `failures` holds the errors of operators that ran later: a GPU has none.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Emulation(TorchDispatchMode):
         self._lib.standin_on_synchronisation(self._told)
 
     def write(self, path: Path) -> None:
-        """What was found, as JSON."""
+        """Returns the counts and failures as JSON."""
         contexts = [device for device in range(torch.cuda.device_count()) if self._lib.standin_context(device)]
         path.write_text(json.dumps({**self.found, "failures": self.failures, "contexts": contexts}))
 
@@ -260,11 +260,11 @@ class Emulation(TorchDispatchMode):
 
 
 def _seed_of(call: Call) -> int | None:
-    """What an operator draws from: the place of its CUDA generator, which moves on as a launch moves it. None where it draws
+    """Returns the position of an operator's CUDA generator, which advances as a launch advances it. None if the operator draws
     nothing.
 
-    The numbers are not a GPU's. In a capture torch keeps the place in the graph, and moves it at a launch by what kernels have
-    asked for; none does here, so there the CPU's generator draws.
+    The numbers are not a GPU's. In a capture torch keeps the position in the graph, and advances it at a launch by the kernels'
+    requests. No kernel requests any here, so there the CPU's generator draws.
     """
     if torch.Tag.nondeterministic_seeded not in call.overload.tags or call.device.type != "cuda":
         return None

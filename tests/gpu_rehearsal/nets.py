@@ -1,4 +1,4 @@
-"""Small networks for the rehearsal, beside those of tests/nets.py."""
+"""Small networks for the rehearsal, in addition to those of tests/nets.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """python -m tests.gpu_rehearsal.rank WORDS: `python -m lockstep.training WORDS`, `python SCRIPT.py …`, or `python -m MODULE …`, its CUDA
 operators computed.
 
-REHEARSAL_FOUND=file gets what the emulation has found, as JSON. REHEARSAL_FAULT=module:Class.method plants a fault: that
+REHEARSAL_FOUND=file gets the emulation's counts and failures, as JSON. REHEARSAL_FAULT=module:Class.method plants a fault: that
 method does nothing.
 """
 

@@ -78,7 +78,7 @@ class Gang:
         return "\n".join(f"--- rank {rank.number}\n{rank.output}" for rank in self.ranks)
 
     def assert_sound(self, refused: Sequence[int] = ()) -> None:
-        """What holds for every run: own devices alone, no rule of CUDA broken, no kernel that nobody computed.
+        """Checks what holds for every run: own devices alone, no rule of CUDA broken, no kernel without a computation.
 
         Args:
             refused: ranks whose captures were broken, as the test wants it.

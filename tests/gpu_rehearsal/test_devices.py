@@ -92,7 +92,7 @@ def test_fewer_gpus_than_ranks_are_one_line(tmp_path: Path, join: list[str]) -> 
 
 
 def test_on_the_cpu_no_gpu_is_touched(tmp_path: Path, data_root: Path) -> None:
-    """A context takes some hundred megabytes of a GPU that may be somebody else's."""
+    """A context takes some hundred megabytes of a GPU that may be another user's."""
     words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), *settings(data_root, device="cpu")]
     gang = rehearsed(tmp_path, words)
     assert _contexts(gang) == [[], []] and [rank.log for rank in gang.ranks] == [[], []]
@@ -104,7 +104,7 @@ def test_the_toys_halves_end_in_the_parameters_of_one_process(tmp_path: Path, de
         assert gang.wait(240) == [0, 0], gang.output
     assert f"model parallel under DDP ({where}" in gang.ranks[0].output
     touched = [set(gpus) for gpus in _contexts(gang)]
-    if devices == 4:  # torch's gloo goes back to GPU 0 in a thread of its own that has been on another
+    if devices == 4:  # torch's gloo returns to GPU 0 in its own thread after use of another GPU
         touched[1].discard(0)
     assert touched == [set(range(rank, devices, 2)) for rank in range(2)]
     assert [rank.lines("VIOLATION") for rank in gang.ranks] == [[], []]

@@ -14,7 +14,7 @@ from tests.processes import PYTHON, clean_env, run
 
 
 def _doctor(folder: Path, devices: int, *only: str, **extra: str) -> tuple[int, dict[str, Any]]:
-    """Its exit code, and what it prints; nothing of a GPU's speed, as it is computed on a CPU."""
+    """Returns its exit code and its output, without a GPU's speed: a CPU computes here."""
     env = clean_env(
         LD_PRELOAD=preload(), STANDIN_DEVICES=str(devices), LOCKSTEP_THREADS="1", TMPDIR=str(folder), **extra
     )

@@ -1,4 +1,4 @@
-"""A rank that stops, dies or fails while the others wait for it in NCCL: the one to look at is named, and nothing stands still."""
+"""A rank stops, dies or fails while the others wait for it in NCCL: that rank is named, and nothing stands still."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def _waits(graphs: int, looks_for_nan: bool) -> dict[str, int]:
 
 
 def _without_readings(rank: Rank) -> dict[str, int]:
-    """What the rank's steps waited for, but for what is read of the losses on a stream of its own."""
+    """Returns the waits of the rank's steps, without the reads of the losses on a separate stream."""
     return {what: times for what, times in rank.found["step"].items() if what not in READING}
 
 

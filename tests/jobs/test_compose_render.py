@@ -65,7 +65,7 @@ def test_what_is_rendered_means_what_was_said() -> None:
     assert own["command"][-1] == "$$5" and own["healthcheck"] == {"disable": True}
     names = list(composed(spec_of(nodes=12))["services"])
     assert names == sorted(names) and names[0] == "node-00" and len(names) == 12, "the rendezvous sorts them as text"
-    # A tmpfs of Docker's is noexec unless told otherwise: what was compiled could not be loaded.
+    # A tmpfs of Docker's is noexec unless an option says otherwise: compiled code cannot be loaded from it.
     nodes = composed(spec_of())["services"].values()
     assert all("exec" in node["tmpfs"][0].partition(":")[2].split(",") for node in nodes)
 
@@ -112,7 +112,7 @@ PROVOKED: list[tuple[str, dict[str, Any]]] = [
 
 
 def test_folders_of_the_host_and_gpus_can_be_chosen_and_are_shown() -> None:
-    """A Compose file that somebody wrote for torch can be translated."""
+    """A user's Compose file for torch can be translated."""
     node = {"volumes": ["/imagenet:/data:ro", "cache:/cache", {"type": "bind", "source": "/w", "target": "/work"}],
             "deploy": {"resources": {"reservations": {"devices": [{"driver": "nvidia", "device_ids": ["2", "3"]}]}}},
             "network_mode": "host"}  # fmt: skip

@@ -40,7 +40,7 @@ class Bench:
     image: str = "localhost:5000/local:1"
     claim: str = "runs"
     before: frozenset[str] = frozenset()
-    """Jobs of somebody else on the same engine."""
+    """Jobs of another user on the same engine."""
 
     def spec(self, name: str, program: str, **more: Any) -> JobSpec:
         values = {
@@ -59,7 +59,7 @@ def composed(image: str, folder: Path) -> Iterator[Bench]:
     """The Compose backend on the real engine; the volume is `folder`, so that tests see what the containers write."""
     claim = f"lockstep-test-{uuid.uuid4().hex[:8]}"
     folder.mkdir()
-    folder.chmod(0o777)  # the container's user is nobody here
+    folder.chmod(0o777)  # the container's user is unknown here
     docker("volume", "create", "--opt", "type=none", "--opt", "o=bind", "--opt", f"device={folder}", claim)
     backend: Any = product.backend("compose")(interval=0.2)  # type: ignore[call-arg]
     bench = Bench(backend, folder, image, claim, frozenset(row.name for row in backend.list()))

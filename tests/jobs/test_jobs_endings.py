@@ -1,4 +1,4 @@
-"""A training that is submitted: it ends once, goes on where it was cut off, starts over when told, beside other runs."""
+"""A submitted training ends once, resumes where it was cut off, and starts over on request, next to other runs."""
 
 from __future__ import annotations
 

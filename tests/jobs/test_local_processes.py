@@ -1,4 +1,4 @@
-"""Every process of a local job ends with it: in a session of its own, deaf to TERM, without the job's environment."""
+"""Every process of a local job ends with it: in another session, deaf to TERM, without the job's environment."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_a_job_beyond_its_time_limit_leaves_no_process(backend: Any, tmp_path: P
 
 
 def test_a_job_without_its_supervisor_is_ended_by_the_command(backend: Any, tmp_path: Path) -> None:
-    """The supervisor is gone. `cancel` ends every process with the job's environment, or below its launcher; one that has left both is
-    not found."""
+    """The supervisor is gone. `cancel` ends every process with the job's environment, or below its launcher. A process that has left both
+    lives on."""
     pids = _submitted(backend, tmp_path)
     os.kill(_supervisor(backend), signal.SIGKILL)
     assert backend.cancel("deaf").state == "cancelled"

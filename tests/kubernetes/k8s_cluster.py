@@ -1,7 +1,7 @@
 """The state of an emulated Kubernetes cluster: objects with uids and versions, what became of them, faults on demand.
 
-Of what has a will of its own it has admission (`k8s_admission.py`), finalizers, the decisions of a Role, and the garbage
-collection with its lag (seen: 0.5 to 0.6 s after the owner is gone, or is to go when its dependants have gone).
+It emulates the parts that act by themselves: admission (`k8s_admission.py`), finalizers, the decisions of a Role, and garbage
+collection. Its lag was 0.5 to 0.6 s after the owner is gone, or is to go when its dependants have gone.
 `k8s_server.py` lets clients talk to it, `k8s_operator.py` plays the training-operator, `k8s_nodes.py` the nodes.
 """
 
@@ -64,7 +64,7 @@ class Cluster:
         """What is not served: a kind, or a version of a group. At first there is the training-operator alone."""
         self.denied: set[str] = set()
         self.not_emulated: list[str] = []
-        """Requests whose answer nobody has recorded, and why: a test that asks for one fails."""
+        """Requests without a recorded answer, and why: a test that sends one fails."""
         self.incomplete = False
         """Whether an authorizer does not list what it grants."""
         self.kubectl = k8s_kubectl.Kubectl()
@@ -79,13 +79,13 @@ class Cluster:
         self.now = time.time
         """The server's clock, which its answers tell."""
         self.graceful = False
-        """Pods end before they go: somebody looks for those that are marked, and removes them."""
+        """Pods end before they go: an actor looks for marked pods, and removes them."""
         self.busy = 0
         """Requests that are being carried out."""
         self.arrived: Callable[[str, str], bool] | None = None
-        """Is told of each request (method, path) before it is carried out, and says whether it gets lost on the way."""
+        """Gets each request (method, path) before it is carried out, and returns whether the request gets lost on the way."""
         self.spoil: Callable[[str, Any], bytes | None] | None = None
-        """Is told of each good answer to a GET (path, value; None for a stream), and may give another one."""
+        """Gets each good answer to a GET (path, value; None for a stream), and may return another one."""
 
     def allow(self, *roles: dict[str, Any], namespace: str = "team") -> None:
         """From now on only what these Roles of the namespace grant is answered."""
@@ -100,7 +100,7 @@ class Cluster:
             item = k8s_admission.admitted(plural, item, self.restricted, quotas, others)
             if (plural, namespace, item["metadata"]["name"]) in self.objects:
                 raise KeyError(item["metadata"]["name"])
-            if dry_run:  # whose uid nobody will have
+            if dry_run:  # its uid is never used again
                 item["metadata"] |= {
                     "namespace": namespace,
                     "uid": str(uuid.uuid4()),

@@ -1,7 +1,7 @@
 """A stand-in for `kubectl exec`: the container of a pod is an environment and a folder of this machine.
 
-As kubectl 1.32 did against a server: a last line on standard error with an exit code that is not 0; its own failures end with 1
-and one line; without a terminal it passes no signal on, and with one Ctrl-C is a key of the command's terminal.
+It acts as kubectl 1.32 did against a server. Standard error ends in a line with an exit code that is not 0. Its own failures end with
+1 and one line. Without a terminal it forwards no signal, and with one Ctrl-C is a key of the command's terminal.
 """
 
 from __future__ import annotations

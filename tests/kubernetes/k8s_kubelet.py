@@ -1,6 +1,6 @@
 """The kubelet's part, twice: pods that are real processes, and pods that only stand there.
 
-One machine stands for all nodes, so each launcher gets a loopback address of its own and the rendezvous a free port.
+One machine stands for all nodes, so each launcher gets its own loopback address and the rendezvous a free port.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Idle:
         return {}
 
     def ended(self, *_: Any) -> Any:
-        """None: it has not, and what else is asked of it needs nothing."""
+        """None: it has not, and other requests to it need nothing."""
 
     start = end = stop = ended
 
@@ -75,8 +75,8 @@ class Processes(Idle):
         self._ports: dict[str, int] = {}
 
     def mounts(self, name: str, spec: Object) -> dict[str, str] | None:
-        """Mount path → a folder of this machine: of a run directory that goes with its pod, which begins empty, and of the ConfigMaps
-        that a projected volume shows; None where one is missing."""
+        """Returns mount path → a folder of this machine. A run directory that goes with its pod begins empty. A projected volume shows
+        ConfigMaps. None: a ConfigMap is missing."""
         found = {}
         for volume in spec.get("volumes", []):
             folder = self.folder / f"volume-{name}-{volume['name']}"
@@ -115,7 +115,7 @@ class Processes(Idle):
         process = subprocess.Popen(
             command, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
-        # A container shows the processes of its own pod alone; here the launcher's mark stands for that.
+        # A container shows only its pod's processes; here the launcher's mark stands for that.
         self.cluster.kubectl.put(name, {**env, "LOCKSTEP_LAUNCHER": str(process.pid)}, self.folder)
         lines: list[str] = []
         self.cluster.logs[name] = lines
@@ -154,7 +154,7 @@ class Processes(Idle):
 
     @staticmethod
     def _kill_group(running: _Running) -> None:
-        if running.process.poll() is None:  # an id that was waited for may be somebody else's by now
+        if running.process.poll() is None:  # an id that was waited for may be another process's by now
             os.killpg(running.process.pid, signal.SIGKILL)
         running.process.wait(10)
         running.reader.join(10)
@@ -171,7 +171,7 @@ class Processes(Idle):
 
 
 def kill_tree(pid: int) -> None:
-    """The launcher's ranks have sessions of their own, so they are found by their parent."""
+    """Returns the launcher's ranks by their parent, since they have their own sessions."""
     for number in [pid, *(child for child, _, parent, _ in processes() if parent == pid)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """Nodes that die: the node lifecycle controller and the taint manager, on a clock that the test turns.
 
 Seen on Kubernetes 1.36: a node that has been silent for 40 s becomes `Unknown`. Its pods keep the phase Running and lose
-`Ready`; after five minutes they are marked for deletion, and stay so for ever: nobody is there to end them.
+`Ready`. After five minutes they are marked for deletion, and stay so for ever: no kubelet is there to end them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ EVICTED_AFTER = 300
 
 
 class Clock:
-    """Stands where a module of the product has `time`: its sleeping turns the clock, and what runs by it goes on."""
+    """Replaces `time` in a module of the product: its sleeping turns the clock, and all that runs by it continues."""
 
     def __init__(self, nodes: Nodes) -> None:
         self.now, self._nodes = 1_767_225_600.0, nodes  # the first second of 2026, as the objects' time stamps

@@ -1,9 +1,9 @@
 """The training-operator's part: its environment variables, its restart rule, its conditions and events.
 
-Written from what training-operator v1.9 does with workers, of which the first that succeeds ends the job: variables are
-appended after the template's; with `restartPolicy: ExitCode` a pod that failed with 128 or more (or without a code) is deleted
-and created again, uncounted; a lower code fails the job.
-A pod that admission refuses becomes an event on the job and is tried again. What it does it tells in events, as recorded.
+It follows training-operator v1.9 with workers, of which the first that succeeds ends the job. Variables are appended after the
+template's. With `restartPolicy: ExitCode` a pod that failed with 128 or more (or without a code) is deleted and created again,
+uncounted. A lower code fails the job.
+A pod that admission refuses becomes an event on the job and is tried again. The operator reports its actions in events, as recorded.
 `k8s_kubelet.py` runs the pods.
 """
 
@@ -178,7 +178,7 @@ class Operator:
 
 
 class Running(Operator):
-    """An operator that goes on by itself until `stop`, with real processes for pods."""
+    """An operator that works by itself until `stop`, with real processes for pods."""
 
     kubelet: Processes
 

@@ -79,9 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif fault is not None and fault.status:
             self._fail(fault.status, "Fault", fault.message, fault.headers)
-        elif (
-            "Authorization" not in self.headers and "" not in cluster.tokens
-        ):  # everybody may ask, and nobody is told anything
+        elif "Authorization" not in self.headers and "" not in cluster.tokens:  # an anonymous client may read nothing
             self._forbid("system:anonymous", url.path)
         elif self.headers.get("Authorization", "").removeprefix("Bearer ") not in cluster.tokens:
             self._fail(401, "Unauthorized", "Unauthorized")
@@ -308,7 +306,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _fail(
         self, status: int, reason: str, message: str, headers: dict[str, str] | None = None, **about: Any
     ) -> None:
-        """A Status that names what it is about; `about`: where the path does not say it."""
+        """Returns a Status that names its object; `about`: if the path does not name it."""
         value = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "message": message}
         if self.match is not None and status in _TOLD:
             group = self.match["group"].rpartition("/")[0]

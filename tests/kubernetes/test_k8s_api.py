@@ -172,7 +172,7 @@ def test_a_job_with_the_name_of_a_preparation_is_left_alone(backend: Any, cluste
 
 @contextlib.contextmanager
 def once_asked(cluster: Cluster, happens: Callable[[], object]) -> Iterator[None]:
-    """It happens when somebody has asked for the job, from here on."""
+    """It happens after a request for the job, from here on."""
     before = len(cluster.requests)
 
     def work() -> None:

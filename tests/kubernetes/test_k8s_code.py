@@ -111,7 +111,7 @@ def test_the_job_runs_what_was_submitted_whatever_is_edited_meanwhile(
 
 
 def submitting(wanted: JobSpec, cluster: Cluster, at: int) -> bool:
-    """Submits in a process of its own, which is killed before its change number `at` is carried out. Whether it came so far."""
+    """Submits in a process that is killed before its change number `at` is carried out. Returns whether it came so far."""
     killed = threading.Event()
     count = iter(range(1000))
     start, ready = os.pipe()

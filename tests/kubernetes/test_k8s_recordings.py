@@ -127,7 +127,7 @@ def test_deletion_in_the_foreground(server: ApiServer, cluster: Cluster) -> None
 
 
 def test_a_name_that_is_being_deleted(server: ApiServer, cluster: Cluster) -> None:
-    """Somebody else's finalizer holds it: a second DELETE changes nothing, and a POST is a conflict."""
+    """Another controller's finalizer holds it: a second DELETE changes nothing, and a POST is a conflict."""
     deleted, there, held, again, made = recorded("foreground")[4:]
     put(cluster, "pytorchjobs", "del", deleted["response_body"]["metadata"]["uid"], finalizers=["example.org/hold"])
     for row in (deleted, there):

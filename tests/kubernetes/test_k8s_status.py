@@ -270,7 +270,7 @@ def test_a_job_whose_node_has_died_is_cancelled_but_for_its_pod(
 
 @pytest.mark.promise("survivors", "goodput")
 def test_what_the_run_prints_of_itself_is_told_with_the_time_before_it(backend: Any, cluster: Cluster) -> None:
-    """Of a job whose other pod is lost, and whose ranks go on."""
+    """The job's other pod is lost, and its ranks continue."""
     job = product.manifests("k8s", SPEC.model_copy(update={"live": True}))[0][1]
     cluster.put("pytorchjobs", job | {"metadata": job["metadata"] | {"creationTimestamp": "2026-01-02T00:00:00Z"}})
     cluster.pod(

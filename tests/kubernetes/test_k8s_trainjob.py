@@ -1,4 +1,4 @@
-"""TrainJob beside PyTorchJob: the same commands, other names and conditions."""
+"""TrainJob compared to PyTorchJob: the same commands, other names and conditions."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ def test_a_trainjob_is_submitted_watched_and_read(backend: Any, cluster: Cluster
     assert policy["metadata"]["ownerReferences"][0]["kind"] == "TrainJob" and live["spec"]["suspend"] is False
     pod(cluster, 0, "Failed")
     pod(cluster, 1)
-    pod(
-        cluster, 0, suffix="zzzzz", day=2
-    )  # a batch Job keeps a failed pod beside the one that replaces it, under one index
+    pod(cluster, 0, suffix="zzzzz", day=2)  # a batch Job keeps a failed pod and its replacement, under one index
     found = backend.status("second")
     ranks = {part.name: part.ranks for part in found.ranks}
     assert (found.state, ranks) == ("running", {"second-node-0-0-zzzzz": [0, 1], "second-node-0-1-x7k2p": [2, 3]})

@@ -81,7 +81,7 @@ def test_an_old_policys_end_does_not_take_the_new_one_away(backend: Any, cluster
         cluster.say("smoke", {"type": "Succeeded"})
         backend.submit(SPEC, "replace")
         until(lambda: kept(cluster), 60, "the collection of the old one")
-        if again == 1:  # somebody has deleted it as kubectl does: the policy outlives the job
+        if again == 1:  # a user has deleted it as kubectl does: the policy outlives the job
             cluster.remove("pytorchjobs", "smoke")
             backend.submit(SPEC)
             until(lambda: kept(cluster), 60, "the collection of the old one")

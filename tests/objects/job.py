@@ -1,7 +1,7 @@
 """python tests/objects/job.py RUN_DIR URL [NAME=VALUE …]: 12 steps, a checkpoint every three, a score that is best at step 6.
 
-STEPS: how many; WAIT: a file that it waits for after step 9; FRESH: it starts over; SERVER, PACE: the port of the server, which it asks
-for so many seconds whether a checkpoint has arrived there before it makes the next one."""
+STEPS: how many; WAIT: a file that it waits for after step 9; FRESH: it starts over. SERVER: the port of the server.
+PACE: the seconds for which it asks there whether a checkpoint has arrived before it makes the next one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""moto's S3 server, in an environment of its own (its boto3 and our Kubernetes client cannot share one), and a proxy in front of it."""
+"""moto's S3 server, in its own environment (its boto3 and our Kubernetes client cannot share one), and a proxy in front of it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.processes import PYTHON, clean_env, free_port, poll, require, run, st
 MOTO = "moto[server]>=5.1.11"
 """From there on it compares the tag of a conditional write."""
 Fault = Callable[[int, str, str], str]
-"""(number of the request from 0, method, path) → what happens to it: "" or one of `FAULTS`, or a status; or `kill…`, which calls
-`Proxy.kill`; or `held`, for as long as `Proxy.held` is not set; or `spoiled`: the server gets one byte changed, and keeps it."""
+"""(number of the request from 0, method, path) → its fate: "" or one of `FAULTS`, or a status. Or `kill…`, which calls
+`Proxy.kill`. Or `held`, for as long as `Proxy.held` is not set. Or `spoiled`: the server gets one byte changed, and keeps it."""
 FAULTS = ("500", "503", "cut", "lost", "truncated", "flipped")
-"""A server's error; told to slow down; cut before the server has it; done, and the answer lost; half an answer; one byte changed in it."""
+"""A server's error; 503 SlowDown; cut before the server has it; done, and the answer lost; half an answer; one byte changed in it."""
 
 
 def environment(port: int, host: str = "127.0.0.1") -> dict[str, str]:
@@ -40,7 +40,7 @@ def moto(folder: Path, address: str = "127.0.0.1") -> Iterator[int]:
     tool = run([uv, "tool", "run", "--from", MOTO, "moto_server", "--help"])
     require(tool.code == 0, f"needs a package index, or uv's cache: {tool.output}")
     port = free_port()
-    log = folder / "moto.log"  # a pipe that nobody reads would hold it up
+    log = folder / "moto.log"  # a pipe without a reader blocks it
     words = shlex.join([uv, "tool", "run", "--from", MOTO, "moto_server", "-H", address, "-p", str(port)])
     with started(["sh", "-c", f"exec {words} > {log} 2>&1"]):
 

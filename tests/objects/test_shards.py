@@ -33,7 +33,7 @@ def here(proxy: Proxy, sent: str, tiny: list[str], tmp_path: Path) -> Node:
 
 
 class Node:
-    """Runs on a node with a disk of its own, and what they ask of the bucket."""
+    """Runs on a node with its own disk, and their requests to the bucket."""
 
     def __init__(self, proxy: Proxy, settings: list[str], folder: Path) -> None:
         self.proxy, self.settings, self.folder = proxy, settings, folder
@@ -58,7 +58,7 @@ class Node:
 
 @pytest.fixture(scope="module")
 def expected(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The weights of one rank that reads the shards of its own disk."""
+    """Returns the weights of one rank that reads the shards of its local disk."""
     run_dir = tmp_path_factory.mktemp("local") / "run"
     assert gang(1, "run", "smoke", "--run-dir", str(run_dir), "--set", *tiny, "epochs=1").code == 0
     return str(json.loads((run_dir / "summary.json").read_text())["weights_sha256"])

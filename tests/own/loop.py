@@ -1,7 +1,7 @@
 """python tests/own/loop.py RUN_DIR KIND [NAME=VALUE …]: three epochs over 190 noisy images, with a scheduler and an average.
 
-KIND: `batches` (Lockstep's order; LOOP_WORKERS processes load), `loader` (torch's DataLoader over a shuffled dataset),
-`part` (a permutation that the script draws itself), `cursor` (a loader that keeps its own place).
+KIND is `batches` (Lockstep's order; LOOP_WORKERS processes load) or `loader` (torch's DataLoader over a shuffled dataset).
+Or it is `part` (a permutation that the script draws itself) or `cursor` (a loader that keeps its own place).
 LOOP_EXACT=1: float64, no noise, dropout or batch statistics. LOOP_BATCH: samples of all ranks together a step.
 LOOP_HARD=1: micro-batches, clipping and a second optimizer, too.
 """

@@ -1,8 +1,8 @@
-"""python tests/own/survivors_job.py RUN_DIR KIND [NAME=VALUE …]: what a run has, under sync.name=exact, with an event `weights` a step.
+"""python tests/own/survivors_job.py RUN_DIR KIND [NAME=VALUE …]: a full run under sync.name=exact, with an event `weights` a step.
 
-KIND: `net` (loader processes, transforms that draw, batch norm, dropout, an average, a schedule, an evaluation each epoch), `gan` (two
-models that step in turn), `float16` (a loss scale that overflows at first), `part` (every rank draws the whole batch, and takes its part).
-`thrown`: a step that is thrown away. `twice`: two Sessions. `summed`, `changed`, `grouped`, `of_rank`: what cannot go on.
+KIND: `net` (loader processes, transforms that draw, batch norm, dropout, an average, a schedule, an evaluation each epoch). `gan`: two
+models that step in turn. `float16`: a loss scale that overflows at first. `part`: every rank draws the whole batch, and takes its part.
+`thrown`: a step that is thrown away. `twice`: two Sessions. `summed`, `changed`, `grouped`, `of_rank`: runs that cannot continue.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def part(run: Session) -> None:
 
 
 def paced(run: Session, *words: Any, **named: Any) -> Any:
-    """A step that leaves a replacement the time to come, however busy the machine is, and each while a file `slow` is beside RUN_DIR."""
+    """A slow step, so that a replacement arrives on any busy machine. Each step is slow while a file `slow` is next to RUN_DIR."""
     if run.config["joins"] and run.steps > 20 and '"rank_joined"' not in (run.run_dir / "events.jsonl").read_text():
         time.sleep(1)
     if run.run_dir.with_name("slow").exists():
@@ -146,7 +146,7 @@ def small(run: Session) -> nn.Module:
 
 
 def summed(run: Session) -> None:
-    """What each rank has measured of its own samples is summed at the end of the epoch."""
+    """Sums at the end of the epoch the measurements of each rank's own samples."""
     model, data = small(run), Noisy()
     for _ in run.epochs(2):
         seen = 0
@@ -179,7 +179,7 @@ def changed(run: Session) -> None:
 
 
 def grouped(run: Session) -> None:
-    """The script has a process group of its own."""
+    """The script has its own process group."""
     model, data, group = small(run), Noisy(), dist.new_group() if run.size > 1 else None
     for _ in run.epochs(1):
         for x, _ in run.batches(data, 16):

@@ -1,4 +1,4 @@
-"""`run.evaluate`: every sample counts once, the bits are the same at any number of ranks, and nobody waits for an error of one rank."""
+"""`run.evaluate`: every sample counts once, the bits are the same at any number of ranks, and an error of one rank holds none up."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def start(
     """One start in `folder`, with short constants; `fate` is RANK:STEP before which that rank is killed.
 
     Args:
-        survive: under `launch --live`, with a restart for what cannot go on.
+        survive: under `launch --live`, with a restart for runs that cannot continue.
     """
     folder.mkdir(exist_ok=True)
     constants = json.dumps({**SMALL.get(name.removesuffix("_plain"), {}), **changed})

@@ -54,7 +54,7 @@ def _goodput(*runs: Path) -> dict[str, Any]:
 
 
 def _assert_adds_up(run_dir: Path, began: float, done: Result) -> dict[str, Any]:
-    """By a clock outside, from the first start until the script of the last one is through. Returns what is told of the run."""
+    """Compares with a clock outside, from the first start to the end of the last one's script. Returns the output on the run."""
     assert done.code == 0, done.output
     outside = max(map(float, re.findall(r"END (\S+)", done.output))) - began
     lines = [json.loads(line) for line in (run_dir / "time.jsonl").read_text().splitlines()]

@@ -256,7 +256,7 @@ for name, lines in json.loads(sys.argv[2]).items():
 
 @pytest.mark.promise("session-refuses")
 def test_what_cannot_be_meant_is_said(tmp_path: Path) -> None:
-    """Each in a run directory of its own, in a fork of one process."""
+    """Runs each in its own run directory, in a fork of one process."""
     cases = json.dumps({name: lines for name, (lines, *_) in WRONG.items()})
     done = python("-c", SCRIPT + EACH, str(tmp_path), cases, env=clean_env(LOCKSTEP_THREADS="1"))
     assert done.code == 0, done.output

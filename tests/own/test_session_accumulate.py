@@ -1,4 +1,4 @@
-"""Steps over several batches of a loader of one's own: the sums of the plain loop, also clipped by hand, after a kill, or an error."""
+"""Steps over several batches of a user's loader give the sums of the plain loop, also clipped by hand, after a kill, or an error."""
 
 from __future__ import annotations
 

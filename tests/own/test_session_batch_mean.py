@@ -1,5 +1,5 @@
-"""The function of a step is looked at once in a start. A loss that is no mean over samples, and a state that is carried from batch to
-batch, give other weights on several ranks or after a resume."""
+"""The function of a step is checked once in a start. A loss that is no mean over samples gives other weights on several ranks or after a
+resume. So does a state that is carried from batch to batch."""
 
 from __future__ import annotations
 

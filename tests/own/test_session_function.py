@@ -1,5 +1,5 @@
 """A step that is given as a function may be called again: in parts, at half the scale, for a diagnosis. One that is given as a loss
-is left out where it overflows. And a run has an end of its own."""
+is left out where it overflows. And a run has its own end."""
 
 from __future__ import annotations
 

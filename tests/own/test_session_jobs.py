@@ -45,7 +45,7 @@ def lockstep(tmp_path: Path) -> Iterator[Lockstep]:
 
 
 def submit(lockstep: Lockstep, folder: Path, *words: str, code: int = 0, **more: object) -> str:
-    """What the job said, once it has ended."""
+    """Returns the job's output, once it has ended."""
     job = {"name": "own", "command": ["python", "tiny.py"], "ranks_per_node": 1, "max_restarts": 0, **more}
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
     lockstep("submit", "local", "job.yaml", *words)

@@ -47,7 +47,7 @@ PAST = [
     ("ddp", "all", "{}", "ignore"), ("ddp", "rank1", "{}", "stop"), ("ddp", "all:3", "{find_unused: true}", "stop"),
     (product.POWERSGD, "rank1:3", "{find_unused: true}", "stop"), ("zero1", "changed", "{}", "stop"),
 ]  # fmt: skip
-"""rank1: the other one waits for that rank's gradients in its backward pass, and is told at the same step."""
+"""rank1: the other one waits for that rank's gradients in its backward pass, and gets the error at the same step."""
 
 
 @pytest.mark.parametrize(("sync", "how", "options", "looks"), PAST)

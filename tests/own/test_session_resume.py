@@ -1,4 +1,4 @@
-"""A loop of one's own that was killed, or signalled, goes on to the same bits."""
+"""A user's loop that was killed, or signalled, resumes to the same bits."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ with Session(sys.argv[1], "log.format=json") as run:
     output = start(epochs)
     assert {name: (run_dir / name).read_bytes() for name in names} == before
     assert [event for event in events(run_dir) if event["event"] in ("done", "epoch", "step", "checkpoint")] == told
-    # Whoever reads the lines gets the same numbers once more.
+    # A reader of the lines gets the same numbers once more.
     said = [json.loads(line) for line in output.splitlines() if line.startswith('{"event": "done"')]
     assert said == [{"event": "done", **json.loads(before["summary.json"])}], output
     again = json.loads((run_dir / "status.json").read_text())

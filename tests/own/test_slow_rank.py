@@ -11,9 +11,9 @@ from tests.events import events
 from tests.own.job import script
 
 QUIET, MOST, PACE, DELAY, SAMPLES = 15, 600, 0.2, 0.3, 4
-"""Steps before the rank becomes slow, and at most; seconds of each rank's computing in a step, and of the slow rank's wait for its data;
-samples of a rank. Ten seconds of steps are needed, and as many as tell the rank's from what a busy machine does to both. So the run ends
-when it is named."""
+"""Steps before the rank becomes slow, and at most. Seconds of each rank's computing in a step, and of the slow rank's wait for its data.
+Samples of a rank. Ten seconds of steps are needed, and enough steps to distinguish the rank's slowness from a busy machine's. So the run
+ends when the rank is named."""
 JOB = f"""
 import sys, time
 from pathlib import Path

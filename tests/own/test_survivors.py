@@ -1,4 +1,4 @@
-"""`launch --live`: ranks are killed, and the others end in the very weights of a run that nobody disturbs. Real processes, real signals."""
+"""`launch --live`: ranks are killed, and the others end in the very weights of an undisturbed run. Real processes, real signals."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def readable(run_dir: Path, newest: int | None = None) -> list[dict[str, Any]]:
 
 
 def hashes(run_dir: Path) -> list[tuple[int, str]]:
-    """(step, sha256 of the weights) as they were told, in order."""
+    """Returns (step, sha256 of the weights) of the events, in order."""
     return [(event["step"], event["sha256"]) for event in readable(run_dir) if event["event"] == "weights"]
 
 
@@ -125,7 +125,7 @@ def disturb(launcher: Process, run_dir: Path, draw: random.Random, moments: list
     for kind, moment in moments:
         number, pause = draw.choice((1, 1, 1, 2)), draw.choice((0.0, 0.001, 0.01, 0.05))
         which = {0: signal.SIGSTOP, 1: signal.SIGSTOP, 9: signal.SIGTERM}.get(int(10 * draw.random()), signal.SIGKILL)
-        # So many that the others cannot go on end the run, saved.
+        # A loss of so many that the others cannot continue ends the run, saved.
         number = 1 if which == signal.SIGTERM else number
         after = draw.choice(("weights", "evaluation", "checkpoint", "log", "regrouped")) if kind == AGAIN else kind
         waited_from: float | None = None

@@ -1,5 +1,5 @@
-"""`launch --live` on two nodes, each in a network namespace of its own: ranks and nodes are lost, cut off and told to leave, and come
-anew; the weights are those of a run that nobody disturbs. Real processes, a real cable."""
+"""`launch --live` on two nodes, each in its own network namespace: ranks and nodes are lost, cut off and signalled, and come
+anew. The weights are those of an undisturbed run. Real processes, a real cable."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The wheel and the sdist: what is in them, and what the wheel does beside some packages and not others.
+"""The wheel and the sdist: their content, and the wheel's behaviour next to some packages and without others.
 
-uv builds them. The environments are made of links to what is installed here, so they need no index, and an installation
-that finds something missing fails.
+uv builds them. The environments are made of links to the packages that are installed here. So they need no index, and an
+installation that lacks a package fails.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TRAINS = ("train", "k8s", "slurm")
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel that was made of it. Built in a copy: setuptools writes beside the sources."""
+    """A folder with the sdist, and the wheel that was made of it. Built in a copy: setuptools writes next to the sources."""
     folder = tmp_path_factory.mktemp("built")
     uv("build", "--out-dir", str(folder), cwd=copy_to(folder / "checkout"))
     return folder
@@ -190,7 +190,7 @@ print("trained", NAME)
 
 
 def test_a_project_with_packages_training_and_jobs_uses_lockstep(installed: Installed, tmp_path: Path) -> None:
-    """Its Session runs beside them, and they travel with its job."""
+    """Its Session runs next to them, and they travel with its job."""
     programs, project = installed(*TRAINS), tmp_path / "project"
     net = "import torch\n\n\nclass Net(torch.nn.Linear):\n    def __init__(self):\n        super().__init__(3, 1)\n"
     for package, module, text in (("training", "net", net), ("jobs", "names", "NAME = 'theirs'\n")):

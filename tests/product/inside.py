@@ -1,4 +1,4 @@
-"""Modules of the product, imported when a test uses something of them: what dispatches is tested without torch."""
+"""Modules of the product, imported when a test uses a name of them: the tests of job dispatch need no torch."""
 
 from __future__ import annotations
 

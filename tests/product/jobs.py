@@ -84,7 +84,7 @@ def execute(job_backend: Any, name: str, command: list[str], rank: int, streams:
 
 
 PROGRAM = "import sys; sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main import main; main()"
-"""`python -c PROGRAM WORDS` is `lockstep WORDS` as a process of its own."""
+"""`python -c PROGRAM WORDS` is `lockstep WORDS` as a separate process."""
 
 
 def local(folder: Path, bare: bool = True) -> Any:
@@ -147,7 +147,7 @@ def words_of_rank(spec: JobSpec, *more: str) -> list[str]:
 
 
 def short_grace(patch: pytest.MonkeyPatch) -> None:
-    """A local job that does not end after its grace is killed soon, and soon said to live still."""
+    """A local job that does not end after its grace is killed soon, and soon reported as still alive."""
     patch.setattr("lockstep.jobs.command.GRACE_MARGIN", -3)
     patch.setattr("lockstep.jobs.local.supervise.KILL_SECONDS", 2)
 

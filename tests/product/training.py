@@ -107,7 +107,7 @@ def mlp() -> Any:
 
 
 def metrics() -> Any:
-    """A rank's metrics, which nobody serves."""
+    """A rank's metrics, without a server."""
     import torch
 
     return _metrics.Metrics("x", 0, torch.device("cpu"))
@@ -306,7 +306,7 @@ class StrategyLoop:
             dist.barrier()
 
     def load(self, file: Path) -> None:
-        """Goes on where `save` was called, on any number of ranks."""
+        """Resumes where `save` was called, on any number of ranks."""
         import torch
 
         packed = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
@@ -370,5 +370,5 @@ class RunBegun:
         return _augment.normalise(self.recipe.batches.source.samples.all()[0], self.config.data, torch.float32, False)
 
     def write_metrics(self) -> None:
-        """This rank's file of metrics, as it is written every few seconds."""
+        """Returns this rank's file of metrics, which is written every few seconds."""
         self.loop.run.exporter._write_textfiles()

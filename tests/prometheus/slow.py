@@ -1,8 +1,8 @@
-"""A network with a steady step, and a rank that is told to be slow: `LOCKSTEP_TEST_SLOW=1:backward` or `1:data`.
+"""A network with a steady step, and a rank that a variable makes slow: `LOCKSTEP_TEST_SLOW=1:backward` or `1:data`.
 
 `LOCKSTEP_TEST_HOLD=FILE` holds every rank in its 20th training pass until FILE is there; the third one gives NaN.
-With `LOCKSTEP_TEST_TOGETHER` the ranks wait for one another in that pass, where it is no wait for a sum: whatever the machine
-does to one of them, none is a straggler.
+With `LOCKSTEP_TEST_TOGETHER` the ranks wait for one another in that pass, where it is no wait for a sum. So none is a straggler,
+whatever the machine does to one of them.
 """
 
 from __future__ import annotations

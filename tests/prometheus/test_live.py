@@ -40,7 +40,7 @@ def _running(words: list[str], server: Prometheus, **env: str) -> Iterator[subpr
 
 
 def _end(process: subprocess.Popen[str], code: int = 75) -> str:
-    """Preempts the run; what it had said."""
+    """Preempts the run, and returns its output."""
     process.terminate()
     output, _ = process.communicate(timeout=240)
     assert process.returncode == code, output
@@ -142,7 +142,7 @@ def _served(run_dir: Path) -> list[str]:
 
 
 def _own(text: str) -> dict[str, float]:
-    """What a rank serves that has no label of its own and stands still, without the prefix of its names."""
+    """Returns a rank's series that have only the common labels and stand still, without the prefix of their names."""
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     values = {
         sample.name.removeprefix("training_"): sample.value

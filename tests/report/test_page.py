@@ -24,7 +24,7 @@ IN_A_NAME = "<script>alert(1)<!-- \"' onload=x {{ 7 * 7 }}"
 
 
 def run_directory(path: Path, text: str = "plain", events: list[dict[str, Any]] | None = None) -> Path:
-    """A run of two ranks that was preempted and has ended. `text` stands wherever somebody else may have chosen the words."""
+    """A run of two ranks that was preempted and has ended. `text` stands wherever another user may have chosen the words."""
     path.mkdir(parents=True)
     about = {
         "config": {"recipe": text, "model": text, text: {text: text}}, "world": {"size": text, "launcher": text},
@@ -227,7 +227,7 @@ def test_a_hundred_thousand_readings_take_little_memory_and_page(tmp_path: Path)
 
 
 def test_millions_of_lines_without_an_event_cost_seconds(tmp_path: Path) -> None:
-    """Somebody has filled the events with lines that are none."""
+    """A user has filled the events with invalid lines."""
     run = run_directory(tmp_path / "run")
     with (run / "events.jsonl").open("ab") as file:
         file.write(b"[\n" * (100 << 20))

@@ -162,7 +162,7 @@ def test_in_chromium(
     assert page.title().startswith("Lockstep report: ")
     other = "light" if scheme == "dark" else "dark"
     page.emulate_media(color_scheme=other)  # while it is open
-    _drawn(page, other)  # told with the next frame
+    _drawn(page, other)  # drawn with the next frame
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != ground
     assert all(new[2] != old[2] for new, old in zip(page.evaluate(INK), drawn))
     assert said == [] and [url for url in asked if not url.startswith("data:")] == [out.as_uri()]

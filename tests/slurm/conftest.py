@@ -1,4 +1,4 @@
-"""A real SLURM on this machine: two nodes, each a slurmd in namespaces of its own. One with accounting, one without.
+"""A real SLURM on this machine: two nodes, each a slurmd in its own namespaces. One with accounting, one without.
 
 The suite skips where SLURM or the rights for namespaces are missing, and fails instead where CI is set.
 """
@@ -31,7 +31,7 @@ HERE = Path(__file__).parent / "cluster"
 NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "unshare", "nsenter", "ip", "slurmdbd", "sacctmgr", "mariadbd")
 
 accounted = pytest.mark.parametrize("cluster", ["accounting"], indirect=True)
-"""For a test of what the accounting knows, or of submitit alone, which asks nobody else.
+"""For a test of the accounting's knowledge, or of submitit alone, which asks only the accounting.
 
 All others run on a cluster without accounting, where nothing but the controller and the job's own files can give an answer.
 """
@@ -105,7 +105,7 @@ def missing() -> str | None:
 
 
 def _free_ports(stack: contextlib.ExitStack) -> int:
-    """The first of 20 ports in a row that nobody uses, below those that jobs under SLURM take.
+    """Returns the first of 20 unused ports in a row, below those that jobs under SLURM take.
 
     The last one is kept, unused, until the stack is left: another run of these tests does not take the same ones.
     """
@@ -245,7 +245,7 @@ LATER = {"patch": {"begin": "now+1hour"}}
 
 
 def lockstep(*words: str, bound: float = 120) -> subprocess.CompletedProcess[str]:
-    """The command, in a process of its own."""
+    """Runs the command in a separate process."""
     program = "import sys; sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main import main; main()"
     return subprocess.run([PYTHON, "-c", program, *words], capture_output=True, text=True, timeout=bound)
 

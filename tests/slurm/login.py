@@ -1,4 +1,4 @@
-"""A login node for tests: a real sshd before the real SLURM, with files of its own.
+"""A login node for tests: a real sshd before the real SLURM, with its own files.
 
 It sees the cluster's folder, as the nodes do, and nothing of the laptop's; the laptop sees an empty folder of that name.
 The laptop's only program is ssh.

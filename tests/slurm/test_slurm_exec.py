@@ -23,7 +23,7 @@ def begun(bench: Bench, name: str, ranks: int = 2) -> None:
 
 
 def said(name: str, command: str, rank: int = 0) -> str:
-    """The output of a shell command beside a rank."""
+    """Returns the output of a shell command on a rank's node."""
     done = lockstep("exec", "slurm", name, "--rank", str(rank), "--", "sh", "-c", command)
     assert done.returncode == 0, done
     return done.stdout
@@ -47,7 +47,7 @@ def test_a_command_is_on_the_ranks_node_of_that_part_of_the_array(bench: Bench) 
 def test_in_apptainer_the_command_is_in_a_container_of_the_jobs_image(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one of its own, from which the rank's process may not be seen."""
+    """The command runs in its own container, from which the rank's process may not be visible."""
     stand_in(
         bench, monkeypatch, 'echo "$*" >> "$(dirname "$0")/words"',
         '[ "$1" = env ] && exec unshare --pid --fork --mount-proc "$@"', until="env",

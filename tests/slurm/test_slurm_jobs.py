@@ -118,7 +118,7 @@ def test_cancel_while_running_saves_and_is_not_undone(bench: Bench) -> None:
     bench.cluster.ask("scancel", job.job_id)
     found = bench.wait("runs")
     assert (found.state, found.code) == ("cancelled", 75) and events(job.run)[-1]["event"] == "preempted", found
-    bench.cluster.idle()  # nobody is left who could ask for a requeue
+    bench.cluster.idle()  # no process is left that could ask for a requeue
     assert bench.cluster.ask("squeue", "-h", "-t", "pending,running,completing") == "", "nobody has requeued it"
     assert bench.backend.status("runs").state == "cancelled"
 

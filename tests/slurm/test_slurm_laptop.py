@@ -1,4 +1,4 @@
-"""A job's whole life on a real SLURM from a laptop, over a real ssh to a login node whose files the laptop does not have."""
+"""A job's whole life on a real SLURM from a laptop, over a real ssh to a login node with other files."""
 
 from __future__ import annotations
 

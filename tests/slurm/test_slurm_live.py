@@ -1,4 +1,4 @@
-"""`live: true` on a real SLURM: a task is a node's launcher; ranks and nodes are lost, and the others end in the weights of a run
+"""`live: true` on a real SLURM: a task is a node's launcher. Ranks and nodes are lost, and the others end in the weights of a run
 without loss."""
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def test_the_machine_that_submits_remembers_where_the_job_is(
 
 @pytest.fixture
 def ranks(laptop: Site) -> Site:
-    """A job that runs on one node, where srun starts what it is given."""
+    """A job that runs on one node, where srun starts the given command."""
     laptop.record()
     laptop.does("squeue", "echo '7|node1'")
     laptop.does("scontrol", f"case $* in *hostnames*) echo node1;; *) echo '{RUNNING}';; esac")

@@ -1,4 +1,4 @@
-"""What SLURM has not answered says nothing about a job, and a submission that was interrupted is found again.
+"""A missing answer of SLURM says nothing about a job, and an interrupted submission is recovered.
 
 `site` has programs in place of SLURM's: `down` makes one fail, `does` gives it a script, `shows` an answer of scontrol.
 """
@@ -85,7 +85,7 @@ def test_the_accounting_does_not_answer_for_a_job_that_the_controller_has_forgot
     site.down("sacct", NO_DATABASE)
     for words in (STATUS, CANCEL, SUBMIT, LIST):
         unanswered(site, words)
-    # What the ranks have left of it needs no accounting, and where there is none nobody else can tell.
+    # The ranks' own notes need no accounting, and without accounting no other source knows.
     site.down("sacct", NO_ACCOUNTING)
     done = site.run("status", "slurm", "mine")
     assert done.returncode == EXIT_LOST and "no longer knows the job" in done.stdout, done

@@ -1,7 +1,7 @@
 """python tests/sync/exact_job.py RUN_DIR KIND [NAME=VALUE …]: two epochs under sync.name=exact, with an event `weights` a step.
 
-KIND: `transformer` (dropout, clipping, AdamW, 117 sequences in batches of 19), `gan` (two models and optimizers, batch norm, noise that
-the function draws), `float16` (a loss scale that overflows at first). EXACT_END=STEP:SIGNAL:RANK: that rank sends itself the signal
+KIND: `transformer` (dropout, clipping, AdamW, 117 sequences in batches of 19). `gan`: two models and optimizers, batch norm, noise that
+the function draws. `float16`: a loss scale that overflows at first. EXACT_END=STEP:SIGNAL:RANK: that rank sends itself the signal
 after the step, once.
 """
 

@@ -73,7 +73,7 @@ def of_one_rank(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> An
 def numbers(run_dir: Path) -> Any:
     """What the run tells of losses and scores: they steer schedules, early stops and the choice of the best."""
     names, found = ("train_loss", "test_loss", "accuracy", "examples_seen"), {}
-    for event in events(run_dir, "epoch"):  # one that ends after a kill, too, is told twice
+    for event in events(run_dir, "epoch"):  # an epoch that ends again after a kill is reported twice
         told = [event[name] for name in names]
         assert found.setdefault(event["epoch"], told) == told, f"epoch {event['epoch']} of {run_dir}"
     return found
@@ -91,8 +91,8 @@ RANKS = [2, 3, *(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in (4,
 def test_every_step_ends_in_the_same_bits(
     tmp_path: Path, data_root: Path, of_one_rank: Any, kind: str, ranks: int
 ) -> None:
-    """Recipes and loops with batch norm, dropout, augmentation, averages, clipping, two models, a loss scale or a schedule on the loss;
-    and batches that no number of ranks divides."""
+    """Recipes and loops with batch norm, dropout, augmentation, averages, clipping, two models, a loss scale or a schedule on the loss.
+    Also batches that no number of ranks divides."""
     expected, told = of_one_rank(kind)
     done = train(kind, ranks, tmp_path / "run", data_root)
     assert done.code == 0 and "warning" not in done.output, done.output
@@ -201,7 +201,7 @@ def test_a_machine_that_computes_other_bits_does_not_resume(
     longer = ["epochs=3"] if kind in RECIPES else []
     assert train(kind, 2, run_dir, data_root, EXACT_END="5:TERM:0").code == (0 if longer else 75)
     before = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
-    # A process of its own: torch reads the variables while it is imported.
+    # A separate process: torch reads the variables while it is imported.
     done = run([PYTHON, *line(kind, run_dir, data_root, *longer)], clean_env(**variables))
     assert done.code == 2 and different in done.output and "Traceback" not in done.output, done.output
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == before

@@ -38,7 +38,7 @@ def _mpiexec() -> list[str]:
     told = subprocess.run(["mpiexec", "--version"], capture_output=True, text=True, timeout=60).stdout
     require("Open MPI" in told or "OpenRTE" in told, "mpiexec is not Open MPI's")
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    # Open MPI binds each rank to a core of its own, and mistakes a container's share for the whole machine.
+    # Open MPI binds each rank to its own core, and mistakes a container's share for the whole machine.
     return ["mpiexec", *root, "--oversubscribe", "--bind-to", "none", "-np", "2", PYTHON]
 
 

@@ -1,4 +1,4 @@
-"""`launch --live`: which ranks are lost, what the others are told, when all start again, and what is left at the end: nothing.
+"""`launch --live`: which ranks are lost, which news the others get, when all start again. At the end nothing is left.
 
 The ranks are small programs without torch, and the test asks the launcher's store in their place.
 """
@@ -46,7 +46,7 @@ class Live:
         """Of each rank of this start: its process and a child."""
 
     def begin(self, start: int = 0, ready: bool = True) -> None:
-        """Returns when the ranks of this start have begun, and, if they are to be `ready`, said so."""
+        """Returns when the ranks of this start have begun, and have reported it if they are to be `ready`."""
         files = [self._folder / f"{start}-{rank}" for rank in range(self._ranks)]
         poll(lambda: all(file.exists() for file in files), what=f"the ranks of start {start}")
         found = [json.loads(file.read_text()) for file in files]

@@ -1,6 +1,6 @@
-"""`launch --live` on several nodes: which nodes are lost, what the others are told, who comes anew, and how all end.
+"""`launch --live` on several nodes: which nodes are lost, which news the others get, who comes anew, and how all end.
 
-The nodes are launchers of one machine, each at an address of its own; the ranks are small programs without torch, and the test asks the
+The nodes are launchers of one machine, each at its own address. The ranks are small programs without torch, and the test asks the
 ranks' store in their place.
 """
 
@@ -102,7 +102,7 @@ class Nodes:
         return int(pid), env
 
     def begin(self, start: int = 0) -> list[int]:
-        """Returns the ranks' processes when all have begun and said so."""
+        """Returns the ranks' processes when all have begun and reported it."""
         found = [self.begun(rank, start) for rank in range(2 * self.nodes)]
         env = found[0][1]
         self.store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), None, False, timedelta(seconds=60))

@@ -18,7 +18,7 @@ KILLS = ((0, 8), (-1, 9))
 """Rank and forward pass of each. A resumed start begins at the newest even step below, so: in mid-epoch, one step after an epoch's
 end."""
 TABLE = [("ddp", 2), ("zero1", 3), (product.FSDP, 3), (product.POWERSGD, 3)]
-"""One of each engine, and each that remembers something of its own; `flat` is killed at random in tests/faults."""
+"""One strategy of each engine, and each one with its own memory; `flat` is killed at random in tests/faults."""
 
 
 @pytest.mark.promise("kill-resume")

@@ -74,8 +74,8 @@ class Row:
     """Of a lossy strategy: the largest distance to the exact weights after `STEPS` steps, relative to the way they have
     gone (L2). None: each weight is within 1e-6."""
     sum_error: float | None = None
-    """Of a lossy strategy that rounds: an element of one sum on w ranks is off by at most w · `sum_error` of the sum of the
-    parts' magnitudes, over 40 orders of magnitude. None: not measured."""
+    """Error of a lossy strategy that rounds. An element of one sum on w ranks is off by at most w · `sum_error` of the sum of the
+    parts' magnitudes. That holds over 40 orders of magnitude. None: not measured."""
     step_bytes: float | Bytes = 4
     """What a rank hands to collectives in a step: bytes for each element of the parameters, or a function."""
     sent_early: bool = False
@@ -115,8 +115,8 @@ ROWS: dict[str, Row] = {
 CASES = {name for name, row in ROWS.items() if not row.variants_only}
 RANKLESS = {name for name, row in ROWS.items() if not row.ranks}
 ONLY = os.environ.get("LOCKSTEP_STRATEGY") or None
-"""Train this strategy alone, while one writes it: LOCKSTEP_STRATEGY=flat pytest -k flat. Ranks do not have the variable: they are
-told the names."""
+"""Train this strategy alone, while one writes it: LOCKSTEP_STRATEGY=flat pytest -k flat. Ranks do not have the variable: they get
+the names."""
 CHOSEN = [name for name in ROWS if ONLY in (None, name, name.partition(",")[0])]
 if not CHOSEN and ONLY not in product.strategies():
     pytest.fail(f"LOCKSTEP_STRATEGY={ONLY} is no strategy: name one of {product.strategies()}", pytrace=False)
@@ -190,7 +190,7 @@ def _reference(
     build: Callable[[], nn.Module], steps: int, clip: float = 0.0, mark: int = 0, fill: bool = False, few: int = 0,
     toggle: int = -1,
 ) -> Tensors:  # fmt: skip
-    """Plain PyTorch in one process. With `fill`, a gradient that is not there counts as zero; `few`: samples in step `FEW`;
+    """Plain PyTorch in one process. With `fill`, a missing gradient counts as zero. `few`: samples in step `FEW`;
     `toggle`: the step before which a layer is frozen, or unfrozen."""
     model = _fresh(build)
     optimizer = _sgd(model.parameters())
@@ -224,7 +224,7 @@ class Run(product.StrategyLoop):
         self, number: int, pieces: int = 1, clip: float = 0.0, samples: int = BATCH, forget: bool = True,
         announce: bool = True, spoil: float | None = None,
     ) -> None:  # fmt: skip
-        """With `forget` unset the optimizer is told to forget the gradients, with `announce` unset `accumulate` is left out.
+        """With `forget` unset the optimizer's own `zero_grad` is called, with `announce` unset `accumulate` is left out.
 
         `spoil` replaces the gradient of this rank's first logit.
         """
@@ -347,7 +347,7 @@ def _plain_step(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _sparse(world: World, name: str) -> Tensors | str:
-    """The weights after one step with a sparse gradient, or what was said against it."""
+    """Returns the weights after one step with a sparse gradient, or the error that refuses it."""
     row = ROWS[name]
     strategy, model = product.strategy(name.partition(",")[0], row.bucket_mb, row.options), _embedded()
     try:
@@ -400,7 +400,7 @@ def by_size(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank of which gang found something, for the message of a failure."""
+    """Names the rank and the worker group of a failure, for its message."""
 
     name: str
     size: int

@@ -1,4 +1,4 @@
-"""What `Fsdp` holds in full: a block at a time in a step, a tensor at a time in a save; and which parts are blocks."""
+"""`Fsdp` holds in full one block at a time in a step, one tensor at a time in a save. And which parts are blocks."""
 
 from __future__ import annotations
 

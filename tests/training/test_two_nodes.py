@@ -46,7 +46,7 @@ class TestOneNodeStillPreparesItsData:
     def test_the_others_wait_as_long_as_it_works(self, tmp_path: Path) -> None:
         with running(*self.started(tmp_path)) as gang:
             self.begun(gang, tmp_path)
-            with pytest.raises(AssertionError):  # nobody ends, for longer than a collective may take
+            with pytest.raises(AssertionError):  # no rank ends, for longer than a collective may take
                 poll(lambda: any(one.poll() is not None for one in gang.processes), 13)
             (tmp_path / "slow/go").touch()
             self.assert_told(gang.wait(240), 0, "")

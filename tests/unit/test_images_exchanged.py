@@ -1,4 +1,4 @@
-"""Images in a folder that somebody else may write: what is a file when it is listed may be a link when it is opened."""
+"""Images in a folder that another user may write to: a file in the listing may be a link when it is opened."""
 
 from __future__ import annotations
 

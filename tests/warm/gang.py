@@ -32,7 +32,7 @@ class Gang:
         self.processes: list[Process] = []
         with contextlib.ExitStack() as stack:
             stack.callback(self.end)
-            # Each write goes to the end of the file, whoever writes.
+            # Each write goes to the end of the file, from any process.
             shared = os.open(f"/proc/self/fd/{self.output.fileno()}", os.O_WRONLY | os.O_APPEND)
             stack.callback(os.close, shared)
             port = free_port()

@@ -1,8 +1,8 @@
 """python -m tests.warm.launcher launch …: `python -m lockstep.training launch …`, whose ranks are forked in place of started.
 
-A launcher that is forked itself has everything imported. Before it has threads it forks a nursery, which forks the ranks:
-processes of their own, in their own sessions, and children of the launcher, as a nursery's orphans are given to it. What tells
-one from a rank of a launcher from a shell are command line and environment in /proc; so it has its rank as its name there.
+A launcher that is forked itself has everything imported. Before it has threads it forks a nursery, which forks the ranks. They are
+separate processes, in their own sessions, and children of the launcher, as a nursery's orphans are given to it. They differ from ranks
+of a launcher from a shell in command line and environment in /proc. So each has its rank as its name there.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Nursery:
 
 
 def _nursed(requests: socket.socket, parent: int) -> Callable[[], None]:
-    """Returns in each rank, with what it is to do; ends with the parent."""
+    """Returns in each rank, with the work of that rank; ends with the parent."""
     while True:
         message, streams = receive(requests)
         if not message:

@@ -166,7 +166,7 @@ class _Server:
             if self.process is not None and last:
                 self.process.wait(60)
             elif self.process is not None:
-                self.process.returncode = 0  # it goes on for the others: Python is not to warn of it
+                self.process.returncode = 0  # it continues for the others: Python is not to warn of it
         self.requests.close()
 
 

@@ -1,10 +1,9 @@
 """python -u -m tests.warm.server FD
 
-Forks a Python process for each request that comes from those who connect to the socket FD. Importing torch and the package
-costs 2.3 seconds of CPU time, a fork some milliseconds. What is forked is a process as one from a shell: in a session of its
-own, with the signals, standard streams, variables, folder, arguments and `__main__` that were asked for; it ends by itself
-with its own exit code, output and exit functions. Two things differ: what it prints is not
-buffered, and the interpreter is not torn down.
+Forks a Python process for each request of a client of the socket FD. Importing torch and the package costs 2.3 seconds of
+CPU time, a fork some milliseconds. A forked process is like one from a shell: it has its own session, and the requested
+signals, standard streams, variables, folder, arguments and `__main__`. It ends by itself with its own exit code, output and
+exit functions. Two things differ: its output is not buffered, and the interpreter is not torn down.
 
 Nothing may run beside the main thread when it forks: another thread's locks would stay locked in the child. So OpenMP and
 OpenBLAS get one thread before they are loaded, and /proc/self/task is looked at before each fork.
@@ -72,8 +71,8 @@ def _leave_loaded() -> None:
 
 
 def _collapse() -> None:
-    """Memory in pages of 2 MB, as far as the kernel does that: a fork copies the entry of each page, and half a gigabyte has
-    a hundred thousand small ones. What a child writes is still copied by 4 KB."""
+    """Asks for memory in pages of 2 MB, as far as the kernel does that. A fork copies the entry of each page, and half a gigabyte has
+    a hundred thousand small ones. Pages that a child writes are still copied by 4 KB."""
     advise = ctypes.CDLL(None).madvise
     for line in Path("/proc/self/maps").read_text().splitlines():
         bounds, mode, *_, inode = line.split()[:5]
@@ -112,7 +111,7 @@ class Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def serve(self) -> Callable[[], None]:
-        """Returns in each child, with what it is to do; never in the server."""
+        """Returns in each child, with the child's work; never in the server."""
         while True:
             ready, _, _ = select.select([self.listener, self._woken, *self.clients], [], [])
             for source in ready:
@@ -161,7 +160,7 @@ class Server:
             if pid == 0:
                 return
             _, told = self.running.pop(pid)
-            with contextlib.suppress(BrokenPipeError):  # nobody waits any more
+            with contextlib.suppress(BrokenPipeError):  # no client waits any more
                 os.write(told, f"ended {os.waitstatus_to_exitcode(status)}\n".encode())
             os.close(told)
 
@@ -169,7 +168,7 @@ class Server:
         """A test process is gone, perhaps killed: so is what it started. With the last one the server ends."""
         for pid, (asked, _) in self.running.items():
             if asked is client:
-                for kill in (os.killpg, os.kill):  # one that was forked just now has no group of its own yet
+                for kill in (os.killpg, os.kill):  # a process that was forked just now has not its own group yet
                     with contextlib.suppress(ProcessLookupError):
                         kill(pid, signal.SIGKILL)
         self.clients.remove(client)
@@ -187,7 +186,7 @@ class Server:
 
 
 def become(request: dict[str, Any], streams: list[int]) -> Callable[[], None]:
-    """Makes a forked process like one from a shell, in a session of its own, and returns what it is to do (`leave`).
+    """Makes a forked process like one from a shell, in its own session, and returns its work (`leave`).
 
     Args:
         request: its words, env and cwd; the signals that it blocks, if any.

@@ -1,4 +1,4 @@
-"""Whose a folder above the jobs may be, and what is said of a run."""
+"""The permitted owners of a folder above the jobs, and the report on a run."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from lockstep.training import files
 def test_no_name_can_be_foreseen_and_a_link_there_is_not_followed(
     write: Callable[[Path, bytes], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever may write in the folder does not know what a file is called until it takes its place."""
+    """A user who may write in the folder does not know a file's name until it takes its place."""
     used, rename = [], os.rename
     for name in ("rename", "replace"):
         monkeypatch.setattr(os, name, lambda one, two: (used.append(Path(one).name), rename(one, two)))

@@ -1,4 +1,4 @@
-"""Who is said to hang: a rank that others wait for, and no script that does something else between two steps."""
+"""A rank that others wait for is reported as hanging, and no script that does something else between two steps."""
 
 from __future__ import annotations
 

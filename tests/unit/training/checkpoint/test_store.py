@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: every bit comes back, damage is found, and a power cut or a kill finds whole ones under their names."""
+"""Checkpoints on the disk: every bit comes back, damage is detected, and a power cut or a kill leaves whole ones under their names."""
 
 from __future__ import annotations
 

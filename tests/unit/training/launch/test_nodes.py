@@ -64,7 +64,7 @@ def test_the_first_node_writes_over_what_others_write(served: dist.TCPStore, tmp
     nodes.announce(word)
     own = served.get("job/word")
     bomb = pickle.dumps(_Bomb(tmp_path / "ran"))
-    served.add("job/count", 1)  # somebody reports
+    served.add("job/count", 1)  # a node reports
     for value in (bomb, base64.b64encode(bomb), b"", b"x" * (2 << 20), word.model_dump_json().encode(), b"\xff"):
         for key in ("word", "report/1"):
             served.set(f"job/{key}", value)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A user's own arrays: .npz, and .npy beside its labels; and files that are not arrays."""
+"""A user's own arrays: .npz, and .npy next to its labels; and files that are not arrays."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ BAD: dict[str, dict[str, bytes]] = {
     r"uint8 images \[n, h, w, c\]": {**GOOD, "samples": _npy(IMAGES.astype(np.int64))},
     "not a finite": {**GOOD, "samples": _npy(np.where(VECTORS > 2, np.nan, VECTORS))},
 }
-"""What is wrong; three of them say how to do it, and are found by that."""
+"""What is wrong; three of them say how to do it, and match by that."""
 
 
 @pytest.mark.promise("hostile-files")
