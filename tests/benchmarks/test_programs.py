@@ -50,7 +50,7 @@ def test_a_program_prints_its_figures_and_records_them(name: str, tmp_path: Path
     assert all(row["median"] > 0 and row["n"] == 1 for row in result.get("figures", {}).values())
 
 
-def test_survivors_end_in_the_weights_of_the_run_that_nobody_disturbed(tmp_path: Path) -> None:
+def test_survivors_end_in_the_weights_of_the_undisturbed_run(tmp_path: Path) -> None:
     output, result = _run(["benchmarks/survivors.py", "--only", "live", "--rounds", "1"], tmp_path / "out.json")
     runs = result["runs"]["live"]
     assert {run["weights"] for run in runs} == {result["undisturbed"]["live"]["weights"]}, output

@@ -15,7 +15,7 @@ from tests.product import JobSpec
 pytestmark = [pytest.mark.containers, pytest.mark.promise("object-stores")]
 
 
-def test_another_job_goes_on_where_the_first_has_ended(
+def test_another_job_resumes_where_the_first_has_ended(
     jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It begins with an empty volume for its run directory."""

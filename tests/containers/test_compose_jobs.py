@@ -250,7 +250,7 @@ TRAPS = "trap 'echo got; exit 5' INT; echo ready; while :; do sleep 0.05; done"
 
 
 @pytest.mark.promise("exec")
-def test_a_command_beside_a_rank_hears_signals_and_has_a_terminal(jobs: Jobs) -> None:
+def test_a_command_in_a_rank_gets_signals_and_has_a_terminal(jobs: Jobs) -> None:
     """The engine itself passes no signal on without a terminal."""
     spec = jobs.spec("inside", command=["python", "-c", WAITS], ranks_per_node=1)
     jobs.backend.submit(spec)

@@ -219,7 +219,7 @@ def test_top_asks_no_longer_and_nowhere_else(tmp_path: Path, redirects: bool) ->
 
 @pytest.mark.promise("other-users")
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to another user")
-def test_an_endpoint_of_somebody_else_names_no_other_host(tmp_path: Path) -> None:
+def test_an_endpoint_of_another_user_names_no_other_host(tmp_path: Path) -> None:
     """`lockstep top` would ask whom he likes, as this user. 127.0.0.2 is none of this machine's own names."""
     with _served(tmp_path, True, "127.0.0.2") as (endpoint, server):
         os.chown(endpoint, 4712, -1)

@@ -76,7 +76,7 @@ def _launched(*words: str, cwd: Path = ROOT) -> Result:
 
 
 @pytest.mark.promise("bad-input")
-def test_why_a_program_cannot_be_started_is_said(tmp_path: Path) -> None:
+def test_the_reason_why_a_program_cannot_be_started_is_printed(tmp_path: Path) -> None:
     (tmp_path / "exe.sh").touch(0o755)
     (tmp_path / "train.py").touch(0o644)
     for word, told in (("exe.sh", "./exe.sh"), ("train.py", "python train.py"), ("none", "none")):

@@ -150,7 +150,7 @@ def test_a_server_that_no_longer_answers_keeps_no_signal_waiting(tmp_path: Path)
             first.send_signal(signal.SIGCONT)
 
 
-def test_an_elastic_job_goes_on_without_a_node_that_is_lost_at_the_end(tmp_path: Path) -> None:
+def test_an_elastic_job_continues_without_a_node_that_is_lost_at_the_end(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "--nodes", "1:2", "--max-restarts", "1")
     with nodes.node(0, "echo $WORLD_SIZE >> worlds; while ! test -e here; do sleep 0.05; done; touch done") as first:
         with nodes.node(1, f"touch here; {WAIT}"):

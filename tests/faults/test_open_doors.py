@@ -54,7 +54,7 @@ def test_only_a_network_is_called(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("no-foreign-code")
-def test_a_run_directory_runs_no_code_of_its_own(job: Job, tmp_path: Path) -> None:
+def test_a_run_directory_runs_no_code_unless_it_is_trusted(job: Job, tmp_path: Path) -> None:
     """Another user may have written the directory. `evaluate`, `export` and `report` import no model that it names, unless
     `--trust-model` is given."""
     job.ranks = 1

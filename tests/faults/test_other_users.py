@@ -197,7 +197,7 @@ def test_what_another_user_writes_into_the_ports_of_a_run_runs_no_code_and_chang
         job.assert_gone()
 
 
-def test_an_address_that_somebody_else_wrote_into_the_store_is_one_line(job: Job) -> None:
+def test_an_address_that_another_user_wrote_into_the_store_is_one_line(job: Job) -> None:
     """Another user's key stands where gloo reads a peer's address, with a length that no memory holds. The ranks end with one line."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     store.set("default_pg/0/0/0//cpu//0/1", b"9" * 5000)

@@ -61,7 +61,7 @@ def test_the_rank_that_hangs_is_named_and_ended(tmp_path: Path, kind: str, launc
 
 
 @pytest.mark.promise("named-rank")
-def test_one_that_goes_on_by_itself_is_no_longer_said_to_hang(tmp_path: Path) -> None:
+def test_a_rank_that_continues_by_itself_is_no_longer_reported_as_hanging(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     command = [*LAUNCH, "--ranks", "2", "--", PYTHON, "-u", str(SCRIPT), str(run_dir), "held"]
     with started(command, clean_env()) as launcher:

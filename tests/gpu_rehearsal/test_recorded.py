@@ -99,7 +99,7 @@ def test_nothing_waits_in_a_recorded_step_of_one_graph(tmp_path: Path, data_root
         assert _without_readings(rank) == _waits(graphs=1, looks_for_nan=False)
 
 
-def test_where_one_rank_cannot_record_all_go_on_eagerly_and_say_so(tmp_path: Path, data_root: Path) -> None:
+def test_if_one_rank_cannot_record_all_continue_eagerly_and_report_it(tmp_path: Path, data_root: Path) -> None:
     """Rank 1 looks at its activations, which makes the host wait: CUDA refuses, and torch leaves the capture cleanly."""
     peeking = f"{NETS}:Peeking"
     _, eager = trained(tmp_path / "eager", data_root, model=peeking)

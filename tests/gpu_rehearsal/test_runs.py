@@ -122,7 +122,7 @@ def test_a_signal_to_one_rank_ends_both_saved(tmp_path: Path, data_root: Path, o
     assert differing(saved(tmp_path / "run"), on_cpu()) == []
 
 
-def test_the_others_go_on_where_nccl_waits_for_a_lost_rank(tmp_path: Path, data_root: Path, on_cpu: OnCpu) -> None:
+def test_the_others_continue_while_nccl_waits_for_a_lost_rank(tmp_path: Path, data_root: Path, on_cpu: OnCpu) -> None:
     """It is killed within a step. The others wait for it on their GPUs, as no error would tell them of it."""
     changes = {"sync__name": "exact", "model": "tests.nets:DyingPlain"}
     words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), *settings(data_root, **changes)]

@@ -17,7 +17,7 @@ OWN = str(Path(__file__).parent / "own.py")
 SETTINGS = ["checkpoint.every_steps=2", "metrics.enabled=false", "log.report=false"]
 
 
-def test_pinned_batches_a_scaler_and_micro_batches_that_a_signal_ended_go_on_to_the_bits_of_the_cpu(
+def test_pinned_batches_a_scaler_and_micro_batches_that_a_signal_ended_resume_to_the_bits_of_the_cpu(
     tmp_path: Path,
 ) -> None:
     words = {

@@ -77,7 +77,9 @@ def test_without_the_look_for_nan_no_step_waits(tmp_path: Path, data_root: Path,
     assert [set(rank.found["step"]) - READING for rank in gang.ranks] == [{RESIDENT}] * 2
 
 
-def test_powersgd_on_the_cpu_beside_gpus_is_refused_before_anything_is_trained(tmp_path: Path, data_root: Path) -> None:
+def test_powersgd_on_the_cpu_while_gpus_are_visible_is_refused_before_anything_is_trained(
+    tmp_path: Path, data_root: Path
+) -> None:
     """torch's hook fails there in the first step that it compresses."""
     changes = settings(data_root, device="cpu", sync__name=product.POWERSGD)
     words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), *changes]

@@ -55,7 +55,7 @@ def test_golden(name: str) -> None:
     assert product.manifest(composed(spec)) == text and not errors(spec)
 
 
-def test_what_is_rendered_means_what_was_said() -> None:
+def test_the_rendered_file_means_the_same_as_the_job() -> None:
     gpu = composed(JobSpec.of(SPECS["compose-gpu"]))["services"]
     assert gpu["node-0"]["environment"]["PRICE"] == "5$$ a $${NAME}", "what a shell would expand"
     assert gpu["node-0"]["environment"]["WANDB_API_KEY"] is None, "taken from the environment, never written"

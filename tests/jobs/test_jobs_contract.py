@@ -190,7 +190,7 @@ with world.script() as me:
 """
 
 
-def test_how_it_ended_is_told_apart(bench: Bench) -> None:
+def test_the_ways_in_which_a_job_ends_are_distinguished(bench: Bench) -> None:
     """Three side by side; the last is a script of one's own, in the environment that each backend gives a `command:`."""
     ends = {"usage": ("import sys; sys.exit(2)", "failed", 2), "crash": ("import sys; sys.exit(5)", "failed", 1),
             "joins": (JOINS, "succeeded", 0)}  # fmt: skip
@@ -240,7 +240,7 @@ def beside(bench: Bench, name: str, *command: str, rank: int = 0, stdin: bytes =
 
 
 @pytest.mark.promise("exec")
-def test_a_command_beside_a_rank(bench: Bench) -> None:
+def test_a_command_in_a_rank(bench: Bench) -> None:
     backend, spec = bench.backend, bench.spec("long", LONG)
     backend.submit(spec)
     until(lambda: len([*backend.logs("long")]) == 2, BOUND, "both ranks")

@@ -105,7 +105,7 @@ def test_cancelled_submitted_again_and_started_over(
         assert (run_dir / "events.jsonl").read_text().startswith(kept)
 
 
-def test_a_submitted_job_has_a_directory_of_its_own(backend: Any, tmp_path: Path) -> None:
+def test_a_submitted_job_has_its_own_directory(backend: Any, tmp_path: Path) -> None:
     """A run of the recipe by hand does not make the submitted job complete: each has its own directory. Under any umask, no other user
     may write into either."""
     values = _overrides(tmp_path) | {"epochs": 1}

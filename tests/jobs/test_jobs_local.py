@@ -165,7 +165,7 @@ def test_500_jobs_are_listed_at_one_look_at_the_processes(backend: Any, done: Pa
 
 @pytest.mark.promise("other-users")
 @pytest.mark.parametrize("mode", [0o777, 0o770], ids=oct)
-def test_a_folder_that_somebody_else_could_write_is_not_used(backend: Any, done: Path, mode: int) -> None:
+def test_a_folder_that_another_user_can_write_to_is_not_used(backend: Any, done: Path, mode: int) -> None:
     """Another user could plant a record there, with which `cancel` would end any process, and `submit` run any command."""
     backend.folder.chmod(mode)
     uses: list[Callable[[], object]] = [

@@ -88,7 +88,7 @@ def test_an_expired_login_and_a_server_that_is_away_end_commands_with_69(server:
         assert done.returncode == 69 and told in done.stderr and done.stderr.count("\n") == 1, done
 
 
-def test_a_credential_plugin_is_asked_once_and_its_words_are_told(server: ApiServer, tmp_path: Path) -> None:
+def test_a_credential_plugin_is_called_once_and_its_message_is_printed(server: ApiServer, tmp_path: Path) -> None:
     """The plugin's own error is shown. Without its token the client would be anonymous, and the server would answer 403."""
     plugin, asked = tmp_path / "plugin", tmp_path / "asked"
     config = yaml.safe_load(server.kubeconfig(tmp_path / "kubeconfig").read_text())

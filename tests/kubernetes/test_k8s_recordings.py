@@ -189,7 +189,7 @@ SAID = {
 
 @pytest.mark.promise("k8s-states")
 @pytest.mark.parametrize("row", recorded("jobs"), ids=lambda row: row["job"]["metadata"]["name"])
-def test_what_is_said_of_a_real_servers_objects(server: ApiServer, row: Recorded, tmp_path: Path) -> None:
+def test_the_status_of_a_real_servers_objects(server: ApiServer, row: Recorded, tmp_path: Path) -> None:
     """Jobs, pods and events as they were, for the command that a person types."""
     cluster, job = server.cluster, row["job"]
     server.kubeconfig(tmp_path / "kubeconfig", namespace="lockstep")

@@ -208,7 +208,7 @@ def test_why_a_pod_was_replaced_and_how_often(backend: Any, cluster: Cluster, op
     )
 
 
-def test_who_failed_is_told_when_its_pod_is_gone(backend: Any, cluster: Cluster, operator: Operator) -> None:
+def test_the_failed_rank_is_named_when_its_pod_is_gone(backend: Any, cluster: Cluster, operator: Operator) -> None:
     """The operator ends a job with the first pod that fails, and deletes those that still run."""
     backend.submit(SPEC)
     operator.round()
@@ -269,7 +269,7 @@ def test_a_job_whose_node_has_died_is_cancelled_but_for_its_pod(
 
 
 @pytest.mark.promise("survivors", "goodput")
-def test_what_the_run_prints_of_itself_is_told_with_the_time_before_it(backend: Any, cluster: Cluster) -> None:
+def test_the_progress_that_the_run_prints_is_shown_with_the_time_before_it(backend: Any, cluster: Cluster) -> None:
     """The job's other pod is lost, and its ranks continue."""
     job = product.manifests("k8s", SPEC.model_copy(update={"live": True}))[0][1]
     cluster.put("pytorchjobs", job | {"metadata": job["metadata"] | {"creationTimestamp": "2026-01-02T00:00:00Z"}})

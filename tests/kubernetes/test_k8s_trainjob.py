@@ -79,7 +79,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_who_refuses_a_trainjob_is_told(backend: Any, cluster: Cluster, case: str) -> None:
+def test_the_component_that_refuses_a_trainjob_is_named(backend: Any, cluster: Cluster, case: str) -> None:
     status, message, told = REFUSED[case]
     cluster.faults.append(Fault("POST", "/trainjobs", status=status, message=message, times=2))
     with pytest.raises(UserError, match=told):
@@ -88,7 +88,7 @@ def test_who_refuses_a_trainjob_is_told(backend: Any, cluster: Cluster, case: st
     assert row.result == "missing" and re.search(told, row.detail)
 
 
-def test_pods_that_are_refused_are_told(backend: Any, cluster: Cluster) -> None:
+def test_pods_that_are_refused_are_reported(backend: Any, cluster: Cluster) -> None:
     """The event is on the batch Job that makes the pods. `status` finds it there, and gives the reason."""
     backend.submit(SPEC)
     pod(cluster, 0)

@@ -56,7 +56,7 @@ def before(cluster: Cluster, method: str, what: str, work: Callable[[], object])
     cluster.arrived = arrived
 
 
-def test_what_lockstep_did_not_make_is_left_as_it_is(backend: Any, cluster: Cluster) -> None:
+def test_objects_that_lockstep_did_not_make_stay_unchanged(backend: Any, cluster: Cluster) -> None:
     """Neither a policy that has the job's name, nor a job."""
     ours = copy.deepcopy(cluster.put("networkpolicies", {"metadata": {"name": "smoke"}, "spec": {"podSelector": {}}}))
     backend.submit(SPEC)
@@ -121,9 +121,7 @@ def test_no_pod_runs_before_what_belongs_to_the_job_is_there(
     assert kept(cluster) and backend.status("smoke").state == "running"
 
 
-def test_a_quota_that_is_used_up_by_the_job_itself_keeps_nobody_from_finishing_it(
-    backend: Any, cluster: Cluster
-) -> None:
+def test_a_quota_that_the_job_itself_uses_up_keeps_no_submit_from_finishing_it(backend: Any, cluster: Cluster) -> None:
     """It is asked before the store: 403 is also the answer to what is there already."""
     cluster.faults.append(Fault("PATCH", "pytorchjobs", drop=True, times=5))
     with pytest.raises(Unreachable):

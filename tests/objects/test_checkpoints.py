@@ -407,7 +407,7 @@ def test_what_could_not_be_sent_is_sent_by_the_next_start(
         (b" " * (5 << 20), "has 5242880 bytes, at most 4194304 are read"),
     ],
 )
-def test_a_head_of_somebody_else_is_left_alone(
+def test_a_head_of_another_program_is_left_alone(
     text: bytes, says: str, server: int, proxy: Proxy, tmp_path: Path
 ) -> None:
     name = new()

@@ -60,7 +60,7 @@ def assert_shown_alike(proxy: Proxy, run_dir: Path, url: str, cwd: Path) -> None
     assert tables[0] == tables[1] and pages[0] == pages[1] and len(pages[0]) > 10_000
 
 
-def test_a_run_that_another_node_goes_on_with_has_its_whole_history(
+def test_a_run_that_another_node_resumes_has_its_whole_history(
     server: int, proxy: Proxy, expected: str, tmp_path: Path
 ) -> None:
     name = new()

@@ -210,7 +210,7 @@ WANTED = {
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_error_is_said_on_all_ranks_and_nobody_waits(tmp_path: Path, ranks: int) -> None:
+def test_an_error_is_raised_on_all_ranks_and_no_rank_waits(tmp_path: Path, ranks: int) -> None:
     done = script(ranks, CODE + ERRORS, tmp_path / "run")
     assert done.code == 0, done.output
     by_rank = json.loads((tmp_path / "run/files/told.json").read_text())

@@ -255,7 +255,7 @@ for name, lines in json.loads(sys.argv[2]).items():
 
 
 @pytest.mark.promise("session-refuses")
-def test_what_cannot_be_meant_is_said(tmp_path: Path) -> None:
+def test_arguments_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
     """Runs each in its own run directory, in a fork of one process."""
     cases = json.dumps({name: lines for name, (lines, *_) in WRONG.items()})
     done = python("-c", SCRIPT + EACH, str(tmp_path), cases, env=clean_env(LOCKSTEP_THREADS="1"))
@@ -388,7 +388,7 @@ with Session(sys.argv[1]) as run:
     assert re.search("epoch +step +seconds +accuracy +wer +train loss +samples/s\r\n", shown), shown
 
 
-def test_a_batch_that_the_ranks_cannot_share_is_said_once_in_the_words_of_a_script(tmp_path: Path) -> None:
+def test_a_batch_that_the_ranks_cannot_share_is_reported_once_in_the_words_of_a_script(tmp_path: Path) -> None:
     lines = """
 with Session(sys.argv[1]) as run:
     m, o = make(run)
@@ -419,7 +419,7 @@ with Session(sys.argv[1], "checkpoint.every_seconds=1", "checkpoint.keep=100") a
     assert len(events(tmp_path / "run", "checkpoint_written")) > 3, "the last one is that of the end"
 
 
-def test_a_script_that_goes_on_has_its_handlers_back(tmp_path: Path) -> None:
+def test_a_script_that_continues_has_its_handlers_back(tmp_path: Path) -> None:
     code = """
 import signal, sys
 from lockstep import Session
@@ -504,7 +504,7 @@ def test_another_script_or_other_settings_are_refused(tmp_path: Path) -> None:
     assert words.code == 2 and "did you mean 'checkpoint.every_steps'" in words.output, words.output
 
 
-def test_an_epoch_goes_on_with_the_batches_it_was_begun_with(tmp_path: Path) -> None:
+def test_an_epoch_resumes_with_the_batches_it_was_begun_with(tmp_path: Path) -> None:
     """A script leaves its loop in the middle of an epoch, and the session saves. The next start resumes with the remaining batches."""
     run_dir = tmp_path / "run"
     assert _train(run_dir, STOP=2).code == 0

@@ -61,7 +61,7 @@ SAYS = {
 
 @pytest.mark.promise("named-rank")
 @pytest.mark.parametrize("kind", SAYS)
-def test_an_error_of_the_scripts_own_blames_nobody_else(kind: str, tmp_path: Path) -> None:
+def test_an_error_of_the_script_blames_no_other_rank(kind: str, tmp_path: Path) -> None:
     done = script(2, SCRIPT, tmp_path / "run", kind)
     assert done.code == 1 and SAYS[kind] in done.output and "Traceback" in done.output, done.output
     assert "rank 0 did not arrive" not in done.output, done.output

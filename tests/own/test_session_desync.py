@@ -85,6 +85,6 @@ def test_a_rank_that_leaves_alone_is_named_within_seconds(tmp_path: Path, kind: 
     assert status["code"] == 1 and sentence in status["reason"]
 
 
-def test_ranks_that_leave_alike_go_on(tmp_path: Path) -> None:
+def test_ranks_that_leave_alike_continue(tmp_path: Path) -> None:
     done = script(3, SCRIPT, tmp_path / "run", "all break", "flat")
     assert done.code == 0 and "rank 1" not in done.output.replace("rank 1: port", ""), done.output

@@ -106,7 +106,7 @@ def test_an_overflow_on_one_rank_leaves_out_the_step_of_a_loss_on_all(tmp_path: 
 
 
 @pytest.mark.promise("half-precision")
-def test_the_scale_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_the_scale_resumes_where_it_was(tmp_path: Path) -> None:
     assert train(tmp_path / "calm", scaled=True).code == 0
     left = train(tmp_path / "run", scaled=True, fate="1:13:LEAVE")
     assert left.code == 0 and "SCALE" not in left.output, left.output
@@ -161,7 +161,7 @@ def test_dropout_differs_between_the_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("session-resume")
-def test_a_run_of_so_many_steps_goes_on_with_more(tmp_path: Path) -> None:
+def test_a_run_of_so_many_steps_resumes_with_more(tmp_path: Path) -> None:
     """Twelve steps end in the middle of an epoch of ten. A start with sixteen resumes there."""
     for steps in (12, 16):
         done = train(tmp_path / "run", steps=steps)

@@ -74,7 +74,9 @@ def test_a_job_keeps_the_run_where_it_says_and_starts_over_once(lockstep: Lockst
         assert len(moved) == 1 and len(events(moved[0], "epoch")) == len(events(run_dir, "epoch")) == 1
 
 
-def test_what_a_program_without_a_session_does_not_see_is_said(lockstep: Lockstep, tmp_path: Path) -> None:
+def test_settings_that_a_program_without_a_session_does_not_see_are_reported(
+    lockstep: Lockstep, tmp_path: Path
+) -> None:
     said = submit(lockstep, tmp_path, command=["python", "-c", "pass"], overrides={"seed": 3})
     assert "warning" in said and "opened no Session" in said
 

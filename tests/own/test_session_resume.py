@@ -50,7 +50,7 @@ FATES: dict[str, tuple[str, dict[str, str], str, int]] = {
 
 @pytest.mark.promise("signals")
 @pytest.mark.parametrize("what", FATES)
-def test_disturbed_once_it_goes_on_to_the_same_bits(calm: Calm, tmp_path: Path, what: str) -> None:
+def test_a_run_that_is_disturbed_once_resumes_to_the_same_bits(calm: Calm, tmp_path: Path, what: str) -> None:
     kind, variables, fate, code = FATES[what]
     disturbed = job(tmp_path / "run", "flat", 2, kind, **variables)
     left = disturbed.go(LOCKSTEP_TEST_FATE=fate)
@@ -79,7 +79,7 @@ def test_a_signal_to_every_process_of_the_job(calm: Calm, tmp_path: Path) -> Non
     assert_same(disturbed, calm("flat", 2, "loader", LOOP_WORKERS="2"))
 
 
-def test_a_learning_rate_that_the_checkpoint_overrules_is_said_once(tmp_path: Path) -> None:
+def test_a_learning_rate_that_the_checkpoint_overrules_is_reported_once(tmp_path: Path) -> None:
     code = """
 import sys, torch
 from lockstep import Session
@@ -259,7 +259,7 @@ with Session(sys.argv[1]) as run:
 """
 
 
-def test_at_another_number_of_ranks_generators_that_are_alike_go_on(tmp_path: Path) -> None:
+def test_at_another_number_of_ranks_generators_that_are_alike_resume(tmp_path: Path) -> None:
     """Alike on all ranks when they were saved, and when they are made; another is named."""
     draws: list[dict[str, list[str]]] = []
     for ranks, *words in ((2, "1"), (1, "2"), (2, "3", "late")):

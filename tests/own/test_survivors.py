@@ -258,7 +258,7 @@ def test_what_cannot_be_taken_again_is_one_restart_with_a_reason(
         ("of_rank", "seed=0", "launch --live cannot go on without what a rank alone keeps, and keep_of_rank() has loader"),
     ],
 )  # fmt: skip
-def test_a_run_that_could_not_go_on_is_refused(kind: str, word: str, why: str, tmp_path: Path) -> None:
+def test_a_run_that_could_not_continue_is_refused(kind: str, word: str, why: str, tmp_path: Path) -> None:
     words = (word, "sync.options={}") if "flat" in word else (word,)
     with live(*command(tmp_path / "run", kind, *words, ranks=2)) as gang:
         done = gang.wait(BOUND)

@@ -160,7 +160,7 @@ def test_a_package_that_is_there_and_broken_is_not_called_missing(installed: Ins
     assert done.returncode == 1 and "Traceback" in done.stderr and "extra [" not in done.stderr, done.stderr
 
 
-def test_beside_torch_no_second_one_is_installed_and_the_wheel_trains(installed: Installed, tmp_path: Path) -> None:
+def test_no_second_torch_is_installed_and_the_wheel_trains(installed: Installed, tmp_path: Path) -> None:
     programs = installed(*TRAINS)
     site = next(programs.parent.glob("lib/python*/site-packages"))
     assert (site / "torch").is_symlink() and not (site / "lockstep").is_symlink()
@@ -240,7 +240,7 @@ def test_what_is_imported_is_declared() -> None:
         assert {one for package in packages for one in declared_as(package)} == declared(extra), extra
 
 
-def test_nobody_is_told_to_install_a_package_of_somebody_else() -> None:
+def test_no_message_advises_to_install_a_package_of_another_project() -> None:
     """`lockstep` on the public index is another project."""
     told = re.compile(r"pipx? install (?:-\S+ )*['\"]?lockstep(?![\w/.-])|(?<![\w/.-])lockstep\[[a-z0-9,]+\]")
     assert told.search("pip install -q lockstep") and not told.search(f"pip install '{DISTRIBUTION}[k8s]'")

@@ -95,7 +95,7 @@ def test_a_service_that_fails_costs_one_line(tiny: list[str], tmp_path: Path) ->
     assert done.code == 0 and done.output.count("tensorboard is off") == 1, done.output
 
 
-def test_a_tracker_that_is_not_installed_is_said_before_the_training(tiny: list[str], tmp_path: Path) -> None:
+def test_a_tracker_that_is_not_installed_is_reported_before_the_training(tiny: list[str], tmp_path: Path) -> None:
     shadow = tmp_path / "shadow/wandb"
     shadow.mkdir(parents=True)
     (shadow / "__init__.py").write_text("raise ImportError('not here')")

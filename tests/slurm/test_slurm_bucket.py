@@ -17,7 +17,7 @@ from tests.slurm.trainings import SETTINGS, Hold, assert_same, setting_words, tr
 pytestmark = [pytest.mark.promise("object-stores"), pytest.mark.promise("slurm-survives")]
 
 
-def test_the_example_goes_on_where_its_node_is_lost_with_its_disk(
+def test_the_example_resumes_after_its_node_is_lost_with_its_disk(
     bench: Bench, data_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster, hold = bench.cluster.folder, Hold(bench.folder / "hold", at=13)

@@ -145,7 +145,7 @@ def test_a_submission_whose_connection_breaks_is_whole(here: Laptop) -> None:
 
 
 @pytest.mark.promise("exec", "logs")
-def test_a_command_beside_a_rank_a_terminal_and_the_last_lines(here: Laptop) -> None:
+def test_a_command_in_a_rank_a_terminal_and_the_last_lines(here: Laptop) -> None:
     counts = f"import os\nfor n in range(20): print(n, 'of', os.environ['RANK'], flush=True)\n{WAITS}"
     here.submit(here.spec("inside", counts.replace("GO", f"{here.login.there}/go")))
     words = ("slurm", "inside", "--host", AT)

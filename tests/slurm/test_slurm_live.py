@@ -48,7 +48,7 @@ class Live(Training):
         return [pid for pid in found if parents.get(pid) not in found]
 
 
-def test_a_rank_then_a_node_is_lost_and_the_others_go_on(bench: Bench, undisturbed: Path) -> None:
+def test_a_rank_then_a_node_is_lost_and_the_others_continue(bench: Bench, undisturbed: Path) -> None:
     job = Live(bench, "going", max_restarts=0, at=14)  # beyond the first step, until which a loss ends all
     job.hold.reached()
     for rank in (0, 3):

@@ -194,21 +194,21 @@ def execute(site: Site, *words: str, data: bytes = b"") -> subprocess.CompletedP
 
 
 @shells
-def test_a_command_beside_a_rank_gets_its_words(ranks: Site, shell: str) -> None:
+def test_a_command_in_a_rank_gets_its_words(ranks: Site, shell: str) -> None:
     ranks.env["LOGIN_SHELL"] = shell
     done = execute(ranks, "sh", "-c", 'printf "%s|" "$@"; echo oh >&2; exit 7', "x", *ODD)
     assert (done.returncode, done.stdout) == (7, "".join(f"{word}|" for word in ODD).encode()), done
     assert done.stderr == b"oh\n"
 
 
-def test_a_command_beside_a_rank_gets_its_input_and_gives_its_code(ranks: Site) -> None:
+def test_a_command_in_a_rank_gets_its_input_and_gives_its_code(ranks: Site) -> None:
     data = os.urandom(3 << 20)
     done = execute(ranks, "cat", data=data)
     assert (done.returncode, done.stdout == data, done.stderr) == (0, True, b"")
     assert execute(ranks, "sh", "-c", "exit 255").returncode == 69, "which is ssh's, too"
 
 
-def test_followed_lines_come_at_once_and_nobody_follows_for_a_laptop_that_has_gone(laptop: Site) -> None:
+def test_followed_lines_come_at_once_and_no_process_follows_for_a_laptop_that_has_gone(laptop: Site) -> None:
     laptop.record()
     laptop.shows(RUNNING)
     log = laptop.kept / "submitit/7_0_log.out"

@@ -90,7 +90,7 @@ def test_the_script_takes_no_payload_from_a_folder_that_others_can_write(tmp_pat
     assert done.returncode == code, done
 
 
-def test_what_slurm_must_be_told() -> None:
+def test_the_options_that_slurm_must_get() -> None:
     spec = JobSpec.of({**BIG, "slurm": {**BIG["slurm"], "licenses": "matlab@server:2,ansys"}})
     text = product.slurm_script(spec, FOLDER)
     flags = dict(re.findall(r"#SBATCH --([a-z-]+)(?:=(\S+))?", text))

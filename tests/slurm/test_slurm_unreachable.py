@@ -57,7 +57,7 @@ def test_the_controller_does_not_answer(site: Site) -> None:
         unanswered(site, words)
 
 
-def test_an_outage_ends_no_job_and_what_was_known_last_is_said(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_ends_no_job_and_the_last_known_state_is_shown(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """A waiting job was "running" and then lost, also one that had succeeded meanwhile."""
     for name, value in site.env.items():
         monkeypatch.setenv(name, value)
@@ -130,7 +130,7 @@ def started(site: Site, *words: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env={**os.environ, **site.env}, stderr=subprocess.DEVNULL)
 
 
-def test_a_submission_goes_on_after_its_command_was_killed(site: Site) -> None:
+def test_a_submission_continues_after_its_command_was_killed(site: Site) -> None:
     """The command is killed while sbatch works. Other commands say that the job is being submitted, and find it when sbatch has ended."""
     site.does("sbatch", "while [ ! -e go ]; do sleep 0.05; done; echo Submitted batch job 8")
     with started(site, "submit", "slurm", site.file) as process:

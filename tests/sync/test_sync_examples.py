@@ -146,7 +146,7 @@ print("went through")
 
 
 @pytest.mark.promise("missing-gradients")
-def test_ddp_names_the_parameter_that_one_rank_left_out_and_nobody_waits() -> None:
+def test_ddp_names_the_parameter_that_one_rank_left_out_and_no_rank_waits() -> None:
     with running([["-c", DEAF]] * 2) as ranks:
         done = ranks.wait(300)  # less than the collectives' own timeout
     assert done.code != 0 and "went through" not in done.output

@@ -78,7 +78,7 @@ def test_a_full_disk_below_what_it_prints_costs_no_training(tiny: list[str], tmp
     assert (done.returncode, json.loads((tmp_path / "run/status.json").read_text())["code"]) == (0, 0)
 
 
-def test_the_summary_and_the_events_say_the_same_and_a_run_that_has_not_learned_is_told(
+def test_the_summary_and_the_events_agree_and_a_run_that_has_not_learned_is_reported(
     tiny: list[str], tmp_path: Path
 ) -> None:
     done = training("run", "smoke", "--run-dir", str(tmp_path / "run"), "--log-format", "json", "--set", *tiny)

@@ -123,7 +123,7 @@ HEARS = (
 """A launcher that does not look for what it may have missed."""
 
 
-def test_the_others_are_told_at_once_who_remains(tmp_path: Path) -> None:
+def test_the_others_learn_at_once_which_ranks_remain(tmp_path: Path) -> None:
     """Ranks are killed one by one, then two at once. After each loss the launcher writes down who remains; for the two it does so once."""
     require(hasattr(os, "pidfd_open"), "needs Linux")
     with live(tmp_path, 6, launcher=HEARS) as job:
@@ -178,7 +178,7 @@ WHY = {
 
 
 @pytest.mark.parametrize("why", WHY)
-def test_where_none_goes_on_all_start_again_as_often_as_they_may(why: str, tmp_path: Path) -> None:
+def test_if_none_can_continue_all_start_again_as_often_as_they_may(why: str, tmp_path: Path) -> None:
     with live(tmp_path, 3, "--max-restarts", "1", *(["--min-ranks", "3"] if why == "few" else [])) as job:
         for start in range(2):
             job.begin(start, ready=why != "late")

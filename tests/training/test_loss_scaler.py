@@ -15,7 +15,7 @@ pytestmark = pytest.mark.promise("half-precision")
 
 
 @pytest.mark.parametrize("strategy", ["flat", product.FSDP])
-def test_a_killed_float16_run_goes_on_to_the_same_bits(data_root: Path, tmp_path: Path, strategy: str) -> None:
+def test_a_killed_float16_run_resumes_to_the_same_bits(data_root: Path, tmp_path: Path, strategy: str) -> None:
     changes = {"precision": "float16", "sync.name": strategy, "loss.reduction": "sum", "lr": 0.002}
     whole, killed = (
         Job(tmp_path / name, data_root, 2, **changes, **LOSSY_START.get(strategy, {})) for name in ("whole", "killed")

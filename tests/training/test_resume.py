@@ -61,7 +61,7 @@ def test_every_single_step_can_be_the_last_one(undisturbed: Undisturbed, data_ro
 
 @pytest.mark.promise("other-world-size")
 @pytest.mark.parametrize("strategy", ["zero1", product.FSDP])
-def test_another_world_size_goes_on_with_the_same_samples(strategy: str, tmp_path: Path, data_root: Path) -> None:
+def test_another_world_size_resumes_with_the_same_samples(strategy: str, tmp_path: Path, data_root: Path) -> None:
     """A run is killed on 2 ranks, preempted on 3, and ended on 1. Weights, average and scores are those of the undisturbed run, up to
     the order of summation."""
     changes = {
@@ -84,7 +84,7 @@ def test_another_world_size_goes_on_with_the_same_samples(strategy: str, tmp_pat
     assert one["history"]["train_loss"] == pytest.approx(other["history"]["train_loss"], rel=1e-10)
 
 
-def test_channels_last_goes_on_bit_for_bit(data_root: Path, tmp_path: Path) -> None:
+def test_channels_last_resumes_bit_for_bit(data_root: Path, tmp_path: Path) -> None:
     """Neither a checkpoint nor an optimizer's state forgets the layout; fused optimizers would mix up elements."""
     changes = {"channels_last": "true", "optim.name": "adam", "lr": 0.005, "sync.name": "zero1"}
     whole, cut = (Job(tmp_path / name, data_root, 1, **changes) for name in ("whole", "cut"))

@@ -473,7 +473,7 @@ def test_one_sum_is_within_its_bound_of_rounding(by_size: Any, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", [name for name in CHOSEN if name in CASES])
-def test_a_checkpoint_goes_on_bit_for_bit_and_at_another_world_size(by_size: Any, name: str) -> None:
+def test_a_checkpoint_resumes_bit_for_bit_and_at_another_world_size(by_size: Any, name: str) -> None:
     for place in _places(by_size, name):
         place.check_same(f"from {place.size}", place.found["weights"])
         place.check_same(f"average from {place.size}", place.found["average"])

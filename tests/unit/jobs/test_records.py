@@ -15,7 +15,7 @@ from lockstep.jobs import records
 from lockstep.training.contract import UserError
 
 
-def test_a_group_of_ones_own_is_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_private_group_has_no_other_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each user has one, folders are made with 775."""
     me = pwd.struct_passwd(("ann", "x", 1000, 1000, "", "/home/ann", "/bin/sh"))
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: me)

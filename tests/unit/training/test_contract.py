@@ -13,7 +13,7 @@ from lockstep.training.contract import UserError, user_errors
         ({"RANK": "0", "SLURM_PROCID": "1"}, True), ({"PMI_RANK": "2"}, False),
     ],
 )  # fmt: skip
-def test_what_all_ranks_know_is_said_once(
+def test_an_error_of_all_ranks_is_printed_once(
     env: dict[str, str], speaks: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also under srun and mpiexec."""

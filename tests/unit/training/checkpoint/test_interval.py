@@ -37,7 +37,7 @@ def test_the_interval_is_bounded() -> None:
     assert _measured(0.001, write=100.0).seconds(0.0) == 200.0  # the disk must have done with one before the next
 
 
-def test_it_is_told_once_in_the_log(tmp_path: Path, tiny: list[str]) -> None:
+def test_the_interval_is_logged_once(tmp_path: Path, tiny: list[str]) -> None:
     """After four starts: one failed, two ended well, and the last one was killed."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/status.json").write_text(

@@ -92,7 +92,9 @@ def test_any_damage_is_found_and_the_one_before_is_used(writer: Writer, name: st
 
 
 @pytest.mark.promise("atomic-saves")
-def test_older_ones_go_only_after_the_new_one_was_read_back(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_checkpoints_are_removed_only_after_the_new_one_was_read_back(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in (1, 2):
         writer.save(step, _state(step)).result()
 

@@ -38,7 +38,7 @@ def test_only_who_has_the_secret_is_believed_and_only_at_that_place(served: dist
     assert SignedStore(served, "another-job", "ours").read("said") is None
 
 
-def test_a_key_that_somebody_else_deletes_holds_nobody_up(served: dist.TCPStore) -> None:
+def test_a_key_that_another_client_deletes_holds_no_caller_up(served: dist.TCPStore) -> None:
     """A rank that reads with `get` waits for the store's time-out, and holds the store's lock meanwhile."""
     assert stores.read(served, "deleted") == b"" and not served.check(["deleted"])
     for value in (b"\x00\xff", b"9" * 5000, b""):

@@ -149,7 +149,7 @@ ANY = {"LOCKSTEP_METRICS_ADDRESS": "any"}
         (World(launcher="slurm"), {}, None, False), (World(size=2, nodes=2), {}, None, False),
     ],
 )  # fmt: skip
-def test_on_one_machine_nobody_else_is_served(
+def test_on_one_machine_no_other_host_is_served(
     tmp_path: Path, world: World, env: dict[str, str], address: str | None, narrow: bool
 ) -> None:
     with _serving(tmp_path, world, env, **({"address": address} if address else {})) as made:
@@ -157,7 +157,7 @@ def test_on_one_machine_nobody_else_is_served(
         assert (made._server.socket.getsockname()[0] == "127.0.0.1") == narrow
 
 
-def test_what_is_in_the_way_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_obstacle_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics").write_text("no folder")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -229,7 +229,7 @@ def test_textfiles_elsewhere_and_file_sd(tmp_path: Path) -> None:
     assert 'run="my run"' in text and (elsewhere / "rank-00000.prom").read_text() == text
 
 
-def test_connections_that_ask_nothing_keep_nobody_out(tmp_path: Path) -> None:
+def test_idle_connections_keep_no_client_out(tmp_path: Path) -> None:
     """129 of them, from before: the oldest is closed."""
     with _serving(tmp_path), contextlib.ExitStack() as stack:
         port = _endpoint(tmp_path)["port"]

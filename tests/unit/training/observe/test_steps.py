@@ -86,6 +86,6 @@ def test_of_ranks_that_are_alike_none_is_named() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_what_somebody_else_has_left_in_the_store_is_nobodys(data: bytes) -> None:
+def test_values_that_a_stranger_left_in_the_store_are_no_ranks(data: bytes) -> None:
     post = steps._parsed(data)
     assert post is None or (post[1:] >= 0).all()

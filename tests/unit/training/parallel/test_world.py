@@ -117,7 +117,7 @@ def test_a_rank_gets_its_own_gpu_or_a_reason(monkeypatch: pytest.MonkeyPatch) ->
     assert choose_device(World(local_rank=2, local_size=3, size=3), "cpu") == torch.device("cpu")
 
 
-def test_a_second_group_of_one_process_is_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_group_of_one_process_gets_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Joining sets RANK and its like for torch, and leaving takes them back. Else a second join would read them as torchrun's."""
     for name in TORCHRUN | SLURM | MPI:
         monkeypatch.delenv(name, raising=False)
