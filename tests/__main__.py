@@ -35,7 +35,7 @@ SUITES = {
     "own": Suite("loops of your own on a Session", SHARED + "tests/own", "Open MPI for one row"),
     "sync": Suite("other launchers, and scripts that call the strategies", SCOPES + "tests/sync", "Open MPI"),
     "exercises": Suite(
-        "the modules' recipes, and every command that the pages print", "-n WORKERS --dist worksteal tests/exercises"
+        "the modules' recipes, and the commands of README and the tutorials", "-n WORKERS --dist worksteal tests/exercises"
     ),
     "k8s": Suite("manifests, and an API server and operator emulated over real sockets", SHARED + "tests/kubernetes"),
     "faults": Suite("killed, cut off, starved and hostile runs", SHARED + "tests/faults", "root"),
@@ -73,11 +73,9 @@ SUITES = {
 }
 NIGHTLY = [
     Suite(
-        "how-to pages, and the worked example",
-        "-n WORKERS -m nightly tests/exercises tests/kubernetes tests/jobs tests/training tests/own tests/packaging",
+        "programs of pages, and the worked example",
+        "-n WORKERS -m nightly tests/exercises tests/training tests/own tests/packaging",
     ),
-    Suite("how-to pages on SLURM", "-m nightly tests/slurm"),
-    Suite("how-to pages in containers", "-m 'nightly and not cuda_image' tests/containers"),
     Suite("every request to the object store", "-m nightly tests/objects"),
     Suite("the whole GPU rehearsal", SCOPES + "tests/gpu_rehearsal"),
     Suite("the runs of the suite gpu, on the CPU", "-n WORKERS tests/gpu"),

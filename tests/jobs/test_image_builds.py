@@ -52,6 +52,10 @@ def test_a_submission_takes_the_image_that_was_pushed_of_this_revision(tmp_path:
         for gpus in ([], ["gpus=4"])
     ]
     assert found == [f"--image {other}", f"--image {one}"]
+    words = ["make", "--dry-run", "submit-slurm", "NODES=2", "GPUS=4", "PROFILE=gpu-cluster", "SWEEP=lr=0.1,0.2"]
+    typed = run(words, env, cwd=here).output.split()
+    given = "slurm job.yaml --nodes 2 --gpus 4 --profile gpu-cluster --sweep lr=0.1,0.2"
+    assert typed[typed.index("submit") + 1 :] == given.split()
 
 
 ENGINE = """#!/bin/sh

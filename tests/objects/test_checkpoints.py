@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -21,7 +21,6 @@ from tests.events import events
 from tests.faults.test_launcher_nodes import two_namespaces
 from tests.objects.server import FAULTS, Proxy, environment, objects, put, read
 from tests.own.test_survivors import ranks_of
-from tests.printed import Reader, pages
 from tests.processes import PYTHON, ROOT, Result, poll, started
 from tests.ranks import live
 from tests.warm.gang import Gang, running
@@ -477,30 +476,3 @@ def test_a_store_that_compares_tags_without_their_quotes(
     proxy.unconditional = "if-match"
     done = go(proxy, tmp_path / "c", new())
     assert done.code == 1 and "the store has no conditional writes" in done.output, done.output
-
-
-class Place(Reader):
-    """A folder, and a bucket that is there."""
-
-    MARKER = "in a bucket"
-    CHECKS: ClassVar[dict[str, Callable[[Any, Result], None]]] = {
-        r".*runs/a": lambda _, done: done.output.index("Final validation accuracy"),
-        r".*runs/b": lambda _, done: done.output.index("Resuming at step"),
-        r"lockstep shard": lambda _, done: done.output.index("sent to s3://bucket/shards/digits"),
-        r".*runs/c": lambda here, done: next((here.folder / "data/shards/fetched").glob("[0-9a-f]*")),
-        r"lockstep doctor": lambda _, done: done.output.index("one attempt writes"),
-        r"lockstep goodput": lambda _, done: done.output.index("1 restart"),
-        r"lockstep top": lambda _, done: done.output.index("done"),
-        r"lockstep report": lambda _, done: done.output.index("smoke.html"),
-        r"lockstep export": lambda _, done: done.output.index("tensors of step"),
-        r"lockstep evaluate": lambda _, done: done.output.index("accuracy"),
-    }
-
-    def own(self, text: str) -> str:
-        return text.replace("s3://BUCKET", "s3://bucket")
-
-
-@pytest.mark.parametrize("page", pages(Place.MARKER))
-def test_a_page_as_it_is_printed(page: str, proxy: Proxy, tmp_path: Path) -> None:
-    path = f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"
-    Place(tmp_path, {**environment(proxy.port), "PATH": path}).reads(page)

@@ -12,11 +12,8 @@ import pytest
 import yaml
 
 from tests import product
-from tests.printed import PAGES, marked
-from tests.processes import run
 from tests.prometheus.servers import OBSERVABILITY, RULES, needs
 
-MARKER = "needs promtool"
 BOARDS = sorted((OBSERVABILITY / "grafana/dashboards").glob("*.json"))
 
 
@@ -66,14 +63,6 @@ def test_the_rules_are_sound_and_each_alert_does_what_it_says(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["compose", "slurm"])
 def test_the_configurations_are_sound(name: str) -> None:
     _promtool("check", "config", str(OBSERVABILITY / f"prometheus/{name}.yaml"))
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if marked(MARKER, page)])
-def test_what_the_page_prints_works_with_promtool(page: str) -> None:
-    needs("promtool")
-    for command in marked(MARKER, page):
-        done = run(["bash", "-c", command])
-        assert done.code == 0, f"{command}\n{done.output}"
 
 
 def _rules() -> list[dict[str, Any]]:

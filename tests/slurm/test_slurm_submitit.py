@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests.events import events
-from tests.printed import blocks
+from tests.printed import programs
 from tests.processes import PYTHON, ROOT, poll, run, started
 from tests.slurm.conftest import Bench, accounted, every
 from tests.slurm.trainings import Hold, training
 
-pytestmark = pytest.mark.promise("submitit", "printed")
+pytestmark = pytest.mark.promise("submitit")
 
-(BLOCK,) = (block.text for block in blocks("docs/slurm.md") if block.why == "on SLURM")
-DRIVER = BLOCK.replace('"nodes": 2, "gpus": 4', '"nodes": 2')
+(PROGRAM,) = programs("docs/slurm.md")
+DRIVER = PROGRAM.replace('"nodes": 2, "gpus": 4', '"nodes": 2')
 """What the page prints, without GPUs."""
 FUNCTION = """
 import os, sys, time
