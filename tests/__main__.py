@@ -35,7 +35,8 @@ SUITES = {
     "own": Suite("loops of your own on a Session", SHARED + "tests/own", "Open MPI for one row"),
     "sync": Suite("other launchers, and scripts that call the strategies", SCOPES + "tests/sync", "Open MPI"),
     "exercises": Suite(
-        "the modules' recipes, and the commands of README and the tutorials", "-n WORKERS --dist worksteal tests/exercises"
+        "the modules' recipes, and the commands of README and the tutorials",
+        "-n WORKERS --dist worksteal tests/exercises",
     ),
     "k8s": Suite("manifests, and an API server and operator emulated over real sockets", SHARED + "tests/kubernetes"),
     "faults": Suite("killed, cut off, starved and hostile runs", SHARED + "tests/faults", "root"),
