@@ -135,8 +135,9 @@ def _check_parents(folder: Path, make: bool = False) -> None:
         about = parent.lstat()
         _check_parent(parent, about)
         if stat.S_ISLNK(about.st_mode):
-            parent.stat()  # raises where links go in a circle
-            _check_parents(parent.parent / os.readlink(parent))
+            with contextlib.suppress(FileNotFoundError):
+                parent.stat()  # raises where links go in a circle
+            _check_parents(parent.parent / os.readlink(parent), make)
 
 
 def _check_parent(folder: Path, about: os.stat_result) -> None:

@@ -23,14 +23,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lockstep.training import contract, files
 from lockstep.training.cli import search_path
 from lockstep.wire.progress import stat_of, variables_of
 
-if TYPE_CHECKING:
-    from ..records import LocalEnd
+from .. import records  # at the start: a job's end is written by what has run it, if Lockstep changes meanwhile
 
 RUNNING = "running.json"
 ENDED = "ended.json"
@@ -160,14 +158,12 @@ def described(pids: Sequence[int]) -> str:
     return ", ".join(texts[:8])
 
 
-def record_end(folder: Path, run_dir: str, job: str, code: int | None, timed_out: bool = False) -> LocalEnd:
+def record_end(folder: Path, run_dir: str, job: str, code: int | None, timed_out: bool = False) -> records.LocalEnd:
     """Records how a job ended, once, when no process of it lives. The run's own status.json counts above `code`.
 
     Args:
         code: the launcher's; None for a command that only asks: it does not wait for the disk.
     """
-    from .. import records  # pydantic, which a supervisor needs at the end of its job only
-
     write = files.replace if code is not None else files.publish
     status = records.reported(Path(run_dir), job)
     reason = ""

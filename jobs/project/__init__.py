@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import uuid
 from pathlib import Path
 
 from lockstep.training.contract import UserError
@@ -42,12 +44,15 @@ def create(folder: Path, name: str | None = None) -> list[str]:
         for path in TEMPLATES.iterdir()
         if path.is_file()
     }
+    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     try:
         for target, text in files.items():
-            path = folder / target
+            path = temporary / target
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("x", encoding="utf-8") as file:
-                file.write(text)
+            path.write_text(text, encoding="utf-8")
+        temporary.rename(folder)  # over an empty folder, too; one that has been filled meanwhile is an error
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return sorted(files)

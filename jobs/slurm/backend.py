@@ -312,7 +312,9 @@ class SlurmBackend(Cluster):
         return rows
 
     def _state(self, known: JobRecord, end: Status | None, query: Query) -> State:
-        if end is not None and known.handle.job_id is not None:
+        if known.handle.job_id is None:  # SLURM may know it by its comment
+            return self.status(known.name).state
+        if end is not None:
             info = query(known.handle.job_id)
             if info is None or observe.final(info.state):
                 return end.state

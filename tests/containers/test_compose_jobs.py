@@ -64,6 +64,7 @@ def test_nodes_are_killed_and_stopped_and_the_weights_are_those_of_one_container
 
     def trains_again() -> bool:
         found = jobs.backend.status(spec.name)
+        assert found.state != "succeeded", found
         if found.state in ("restarting", "failed"):  # what a person does then
             jobs.backend.submit(spec, "replace" if found.final else "attach")
         return saved(jobs, spec, 3)()

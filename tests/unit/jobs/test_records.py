@@ -39,6 +39,8 @@ def test_a_link_leads_to_no_folder_that_others_can_write(tmp_path: Path) -> None
     (tmp_path / "shared/mine").mkdir(parents=True, mode=0o700)
     (tmp_path / "way").symlink_to("shared/../shared/mine")
     assert records.make(tmp_path / "way/a/jobs").is_dir()
+    (tmp_path / "emptied").symlink_to("later")
+    assert records.make(tmp_path / "emptied/jobs").is_dir()
     (tmp_path / "shared").chmod(0o777)
     for folder in (tmp_path / "way/a/jobs", tmp_path / "way/jobs"):
         with pytest.raises(UserError, match=r"shared can be changed by other users \(mode 777\)"):
