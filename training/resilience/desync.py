@@ -288,10 +288,9 @@ def first_of_node(world: World) -> bool:
 
 def _missing(world: World, run_dir: Path) -> list[str]:
     """Returns a sentence for each rank that did not report a failed collective within a few seconds: how it has ended, or what it does."""
-    store = _get_default_store()
+    store, stalled = _get_default_store(), dict[int, str]()
     launchers = stores.without_prefix(store)
     store.set(f"lockstep/failed/{world.rank}", "1")
-    stalled: dict[int, str] = {}
 
     def read() -> None:
         if (hang := hangs.of_run(run_dir)) is not None:
