@@ -142,7 +142,7 @@ class Status:
         if self.state not in ("running", "restarting"):
             return f"has not started: {self.state}{why}; wait until it runs"
         ended = next((part for part in own if part.state in FINAL), None)
-        return f"goes on without rank {rank}: {ended.name} has {ended.state}" if ended is not None else ""
+        return f"continues without rank {rank}: {ended.name} has {ended.state}" if ended is not None else ""
 
     def plain(self) -> dict[str, Any]:
         return {**asdict(self), "final": self.final}

@@ -103,7 +103,7 @@ class Torture:
                 if ended.code != 0 or ended.left:
                     what = f"ended with {ended.code}" if ended.code else f"left behind {', '.join(_named(ended))}"
                     raise UserError(
-                        f"undisturbed, the command {what}: mend that first. It said: {' / '.join(ended.said)}"
+                        f"undisturbed, the command {what}: mend that first. Its output: {' / '.join(ended.said)}"
                     )
                 runs.append(ended)
                 found.append(self.read(run))

@@ -94,7 +94,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--weights-from", metavar="MODULE:FUNCTION", help="a function that reads them: folder of the run → "
                         "mapping of names to tensors, arrays or bytes")  # fmt: skip
     parser.add_argument(
-        "--resume-command", metavar="COMMAND", help="what goes on with a run, if it is not the same command"
+        "--resume-command", metavar="COMMAND", help="the command that resumes a run, if it is not the same"
     )
     parser.add_argument(
         "--steps-pattern", type=_pattern, metavar="REGEX", help="its first group is a step's number in the output"
@@ -112,8 +112,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--moments", type=_of(MOMENTS), default=list(MOMENTS), metavar="NAME,…",
                         help=f"which to draw from; default: all of {', '.join(MOMENTS)} that are seen")  # fmt: skip
     parser.add_argument("--ranks", type=_several, default=[2], metavar="N[,M]",
-                        help="ranks for {ranks}; with a second number some cases go on with that; default: 2")  # fmt: skip
-    parser.add_argument("--rank-process", default="", metavar="REGEX", help="found in the command line of a rank, where a launcher "
+                        help="ranks for {ranks}; with a second number some cases resume with that; default: 2")  # fmt: skip
+    parser.add_argument("--rank-process", default="", metavar="REGEX", help="matches the command line of a rank, if a launcher "
                         "does not set RANK for it")  # fmt: skip
     parser.add_argument("--seed", type=count, default=0, help="default: 0")
     parser.add_argument("--cases", type=positive, metavar="N", help="default: one for each fault")

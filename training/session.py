@@ -570,7 +570,7 @@ class Session(Reporting):
     def _check_outside(self) -> None:
         if self._evaluating:
             raise RuntimeError(
-                "the function of run.evaluate() calls what needs all ranks at once, but each rank calls it for batches of its own: "
+                "the function of run.evaluate() calls what needs all ranks at once, but each rank calls it for its own batches: "
                 "do that before run.evaluate(), or after it"
             )
 

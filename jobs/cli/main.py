@@ -69,7 +69,7 @@ def run(
     ] = None,
     max_restarts: Annotated[int, typer.Option(help="Restarts after a failure.", min=0)] = 0,
     live: Annotated[
-        bool, typer.Option("--live", help="Where a rank is killed the others go on; needs sync.name=exact, on CPUs.")
+        bool, typer.Option("--live", help="If a rank is killed the others continue; needs sync.name=exact, on CPUs.")
     ] = False,
     log_format: Annotated[str | None, typer.Option(help="table or json.")] = None,
     prefix: Annotated[bool, typer.Option(help="Put the rank at the beginning of every line.")] = False,
@@ -209,7 +209,7 @@ def app_of(command: str = "") -> typer.Typer:
         epilog="Examples: lockstep run smoke --ranks 2 · lockstep render k8s job.yaml · lockstep submit k8s job.yaml · "
         "lockstep logs k8s smoke --rank 5 -f · lockstep wait k8s smoke --timeout 3600. "
         "Exit codes: 0 succeeded, 1 failed, 2 usage, 3 unschedulable, 4 lost, 69 no answer, 75 preempted, 124 timed out, "
-        "141 nobody reads the output.",
+        "141 no process reads the output.",
     )  # fmt: skip
     app.callback(invoke_without_command=True)(_root)
     for name in [command] if command in _COMMANDS else _COMMANDS:

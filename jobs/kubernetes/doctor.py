@@ -299,7 +299,7 @@ class Doctor:
         elif wanted > left:
             yield Check("start", "warning", f"{left} {resource} are left in {of}, the job takes {wanted}")
         else:
-            yield Check("start", "ok", f"nobody waits in the queue {queue}, and its quota is not used up")
+            yield Check("start", "ok", f"no workload waits in the queue {queue}, and its quota is not used up")
 
     def _room(self) -> Rows:
         spec, resource = self.spec, self.spec.k8s.gpu_resource

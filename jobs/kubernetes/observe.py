@@ -105,7 +105,7 @@ def seen_at(event: Object) -> str:
 
 def _died(code: int) -> str:
     if code == 128 + 15:
-        return "it was told to end, and had saved (exit code 143)"
+        return "a signal ended it after it had saved (exit code 143)"
     killed = " (SIGKILL: it ran out of memory, was evicted, or was killed)" if code == 128 + 9 else ""
     return f"exit code {code}{killed}"
 
@@ -335,7 +335,7 @@ def _failure(job: Object, failed: Object, pods: list[Object], events: list[Objec
         if code == EXIT_USAGE:
             return "failed", f"{name}: wrong usage, config or data (exit code 2): see `lockstep logs`", EXIT_USAGE
         if code == 128 + 15:
-            return "preempted", f"{name} was told to end and has saved; submit it again to resume", EXIT_PREEMPTED
+            return "preempted", f"a signal ended {name} after it had saved; submit it again to resume", EXIT_PREEMPTED
         return "failed", text, EXIT_FAILED
     if failed.get("reason") == "BackoffLimitExceeded" or "specified backoff limit" in why:
         return "failed", "all restarts are used up", EXIT_FAILED

@@ -489,7 +489,7 @@ def found_by(subject: Subject) -> Iterator[str]:
     name = CONTAINERS[subject.kind]
     names = [item.get("name") for item in mappings(get(template(subject.job), "spec", "containers"))]
     if subject.patched and name not in names:
-        yield f"k8s.patch leaves no container {name}, in which the ranks run: leave its name as it is"
+        yield f"k8s.patch leaves no container {name}, in which the ranks run: keep its name"
 
 
 @rule("LS046", "note")

@@ -177,7 +177,7 @@ def _submit(name: str, comment: str, script: Path) -> str:
         )  # fmt: skip
     number = re.search(r"job (\d+)", done.stdout)
     if number is None:
-        raise _InDoubt(f"sbatch gave no number for {name}, but said: {observe.one_line(done.stdout)}: submit again")
+        raise _InDoubt(f"sbatch gave no number for {name}, but printed: {observe.one_line(done.stdout)}: submit again")
     return number[1]
 
 

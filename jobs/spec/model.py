@@ -179,7 +179,7 @@ class JobSpec(Section):
         if (self.recipe is None) == (self.command is None):
             raise ValueError("give exactly one of recipe and command")
         if self.shards is not None and self.recipe is None:
-            raise ValueError("shards belong to a recipe: a command takes the folder as an argument of its own")
+            raise ValueError("shards belong to a recipe: a command takes the folder as its own argument")
         if self.gpus and self.ranks_per_node is not None and self.ranks_per_node > self.gpus:
             raise ValueError(f"ranks_per_node {self.ranks_per_node} is above gpus {self.gpus}: one rank a GPU at most")
         both = sorted(set(self.env) & set(self.secrets))

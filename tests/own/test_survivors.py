@@ -255,7 +255,7 @@ def test_what_cannot_be_taken_again_is_one_restart_with_a_reason(
     ("kind", "word", "why"),
     [
         ("part", "sync.name=flat", "launch --live needs sync.name=exact, under which any ranks compute the same, and this run has flat"),
-        ("of_rank", "seed=0", "launch --live cannot go on without what a rank alone keeps, and keep_of_rank() has loader"),
+        ("of_rank", "seed=0", "launch --live cannot continue without a lost rank's state, and keep_of_rank() has loader"),
     ],
 )  # fmt: skip
 def test_a_run_that_could_not_continue_is_refused(kind: str, word: str, why: str, tmp_path: Path) -> None:

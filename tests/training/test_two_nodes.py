@@ -54,4 +54,4 @@ class TestOneNodeStillPreparesItsData:
     def test_a_node_that_says_nothing_is_not_waited_for(self, tmp_path: Path) -> None:
         with running(*self.started(tmp_path), grace=1) as gang:
             self.begun(gang, tmp_path).processes[1].send_signal(signal.SIGSTOP)
-            self.assert_told(gang.wait(240), 1, "have said nothing for 10 s")
+            self.assert_told(gang.wait(240), 1, "have sent nothing for 10 s")

@@ -84,7 +84,7 @@ def check_alike_whole(whole: Any, world: World) -> str:
         raise_together(
             UserError(
                 f"run.part(batch) needs the same batch on every rank, and rank {other[0]} has another one than rank 0: draw it from a "
-                "generator of its own, which run.keep(…) keeps, since a rank may have drawn more from torch's; and add up over the ranks "
+                "separate generator, which run.keep(…) keeps, since a rank may have drawn more from torch's; and add up over the ranks "
                 "what they have measured"
             ),
             world,

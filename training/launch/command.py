@@ -177,9 +177,9 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> argparse.Namespace:
         "--grace", type=positive, default=60, help="seconds that the ranks have after a signal, before they are killed"
     )
     parser.add_argument("--live", action="store_true",
-                        help="where a rank or a node is lost, the others go on (sync.name=exact)")  # fmt: skip
+                        help="if a rank or a node is lost, the others continue (sync.name=exact)")  # fmt: skip
     parser.add_argument("--min-ranks", type=positive, metavar="N",
-                        help="with --live: fewer ranks do not go on, and all start again (default 1)")  # fmt: skip
+                        help="with --live: fewer ranks do not continue, and all start again (default 1)")  # fmt: skip
     parser.add_argument("--lost-seconds", type=positive, metavar="SECONDS",
                         help="with --live: a stopped rank and a silent node are lost after this time (default 10)")  # fmt: skip
     parser.add_argument("--time-limit", type=count, default="0", metavar="SECONDS",

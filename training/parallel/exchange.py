@@ -274,6 +274,6 @@ def _wait(count: Callable[[str], int], world: World, what: str, seconds: float, 
                 f"{left} still {what} after {seconds:.0f} s: check their nodes, or wait longer with data.prepare_timeout"
             )
         if time.monotonic() - heard > silent:
-            raise NotHeardError(f"{left} should {what} and have said nothing for {silent:.0f} s: check their nodes")
+            raise NotHeardError(f"{left} should {what} and have sent nothing for {silent:.0f} s: check their nodes")
         time.sleep(pause)
         pause = min(2 * pause, 1.0)

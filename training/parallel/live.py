@@ -281,7 +281,7 @@ class Live:
         with self._news:  # before that news, this rank meets no other rank, and makes the call alone
             if not self._news.wait_for(lambda: self._announced[0] > world.generation, self._announced_seconds):
                 raise RestartRequired(
-                    "the launcher has admitted this replacement, and has not said so to the ranks: all ranks have to start again"
+                    "the launcher has admitted this replacement, and has not announced it to the ranks: all ranks have to start again"
                 )
 
         def compute() -> Results:

@@ -343,7 +343,7 @@ def check_machine(run: Run, known: set[str]) -> None:
 def check_alone(run: Run) -> None:
     """Ends this process, which the other ranks have admitted, if it computes other bits: the others then continue without it."""
     if run.state.canary and _differences(run.state.canary, machine(run.world.device)):
-        run.console.warn("this process computes other bits than the others, which go on without it")
+        run.console.warn("this process computes other bits than the others, which continue without it")
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -88,7 +88,7 @@ def check_live(world: World, sync: GradientSync, of_rank: Mapping[str, Any]) -> 
         say("warning: launch --live has not been shown on real GPUs, only on a stand-in for CUDA and NCCL", sys.stderr)
     if of_rank:
         raise UserError(
-            f"launch --live cannot go on without what a rank alone keeps, and keep_of_rank() has {next(iter(of_rank))}: leave out --live"
+            f"launch --live cannot continue without a lost rank's state, and keep_of_rank() has {next(iter(of_rank))}: leave out --live"
         )
 
 
@@ -112,7 +112,7 @@ class Made:
         ]
         if changed:
             warn(
-                f"the script has changed a learning rate ({', '.join(changed)}), and the checkpoint's goes on, with its schedule: set it "
+                f"the script has changed a learning rate ({', '.join(changed)}), and the checkpoint's stays, with its schedule: set it "
                 "after run.keep() to train with another"
             )
         made, current = self._groups, self._current()

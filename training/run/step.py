@@ -487,7 +487,7 @@ class Step:
             )
         if part is not None and self._samples != part.samples:
             raise RuntimeError(
-                f"the losses were said to be of {self._samples} samples, but this rank's part of the batch has {part.samples}. "
+                f"the losses count {self._samples} samples, but this rank's part of the batch has {part.samples}. "
                 "Micro-batches are cut from the part; batches of several parts need samples of their own, without run.part()"
             )
         if self._versions_now() != self._versions:

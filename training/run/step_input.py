@@ -94,7 +94,7 @@ class StepInput:
         part, in_parts = self.part, sync.batch_parts is not None
         if part is not None and self.samples != part.samples:
             raise RuntimeError(
-                f"the loss was said to be of {self.samples} samples, but this rank's part of the batch has {part.samples}"
+                f"the loss counts {self.samples} samples, but this rank's part of the batch has {part.samples}"
             )
         if in_parts and (part is None or not part.of):
             raise sync.refuse(

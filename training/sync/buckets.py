@@ -206,8 +206,8 @@ class Reducer:
         if self._passes_left[parameter] <= 0:  # the bucket is, or may be, under way
             if is_nested_backward():
                 raise UserError(
-                    f"{self.names[parameter]} got its gradient more than once in one backward pass, since a layer runs a backward pass of "
-                    "its own inside: give torch.utils.checkpoint use_reentrant=False, or use sync.name=exact"
+                    f"{self.names[parameter]} got its gradient more than once in one backward pass, since a layer runs another backward "
+                    "pass inside: give torch.utils.checkpoint use_reentrant=False, or use sync.name=exact"
                 )
             raise SentAlready(
                 f"{self.names[parameter]} got a gradient in more than {self.passes} backward passes since the last "

@@ -106,7 +106,7 @@ def _verdict(run: RunRecord) -> tuple[str, str]:
     code, reason = number_of(run.status.get("code")), run.status.get("reason", "")
     gone = code is None and _gone(run.path)
     if gone:
-        reason = "no process of this machine holds the run any more, and none has said how it ended"
+        reason = "no process of this machine holds the run any more, and none has recorded how it ended"
     ending = (
         ("gone" if gone else "running")
         if code is None
