@@ -52,7 +52,8 @@ class Node:
 
     def fetched(self) -> Counter[str]:
         """How often the body of each shard was sent, in full or in part."""
-        found = [path for method, path in self.proxy.requests if method == "GET" and path.endswith(".safetensors")]
+        read = [path for method, path in self.proxy.requests if method == "GET" and path.endswith(".safetensors")]
+        found = [path for path in read if "/evaluated/" not in path]  # a checkpoint
         return Counter(found)
 
 
