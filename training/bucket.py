@@ -10,12 +10,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import hashlib
 import os
 import re
+import threading
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, TypeAlias
@@ -30,7 +32,8 @@ MAX_HEAD_BYTES = 4 << 20
 TRIES = 3
 """Downloads of an object before it counts as damaged in the bucket. obstore itself repeats requests that have no answer."""
 _PART = 16 << 20
-"""Bytes of a request, of which `_AT_ONCE` are under way: that bounds the memory. A store bounds the speed of each."""
+"""Bytes of a request, of which `_AT_ONCE` are under way: that bounds the memory. A store bounds the speed of each. An answer has to arrive
+within the client's time-out: that of a whole object does not."""
 _AT_ONCE = 4
 _BACKOFF: Any = {"init_backoff": timedelta(seconds=0.5), "base": 3, "max_backoff": timedelta(seconds=15)}
 """Pauses between the tries of a request, 7 to 10 s in all. obstore's own end after 1 to 2 s, before a gateway has restarted."""
@@ -123,7 +126,7 @@ class Bucket:
                 f"expected s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, got {printable(url)}"
             )
         self.url = url.rstrip("/")
-        self._obstore, self._errors = obstore, exceptions
+        self._obstore, self._errors, self._loop = obstore, exceptions, _loop(os.getpid())
         plain = any(value.startswith("http://") for name, value in os.environ.items() if "ENDPOINT" in name)
         try:
             self._store = from_url(
@@ -233,15 +236,21 @@ class Bucket:
         if (actual := self.size(key)) != size:
             raise Damaged(f"{self.url}/{key} is not what was written: it has {actual} bytes, expected {size}")
 
-        def load(start: int) -> memoryview:
-            return memoryview(self._obstore.get_range(self._store, key, start=start, length=min(_PART, size - start)))
+        async def load(starts: range) -> list[Any]:
+            get, ends = self._obstore.get_range_async, (min(start + _PART, size) for start in starts)
+            return await asyncio.gather(
+                *(get(self._store, key, start=start, end=end) for start, end in zip(starts, ends))
+            )
 
         digest, starts = hashlib.sha256(), range(0, size, _PART)
-        with self._asking(key), ThreadPoolExecutor(_AT_ONCE) as pool:
-            for first in range(0, len(starts), _AT_ONCE):  # not all at once: what is loaded early waits in memory
-                for piece in pool.map(load, starts[first : first + _AT_ONCE]):
-                    digest.update(piece)
-                    yield piece
+        for first in range(0, len(starts), _AT_ONCE):  # not all at once: what is loaded early waits in memory
+            loading = load(starts[first : first + _AT_ONCE])
+            with self._asking(key):
+                loaded = asyncio.run_coroutine_threadsafe(loading, self._loop).result()
+            for part in loaded:
+                piece = memoryview(part)
+                digest.update(piece)
+                yield piece
         if digest.hexdigest() != sha256:
             raise Damaged(f"{self.url}/{key} is not what was written: its sha256 differs")
 
@@ -280,6 +289,15 @@ class Bucket:
         with contextlib.suppress(OSError), self._asking(""):
             if keys:
                 self._obstore.delete(self._store, list(keys))
+
+
+@functools.cache
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """Returns the event loop that waits for several answers at once. Its thread lives as long as the process, because a save starts and
+    ends no thread (`checkpoint/store.py`). The end of a process does not wait for it."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name=f"bucket-{process}", daemon=True).start()
+    return loop
 
 
 def _tag(meta: Any) -> Tag:
