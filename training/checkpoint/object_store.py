@@ -267,11 +267,19 @@ class ObjectStore(Bucket):
         text, self._current = head.text(), None
         if len(text) > bucket.MAX_HEAD_BYTES:
             raise OSError(f"{self.url}/{HEAD} would have {len(text)} bytes: keep fewer checkpoints (checkpoint.keep)")
-        self.swap(HEAD, text, previous and previous[1])
-        self._current = self.read_head()  # after a lost answer only the head shows whether it was done
-        if self._current is None or self._current[0].commit != head.commit:
-            self._held()
-            raise OSError("the store refuses the tag of the head: lockstep doctor tries its conditional writes")
+        problem = OSError("the store refuses the tag of the head: lockstep doctor tries its conditional writes")
+        try:
+            self.swap(HEAD, text, previous and previous[1])
+        except OSError as error:
+            problem = error
+        current = self.read_head()  # after a lost answer only the head shows whether it was done
+        commit = current and current[0].commit
+        if commit == head.commit:
+            self._current = current
+        elif commit == (previous and previous[0].commit) or (current and current[0].holder in self._holders):
+            raise problem
+        else:
+            raise TakenOver(f"another attempt has taken {self.url} over")
 
     def _clean(self, head: Head) -> None:
         """Removes files that earlier attempts have sent and not committed. They cannot commit any more, and this attempt has sent none."""

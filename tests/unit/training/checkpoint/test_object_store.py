@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
+import obstore
 import pytest
+from obstore.exceptions import GenericError, PreconditionError
 from obstore.store import MemoryStore
 
 from lockstep.training.checkpoint.object_store import ObjectStore
+from tests.product import UserError
 
 pytestmark = pytest.mark.promise("object-stores")
 SENT = ("run.yaml", "events.jsonl", "time.jsonl", "status.json", "metrics/rank-00000.prom")
@@ -54,8 +59,10 @@ def test_another_disk_gets_what_was_committed_and_nothing_else_is_sent(run: Path
     assert content(tmp_path / "other") == expected
 
 
-def test_only_what_has_changed_is_sent_again(run: Path) -> None:
+def test_only_what_has_changed_is_sent_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no commit starts a thread, at a moment when a loader may fork."""
     objects = acquired(run)
+    monkeypatch.delattr(threading.Thread, "start")
     objects.commit(None)
     before = {*objects.keys()}
     assert len(before) == 1 + len(SENT)
@@ -88,3 +95,35 @@ def test_a_disk_without_settings_commits_nothing(run: Path) -> None:
     with pytest.raises(OSError, match="run.yaml cannot be read"):
         objects.commit(None)
     assert len(objects.keys()) == 1
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_the_head_shows_whether_a_swap_without_an_answer_was_done(
+    done: bool, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects, put = acquired(run), obstore.put
+
+    def lost(store: Any, key: str, *content: Any, **options: Any) -> None:
+        if done or key != "head":
+            put(store, key, *content, **options)
+        if key == "head":
+            raise GenericError("connection reset")
+
+    monkeypatch.setattr(obstore, "put", lost)
+    if done:
+        objects.commit(None)
+        assert len(objects.keys()) == 1 + len(SENT)
+    else:
+        with pytest.raises(OSError, match="connection reset"):
+            objects.commit(None)
+
+
+def test_a_store_that_refuses_its_own_tag_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    acquired(run)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise PreconditionError("If-Match")
+
+    monkeypatch.setattr(obstore, "put", refused)
+    with pytest.raises(UserError, match="the store refuses the tag of the head"):
+        acquired(run)
