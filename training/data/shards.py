@@ -151,6 +151,12 @@ def _shape(value: tuple[int, ...]) -> tuple[int, ...]:
     return value
 
 
+def _splits(value: dict[str, list[Shard]]) -> dict[str, list[Shard]]:
+    if set(value) != set(SPLITS) or not all(value.values()):
+        raise ValueError(f"must have files for {' and '.join(SPLITS)}")
+    return value
+
+
 class Manifest(Section):
     """The content of a folder of shards, or of a prefix in a bucket."""
 
@@ -161,9 +167,7 @@ class Manifest(Section):
     classes: list[str] = Field(min_length=1)
     shape: Annotated[tuple[int, ...], Field(strict=False), AfterValidator(_shape)]
     """Shape of a sample: (height, width, channels) of an image, (features,) of a vector."""
-    splits: dict[Annotated[str, Field(pattern="^(train|test)$")], Annotated[list[Shard], Field(min_length=1)]] = Field(
-        min_length=2
-    )
+    splits: Annotated[dict[str, list[Shard]], AfterValidator(_splits)]
     """The files of both splits, in the order of their samples."""
     mean: list[float] | None = Field(default=None, min_length=1)
     """Mean of the training samples: of each channel for pixels in 0…1, or one number for vectors. None: with `split` "exercise"."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -27,6 +28,15 @@ def test_only_the_files_of_the_range_are_opened(made: Manifest) -> None:
     assert len(Samples.open(made, "train", 0, first)) == first
     with pytest.raises(UserError, match="train-00001"):
         Samples.open(made, "train", 0, first + 1)
+
+
+@pytest.mark.parametrize("names", [("train",), ("train", "test", "x")])
+def test_splits_that_lack_or_are_unknown_are_refused(made: Manifest, names: tuple[str, ...]) -> None:
+    path = made.directory / "manifest.json"
+    about = json.loads(path.read_text())
+    path.write_text(json.dumps({**about, "splits": dict.fromkeys(names, about["splits"]["train"])}))
+    with pytest.raises(UserError, match="splits must have files for train and test"):
+        Manifest.read(made.directory)
 
 
 def test_writing_never_touches_what_is_there(tmp_path: Path, made: Manifest) -> None:
