@@ -239,8 +239,14 @@ def test_millions_of_lines_without_an_event_cost_seconds(tmp_path: Path) -> None
 
 
 def test_steps_that_were_made_again_count_once(tmp_path: Path) -> None:
-    """And one run that diverges does not hide the good one: the scale is then logarithmic."""
-    lines = [{"event": "step", "time": 10 + n, "step": n, "epoch": n / 1000, "train_loss": 9.0} for n in range(1, 2001)]
+    """Also after a script has logged more names than are kept. And one run that diverges does not hide the good one: the scale is then
+    logarithmic."""
+    lines: list[dict[str, Any]] = [
+        {"event": "log", "time": 10, "step": 0, "values": {f"v{n}": 1.0 for n in range(150)}}
+    ]
+    lines += [
+        {"event": "step", "time": 10 + n, "step": n, "epoch": n / 1000, "train_loss": 9.0} for n in range(1, 2001)
+    ]
     lines += [
         {"event": "step", "time": 5000 + n, "step": n, "epoch": n / 1000, "train_loss": 1.0} for n in range(1001, 2001)
     ]
