@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.own.job import script
 
 CODE = """
-import os, sys, torch, torch.nn.functional as F
+import os, sys, types, numpy as np, torch, torch.nn.functional as F
 from torch import nn
 from lockstep import Session
 run_dir, sync, looks = sys.argv[1:]
@@ -18,6 +18,13 @@ if looks == "0":
     batch_mean.CALL = 0
 X, Y = torch.randn(96, 6, generator=torch.Generator().manual_seed(1)), torch.arange(96) % 3
 DATA = torch.utils.data.TensorDataset(X, Y)
+class Holder:
+    n = 0
+class Table(dict):
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+class Rows(list):
+    pass
+SPACE, TABLE, ROWS, ARRAY = types.SimpleNamespace(n=0), Table(n=0), Rows(), np.zeros(3_000_000)
 class Trainer:
     def __init__(self, model):
         self.model, self.calls, self.last = model, 0, None
@@ -55,6 +62,16 @@ def main(kind):
             totals.add_(1.0)
             print("in the function")
             return loss
+        def places(x, y):
+            for one in (SPACE, TABLE, Holder, places):
+                one.n += 1
+            ROWS.append(1)
+            ARRAY[0] += 1
+            return each(x, y).mean()
+        places.n = 0
+        def popped(batch):
+            y = batch.pop("y")
+            return each(batch["x"].mul_(0.5).requires_grad_(), y).mean()
         def halved(x, y):
             with torch.autocast("cpu", torch.bfloat16):
                 return F.cross_entropy(model(x), y, label_smoothing=0.1)
@@ -68,14 +85,17 @@ def main(kind):
             "across": lambda x, y: F.cross_entropy(F.normalize(model(x), dim=0), y),
             "tokens": tokens, "hidden": trainer.hidden, "floats": floats, "written": written,
             "plain": lambda x, y: each(x, y).mean(), "metrics": metrics, "counted": trainer.counted, "halved": halved, "mixed": mixed,
+            "places": places, "popped": popped,
             "compiled": lambda x, y: F.cross_entropy(compiled(x), y),
             "drawn": lambda x, y: each(next(others)[:len(x)], y).mean(),
         }
         for epoch in run.epochs(1):
             for x, y in run.batches(DATA, 24):
-                run.step(functions[kind], x, y)
+                run.step(functions[kind], *([{"x": x, "y": y}] if kind == "popped" else (x, y)))
         calls = {"metrics": len(seen), "counted": trainer.calls}.get(kind, 4)
         assert calls == 4 and totals[1] in (0.0, 4.0), "the look leaves nothing"
+        counts = {SPACE.n, TABLE["n"], Holder.n, places.n, len(ROWS), int(ARRAY[0])}
+        assert kind != "places" or counts == {4}, counts
         assert kind != "drawn" or len([*others]) == 95
 for kind in KINDS:
     if os.environ.get("RANK", "0") == "0":
@@ -86,7 +106,7 @@ NO_MEAN, STATE = "the loss of a batch is not the mean over its samples", "the fu
 NAMED = dict.fromkeys(("top", "constant", "root", "across", "tokens"), NO_MEAN) | dict.fromkeys(
     ("hidden", "floats", "written"), STATE
 )
-RIGHT = ("plain", "metrics", "counted", "halved", "mixed", "compiled", "drawn")
+RIGHT = ("plain", "metrics", "counted", "halved", "mixed", "compiled", "places", "popped", "drawn")
 """The last one cannot be looked at, since the look would use up batches of another loader."""
 
 

@@ -9,7 +9,9 @@ said.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
+import types
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +20,12 @@ import torch
 from torch import nn
 
 from ..config import Config
-from ..data import order
+from ..data import order, pytree
 from ..generators import RngScope
 from .replica import Replica, without_batch_statistics
 from .run import Run
 from .step_input import Numbers, StepInput
 from .undo import Undo, Unsafe
-from .unsaved import print_of, states_of
 
 CALL = 3
 """The step of a function in which it is looked at. In the first one a loss may still be the same for all samples."""
@@ -51,8 +52,9 @@ class BatchMean:
         """
         if isinstance(self._run.config, Config) or not self._replica.sync.replicas:
             return
-        function = getattr(work.compute, "__func__", work.compute)
-        function = getattr(function, "__code__", type(function))
+        function: Any = work.compute  # an object's own attributes may raise anything
+        function = function.__func__ if type(function) is types.MethodType else function
+        function = function.__code__ if type(function) is types.FunctionType else type(function)
         self._steps[function] += 1
         if self._steps[function] != CALL or (work.part is not None and not work.part.samples):
             return
@@ -66,26 +68,29 @@ class BatchMean:
         assert work.compute is not None
         low, high = work.part.parts[0] if work.part is not None and work.part.parts else (0, work.samples)
         low, high = work.micro_batches(low, high)[0]
-        run, multiple = self._run, work.part.multiple if work.part is not None else 1
+        run, multiple, kept = self._run, work.part.multiple if work.part is not None else 1, self._run.user_state
         seeds = [order.key(run.config.seed, run.steps_done, number, order.Salt.PROOF) for number in range(2)]
-        undo, kept, drawing = Undo(work.compute), self._kept(), RngScope(run.world.device, every=True)
+        undo, drawing = Undo(work.compute, work.batch), RngScope(run.world.device, every=True)
         dtypes: set[torch.dtype] = set()
 
         def loss(first: int, end: int, seed: int) -> float:
             drawing.seed(seed)
-            given, _ = call(work, first, end)
+            batch = pytree.cut(work.batch, first, end, work.samples, copies=True)  # the function may change it
+            given, _ = call(dataclasses.replace(work, batch=batch, samples=end - first), 0, end - first)
             dtypes.add(given.dtype)
             return float(given)
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(drawing)
-            stack.enter_context(undo)
+            stack.enter_context(undo.calls())
             stack.enter_context(without_batch_statistics(nn.ModuleList([self._replica.model, *undo.modules])))
             whole, again = loss(low, high, seeds[0]), loss(low, high, seeds[0])
-            if undo.drew or self._kept() != kept:
-                raise Unsafe("numbers of its own, or a state that every checkpoint has")
-            near = self._rounding(dtypes, undo) * max(abs(whole), abs(again))
+            if undo.drew:
+                raise Unsafe("numbers of its own")
+            near = self._rounding(dtypes, undo) * max(1.0, abs(whole), abs(again))
             if abs(whole - again) > near:
+                if undo.reaches([*kept.objects.values(), *kept.rank_objects.values()]):
+                    return ""  # a checkpoint has the state
                 return (
                     "the function of a step carries a state from one call to the next: for the same samples and random numbers it gave "
                     f"the loss {whole:.6g}, then {again:.6g}. A start that resumes begins without this state, and each rank has its own: "
@@ -95,13 +100,13 @@ class BatchMean:
             half = (high - low) // 2 // multiple
             middle = low + (half - 1 + half % 2 or half) * multiple
             noisy = abs(loss(low, high, seeds[1]) - whole) > near
-            if noisy or middle == low or self._normalises(undo.modules):
+            if noisy or middle == low or not work.batch or self._normalises(undo.modules):
                 return ""
             halves = loss(low, middle, seeds[0]), loss(middle, high, seeds[0])
         is_sum = work.divisor is not None
         shares = (1.0, 1.0) if is_sum else ((middle - low) / (high - low), (high - middle) / (high - low))
         mean = sum(share * half for share, half in zip(shares, halves))
-        near = self._rounding(dtypes, undo) * max(map(abs, (whole, *halves)))
+        near = self._rounding(dtypes, undo) * max(1.0, *map(abs, (whole, *halves)))
         if not math.isfinite(near) or abs(whole - mean) <= near:
             return ""
         kind = "sum" if is_sum else "mean"
@@ -122,10 +127,6 @@ class BatchMean:
             "Return a mean over the samples, or a sum with divisor=… (tokens, class weights). A loss that compares samples sees those of "
             "its rank alone"
         )
-
-    def _kept(self) -> str:
-        kept = self._run.user_state
-        return print_of([states_of(kept.objects), states_of(kept.rank_objects), dict(kept.values)])
 
     @staticmethod
     def _rounding(dtypes: set[torch.dtype], undo: Undo) -> float:

@@ -1,21 +1,21 @@
 """Undoes what a call of a script's function changes: tensors that it writes to, and the variables, attributes, lists and dictionaries that
-it reaches. Its generators draw again what they drew, and what it prints is lost.
+it reaches. Its generators draw again what they drew.
 
-    undo = Undo(function)   # raises `Unsafe` if the function reaches an iterator, a file or a logger
-    with undo:
+    undo = Undo(function)   # raises `Unsafe` if the function reaches an iterator, a file, a thread, a logger or an unknown package
+    with undo.calls():
         function(x, y)
 """
 
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
-import io
 import sys
 import types
 import warnings
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,19 +27,19 @@ from .. import generators
 from ..parallel.packing import storage
 from ..resilience.closeness import BATCH_STATISTICS
 
-_MOST, _ITEMS, _MOST_BYTES = 200_000, 100, 1 << 24
-"""Objects that are looked at, items of a list, bytes of an array."""
+_MOST, _ITEMS, _MOST_BYTES = 200_000, 1000, 1 << 27
+"""Objects that are looked at, items of a container, bytes that are copied of arrays, and of tensors that are written to."""
 _OUTSIDE = {
-    "_csv", "_io", "_queue", "aim", "asyncio", "clearml", "comet_ml", "concurrent", "csv", "dvclive", "gym", "gymnasium", "http", "io",
-    "logging", "loguru", "mlflow", "multiprocessing", "neptune", "queue", "requests", "shelve", "socket", "sqlite3", "subprocess",
-    "swanlab", "tensorboard", "tensorboardX", "trackio", "urllib", "wandb",
+    "_contextvars", "_csv", "_io", "_queue", "_thread", "asyncio", "concurrent", "contextvars", "csv", "http", "io", "logging",
+    "multiprocessing", "queue", "shelve", "socket", "sqlite3", "subprocess", "threading", "urllib",
 }  # fmt: skip
-"""Packages whose objects reach beyond this process, or have an order that a call moves."""
+"""Python's packages whose objects reach beyond this process, have an order that a call moves, or are of several threads."""
 _KNOWN = {
     "PIL",
     "accelerate",
     "datasets",
     "einops",
+    "lockstep",
     "numpy",
     "peft",
     "scipy",
@@ -48,10 +48,16 @@ _KNOWN = {
     "torch",
     "torchvision",
     "transformers",
+    "triton",
 }
-"""Packages whose other objects a call may use: it does not move them."""
-_REPORTS = {"log", "event", "print", "stop"}
-"""Methods of a session that a call does not take back."""
+"""Installed packages that a call may use. Another one may report, or keep what is not seen here."""
+_CONTAINERS: tuple[type[Any], ...] = (OrderedDict, dict, list, deque, set, tuple, frozenset)
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.Tensor}
+"""Values that nothing changes, but for tensors, whose writes are seen."""
+_WRITES = {"input", "open", "print", "stderr", "stdout", "system", "write", "write_bytes", "write_text"}
+_OF_SESSION = {"event", "log", "print", "stop", "summary", "values"}
+"""Attributes of a session through which a call does what is not taken back."""
+_IMPORT = dis.opmap["IMPORT_NAME"]
 
 
 class Unsafe(Exception):
@@ -69,7 +75,9 @@ class Watching(TorchDispatchMode):
         """Some result has 16 bits or less."""
         self._made: set[int | None] = {None}
         """The memory of results."""
-        self._written: dict[int | None, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._written: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By its memory and shape, a tensor and its contents before."""
+        self._bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
@@ -90,41 +98,54 @@ class Watching(TorchDispatchMode):
 
     def _note(self, written: Any) -> None:
         for tensor in written if isinstance(written, (list, tuple)) else [written]:
-            if isinstance(tensor, torch.Tensor) and (memory := storage(tensor)) not in self._made:
-                self._written.setdefault(memory, []).append((tensor, tensor.clone()))
+            if not isinstance(tensor, torch.Tensor) or (memory := storage(tensor)) in self._made:
+                continue
+            place = memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+            if place not in self._written:
+                self._bytes = _added(self._bytes, tensor.nbytes)
+                self._written[place] = tensor.detach(), tensor.clone()
 
     @torch.no_grad()
     def undo(self) -> None:
         """Puts back what was written to."""
-        for writes in self._written.values():
-            for tensor, before in reversed(writes):
-                tensor.copy_(before)
+        for tensor, before in reversed(self._written.values()):
+            tensor.copy_(before)
         self._written.clear()
 
 
 class Undo:
-    """Everything that a call of the function may change, as it is now."""
+    """Everything that a call of the function may change, as it is now.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    Args:
+        batch: what it is called with, which it may change, too.
+    """
+
+    def __init__(self, function: Callable[..., Any], batch: Any = None) -> None:
         self.modules: list[nn.Module] = []
         self.watching = Watching()
         self._put_back: list[Callable[[], None]] = []
         self._generators: list[tuple[Any, Any]] = []
         self._names: set[str] = set()
+        self._bytes = 0
         self._seen: dict[int, Any] = {}
-        self._waiting: list[Any] = [function]
+        hooks = nn.modules.module
+        self._waiting: list[Any] = [function, batch, hooks._global_forward_hooks, hooks._global_forward_pre_hooks]
         has_session = False
         while self._waiting:
             value = self._waiting.pop()
-            if id(value) in self._seen:
+            if id(value) in self._seen or type(value) in _PLAIN - {torch.Tensor}:
                 continue
             self._seen[id(value)] = value
             has_session |= type(value).__name__ == "Session" and type(value).__module__.startswith("lockstep.")
             if len(self._seen) > _MOST:
                 raise Unsafe("too many objects")
             self._look(value)
-        if has_session and self._names & _REPORTS:
-            raise Unsafe("the session's log")
+        if self._names & _WRITES or (has_session and self._names & _OF_SESSION):
+            raise Unsafe("a file, or the session's log")
+
+    def reaches(self, things: Iterable[Any]) -> bool:
+        """Whether the function reaches one of them."""
+        return any(id(thing) in self._seen for thing in things)
 
     @property
     def drew(self) -> bool:
@@ -135,137 +156,167 @@ class Undo:
         )
 
     @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
-        with (
-            warnings.catch_warnings(),
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-            _eager(),
-            torch.no_grad(),
-        ):
-            warnings.simplefilter("ignore")
-            caches = torch.is_autocast_cache_enabled()
+    def calls(self) -> Iterator[None]:
+        """Inside, the function may be called."""
+        with contextlib.ExitStack() as after:  # the last one first, and each, even if another one fails
+            for generator, state in self._generators:
+                after.callback(generators.set_state, generator, state)
+            after.callback(self.watching.undo)
+            for put_back in self._put_back:
+                after.callback(put_back)
+            after.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
             torch.set_autocast_cache_enabled(False)  # else a weight that is cast without a gradient is used by the step
-            try:
-                with self.watching:
-                    yield
-            finally:
-                torch.set_autocast_cache_enabled(caches)
-
-    def __enter__(self) -> Undo:
-        self._stack = contextlib.ExitStack()
-        self._stack.enter_context(self._inside())
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.close()
-        self.watching.undo()
-        for put_back in self._put_back:
-            put_back()
-        for generator, state in self._generators:
-            generators.set_state(generator, state)
+            with warnings.catch_warnings(), _eager(), torch.no_grad(), self.watching:
+                warnings.simplefilter("ignore")
+                yield
 
     def _look(self, value: Any) -> None:
         kind = type(value)
-        root = (kind.__module__ or "").partition(".")[0]
-        if isinstance(value, nn.Module):
+        if issubclass(kind, nn.Module):
             self._look_at_module(value)
-        elif isinstance(value, torch.Tensor):
-            self._keep(
-                functools.partial(_put_back_tensor, value, value.requires_grad, value.grad if value.is_leaf else None)
-            )
-        elif kind is np.ndarray:
-            self._look_at_array(value)
+        elif issubclass(kind, torch.Tensor):
+            grad = value.grad if value.is_leaf else None
+            self._keep(functools.partial(_put_back_tensor, value, value.detach(), value.requires_grad, grad))
+        elif issubclass(kind, np.ndarray):
+            if value.flags.writeable:
+                self._bytes = _added(self._bytes, value.nbytes)
+                self._keep(functools.partial(_put_back_array, value, value.copy()))
         elif generators.is_generator(value):
             self._generators.append((value, generators.state_of(value)))
-        elif isinstance(value, functools.partial):
+        elif hasattr(kind, "__next__") or kind in (bytearray, memoryview) or _is_outside(value):
+            raise Unsafe(kind.__name__)
+        elif kind is types.FunctionType:
+            self._look_at_function(value)
+        elif issubclass(kind, type):
+            self._look_at_class(value)
+        elif kind is functools.partial:
             self._waiting += [value.func, *value.args, *value.keywords.values()]
         elif kind is types.MethodType:
             self._waiting += [value.__self__, value.__func__]
-        elif kind is types.FunctionType:
-            self._look_at_function(value)
-        elif kind is types.ModuleType or isinstance(value, type):
-            if (value.__name__ if kind is types.ModuleType else value.__module__).partition(".")[0] in _OUTSIDE:
-                raise Unsafe(value.__name__)
-        elif kind in (dict, OrderedDict, defaultdict, Counter):
-            self._keep_dict(value)
-            self._waiting += [one for _, one in zip(range(_ITEMS), value.values())]
-        elif kind in (list, deque, set):
-            self._keep(functools.partial(_put_back_items, value, list(value)))
-            self._waiting += [one for _, one in zip(range(_ITEMS), value)]
-        elif isinstance(value, (tuple, frozenset)):
-            self._waiting += [one for _, one in zip(range(_ITEMS), value)]
-        elif hasattr(kind, "__next__") or root in _OUTSIDE or kind.__module__.startswith("torch.utils.tensorboard"):
-            raise Unsafe(kind.__name__)
         elif kind is types.BuiltinFunctionType:
             self._waiting.append(value.__self__)
-        elif _is_of_script(root):
+        elif kind in (staticmethod, classmethod, property):
+            self._waiting.append(value.fget if kind is property else value.__wrapped__)
+        elif not issubclass(kind, types.ModuleType) and not kind.__module__.startswith("lockstep."):
             self._look_at_object(value)
-        elif root not in _KNOWN and root not in sys.stdlib_module_names and root != "lockstep":
-            raise Unsafe(kind.__name__)
 
     def _keep(self, put_back: Callable[[], None]) -> None:
         self._put_back.append(put_back)
 
-    def _keep_dict(self, value: dict[Any, Any]) -> None:
-        self._keep(functools.partial(_put_back_dict, value, dict(value)))
+    def _keep_dict(self, value: dict[Any, Any], base: type[Any] = dict) -> None:
+        self._keep(functools.partial(_put_back_dict, value, dict(base.items(value)), base))
 
     def _look_at_module(self, module: nn.Module) -> None:
         self.modules.append(module)
         for name, buffer in module._buffers.items():
             if name in BATCH_STATISTICS and buffer is not None:  # torch does not say that batch norm writes to them
                 self._keep(functools.partial(_put_back_statistics, buffer, buffer.clone()))
-        if _is_of_script(type(module).__module__.partition(".")[0]):
+        if _is_of_script(_root(module)):
             self._look_at_object(module)
             return
         self._keep_dict(vars(module))
-        plain = (dict, OrderedDict, list, set, deque)
-        self._waiting += [value for value in vars(module).values() if type(value) in plain]
+        self._waiting += [value for value in vars(module).values() if type(value) in _CONTAINERS]
 
     def _look_at_object(self, value: Any) -> None:
-        """Of a class that the script defines: its attributes, and what its methods reach."""
-        if isinstance(attributes := getattr(value, "__dict__", None), dict):
+        """Its items and attributes, and the classes that it is of."""
+        kind = type(value)
+        base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
+        if base is not None:
+            self._look_at_items(value, base)
+        try:
+            attributes = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            attributes = None
+        if type(attributes) is dict:
             self._keep_dict(attributes)
             self._waiting += attributes.values()
-        for kind in type(value).__mro__:
-            if _is_of_script(kind.__module__.partition(".")[0]):
-                self._waiting += [one for one in vars(kind).values() if type(one) is types.FunctionType]
+        if _is_of_script(_root(value)):
+            self._waiting += kind.__mro__
+            if not issubclass(kind, tuple) and any(
+                type(one) is types.MemberDescriptorType for kind in kind.__mro__ for one in vars(kind).values()
+            ):
+                raise Unsafe("__slots__")
 
-    def _look_at_array(self, array: np.ndarray[Any, Any]) -> None:
-        if array.flags.writeable and array.nbytes <= _MOST_BYTES:
-            self._keep(functools.partial(_put_back_array, array, array.copy()))
+    def _look_at_items(self, value: Any, base: Any) -> None:
+        items = [*(base.values(value) if issubclass(base, dict) else base.__iter__(value))]
+        if issubclass(base, dict):
+            self._keep_dict(value, base)
+        elif base not in (tuple, frozenset):
+            self._keep(functools.partial(_put_back_items, value, items, base))
+        if len(items) > _ITEMS and any(type(one) not in _PLAIN for one in items[:_ITEMS]):
+            raise Unsafe("a long container")
+        self._waiting += items[:_ITEMS]
+
+    def _look_at_class(self, kind: type[Any]) -> None:
+        if _is_of_script(_root(kind)):
+            self._keep(functools.partial(_put_back_class, kind, dict(vars(kind))))
+            self._waiting += [*kind.__mro__, *vars(kind).values()]
 
     def _look_at_function(self, function: types.FunctionType) -> None:
-        """What its closure, its defaults and its global names hold. Of a library's function, what it wraps."""
-        root = function.__globals__.get("__name__", "").partition(".")[0]
-        if root in _OUTSIDE:
-            raise Unsafe(function.__name__)
+        """What its closure, its defaults, its attributes and its global names hold. Of a library's function, what it wraps."""
         cells = [cell for cell in function.__closure__ or () if not _is_empty(cell)]
-        if not _is_of_script(root):
+        if not _is_of_script(_root(function)):
             inner = [cell.cell_contents for cell in cells]
             self._waiting += [one for one in inner if isinstance(one, (types.FunctionType, nn.Module))]
             return
         for cell in cells:
             self._keep(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
         self._waiting += [cell.cell_contents for cell in cells]
-        self._waiting += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        names = set(_names(function.__code__))
-        if names & {"open", "input"}:
-            raise Unsafe("a file")
+        self._waiting += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), function.__dict__]
+        codes = [*_codes(function.__code__)]
+        names = {name for code in codes for name in code.co_names}
         self._names |= names
-        for name in names & function.__globals__.keys():
-            value = function.__globals__[name]
-            self._keep(functools.partial(function.__globals__.__setitem__, name, value))
-            self._waiting.append(value)
-            if type(value) is types.ModuleType and _is_of_script(value.__name__.partition(".")[0]):
-                self._waiting += [vars(value)[one] for one in names & vars(value).keys()]
+        spaces = [vars(sys.modules[name]) for code in codes for name in _imports(code) if name in sys.modules]
+        self._waiting += [sys.modules[name] for code in codes for name in _imports(code) if name in sys.modules]
+        spaces += [
+            vars(one)
+            for name in names & function.__globals__.keys()
+            if type(one := function.__globals__[name]) is types.ModuleType
+        ]
+        for space in [function.__globals__, *spaces]:
+            if _is_of_script(str(space.get("__name__")).partition(".")[0]):
+                kept = {name: space[name] for name in names & space.keys()}
+                self._keep(functools.partial(_put_back_names, space, kept))
+                self._waiting += kept.values()
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _added(before: int, more: int) -> int:
+    if before + more > _MOST_BYTES:
+        raise Unsafe("too much memory")
+    return before + more
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            yield from _names(inner)
+            yield from _codes(inner)
+
+
+def _imports(code: types.CodeType) -> list[str]:
+    """Modules that it imports itself."""
+    if _IMPORT not in code.co_code[::2]:
+        return []
+    return [one.argval for one in dis.get_instructions(code) if one.opcode == _IMPORT]
+
+
+def _root(value: Any) -> str:
+    """The package of a module, a class, a function, or of an object's class."""
+    kind = type(value)
+    if issubclass(kind, types.ModuleType):
+        name = value.__name__
+    elif kind is types.FunctionType:
+        name = value.__globals__.get("__name__")
+    else:
+        name = (value if issubclass(kind, type) else kind).__module__
+    return str(name).partition(".")[0]
+
+
+def _is_outside(value: Any) -> bool:
+    root = _root(value)
+    if root in _OUTSIDE or type(value).__module__.startswith(("torch.utils.tensorboard", "torch.profiler")):
+        return True
+    return not (root in _KNOWN or root in sys.stdlib_module_names or _is_of_script(root))
 
 
 @functools.cache
@@ -293,7 +344,12 @@ def _eager() -> contextlib.AbstractContextManager[Any]:
     return eager
 
 
-def _put_back_tensor(tensor: torch.Tensor, requires_grad: bool, grad: torch.Tensor | None) -> None:
+@torch.no_grad()
+def _put_back_tensor(
+    tensor: torch.Tensor, before: torch.Tensor, requires_grad: bool, grad: torch.Tensor | None
+) -> None:
+    if storage(tensor) != storage(before) or tensor.shape != before.shape:
+        tensor.data = before
     if tensor.is_leaf:
         if tensor.requires_grad != requires_grad:
             tensor.requires_grad_(requires_grad)
@@ -307,16 +363,39 @@ def _put_back_statistics(now: torch.Tensor, before: torch.Tensor) -> None:
         now.copy_(before)
 
 
-def _put_back_dict(now: dict[Any, Any], before: dict[Any, Any]) -> None:
-    if len(now) != len(before) or any(now.get(key, now) is not value for key, value in before.items()):
-        now.clear()
-        now.update(before)
+def _put_back_names(now: dict[str, Any], before: dict[str, Any]) -> None:
+    for name, value in before.items():
+        if now.get(name, now) is not value:
+            now[name] = value
 
 
-def _put_back_items(now: Any, before: list[Any]) -> None:
-    if len(now) != len(before) or any(one is not other for one, other in zip(now, before)):
-        now.clear()
-        (now.update if isinstance(now, set) else now.extend)(before)
+def _put_back_dict(now: Any, before: dict[Any, Any], base: Any) -> None:
+    """Without the methods of a class that is made of `base`."""
+    if [*base.keys(now)] != [*before]:
+        base.clear(now)
+        base.update(now, before)
+    for key, value in before.items():
+        if base.get(now, key, now) is not value:
+            base.__setitem__(now, key, value)
+
+
+def _put_back_items(now: Any, before: list[Any], base: Any) -> None:
+    if base.__len__(now) == len(before) and all(one is other for one, other in zip(base.__iter__(now), before)):
+        return
+    if base is list:
+        list.__setitem__(now, slice(None), before)
+    else:
+        base.clear(now)
+        (base.update if base is set else base.extend)(now, before)
+
+
+def _put_back_class(kind: type[Any], before: dict[str, Any]) -> None:
+    for name, value in before.items():
+        if vars(kind).get(name, kind) is not value:
+            setattr(kind, name, value)
+    for name in vars(kind).keys() - before.keys():
+        if name[:2] != "__":
+            delattr(kind, name)
 
 
 def _put_back_array(now: np.ndarray[Any, Any], before: np.ndarray[Any, Any]) -> None:
