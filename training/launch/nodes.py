@@ -214,7 +214,8 @@ def _tcp_store(wanted: Meeting, serves: bool) -> Store:
 
 def _signed(wanted: Meeting, store: Store, launchers: int) -> tuple[SignedStore, int]:
     signed = SignedStore(store, f"lockstep/nodes/{wanted.job_id}", wanted.secret)
-    return signed, signed.count(launchers)
+    count = signed.count(launchers)
+    return signed, count if launchers else 0  # another launcher may have come before the one that serves has counted
 
 
 class _Document(BaseModel):

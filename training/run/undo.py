@@ -27,7 +27,7 @@ from .. import generators
 from ..parallel.packing import storage
 from ..resilience.closeness import BATCH_STATISTICS
 
-_MOST, _ITEMS, _MOST_BYTES = 200_000, 1000, 1 << 27
+_MOST, _ITEMS, _MOST_BYTES = 30_000, 1000, 1 << 27
 """Objects that are looked at, items of a container, bytes that are copied of arrays, and of tensors that are written to."""
 _OUTSIDE = {
     "_contextvars", "_csv", "_io", "_queue", "_thread", "asyncio", "concurrent", "contextvars", "csv", "http", "io", "logging",

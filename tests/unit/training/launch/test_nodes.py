@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from lockstep.training.launch import nodes as module
 from lockstep.training.launch.command import node_address
 from lockstep.training.launch.nodes import MAX_BYTES, CannotMeet, DesiredState, Meeting, Nodes, SignedStore, opened
 from lockstep.training.parallel import stores
-from tests.processes import poll
+from tests.processes import free_port, poll
 
 
 @pytest.fixture
@@ -97,3 +98,16 @@ def test_of_two_launchers_that_would_serve_at_one_moment_one_joins(
             stack.enter_context(pytest.raises(CannotMeet))
         _, number = opened(Meeting(f"127.0.0.1:{port}", "secret", "job", "127.0.0.1", 2, 2, 2.0, host=host))
         assert number == 1 and other.num_keys() > 0
+
+
+def test_the_launcher_that_serves_decides_even_if_another_one_has_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = module._tcp_store
+
+    def late(wanted: Meeting, serves: bool) -> dist.Store:
+        store = serve(wanted, serves)
+        dist.PrefixStore("lockstep/nodes/job", store).add("count", 1)  # the other one joins before this one has counted
+        return store
+
+    monkeypatch.setattr(module, "_tcp_store", late)
+    _, number = opened(Meeting(f"127.0.0.1:{free_port()}", "secret", "job", "127.0.0.1", 2, 2, 2.0, host=True))
+    assert number == 0
