@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -52,8 +53,8 @@ def test_a_submission_takes_the_image_that_was_pushed_of_this_revision(tmp_path:
         for gpus in ([], ["gpus=4"])
     ]
     assert found == [f"--image {other}", f"--image {one}"]
-    words = ["make", "--dry-run", "submit-slurm", "NODES=2", "GPUS=4", "PROFILE=gpu-cluster", "SWEEP=lr=0.1,0.2"]
-    typed = run(words, env, cwd=here).output.split()
+    command = "make --no-print-directory --dry-run submit-slurm NODES=2 GPUS=4 PROFILE=gpu-cluster SWEEP=lr=0.1,0.2"
+    typed = run(shlex.split(command), env, cwd=here).output.split()
     given = "slurm job.yaml --nodes 2 --gpus 4 --profile gpu-cluster --sweep lr=0.1,0.2"
     assert typed[typed.index("submit") + 1 :] == given.split()
 
