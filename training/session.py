@@ -377,12 +377,11 @@ class Session(Reporting):
     ) -> None:  # fmt: skip
         """One optimizer step.
 
-        Given a function, the session calls it, and may call it again. It does so on micro-batches (`micro_batch_size`), at half the
-        scale after float16 overflowed, and while it is recorded (`capture`). It also does so to name a parameter with a non-finite
-        gradient, and after another rank is lost (`launch --live`). So the function has no effect but its loss. Batch statistics are put
-        back before it is called again, and torch's generators are those of (seed, step, rank) inside it. So dropout differs between the
-        ranks, and is drawn again unchanged. Other generators are not reseeded. A loss that is computed already takes part in none of
-        this.
+        The session calls a function, and may call it again: on micro-batches (`micro_batch_size`), at half the scale after float16
+        overflowed, while it is recorded (`capture`), to look at its loss (`run/batch_mean.py`), to name a parameter with a non-finite
+        gradient, or after another rank is lost (`launch --live`). So its only effect is its loss. Batch statistics are put back before the
+        next call, and torch's generators are those of (seed, step, rank) inside it: dropout differs between the ranks, and is drawn again
+        unchanged. Other generators are not reseeded. A loss that is computed already takes part in none of this.
 
         Args:
             loss: a scalar, the mean over this rank's samples; or a function that computes it of `batch`. A function may return

@@ -70,8 +70,8 @@ class Unsaved:
     def _alike(self) -> dict[str, str]:
         """What all ranks have alike, by the call that says so."""
         kept = self._run.user_state
-        objects = {f"run.keep({name}=…)": print_of(stateful.state_dict()) for name, stateful in kept.objects.items()}
-        values = {f"run.values[{name!r}]": print_of(value) for name, value in kept.values.items()}
+        objects = {f"run.keep({name}=…)": _print_of(stateful.state_dict()) for name, stateful in kept.objects.items()}
+        values = {f"run.values[{name!r}]": _print_of(value) for name, value in kept.values.items()}
         scores = (*SCORES, self._run.scores.rule.name)
         logged = {name: value for name, value in self.logged.items() if name.endswith(scores)}
         return {**objects, **values, **{f"run.log({name}=…)": f"{value:.4g}" for name, value in logged.items()}}
@@ -138,7 +138,7 @@ def unequal(of_ranks: Sequence[dict[str, str]]) -> dict[str, str]:
 
 
 @torch.no_grad()
-def print_of(tree: Any) -> str:
+def _print_of(tree: Any) -> str:
     """What stands for the tensors, arrays, numbers and texts of a state. A tensor that the ranks have in parts is left out."""
     leaves = tree_leaves(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not hasattr(leaf, "placements")]
@@ -226,8 +226,8 @@ def _weights_outside(learned: set[torch.Tensor], used: set[torch.Tensor], state:
         learned: weights of no replicated model.
         used: those of them that an optimizer moves, and others.
     """
-    of_rank = storages(states_of(state.user_state.rank_objects))
-    held = storages([states_of(state.user_state.objects), dict(state.user_state.values)])
+    of_rank = storages(_states_of(state.user_state.rank_objects))
+    held = storages([_states_of(state.user_state.objects), dict(state.user_state.values)])
     outside = {_name_of(p) or f"a parameter of shape {list(p.shape)}": p for p in learned if storage(p) not in of_rank}
     every = all_gather_trees({name: fingerprint(nn.ParameterList([p])) for name, p in outside.items()}, state.world)
     sentences = []
@@ -243,7 +243,7 @@ def _weights_outside(learned: set[torch.Tensor], used: set[torch.Tensor], state:
     return sorted(sentences)
 
 
-def states_of(objects: dict[str, Stateful]) -> list[Any]:
+def _states_of(objects: dict[str, Stateful]) -> list[Any]:
     return [stateful.state_dict() for stateful in objects.values()]
 
 
@@ -303,7 +303,7 @@ def _marks(state: TrainState) -> Iterator[tuple[str, tuple[Any, list[Any]]]]:
     ]
     average = {} if state.ema is None else dict(state.ema.average.named_parameters())
     ours = [*models[0].values(), *average.values(), *state.model.buffers()]
-    held = storages([ours, states_of(kept.objects), states_of(kept.rank_objects), dict(kept.values)])
+    held = storages([ours, _states_of(kept.objects), _states_of(kept.rank_objects), dict(kept.values)])
     for name, value in _reachable({**kept.objects, **kept.rank_objects}):
         if generators.is_generator(value):
             if not any(value is generator for generator in kept.generators.values()):
