@@ -327,5 +327,5 @@ def _retained(entries: list[CheckpointEntry], keep: int, keep_best: KeepBest) ->
     """Returns the newest ones, and the best: what `Writer` keeps on a disk. Newest first."""
     rule = Rule.of(keep_best)
     newest = sorted(entries, key=lambda entry: -entry.step)
-    best = rule.best({entry.step: score for entry in newest if (score := _score(entry, rule)) is not None})
+    best = rule.best({entry.step: _score(entry, rule) for entry in newest})
     return [*newest[:keep], *(entry for entry in newest[keep:] if keep_best and entry.step == best)]

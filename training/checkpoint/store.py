@@ -68,9 +68,10 @@ class Rule:
         name, better = ("accuracy", "max") if isinstance(keep_best, bool) else next(iter(keep_best.items()))
         return cls(name, 1 if better == "max" else -1)
 
-    def best(self, scores: Mapping[int, float]) -> int | None:
-        """Returns the step with the best score, the newest of several. `scores`: by step."""
-        return max(scores, key=lambda step: (self.sign * scores[step], step), default=None)
+    def best(self, scores: Mapping[int, float | None]) -> int | None:
+        """Returns the step with the best score, the newest of several. `scores`: by step; None: not measured by this rule."""
+        measured = {step: self.sign * score for step, score in scores.items() if score is not None}
+        return max(measured, key=lambda step: (measured[step], step), default=None)
 
     def better(self, value: float, than: float | None) -> bool:
         return math.isfinite(value) and (than is None or self.sign * value > self.sign * than)
@@ -353,7 +354,7 @@ class Writer:
         paths = candidates(newest.parent)
         kept = set(paths[: self.keep])
         if self.keep_best and (found := best(paths, self._rule)) is not None:
-            kept.add(found[0])
+            kept.add(found)
         for path in paths:
             if path not in kept and path != newest:
                 # Renamed first: a crash while its files go must not leave a candidate that is half there.
@@ -373,11 +374,10 @@ def clean(directory: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def best(paths: list[Path], rule: Rule) -> tuple[Path, float] | None:
-    """Returns the checkpoint with the best score and that score, the newest of several; None where none was measured by that rule."""
-    scores = {step_of(path): (path, score) for path in paths if (score := score_of(path, rule)) is not None}
-    found = rule.best({step: score for step, (_, score) in scores.items()})
-    return None if found is None else scores[found]
+def best(paths: list[Path], rule: Rule) -> Path | None:
+    """Returns the checkpoint with the best score, the newest of several; None where none was measured by that rule."""
+    step = rule.best({step_of(path): score_of(path, rule) for path in paths})
+    return next((path for path in paths if step_of(path) == step), None)
 
 
 def score_of(path: Path, rule: Rule) -> float | None:
@@ -405,7 +405,7 @@ def chosen(
         if wanted not in steps:
             raise UserError(f"{where} has no checkpoint of step {wanted}; {there}")
         return wanted
-    best = wanted.best({step: value for step in steps if (value := score(step, wanted)) is not None})
+    best = wanted.best({step: score(step, wanted) for step in steps})
     if best is None:
         raise UserError(f"no checkpoint of {where} has a score ({wanted.name}): choose one with --step; {there}")
     return best

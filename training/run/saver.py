@@ -117,7 +117,7 @@ class Sender:
             wait([written])
         paths, sent = store.candidates(self._directory), list[SaveResult]()
         best = store.best(paths, Rule.of(self._keep_best)) if self._keep_best else None
-        for path in dict.fromkeys([*paths[:1], *([best[0]] if best is not None else [])]):
+        for path in dict.fromkeys([*paths[:1], *filter(None, [best])]):
             began = time.perf_counter()
             try:
                 size = self._objects.commit(path) if step == self._step else 0
