@@ -67,13 +67,10 @@ def all_gather_trees(tree: Any, world: World) -> list[Any]:
 
 def _gathered_everywhere(packed: torch.Tensor, world: World) -> list[torch.Tensor]:
     """Returns the packed trees of all ranks. No rank has it before all have come here. Collective."""
-    sizes = torch.zeros(world.size, dtype=torch.int64)
-    dist.all_gather_into_tensor(sizes, torch.tensor([packed.numel()]))
-    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    sizes = [int(size) for size in _tensors_of_all(torch.tensor(packed.numel()), world)]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: packed.numel()] = packed
-    gathered = torch.empty(world.size * len(padded), dtype=torch.uint8)
-    dist.all_gather_into_tensor(gathered, padded)
-    return [blob[:size].clone() for blob, size in zip(gathered.split(len(padded)), sizes.tolist())]
+    return [blob[:size].clone() for blob, size in zip(_tensors_of_all(padded, world), sizes)]
 
 
 def gather_trees(tree: Any, world: World) -> list[Any] | None:
