@@ -266,17 +266,15 @@ WAITING_CONNECTIONS = 128
 class Exporter:
     """The metrics of one rank and all places they go to. `close` ends it, and may be called twice.
 
-    Args:
-        sweeps: this rank clears the folders of what earlier attempts left, for all; None: rank 0 does. The ranks whose
-            folders these are have theirs made after it. A rank that looked for its own leftovers would list the files of all.
+    Rank 0 clears the folders of what earlier attempts left, for all, so that it makes its own first. A rank that looked for its own
+    leftovers would list the files of all.
 
     Raises:
         UserError: LOCKSTEP_METRICS_PORT is not a port.
     """
 
     def __init__(
-        self, settings: configuration.Metrics, world: World, run_dir: Path, env: Mapping[str, str],
-        sweeps: bool | None = None,
+        self, settings: configuration.Metrics, world: World, run_dir: Path, env: Mapping[str, str]
     ) -> None:  # fmt: skip
         self._run_dir = run_dir = run_dir.resolve()
         self.metrics = Metrics(settings.run or run_dir.name, world.initial_rank, world.device)
@@ -290,7 +288,7 @@ class Exporter:
         self._endpoint, self._textfiles, self._target = self._files(world.initial_rank)
         port, asked = base_port(settings, env)
         if self.enabled:
-            if world.leader if sweeps is None else sweeps:
+            if world.leader:
                 for own_file in (self._endpoint, *self._textfiles, *filter(None, [self._target])):
                     with contextlib.suppress(OSError), self._folder(own_file) as folder:
                         _sweep(world.size, folder / own_file.name)

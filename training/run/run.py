@@ -193,10 +193,10 @@ class Run:
                         verified = self.objects.acquire(fresh, lambda text: say(f"warning: {text}", sys.stderr))
                         self.directory.count_attempt()
             # Only now: a directory that is refused stays untouched. First where it is cleared of what earlier attempts left.
-            for sweeps in (True, False):
+            for first in (True, False):
                 with failing_together(world):
-                    if sweeps == (self.directory is not None):
-                        exporter = Exporter(settings.metrics, world, self.path, os.environ, sweeps)
+                    if world.leader == first:
+                        exporter = Exporter(settings.metrics, world, self.path, os.environ)
             assert exporter is not None
             self.exporter = exporter
             with self.goodput.on(TimeCategory.RESTORED):
