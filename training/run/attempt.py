@@ -89,7 +89,6 @@ class Attempt:
         """Whether they were compared after the first steps."""
         self.buffers = Buffers(run.state.model, run.world, alike=run.state.of_all)
         self.modes = Modes(run.state.model)
-        """A buffer that differs between the ranks was named."""
         self.known: set[str] = set()
         """What the ranks have compared in this attempt, once, and a rank that is admitted need not: `numbers`, `machine`, `batch`."""
         self.stage = 0
