@@ -33,7 +33,7 @@ def measure(megabytes: int, rounds: int, url: str, directory: Path) -> tuple[dic
     (run_dir / "checkpoints").mkdir(parents=True)
     (run_dir / "run.yaml").write_text("{}\n")
     objects = _acquired(place, run_dir, fresh=True)
-    writer, sender = Writer(run_dir / "checkpoints", 1, False), Sender(objects, run_dir / "checkpoints", False)
+    writer, sender = Writer(run_dir / "checkpoints", 1, False), Sender(objects, run_dir / "checkpoints")
     alone = Writer(directory / f"alone-{megabytes}", 1, False)
     names = ("stall", "stall, disk", "sent", "saved", "plain send", "start", "plain fetch")
     times: dict[str, list[float]] = {name: [] for name in names}

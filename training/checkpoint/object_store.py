@@ -49,7 +49,7 @@ class ObjectStore(Bucket):
 
     def __init__(self, url: str, keep: int = 1, keep_best: KeepBest = False) -> None:
         super().__init__(url)
-        self._keep, self._keep_best = keep, keep_best
+        self._keep, self.keep_best = keep, keep_best
         self._run_dir = Path()
         self._current: tuple[Head, Tag] | None = None
         """The head as this rank has written it last; None: unknown."""
@@ -101,7 +101,7 @@ class ObjectStore(Bucket):
             newest = self._fetch_first(newer, checkpoints, warn) or newest
             if newer and newest is None:
                 raise UserError(f"none of the {len(newer)} checkpoints in {self.url} can be read and verified")
-            best = _retained(head.checkpoints, 0, self._keep_best)
+            best = _retained(head.checkpoints, 0, self.keep_best)
             missing = [entry for entry in best if not (checkpoints / checkpoint_name(entry.step)).exists()]
             self._fetch_first(missing, checkpoints, warn)
             try:
@@ -197,7 +197,7 @@ class ObjectStore(Bucket):
             same = next((other for other in others if other.step == entry.step), None)
             if same is not None and {name: file.sha256 for name, file in same.files.items()} == digests:
                 return others
-            kept = _retained([entry, *(other for other in others if other != same)], self._keep, self._keep_best)
+            kept = _retained([entry, *(other for other in others if other != same)], self._keep, self.keep_best)
             for name, file in opened.items() if entry in kept else ():
                 size = os.fstat(file.fileno()).st_size
                 sent.append(File(key=f"{folder}/{name}", sha256=digests[name], bytes=size))

@@ -20,7 +20,7 @@ from pathlib import Path
 from ..checkpoint import store
 from ..checkpoint.object_store import ObjectStore, TakenOver
 from ..checkpoint.state import gather
-from ..checkpoint.store import KeepBest, Rule, SaveResult, Worker, Writer
+from ..checkpoint.store import Rule, SaveResult, Worker, Writer
 from ..contract import UserError, say
 from ..limits import (
     BUCKET_LOOK_SECONDS,
@@ -93,8 +93,8 @@ class Sender:
     that waits is passed over for the newer one: the training never waits for a bucket.
     """
 
-    def __init__(self, objects: ObjectStore, directory: Path, keep_best: KeepBest) -> None:
-        self._objects, self._directory, self._keep_best = objects, directory, keep_best
+    def __init__(self, objects: ObjectStore, directory: Path) -> None:
+        self._objects, self._directory = objects, directory
         self._step = -1
         _SENDING.begin()
 
@@ -115,8 +115,8 @@ class Sender:
     def _send(self, step: int, written: Future[SaveResult] | None) -> list[SaveResult]:
         if written is not None:
             wait([written])
-        paths, sent = store.candidates(self._directory), list[SaveResult]()
-        best = store.best(paths, Rule.of(self._keep_best)) if self._keep_best else None
+        paths, keep_best, sent = store.candidates(self._directory), self._objects.keep_best, list[SaveResult]()
+        best = store.best(paths, Rule.of(keep_best)) if keep_best else None
         for path in dict.fromkeys([*paths[:1], *filter(None, [best])]):
             began = time.perf_counter()
             try:
@@ -165,10 +165,9 @@ class Saver:
 
     def _begin_writing(self) -> None:
         if (directory := self.run.directory) is not None:
-            keep, keep_best, objects = self.settings.keep, self.settings.keep_best, self.run.objects
-            self._writer = Writer(directory.checkpoints, keep, keep_best)
-            if objects is not None:
-                self._sender = Sender(objects, directory.checkpoints, keep_best)
+            self._writer = Writer(directory.checkpoints, self.settings.keep, self.settings.keep_best)
+            if (objects := self.run.objects) is not None:
+                self._sender = Sender(objects, directory.checkpoints)
                 # What an earlier attempt, or a rank that was lost, could not.
                 self._last_send = self._sender.send(self.last_step)
                 self._sends = [self._last_send]
