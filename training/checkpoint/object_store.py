@@ -285,9 +285,8 @@ class ObjectStore(Bucket):
         """Removes files that earlier attempts have sent and not committed. They cannot commit any more, and this attempt has sent none."""
         with contextlib.suppress(OSError, ValidationError):
             keys = self.keys()
-            current = (
-                self.read_head()
-            )  # after the listing: what another attempt has sent since it took over is not in it
+            # After the listing: what another attempt has sent since it took over is not in it.
+            current = self.read_head()
             if current is not None and current[0].commit == head.commit:
                 replaced = [self.read(key, bucket.MAX_HEAD_BYTES)[0] for key in keys if key.startswith("replaced/")]
                 named = head.keys.union(*(Head.model_validate_json(text).keys for text in replaced))

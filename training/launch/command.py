@@ -58,11 +58,8 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     env = os.environ if env is None else env
     args = _parse(argv, env)
     nodes = _meeting(args, env.get(ENV_SECRET, ""))
-    for name in (
-        ENV_SECRET,
-        ENV_LIVE,
-        ENV_REPLACEMENT,
-    ):  # the ranks need no secret; and what a launcher gave this one is not theirs
+    # The ranks need no secret; and what a launcher gave this one is not theirs.
+    for name in (ENV_SECRET, ENV_LIVE, ENV_REPLACEMENT):
         os.environ.pop(name, None)
     payload.enter(args)
     if shutil.which(args.command[0]) is None:

@@ -263,9 +263,8 @@ class RunDirectory:
         restart = os.environ.get(contract.ENV_RESTARTS, "")
         further = {
             "job": os.environ.get(contract.ENV_JOB) or None,
-            "restart": int(restart)
-            if restart.isdigit()
-            else None,  # which start of the job this is, by the launcher's count
+            # Which start of the job this is, by the launcher's count.
+            "restart": int(restart) if restart.isdigit() else None,
             "ranks": self.ranks,
             "goodput": self.goodput(),
             "slow_rank": self.slow_rank,
