@@ -220,8 +220,9 @@ _HOSTS = rf"(?:[^,\[\]]|\[{_RANGES}(?:,{_RANGES})*\])+"
 """A name, or the names of several nodes."""
 
 
-def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+def cores() -> int:
     """CPU cores this process may use: its affinity, and the quota of its container."""
+    cgroup = Path("/sys/fs/cgroup")
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         if (cgroup / "cpu.max").exists():  # version 2: "200000 100000", or "max 100000"
@@ -254,8 +255,9 @@ def set_threads(world: World, wanted: int, env: Mapping[str, str], exact: bool =
     elif omp.isdigit() and int(omp) and not by_torchrun:
         threads, source = int(omp), "OMP_NUM_THREADS"
     else:
-        threads = max(1, cores() // world.local_size)
-        source = f"{cores()} cores / {world.local_size} ranks" if world.local_size > 1 else f"{cores()} cores"
+        available = cores()
+        threads = max(1, available // world.local_size)
+        source = f"{available} cores / {world.local_size} ranks" if world.local_size > 1 else f"{available} cores"
     torch.set_num_threads(threads)
     return f"{threads} thread{'s' if threads > 1 else ''} a rank ({source})"
 
