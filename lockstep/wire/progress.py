@@ -182,7 +182,7 @@ def place_of(pid: int) -> tuple[Path, int, RankProgress] | None:
                 if (match := re.fullmatch(r"(/.*)/progress-(\d+)\.stacks", link)) is not None:
                     folder, number = Path(f"/proc/{pid}/root{match[1]}"), int(match[2])
                     if (progress := seen(folder, number)) is not None:
-                        # In its own namespace it may have another number.
+                        # In its own namespace the process may have another id.
                         return folder, number, replace(progress, pid=pid)
     return None
 
