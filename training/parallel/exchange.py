@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ..contract import EXIT_FAILED, UserError, named
@@ -68,8 +69,7 @@ def all_gather_trees(tree: Any, world: World) -> list[Any]:
 def _gathered_everywhere(packed: torch.Tensor, world: World) -> list[torch.Tensor]:
     """Returns the packed trees of all ranks. No rank has it before all have come here. Collective."""
     sizes = [int(size) for size in _tensors_of_all(torch.tensor(packed.numel()), world)]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: packed.numel()] = packed
+    padded = F.pad(packed, (0, max(sizes) - packed.numel()))
     return [blob[:size].clone() for blob, size in zip(_tensors_of_all(padded, world), sizes)]
 
 
@@ -83,8 +83,7 @@ def gather_trees(tree: Any, world: World) -> list[Any] | None:
     packed = pack(tree)
     longest = torch.tensor([packed.numel()])
     dist.all_reduce(longest, dist.ReduceOp.MAX)
-    padded = torch.zeros(int(longest), dtype=torch.uint8)  # `unpack` ignores what follows a tree
-    padded[: packed.numel()] = packed
+    padded = F.pad(packed, (0, int(longest) - packed.numel()))  # `unpack` ignores what follows a tree
     gathered = [torch.empty_like(padded) for _ in range(world.size)] if world.leader else None
     dist.gather(padded, gathered, 0)
     return None if gathered is None else [tree, *map(unpack, gathered[1:])]
@@ -106,9 +105,7 @@ def scatter_trees(trees: list[Any] | None, world: World, source: int = 0) -> Any
     longest = torch.tensor([max((blob.numel() for blob in packed), default=0)])
     dist.broadcast(longest, source)
     received = torch.empty(int(longest), dtype=torch.uint8)
-    padded = [torch.zeros_like(received) for _ in packed]
-    for room, blob in zip(padded, packed):
-        room[: blob.numel()] = blob
+    padded = [F.pad(blob, (0, received.numel() - blob.numel())) for blob in packed]
     dist.scatter(received, padded or None, source)
     return unpack(received) if trees is None else trees[source]
 
