@@ -121,12 +121,12 @@ class Nodes:
     def how(self, rank: int) -> str:
         return self.store.get(f"lockstep/ended/{rank}").decode()
 
-    def admit(self, *replacements: int, admission: int = 1) -> int:
+    def admit(self, *replacements: int) -> int:
         """The replacements are prepared, and the ranks ask for them: the generation in which they are admitted."""
         for one in replacements:
             self.store.set(f"lockstep/live/prepared/{one}", "1")
-        self.store.set(f"lockstep/live/admission/{admission}", "1")
-        return int(self.store.get(f"lockstep/live/admission/{admission}/answer"))
+        self.store.set("lockstep/live/admission/1", "1")
+        return int(self.store.get("lockstep/live/admission/1/answer"))
 
     def end(self, *ranks: int, start: int = 0, replacement: int = 0, code: int = 0) -> None:
         for rank in ranks:

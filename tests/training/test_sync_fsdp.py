@@ -41,11 +41,11 @@ LARGEST, HEAD = 400, 72
 
 
 class Loop(product.StrategyLoop):
-    def __init__(self, world: World, model: nn.Module, options: dict[str, Any] | None = None) -> None:
+    def __init__(self, world: World, model: nn.Module) -> None:
         def optimizer(parameters: Any) -> torch.optim.Optimizer:
             return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
-        strategy = product.strategy(product.FSDP, options=options)
+        strategy = product.strategy(product.FSDP)
         super().__init__(strategy, model, world, torch.zeros(2, 8), optimizer)
 
     def step(self, passes: int) -> None:

@@ -101,8 +101,8 @@ def _serving(folder: Path, *args: object, **settings: object) -> Iterator[Export
         made.close(0)
 
 
-def _endpoint(run_dir: Path, rank: int = 0) -> dict[str, object]:
-    return json.loads((run_dir / f"endpoints/rank-{rank:05d}.json").read_text())
+def _endpoint(run_dir: Path) -> dict[str, object]:
+    return json.loads((run_dir / "endpoints/rank-00000.json").read_text())
 
 
 def _get(port: object, path: str, accept: str = "") -> tuple[int, str, str]:

@@ -12,7 +12,8 @@ from tests import product
 from tests.product import UserError
 
 
-def _binary_cifar(folder: Path, records: int = 20) -> np.ndarray:
+def _binary_cifar(folder: Path) -> np.ndarray:
+    records = 20
     folder.mkdir(parents=True)
     generator = np.random.default_rng(0)
     every = generator.integers(0, 256, (6 * records, 3073), dtype=np.uint8)
