@@ -72,14 +72,16 @@ def compiled(network: nn.Module, device: torch.device, kernels: Path) -> nn.Modu
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model is in evaluation mode inside; after it each module is in the mode that it had."""
-    modes = [module.training for module in model.modules()]
+    """The modules that train are in evaluation mode inside. A module that is in evaluation mode already, such as a frozen batch norm,
+    stays so after it."""
+    training = [module for module in model.modules() if module.training]
     try:
-        model.eval()
+        for module in training:  # not by `eval()`, which a model may replace
+            module.training = False
         yield
     finally:
-        for module, is_training in zip(model.modules(), modes):
-            module.training = is_training
+        for module in training:
+            module.training = True
 
 
 @torch.no_grad()

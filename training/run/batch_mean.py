@@ -22,7 +22,8 @@ from torch import nn
 from ..config import Config
 from ..data import order, pytree
 from ..generators import RngScope
-from .replica import Replica, without_batch_statistics
+from ..models.arithmetic import evaluating
+from .replica import Replica
 from .run import Run
 from .step_input import Numbers, StepInput
 from .undo import Undo, Unsafe
@@ -83,7 +84,7 @@ class BatchMean:
         with contextlib.ExitStack() as stack:
             stack.enter_context(drawing)
             stack.enter_context(undo.calls())
-            stack.enter_context(without_batch_statistics(nn.ModuleList([self._replica.model, *undo.modules])))
+            stack.enter_context(evaluating(nn.ModuleList([self._replica.model, *undo.modules])))
             whole, again = loss(low, high, seeds[0]), loss(low, high, seeds[0])
             if undo.drew:
                 raise Unsafe("numbers of its own")

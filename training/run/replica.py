@@ -309,23 +309,6 @@ def put_back(model: nn.Module, before: list[torch.Tensor]) -> None:
             buffer.copy_(kept)
 
 
-@contextlib.contextmanager
-def without_batch_statistics(model: nn.Module) -> Iterator[None]:
-    """The modules that train are in evaluation mode inside. A rank without samples still runs the network, so that it joins the
-    collectives of backward: a stand-in batch times zero, which must move no running statistics.
-
-    Modules that are in evaluation mode already (a batch norm that is frozen) are left so.
-    """
-    training = [module for module in model.modules() if module.training]
-    try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def _what(value: object) -> str:
     """A value as an error names it."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"a value of type {type(value).__name__}"

@@ -23,6 +23,7 @@ from .. import generators
 from ..contract import UserError
 from ..data import order
 from ..data.batches import Part
+from ..models.arithmetic import evaluating
 from ..parallel.exchange import all_gather_trees, raise_together
 from ..resilience import divergence
 from ..sync.base import NotSummed
@@ -30,7 +31,7 @@ from .attempt import Attempt
 from .batch_mean import BatchMean
 from .elastic import CurrentBatch
 from .logical_workers import LogicalWorkers, check_alone, check_machine
-from .replica import Replica, Several, kept_buffers, put_back, without_batch_statistics
+from .replica import Replica, Several, kept_buffers, put_back
 from .run import Run
 from .step_input import (
     Compute,
@@ -132,7 +133,9 @@ class Step:
             self.sums.begin_batch()
         if part is not None and part.samples == 0 and not part.of and not self._stand_in:
             self._stand_in = contextlib.ExitStack()
-            self._stand_in.enter_context(without_batch_statistics(self.replica.model))
+            # The rank still runs the network, to join the collectives of backward: a stand-in batch times zero, which must move no
+            # running statistics.
+            self._stand_in.enter_context(evaluating(self.replica.model))
 
     def end_batch(self) -> None:
         """The script is done with it. Raises `RuntimeError` where its gradient is still to be used: no checkpoint could hold it."""
