@@ -41,7 +41,6 @@ from .contract import (
     UserError,
     print_error,
     printable,
-    rank_of,
     say,
     to_stderr,
 )  # fmt: skip
@@ -255,8 +254,7 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
             action: Callable[[argparse.Namespace, Mapping[str, str]], int] = args.action
             return action(args, env)
     except UserError as error:
-        if not error.shared or rank_of(env) == "0":
-            print_error(error)
+        print_error(error)
         return error.code
 
 

@@ -166,7 +166,9 @@ def to_stderr(text: str) -> None:
 
 
 def print_error(error: UserError) -> None:
-    """Prints what was wrong, one line; before it the traceback, where `LOCKSTEP_DEBUG` asks for it."""
+    """Prints what was wrong, one line; before it the traceback, where `LOCKSTEP_DEBUG` asks for it. What all ranks have, rank 0 prints."""
+    if error.shared and rank_of(os.environ) != "0":
+        return
     if os.environ.get(ENV_DEBUG):
         for line in "".join(traceback.format_exception(error)).splitlines():
             to_stderr(line)
@@ -179,8 +181,7 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if not error.shared or rank_of(os.environ) == "0":
-            print_error(error)
+        print_error(error)
         sys.exit(error.code)
 
 

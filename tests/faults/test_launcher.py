@@ -94,6 +94,22 @@ def test_the_rank_that_failed_is_named_and_not_those_that_are_ended_for_it() -> 
     ], done.output  # fmt: skip
 
 
+@pytest.mark.promise("named-rank", "bad-input")
+def test_a_rank_that_is_about_to_report_a_users_error_may_do_so(tmp_path: Path) -> None:
+    """All ranks end with 2; the one that reports it is the last, as `UserError` is reported by rank 0 alone."""
+    program = (
+        f"import os, pathlib, sys, time; pid = pathlib.Path({str(tmp_path)!r}, 'pid')\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    pid.with_name('new').write_text(str(os.getpid())); os.rename(pid.with_name('new'), pid); sys.exit(2)\n"
+        "while not pid.exists() or os.path.exists(f'/proc/{pid.read_text()}'):\n"
+        "    time.sleep(0.01)\n"
+        "time.sleep(0.5)\n"
+        "sys.exit(print('error: what is wrong', file=sys.stderr) or 2)\n"
+    )
+    done = _launched("--ranks", "2", "--", PYTHON, "-c", program)
+    assert (done.code, done.output) == (2, "[rank 0] error: what is wrong\n")
+
+
 @pytest.mark.promise("restarts")
 def test_who_starts_it_may_ignore_the_end_of_children() -> None:
     """A program inherits that, and hears no exit code any more."""

@@ -112,7 +112,7 @@ def _name(number: int) -> str:
 
 def raising(codes: Collection[int | None]) -> bool:
     """Returns whether a rank has ended with its own error while another one runs, which may be about to report an error, too."""
-    return None in codes and any(code is not None and code > 0 and code not in FINAL for code in codes)
+    return None in codes and any(code is not None and code > 0 and code != EXIT_PREEMPTED for code in codes)
 
 
 def note_end(note: Path, code: int, reason: str) -> None:

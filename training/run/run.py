@@ -36,6 +36,7 @@ from ..contract import (
     REPORT_FILE,
     VERSION,
     UserError,
+    print_error,
     say,
     user_errors,
 )  # fmt: skip
@@ -137,7 +138,8 @@ class Run:
         keep_out_others()
         self.goodput.enter(TimeCategory.MEETING)
         settings = self.config
-        with user_errors(), contextlib.ExitStack() as stack:
+        # In this order: an error is printed while a launcher's TERM does not end this process.
+        with contextlib.ExitStack() as stack, user_errors():
             if self._handles and threading.current_thread() is threading.main_thread():
                 self.signals = Signals(settings.preempt.signals, meeting=True)
                 stack.callback(self.signals.restore)
@@ -420,11 +422,13 @@ class Run:
             if code is None:
                 if error is not None:
                     desync.print_once(self.world, error)
+                if isinstance(error, UserError):
+                    print_error(error)  # before a launcher's TERM ends this process again
                 self._stack.__exit__(kind, error, trace)
                 if end is None and error is not None and is_collective(error):
                     raise _not_together(error) from error
                 if isinstance(error, UserError):
-                    raise error
+                    raise SystemExit(error.code)
                 return  # the error propagates
             self._stack.close()
         if code == EXIT_PREEMPTED and self.signals is not None:
