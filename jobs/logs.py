@@ -84,11 +84,10 @@ def follow(
         last: begin this many lines before the end. They have no times, so each log has an equal share of them.
         noise: lines that begin so are left out.
     """
-    wanted = rank if prefixed else None
-    mark = b"" if wanted is None else b"[rank %d] " % wanted
+    mark = b"[rank %d] " % rank if prefixed and rank is not None else b""
 
-    def counts(head: bytes) -> bool:
-        return head.startswith(mark) and not (noise is not None and noise.match(head))
+    def counts(line: bytes) -> bool:
+        return line.startswith(mark) and not (noise is not None and noise.match(line))
 
     offsets = dict.fromkeys(logs, 0) if last is None else _offsets(logs, last, counts)
     splitters = {key: LineSplitter(_PREFIX) for key in logs}
@@ -108,11 +107,9 @@ def follow(
             lines = list(splitters[key].of(chunk))
             if over and not chunk and (rest := splitters[key].rest()):
                 lines.append(rest)
-            for line in lines:
-                if noise is None or not noise.match(line):
-                    text = of_rank(line.decode(errors="replace"), wanted)
-                    if text is not None:
-                        yield f"[rank {key}] {text}" if rank is None and not prefixed else text
+            for line in filter(counts, lines):
+                text = line[len(mark) :].decode(errors="replace")
+                yield f"[rank {key}] {text}" if rank is None and not prefixed else text
         if over and not more:
             return
         if not more:
