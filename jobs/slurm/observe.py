@@ -342,15 +342,13 @@ class Evidence:
         saved = {int(name) for name in names if name.isdecimal()}
         failures = restarts - sum(start < restarts for start in saved)
         reported = records.reported(Path(record.run_dir), record.job)
-        ended = (
-            reported is not None and reported.code is not None and not spec.live
-        )  # a live job's launcher counts for itself
-        if reported is not None and ended and reported.restart not in (None, restarts):
-            reported = None
+        # The launcher of a live job counts for itself.
+        latest = spec.live or reported is None or reported.code is None or reported.restart in (None, restarts)
         return cls(
             spec, info, outage, restarts, restarts not in saved and failures >= spec.max_restarts,
-            {task: result for task, result in results.items() if result.restart == restarts}, reported,
-            cancelled(record).exists(), record.since, time.time() - (info.ended or record.since) >= SETTLE_SECONDS,
+            {task: result for task, result in results.items() if result.restart == restarts},
+            reported if latest else None, cancelled(record).exists(), record.since,
+            time.time() - (info.ended or record.since) >= SETTLE_SECONDS,
         )  # fmt: skip
 
     @property
