@@ -121,6 +121,11 @@ def get(value: Any, *path: str | int) -> Any:
     return value
 
 
+def spec_text(record: Manifest) -> str:
+    """Returns the record of a spec as the text that `spec_in` reads."""
+    return json.dumps(record, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
 def spec_in(labels: Any) -> Manifest:
     """The spec that a job's annotations (or labels) hold, as plain values; {} where it is gone or damaged."""
     try:

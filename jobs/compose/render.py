@@ -28,6 +28,7 @@ from ..manifest import (
     get,
     holds,
     patched,
+    spec_text,
     without_none,
 )
 from ..spec.model import CODE_PARTS, JobSpec
@@ -137,14 +138,14 @@ def _node(spec: JobSpec, index: int) -> Manifest:
     own = ["--ranks", str(spec.ranks), "--nodes", str(spec.nodes)]
     own += ["--rendezvous", f"{node_name(spec, 0)}:{MASTER_PORT}"] if spec.nodes > 1 else []
     own += ["--job-id", f"{spec.name}-{spec.hash()}", "--time-limit", str(spec.deadline_seconds)]
-    text = json.dumps(spec.record(), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    text = _literal(spec_text(spec.record()))
     service = {
         "image": spec.image,
         "hostname": node_name(spec, index),
         "entrypoint": words[:4],
         "command": [*own, *words[4:]],
         "environment": environment(spec),
-        "labels": {JOB: spec.name, HASH: spec.hash(), NODE: str(index), SPEC: _literal(text), **MANAGED},
+        "labels": {JOB: spec.name, HASH: spec.hash(), NODE: str(index), SPEC: text, **MANAGED},
         "networks": {"default": {"aliases": [ALIAS]}},
         "volumes": _mounts(spec),
         "working_dir": "/tmp",  # noqa: S108 - the container's own, and the only place that is always writable

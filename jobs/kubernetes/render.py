@@ -30,6 +30,7 @@ from ..manifest import (
     get,
     mappings,
     patched,
+    spec_text,
     without_none,
 )
 from ..spec.model import CODE_PARTS, JobSpec
@@ -113,8 +114,7 @@ def job(spec: JobSpec, submission: str = RENDERED) -> Manifest:
     marks = labels(spec)
     if queue := spec.k8s.queue:
         marks[KUEUE_QUEUE] = queue
-    text = json.dumps(spec.record(), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    annotations = {SPEC: text, **({SUBMISSION: submission} if spec.code is not None else {})}
+    annotations = {SPEC: spec_text(spec.record()), **({SUBMISSION: submission} if spec.code is not None else {})}
     template = {"metadata": _pod_metadata(spec), "spec": pod_spec(spec, submission)}
     return {
         "apiVersion": KINDS[kind][0],
