@@ -51,14 +51,16 @@ class Shape(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", defer_build=True)
 
 
-class Failure(Shape):
-    """A Status: what a server answers in place of what was asked for."""
+class Explained(Shape):
+    """Anything that gives a reason, such as the refusal of a request."""
 
-    message: Text = None
     reason: Text = None
+    message: Text = None
 
 
-class Owner(Shape):
+class Reference(Shape):
+    """The owner of an object, or the object of an event."""
+
     kind: Text = None
     name: Text = None
     uid: Text = None
@@ -77,22 +79,18 @@ class Identity(Metadata):
     annotations: dict[str, str] | None = None
     creationTimestamp: Text = None
     deletionTimestamp: Text = None
-    ownerReferences: list[Owner] | None = None
+    ownerReferences: list[Reference] | None = None
 
 
-class Condition(Shape):
+class Condition(Explained):
     type: Text = None
     status: Text = None
-    reason: Text = None
-    message: Text = None
 
 
-class How(Shape):
+class How(Explained):
     """How a container waits, or has ended."""
 
     exitCode: Count = None
-    reason: Text = None
-    message: Text = None
     finishedAt: Text = None
 
 
@@ -113,10 +111,8 @@ class Ready(Shape):
     ready: Count = None
 
 
-class Status(Shape):
+class Status(Explained):
     phase: Text = None
-    reason: Text = None
-    message: Text = None
     conditions: list[Condition] | None = None
     containerStatuses: list[ContainerStatus] | None = None
     initContainerStatuses: list[ContainerStatus] | None = None
@@ -179,24 +175,17 @@ class Spec(Shape):
     podFailurePolicy: FailurePolicy | None = None
 
 
-class About(Shape):
-    name: Text = None
-    uid: Text = None
-
-
-class Item(Shape):
+class Item(Explained):
     """An object that is stored: a job, a pod, an event, or its metadata alone."""
 
     metadata: Identity
     spec: Spec | None = None
     status: Status | None = None
     type: Text = None
-    reason: Text = None
-    message: Text = None
     lastTimestamp: Text = None
     eventTime: Text = None
     count: Count = None
-    involvedObject: About | None = None
+    involvedObject: Reference | None = None
 
 
 class Listing(Shape):
@@ -445,7 +434,7 @@ def _failure(response: urllib3.BaseHTTPResponse) -> tuple[str, str]:
     """Message and reason of a refusal; a proxy gives neither."""
     answer: dict[str, Any] = {}
     with contextlib.suppress(ValueError, urllib3.exceptions.HTTPError):
-        answer = checked(response.data, Failure)
+        answer = checked(response.data, Explained)
     message = str(answer.get("message") or response.reason or "")
     return " ".join(message.split())[:2000], str(answer.get("reason") or "")
 
