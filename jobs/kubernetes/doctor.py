@@ -17,7 +17,7 @@ from ..spec.model import JobSpec
 from ..status import Check, LoggedOut, Result
 from . import render
 from .api import Api, Listing, Shape
-from .observe import ApiError, of_each_kind
+from .observe import ApiError, condition_of_type, of_each_kind
 from .render import KINDS, KUEUE, kind_of, unpublished
 
 METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
@@ -237,9 +237,9 @@ class Doctor:
         """Node → its GPUs, of those that take pods; and how many are not ready."""
         amounts, silent = {}, 0
         for node in self.api.pages("/api/v1/nodes"):
-            ready = [item for item in mappings(get(node, "status", "conditions")) if item.get("type") == "Ready"]
             amount = str(get(node, "status", "allocatable", self.spec.k8s.gpu_resource) or "0")
-            if ready and ready[0].get("status") != "True":
+            ready = condition_of_type(node, "Ready")
+            if ready and ready.get("status") != "True":
                 silent += 1
             elif amount.isdecimal() and not get(node, "spec", "unschedulable"):
                 amounts[str(get(node, "metadata", "name"))] = int(amount)
@@ -343,5 +343,5 @@ def _amounts(rows: object, resource: str, amount: str) -> int:
 
 def _inactive(queue: Manifest) -> str | None:
     """Why Kueue admits nothing from it; None where it does."""
-    active = [item for item in mappings(get(queue, "status", "conditions")) if item.get("type") == "Active"]
-    return str(active[0].get("message")) if active and active[0].get("status") == "False" else None
+    active = condition_of_type(queue, "Active")
+    return str(active.get("message")) if active.get("status") == "False" else None

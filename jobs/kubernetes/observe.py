@@ -30,6 +30,11 @@ def condition(item: Object, kind: str) -> Object | None:
     return conditions[0] if conditions else None
 
 
+def condition_of_type(item: Object, kind: str) -> Object:
+    """The condition of that type, whatever its status; {} where there is none."""
+    return next((c for c in mappings(get(item, "status", "conditions")) if c.get("type") == kind), {})
+
+
 def status_from_pods(
     job: Object, pods: list[Object], events: list[Object], workload: Object | None, hosts: list[str], ranks: int,
     now: float, maker: Object | None = None, live: bool = False,
@@ -218,8 +223,7 @@ class _Seen:
         for kind in ("Evicted", "Preempted"):
             if (ended := condition(self.workload, kind)) is not None:
                 return f"waiting in queue {queue} after {kind.lower()[:-2]}ion: {ended.get('message') or ''}"
-        conditions = mappings(get(self.workload, "status", "conditions"))
-        message = next((str(c.get("message") or "") for c in conditions if c.get("type") == "QuotaReserved"), "")
+        message = str(condition_of_type(self.workload, "QuotaReserved").get("message") or "")
         return f"waiting for quota in queue {queue}" + (f": {' '.join(message.split())}" if message else "")
 
     def unseen_by_kueue(self) -> str | None:
@@ -229,8 +233,7 @@ class _Seen:
     def unscheduled(self) -> str | None:
         placed = [pod for pod in self.pods if get(pod, "spec", "nodeName") or condition(pod, "PodScheduled")]
         for pod in self.in_phase("Pending"):
-            conditions = mappings(get(pod, "status", "conditions"))
-            last: Object = next((c for c in conditions if c.get("type") == "PodScheduled"), {})
+            last = condition_of_type(pod, "PodScheduled")
             refused = last.get("status") == "False" and last.get("reason") in ("Unschedulable", "SchedulerError")
             message = str(last.get("message") or "") if refused else ""
             if refused or not get(pod, "spec", "nodeName"):
@@ -366,13 +369,11 @@ def _unreachable_node(pod: Object, now: float) -> str:
     """That the pod's node does not answer. A dead node's pods keep the phase Running, and are Terminating for ever."""
     name, node = get(pod, "metadata", "name"), get(pod, "spec", "nodeName")
     silent = f"the node {node} of {name} does not answer" if node else f"the node of {name} does not answer"
-    conditions = mappings(get(pod, "status", "conditions"))
-    ready = [c for c in conditions if c.get("type") == "Ready"]
-    if get(pod, "status", "phase") == "Running" and ready and ready[0].get("status") != "True":
+    ready = condition_of_type(pod, "Ready")
+    if get(pod, "status", "phase") == "Running" and ready and ready.get("status") != "True":
         # A kubelet gives its reasons. Who speaks for a dead node gives this one, or none and leaves the containers ready.
-        reason = ready[0].get("reason")
-        inside = [c.get("status") for c in conditions if c.get("type") == "ContainersReady"]
-        if reason in ("NodeNotReady", "NodeLost") or (not reason and inside == ["True"]):
+        reason = ready.get("reason")
+        if reason in ("NodeNotReady", "NodeLost") or (not reason and condition(pod, "ContainersReady")):
             return silent
     if get(pod, "status", "phase") == "Unknown":
         return silent
