@@ -74,19 +74,14 @@ class LocalBackend(Backend):
         record = records.LocalJob.parse(plain)
         if record is None:
             raise UserError(f"{file} is damaged, or of another version: remove its folder")
-        return JobRecord(
-            name, record.hash, record.spec, record, str(self.folder / name), run_dir=record.run_dir
-        )  # fmt: skip
+        return JobRecord(name, record.hash, record.spec, record, str(self.folder / name), run_dir=record.run_dir)
 
     def preflight(self, job: Submission) -> Checks:
         """It starts at once: nothing is reserved here. What it asks for may be more than there is."""
         extras.require("torch")
         spec, cores = job.spec, os.cpu_count() or 1
-        wanted, memory = (
-            spec.nodes * size_in_bytes(spec.memory),
-            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        )
-        ranks = spec.nodes * spec.ranks
+        ranks, wanted = spec.nodes * spec.ranks, spec.nodes * size_in_bytes(spec.memory)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         checks = [
             Check("cpus", "ok" if ranks <= cores else "warning", f"{ranks} ranks on {cores} cores"),
             Check("memory", "ok" if wanted <= memory else "warning", f"{wanted >> 20} of {memory >> 20} MiB"),
@@ -125,7 +120,7 @@ class LocalBackend(Backend):
                 [sys.executable, "-m", supervise.MODULE, str(folder)], env=env,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
-        files.replace_json(folder / SUPERVISOR, {"pid": process.pid, "ticks": start_ticks(process.pid)})
+        records.Process(pid=process.pid, ticks=start_ticks(process.pid)).write(folder / SUPERVISOR)
         # The supervisor is meant to outlive this process. If it ends earlier, this thread collects its exit code.
         threading.Thread(target=process.wait, daemon=True).start()
         return SubmitResult(spec.name, True, str(folder))

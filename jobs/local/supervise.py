@@ -193,7 +193,7 @@ def main(folder: Path) -> int:
     adopt_orphans()
     launcher = subprocess.Popen(job["command"], env=env, start_new_session=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # not before: the launcher would inherit it
-    files.replace_json(folder / RUNNING, {"pid": launcher.pid, "ticks": start_ticks(launcher.pid)})
+    records.Process(pid=launcher.pid, ticks=start_ticks(launcher.pid)).write(folder / RUNNING)
     code, timed_out = wait_for_end(launcher, job["job"], job["time_limit"], job["grace"])
     record_end(folder, job["run_dir"], job["job"], code, timed_out)
     return 0
