@@ -279,9 +279,7 @@ class Backend(abc.ABC):
 
     def _submit(self, specs: Specs, mode: Mode) -> Sent:
         """Decides about all jobs before it creates one."""
-        if any(spec.code is not None for spec in specs):
-            specs = snapshots.snapshot_all(specs)
-        jobs, done = self.prepared_all(specs), list[SubmitResult]()
+        jobs, done = self.prepared_all(snapshots.snapshot_all(specs)), list[SubmitResult]()
         refuse({job.spec.name: job.findings for job in jobs}, self.name)
         with self.exclusive():
             decided = [self._resolve_existing(job, mode) for job in jobs]
