@@ -122,9 +122,9 @@ def check_owner(folder: Path) -> None:
 
 
 def _check_parents(folder: Path, make: bool = False) -> None:
-    """Refuses a folder on the way from / to this one, or a link on it, in which another user can rename what comes next.
+    """Checks every folder from / to this one, and the folders that links among them lead through. Raises `UserError`, `OSError`.
 
-    Begins at /: no other user can rename a checked folder while the next one is checked.
+    The check begins at /, so no other user can replace a checked folder while the next one is checked.
 
     Args:
         make: folders that are missing are made.

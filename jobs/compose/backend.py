@@ -164,23 +164,23 @@ class ComposeBackend(Cluster):
     def observe(self, known: JobRecord) -> Status:
         nodes, spec = known.handle, known.spec
         cancelled = bool(engine.volumes(f"{CANCELLED}={known.name}"))
-        said = self._said(nodes, spec)
-        about = records.about_time(said, moment(nodes[0].get("Created")))
-        return dataclasses.replace(status_from_containers(nodes, spec, said, cancelled), **about)
+        run_status = self._run_status(nodes, spec)
+        about = records.about_time(run_status, moment(nodes[0].get("Created")))
+        return dataclasses.replace(status_from_containers(nodes, spec, run_status, cancelled), **about)
 
-    def _said(self, nodes: Nodes, spec: JobSpec | None) -> records.RunStatus | None:
-        """status.json of this job, which is trusted above exit codes; not one of an earlier job."""
+    def _run_status(self, nodes: Nodes, spec: JobSpec | None) -> records.RunStatus | None:
+        """Returns status.json of this job, which counts above exit codes; None for one of an earlier job."""
         if spec is None:
             return None
         file = engine.read_file(str(nodes[0]["Id"]), f"{spec.run_directory}/{contract.STATUS_FILE}")
         if file is None or file[1] < min(moment(get(node, "State", "StartedAt")) for node in nodes):
             return None  # both in whole seconds, as tar keeps them
         with contextlib.suppress(ValueError):
-            said = records.RunStatus.parse(files.parsed(file[0]))
-            hang = engine.read_file(str(nodes[0]["Id"]), f"{spec.run_directory}/{contract.HANG_FILE}")
-            if said is not None and hang is not None and (told := hangs.read_hangs(hang[0])) is not None:
-                return said.model_copy(update={"hang": told.said})
-            return said
+            run_status = records.RunStatus.parse(files.parsed(file[0]))
+            lines = engine.read_file(str(nodes[0]["Id"]), f"{spec.run_directory}/{contract.HANG_FILE}")
+            if run_status is not None and lines is not None and (hang := hangs.read_hangs(lines[0])) is not None:
+                return run_status.model_copy(update={"hang": hang.said})
+            return run_status
         return None
 
     def stream(self, known: JobRecord, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:

@@ -42,7 +42,7 @@ UP_SECONDS = 600.0
 
 
 class EngineError(UserError):
-    """Returns the engine's error output as one line."""
+    """The engine refuses a command. The text is its error output, as one line."""
 
 
 class EngineDown(EngineError, Unreachable):

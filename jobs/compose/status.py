@@ -20,22 +20,22 @@ def moment(text: object) -> float:
 
 
 def status_from_containers(
-    nodes: list[Manifest], spec: JobSpec | None, said: records.RunStatus | None, cancelled: bool
+    nodes: list[Manifest], spec: JobSpec | None, run_status: records.RunStatus | None, cancelled: bool
 ) -> Status:
     """Returns the status of a job.
 
     Args:
         nodes: the engine's description of its containers, in the order of the nodes.
         spec: the specification of the job.
-        said: the status.json of this job's run.
+        run_status: the status.json of this job's run.
     """
-    parts = [_part(node, index, spec, records.restarts(said)) for index, node in enumerate(nodes)]
+    parts = [_part(node, index, spec, records.restarts(run_status)) for index, node in enumerate(nodes)]
     states = [str(get(node, "State", "Status")) for node in nodes]
     if any(state in _RUNNING for state in states):
         lost = [part for part in parts if part.state == "failed"]
         if lost and spec is not None and spec.live and states[0] in _RUNNING:
             without = f"{lost[0].reason}; the others train on: submit the job again, and it joins them"
-            return Status("running", "; ".join(filter(None, (records.progress(said), without))), parts)
+            return Status("running", "; ".join(filter(None, (records.progress(run_status), without))), parts)
         if lost and not cancelled:
             return Status(
                 "restarting",
@@ -45,21 +45,23 @@ def status_from_containers(
         paused = next((part.name for part, state in zip(parts, states) if state == "paused"), None)
         if paused:
             return Status("running", f"{paused} is paused", parts)
-        return Status("running", records.progress(said), parts)
+        return Status("running", records.progress(run_status), parts)
     if any(state == "created" for state in states):
         error = next((str(get(node, "State", "Error")) for node in nodes if get(node, "State", "Error")), "")
         if error:
             return Status("failed", f"a node did not start: {' '.join(error.split())[:300]}", parts, 1)
         return Status("pending", "the containers are being started", parts)
-    return _ended(nodes, parts, said, cancelled)
+    return _ended(nodes, parts, run_status, cancelled)
 
 
-def _ended(nodes: list[Manifest], parts: list[NodeStatus], said: records.RunStatus | None, cancelled: bool) -> Status:
+def _ended(
+    nodes: list[Manifest], parts: list[NodeStatus], run_status: records.RunStatus | None, cancelled: bool
+) -> Status:
     codes = [int(get(node, "State", "ExitCode") or 0) for node in nodes]
-    reason = said.reason if said else ""
+    reason = run_status.reason if run_status else ""
     code = _worst(codes)
-    if said is not None and said.code is not None:
-        code = said.code
+    if run_status is not None and run_status.code is not None:
+        code = run_status.code
 
     def answer(state: State, text: str) -> Status:
         return Status(state, text, parts, code)

@@ -255,7 +255,7 @@ class SlurmBackend(Cluster):
         )  # fmt: skip
 
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
-        """Returns the command of a step of the same job, on the rank's node, without further resources.
+        """Runs the command as a step of the same job, on the rank's node, without further resources.
 
         In a container the step has its own container, with the job's image and folders: SLURM lets no step into another's.
         """

@@ -25,7 +25,7 @@ def node(state: int | str | dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "said", "cancelled", "state", "code"),
+    ("nodes", "run_status", "cancelled", "state", "code"),
     [
         ([0, 0], None, False, "succeeded", 0), ([1, 75], None, False, "failed", 1), ([2, 1], None, False, "failed", 2),
         ([75, 75], None, False, "preempted", 75), ([75, 75], None, True, "cancelled", 75), ([137, 1], None, True, "cancelled", 75),
@@ -36,7 +36,7 @@ def node(state: int | str | dict[str, Any]) -> dict[str, Any]:
         ([{"Status": "created", "Error": "no such device"}, "created"], None, False, "failed", 1),
     ],
 )  # fmt: skip
-def test_what_containers_mean(nodes: list[Any], said: Any, cancelled: bool, state: str, code: int) -> None:
-    found = status_from_containers([node(each) for each in nodes], SPEC, said, cancelled)
+def test_what_containers_mean(nodes: list[Any], run_status: Any, cancelled: bool, state: str, code: int) -> None:
+    found = status_from_containers([node(each) for each in nodes], SPEC, run_status, cancelled)
     assert (found.state, found.code) == (state, code), found
     assert "OOMKilled" in found.reason or not any(isinstance(each, dict) and "OOMKilled" in each for each in nodes)
