@@ -29,8 +29,9 @@ from ..records import SlurmJob
 from ..spec.model import JobSpec
 from ..status import JobSummary, State, Status, SubmitResult, Unreachable, warn
 from . import observe, render, submission
-from .doctor import RULES, Subject, check, rows
+from .doctor import check, rows
 from .observe import Evidence, Query
+from .render import RULES, Subject
 
 Rows = list[JobSummary]  # named here, because `list` is a method below
 NOISE = re.compile(rb"submitit [A-Z]+ \([0-9]{4}-")
