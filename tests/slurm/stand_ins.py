@@ -79,19 +79,11 @@ class Site:
         """The controller, of the job."""
         self.does("scontrol", f"echo '{line}'")
 
-    def noted(
-        self, rank: int, code: int, reason: str = "", time: float = 0, restart: int = 0, job_id: str = "7"
-    ) -> None:
+    def noted(self, rank: int, code: int, reason: str = "", time: float = 0, restart: int = 0) -> None:
         """How a rank's task has ended."""
-        note = {
-            "rank": rank,
-            "code": code,
-            "reason": reason,
-            "host": f"node{rank // 2}",
-            "time": time,
-            "restart": restart,
-        }
-        (self.kept / f"submitit/{job_id}_{rank}_end.json").write_text(json.dumps(note))
+        host = f"node{rank // 2}"
+        note = {"rank": rank, "code": code, "reason": reason, "host": host, "time": time, "restart": restart}
+        (self.kept / f"submitit/7_{rank}_end.json").write_text(json.dumps(note))
 
     def status(self) -> dict[str, Any]:
         """The job's, with the exit code of the command."""
