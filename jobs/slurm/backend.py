@@ -176,10 +176,6 @@ class SlurmBackend(Cluster):
                 record = record.model_copy(update={"since": 0.0})
         return _known(name, record)
 
-    def job_id(self, name: str) -> str:
-        """SLURM's id of the job. Raises `UserError`."""
-        return str(self.require(name).handle.job_id)
-
     def observe(self, known: JobRecord) -> Status:
         return self._observed(known, observe.query)
 

@@ -223,9 +223,13 @@ class Bench:
                 and not self.alive(name)
             ):
                 sooner.add(status.reason)
-                self.cluster.ask("scontrol", "update", f"jobid={self.backend.job_id(name)}", "starttime=now+2")
+                self.cluster.ask("scontrol", "update", f"jobid={self.job_id(name)}", "starttime=now+2")
 
         return self.backend.wait(name, bound, look)
+
+    def job_id(self, name: str) -> str:
+        """Returns SLURM's id of the job."""
+        return str(self.backend.require(name).handle.job_id)
 
     def note(self, *words: str) -> Path:
         """A file of a job's folder."""
@@ -233,11 +237,11 @@ class Bench:
 
     def log(self, name: str) -> Path:
         """What rank 0 and its task have printed."""
-        return self.note(name, f"submitit/{self.backend.job_id(name)}_0_log.out")
+        return self.note(name, f"submitit/{self.job_id(name)}_0_log.out")
 
     def signal(self, name: str) -> None:
         """The one that SLURM sends before it ends or preempts a job."""
-        self.cluster.ask("scancel", "--signal=USR2", self.backend.job_id(name))
+        self.cluster.ask("scancel", "--signal=USR2", self.job_id(name))
 
 
 LATER = {"patch": {"begin": "now+1hour"}}

@@ -55,9 +55,7 @@ def test_the_example_resumes_after_its_node_is_lost_with_its_disk(
             found = bench.wait("bucket", 150)
         finally:
             bench.cluster.node("start", "node1")
-    assert (found.state, found.code) == ("succeeded", 0), (
-        f"{found}\n{bench.cluster.logged(bench.backend.job_id('bucket'))}"
-    )
+    assert (found.state, found.code) == ("succeeded", 0), f"{found}\n{bench.cluster.logged(bench.job_id('bucket'))}"
     run, whole = cluster / "spool/node2-local/run", bench.folder / "whole"
     assert [(event["attempt"], event["step"]) for event in events(run, "start")] == [(1, 0), (2, 10)]
     assert_same(run, trained_here(whole, 1, *setting_words(SETTINGS), f"data.root={data_root}"))

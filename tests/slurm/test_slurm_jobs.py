@@ -52,7 +52,7 @@ def test_what_was_sent_is_what_render_prints(bench: Bench, monkeypatch: pytest.M
     spec = bench.command("same", "print()", nodes=2, slurm={"partition": "main", "patch": {"nice": 5}})
     bench.backend.submit(spec)
     folder = bench.note("same/submitit")
-    sent = (folder / f"{bench.backend.job_id('same')}_submission.sh").read_text()
+    sent = (folder / f"{bench.job_id('same')}_submission.sh").read_text()
     assert sent == product.slurm_script(spec, folder) == lockstep("render", "slurm", str(bench.file(spec))).stdout
     assert bench.wait("same").state == "succeeded"
 
@@ -149,7 +149,7 @@ def test_slurm_has_forgotten_the_job(bench: Bench) -> None:
     bench.backend.submit(bench.command("old", "print('done')", ranks_per_node=1))
     bench.backend.submit(bench.command("bad", "raise SystemExit(3)", ranks_per_node=1))
     assert (bench.wait("old").state, bench.wait("bad").state) == ("succeeded", "failed")
-    bench.cluster.forgets(*(bench.backend.job_id(name) for name in ("old", "bad")))
+    bench.cluster.forgets(*(bench.job_id(name) for name in ("old", "bad")))
 
     def states() -> tuple[str, str]:
         return bench.backend.status("old").state, bench.backend.status("bad").state

@@ -24,7 +24,7 @@ def test_a_sweep_is_one_array(bench: Bench) -> None:
         ["grid-0", "0.1000", "succeeded", "0"],
         ["grid-1", "0.001", "succeeded", "0"],
     ]
-    ids = [bench.backend.job_id(f"grid-{index}").split("_") for index in (0, 1)]
+    ids = [bench.job_id(f"grid-{index}").split("_") for index in (0, 1)]
     assert ids[0][0] == ids[1][0] and [one[1] for one in ids] == ["0", "1"]
     runs = [json.loads((bench.folder / "grid" / f"grid-{index}" / "summary.json").read_text()) for index in (0, 1)]
     assert runs[0]["config_hash"] != runs[1]["config_hash"]
@@ -53,8 +53,8 @@ def test_shards_are_prepared_once_and_waited_for(bench: Bench) -> None:
     spec = training(bench, "fed", shards=str(shards), nodes=1)
     assert bench.backend.prepare(spec).created and not bench.backend.prepare(spec).created
     bench.backend.submit(spec)
-    shown = bench.cluster.ask("scontrol", "show", "job", "-o", bench.backend.job_id("fed"))
-    assert f"Dependency=afterok:{bench.backend.job_id('fed-prepare')}" in shown
+    shown = bench.cluster.ask("scontrol", "show", "job", "-o", bench.job_id("fed"))
+    assert f"Dependency=afterok:{bench.job_id('fed-prepare')}" in shown
     assert bench.wait("fed", 120).state == "succeeded" and (shards / "synthetic").is_dir()
     assert f"{shards}/synthetic" in bench.backend.prepare(spec).where
     hungry = training(bench, "hungry", shards=str(bench.folder / "none"), nodes=1)

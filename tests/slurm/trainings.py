@@ -90,7 +90,7 @@ class Training:
         self.hold = Hold(bench.folder / f"{name}.hold", at)
         self.spec = training(bench, name, epochs, **{"max_restarts": 4, "env": self.hold.env, **more})
         bench.backend.submit(self.spec)
-        self.job_id = bench.backend.job_id(name)
+        self.job_id = bench.job_id(name)
 
     def ends_like(self, undisturbed: Path) -> Status:
         self.hold.let_go()
