@@ -395,8 +395,7 @@ class Session(Reporting):
                 own number, such as its tokens: the numbers of the ranks are summed, on the device. The quotient is also the loss shown.
             clip: largest norm of the gradient; 0: no clipping.
             scaler: a `torch.amp.GradScaler`. If it overflows on one rank, all ranks lower the scale. A function is then called
-                again; with a loss that was computed already the step is skipped. For a loss that is not finite `nonfinite`
-                applies instead.
+                again; a step with a computed loss is skipped. For a loss that is not finite `nonfinite` applies instead.
 
         Examples:
             >>> for x, y in run.batches(dataset, 512):
@@ -405,14 +404,15 @@ class Session(Reporting):
         """
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
         step = self._started().step
-        work = StepInput(None, batch, samples, divisor_of_all(divisor, step.part, self.world), optimizers, clip, scaler)
+        divisor = divisor_of_all(divisor, step.part, self.world)
+        inputs = StepInput(None, batch, samples, divisor, optimizers, clip, scaler)
         if callable(loss) and not isinstance(loss, torch.Tensor):
-            step.take(loss, work)
+            step.take(loss, inputs)
         elif batch:
             raise TypeError("step(loss, *batch) has a batch for a function, and the loss is computed already")
         else:
-            step.backward(loss, work)
-            step.update(work)
+            step.backward(loss, inputs)
+            step.update(inputs)
 
     def backward(
         self, loss: torch.Tensor, samples: int | None = None, scaler: Any = None, divisor: float | None = None

@@ -368,7 +368,7 @@ class _Distributed:
 class Horovod(Bucketed):
     """What a Horovod script does, as a strategy of the loop."""
 
-    averages = True
+    averages_gradients = True
     one_model = one_optimizer = True
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from lockstep.training.config.settings import Section
 from lockstep.training.contract import UserError
-from lockstep.training.parallel.exchange import on_any, same_on_all
+from lockstep.training.parallel.exchange import any_rank, is_same_on_all_ranks
 from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import (
     GradientSync,
@@ -189,7 +189,7 @@ class _Passes(nn.Module):
 
     def _others_go_on(self) -> bool:
         since = self._watch.now()
-        some_go_on = on_any(self.more, self.world)
+        some_go_on = any_rank(self.more, self.world)
         self._watch.waited(since)
         return some_go_on and not self.more
 
@@ -206,9 +206,9 @@ class _Passes(nn.Module):
 
 class Fsdp(GradientSync):
     Options = FsdpOptions
-    averages = True
-    replicas = False
-    sums_in_parts = True
+    averages_gradients = True
+    is_replicated = False
+    shards_gradients = True
     one_model = one_optimizer = True
     compiles = False
     watch: GradientWatch
@@ -281,7 +281,7 @@ class Fsdp(GradientSync):
         """Raises `UserError` on all ranks where they have run different blocks: one has used the parameters of another."""
         self.watch.clear()  # FSDP itself has waited within the forward and backward passes
         self.check_summed(set(self._sharded))
-        if not same_on_all(self._root.order, self.world):
+        if not is_same_on_all_ranks(self._root.order, self.world):
             raise self.refuse(
                 "gathers blocks in the order in which they run, and the ranks have run different ones",
                 "set sync.options={blocks: []}, which gathers the network at once, or name those that always run",

@@ -43,7 +43,7 @@ class PowerSgdOptions(DdpOptions):
 
 class PowerSgd(Ddp):
     Options = PowerSgdOptions
-    remembers = True
+    has_memory = True
     one_model = True
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:

@@ -62,7 +62,7 @@ from examples.strategies.allreduce import AllReduce
 from lockstep import Session
 class Mine(AllReduce):
     def state_dict(self): return {"error": torch.ones(1)}
-sys.modules["mine"] = types.SimpleNamespace(Mine=Mine, Parts=type("Parts", (AllReduce,), {"sums_in_parts": True}))
+sys.modules["mine"] = types.SimpleNamespace(Mine=Mine, Parts=type("Parts", (AllReduce,), {"shards_gradients": True}))
 with Session(*sys.argv[1:]) as run:
     for name in ("body", "head"):
         run.replicate(torch.nn.Linear(4, 8), name=name)

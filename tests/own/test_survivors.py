@@ -28,7 +28,7 @@ from tests.warm.process import Process
 CALLS = """
 import json, os, signal, sys, time
 import torch, torch.distributed as dist
-from lockstep.training.parallel.exchange import reduced
+from lockstep.training.parallel.exchange import all_reduce
 from lockstep.training.parallel.live import Live
 from lockstep.training.parallel.world import joined
 
@@ -52,7 +52,7 @@ with joined() as world:
     first = float(total)
     total += 1000  # as clipping changes a gradient
     time.sleep(1.5 * (live.rank == 0))  # longer than the new group had to connect
-    second = reduced(torch.ones(1), world)
+    second = all_reduce(torch.ones(1), world)
     line = json.dumps([live.rank, first, len(tries), float(second), told])
     os.write(1, f"{line}\\n".encode())  # in one piece: print may write the end of the line by itself
     live.close()

@@ -19,7 +19,7 @@ from torch import nn
 from .. import generators
 from ..observe.steps import StepClock
 from ..optim.ema import Ema
-from ..parallel.exchange import all_gather_trees, broadcast_tree, gather_trees, reduced, scatter_trees
+from ..parallel.exchange import all_gather_trees, all_reduce, broadcast_tree, gather_trees, scatter_trees
 from ..parallel.names import plain, plain_name
 from ..parallel.packing import split
 from ..parallel.world import World
@@ -475,7 +475,7 @@ def averaged_buffers(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
         if flat.is_cuda:
             dist.all_reduce(flat)
         else:
-            flat = reduced(flat, world)
+            flat = all_reduce(flat, world)
         flat /= world.size
         for buffer, piece in zip(floating, flat.split([buffer.numel() for buffer in floating])):
             buffer.copy_(piece.view(buffer.shape))

@@ -53,7 +53,7 @@ class Part:
     """Under `sync.name=exact`: first and last + 1 of this rank's samples in each of its parts."""
     first: int = 0
     """The number of the first of them among the parts of the global batch."""
-    of: int = 0
+    num_parts: int = 0
     """Parts of the global batch; 0: it is cut by ranks alone."""
 
 

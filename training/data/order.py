@@ -115,9 +115,9 @@ def bounds(count: int, rank: int, world: int, multiple: int = 1) -> tuple[int, i
 class Parts:
     """How each global batch is cut into parts where what is computed does not depend on the number of ranks (`sync.name=exact`)."""
 
-    most: int
+    max_parts: int
     """Parts of a whole batch; a short one has fewer."""
-    least: int
+    min_samples: int
     """Samples of a part, unless the batch has fewer."""
 
     def bounds(self, total: int, multiple: int = 1) -> list[tuple[int, int]]:
@@ -126,7 +126,7 @@ class Parts:
         Args:
             multiple: parts are cut in blocks of so many samples; the last part has the rest.
         """
-        number = max(1, min(self.most, total // max(self.least, multiple)))
+        number = max(1, min(self.max_parts, total // max(self.min_samples, multiple)))
         return [bounds(total, part, number, multiple) for part in range(number)]
 
 

@@ -110,7 +110,7 @@ def scatter_trees(trees: list[Any] | None, world: World, source: int = 0) -> Any
     return unpack(received) if trees is None else trees[source]
 
 
-def reduced(tensor: torch.Tensor, world: World, combine: Combine = torch.add, tag: int = 0) -> torch.Tensor:
+def all_reduce(tensor: torch.Tensor, world: World, combine: Combine = torch.add, tag: int = 0) -> torch.Tensor:
     """Returns the tensors of all ranks, combined element by element; the same result on every rank. Collective.
 
     The order is always the same, so a sum has the same bits every time.
@@ -151,15 +151,15 @@ def _reduced(tensor: torch.Tensor, world: World, combine: Combine, tag: int) -> 
     return total
 
 
-def on_any(flag: bool, world: World) -> bool:
+def any_rank(flag: bool, world: World) -> bool:
     """Returns whether `flag` is set on any rank; the same answer on every rank. Collective."""
-    return bool(reduced(torch.tensor(int(flag)), world, torch.maximum))
+    return bool(all_reduce(torch.tensor(int(flag)), world, torch.maximum))
 
 
-def same_on_all(tree: Any, world: World) -> bool:
+def is_same_on_all_ranks(tree: Any, world: World) -> bool:
     """Returns whether all ranks hold the same tree, by its sha256. Collective. Raises `TypeError` as `pack`."""
     digest = int.from_bytes(hashlib.sha256(pack(tree).numpy().tobytes()).digest()[:7], "big")
-    highest, lowest = reduced(torch.tensor([digest, -digest]), world, torch.maximum).tolist()
+    highest, lowest = all_reduce(torch.tensor([digest, -digest]), world, torch.maximum).tolist()
     return bool(highest == -lowest)
 
 
@@ -185,7 +185,7 @@ def raise_together(error: Exception | None, world: World) -> None:
     """
     if world.size == 1 and error is not None:
         raise error
-    if not on_any(error is not None, world):
+    if not any_rank(error is not None, world):
         return
     code = error.code if isinstance(error, UserError) else 0
     code, message = _summary(

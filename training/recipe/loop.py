@@ -42,7 +42,7 @@ from ..parallel.exchange import (
     broadcast_tree,
     failing_together,
     gather_trees,
-    same_on_all,
+    is_same_on_all_ranks,
     waiting_for_all,
 )
 from ..parallel.world import World
@@ -260,7 +260,7 @@ def _shards(config: Config, world: World) -> Manifest:
 
 def _check_same_data(manifest: Manifest, saved: dict[str, str] | None, world: World) -> None:
     """Every rank has the data that the run began with. Collective."""
-    if not same_on_all(manifest.checksum, world):
+    if not is_same_on_all_ranks(manifest.checksum, world):
         checksums = gather_trees(manifest.checksum, world)
         raise UserError(broadcast_tree(None if checksums is None else _different_data(checksums), world))
     if saved and saved.get("checksum") != manifest.checksum:

@@ -2,7 +2,7 @@
 
 A rank may leave the loop alone, or ask for the next batch without a step, while the others wait for its gradient. Such a rank calls
 another collective than the others. Then gloo aborts a process, or adds up unrelated tensors. So the ranks synchronise wherever a script
-may treat them differently (`DesyncDetector`). The messages have a tag that no collective has (`exchange.reduced`).
+may treat them differently (`DesyncDetector`). The messages have a tag that no collective has (`exchange.all_reduce`).
 A rank that waits at a sync point writes into the store which one. A rank that is past this point and is stuck knows that they never meet.
 
 A rank whose collective has failed or timed out reports itself in the store. The ranks that do not report within a few seconds are gone,
@@ -37,7 +37,7 @@ from lockstep.wire import hangs
 from ..contract import ENV_NOTE, ENV_RESTARTS, UserError, to_stderr
 from ..limits import DESYNC_LOOK_SECONDS, KNOW_SECONDS, RAISED_SECONDS, VERDICT_SECONDS
 from ..parallel import stores
-from ..parallel.exchange import reduced
+from ..parallel.exchange import all_reduce
 from ..parallel.process import end_process
 from ..parallel.world import World
 
@@ -157,7 +157,7 @@ class DesyncDetector:
         if world.size > 1 and not self._over.is_set():
             self._waiting = _Waiting(self._met + 1, moves, world.rank, place, step)
             number = (((moves >> 2) * len(Place) + place) * len(CALLS) + CALLS.index(call)) * _RANKS + world.rank
-            self._compare(*reduced(torch.tensor([number, -number]), world, torch.maximum, _TAG).tolist())
+            self._compare(*all_reduce(torch.tensor([number, -number]), world, torch.maximum, _TAG).tolist())
         self._met += 1
         self._waiting = None
 

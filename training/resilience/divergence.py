@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from ..parallel.exchange import all_gather_trees, on_any
+from ..parallel.exchange import all_gather_trees, any_rank
 from ..parallel.world import World
 from ..sync.base import GradientSync
 
@@ -21,7 +21,7 @@ def finite_everywhere(model: nn.Module, world: World) -> bool:
     """Whether every parameter is finite, on every rank: a strategy may have given each its own part. Collective."""
     values = [p.to_local() if hasattr(p, "to_local") else p.detach() for p in model.parameters()]
     finite = bool(torch.stack([torch.isfinite(value).all() for value in values]).all()) if values else True
-    return not on_any(not finite, world)
+    return not any_rank(not finite, world)
 
 
 def diagnose(sync: GradientSync, network: nn.Module, compute: Callable[[], list[torch.Tensor]]) -> str:

@@ -26,7 +26,7 @@ from lockstep.wire.signals import FORWARDED, taken
 
 from ..contract import EXIT_PREEMPTED, say
 from ..limits import LAST_WORDS_SECONDS, ONE_SIGNAL_SECONDS
-from ..parallel.exchange import reduced
+from ..parallel.exchange import all_reduce
 from ..parallel.world import World
 
 
@@ -214,7 +214,7 @@ class Consensus:
 
     def _agreed_now(self, wishes: torch.Tensor, score: bool | None) -> Decision:
         """Where a rank may be lost, nothing stays under way from one boundary to the next."""
-        pair = reduced(wishes, self.world, torch.bitwise_or)
+        pair = all_reduce(wishes, self.world, torch.bitwise_or)
         wished = int(pair[0])
         self.replicas_differ |= bool(wished >> _FLAGS & int(pair[1]))
         best = bool(wished & _BEST) and not wished & _NONE

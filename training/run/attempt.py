@@ -36,7 +36,7 @@ from ..observe.steps import LossReader, Observer, SlowRank, StepDone, Times, mea
 from ..parallel import process
 from ..parallel.exchange import (
     all_gather_trees,
-    same_on_all,
+    is_same_on_all_ranks,
 )
 from ..parallel.live import Live, RestartRequired
 from ..parallel.packing import pack
@@ -83,7 +83,7 @@ class Attempt:
         """Steps of this attempt."""
         self.grad_norm: torch.Tensor | None = None
         """Of the last step's gradient, a scalar on the device; None where it was not computed."""
-        self._compares = run.world.size > 1 and run.state.sync.replicas
+        self._compares = run.world.size > 1 and run.state.sync.is_replicated
         """Whether there are replicas to compare."""
         self._compared = not self._compares
         """Whether they were compared after the first steps."""
@@ -226,7 +226,7 @@ class Attempt:
         if live is not None and self.run.world.replacement:
             live.activate()  # the others have looked already
             self.run.forget_untold()
-            self._compares = self.run.state.sync.replicas
+            self._compares = self.run.state.sync.is_replicated
             return False
         decision = self.poll(self.saver.due_by_time(), self.run.scores.asks(self.run.steps_done))
         if decision.stop:
@@ -406,7 +406,7 @@ class Attempt:
         """Collective."""
         if self.run.world.size == 1:
             return True
-        return same_on_all([self._rates(), self._fingerprint() if self._compares else 0], self.run.world)
+        return is_same_on_all_ranks([self._rates(), self._fingerprint() if self._compares else 0], self.run.world)
 
     def _replicas_differ(self) -> NoReturn:
         """Their fingerprints do, on all ranks, by learning rates, modes or weights. Raises `Ended`. Collective."""

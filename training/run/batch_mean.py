@@ -45,39 +45,39 @@ class BatchMean:
         self._steps: Counter[Any] = Counter()
         """Of each function."""
 
-    def look(self, work: StepInput, call: Call) -> None:
+    def look(self, inputs: StepInput, call: Call) -> None:
         """Counts the step, and warns of its function. Waits for the device, once.
 
         Args:
             call: gives the loss of these samples of the rank's.
         """
-        if isinstance(self._run.config, Config) or not self._replica.sync.replicas:
+        if isinstance(self._run.config, Config) or not self._replica.sync.is_replicated:
             return
-        function: Any = work.compute  # an object's own attributes may raise anything
+        function: Any = inputs.compute  # an object's own attributes may raise anything
         function = function.__func__ if type(function) is types.MethodType else function
         function = function.__code__ if type(function) is types.FunctionType else type(function)
         self._steps[function] += 1
-        if self._steps[function] != CALL or (work.part is not None and not work.part.samples):
+        if self._steps[function] != CALL or (inputs.part is not None and not inputs.part.samples):
             return
         sentence = ""
         with contextlib.suppress(Exception):  # an error of the function's own comes again
-            sentence = self._compared(work, call)
+            sentence = self._compared(inputs, call)
         if sentence:
             self._run.warn(sentence)
 
-    def _compared(self, work: StepInput, call: Call) -> str:
-        assert work.compute is not None
-        low, high = work.part.parts[0] if work.part is not None and work.part.parts else (0, work.samples)
-        low, high = work.micro_batches(low, high)[0]
-        run, multiple, kept = self._run, work.part.multiple if work.part is not None else 1, self._run.user_state
+    def _compared(self, inputs: StepInput, call: Call) -> str:
+        assert inputs.compute is not None
+        low, high = inputs.part.parts[0] if inputs.part is not None and inputs.part.parts else (0, inputs.samples)
+        low, high = inputs.micro_batches(low, high)[0]
+        run, multiple, kept = self._run, inputs.part.multiple if inputs.part is not None else 1, self._run.user_state
         seeds = [order.key(run.config.seed, run.steps_done, number, order.Salt.PROOF) for number in range(2)]
-        undo, drawing = Undo(work.compute, work.batch), RngScope(run.world.device, every=True)
+        undo, drawing = Undo(inputs.compute, inputs.batch), RngScope(run.world.device, every=True)
         dtypes: set[torch.dtype] = set()
 
         def loss(first: int, end: int, seed: int) -> float:
             drawing.seed(seed)
-            batch = pytree.cut(work.batch, first, end, work.samples, copies=True)  # the function may change it
-            given, _ = call(dataclasses.replace(work, batch=batch, samples=end - first), 0, end - first)
+            batch = pytree.cut(inputs.batch, first, end, inputs.samples, copies=True)  # the function may change it
+            given, _ = call(dataclasses.replace(inputs, batch=batch, samples=end - first), 0, end - first)
             dtypes.add(given.dtype)
             return float(given)
 
@@ -101,10 +101,10 @@ class BatchMean:
             half = (high - low) // 2 // multiple
             middle = low + (half - 1 + half % 2 or half) * multiple
             noisy = abs(loss(low, high, seeds[1]) - whole) > near
-            if noisy or middle == low or not work.batch or self._normalises(undo.modules):
+            if noisy or middle == low or not inputs.batch or self._normalises(undo.modules):
                 return ""
             halves = loss(low, middle, seeds[0]), loss(middle, high, seeds[0])
-        is_sum = work.divisor is not None
+        is_sum = inputs.divisor is not None
         shares = (1.0, 1.0) if is_sum else ((middle - low) / (high - low), (high - middle) / (high - low))
         mean = sum(share * half for share, half in zip(shares, halves))
         near = self._rounding(dtypes, undo) * max(1.0, *map(abs, (whole, *halves)))
@@ -113,12 +113,12 @@ class BatchMean:
         kind = "sum" if is_sum else "mean"
         return (
             f"the loss of a batch is not the {kind} over its samples: {high - low} samples give {whole:.6g}, and their two halves "
-            f"{mean:.6g}. So N ranks minimise another loss than one. {self._advice(work, whole, halves, near)}"
+            f"{mean:.6g}. So N ranks minimise another loss than one. {self._advice(inputs, whole, halves, near)}"
         )
 
     @staticmethod
-    def _advice(work: StepInput, whole: float, halves: tuple[float, float], near: float) -> str:
-        if work.divisor is not None:
+    def _advice(inputs: StepInput, whole: float, halves: tuple[float, float], near: float) -> str:
+        if inputs.divisor is not None:
             return (
                 "With divisor=… return the sum over the samples, without a mean and without a term that is not theirs"
             )

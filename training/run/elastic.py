@@ -121,15 +121,15 @@ class CurrentBatch:
                     f"make both multiples of {size}, or cut one tensor of sample numbers and take the entries by these"
                 )
 
-    def now(self, work: StepInput) -> StepInput:
+    def now(self, inputs: StepInput) -> StepInput:
         """Returns the same step over this rank's part of the batch now.
 
         Raises:
             RestartRequired: the script has not got a piece of what it was called with from here.
             UserError: as `check_lengths`.
         """
-        if work.generation == self._world.generation:
-            return work
+        if inputs.generation == self._world.generation:
+            return inputs
         self.check_lengths()
         item, part = (None, None) if self._again is None else self._again()
         pairs = [] if part is None else [*_pairs(self._item, to_device(item, self._world.device))]
@@ -155,10 +155,10 @@ class CurrentBatch:
                 "is nothing that run.batches() or run.part() has given. Put what is made of a batch into the function"
             )
 
-        batch = tuple(map(part_now, work.batch))
+        batch = tuple(map(part_now, inputs.batch))
         part = known_parts[0]
         return dataclasses.replace(
-            work, batch=batch, part=part, samples=part.samples, weight=part.weight, generation=self._world.generation
+            inputs, batch=batch, part=part, samples=part.samples, weight=part.weight, generation=self._world.generation
         )
 
 

@@ -117,8 +117,8 @@ class LogicalWorkers:
         self._sizes = [buffer.numel() for buffer in self._means.values()]
         counts = sum(buffer.numel() for buffer in self._counts.values())
         self._sections = [sum(self._sizes), len(self._sizes), counts, counts]
-        self._of, self._begun = part.of, False
-        self.replica.sync.begin_parts(part.of)
+        self._of, self._begun = part.num_parts, False
+        self.replica.sync.begin_parts(part.num_parts)
 
     def _tree(self, sums: int) -> TreeSum:
         """The sum of the step under way. How many sums a step has is known once its function was called."""
@@ -136,17 +136,17 @@ class LogicalWorkers:
 
     def _tell_cost(self, part: Part) -> None:
         world = self.run.world
-        shares = [order.bounds(part.of, rank, world.size) for rank in range(world.size)]
+        shares = [order.bounds(part.num_parts, rank, world.size) for rank in range(world.size)]
         most = max(high - low for low, high in shares)
-        nodes = sum(map(len, nodes_of_ranks(part.of, world.size))) / world.size
+        nodes = sum(map(len, nodes_of_ranks(part.num_parts, world.size))) / world.size
         sends = f", and sends {(nodes + 1) / 2:.3g} × the bytes of sync.name=flat" if world.size > 1 else ""
         self.run.console.line(
-            f"sync.name=exact: batches of {part.total} in {part.of} part{'s' * (part.of > 1)}; a rank computes up to {most} of them, "
-            f"{most * world.size / part.of:.3g} × an even share{sends}"
+            f"sync.name=exact: batches of {part.total} in {part.num_parts} part{'s' * (part.num_parts > 1)}; "
+            f"a rank computes up to {most} of them, {most * world.size / part.num_parts:.3g} × an even share{sends}"
         )
 
     def prove(
-        self, part: int, result: Callable[[], tuple[torch.Tensor, Numbers]], work: StepInput, given: Callable[[Any], bool]
+        self, part: int, result: Callable[[], tuple[torch.Tensor, Numbers]], inputs: StepInput, given: Callable[[Any], bool]
     ) -> None:  # fmt: skip
         """Calls the function for the first part of this rank, and notes what `finish` raises on all ranks.
 
@@ -161,7 +161,7 @@ class LogicalWorkers:
             return result()[0]
 
         proof, sync = self.proof, self.replica.sync
-        self.refused = self.refused or proof.look_at_arguments(work.batch, work.samples, self._total, given)
+        self.refused = self.refused or proof.look_at_arguments(inputs.batch, inputs.samples, self._total, given)
         self.refused = self.refused or proof.look_for_collectives(call)
         self._note_versions(proof.alone)  # an error in that call has put buffers back
         if self.refused is None:
@@ -232,7 +232,7 @@ class LogicalWorkers:
             share: of the global batch's samples.
             sums: over its samples, float64 (`StepSums.values`).
         """
-        self.replica.sync.take(part)
+        self.replica.sync.accumulate_part(part)
         if part == self._last:
             self._look_at_others(self._buffers())
         tree = self._tree(len(sums))

@@ -164,7 +164,7 @@ class Loop:
     def _marks(self) -> dict[str, Any]:
         """What stands for what a script may change at the beginning of an epoch."""
         state = self.run.state
-        return {**self._rates(), "weights": fingerprint(state.model) if state.sync.replicas else 0}
+        return {**self._rates(), "weights": fingerprint(state.model) if state.sync.is_replicated else 0}
 
     def _rates(self) -> dict[str, float]:
         rates = learning_rates(self.run.state.optimizers)
@@ -419,7 +419,7 @@ class Loop:
         saved = saver.durable()
         run.goodput.close()
         of_weights = run.world.leader or run.world.live is not None  # any rank may be the one that tells it
-        weights = sha256(run.state.model) if of_weights and run.state.sync.replicas else None
+        weights = sha256(run.state.model) if of_weights and run.state.sync.is_replicated else None
         summary = {
             "recipe": run.config.title, "sync": run.config.sync.name, "world_size": run.world.size,
             "steps": run.steps_done, "epochs": run.state.cursor.epoch, "train_loss": history.get("train_loss"),

@@ -74,7 +74,7 @@ class CudaGraphs:
 class _Recorded:
     """What replays the step on its input tensors."""
 
-    work: StepInput
+    inputs: StepInput
     """Over the tensors that the recording reads."""
     identity: tuple[Any, ...]
     held: list[Any]
@@ -83,7 +83,7 @@ class _Recorded:
     """None where they are part of the update's recording."""
     update: Callable[[], None] = lambda: None
     part: Callable[[], None] | None = None
-    """Of a batch in parts: forward and backward of one, whose samples `work` has."""
+    """Of a batch in parts: forward and backward of one, whose samples `inputs` has."""
     collected: list[torch.Tensor] = field(default_factory=list)
     """Where `part` leaves its gradients and statistics."""
     sums: list[torch.Tensor] = field(default_factory=list)
@@ -125,15 +125,15 @@ class Recorder:
         """Whether a step is recorded."""
         return self._recorded is not None
 
-    def prepare(self, step: Step, work: StepInput) -> None:
+    def prepare(self, step: Step, inputs: StepInput) -> None:
         """Before a step: records it where that is due, and has it replayed where it is recorded. Collective where it is due."""
         self.replays = None  # an error may have ended the step before
         self._optimizer.publish_rates()
-        if not self.failure and self._is_due(work):
+        if not self.failure and self._is_due(inputs):
             with step.run.goodput.on(TimeCategory.FIRST_STEP):
-                self._record_on_all_ranks(step, work)
+                self._record_on_all_ranks(step, inputs)
         recorded = self._recorded
-        if recorded is None or _identity(step, work, self._optimizer.rates) != recorded.identity:
+        if recorded is None or _identity(step, inputs, self._optimizer.rates) != recorded.identity:
             return
         self._step = step
         if step.logical_workers is not None:
@@ -141,25 +141,25 @@ class Recorder:
                 self.replays = recorded
                 for kept, tensor in zip(self.before, step.replica.model.buffers()):
                     kept.copy_(tensor)
-        elif pytree.fill(recorded.work.batch, list(work.batch)):
+        elif pytree.fill(recorded.inputs.batch, list(inputs.batch)):
             self.replays = recorded
             step.run.state.clock.before_replay()
 
     def finish(self) -> None:
         self.replays = None
 
-    def _is_due(self, work: StepInput) -> bool:
+    def _is_due(self, inputs: StepInput) -> bool:
         """Whether this step is to be recorded now. The same on all ranks."""
         if self._recorded is not None:
             return False
-        self._times[work.total] = self._times.get(work.total, 0) + 1
-        return self._times[work.total] > WARM_UP
+        self._times[inputs.total] = self._times.get(inputs.total, 0) + 1
+        return self._times[inputs.total] > WARM_UP
 
-    def _record_on_all_ranks(self, step: Step, work: StepInput) -> None:
+    def _record_on_all_ranks(self, step: Step, inputs: StepInput) -> None:
         """Records on all ranks, or on none. Collective."""
         error = ""
         try:
-            self._record_step(step, work)
+            self._record_step(step, inputs)
         except Exception as caught:  # noqa: BLE001 - a model may do anything that cannot be recorded; eager steps continue
             error = f"{type(caught).__name__}: {str(caught).splitlines()[0] if str(caught) else ''}"
         errors = all_gather_trees(error, self._world)
@@ -169,50 +169,50 @@ class Recorder:
             self.failure, self._recorded = f"rank {failed[0]}: {failed[1]}", None
             self._say(f"the step cannot be recorded ({self.failure}); it runs eagerly")
 
-    def _record_step(self, step: Step, work: StepInput) -> None:
+    def _record_step(self, step: Step, inputs: StepInput) -> None:
         record = CudaGraphs()
-        if work.total is None:
+        if inputs.total is None:
             raise ValueError(
                 "the size of the global batch is not known before the step: use run.batches() or run.part()"
             )
-        if isinstance(work.divisor, torch.Tensor):
+        if isinstance(inputs.divisor, torch.Tensor):
             raise ValueError("the ranks sum its divisor: give it a number")  # noqa: TRY004 - a value that cannot be recorded
-        if not work.samples or work.weight != 1.0:
+        if not inputs.samples or inputs.weight != 1.0:
             raise ValueError("this rank has no sample of the batch")
-        sync, checks, parts = self._sync, step.looks or work.scaler is not None, step.logical_workers
-        of_one = work if parts is None or work.part is None else work.of_samples(*work.part.parts[0])
-        inputs = replace(of_one, batch=tuple(pytree.recorded(item) for item in of_one.batch))
+        sync, checks, parts = self._sync, step.looks or inputs.scaler is not None, step.logical_workers
+        of_one = inputs if parts is None or inputs.part is None else inputs.of_samples(*inputs.part.parts[0])
+        static_inputs = replace(of_one, batch=tuple(pytree.recorded(item) for item in of_one.batch))
         # The graph reads these rates, and writes into these gradients also after the strategy has made others.
-        held = [work.scaler, *_closure(work), *_trained(step), self._optimizer.rates, *sync.gradients()]
-        recorded = _Recorded(inputs, _identity(step, work, self._optimizer.rates), held)
+        held = [inputs.scaler, *_closure(inputs), *_trained(step), self._optimizer.rates, *sync.gradients()]
+        recorded = _Recorded(static_inputs, _identity(step, inputs, self._optimizer.rates), held)
         self.before = kept_buffers(step.replica.model) if checks or parts is not None else []
         norm: torch.Tensor | None = None
 
         def part(parts: LogicalWorkers) -> None:
             parts.restore()
             step.sums.begin()
-            step._forward_backward(inputs, 0, inputs.samples)
-            recorded.collected = parts.collect(inputs.samples / (work.total or 1), step.sums.values)
+            step._forward_backward(static_inputs, 0, static_inputs.samples)
+            recorded.collected = parts.collect(static_inputs.samples / (inputs.total or 1), step.sums.values)
 
         def gradients() -> None:
             nonlocal norm
             if parts is not None:
-                sync.give(iter(recorded.sums[:-1]))
+                sync.apply(iter(recorded.sums[:-1]))
                 step.sums.values.copy_(parts.finish(recorded.sums[-1]))
-                norm = step.measure(work)
+                norm = step.measure(inputs)
                 return
             for kept, tensor in zip(self.before, step.replica.model.buffers()):
                 kept.copy_(tensor)
             sync.zero_grad()
-            step.forward_backward(recorded.work)
+            step.forward_backward(recorded.inputs)
             self._points.mark(0)
             sync.synchronize()
             self._points.mark(1)
-            norm = step.measure(work)
+            norm = step.measure(inputs)
 
         def update() -> None:
             nonlocal norm
-            norm = step.move(work, norm)
+            norm = step.move(inputs, norm)
 
         def whole_step() -> None:
             gradients()
@@ -220,8 +220,8 @@ class Recorder:
 
         sent = sync.bytes_sent
         try:
-            if parts is not None and work.part is not None:
-                parts.begin(work.part, self.before, after_save=False)
+            if parts is not None and inputs.part is not None:
+                parts.begin(inputs.part, self.before, after_save=False)
                 recorded.part = record(functools.partial(part, parts))
                 recorded.sums = [torch.zeros_like(leaf) for leaf in recorded.collected]
             if checks:
@@ -250,12 +250,12 @@ class Recorder:
             self._count_replay(recorded)
         return recorded.norm
 
-    def replay_part(self, work: StepInput, part: int, low: int, high: int) -> bool:
+    def replay_part(self, inputs: StepInput, part: int, low: int, high: int) -> bool:
         """Computes a part of the batch, and adds it to the sums; False where it has another shape than the one that was recorded."""
         recorded, step = self.replays, self._step
         assert recorded is not None and recorded.part is not None and step.logical_workers is not None
-        of_one = work.of_samples(low, high)
-        if of_one.samples != recorded.work.samples or not pytree.fill(recorded.work.batch, list(of_one.batch)):
+        of_one = inputs.of_samples(low, high)
+        if of_one.samples != recorded.inputs.samples or not pytree.fill(recorded.inputs.batch, list(of_one.batch)):
             return False
         step.logical_workers.draw(part)
         recorded.part()
@@ -276,9 +276,9 @@ class Recorder:
         self._step.run.state.clock.replayed(self._points)
 
 
-def _closure(work: StepInput) -> list[Any]:
+def _closure(inputs: StepInput) -> list[Any]:
     """What the step's function reads but its arguments and globals."""
-    compute: Any = work.compute
+    compute: Any = inputs.compute
     defaults = getattr(compute, "__defaults__", None) or ()
     cells = [cell.cell_contents for cell in getattr(compute, "__closure__", None) or ()]
     return [getattr(compute, "__code__", compute), getattr(compute, "__self__", None), *cells, *defaults]
@@ -288,17 +288,17 @@ def _trained(step: Step) -> list[torch.Tensor]:
     return [parameter for parameter in step.replica.model.parameters() if parameter.requires_grad]
 
 
-def _identity(step: Step, work: StepInput, rates: Any) -> tuple[Any, ...]:
+def _identity(step: Step, inputs: StepInput, rates: Any) -> tuple[Any, ...]:
     """What a recording has of the step but its tensors: where it differs, a replay would compute something else."""
     settings = (
-        work.samples,
-        work.total,
-        work.divisor,
-        work.weight,
-        work.most,
-        work.part and (work.part.multiple, work.part.of),
-        work.clip,
-        id(work.scaler),
+        inputs.samples,
+        inputs.total,
+        inputs.divisor,
+        inputs.weight,
+        inputs.micro_batch_size,
+        inputs.part and (inputs.part.multiple, inputs.part.num_parts),
+        inputs.clip,
+        id(inputs.scaler),
         id(rates),
     )
-    return (*map(id, _closure(work)), *map(id, _trained(step)), *settings)
+    return (*map(id, _closure(inputs)), *map(id, _trained(step)), *settings)

@@ -40,7 +40,7 @@ class Several(GradientSync):
         self.parts = list(parts.values())
         self.settings, self.options = settings, self.parts[0].options
         self.model = nn.ModuleDict({name: part.model for name, part in parts.items()})
-        self.learning, self.averages, self.world = self.parts, self.parts[0].averages, world
+        self.learning, self.averages_gradients, self.world = self.parts, self.parts[0].averages_gradients, world
         self.batch_parts = self.parts[0].batch_parts
 
     @property
@@ -94,23 +94,23 @@ class Several(GradientSync):
     def has_gradients(self) -> bool:
         return any(part.has_gradients for part in self.learning)
 
-    def take(self, part: int) -> None:
+    def accumulate_part(self, part: int) -> None:
         for model in self.learning:
-            model.take(part)
+            model.accumulate_part(part)
 
     def synchronize(self) -> None:
         for part in self.learning:
             part.synchronize()
 
-    def sums(self) -> list[torch.Tensor]:
-        return [total for part in self.learning for total in part.sums()]
+    def reduce(self) -> list[torch.Tensor]:
+        return [total for part in self.learning for total in part.reduce()]
 
-    def give(self, sums: Iterator[torch.Tensor]) -> None:
+    def apply(self, sums: Iterator[torch.Tensor]) -> None:
         for part in self.learning:
-            part.give(sums)
+            part.apply(sums)
 
-    def gradients(self, of: Any = None) -> list[torch.Tensor]:
-        return [gradient for part in self.learning for gradient in part.gradients(of)]
+    def gradients(self, parameters: Any = None) -> list[torch.Tensor]:
+        return [gradient for part in self.learning for gradient in part.gradients(parameters)]
 
 
 class Replica:
@@ -159,9 +159,9 @@ class Replica:
         strategy = strategies.build(self._settings)
         if self._parts and strategy.one_model:
             raise strategy.refuse("takes one model", "use sync.name=flat or ddp for several")
-        has_parts = strategy.sums_in_parts or not strategy.replicas
+        has_parts = strategy.shards_gradients or not strategy.is_replicated
         if self._parts and (
-            has_parts or strategy.remembers or type(strategy).state_dict is not GradientSync.state_dict
+            has_parts or strategy.has_memory or type(strategy).state_dict is not GradientSync.state_dict
         ):
             raise strategy.refuse(
                 f"{'has a part of the model on each rank' if has_parts else 'has a state'}, which several models would lose",
@@ -256,12 +256,12 @@ class Replica:
         """
         sync, before = self.sync, None
         for name, after in hooks_of_script(sync.model, self.hooks):
-            if after and sync.replicas:
+            if after and sync.is_replicated:
                 raise sync.refuse(
                     f"sums the gradient of {name} over the ranks after the hook that register_post_accumulate_grad_hook() has set",
                     "use the gradient between run.backward() and run.update()",
                 )
-            if not after and not sync.replicas:
+            if not after and not sync.is_replicated:
                 raise sync.refuse(
                     f"calls no hook that register_hook() has set, and {name} has one",
                     "change the gradient between run.backward() and run.update(), or use sync.name=flat",

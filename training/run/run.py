@@ -54,9 +54,9 @@ from ..observe.steps import StepClock
 from ..parallel import process
 from ..parallel.exchange import (
     all_gather_trees,
+    any_rank,
     broadcast_tree,
     failing_together,
-    on_any,
     waiting_for_all,
 )
 from ..parallel.live import Live
@@ -479,9 +479,9 @@ class Run:
         self.console.close()
         if ended.code != EXIT_DONE:
             self.warn(ended.reason)
-        on_any(False, world)  # every rank has written what goes into the report
+        any_rank(False, world)  # every rank has written what goes into the report
         self._write_report()
-        on_any(False, world)  # when one rank has ended, a launcher may end the others
+        any_rank(False, world)  # when one rank has ended, a launcher may end the others
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         return ended.code

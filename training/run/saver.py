@@ -30,7 +30,7 @@ from ..limits import (
     PRIOR_SECONDS,
     SAVE_LOOK_SECONDS,
 )
-from ..parallel.exchange import failing_together, on_any
+from ..parallel.exchange import any_rank, failing_together
 from .run import Run
 
 WRITES = 2.0
@@ -245,16 +245,16 @@ class Saver:
         self._reap()
         while True:
             generation = world.generation
-            while world.live is not None and on_any(self._lost, world):
+            while world.live is not None and any_rank(self._lost, world):
                 self.save(self._score)
                 self._reap()
             # An upload may take longer than a collective, so the others wait in many of them.
-            while self.settings.to is not None and on_any(self._waits_for_bucket(), world):
+            while self.settings.to is not None and any_rank(self._waits_for_bucket(), world):
                 self._alive()
             self._check_taken_over()
             last = self._last_send
             unsent = last is not None and (not last.done() or last.exception() is not None)
-            failed = on_any(self._last_failed or unsent, world)
+            failed = any_rank(self._last_failed or unsent, world)
             if generation == world.generation:  # else another rank writes by now, and has waited for nothing yet
                 return not failed
 

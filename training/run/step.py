@@ -93,9 +93,9 @@ class Step:
         self.sums = StepSums(run, attempt)
         self._losses: list[torch.Tensor] = []
         self._samples, self._accumulating = 0, False
-        self._work = StepInput()
+        self._inputs = StepInput()
         """The step that `backward` has begun."""
-        if not replica.sync.replicas:  # no rank gets through its forward pass without the others
+        if not replica.sync.is_replicated:  # no rank gets through its forward pass without the others
             replica.network.register_forward_pre_hook(self._begin_pass)
 
     def join(self) -> None:
@@ -131,7 +131,7 @@ class Step:
         self.part = part
         if not self._given:  # a loop without batches of ours: each part is a batch
             self.sums.begin_batch()
-        if part is not None and part.samples == 0 and not part.of and not self._stand_in:
+        if part is not None and part.samples == 0 and not part.num_parts and not self._stand_in:
             self._stand_in = contextlib.ExitStack()
             # The rank still runs the network, to join the collectives of backward: a stand-in batch times zero, which must move no
             # running statistics.
@@ -178,66 +178,66 @@ class Step:
 
     # A step that is given as a function.
 
-    def take(self, compute: Compute, work: StepInput) -> None:
-        """One step, `compute(*work.batch)` being the loss. Raises as `backward` and `update` do."""
+    def take(self, compute: Compute, inputs: StepInput) -> None:
+        """One step, `compute(*inputs.batch)` being the loss. Raises as `backward` and `update` do."""
         if self.pending:
             raise RuntimeError("step(function) came after a backward() without update(): call run.update() first")
-        work = dataclasses.replace(work, compute=compute).of_part(self.part)
-        work = work.in_micro_batches(self.run.config.micro_batch_size, self.replica.sync)
-        self._check_use(work.part, work.samples)
-        work = self._moving(work)
-        total = samples_of_all(work.samples, work.total)
+        inputs = dataclasses.replace(inputs, compute=compute).of_part(self.part)
+        inputs = inputs.in_micro_batches(self.run.config.micro_batch_size, self.replica.sync)
+        self._check_use(inputs.part, inputs.samples)
+        inputs = self._moving(inputs)
+        total = samples_of_all(inputs.samples, inputs.total)
         if self.logical_workers is not None:
             check_machine(self.run, self.attempt.known)
         if not self._given:  # else it has begun with the batch: what the script does before the step is a part of it
             self.attempt.buffers.begin()
-        with self.replica.training(work.optimizers), self._drawing:
+        with self.replica.training(inputs.optimizers), self._drawing:
             self._redraw()
             if self.recorder is not None:
-                self.recorder.prepare(self, work)
+                self.recorder.prepare(self, inputs)
             if self._replays:
                 self._before = self.recorder.before
             else:
-                keeps = self.looks or work.scaler is not None or self.logical_workers is not None
+                keeps = self.looks or inputs.scaler is not None or self.logical_workers is not None
                 self._before = kept_buffers(self.replica.model) if keeps else []
-            self._batch_mean.look(work, self._loss)
+            self._batch_mean.look(inputs, self._loss)
             self._as_function, self.attempt.stage = True, 2
             scale: float | None = None
-            while not self._is_usable(norm := self.gradients(work, total), work):
-                if scale is None and work.scaler is not None:
-                    scale = work.scaler.get_scale()
-                if not self._scale_too_high(work):
-                    set_scale(work.scaler, scale, self.replica.sync)
+            while not self._is_usable(norm := self.gradients(inputs, total), inputs):
+                if scale is None and inputs.scaler is not None:
+                    scale = inputs.scaler.get_scale()
+                if not self._scale_too_high(inputs):
+                    set_scale(inputs.scaler, scale, self.replica.sync)
                     break
                 self._redraw()
             else:
-                norm = self._use(work, norm)
+                norm = self._use(inputs, norm)
             self.replica.sync.zero_grad()
         if self.logical_workers is not None:
             self.logical_workers.end()
         if self.recorder is not None:
             self.recorder.finish()
-        self._end(work, total(), norm)
+        self._end(inputs, total(), norm)
 
-    def gradients(self, work: StepInput, total: Callable[[], int]) -> torch.Tensor | None:
+    def gradients(self, inputs: StepInput, total: Callable[[], int]) -> torch.Tensor | None:
         """Forward, backward, and the sum over the ranks. Returns the gradient's norm, unscaled, a scalar on the device; None where
         nothing reads it."""
         if self.logical_workers is not None:
-            self._sum_parts(work, self.logical_workers)
+            self._sum_parts(inputs, self.logical_workers)
         elif not self._replays:
-            self.forward_backward(work)
+            self.forward_backward(inputs)
             with self.run.state.clock.synchronizing(self.replica.sync.watch):
                 self._synchronize()
             self.sums.agree()
             self.attempt.known.add("numbers")
-            if work.total is None and work.divisor is None:
+            if inputs.total is None and inputs.divisor is None:
                 self._divide_by(total())
         if self._replays:
-            self._samples, self._losses = work.samples, []
+            self._samples, self._losses = inputs.samples, []
             return self.recorder.replay_gradients()
-        return self.measure(work)
+        return self.measure(inputs)
 
-    def _sum_parts(self, work: StepInput, parts: LogicalWorkers) -> None:
+    def _sum_parts(self, inputs: StepInput, parts: LogicalWorkers) -> None:
         """The gradients, statistics and loss of all parts of the batch. Where a rank is lost, the others take all of them again."""
         sync, live, tried = self.replica.sync, self.run.world.live, False
 
@@ -247,29 +247,29 @@ class Step:
                 sync.zero_grad()
                 put_back(self.replica.model, self._before)
             tried = True
-            self.forward_backward(self.current.now(work))
+            self.forward_backward(self.current.now(inputs))
             self.sums.agree(parts.refused)
             with self.run.state.clock.synchronizing(sync.watch):
-                return [*sync.sums(), parts.sum(len(self.sums.values))]
+                return [*sync.reduce(), parts.sum(len(self.sums.values))]
 
         *sums, of_parts = compute() if live is None else live.retryable(compute, changes=True)
         self.attempt.known.add("numbers")
         if self._replays:
             self.recorder.take_sums([*sums, of_parts])
             return
-        sync.give(iter(sums))
+        sync.apply(iter(sums))
         self.sums.values.copy_(parts.finish(of_parts))  # of all ranks' samples
 
-    def forward_backward(self, work: StepInput, sums: bool = True) -> None:
+    def forward_backward(self, inputs: StepInput, sums: bool = True) -> None:
         """In micro-batches; the last one sends the gradients. Under `sync.name=exact` part by part.
 
         Args:
             sums: False where the gradients stay this rank's.
         """
         self._forget()
-        part, parts = work.part, self.logical_workers
+        part, parts = inputs.part, self.logical_workers
         if part is None or parts is None:
-            self._forward_backward(work, 0, work.samples)
+            self._forward_backward(inputs, 0, inputs.samples)
             return
         if sums:
             parts.begin(part, self._before, self.attempt.after_save, looks=not self._replays)
@@ -278,32 +278,32 @@ class Step:
             if live is not None:
                 live.check()
             if sums and index == part.first and parts.proof is not None:
-                first = work.micro_batches(low, high)[0]
-                parts.prove(index, functools.partial(self._loss, work, *first), work, self.current.gave)
-            if sums and self._replays and self.recorder.replay_part(work, index, low, high):
+                first = inputs.micro_batches(low, high)[0]
+                parts.prove(index, functools.partial(self._loss, inputs, *first), inputs, self.current.gave)
+            if sums and self._replays and self.recorder.replay_part(inputs, index, low, high):
                 continue
             parts.begin_part(index, sums)
             self.sums.begin()
             if not (sums and parts.refused):
-                self._forward_backward(work, low, high)
+                self._forward_backward(inputs, low, high)
             if sums:
                 parts.take(index, (high - low) / part.total, self.sums.values)
 
-    def _forward_backward(self, work: StepInput, low: int, high: int) -> None:
+    def _forward_backward(self, inputs: StepInput, low: int, high: int) -> None:
         """Of these samples of the rank's."""
-        for first, end in work.micro_batches(low, high):
+        for first, end in inputs.micro_batches(low, high):
             with contextlib.nullcontext() if end == high else self.replica.sync.accumulate():
-                loss, numbers = self._loss(work, first, end)
-                self._backpropagate(work, loss, numbers, end - first)
+                loss, numbers = self._loss(inputs, first, end)
+                self._backpropagate(inputs, loss, numbers, end - first)
 
-    def _loss(self, work: StepInput, first: int, end: int) -> tuple[torch.Tensor, Numbers]:
+    def _loss(self, inputs: StepInput, first: int, end: int) -> tuple[torch.Tensor, Numbers]:
         """What the function gives for these samples of the rank's: `run.batch` has their number meanwhile."""
-        before, part, cut = self.part, work.part, self.logical_workers is not None
+        before, part, cut = self.part, inputs.part, self.logical_workers is not None
         if part is not None and part.samples:
             self.part = dataclasses.replace(part, samples=end - first)
         try:
             with self.logical_workers.calling() if self.logical_workers is not None else contextlib.nullcontext():
-                return work.result(first, end, copies=cut)
+                return inputs.result(first, end, copies=cut)
         except Exception:  # the script may catch it, and call the step again
             self.attempt.stage = 0
             self.replica.sync.zero_grad()
@@ -312,98 +312,98 @@ class Step:
         finally:
             self.part = before
 
-    def _backpropagate(self, work: StepInput, loss: torch.Tensor, numbers: Numbers, samples: int) -> None:
+    def _backpropagate(self, inputs: StepInput, loss: torch.Tensor, numbers: Numbers, samples: int) -> None:
         """Adds the gradient of these samples to that of the step, and their loss and numbers to its sums."""
-        weighed = samples * work.weight
-        share, divisor = (work.weight, work.divisor) if work.divisor is not None else (weighed, work.total or 1)
+        weighed = samples * inputs.weight
+        share, divisor = (inputs.weight, inputs.divisor) if inputs.divisor is not None else (weighed, inputs.total or 1)
         scaled = loss * (share * self.replica.sync.loss_factor / divisor)
         # The strategy's hooks send the gradients from in here (sync/watch.py, sync/buckets.py; DDP's are torch's).
-        (scaled if work.scaler is None else work.scaler.scale(scaled)).backward()
+        (scaled if inputs.scaler is None else inputs.scaler.scale(scaled)).backward()
         loss = loss.detach()
         self._losses.append(loss)
         self._samples += samples
-        self.sums.add(loss, numbers, samples, share, work.weight)
+        self.sums.add(loss, numbers, samples, share, inputs.weight)
 
     @property
     def _replays(self) -> bool:
         """Whether this step is replayed from a recording."""
         return self.recorder is not None and self.recorder.replays is not None
 
-    def measure(self, work: StepInput) -> torch.Tensor | None:
+    def measure(self, inputs: StepInput) -> torch.Tensor | None:
         """Takes the loss scale out of the gradients, and gives their norm. NaN and infinity survive the sum, so every rank reads
         the same and needs no further collective."""
-        if not self.looks and work.scaler is None:
+        if not self.looks and inputs.scaler is None:
             return None
         sync = self.replica.sync
-        norm = sync.grad_norm(work.parameters)
-        if work.scaler is not None:
-            inverse = work.scaler._scale.double().reciprocal().float()
+        norm = sync.grad_norm(inputs.parameters)
+        if inputs.scaler is not None:
+            inverse = inputs.scaler._scale.double().reciprocal().float()
             norm = norm * inverse
-            sync.scale_gradients(inverse, work.parameters)
+            sync.scale_gradients(inverse, inputs.parameters)
         return norm
 
-    def move(self, work: StepInput, norm: torch.Tensor | None) -> torch.Tensor | None:
+    def move(self, inputs: StepInput, norm: torch.Tensor | None) -> torch.Tensor | None:
         """Clips the gradients and moves the weights. Returns the norm before."""
         if self._replays:
             return self.recorder.replay_update()
-        if work.clip:
-            norm = self.replica.sync.clip(work.clip, norm, work.parameters)
-        if work.parameters is not None:
+        if inputs.clip:
+            norm = self.replica.sync.clip(inputs.clip, norm, inputs.parameters)
+        if inputs.parameters is not None:
             self.replica.sync.forget_nonfinite()
-        for optimizer in work.optimizers:
+        for optimizer in inputs.optimizers:
             optimizer.step()
         return norm
 
     # What a function's step and `update` have in common.
 
-    def _moving(self, work: StepInput) -> StepInput:
+    def _moving(self, inputs: StepInput) -> StepInput:
         """The step, with what moves the weights: its optimizers, or all."""
-        optimizers = self.replica.known(work.optimizers)
-        scaler = work.scaler if work.scaler is not None and work.scaler.is_enabled() else None
+        optimizers = self.replica.known(inputs.optimizers)
+        scaler = inputs.scaler if inputs.scaler is not None and inputs.scaler.is_enabled() else None
         parameters, generation = self.replica.parameters_of(optimizers), self.current.generation
         return dataclasses.replace(
-            work, optimizers=optimizers, parameters=parameters, scaler=scaler, generation=generation
+            inputs, optimizers=optimizers, parameters=parameters, scaler=scaler, generation=generation
         )
 
-    def _is_usable(self, norm: torch.Tensor | None, work: StepInput) -> bool:
+    def _is_usable(self, norm: torch.Tensor | None, inputs: StepInput) -> bool:
         """Whether the gradient is finite, or used all the same."""
         if norm is None or math.isfinite(norm):
             return True
-        return not self.looks and (work.scaler is None or work.scaler.get_scale() <= LOWEST_SCALE)
+        return not self.looks and (inputs.scaler is None or inputs.scaler.get_scale() <= LOWEST_SCALE)
 
-    def _use(self, work: StepInput, norm: torch.Tensor | None) -> torch.Tensor | None:
+    def _use(self, inputs: StepInput, norm: torch.Tensor | None) -> torch.Tensor | None:
         """Moves the weights, and counts what the step has summed. Returns the gradient's norm before the clipping."""
-        norm = self.move(work, norm)
+        norm = self.move(inputs, norm)
         self.attempt.nonfinite_steps = 0
-        samples = self._samples * work.weight if self.logical_workers is None else work.total or 0
-        self.sums.count(self.run.loss_weight(samples, work.divisor))
-        count_scaled_step(work, False, self.replica.sync)
+        samples = self._samples * inputs.weight if self.logical_workers is None else inputs.total or 0
+        self.sums.count(self.run.loss_weight(samples, inputs.divisor))
+        count_scaled_step(inputs, False, self.replica.sync)
         return norm
 
-    def _scale_too_high(self, work: StepInput) -> bool:
+    def _scale_too_high(self, inputs: StepInput) -> bool:
         """Returns whether the loss scale is the cause of a gradient that is not finite. If so, it lowers the scale.
 
         Collective. Raises `Ended` if the scale is not the cause, and the run is to end; `UserError` if a gradient was not summed.
         """
         self._discard()
         bad = self._ranks_with_bad_loss()
-        if work.scaler is not None and not bad and work.scaler.get_scale() > LOWEST_SCALE:
-            count_scaled_step(work, True, self.replica.sync)
+        if inputs.scaler is not None and not bad and inputs.scaler.get_scale() > LOWEST_SCALE:
+            count_scaled_step(inputs, True, self.replica.sync)
             return True
         if self.looks:
-            self.attempt.skip_step(f"step {self.run.steps_done + 1}: {self._cause(work, bad)}")
+            self.attempt.skip_step(f"step {self.run.steps_done + 1}: {self._cause(inputs, bad)}")
         return False
 
-    def _cause(self, work: StepInput, bad: list[int]) -> str:
+    def _cause(self, inputs: StepInput, bad: list[int]) -> str:
         """Of a gradient that is not finite. `bad`: the ranks whose loss is not. Collective."""
-        if work.compute is None:
+        if inputs.compute is None:
             causes = "; ".join(f"rank {rank}: loss is not finite" for rank in bad)
             return causes or "a gradient is not finite, though every loss is"
-        if work.scaler is not None:  # what overflows at another scale is not the cause
-            work = dataclasses.replace(work, scaler=torch.amp.GradScaler(self.run.world.device.type, LOWEST_SCALE))
+        if inputs.scaler is not None:  # what overflows at another scale is not the cause
+            inputs = dataclasses.replace(inputs, scaler=torch.amp.GradScaler(self.run.world.device.type, LOWEST_SCALE))
 
         def again() -> list[torch.Tensor]:
-            self.forward_backward(self.current.now(work), sums=False)
+            self.forward_backward(self.current.now(inputs), sums=False)
             return self._losses
 
         self._redraw()
@@ -428,7 +428,7 @@ class Step:
             finally:
                 self._micro_batches = False
 
-    def backward(self, loss: torch.Tensor, work: StepInput) -> None:
+    def backward(self, loss: torch.Tensor, inputs: StepInput) -> None:
         """Returns with the gradient of the global batch, but of a micro-batch that is not the last one.
 
         Raises `TypeError`, `ValueError` for invalid arguments. Raises `UserError` if the gradient of this step is summed already, and
@@ -449,30 +449,32 @@ class Step:
                 "micro_batch_size, capture and sync.name=exact need a step that can be called: run.step(lambda x, y: loss, x, y) in "
                 "place of run.step(loss)"
             )
-        work = work.of_part(self.part, whole=not self._accumulating)
-        samples = 0 if work.part is not None and work.part.samples == 0 else work.samples
+        inputs = inputs.of_part(self.part, whole=not self._accumulating)
+        samples = 0 if inputs.part is not None and inputs.part.samples == 0 else inputs.samples
         if not self.pending:
             self._forget()
         self.attempt.stage = 2
-        self._check_use(work.part, samples)
-        self.pending, self._as_function, self._work = True, False, work
-        self._backpropagate(work, loss, {}, samples)
+        self._check_use(inputs.part, samples)
+        self.pending, self._as_function, self._inputs = True, False, inputs
+        self._backpropagate(inputs, loss, {}, samples)
         if self._micro_batches:
             return
         sync = self.replica.sync
         with self.run.state.clock.synchronizing(sync.watch):
             self._synchronize()
-        self._total = samples_of_all(self._samples, work.total)()
-        if work.total is None and work.divisor is None:
+        self._total = samples_of_all(self._samples, inputs.total)()
+        if inputs.total is None and inputs.divisor is None:
             self._divide_by(self._total)
         self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
         sync = self.replica.sync
-        return [gradient._version for gradient in sync.gradients()] if sync.sums_in_parts and sync.replicas else []
+        return (
+            [gradient._version for gradient in sync.gradients()] if sync.shards_gradients and sync.is_replicated else []
+        )
 
-    def update(self, work: StepInput) -> None:
-        """With the optimizers, the clipping and the scaler of `work`.
+    def update(self, inputs: StepInput) -> None:
+        """With the optimizers, the clipping and the scaler of `inputs`.
 
         Raises:
             Ended: the gradient is not finite, and the run is to end.
@@ -481,8 +483,8 @@ class Step:
         if not self.pending:
             raise RuntimeError("update() was called without backward(): there is no gradient")
         sync, part, total = self.replica.sync, self.part, self._total
-        work = dataclasses.replace(self._work, optimizers=work.optimizers, clip=work.clip, scaler=work.scaler)
-        work = self._moving(work)
+        inputs = dataclasses.replace(self._inputs, optimizers=inputs.optimizers, clip=inputs.clip, scaler=inputs.scaler)
+        inputs = self._moving(inputs)
         if total is None:
             raise RuntimeError(
                 "update() was called before the last micro-batch of accumulate(), whose backward() sends the gradient: go "
@@ -502,18 +504,18 @@ class Step:
                 raise self._not_summed
             for gradient in sync.gradients():
                 gradient.fill_(math.nan)  # so that the other ranks look, and hear of it
-        norm = self.measure(work)
-        if self._is_usable(norm, work):
-            norm = self._use(work, norm)
-        elif not self._scale_too_high(work) and work.scaler is not None:
-            set_scale(work.scaler, work.scaler.get_scale(), sync)
+        norm = self.measure(inputs)
+        if self._is_usable(norm, inputs):
+            norm = self._use(inputs, norm)
+        elif not self._scale_too_high(inputs) and inputs.scaler is not None:
+            set_scale(inputs.scaler, inputs.scaler.get_scale(), sync)
         sync.zero_grad()
-        self._end(work, total, norm)
+        self._end(inputs, total, norm)
 
     def _discard(self) -> None:
         """Takes back the gradient and what the forward passes have changed. Raises `UserError` where a gradient was not summed, on
         all ranks. Collective."""
-        self.replica.sync.abandon()
+        self.replica.sync.discard()
         put_back(self.replica.model, self._before)
         raise_together(self._not_summed, self.run.world)
 
@@ -530,7 +532,7 @@ class Step:
         finite = all(bool(torch.isfinite(loss).all()) for loss in self._losses)
         return [rank for rank, is_finite in enumerate(all_gather_trees(finite, self.run.world)) if not is_finite]
 
-    def _end(self, work: StepInput, total: int, norm: torch.Tensor | None) -> None:
+    def _end(self, inputs: StepInput, total: int, norm: torch.Tensor | None) -> None:
         """The step is over, whether it moved a weight or not."""
         run = self.run
         self._end_stand_in()
@@ -539,7 +541,7 @@ class Step:
         run.user_state.steps += 1
         run.progressed = True
         whole = None if self.part is None else self.current.wholes
-        samples, new = self.sums.new_samples(work.optimizers, self._samples, total, whole)
+        samples, new = self.sums.new_samples(inputs.optimizers, self._samples, total, whole)
         run.user_state.samples += new
         if self.replica.ema is not None:
             self.replica.ema.update(run.steps_done)
@@ -558,7 +560,7 @@ class Step:
     def _check_use(self, part: Part | None, samples: int) -> None:
         """Warns where all ranks use all of the same batch. Looks for hooks, at the start and after each save. Raises as `check_lengths`."""
         self.current.check_lengths()
-        if not self.pending and self.attempt.after_save and (self._cuts or not self.replica.sync.replicas):
+        if not self.pending and self.attempt.after_save and (self._cuts or not self.replica.sync.is_replicated):
             hooked = self.replica.hook_before_sum()
             if hooked is not None:
                 # Whether a hook is linear cannot be seen, and one that prints is harmless.

@@ -52,7 +52,7 @@ class StepInput:
     total: int | None = None
     """Samples of all ranks; None: not known yet."""
     weight: float = 1.0
-    most: int = 0
+    micro_batch_size: int = 0
     """Samples of a micro-batch, about; 0: all at once."""
     part: Part | None = None
     """Of the global batch; None: it is not known."""
@@ -85,8 +85,8 @@ class StepInput:
             return replace(self, samples=samples)
         return replace(self, samples=samples, total=part.total, weight=part.weight, part=part)
 
-    def in_micro_batches(self, most: int, sync: GradientSync) -> StepInput:
-        """The same, cut into micro-batches of about `most` samples; 0: all at once.
+    def in_micro_batches(self, size: int, sync: GradientSync) -> StepInput:
+        """The same, cut into micro-batches of about `size` samples; 0: all at once.
 
         Raises:
             TypeError, RuntimeError, UserError: the step cannot be cut.
@@ -96,18 +96,18 @@ class StepInput:
             raise RuntimeError(
                 f"the loss counts {self.samples} samples, but this rank's part of the batch has {part.samples}"
             )
-        if in_parts and (part is None or not part.of):
+        if in_parts and (part is None or not part.num_parts):
             raise sync.refuse(
                 "needs to know which samples of the global batch a rank has",
                 "go over run.batches(dataset, global_batch_size), or give every rank the whole batch and take run.part(batch)",
             )
-        if not self.batch and (most or in_parts):
-            setting = "micro_batch_size" if most else "sync.name=exact"
+        if not self.batch and (size or in_parts):
+            setting = "micro_batch_size" if size else "sync.name=exact"
             raise TypeError(
                 f"{setting} cuts what the function is called with: run.step(lambda x, y: loss, x, y) in place of "
                 "run.step(lambda: loss)"
             )
-        return replace(self, samples=int(self.samples), most=most)
+        return replace(self, samples=int(self.samples), micro_batch_size=size)
 
     def result(self, first: int, end: int, copies: bool) -> tuple[torch.Tensor, Numbers]:
         """The loss of these samples, and the numbers that the function returns with it.
@@ -132,9 +132,9 @@ class StepInput:
     def micro_batches(self, low: int, high: int) -> tuple[tuple[int, int], ...]:
         """First and last + 1 sample of each micro-batch of these, of about the same size."""
         samples, multiple = high - low, self.part.multiple if self.part is not None else 1
-        if not self.most or samples <= self.most:
+        if not self.micro_batch_size or samples <= self.micro_batch_size:
             return ((low, high),)
-        count = -(-samples // max(self.most // multiple * multiple, multiple))
+        count = -(-samples // max(self.micro_batch_size // multiple * multiple, multiple))
         ranges = (order.bounds(samples, at, count, multiple) for at in range(count))
         return tuple((low + first, low + end) for first, end in ranges if end > first)
 
@@ -200,21 +200,21 @@ def _checked_numbers(numbers: Numbers) -> Numbers:
     return numbers
 
 
-def count_scaled_step(work: StepInput, overflow: bool, sync: GradientSync) -> None:
+def count_scaled_step(inputs: StepInput, overflow: bool, sync: GradientSync) -> None:
     """The scaler, if there is one, lowers its scale after an overflow, and counts a step without one."""
-    if work.scaler is None:
+    if inputs.scaler is None:
         return
-    for optimizer in work.optimizers:
+    for optimizer in inputs.optimizers:
         overflows = torch.full((), float(overflow), device=sync.world.device)
-        work.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {overflows.device: overflows}
-    set_scale(work.scaler, None, sync)
+        inputs.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {overflows.device: overflows}
+    set_scale(inputs.scaler, None, sync)
 
 
 def set_scale(scaler: Any, scale: float | None, sync: GradientSync) -> None:
     """Of the loss, by the scaler, if there is one. None: what it makes of the step."""
     if scaler is None:
         return
-    before = scaler.get_scale() if sync.remembers else None  # waits for the device
+    before = scaler.get_scale() if sync.has_memory else None  # waits for the device
     scaler.update(scale)
     if before is not None and (after := scaler.get_scale()) != before:
         sync.gradients_rescaled(after / before)
@@ -315,16 +315,16 @@ class StepSums:
             samples: of this rank in the step, and `total` those of all ranks.
             whole: the number of what `run.part` has cut last, all of whose part each update is of; None: it may be of a piece.
         """
-        before = self._most()
+        before = self._most_steps()
         for optimizer in optimizers:
             mine, everywhere, last = self._seen.get(id(optimizer), (0, 0, None))
             if whole is None or whole != last:
                 mine, everywhere = mine + samples, everywhere + total
             self._seen[id(optimizer)] = mine, everywhere, whole
-        mine, everywhere = self._most()
+        mine, everywhere = self._most_steps()
         return mine - before[0], everywhere - before[1]
 
-    def _most(self) -> tuple[int, int]:
+    def _most_steps(self) -> tuple[int, int]:
         """Of this rank and of all, by the optimizer that has stepped on most."""
         seen = self._seen.values()
         return max((mine for mine, _, _ in seen), default=0), max((every for _, every, _ in seen), default=0)

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdRef
 from .. import generators
 from ..checkpoint.state import Stateful, TrainState, parameter_names
 from ..contract import named
-from ..parallel.exchange import all_gather_trees, same_on_all
+from ..parallel.exchange import all_gather_trees, is_same_on_all_ranks
 from ..parallel.names import plain, plain_name
 from ..parallel.packing import storage, storages
 from ..resilience.closeness import differing_ranks, fingerprint, first_of, sums_of_bits
@@ -61,7 +61,7 @@ class Unsaved:
         held, self.held = self.held, None
         outside = [] if held is None else [*trained_outside(state), *_moved(held, _held(state))]
         sentences = {sentence: sentence for sentence in [*outside, *self._changed_settings()]}
-        if world.size > 1 and not same_on_all(mine := self._alike(), world):
+        if world.size > 1 and not is_same_on_all_ranks(mine := self._alike(), world):
             sentences |= unequal(all_gather_trees(mine, world))
         self.logged.clear()
         for about, sentence in sentences.items():

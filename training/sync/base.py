@@ -45,18 +45,18 @@ class GradientSync(ABC):
     """The ranks; set by `wrap`."""
     Options: ClassVar[type[typed.Section]] = typed.Section
     """The strategy's own settings (`sync.options`): it has none."""
-    averages: bool = False
+    averages_gradients: bool = False
     """Whether it averages the ranks' gradients, as torch's DDP and FSDP do; else it sums them."""
     bytes_sent: int = 0
     """Payload of the collectives that this rank has joined for its steps so far, in bytes. It has the gradients, and the
     parameters if a strategy sends those, too."""
     capturable: bool = False
     """Whether a step with this strategy can be recorded in a CUDA graph."""
-    replicas: bool = True
+    is_replicated: bool = True
     """Whether every rank holds all parameters."""
-    sums_in_parts: bool = False
+    shards_gradients: bool = False
     """Whether each rank has the sum of a part of the gradients only."""
-    remembers: bool = False
+    has_memory: bool = False
     """Whether it stores something of the gradients from step to step (`gradients_rescaled`, `forget_nonfinite`)."""
     compiles: bool = True
     """Whether a recipe may compile the network that `wrap` returns."""
@@ -65,7 +65,7 @@ class GradientSync(ABC):
     one_optimizer: bool = False
     """Whether a run may have one optimizer only."""
     batch_parts: order.Parts | None = None
-    """How a global batch is cut into parts that a rank computes one by one (`begin_parts`, `take`); None: a rank computes its
+    """How a global batch is cut into parts that a rank computes one by one (`begin_parts`, `accumulate_part`); None: a rank computes its
     samples at once."""
     watch: GradientWatch | None = None
     """When the rank's own gradients were complete, where a strategy waits for other ranks before `synchronize`."""
@@ -78,7 +78,7 @@ class GradientSync(ABC):
     @property
     def loss_factor(self) -> float:
         """What the loop multiplies the loss by: the world size where the strategy averages, else 1."""
-        return float(self.world.size) if self.averages else 1.0
+        return float(self.world.size) if self.averages_gradients else 1.0
 
     def check_summed(self, known: Parameters) -> None:
         """Raises `UserError` for a parameter that trains and is not among these, which the strategy sums."""
@@ -131,27 +131,27 @@ class GradientSync(ABC):
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a parameter has a gradient that `take` has not taken away (`batch_parts`)."""
+        """Whether a parameter has a gradient that `accumulate_part` has not taken away (`batch_parts`)."""
         raise NotImplementedError
 
-    def take(self, part: int) -> None:
+    def accumulate_part(self, part: int) -> None:
         """The gradients are those of this part of the batch alone: the strategy takes them away (`batch_parts`)."""
         raise NotImplementedError
 
     def collect(self) -> list[torch.Tensor]:
-        """What `take` adds to the sums of a part: `put` takes it. A recorded part ends with it (`batch_parts`, `capturable`)."""
+        """What `accumulate_part` adds to the sums of a part: `put` takes it. A recorded part ends with it (`batch_parts`, `capturable`)."""
         raise NotImplementedError
 
     def put(self, part: int, collected: list[torch.Tensor]) -> None:
         """Adds what `collect` has given, of which it makes a copy, to the sums of this part (`batch_parts`, `capturable`)."""
         raise NotImplementedError
 
-    def sums(self) -> list[torch.Tensor]:
+    def reduce(self) -> list[torch.Tensor]:
         """The first half of `synchronize` where it has two (`batch_parts`): the sums over the parts of all ranks. Collective."""
         raise NotImplementedError
 
-    def give(self, sums: Iterator[torch.Tensor]) -> None:
-        """The second half: makes gradients of what `sums` has given on any rank, and takes as many of them. It may change the tensors.
+    def apply(self, sums: Iterator[torch.Tensor]) -> None:
+        """The second half: makes gradients of what `reduce` has given on any rank, and takes as many of them. It may change the tensors.
 
         In a recording it makes those that it made last.
         """
@@ -169,7 +169,7 @@ class GradientSync(ABC):
         clamp or a cast to integers can lose it.
         """
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Discards the gradients of this step, and what the strategy has stored from them.
 
         Called after `synchronize`, in place of the optimizer's `step`, where the gradient is not finite. What the strategy
@@ -182,34 +182,38 @@ class GradientSync(ABC):
         """Discards what the strategy has stored from gradients that were not finite: of parameters, say, that no optimizer
         steps now."""
 
-    # `of` in what follows: only the gradients of these parameters; None: of all.
+    # `parameters` in what follows: only the gradients of these parameters; None: of all.
 
-    def gradients(self, of: Parameters | None = None) -> list[torch.Tensor]:
+    def gradients(self, parameters: Parameters | None = None) -> list[torch.Tensor]:
         """The synchronised gradients, as far as this rank holds them."""
-        return [p.grad for p in self.model.parameters() if p.grad is not None and (of is None or p in of)]
+        return [
+            p.grad for p in self.model.parameters() if p.grad is not None and (parameters is None or p in parameters)
+        ]
 
-    def scale_gradients(self, factor: torch.Tensor, of: Parameters | None = None) -> None:
+    def scale_gradients(self, factor: torch.Tensor, parameters: Parameters | None = None) -> None:
         """Multiplies the synchronised gradients, in place. `factor` is a scalar tensor [] on the device."""
-        if grads := self.gradients(of):
+        if grads := self.gradients(parameters):
             torch._foreach_mul_(grads, factor)
 
     def gradients_rescaled(self, factor: float) -> None:  # noqa: B027 - most strategies remember no gradients
         """From now on gradients are `factor` times as large (`LossScaler`): the strategy scales what it has stored of them."""
 
-    def clip(self, max_norm: float, norm: torch.Tensor | None = None, of: Parameters | None = None) -> torch.Tensor:
+    def clip(
+        self, max_norm: float, norm: torch.Tensor | None = None, parameters: Parameters | None = None
+    ) -> torch.Tensor:
         """Scales the gradients to at most `max_norm` (L2, over all of them). Returns the norm before, a scalar tensor [].
 
         Args:
             norm: what `grad_norm` gave, where it was called: under some strategies it is a collective.
         """
-        norm = self.grad_norm(of) if norm is None else norm
-        self.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0), of)  # as nn.utils.clip_grad_norm_
+        norm = self.grad_norm(parameters) if norm is None else norm
+        self.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0), parameters)  # as nn.utils.clip_grad_norm_
         return norm
 
-    def grad_norm(self, of: Parameters | None = None) -> torch.Tensor:
+    def grad_norm(self, parameters: Parameters | None = None) -> torch.Tensor:
         """The L2 norm of the gradients, a scalar tensor []. The same on every rank; not finite if any rank's gradient is not."""
-        parts = self.gradients(of)
-        if not self.sums_in_parts:
+        parts = self.gradients(parameters)
+        if not self.shards_gradients:
             return nn.utils.get_total_norm(parts, foreach=True)
         norm = nn.utils.get_total_norm(parts) if parts else torch.zeros(())
         squared = norm.to(device=self.world.device, dtype=torch.float64) ** 2

@@ -57,7 +57,7 @@ class DdpOptions(Section):
 
 class Ddp(GradientSync):
     Options = DdpOptions
-    averages = True
+    averages_gradients = True
     watch: GradientWatch
     _warm = False
     """The ranks' first backward passes, after which DDP orders its buckets anew, are over."""

@@ -194,7 +194,7 @@ class Exact(GradientSync):
     def has_gradients(self) -> bool:
         return any(p.grad is not None for group in self._groups for p in group.params)
 
-    def take(self, part: int) -> None:
+    def accumulate_part(self, part: int) -> None:
         for group in self._groups:
             group.sum.add(part, group.collect())
 
@@ -208,16 +208,16 @@ class Exact(GradientSync):
     def synchronize(self) -> None:
         if not self._in_parts:  # a loop that cuts nothing: each rank has one part
             self.begin_parts(self.world.size)
-            self.take(self.world.rank)
-        self.give(iter(self.sums()))
+            self.accumulate_part(self.world.rank)
+        self.apply(iter(self.reduce()))
 
-    def sums(self) -> list[torch.Tensor]:
+    def reduce(self) -> list[torch.Tensor]:
         return [group.sum.finish() for group in self._groups]
 
-    def give(self, sums: Iterator[torch.Tensor]) -> None:
+    def apply(self, sums: Iterator[torch.Tensor]) -> None:
         self._in_parts = False
         for group in self._groups:
-            group.give(next(sums))
+            group.apply(next(sums))
 
 
 class _Group:
@@ -253,7 +253,7 @@ class _Group:
         return leaf
 
     @torch.no_grad()
-    def give(self, total: torch.Tensor) -> None:
+    def apply(self, total: torch.Tensor) -> None:
         if not capturing(total):
             self._used = total[self._count : self.sum.length].tolist()
         for parameter, place, parts in zip(self.params, self._places(total), self._used):

@@ -58,8 +58,8 @@ class Flat(Bucketed):
         """The parameters that share a buffer, each group of one element type."""
         return [[p for p in params if p.dtype == dtype] for dtype in dict.fromkeys(p.dtype for p in params)]
 
-    def gradients(self, of: Parameters | None = None) -> list[torch.Tensor]:
-        return self._flats if of is None else super().gradients(of)
+    def gradients(self, parameters: Parameters | None = None) -> list[torch.Tensor]:
+        return self._flats if parameters is None else super().gradients(parameters)
 
 
 LAST_BYTES = 1e6
@@ -117,7 +117,7 @@ class Zero1(Flat):
     """
 
     capturable = False
-    sums_in_parts = True
+    shards_gradients = True
     one_model = one_optimizer = True
     owners: dict[nn.Parameter, int]
 
@@ -144,9 +144,9 @@ class Zero1(Flat):
             if owner != self.world.rank:
                 parameter.grad = None  # a partial sum, which only its owner has completed
 
-    def gradients(self, of: Parameters | None = None) -> list[torch.Tensor]:
-        if of is not None:
-            return super().gradients(of)
+    def gradients(self, parameters: Parameters | None = None) -> list[torch.Tensor]:
+        if parameters is not None:
+            return super().gradients(parameters)
         return [flat for flat, (owner, _) in zip(self._flats, self._owned) if owner == self.world.rank]
 
     def make_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
