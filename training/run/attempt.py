@@ -248,7 +248,7 @@ class Attempt:
             return torch.empty(0)
         gathered["ranks"] = [rank for rank in gathered["ranks"] if rank is not None]
         places = {"polls": self._polls, "last_step": self.saver.last_step, "saved": self.saver.saved, "save_agreed": self._save_agreed,
-                  "nonfinite_steps": self.nonfinite_steps, "looked_outside": self.unsaved.held is None,
+                  "nonfinite_steps": self.nonfinite_steps, "looks": self.unsaved.looks,
                   "modes": self.modes.last, "known": sorted(self.known)}  # fmt: skip
         return pack({**gathered, "places": {**places, **self.desync.state_dict()}})
 
@@ -256,8 +256,7 @@ class Attempt:
         """Where the ranks are that have admitted this one."""
         self._polls, self._save_agreed = places["polls"], places["save_agreed"]
         self.nonfinite_steps = places["nonfinite_steps"]
-        if places["looked_outside"]:
-            self.unsaved.held = None
+        self.unsaved.looks = places["looks"]
         self.modes.last, self.known = places["modes"], set(places["known"])
         self.saver.last_step, self.saver.saved = places["last_step"], places["saved"]
         self._compared = True

@@ -14,7 +14,7 @@ import types
 import zlib
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,18 +38,33 @@ SCORES = ("accuracy", "loss")
 MOST, DEPTH, ITEMS = 5000, 3, 100
 """Objects that are looked at, attributes below a variable, and items of a dictionary or list whose items are looked at."""
 _OPAQUE = (types.ModuleType, types.FunctionType, type, str, bytes, int, float, torch.Tensor, torch.optim.Optimizer)
-Marks = dict[str, tuple[Any, list[Any]]]
-"""Name of a variable's value → the generator, or None for tensors, which are not kept alive. With it comes what differs if they are made
-anew, and what changes if they move."""
+
+
+class Mark(NamedTuple):
+    """What tells whether the value of a variable has moved. It keeps no tensor alive."""
+
+    generator: Any
+    """None for tensors."""
+    made: list[Any]
+    """Differs if the value is made anew. Empty for copies of the weights."""
+    state: list[Any]
+    """Differs if the value moves. Of tensors: each with the number of its changes in place."""
+    is_module: bool = False
+
+
+Marks = dict[str, Mark]
+"""By the name of the variable."""
 
 
 class Unsaved:
-    """Looks when the loop begins and at each save, and warns of each thing once."""
+    """Looks when the loop begins and at each save, and warns of each thing once. The first two saves look at variables."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.held: Marks | None = _held(run.state)
-        """Of the variables as the loop began; None: what moves or trains outside of the session was named."""
+        self.looks = 0
+        """Saves that have looked."""
+        self._held = _held(run.state)
+        """Of the variables as the loop began; after the first save: of copies of the weights that the loop has made."""
         self._settings: dict[str, Any] | None = None
         """Of the models at the first save: a first pass may set what later ones leave, such as the longest sequence."""
         self.logged: dict[str, float] = {}
@@ -58,8 +73,12 @@ class Unsaved:
     def look(self) -> None:
         """Collective."""
         state, world = self._run.state, self._run.world
-        held, self.held = self.held, None
-        outside = [] if held is None else [*trained_outside(state), *_moved(held, _held(state))]
+        self.looks += 1
+        outside = trained_outside(state) if self.looks == 1 else []
+        if self.looks <= 2:
+            held, now = self._held, _held(state)
+            self._held = _copies(now, known=held)
+            outside += [*_moved(held, now, in_loop=self.looks == 2), *_changed_in_place(self._held)]
         sentences = {sentence: sentence for sentence in [*outside, *self._changed_settings()]}
         if world.size > 1 and not is_same_on_all_ranks(mine := self._alike(), world):
             sentences |= unequal(all_gather_trees(mine, world))
@@ -265,25 +284,61 @@ def _name_of(thing: object) -> str | None:
     return None
 
 
-def _moved(before: Marks, now: Marks) -> Iterator[str]:
+def _moved(before: Marks, now: Marks, in_loop: bool = False) -> Iterator[str]:
     """Yields a sentence for each thing that has moved, and is in no checkpoint. Of tensors by themselves the first is named: one that sums
-    up may be set to zero before it is read."""
+    up may be set to zero before it is read.
+
+    Args:
+        in_loop: the loop has made these things. A module that it makes again and again is evaluated.
+    """
     in_place = False
-    for name, (drawing, marks) in before.items():
-        later, draws = now.get(name, (drawing, marks))[1], drawing is not None
+    for name, mark in before.items():
+        later = now.get(name, mark)
         # A generator that is seeded anew, or a tensor that is made anew, depends on nothing earlier.
-        if later == marks or later[0] != marks[0]:
+        if later.state == mark.state or later.made != mark.made:
             continue
-        is_tensor = not draws and bool(marks[0])
-        if is_tensor and in_place:
+        if in_loop and mark.is_module and _tensors(later).isdisjoint(_tensors(mark)):
             continue
+        if mark.generator is not None:
+            yield (
+                f"{name} draws numbers, and no checkpoint has its state, so a start that resumes draws others: {_keeps(name)}"
+            )
+            continue
+        is_tensor = bool(mark.made)
+        if not (is_tensor and in_place):
+            yield _moves(name, may_be_set=is_tensor or in_loop)
         in_place = in_place or is_tensor
-        keeps = f"hand it to run.keep({name if name.isidentifier() else 'other'}={name})"
-        unless = ", unless it is set anew before it is read" if is_tensor else ""
-        others = f"moves, and no checkpoint has it, so a start that resumes begins with another{unless}: make it a module, and"
-        if draws:
-            others = "draws numbers, and no checkpoint has its state, so a start that resumes draws others:"
-        yield f"{name} {others} {keeps}"
+
+
+def _tensors(mark: Mark) -> set[Any]:
+    return {tensor for tensor, _ in mark.state}
+
+
+def _copies(marks: Marks, known: Marks) -> Marks:
+    """The copies of the weights that the loop has made."""
+    return {
+        name: mark for name, mark in marks.items() if name not in known and mark.generator is None and not mark.made
+    }
+
+
+def _changed_in_place(copies: Marks) -> Iterator[str]:
+    """Yields a sentence for each copy of the weights that is changed in place, such as the slow weights of a lookahead. A copy that is made
+    anew for each evaluation is written once or never, but for a module."""
+    for name, mark in copies.items():
+        if not mark.is_module and any(changes > 1 for _, changes in mark.state):
+            yield _moves(name, may_be_set=True)
+
+
+def _moves(name: str, may_be_set: bool) -> str:
+    unless = ", unless it is set anew before it is read" if may_be_set else ""
+    return (
+        f"{name} moves, and no checkpoint has it, so a start that resumes begins with another{unless}: make it a module, and "
+        f"{_keeps(name)}"
+    )
+
+
+def _keeps(name: str) -> str:
+    return f"hand it to run.keep({name if name.isidentifier() else 'other'}={name})"
 
 
 def _held(state: TrainState) -> Marks:
@@ -295,7 +350,7 @@ def _held(state: TrainState) -> Marks:
         return {}
 
 
-def _marks(state: TrainState) -> Iterator[tuple[str, tuple[Any, list[Any]]]]:
+def _marks(state: TrainState) -> Iterator[tuple[str, Mark]]:
     kept = state.user_state
     several = state.sync.parts if isinstance(state.sync, Several) else []
     models = [
@@ -308,14 +363,17 @@ def _marks(state: TrainState) -> Iterator[tuple[str, tuple[Any, list[Any]]]]:
         if generators.is_generator(value):
             if not any(value is generator for generator in kept.generators.values()):
                 seed = value.initial_seed() if isinstance(value, torch.Generator) else None
-                yield name, (value, [(id(value), seed), generators.comparable(generators.state_of(value))])
+                yield name, Mark(value, [id(value), seed], [generators.comparable(generators.state_of(value))])
             continue
         is_tensor = issubclass(type(value), torch.Tensor)
         tensors = [value] if is_tensor else _weights(value, models)
         tensors = [t for t in tensors if storage(t) not in held and not t.is_inference()]  # these count no changes
         if tensors and not (is_tensor and value.requires_grad):
             versions = [(WeakIdRef(tensor), tensor._version) for tensor in tensors]
-            yield name, (None, [[ref for ref, _ in versions if is_tensor], *versions])
+            yield (
+                name,
+                Mark(None, [ref for ref, _ in versions if is_tensor], versions, issubclass(type(value), nn.Module)),
+            )
 
 
 def _weights(value: Any, models: list[dict[str, nn.Parameter]]) -> list[torch.Tensor]:
@@ -328,8 +386,8 @@ def _weights(value: Any, models: list[dict[str, nn.Parameter]]) -> list[torch.Te
     tensors = list(value.values() if is_dict else value)
     if not tensors or not all(issubclass(type(tensor), torch.Tensor) for tensor in tensors):
         return []
-    if is_dict:
-        return tensors if any(value.keys() & model.keys() for model in models) else []
+    if is_dict and any(value.keys() & model.keys() for model in models):
+        return tensors
     shapes = [tensor.shape for tensor in tensors]
     for model in models:
         trained = [p.shape for p in model.values() if p.requires_grad]
