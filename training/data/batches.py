@@ -276,6 +276,41 @@ class Batches:
             yield batch, parts.popleft()
 
 
+class ElasticBatches(Iterator[tuple[Any, Part]]):
+    """Yields the batches of an epoch for this rank. After a loss a new loader gives the rank its share among the ranks that remain.
+
+    Args:
+        first_step: of the epoch.
+    """
+
+    def __init__(self, batches: Batches, world: World, epoch: int, first_step: int) -> None:
+        self._batches, self._world, self._epoch, self._step = batches, world, epoch, first_step
+        self._open()
+
+    def _open(self) -> None:
+        steps = iter(range(self._step, self._batches.division.steps))
+        self._given = self._batches.epoch(self._epoch, steps=steps)
+        self._generation = self._world.generation
+
+    def __next__(self) -> tuple[Any, Part]:
+        if self._generation != self._world.generation:
+            self.close()
+            self._open()
+        self._current = next(self._given)
+        self._step += 1
+        return self._current
+
+    def again(self) -> tuple[Any, Part]:
+        """Returns the batch under way, as the ranks share it now."""
+        if self._generation != self._world.generation:
+            self._step -= 1
+            next(self)
+        return self._current
+
+    def close(self) -> None:
+        getattr(self._given, "close", lambda: None)()
+
+
 def loader(
     dataset: Dataset[Any],
     ids: Iterable[Sequence[int]],

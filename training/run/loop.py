@@ -15,7 +15,7 @@ import torch
 from .. import contract, files
 from ..contract import EXIT_DONE, EXIT_FAILED, UserError
 from ..data.alike import check_alike_whole
-from ..data.batches import Batches, Part, begun
+from ..data.batches import Batches, ElasticBatches, Part, begun
 from ..data.pytree import to_device
 from ..observe.account import TimeCategory
 from ..parallel.exchange import all_gather_trees, broadcast_tree
@@ -24,7 +24,6 @@ from ..resilience.closeness import fingerprint, learning_rates, sha256
 from ..resilience.desync import Place
 from ..sync.buckets import SentAlready
 from .attempt import FIRST_STEPS, Attempt
-from .elastic import ElasticBatches
 from .recording import Recorder, obstacle
 from .replica import Replica
 from .resume import misfits_explained

@@ -29,12 +29,12 @@ from ..resilience import divergence
 from ..sync.base import NotSummed
 from .attempt import Attempt
 from .batch_mean import BatchMean
-from .elastic import CurrentBatch
 from .logical_workers import LogicalWorkers, check_alone, check_machine
 from .replica import Replica, Several, kept_buffers, put_back
 from .run import Run
 from .step_input import (
     Compute,
+    CurrentBatch,
     Numbers,
     StepInput,
     StepSums,

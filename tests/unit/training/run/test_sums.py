@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.training.run.elastic import CurrentBatch
-from lockstep.training.run.step_input import StepSums
+from lockstep.training.run.step_input import CurrentBatch, StepSums
 
 BATCHES = {
     "parts of one batch": ([("a", "xs"), ("a", "ys"), ("a", "xs")], 12),
