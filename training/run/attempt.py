@@ -228,7 +228,7 @@ class Attempt:
             self.run.forget_untold()
             self._compares = self.run.state.sync.is_replicated
             return False
-        decision = self.poll(self.saver.due_by_time(), self.run.scores.asks(self.run.steps_done))
+        decision = self.poll(self.saver.due_by_time(), self.saver.scores.asks(self.run.steps_done))
         if decision.stop:
             self.leave()
         self.saver.look()
@@ -280,7 +280,7 @@ class Attempt:
             self._replicas_differ()
         if self.consensus.some_without_score and not warned:
             self.run.console.warn(
-                f"{self.run.scores.rule.name} was logged on some ranks only, so the checkpoint with the best one cannot be "
+                f"{self.saver.scores.rule.name} was logged on some ranks only, so the checkpoint with the best one cannot be "
                 "kept: log it on all ranks"
             )
         self._save_agreed |= decision.save
@@ -440,7 +440,7 @@ class Attempt:
         return of_epoch
 
     def save(self) -> None:
-        """Saves a checkpoint, with the score of these weights where they were measured.
+        """Saves a checkpoint.
 
         Raises `Ended` instead if a weight is not finite, or if the replicas differ, so that the newest checkpoint stays usable.
         """
@@ -457,9 +457,8 @@ class Attempt:
                 EXIT_FAILED, f"a weight is NaN or infinite after step {step}: not saved; the last checkpoint is good"
             )
         self.unsaved.look()
-        run.scores.saved(step)
         self._before_gather()
-        self.saver.save(run.scores.of(step))
+        self.saver.save()
         run.goodput.close()
 
     def _before_gather(self) -> None:

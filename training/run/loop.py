@@ -217,7 +217,7 @@ class Loop:
 
     def _best_is_due(self) -> bool:
         """Returns whether rank 0 has logged a score of these weights that is the best so far. Collective."""
-        return bool(broadcast_tree(self.run.scores.asks(self.run.steps_done), self.run.world))
+        return bool(broadcast_tree(self.attempt.saver.scores.asks(self.run.steps_done), self.run.world))
 
     # The batches of an epoch.
 
@@ -380,7 +380,7 @@ class Loop:
         kept.logged |= values
         self.attempt.unsaved.logged |= values
         kept.logged_in_epoch |= values
-        run.scores.note(values, run.steps_done)
+        self.attempt.saver.scores.note(values, run.steps_done)
         run.state.history.update({name: values[name] for name in ("accuracy", "test_loss") if name in values})
         for name, value in values.items():
             run.metrics.set("logged", value, name)
@@ -424,7 +424,7 @@ class Loop:
             "steps": run.steps_done, "epochs": run.state.cursor.epoch, "train_loss": history.get("train_loss"),
             **{f"train_{name}": history.get(f"train_{name}") for name in run.user_state.measured},
             "test_loss": history.get("test_loss"), "accuracy": history.get("accuracy"),
-            "best_accuracy": history.get("best_accuracy"), run.scores.best_name: run.scores.best,
+            "best_accuracy": history.get("best_accuracy"), saver.scores.best_name: saver.scores.best,
             "images_per_second": run.user_state.samples / trained,
             "examples_seen": run.user_state.samples, "trained_seconds": trained,
             "wall_seconds": time.perf_counter() - run.began, "restarts": run.attempt - 1,

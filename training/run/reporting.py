@@ -58,7 +58,7 @@ class Reporting(ABC):
         Examples:
             >>> improved = run.best is None or 0.93 > run.best
         """
-        return self._started().run.scores.best
+        return self._started().attempt.saver.scores.best
 
     @property
     def grad_norm(self) -> float | None:

@@ -24,7 +24,6 @@ from lockstep.wire.signals import end_with_launcher, give_back
 from .. import generators
 from ..checkpoint.object_store import ObjectStore
 from ..checkpoint.state import Cursor, TrainState, UserState, scatter
-from ..checkpoint.store import Scores
 from ..config import Config, RunSettings, form_of
 from ..contract import (
     ENV_NOTE,
@@ -97,7 +96,6 @@ class Run:
     """Counts the starts of the run, from 1."""
     state: TrainState
     console: Console
-    scores: Scores
 
     def __init__(
         self, run_dir: Path, settings: RunSettings, *, fresh: bool | str = False, handle_signals: bool = True,
@@ -254,7 +252,7 @@ class Run:
         self.saved_generators = state.user_state.capture(world.device) if self.resumed else None
         by_step, columns = settings.log.score_every > 0, ["validation accuracy"]
         self.console = Console(settings.log, world, by_step, columns if isinstance(settings, Config) else None)
-        self.state, self.scores = state, Scores(state.history, settings.checkpoint.keep_best)
+        self.state = state
         if anew:
             self.warn(
                 f"the number of ranks has changed, and each rank has another state of {', '.join(anew)}: none is restored, and it draws as "

@@ -13,14 +13,15 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint import store
 from ..checkpoint.object_store import ObjectStore, TakenOver
 from ..checkpoint.state import gather
-from ..checkpoint.store import Rule, SaveResult, Worker, Writer
+from ..checkpoint.store import KeepBest, Rule, SaveResult, Worker, Writer
 from ..contract import UserError, say
 from ..limits import (
     BUCKET_LOOK_SECONDS,
@@ -130,6 +131,63 @@ class Sender:
         return sent
 
 
+class Scores:
+    """The scores of one attempt that this rank knows.
+
+    Args:
+        history: the run's, which goes into every checkpoint. It holds the best scores so far (`best_NAME`), and the best that
+            a checkpoint was saved with (`saved_NAME`). The weights of a score may be gone before they can be saved.
+    """
+
+    def __init__(self, history: dict[str, Any], keep_best: KeepBest) -> None:
+        self.rule, self._history, self._keeps = Rule.of(keep_best), history, keep_best is not False
+        self._step, self._value = -1, math.nan
+        """The last score, and the step after which it was measured."""
+        self._new = self._unsaved = False
+        """Whether it came after the last boundary; whether it is better than that of any checkpoint."""
+
+    def note(self, numbers: Mapping[str, float], step: int) -> None:
+        """Numbers that were measured on the weights after `step`."""
+        for rule in (self.rule, Rule.of(True)):  # the best accuracy is reported, whatever is kept
+            if rule.name in numbers:
+                self._raise("best", rule, numbers[rule.name])
+        if self.rule.name in numbers:
+            value = numbers[self.rule.name]
+            if step != self._step or self.rule.better(value, self._value):
+                self._value = value
+            self._unsaved = self.rule.better(self._value, self._history.get(f"saved_{self.rule.name}"))
+            self._step, self._new = step, self._keeps
+
+    def _raise(self, which: str, rule: Rule, value: float) -> None:
+        if rule.better(value, self._history.get(f"{which}_{rule.name}")):
+            self._history[f"{which}_{rule.name}"] = value
+
+    @property
+    def best_name(self) -> str:
+        """As `history` and summary.json have it."""
+        return f"best_{self.rule.name}"
+
+    @property
+    def best(self) -> float | None:
+        """The best score of the run so far; None: none was noted."""
+        return self._history.get(self.best_name)
+
+    def asks(self, step: int) -> bool | None:
+        """Returns whether the state after `step` is to be saved for its score. None: no score came since the last call."""
+        new, self._new = self._new, False
+        return self._unsaved and self._step == step if new else None
+
+    def of(self, step: int) -> float | None:
+        """Returns the score of the weights after `step`; None: they were not measured."""
+        return self._value if step == self._step and math.isfinite(self._value) else None
+
+    def saved(self, step: int) -> None:
+        """Records that a checkpoint of the state after `step` is about to be gathered."""
+        if step == self._step:
+            self._raise("saved", self.rule, self._value)
+            self._unsaved = False
+
+
 class Saver:
     """Decides that a checkpoint is due, gathers it, and counts the ones that the disk refused.
 
@@ -160,7 +218,7 @@ class Saver:
         self._last_failed = self._hangs = False
         self.saved = run.resumed
         """Whether there is a save, of this start or of an earlier one, the same on every rank."""
-        self._score: float | None = None
+        self.scores = Scores(run.state.history, settings.keep_best)
         self._begin_writing()
 
     def _begin_writing(self) -> None:
@@ -201,19 +259,21 @@ class Saver:
             interval = self.interval.seconds(self.run.state.clock.trained)
         return bool(interval) and self.run.world.leader and time.monotonic() - self._last_time >= interval
 
-    def save(self, score: float | None = None) -> None:
-        """Gathers the state and hands it to the writer; the disk's part happens in the background. Collective."""
+    def save(self) -> None:
+        """Gathers the state and hands it to the writer, with the score of these weights where they were measured; the disk's part
+        happens in the background. Collective."""
+        self.scores.saved(self.run.steps_done)
         self.run.state.clock.settle()
         began = time.perf_counter()
         self._reap()
         self._check_taken_over()
         gathered = gather(self.run.state)
-        self.last_step, self._last_time, self._score = self.run.steps_done, time.monotonic(), score
+        self.last_step, self._last_time = self.run.steps_done, time.monotonic()
         self.saved, self._lost = True, False
         if (
             self._writer is not None and gathered is not None and not self._hangs
         ):  # else it would wait for the save that hangs
-            self._future = self._writer.save(self.run.steps_done, gathered, score)
+            self._future = self._writer.save(self.run.steps_done, gathered, self.scores.of(self.run.steps_done))
             if self._sender is not None:
                 self._last_send = self._sender.send(self.run.steps_done, self._future)
                 self._sends.append(self._last_send)
@@ -246,7 +306,7 @@ class Saver:
         while True:
             generation = world.generation
             while world.live is not None and any_rank(self._lost, world):
-                self.save(self._score)
+                self.save()
                 self._reap()
             # An upload may take longer than a collective, so the others wait in many of them.
             while self.settings.to is not None and any_rank(self._waits_for_bucket(), world):

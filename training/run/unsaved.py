@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdRef
 
 from .. import generators
 from ..checkpoint.state import Stateful, TrainState, parameter_names
+from ..checkpoint.store import Rule
 from ..contract import named
 from ..parallel.exchange import all_gather_trees, is_same_on_all_ranks
 from ..parallel.names import plain, plain_name
@@ -91,7 +92,7 @@ class Unsaved:
         kept = self._run.user_state
         objects = {f"run.keep({name}=…)": _print_of(stateful.state_dict()) for name, stateful in kept.objects.items()}
         values = {f"run.values[{name!r}]": _print_of(value) for name, value in kept.values.items()}
-        scores = (*SCORES, self._run.scores.rule.name)
+        scores = (*SCORES, Rule.of(self._run.config.checkpoint.keep_best).name)
         logged = {name: value for name, value in self.logged.items() if name.endswith(scores)}
         return {**objects, **values, **{f"run.log({name}=…)": f"{value:.4g}" for name, value in logged.items()}}
 
