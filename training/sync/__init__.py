@@ -12,9 +12,9 @@ from .base import GradientSync
 
 STRATEGIES = {
     "ddp": "lockstep.training.sync.ddp:Ddp",
-    "flat": "lockstep.training.sync.flat:Flat",
-    "zero1": "lockstep.training.sync.flat:Zero1",
-    "bf16_compress": "lockstep.training.sync.flat:Bf16Compress",
+    "flat": "lockstep.training.sync.buckets:Flat",
+    "zero1": "lockstep.training.sync.zero1:Zero1",
+    "bf16_compress": "lockstep.training.sync.buckets:Bf16Compress",
     "exact": "lockstep.training.sync.exact:Exact",
 }
 """Imported when they are used."""

@@ -1,4 +1,7 @@
-"""The engine of flat, zero1 and bf16_compress: buckets of gradients, summed while backward still runs.
+"""The strategies `flat` and `bf16_compress`, and their engine: buckets of gradients, summed while backward still runs.
+
+A parameter's gradient is copied into its place in one flat buffer as soon as autograd has it, and `.grad` becomes a view of
+that place. The buffer is cut into buckets of `sync.bucket_mb`.
 
 Collectives match by their order alone, and two ranks may get their gradients in different orders, or lack some. So the
 buckets start strictly in one order, the same on all ranks, each as soon as its gradients are complete. A bucket that is
@@ -23,10 +26,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ..contract import UserError
+from ..parallel.world import World
 from .base import (
     GradientSync,
+    Parameters,
+    broadcast_module,
     in_memory,
     nbytes,
+    placed,
     refuse_recording,
     stands_for_none,
     trains_another,
@@ -324,3 +331,79 @@ class Bucketed(GradientSync):
 
     def synchronize(self) -> None:
         self.reducer.synchronize()
+
+
+class Flat(Bucketed):
+    """The buffer, unchanged. After P. Goyal et al., "Accurate, Large Minibatch SGD" (2017), §4.1."""
+
+    capturable = True
+    sent_as: torch.dtype | None = None
+    owners: dict[nn.Parameter, int] | None = None
+
+    def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
+        self.model, self.world = model, world
+        broadcast_module(model)
+        self.reducer = Reducer(model, self._cut, sent_as=self.sent_as, owners=self.owners)
+        self.zero_grad()
+        return model
+
+    def _cut(self, trained: list[nn.Parameter]) -> list[GradientBucket]:
+        # The backward pass reaches the last layers first, so the buffer begins with them.
+        self._flats: list[torch.Tensor] = []
+        buckets: list[GradientBucket] = []
+        for params in self.groups(trained):
+            flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
+            self._flats.append(flat)
+            buckets += cut(flat, params, self.settings.bucket_mb * 1e6, small_last=params[-1] is trained[-1])
+        return buckets
+
+    def groups(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """The parameters that share a buffer, each group of one element type."""
+        return [[p for p in params if p.dtype == dtype] for dtype in dict.fromkeys(p.dtype for p in params)]
+
+    def gradients(self, parameters: Parameters | None = None) -> list[torch.Tensor]:
+        return self._flats if parameters is None else super().gradients(parameters)
+
+
+class Bf16Compress(Flat):
+    """The buffer sent as bfloat16: half the bytes of float32, for slow networks. Works over gloo and NCCL alike.
+
+    Lossy. bfloat16 has float32's range and 8 bits of precision, so nothing overflows. Each rank's part is rounded once, and
+    each sum of two parts once more. With w ranks an element of the sum is off by at most w · 2⁻⁸ of the sum of the parts'
+    magnitudes. torch's own `bf16_compress_hook` does the same on NCCL only.
+    """
+
+    capturable = False
+    sent_as = torch.bfloat16
+
+
+LAST_BYTES = 1e6
+"""Most bytes of the last bucket, unless it is one larger parameter: no computation is left to overlap with its sum."""
+
+
+def cut(
+    flat: torch.Tensor, params: list[nn.Parameter], min_bytes: float, small_last: bool = True
+) -> list[GradientBucket]:
+    """Buckets over the gradients of `params` in `flat` (1-d), each of at least `min_bytes` but the last two.
+
+    Args:
+        small_last: keep the last bucket small, because the backward pass reaches its parameters last. The bucket before it
+            holds the rest.
+    """
+    least, last = (size / flat.element_size() for size in (min_bytes, min(LAST_BYTES, min_bytes)))
+    last = max(last, params[-1].numel()) if small_last else 0
+    buckets: list[GradientBucket] = []
+    start = end = 0
+    inside: list[nn.Parameter] = []
+    views: list[torch.Tensor] = []
+    for number, parameter in enumerate(params):
+        piece = flat[end : end + parameter.numel()]
+        views.append(placed(piece, parameter))
+        inside.append(parameter)
+        end += parameter.numel()
+        left = len(flat) - end
+        begins_the_last = left <= last < left + parameter.numel()
+        if end - start >= least or begins_the_last or number == len(params) - 1:
+            buckets.append(GradientBucket(inside, flat[start:end], views))
+            start, inside, views = end, [], []
+    return buckets

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from lockstep.training.sync.flat import combines
+from lockstep.training.sync.zero1 import combines
 
 
 class Noisy(torch.optim.SGD):
