@@ -33,12 +33,13 @@ from lockstep.training.parallel.exchange import any_rank, is_same_on_all_ranks
 from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import (
     GradientSync,
+    GradientWatch,
     Parameters,
     broadcast_module,
+    hooks_of_script,
     is_compiled,
     undisturbed,
 )
-from lockstep.training.sync.watch import GradientWatch, hooks_of_script
 
 
 class FsdpOptions(Section):

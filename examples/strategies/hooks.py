@@ -13,9 +13,8 @@ from torch import nn
 
 from lockstep.training.parallel.exchange import group_size
 from lockstep.training.parallel.world import World
-from lockstep.training.sync.base import broadcast_module
+from lockstep.training.sync.base import broadcast_module, on_grad
 from lockstep.training.sync.buckets import Bucketed, Reducer
-from lockstep.training.sync.watch import on_grad
 
 
 class Hooks(Bucketed):

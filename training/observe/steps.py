@@ -50,7 +50,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ..limits import SLOW_LOOK_SECONDS
 from ..parallel import stores
 from ..parallel.world import World
-from ..sync.watch import GradientWatch, Mark, mark
+from ..sync.base import GradientWatch, Mark, mark
 
 Times: TypeAlias = dict[str, float]
 """Seconds of one step: {data_wait, grad_ready, sync_wait, step_duration}."""

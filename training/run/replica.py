@@ -20,8 +20,7 @@ from ..optim.ema import Ema
 from ..parallel.names import unwrapped
 from ..parallel.packing import storage, storages
 from ..parallel.world import World
-from ..sync.base import BuildOptimizer, GradientSync, trains_another
-from ..sync.watch import hooks_of, hooks_of_script
+from ..sync.base import BuildOptimizer, GradientSync, hooks_of, hooks_of_script, trains_another
 from .proof import attributes_of
 
 SHORT = 16

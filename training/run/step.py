@@ -317,7 +317,7 @@ class Step:
         weighed = samples * inputs.weight
         share, divisor = (inputs.weight, inputs.divisor) if inputs.divisor is not None else (weighed, inputs.total or 1)
         scaled = loss * (share * self.replica.sync.loss_factor / divisor)
-        # The strategy's hooks send the gradients from in here (sync/watch.py, sync/buckets.py; DDP's are torch's).
+        # The strategy's hooks send the gradients from in here (sync/base.py, sync/buckets.py; DDP's are torch's).
         (scaled if inputs.scaler is None else inputs.scaler.scale(scaled)).backward()
         loss = loss.detach()
         self._losses.append(loss)

@@ -10,7 +10,7 @@ complete early waits for its turn, and `synchronize` sends a missing gradient as
 A zero has a sign, and a sum is -0.0 only if all its terms are. So the first element of a gradient that did not come is sent as
 -0.0, and that of every other gradient as any other number. A sum that begins with -0.0 shows that no rank has a gradient.
 
-    autograd has a gradient  →  on_grad (watch.py)  →  Reducer.on_gradient  →  Reducer.send  →  dist.all_reduce
+    autograd has a gradient  →  on_grad (base.py)  →  Reducer.on_gradient  →  Reducer.send  →  dist.all_reduce
 
 After S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020), §3.2 and §4.2.
 """
@@ -32,13 +32,14 @@ from .base import (
     Parameters,
     broadcast_module,
     in_memory,
+    is_nested_backward,
     nbytes,
+    on_grad,
     placed,
     refuse_recording,
     stands_for_none,
     trains_another,
 )
-from .watch import is_nested_backward, on_grad
 
 
 @dataclass(slots=True, eq=False)

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..config.settings import Section
 from ..contract import UserError
 from ..parallel.world import World
-from .base import GradientSync, NotSummed, nbytes, undisturbed
-from .watch import GradientWatch
+from .base import GradientSync, GradientWatch, NotSummed, nbytes, undisturbed
 
 _KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
 _NEW = "forward_sync_buffers" in _KNOWN  # torch 2.15 renamed it

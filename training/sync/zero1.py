@@ -12,9 +12,8 @@ from torch import nn
 from ..generators import RngScope
 from ..parallel.exchange import gather_trees
 from ..parallel.world import World
-from .base import BuildOptimizer, Parameters, load_optimizer, nbytes, trainable
+from .base import BuildOptimizer, Parameters, is_ours, load_optimizer, nbytes, trainable
 from .buckets import Flat
-from .watch import is_ours
 
 
 class Zero1(Flat):
