@@ -243,7 +243,7 @@ class Session(Reporting):
             >>> if run.steps % 100 == 0:
             ...     run.log(lr=schedule.get_last_lr()[0])
         """
-        return self._started().run.steps_done
+        return self._started().run.user_state.steps
 
     @property
     def seconds(self) -> float:

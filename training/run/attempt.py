@@ -122,7 +122,7 @@ class Attempt:
     @property
     def after_save(self) -> bool:
         """Whether the next step follows a save, or the start."""
-        return self.saver.last_step == self.run.steps_done
+        return self.saver.last_step == self.run.user_state.steps
 
     def __enter__(self) -> Attempt:
         run = self.run
@@ -132,15 +132,15 @@ class Attempt:
         if run.world.live is not None:
             run.world.live.regrouped = self._regrouped
         run.event(
-            "start", world_size=run.world.size, step=run.steps_done, config_hash=run.config.hash()
+            "start", world_size=run.world.size, step=run.user_state.steps, config_hash=run.config.hash()
         )  # fmt: skip
         preprocessing = time.perf_counter() - run.began
         run.event("prepared", seconds=preprocessing)
         run.console.line(f"Preprocessing: {preprocessing:.2f} seconds")
-        self._naming = naming_the_missing(run.world, lambda: run.steps_done, self._lost, run.path)
+        self._naming = naming_the_missing(run.world, lambda: run.user_state.steps, self._lost, run.path)
         self._naming.__enter__()
         self.desync = DesyncDetector(
-            run.world, lambda: 4 * (self._polls + run.steps_done) + self.stage, lambda: run.steps_done, self._desynced
+            run.world, lambda: 4 * (self._polls + run.user_state.steps) + self.stage, lambda: run.user_state.steps, self._desynced
         )  # fmt: skip
         return self
 
@@ -154,29 +154,31 @@ class Attempt:
             except UserError as error:
                 raise RestartRequired(f"rank 0 was lost, and {error}: all ranks have to start again") from None
             assert run.directory is not None
-            listeners.attach(run.config, run.directory, run.steps_done)
+            listeners.attach(run.config, run.directory, run.user_state.steps)
             self.saver.take_over()
             self.consensus.stop_file = self._stop_file
         for rank, how in lost.items():
             if world.leader:
                 run.exporter.forget(rank)
-            run.event("rank_lost", step=run.steps_done, rank=rank, how=how)
+            run.event("rank_lost", step=run.user_state.steps, rank=rank, how=how)
         for rank in joined:
-            run.event("rank_joined", step=run.steps_done, rank=rank)
+            run.event("rank_joined", step=run.user_state.steps, rank=rank)
         run.goodput.regrouped(sum(seconds.values()), world.size)
         phases = {name: round(value, 4) for name, value in seconds.items()}
-        run.event("regrouped", step=run.steps_done, world_size=world.size, generation=world.generation, seconds=phases)
+        run.event(
+            "regrouped", step=run.user_state.steps, world_size=world.size, generation=world.generation, seconds=phases
+        )
         if run.directory is not None:
             assert world.live is not None
             run.directory.ranks = [world.size, world.size + len(world.live.lost)]
-            run.directory.status(None, "running", run.steps_done)
+            run.directory.status(None, "running", run.user_state.steps)
         run.metrics.count("ranks_lost_total", by=len(lost))
         run.metrics.set("ranks", world.size)
         trains = "1 rank trains on" if world.size == 1 else f"{world.size} ranks train on"
         for ranks, what in ((sorted(lost), "lost"), (joined, "replaced")):
             if ranks:
                 who = f"Ranks {named(list(ranks))} were" if len(ranks) > 1 else f"Rank {ranks[0]} was"
-                run.console.line(f"{who} {what} after step {run.steps_done}: {trains}")
+                run.console.line(f"{who} {what} after step {run.user_state.steps}: {trains}")
 
     def _lost(self, reason: str) -> None:
         """A collective of NCCL has failed (`failed` handles all other errors). Runs in its own thread; then the process ends."""
@@ -193,7 +195,7 @@ class Attempt:
         run.goodput.failed(in_collective=True)
         run.goodput.end(EXIT_FAILED)
         if run.directory is not None:
-            run.directory.status(EXIT_FAILED, reason, run.steps_done)
+            run.directory.status(EXIT_FAILED, reason, run.user_state.steps)
         if run.world.leader if says is None else says:
             run.console.warn(reason)
         self.saver.close()
@@ -228,7 +230,7 @@ class Attempt:
             self.run.forget_untold()
             self._compares = self.run.state.sync.is_replicated
             return False
-        decision = self.poll(self.saver.due_by_time(), self.saver.scores.asks(self.run.steps_done))
+        decision = self.poll(self.saver.due_by_time(), self.saver.scores.asks(self.run.user_state.steps))
         if decision.stop:
             self.leave()
         self.saver.look()
@@ -264,7 +266,7 @@ class Attempt:
 
     def _alive(self) -> None:
         for observer in self.observers:
-            observer.alive(self.run.steps_done, self._steps)
+            observer.alive(self.run.user_state.steps, self._steps)
 
     def poll(self, save_due: bool = False, score: bool | None = None) -> Decision:
         """What the ranks agreed on at the boundary before this one; and, of a score, at this one."""
@@ -290,7 +292,7 @@ class Attempt:
         """A step was skipped, because its gradient was not finite. Raises `Ended` if the settings end the run then."""
         run, config = self.run, self.run.config
         run.metrics.count("nonfinite_steps_total")
-        run.event("nonfinite", step=run.steps_done + 1, reason=reason)
+        run.event("nonfinite", step=run.user_state.steps + 1, reason=reason)
         if config.nonfinite == "stop":
             raise Ended(EXIT_FAILED, f"the run diverged at {reason}; no weight was changed by that step")
         run.console.warn(f"left out {reason}")
@@ -317,7 +319,7 @@ class Attempt:
             run.console.line(
                 "The model trains in evaluation mode, as the script has set it: no dropout, fixed batch statistics"
             )
-        done = run.steps_done
+        done = run.user_state.steps
         if self._steps == 1 and run.world.live is not None:  # it has shown by now that it computes what the others do
             run.world.live.ready()
         measured = state.clock.measured()
@@ -354,10 +356,10 @@ class Attempt:
             return
         self._told = -STATUS_SECONDS  # status.json has it at once
         if plain is not None:
-            run.event("slow_rank", step=run.steps_done, **plain)
+            run.event("slow_rank", step=run.user_state.steps, **plain)
             run.console.line(f"A slow rank: {slow_rank_line(plain)}")
         elif before is not None:
-            run.event("slow_rank_over", step=run.steps_done, rank=before[0])
+            run.event("slow_rank_over", step=run.user_state.steps, rank=before[0])
             run.console.line(f"Rank {before[0]} is slow no longer")
 
     def _check_closeness(self) -> None:
@@ -392,7 +394,7 @@ class Attempt:
         try:
             yield
         except ReplicasDiffer as error:
-            done = self.run.steps_done
+            done = self.run.user_state.steps
             raise Ended(
                 EXIT_FAILED, f"the {what} are not the same after step {done}: {error}. It is not saved. {remedy}"
             ) from error
@@ -448,7 +450,7 @@ class Attempt:
             self._save()
 
     def _save(self) -> None:
-        run, step = self.run, self.run.steps_done
+        run, step = self.run, self.run.user_state.steps
         if self.consensus.look() or not self._same_replicas():
             self._replicas_differ()
         self._check_buffers()
@@ -478,7 +480,7 @@ class Attempt:
         state.history["preemptions"] = state.history.get("preemptions", 0) + 1
         if run.config.checkpoint.on_signal:
             self.save()
-        durable, step, last = self.saver.durable(), run.steps_done, self.saver.last_step
+        durable, step, last = self.saver.durable(), run.user_state.steps, self.saver.last_step
         saved = durable and self.saver.saved
         who = next(filter(None, all_gather_trees(self.consensus.reason, run.world)), "another rank")
         run.event("preempted", step=step, reason=who, saved=saved)

@@ -70,7 +70,7 @@ class BatchMean:
         low, high = inputs.part.parts[0] if inputs.part is not None and inputs.part.parts else (0, inputs.samples)
         low, high = inputs.micro_batches(low, high)[0]
         run, multiple, kept = self._run, inputs.part.multiple if inputs.part is not None else 1, self._run.user_state
-        seeds = [order.key(run.config.seed, run.steps_done, number, order.Salt.PROOF) for number in range(2)]
+        seeds = [order.key(run.config.seed, run.user_state.steps, number, order.Salt.PROOF) for number in range(2)]
         undo, drawing = Undo(inputs.compute, inputs.batch), RngScope(run.world.device, every=True)
         dtypes: set[torch.dtype] = set()
 

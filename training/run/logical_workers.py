@@ -76,7 +76,7 @@ class LogicalWorkers:
 
     def proves(self, after_save: bool) -> bool:
         """Whether the function of the step is tested in this one. `after_save`: it follows a save, or a start."""
-        return after_save or due(self.run.config.seed, self.run.steps_done)
+        return after_save or due(self.run.config.seed, self.run.user_state.steps)
 
     def begin(self, part: Part, before: list[torch.Tensor], after_save: bool, looks: bool = True) -> None:
         """A step over the parts of a global batch, of which `part` has this rank's.
@@ -183,7 +183,7 @@ class LogicalWorkers:
 
     def draw(self, part: int) -> None:
         """Seeds the generators with which the part begins."""
-        self._drawing.seed(order.key(self.run.config.seed, self.run.steps_done, part, order.Salt.PART))
+        self._drawing.seed(order.key(self.run.config.seed, self.run.user_state.steps, part, order.Salt.PART))
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:

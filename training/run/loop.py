@@ -92,7 +92,7 @@ class Loop:
 
     @property
     def _at_last_step(self) -> bool:
-        return self.steps_planned is not None and self.run.steps_done >= self.steps_planned
+        return self.steps_planned is not None and self.run.user_state.steps >= self.steps_planned
 
     def stop(self, reason: str) -> None:
         """Ends the run for good, on all ranks, at the next boundary. Raises `TypeError` for a reason that is no text."""
@@ -111,7 +111,7 @@ class Loop:
             reached = f", validation accuracy {accuracy:.4f}" if accuracy is not None else ""
             stopped = f"It was stopped: {self.stopped}. " if self.stopped else ""
             run.console.line(
-                f"The run is complete: {run.state.cursor.epoch} epochs, {run.steps_done} steps{reached}. {stopped}"
+                f"The run is complete: {run.state.cursor.epoch} epochs, {run.user_state.steps} steps{reached}. {stopped}"
                 f"Raise the number of {'epochs' if steps is None else 'steps'} to continue, or start over with --fresh"
             )
         while not self.complete:
@@ -128,8 +128,8 @@ class Loop:
         """Once, where there is something left to be trained."""
         run, cursor, resumed, self._resumed = self.run, self.run.state.cursor, self._resumed, False
         if resumed:
-            run.event("resumed", step=run.steps_done, epoch=cursor.epoch, batch=cursor.step)
-            run.console.line(f"Resuming at step {run.steps_done} (epoch {cursor.epoch + 1}, batch {cursor.step})")
+            run.event("resumed", step=run.user_state.steps, epoch=cursor.epoch, batch=cursor.step)
+            run.console.line(f"Resuming at step {run.user_state.steps} (epoch {cursor.epoch + 1}, batch {cursor.step})")
 
     def _warn_of_schedules(self) -> None:
         """Once. A schedule of torch's marks the optimizer whose rate it moves; one that is not kept begins anew after a resume."""
@@ -217,7 +217,7 @@ class Loop:
 
     def _best_is_due(self) -> bool:
         """Returns whether rank 0 has logged a score of these weights that is the best so far. Collective."""
-        return bool(broadcast_tree(self.attempt.saver.scores.asks(self.run.steps_done), self.run.world))
+        return bool(broadcast_tree(self.attempt.saver.scores.asks(self.run.user_state.steps), self.run.world))
 
     # The batches of an epoch.
 
@@ -311,15 +311,15 @@ class Loop:
                     self.attempt.known.add("batch")
                 clock.data_ready()
                 step.begin_batch(part)
-                before, item = run.steps_done, to_device(item, run.world.device)
+                before, item = run.user_state.steps, to_device(item, run.world.device)
                 step.current.begin(item, given)
                 yield item
                 clock.between()
                 step.end_batch()
-                if run.steps_done == before:
+                if run.user_state.steps == before:
                     self.attempt.desync.sync_point(Place.SKIPPED)
                 if length is not None:  # how many steps the script makes of a batch is known now
-                    self._plan(length * (run.steps_done - before))
+                    self._plan(length * (run.user_state.steps - before))
                     length = None
         finally:
             if self._under_way is given:  # else the script has held it beyond the end of its epoch
@@ -335,7 +335,7 @@ class Loop:
     def part(self, batch: T) -> T:
         """This rank's contiguous part of a global batch. `step` then knows how many samples it has."""
         run = self.run
-        if run.world.size > 1 and (run.steps_done < FIRST_STEPS or self.attempt.after_save):
+        if run.world.size > 1 and (run.user_state.steps < FIRST_STEPS or self.attempt.after_save):
             self._meet("run.part()")
             if sentence := check_alike_whole(batch, run.world):
                 run.warn(sentence, "run.part()")
@@ -380,7 +380,7 @@ class Loop:
         kept.logged |= values
         self.attempt.unsaved.logged |= values
         kept.logged_in_epoch |= values
-        self.attempt.saver.scores.note(values, run.steps_done)
+        self.attempt.saver.scores.note(values, run.user_state.steps)
         run.state.history.update({name: values[name] for name in ("accuracy", "test_loss") if name in values})
         for name, value in values.items():
             run.metrics.set("logged", value, name)
@@ -421,7 +421,7 @@ class Loop:
         weights = sha256(run.state.model) if of_weights and run.state.sync.is_replicated else None
         summary = {
             "recipe": run.config.title, "sync": run.config.sync.name, "world_size": run.world.size,
-            "steps": run.steps_done, "epochs": run.state.cursor.epoch, "train_loss": history.get("train_loss"),
+            "steps": run.user_state.steps, "epochs": run.state.cursor.epoch, "train_loss": history.get("train_loss"),
             **{f"train_{name}": history.get(f"train_{name}") for name in run.user_state.measured},
             "test_loss": history.get("test_loss"), "accuracy": history.get("accuracy"),
             "best_accuracy": history.get("best_accuracy"), saver.scores.best_name: saver.scores.best,
@@ -444,7 +444,7 @@ class Loop:
             raise Ended(EXIT_DONE, f"stopped: {self.stopped}")
         if (self.epochs_planned, self.steps_planned) != (None, None) and not self.complete:
             epochs = f"{run.state.cursor.epoch} of {self.epochs_planned} epochs"
-            so_far = epochs if self.steps_planned is None else f"{run.steps_done} of {self.steps_planned} steps"
+            so_far = epochs if self.steps_planned is None else f"{run.user_state.steps} of {self.steps_planned} steps"
             reason = f"left after {so_far}: another start resumes"
             if run.world.leader:
                 run.console.warn(f"{reason}, unless the script ends its run with run.stop(reason) in place of `break`")
@@ -458,7 +458,7 @@ class Loop:
         if run.directory is None:
             return False
         summary: Any = files.read_json(run.directory.path / contract.SUMMARY_FILE)
-        now = (run.steps_done, run.state.cursor.epoch)
+        now = (run.user_state.steps, run.state.cursor.epoch)
         if not isinstance(summary, dict) or (summary.get("steps"), summary.get("epochs")) != now:
             return False
         if run.world.leader:

@@ -95,6 +95,7 @@ class Run:
     attempt: int
     """Counts the starts of the run, from 1."""
     state: TrainState
+    user_state: UserState
     console: Console
 
     def __init__(
@@ -252,7 +253,7 @@ class Run:
         self.saved_generators = state.user_state.capture(world.device) if self.resumed else None
         by_step, columns = settings.log.score_every > 0, ["validation accuracy"]
         self.console = Console(settings.log, world, by_step, columns if isinstance(settings, Config) else None)
-        self.state = state
+        self.state, self.user_state = state, state.user_state
         if anew:
             self.warn(
                 f"the number of ranks has changed, and each rank has another state of {', '.join(anew)}: none is restored, and it draws as "
@@ -307,33 +308,24 @@ class Run:
         metrics.set("info", 1, settings.title, settings.sync.name, str(world.size), VERSION)
         metrics.set("attempt", self.attempt)
         metrics.set("ranks", world.size)
-        metrics.set("step", self.steps_done)
+        metrics.set("step", self.user_state.steps)
         metrics.count("preemptions_total", by=self.state.history.get("preemptions", 0))
         with failing_together(world):
             if directory is not None:
                 directory.describe(settings, world, self.facts, self.threads)
-                listeners.attach(settings, directory, self.steps_done)
-        self.goodput.begin(self.attempt, self.steps_done, world.size)
+                listeners.attach(settings, directory, self.user_state.steps)
+        self.goodput.begin(self.attempt, self.user_state.steps, world.size)
         self.goodput.count = lambda bucket, seconds: metrics.count("time_seconds_total", bucket.value, by=seconds)
         if directory is not None:
             self.goodput.attach(directory)
             directory.listeners.append(self.console.on_event)
-            directory.status(None, "running", self.steps_done)
+            directory.status(None, "running", self.user_state.steps)
         over_gloo = " over gloo" if world.size > 1 and world.device.type == "cuda" and not world.nccl else ""
         self.console.line(
             f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}{over_gloo}, {self.threads}"
         )
 
     # What an attempt shares.
-
-    @property
-    def user_state(self) -> UserState:
-        return self.state.user_state
-
-    @property
-    def steps_done(self) -> int:
-        """Optimizer steps of the run so far."""
-        return self.state.user_state.steps
 
     @property
     def metrics(self) -> Metrics:
@@ -354,13 +346,6 @@ class Run:
             self._warned.add(about or text)
             if self.world.leader:
                 self.console.warn(text)
-
-    def loss_weight(self, samples: float, divisor: Any) -> Any:
-        """Returns this rank's share of the number by which a step's sum of losses is divided for the mean loss that the run shows. It is
-        a share of the divisor, if there is one. A recipe shows the mean over its samples, also if it minimises a sum."""
-        if divisor is None or isinstance(self.config, Config):
-            return samples
-        return divisor if self.world.leader or self.state.of_all else 0.0
 
     def event(self, kind: str, **values: Any) -> None:
         self.write(lambda directory: directory.event(kind, **values), _key({"event": kind, **values}))
@@ -472,7 +457,7 @@ class Run:
         world = self.world
         if self.signals is not None:
             self.signals.ignore()
-        self.write(lambda directory: directory.status(ended.code, ended.reason, self.steps_done))
+        self.write(lambda directory: directory.status(ended.code, ended.reason, self.user_state.steps))
         self.exporter.close(ended.code)
         self.console.close()
         if ended.code != EXIT_DONE:
@@ -507,7 +492,7 @@ class Run:
             1 if a collective failed: a sentence with the cause has been printed, and no traceback is needed. None: raise the
             error again.
         """
-        world, step = self.world, self.steps_done
+        world, step = self.world, self.user_state.steps
         code = EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
         self.console.close()
         _note_corrupt_shard(self.metrics, error)

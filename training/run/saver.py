@@ -211,7 +211,7 @@ class Saver:
         self._sends: list[Future[list[SaveResult]]] = []
         """What has not been told yet, in order."""
         self._last_send: Future[list[SaveResult]] | None = None
-        self.last_step = run.steps_done
+        self.last_step = run.user_state.steps
         """The newest state that was saved, or gone on from."""
         self._last_time = time.monotonic()
         self.interval = Interval(run.state.history["failures"])
@@ -242,13 +242,13 @@ class Saver:
 
     def due_by_step(self) -> bool:
         """Whether the step count asks for a save at this boundary: the same on every rank."""
-        interval, steps = self.settings.every_steps, self.run.steps_done
+        interval, steps = self.settings.every_steps, self.run.user_state.steps
         return bool(interval) and steps % interval == 0 and steps > self.last_step
 
     @property
     def steps_since(self) -> int:
         """Steps since the last save, the same on every rank."""
-        return self.run.steps_done - self.last_step
+        return self.run.user_state.steps - self.last_step
 
     def due_by_time(self) -> bool:
         """Whether this rank's clock asks for a save. The ranks then agree on it."""
@@ -262,24 +262,26 @@ class Saver:
     def save(self) -> None:
         """Gathers the state and hands it to the writer, with the score of these weights where they were measured; the disk's part
         happens in the background. Collective."""
-        self.scores.saved(self.run.steps_done)
+        self.scores.saved(self.run.user_state.steps)
         self.run.state.clock.settle()
         began = time.perf_counter()
         self._reap()
         self._check_taken_over()
         gathered = gather(self.run.state)
-        self.last_step, self._last_time = self.run.steps_done, time.monotonic()
+        self.last_step, self._last_time = self.run.user_state.steps, time.monotonic()
         self.saved, self._lost = True, False
         if (
             self._writer is not None and gathered is not None and not self._hangs
         ):  # else it would wait for the save that hangs
-            self._future = self._writer.save(self.run.steps_done, gathered, self.scores.of(self.run.steps_done))
+            self._future = self._writer.save(
+                self.run.user_state.steps, gathered, self.scores.of(self.run.user_state.steps)
+            )
             if self._sender is not None:
-                self._last_send = self._sender.send(self.run.steps_done, self._future)
+                self._last_send = self._sender.send(self.run.user_state.steps, self._future)
                 self._sends.append(self._last_send)
             stalled = time.perf_counter() - began
             self.interval.stalled(stalled)
-            self.run.event("checkpoint", step=self.run.steps_done, stall_seconds=round(stalled, 6))
+            self.run.event("checkpoint", step=self.run.user_state.steps, stall_seconds=round(stalled, 6))
 
     def look(self) -> None:
         """Records the result of a save that has ended. Does not wait."""

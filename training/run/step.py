@@ -161,7 +161,7 @@ class Step:
         Args:
             what: the epoch, or the run: it is named in the error.
         """
-        if (self._given > 1 or self.run.state.cursor.epoch or what == "epoch") and not self.run.steps_done:
+        if (self._given > 1 or self.run.state.cursor.epoch or what == "epoch") and not self.run.user_state.steps:
             raise RuntimeError(
                 f"the {what} ends and no step was made: {STEPS}. What makes no step belongs before run.epochs()"
             )
@@ -376,7 +376,7 @@ class Step:
         norm = self.move(inputs, norm)
         self.attempt.nonfinite_steps = 0
         samples = self._samples * inputs.weight if self.logical_workers is None else inputs.total or 0
-        self.sums.count(self.run.loss_weight(samples, inputs.divisor))
+        self.sums.count(samples, inputs.divisor)
         count_scaled_step(inputs, False, self.replica.sync)
         return norm
 
@@ -391,7 +391,7 @@ class Step:
             count_scaled_step(inputs, True, self.replica.sync)
             return True
         if self.looks:
-            self.attempt.skip_step(f"step {self.run.steps_done + 1}: {self._cause(inputs, bad)}")
+            self.attempt.skip_step(f"step {self.run.user_state.steps + 1}: {self._cause(inputs, bad)}")
         return False
 
     def _cause(self, inputs: StepInput, bad: list[int]) -> str:
@@ -414,7 +414,7 @@ class Step:
     def _redraw(self) -> None:
         """What the function draws is a function of the seed, the step and the rank."""
         run = self.run
-        self._drawing.seed(order.key(run.config.seed, run.steps_done, run.world.rank, order.Salt.STEP))
+        self._drawing.seed(order.key(run.config.seed, run.user_state.steps, run.world.rank, order.Salt.STEP))
 
     # A step in parts: `backward`, perhaps of several micro-batches, and `update`.
 
@@ -544,7 +544,7 @@ class Step:
         samples, new = self.sums.new_samples(inputs.optimizers, self._samples, total, whole)
         run.user_state.samples += new
         if self.replica.ema is not None:
-            self.replica.ema.update(run.steps_done)
+            self.replica.ema.update(run.user_state.steps)
         self.pending, self._accumulating, self._not_summed, self._samples, self._losses = False, False, None, 0, []
         self._total = None
         self._count()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..config import Config
 from ..config.sections import LOGGED
 from ..contract import UserError
 from ..data import order, pytree
@@ -417,10 +418,19 @@ class StepSums:
                 raise_together(error, self._run.world)
         self._expect(names)
 
-    def count(self, weighed: float | torch.Tensor) -> None:
-        """The step has moved the weights. `weighed`: this rank's share of what the sums are divided by (`Run.loss_weight`)."""
-        self.values[1].fill_(weighed)
-        self._run.state.losses += self.values
+    def count(self, samples: float, divisor: Divisor) -> None:
+        """The step has moved the weights: its sums join those of the epoch. They are divided by the divisors, if there are any. A recipe
+        shows the mean over its samples, also if it minimises a sum.
+
+        Args:
+            samples: those of this rank in the step, weighed.
+        """
+        run = self._run
+        weight: float | torch.Tensor = samples
+        if divisor is not None and not isinstance(run.config, Config):
+            weight = divisor if run.world.leader or run.state.of_all else 0.0
+        self.values[1].fill_(weight)
+        run.state.losses += self.values
 
     def begin_batch(self) -> None:
         """A batch is there."""
