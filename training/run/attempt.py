@@ -1,6 +1,6 @@
 """What surrounds the steps of any run: the boundary at which all ranks leave or save together, checkpoints, metrics, the end.
 
-    attempt = Attempt(run, optimizers)
+    attempt = Attempt(run)
     with attempt:
         attempt.boundary()                          # before each step; raises `Ended` if the ranks agreed to leave.
         …                                           # a step.
@@ -48,17 +48,15 @@ from ..resilience.closeness import (
     SAME_BUFFERS,
     SAME_MODE,
     SAME_NUMBER,
-    Buffers,
-    Modes,
     ReplicasDiffer,
     check_parameter_closeness,
     check_same,
     fingerprint,
-    learning_rates,
     sha256,
 )
 from ..resilience.desync import DesyncDetector, first_of_node, naming_the_missing
 from ..resilience.preempt import Consensus, Decision
+from .replica import Buffers, Modes, learning_rates
 from .run import Ended, Run
 from .saver import Saver
 from .unsaved import Unsaved
@@ -68,14 +66,10 @@ FIRST_STEPS = 3
 
 
 class Attempt:
-    """One attempt, from the cursor to the end. Every method is called by all ranks, in the same order.
+    """One attempt, from the cursor to the end. Every method is called by all ranks, in the same order."""
 
-    Args:
-        optimizers: by name.
-    """
-
-    def __init__(self, run: Run, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-        self.run, self._optimizers = run, optimizers
+    def __init__(self, run: Run) -> None:
+        self.run = run
         self.times: Times = {}
         self.nonfinite_steps = 0
         """Steps in a row whose gradient was not finite."""
@@ -401,7 +395,7 @@ class Attempt:
 
     def _rates(self) -> int:
         """A whole number from 1 of the learning rates, and the modes in the last step."""
-        return 1 + zlib.crc32(repr(learning_rates(self._optimizers)).encode() + self.modes.last)
+        return 1 + zlib.crc32(repr(learning_rates(self.run.state.optimizers)).encode() + self.modes.last)
 
     def _same_replicas(self) -> bool:
         """Collective."""
@@ -412,7 +406,7 @@ class Attempt:
     def _replicas_differ(self) -> NoReturn:
         """Their fingerprints do, on all ranks, by learning rates, modes or weights. Raises `Ended`. Collective."""
         with self._telling("learning rates", SAME_NUMBER):
-            check_same(learning_rates(self._optimizers), self.run.world)
+            check_same(learning_rates(self.run.state.optimizers), self.run.world)
         with self._telling("modes", SAME_MODE):
             self.modes.check(self.run.world)
         self._check_closeness()

@@ -20,12 +20,12 @@ from ..data.pytree import to_device
 from ..observe.account import TimeCategory
 from ..parallel.exchange import all_gather_trees, broadcast_tree
 from ..parallel.world import World
-from ..resilience.closeness import fingerprint, learning_rates, sha256
+from ..resilience.closeness import fingerprint, sha256
 from ..resilience.desync import Place
 from ..sync.buckets import SentAlready
 from .attempt import FIRST_STEPS, Attempt
 from .recording import Recorder, obstacle
-from .replica import Replica
+from .replica import Replica, learning_rates
 from .resume import misfits_explained
 from .run import Ended, Run
 from .step import STEPS, Step
@@ -40,7 +40,7 @@ class Loop:
     """The loop of one attempt. All ranks call the same methods in the same order."""
 
     def __init__(self, run: Run, replica: Replica) -> None:
-        self.run, self.attempt = run, Attempt(run, replica.optimizers)
+        self.run, self.attempt = run, Attempt(run)
         self.step = Step(run, self.attempt, replica)
         self._warned_of_collate = False
         self._saved_generators, self._resumed = run.saved_generators, run.resumed

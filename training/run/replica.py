@@ -1,4 +1,5 @@
-"""The model of a run: as the script wrote it, as the strategy wrapped it, and what optimizes it."""
+"""The model of a run: as the script wrote it, as the strategy wrapped it, and what optimizes it. And what the steps make of its buffers and
+modes, which the ranks compare."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,13 @@ from torch import nn
 from .. import sync as strategies
 from ..checkpoint.state import averaged_buffers
 from ..config import Sync
+from ..contract import named
 from ..optim.ema import Ema
+from ..parallel.exchange import all_gather_trees
 from ..parallel.names import unwrapped
 from ..parallel.packing import storage, storages
 from ..parallel.world import World
+from ..resilience.closeness import BATCH_STATISTICS, ReplicasDiffer, check_same, differing_ranks, sums_of_bits
 from ..sync.base import BuildOptimizer, GradientSync, hooks_of, hooks_of_script, trains_another
 from .proof import attributes_of
 
@@ -293,6 +297,147 @@ class Replica:
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
         return model.eval()
+
+
+class Modes:
+    """Records which modules of a model were in training mode, and which parameters required a gradient, in the last two steps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules, self._parameters = dict(model.named_modules()), dict(model.named_parameters())
+        self.last = self._earlier = b""
+        self._held: bytes | None = None
+
+    def end(self) -> None:
+        """Records the modes at the end of a step."""
+        self._earlier, self.last = self.last, self._now()
+        self._held = self.last
+
+    def hold(self) -> None:
+        """Takes the modes now for those of the next step. The script may set others until `release`, to evaluate."""
+        self._held = self._now()
+
+    def release(self) -> None:
+        """Takes the modes that the script has set for those of the next step."""
+        self._held = None
+
+    def _now(self) -> bytes:
+        return bytes([module.training for module in self._modules.values()]) + self._trained()
+
+    def _trained(self) -> bytes:
+        return bytes([parameter.requires_grad for parameter in self._parameters.values()])
+
+    @property
+    def any_training(self) -> bool:
+        """Whether a module was in training mode in the last step."""
+        return any(self.last[: len(self._modules)])
+
+    def find(self) -> None:
+        """Reads the lists of modules and parameters again: the script may have replaced a layer."""
+        modules, before = dict(self._model.named_modules()), self._modules
+        parameters = dict(self._model.named_parameters())
+        if modules != before or [*map(id, parameters.values())] != [*map(id, self._parameters.values())]:
+            self._modules, self._parameters = modules, parameters
+            self.last = self._earlier = self._carried(before, self.last)
+            self._held = None if self._held is None else self._carried(before, self._held)
+
+    def _carried(self, before: Mapping[str, nn.Module], modes: bytes) -> bytes:
+        """Returns recorded modes for the modules that the model has now, and which parameters require a gradient now."""
+        known = dict(zip(before.values(), modes))
+        return bytes([known.get(module, module.training) for module in self._modules.values()]) + self._trained()
+
+    def evaluating(self) -> list[str]:
+        """Returns the modules that are in evaluation mode in the next step."""
+        modes = self._now() if self._held is None else self._held
+        return [name for name, is_training in zip(self._modules, modes) if not is_training]
+
+    def check(self, world: World) -> None:
+        """Raises `ReplicasDiffer` on all ranks if a mode, or `requires_grad`, differs between ranks. Collective."""
+        for modes in (self._earlier, self.last):  # the comparison may be a step old
+            names = {name or "the model": mode for name, mode in zip(self._modules, modes)}
+            said = {name: f"{'training' if mode else 'evaluation'} mode" for name, mode in names.items()}
+            trained = zip(self._parameters, modes[len(self._modules) :])
+            check_same({**said, **{name: f"requires_grad={bool(mode)}" for name, mode in trained}}, world)
+
+
+class Buffers:
+    """Compares the buffers that all ranks share: those that no step changes, such as a table; or all. A buffer that no `state_dict`
+    holds, a cache, may differ.
+
+    Args:
+        alike: all buffers are the same on all ranks, batch statistics too.
+    """
+
+    def __init__(self, model: nn.Module, world: World, alike: bool) -> None:
+        self._model, self._world, self._alike = model, world, alike
+        self._moved: set[str] = set()
+        self.find()
+        self.begin()
+
+    def find(self) -> None:
+        """Reads the list of buffers again: the script may have replaced a layer."""
+        self._places = [
+            (f"{path}.{name}".lstrip("."), module, name)
+            for path, module in self._model.named_modules()
+            for name in module._buffers
+            if self._alike or (name not in BATCH_STATISTICS and name not in module._non_persistent_buffers_set)
+        ]
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for buffer_name, module, name in self._places:
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.layout is torch.strided and not buffer.is_inference():
+                yield buffer_name, buffer
+
+    def begin(self) -> None:
+        """Notes the versions of the buffers, as a step or its batch begins."""
+        if self._alike or self._world.size == 1:  # no comparison needs them
+            self._before = {}
+            return
+        self._before = {
+            buffer_name: (buffer, buffer._version)
+            for buffer_name, module, name in self._places
+            if buffer_name not in self._moved
+            and (buffer := module._buffers.get(name)) is not None
+            and not buffer.is_inference()
+        }
+
+    def end(self) -> None:
+        """Leaves out the buffers that the step has changed."""
+        before = self._before
+        self.begin()
+        for name, (tensor, version) in self._before.items():
+            was, at = before.get(name, (None, version))
+            if tensor is not was or version != at:
+                self._moved.add(name)
+
+    def check(self) -> list[str]:
+        """Returns the buffers that differ because steps have changed them, or that a rank lacks. Raises `ReplicasDiffer` on all ranks if
+        another buffer differs. Collective."""
+        world = self._world
+        if world.size == 1:
+            return []
+        tensors = dict(self._tensors())
+        sums = dict(zip(tensors, sums_of_bits(tensors.values()).tolist()))
+        of_ranks = all_gather_trees([sums, sorted(self._moved)], world)
+        apart = differing_ranks([sums for sums, _ in of_ranks])
+        for name, ranks in apart.items():
+            if not any(name in moved or name not in sums for sums, moved in of_ranks):
+                raise ReplicasDiffer(f"the buffer {name} on rank {named(ranks)} differs from rank 0's")
+        return [*apart]
+
+
+def named_groups(optimizers: Mapping[str, torch.optim.Optimizer]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields each optimizer's groups of parameters, with their names in messages and checkpoints."""
+    for name, optimizer in optimizers.items():
+        for index, group in enumerate(optimizer.param_groups):
+            yield f"{name}.param_groups[{index}]", group
+
+
+def learning_rates(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, float]:
+    """Returns the learning rate of each group of parameters. A rate in a tensor is left out: to read it may wait for the device."""
+    groups = named_groups(optimizers)
+    return {name: float(group["lr"]) for name, group in groups if isinstance(group.get("lr"), (int, float))}
 
 
 def kept_buffers(model: nn.Module) -> list[torch.Tensor]:

@@ -18,8 +18,8 @@ from ..contract import ENV_LIVE, UserError, say
 from ..observe.metrics import Metrics
 from ..observe.rundir import RunDirectory
 from ..parallel.world import World
-from ..resilience.closeness import named_groups
 from ..sync.base import GradientSync
+from .replica import named_groups
 
 Groups = dict[str, list[list[str]]]
 """The parameters in each group of each optimizer, by their names."""
