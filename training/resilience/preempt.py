@@ -150,7 +150,7 @@ class Consensus:
 
     Args:
         signals: what the process received; None where the embedding script keeps its own handlers.
-        stop_file: a file whose appearance asks for the end; rank 0 looks for it once a second. None on other ranks.
+        stop_file: a file whose appearance asks for the end; rank 0 looks for it once a second.
     """
 
     def __init__(self, world: World, signals: Signals | None, stop_file: Path | None) -> None:
@@ -171,7 +171,7 @@ class Consensus:
         received, live = self.signals.received if self.signals is not None else None, self.world.live
         if self.reason is None and received and (live is None or live.ends(received)):
             self.reason = f"{received} on rank {self.world.rank}"
-        if self.reason is None and self.stop_file is not None:
+        if self.reason is None and self.stop_file is not None and self.world.leader:
             now = time.monotonic()
             if now - self._looked >= 1.0:
                 self._looked = now
