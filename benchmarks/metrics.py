@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.measure import machine, write
 from lockstep.training import config, contract
 from lockstep.training.observe.metrics import Exporter, Metrics
-from lockstep.training.observe.steps import StepClock, StepDone
+from lockstep.training.observe.steps import StepClock
 from lockstep.training.parallel.world import World
 
 
@@ -43,13 +43,13 @@ def _calls(metrics: Metrics, run_dir: Path, repeats: int) -> dict[str, Any]:
     step, scrape = [], []
     for number in range(repeats):
         began = time.perf_counter()
-        metrics.alive(number, number)
+        metrics.alive()
         clock.begin()
         clock.data_ready()
         clock.grad_ready()
         clock.synced()
         clock.end()
-        metrics.step_done(StepDone(number, number, 0, clock.measured(), 0, 0.1, 64, number))
+        metrics.step_done(number, clock.measured(), 0.1, 64, number)
         step.append(time.perf_counter() - began)
         if number % 100 == 0:
             scrape.append(_scraped(run_dir))

@@ -23,7 +23,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from lockstep.training.contract import ENV_NOTE, OF_A_JOB
 from lockstep.training.limits import STACK_LOOK_SECONDS, STACK_SECONDS, WATCHER_SECONDS
@@ -95,10 +94,6 @@ class Progress:
             self._counts = None
             faulthandler.unregister(SIGNAL)
             self._stacks.close()
-
-    def step_done(self, step: Any) -> None:
-        """A step is done. `step` is a `StepDone` of training/observe/steps.py."""
-        self.alive(step.step, step.of_attempt)
 
     def alive(self, steps: int, of_attempt: int) -> None:
         """Something got done: a step, a batch of an evaluation, a look for signals.

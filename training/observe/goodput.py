@@ -3,7 +3,7 @@
     goodput = GoodputRecorder(environment)      # every rank has one, from the start of its process.
     goodput.enter(TimeCategory.MEETING)               # from here on the rank meets the others.
     with goodput.on(TimeCategory.CHECKPOINT): …       # for a while it saves.
-    goodput.step_done(step)                     # moves the waits of the step out of `productive`.
+    goodput.step_done(step, measured)           # moves the waits of the step out of `productive`.
     goodput.end(0)
 
 Sums are of a monotonic clock: a clock that jumps moves nothing. The clock of the boot measures the time between two
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from .. import contract
 from ..limits import HANG_SECONDS, MAX_LINE_SECONDS, MIN_LINE_SECONDS
 from .account import PRECEDENCE, Account, Line, TimeCategory, boot, boot_seconds, of_run, started
-from .steps import Observer, StepDone
+from .steps import Times
 
 if TYPE_CHECKING:
     from .rundir import RunDirectory
@@ -33,7 +33,7 @@ _KEPT = 16
 """Lines that a rank keeps which writes none, should it come to stand in rank 0's place."""
 
 
-class GoodputRecorder(Observer):
+class GoodputRecorder:
     """Where this rank's seconds go, from the start of its process. Rank 0 writes them down once it has the run directory.
 
     Args:
@@ -91,16 +91,17 @@ class GoodputRecorder(Observer):
         if self._step > self._resumed:
             self.enter(TimeCategory.PRODUCTIVE)
 
-    def step_done(self, step: StepDone) -> None:
+    def step_done(self, step: int, measured: list[Times]) -> None:
+        """Moves the waits that have become known with this step of the run out of `productive`."""
         self._tick()
         if self._bucket is TimeCategory.PRODUCTIVE:
-            for times in step.measured:
+            for times in measured:
                 self._move(times["data_wait"], TimeCategory.DATA_WAIT)
                 self._move(times["sync_wait"], TimeCategory.RANK_WAIT)
-        self._bucket, self._step, self._step_at, self._idle = TimeCategory.PRODUCTIVE, step.step, self._last, False
+        self._bucket, self._step, self._step_at, self._idle = TimeCategory.PRODUCTIVE, step, self._last, False
         self._look(self._last)
 
-    def alive(self, steps: int, of_attempt: int) -> None:  # noqa: ARG002 - the time alone counts
+    def alive(self) -> None:
         """Closes a line where one is due."""
         self._look(time.monotonic())
 

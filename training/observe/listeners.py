@@ -32,7 +32,6 @@ from ..files import json_text
 from ..limits import PROGRESS_SECONDS
 from ..parallel.world import World
 from .rundir import Background, RunDirectory
-from .steps import Observer, StepDone
 
 MAX_COLUMNS = 6
 """Of what is logged, in the table of epochs."""
@@ -40,7 +39,7 @@ OTHER_COLUMNS = 50
 """Width of the others: epoch, step, seconds, loss and speed."""
 
 
-class Console(Observer):
+class Console:
     """Rank 0 prints; the others only warnings, and sentences with `log.verbose`.
 
     Args:
@@ -90,9 +89,8 @@ class Console(Observer):
         if self._bar is not None:
             self._bar.update(self._task, total=steps)
 
-    def step_done(self, step: StepDone) -> None:
-        """Moves the progress bar; without one, prints a line a minute."""
-        epoch, done = step.epoch, step.step
+    def step_done(self, epoch: int, done: int) -> None:
+        """Moves the progress bar to the steps that the run has done; without one, prints a line a minute. `epoch` counts from 0."""
         if self._bar is not None:
             speed = self._bar.tasks[self._task].speed
             pace = f"{speed:.3g} steps/s{self._means}" if speed else ""

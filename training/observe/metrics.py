@@ -1,7 +1,7 @@
 """The metrics of a rank for Prometheus: the table of all of them, the calls by which the training sets their values, and their outputs.
 
     metrics = Metrics("cifar", 0, device)
-    metrics.step_done(step)  # a `StepDone`
+    metrics.step_done(step, measured, lr, samples, bytes_sent)
     metrics.text()                      # b"# HELP training_step …".
 
 Every series has the labels `run` and `rank`, so that the same queries work however Prometheus discovers the rank. A label
@@ -50,7 +50,7 @@ from ..limits import DISK_SECONDS, REQUEST_SECONDS
 from ..parallel.process import resident_bytes
 from ..parallel.world import World
 from .account import TimeCategory
-from .steps import PHASES, Observer, StepDone
+from .steps import PHASES, Times
 
 PREFIX = "training_"
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -128,7 +128,7 @@ _KINDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Metrics(Observer):
+class Metrics:
     """The metrics of one rank, in a registry of their own. Safe to read from other threads."""
 
     def __init__(self, run: str, rank: int, device: torch.device) -> None:
@@ -178,21 +178,28 @@ class Metrics(Observer):
         """Adds to a counter. `labels`: as in `set`."""
         self._series(name, *labels).inc(by)
 
-    def alive(self, steps: int, of_attempt: int) -> None:  # noqa: ARG002 - the time alone counts
+    def alive(self) -> None:
         """A sign of life: the rank has ended a step, or a batch of the evaluation."""
         self.alive_at = time.monotonic()
 
-    def step_done(self, step: StepDone) -> None:
-        for times in step.measured:
+    def step_done(self, step: int, measured: list[Times], lr: float, samples: int, bytes_sent: int) -> None:
+        """A step of the run is done.
+
+        Args:
+            measured: the times of steps that have become known.
+            samples: of this step, that this rank trained on.
+            bytes_sent: of gradients that this rank has handed to collectives in this attempt so far.
+        """
+        for times in measured:
             for phase, histogram in self._phases:
                 histogram.observe(times[phase])
-        self._step.set(step.step)
+        self._step.set(step)
         self._stamp.set(time.time())
-        self._lr.set(step.lr)
-        self._samples.inc(step.samples)
-        self._bytes.inc(step.bytes_sent - self._sync_bytes)
-        self._sync_bytes = step.bytes_sent
-        self.alive(step.step, step.of_attempt)
+        self._lr.set(lr)
+        self._samples.inc(samples)
+        self._bytes.inc(bytes_sent - self._sync_bytes)
+        self._sync_bytes = bytes_sent
+        self.alive()
 
     def slow_rank(self, verdict: tuple[int, str, float] | None) -> None:
         """The slow rank, its phase and what it costs; None: there is none. The series has the label of the slow rank."""

@@ -17,7 +17,7 @@ ranks to its part of the next sum. It covers the rest of the step before, the wa
 does not count. A step costs the own time of the slowest rank. Its difference from the own time of the second slowest rank is what the
 slowest rank *costs* in this step.
 
-    slow = SlowRank(world, news)        # an observer of each step, on every rank; calls `news()` where there is some.
+    slow = SlowRank(world, news)        # on every rank; `step_done` after each step. It calls `news()` where there is some.
     slow.verdict                        # on rank 0: None, or Verdict(rank=3, phase="data", share=0.11).
 
 Where ranks are alike, chance makes each of them the slowest now and then. So the cost of a slow rank is its cost above the mean of the
@@ -54,38 +54,6 @@ from ..sync.base import GradientWatch, Mark, mark
 
 Times: TypeAlias = dict[str, float]
 """Seconds of one step: {data_wait, grad_ready, sync_wait, step_duration}."""
-
-
-@dataclass(slots=True)
-class StepDone:
-    """A step that is done, for the observers of the attempt."""
-
-    step: int
-    """Optimizer steps of the run so far."""
-    of_attempt: int
-    """Those of this attempt."""
-    epoch: int
-    """Counts from 0."""
-    measured: list[Times]
-    """Seconds of each phase, of the steps whose times have become known. On a GPU these are earlier steps, whose events have
-    passed by now."""
-    behind: int
-    """Steps between the newest of them and this step."""
-    lr: float
-    samples: int
-    """Samples of this step that this rank trained on."""
-    bytes_sent: int
-    """Bytes of gradient that this rank has handed to collectives in this attempt so far."""
-
-
-class Observer:
-    """Observes an attempt: each step that is done, and the signs of life between two steps. Waits for nothing."""
-
-    def step_done(self, step: StepDone) -> None:
-        """A step is done."""
-
-    def alive(self, steps: int, of_attempt: int) -> None:
-        """The rank polls, or has ended a batch of an evaluation. Arguments as in `StepDone`."""
 
 
 class RecordedPoints:
@@ -285,7 +253,7 @@ class Verdict:
         return {**asdict(self), "share": round(self.share, 4)}
 
 
-class SlowRank(Observer):
+class SlowRank:
     """Of one attempt. Every rank has one; rank 0 has the verdict.
 
     Args:
@@ -313,18 +281,19 @@ class SlowRank(Observer):
     def verdict(self) -> Verdict | None:
         return self.history.verdict
 
-    def step_done(self, step: StepDone) -> None:
+    def step_done(self, last: int, measured: list[Times]) -> None:
+        """Takes the times that have become known with a step, the newest of which are those of step `last`. Waits for nothing."""
         if self._world.size == 1:
             others, self.history = self.history.ranks, History([])
             if others:
                 self._news()
             return
-        new = step.measured if self._last else step.measured[1:]  # the first step compiles, and warms up
+        new = measured if self._last else measured[1:]  # the first step compiles, and warms up
         for times in new:
             data, compute, waited = (max(0.0, times[name]) for name in ("data_wait", "grad_ready", "sync_wait"))
             self._rows.append((data, compute, self._rest, waited))
             self._rest = max(0.0, times["step_duration"] - data - compute - waited)
-        self._last, self._left = step.step - step.behind, self._left + len(new)
+        self._last, self._left = last, self._left + len(new)
         began = time.monotonic()
         if began < self._due or not self._rows:
             return

@@ -32,7 +32,7 @@ from ..contract import EXIT_FAILED, EXIT_PREEMPTED, RUN_AGAIN, UserError, named
 from ..limits import STATUS_SECONDS
 from ..observe import listeners
 from ..observe.account import TimeCategory
-from ..observe.steps import LossReader, Observer, SlowRank, StepDone, Times, means
+from ..observe.steps import LossReader, SlowRank, Times, means
 from ..parallel import process
 from ..parallel.exchange import (
     all_gather_trees,
@@ -104,10 +104,6 @@ class Attempt:
         self.saver = Saver(run, self._alive)
         self.reading = LossReader(run.state.losses, run.world, of_all=run.state.of_all)
         self.unsaved = Unsaved(run)
-        metrics = [run.metrics] if run.config.metrics.enabled else []
-        self.observers: list[Observer | Progress] = [
-            self.progress, self.slow, run.console, run.goodput, *metrics
-        ]  # fmt: skip
 
     @property
     def _stop_file(self) -> Path | None:
@@ -259,8 +255,9 @@ class Attempt:
         self.desync.load_state_dict(places)
 
     def _alive(self) -> None:
-        for observer in self.observers:
-            observer.alive(self.run.user_state.steps, self._steps)
+        self.progress.alive(self.run.user_state.steps, self._steps)
+        self.run.goodput.alive()
+        self.run.metrics.alive()
 
     def poll(self, save_due: bool = False, score: bool | None = None) -> Decision:
         """What the ranks agreed on at the boundary before this one; and, of a score, at this one."""
@@ -319,12 +316,12 @@ class Attempt:
         measured = state.clock.measured()
         if measured:
             self.times = measured[-1]
-        step = StepDone(
-            step=done, of_attempt=self._steps, epoch=state.cursor.epoch, measured=measured, behind=state.clock.behind, lr=lr,
-            samples=samples, bytes_sent=state.sync.bytes_sent,
-        )  # fmt: skip
-        for observer in self.observers:
-            observer.step_done(step)
+        self.progress.alive(done, self._steps)
+        self.slow.step_done(done - state.clock.behind, measured)
+        run.console.step_done(state.cursor.epoch, done)
+        run.goodput.step_done(done, measured)
+        if run.config.metrics.enabled:
+            run.metrics.step_done(done, measured, lr, samples, state.sync.bytes_sent)
         if run.directory is not None and time.monotonic() - self._told > STATUS_SECONDS:
             self._told = time.monotonic()
             run.directory.status(None, "running", done)

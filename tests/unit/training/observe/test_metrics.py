@@ -17,7 +17,6 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from lockstep.training.observe.metrics import PREFIX, TABLE, Exporter, Metrics
-from lockstep.training.observe.steps import StepDone
 from lockstep.training.parallel.world import World
 from tests import product
 
@@ -34,7 +33,7 @@ def _filled() -> Metrics:
     metrics.set("steps_planned", 24)
     metrics.count("preemptions_total")
     for number, measured, sent in ((12, [TIMES, TIMES], 1000), (13, [], 1500)):
-        metrics.step_done(StepDone(number, number, 0, measured, 0, lr=0.1, samples=64, bytes_sent=sent))
+        metrics.step_done(number, measured, lr=0.1, samples=64, bytes_sent=sent)
     metrics.set("loss", 1.5)
     metrics.set("grad_norm", 2.5)
     metrics.set("accuracy", 0.75)
