@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .. import config as configuration
@@ -39,18 +40,41 @@ OTHER_COLUMNS = 50
 """Width of the others: epoch, step, seconds, loss and speed."""
 
 
+class _Bar(Progress):
+    """A progress bar that asks for the epoch, the steps done and the text with the means each time it is drawn."""
+
+    def __init__(self, now: Callable[[], tuple[int, int, str]]) -> None:
+        self._now = now
+        shown = (
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(20),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[pace]}"),
+        )
+        super().__init__(*shown, transient=True, redirect_stdout=True)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        epoch, done, means = self._now()
+        for task in self.tasks:
+            pace = f"{task.speed:.3g} steps/s{means}" if task.speed else ""
+            self.update(task.id, completed=done, epoch=epoch, pace=pace)
+        return super().get_renderables()
+
+
 class Console:
     """Rank 0 prints; the others only warnings, and sentences with `log.verbose`.
 
     Args:
+        now: returns the epoch of the last step, from 1, and the optimizer steps of the run so far.
         by_step: lines of `score` events (`log.score_every`) stand in place of the table of epochs.
         columns: the measurements after each epoch. None: the logged numbers that are known after the first epoch.
     """
 
     def __init__(
-        self, log: Log, world: World, by_step: bool = False, columns: list[str] | None = None,
+        self, log: Log, world: World, now: Callable[[], tuple[int, int]], by_step: bool = False, columns: list[str] | None = None,
     ) -> None:  # fmt: skip
-        self.log, self.world = log, world
+        self.log, self.world, self._now = log, world, now
         self._by_step, self._columns = by_step, columns
         self._header = False
         self.planned = 0
@@ -58,19 +82,12 @@ class Console:
         self._means = ""
         """The text with the mean loss of all ranks, and the other numbers of training, at the last reading."""
         self._reported: tuple[float, int] | None = None
-        """When progress was last printed, or the first step came, and how far it was."""
+        """When progress was last printed, or first asked for, and how far it was."""
         self._status: tuple[Any, float] = (None, -math.inf)
         """Of the status that was printed last: what is printed at once where it changes, and when that was."""
-        self._bar: Progress | None = None
+        self._bar: _Bar | None = None
         if world.leader and log.format == "table" and sys.stderr.isatty():
-            shown = (
-                TextColumn("epoch {task.fields[epoch]}"),
-                BarColumn(20),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[pace]}"),
-            )
-            self._bar = Progress(*shown, transient=True, redirect_stdout=True)
+            self._bar = _Bar(lambda: (*now(), self._means))
             self._task = self._bar.add_task("train", total=None, epoch=1, pace="")
             self._bar.start()
 
@@ -89,19 +106,16 @@ class Console:
         if self._bar is not None:
             self._bar.update(self._task, total=steps)
 
-    def step_done(self, epoch: int, done: int) -> None:
-        """Moves the progress bar to the steps that the run has done; without one, prints a line a minute. `epoch` counts from 0."""
+    def progress(self) -> None:
+        """Prints a line a minute, unless there is a progress bar. Called every few seconds."""
         if self._bar is not None:
-            speed = self._bar.tasks[self._task].speed
-            pace = f"{speed:.3g} steps/s{self._means}" if speed else ""
-            self._bar.update(self._task, completed=done, epoch=epoch + 1, pace=pace)
             return
-        now = time.monotonic()
+        (epoch, done), now = self._now(), time.monotonic()
         since, before = self._reported or (now, done)
         if now - since >= PROGRESS_SECONDS:
             rate = (done - before) / (now - since)
             left = f" of {self.planned}, about {(self.planned - done) / rate / 60:.0f} min left" if self.planned else ""
-            self.line(f"epoch {epoch + 1}, step {done}{left}: {rate:.3g} steps/s{self._means}")
+            self.line(f"epoch {epoch}, step {done}{left}: {rate:.3g} steps/s{self._means}")
         if self._reported is None or now - since >= PROGRESS_SECONDS:
             self._reported = now, done
 

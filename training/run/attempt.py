@@ -91,7 +91,7 @@ class Attempt:
         self._save_agreed = False
         """The ranks have agreed to save, and the next boundary does: in an evaluation there is none."""
         self._told = time.monotonic()
-        """When status.json last had the step."""
+        """When status.json, and who watches the console, last had the step."""
         self.consensus = Consensus(run.world, run.signals, self._stop_file)
         about = RunInfo(
             os.path.abspath(run.path), 0 if os.environ.get(contract.ENV_LIVE) else run.world.size, run.attempt,
@@ -318,13 +318,14 @@ class Attempt:
             self.times = measured[-1]
         self.progress.alive(done, self._steps)
         self.slow.step_done(done - state.clock.behind, measured)
-        run.console.step_done(state.cursor.epoch, done)
         run.goodput.step_done(done, measured)
         if run.config.metrics.enabled:
             run.metrics.step_done(done, measured, lr, samples, state.sync.bytes_sent)
-        if run.directory is not None and time.monotonic() - self._told > STATUS_SECONDS:
+        if time.monotonic() - self._told > STATUS_SECONDS:
             self._told = time.monotonic()
-            run.directory.status(None, "running", done)
+            run.console.progress()
+            if run.directory is not None:
+                run.directory.status(None, "running", done)
         if done % run.config.log.every == 0 or done in (1, run.console.planned):
             self.reading.start(state.losses, run.user_state.measured, grad_norm, step=done, lr=lr)
         self.tell_readings()

@@ -252,8 +252,8 @@ class Run:
         replica.sync.zero_grad()
         self.saved_generators = state.user_state.capture(world.device) if self.resumed else None
         by_step, columns = settings.log.score_every > 0, ["validation accuracy"]
-        self.console = Console(settings.log, world, by_step, columns if isinstance(settings, Config) else None)
         self.state, self.user_state = state, state.user_state
+        self.console = Console(settings.log, world, self._now, by_step, columns if isinstance(settings, Config) else None)  # fmt: skip
         if anew:
             self.warn(
                 f"the number of ranks has changed, and each rank has another state of {', '.join(anew)}: none is restored, and it draws as "
@@ -326,6 +326,11 @@ class Run:
         )
 
     # What an attempt shares.
+
+    def _now(self) -> tuple[int, int]:
+        """Returns the epoch of the last step, from 1, and the steps of the run so far."""
+        cursor = self.state.cursor
+        return max(1, cursor.epoch + (cursor.step > 0)), self.user_state.steps
 
     @property
     def metrics(self) -> Metrics:
