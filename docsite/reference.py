@@ -21,9 +21,8 @@ from lockstep.jobs.backend import Cluster
 from lockstep.jobs.cli.main import app_of
 from lockstep.jobs.job import BACKENDS, backend_of
 from lockstep.jobs.spec.model import JobSpec
-from lockstep.training.config import Config, OwnSettings, recipes
+from lockstep.training.config import FREE, Config, OwnSettings, recipes
 from lockstep.training.config import settings as typed
-from lockstep.training.config.sections import FREE
 from lockstep.training.config.settings import json_schema
 from lockstep.training.observe.metrics import BUCKETS, PREFIX, TABLE
 

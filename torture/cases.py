@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.training.config.user_code import imported
+from lockstep.training.config.settings import imported
 from lockstep.training.contract import UserError
 
 from . import weights

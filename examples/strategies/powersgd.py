@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from lockstep.training.config.sections import Number, Positive
+from lockstep.training.config import Number, Positive
 from lockstep.training.parallel.world import World
 from lockstep.training.sync.ddp import Ddp, DdpOptions
 

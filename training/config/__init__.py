@@ -11,45 +11,331 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
+import re
+import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, model_validator
-from typing_extensions import Self
+from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, model_validator
+from typing_extensions import Self, TypedDict
 
-from ..contract import UserError
+from ..contract import BUCKET_URL, UserError
 from . import settings
-from .sections import (
-    FREE,
-    Augment,
-    Checkpoint,
-    Count,
-    Data,
-    Ema,
-    Evaluate,
-    Free,
-    Log,
-    Loss,
-    Metrics,
-    Number,
-    Optim,
-    OwnSync,
-    Plain,
-    Positive,
-    Preempt,
-    Sync,
-)  # fmt: skip
-from .settings import Section
+from .settings import Section, shown
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 FORM = ("precision", "channels_last", "compile")
 """Settings of a recipe whose `auto` is decided at a run's first start. run.yaml has what was decided."""
-__all__ = [
-    "FORM", "Augment", "Checkpoint", "Config", "Data", "Ema", "Evaluate", "Log", "Loss", "Metrics", "Optim", "OwnSettings",
-    "Preempt", "Recipe", "RunSettings", "Sync", "check_overrides", "differences", "form_of", "load", "of_run", "own_settings", "recipes",
-    "to_dict",
-]  # fmt: skip
+BUILT_IN = ("digits", "synthetic", "cifar10", "fashion_mnist", "classification")
+SOURCES = (*BUILT_IN, "images", "arrays")
+FUNCTION = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+"""A user's function or class, as `package.module:name`."""
+STRATEGIES = ("ddp", "flat", "zero1", "bf16_compress", "exact")
+Signal = Literal["TERM", "USR1", "USR2", "INT", "HUP"]
+FREE = "may change"
+T = TypeVar("T")
+Free = Annotated[T, FREE]
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads `1e-3` as text, so text that is a number passes."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _bucket(value: str) -> str:
+    if not re.fullmatch(BUCKET_URL, value):
+        raise ValueError(f"must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, got {shown(value)}")
+    return value
+
+
+def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    if not _is_plain(value):
+        raise ValueError(f"must be a mapping of plain values, got {shown(value)}")
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value survives JSON and YAML unchanged: text, finite numbers, booleans, null, lists and mappings."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, (bool, str)) or (isinstance(value, int) and abs(value) < 2**63)
+
+
+def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    epochs = [float(epoch) for epoch, _ in points]
+    if epochs != sorted(set(epochs)):
+        raise ValueError(f"must have increasing epochs, got {epochs}")
+    return points
+
+
+LOGGED = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
+"""A name under which a script logs numbers."""
+_BETTER = {"accuracy": "max", "test_loss": "min"}
+
+
+def _keeps_the_best(value: bool | dict[str, str]) -> bool | dict[str, str]:
+    for name, better in value.items() if isinstance(value, dict) else ():
+        if better != _BETTER.get(name, better):
+            raise ValueError(f"must be {{{name}: {_BETTER[name]}}}, got {{{name}: {better}}}, which keeps the worst")
+    return value
+
+
+_Better = dict[Annotated[str, Field(pattern=f"^{LOGGED}$")], Literal["max", "min"]]
+KeepBest = Annotated[bool | Annotated[_Better, Field(min_length=1, max_length=1)], AfterValidator(_keeps_the_best)]
+Number = Annotated[FiniteFloat, BeforeValidator(_number)]
+SecondsOrAuto = Annotated[FiniteFloat, Field(ge=0), BeforeValidator(_number)] | Literal["auto"]
+PositiveNumber = Annotated[FiniteFloat, Field(gt=0), BeforeValidator(_number)]
+Rate = Annotated[FiniteFloat, Field(ge=0, lt=1_000_000_000), BeforeValidator(_number)]
+Momentum = Annotated[FiniteFloat, Field(ge=0, le=1), BeforeValidator(_number)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[int, Field(ge=1, lt=2**63)]
+BucketUrl = Annotated[str, AfterValidator(_bucket)]
+FolderOrBucketUrl = Annotated[str, AfterValidator(lambda value: _bucket(value) if "://" in value else value)]
+Plain = Annotated[dict[str, Any], AfterValidator(_plain)]
+"""Settings of something that this package does not know: they go into run.yaml and into the hash."""
+Items = Annotated[list[T], BeforeValidator(lambda value: list(value) if isinstance(value, tuple) else value)]
+Pair = Annotated[tuple[T, T], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
+Schedule = Annotated[Items[T], AfterValidator(_rising)]
+"""Of points (when, factor)."""
+
+
+def _one_of(known: tuple[str, ...], member: str) -> AfterValidator:
+    """Checks a name: one of ours, or the import path of a user's own `member`."""
+
+    def check(name: str) -> str:
+        if name not in known and not re.fullmatch(FUNCTION, name):
+            raise ValueError(f"must be {' | '.join(known)} | package.module:{member}, got {name!r}")
+        return name
+
+    return AfterValidator(check)
+
+
+def _schema(known: tuple[str, ...]) -> Any:
+    return Field(json_schema_extra={"anyOf": [{"enum": [*known]}, {"pattern": f"^{FUNCTION}$"}]})
+
+
+Channels = Annotated[Items[T], Field(min_length=1)]
+Source = Annotated[str, _schema(SOURCES), _one_of(SOURCES, "function")]
+Strategy = Annotated[str, _schema(STRATEGIES), _one_of(STRATEGIES, "Class")]
+
+
+class Augment(Section):
+    crop: Count = 0
+    """Largest shift of the random crop, in pixels, in each direction; 0: no crop."""
+    padding: Literal["reflect", "zero"] = "reflect"
+    """What the crop contains outside the image: the mirrored image, or black."""
+    flip: Literal["none", "random", "alternating"] = "none"
+    """Horizontal flip: `random` draws again in each epoch; `alternating` draws once per image and flips it in every other epoch."""
+
+
+class Data(Section):
+    source: Source = "digits"
+    """Where the samples come from: a built-in source, your own files (docs/data.md), or a function as `package.module:function`."""
+    split: Literal["honest", "exercise"] = "honest"
+    """`honest`: the training and test samples of the source. `exercise`: the first tenth is used for both, so nothing is held out."""
+    root: Free[str] = "data"
+    """Folder of the downloaded data set; the shards are cached below it."""
+    shards: Free[FolderOrBucketUrl | None] = None
+    """Folder with ready shards (`lockstep shard`), or where they are in a bucket, `s3://BUCKET/PREFIX` (`gs://`, `az://`; needs
+    obstore): a node fetches each once, below `root`. null: made once below `root`."""
+    cache_gb: Free[PositiveNumber] = 100.0
+    """Gigabytes of shards from buckets that stay below `root` for other runs: the least recently used ones go first."""
+    num_shards: Positive = 8
+    """Files to cut the training set into when shards are made."""
+    download: Free[bool] = True
+    """Download missing files, if there is a network."""
+    workers: Free[Count] = 0
+    """Processes that decode images when shards are made; 0: one for each core."""
+    prepare_timeout: Free[Number] = 1800.0
+    """Seconds to wait for another process, or another node, that prepares the same data."""
+    verify: Free[bool] = True
+    """Check the sha256 of every shard that a rank opens."""
+    shuffle: Literal["global", "none"] = "global"
+    """`global`: one order over all samples, the same at every world size. `none`: in order."""
+    resident: Free[Literal["auto", "always", "never"]] = "auto"
+    """Keep the uint8 images on the device: if they fit in a quarter of its free memory, always, or never."""
+    prefetch: Free[Positive] = 2
+    """Batches that the loader prepares ahead when the images are not resident."""
+    mean: Channels[Number] = Field(default_factory=lambda: [0.0])
+    """Mean of each channel, or one for all, for pixels in 0…1 or for features as they are."""
+    std: Channels[PositiveNumber] = Field(default_factory=lambda: [1.0])
+    """Standard deviation of each channel, or one for all."""
+    options: Plain = Field(default_factory=dict)
+    """Settings of the source, e.g. `{n: 4096, size: 32}` for `synthetic`."""
+    augment: Augment = Field(default_factory=Augment)
+    """Augmentation of the training images, on the device."""
+
+    @property
+    def shards_name(self) -> str:
+        """A folder's name for ready shards of this source. A user's images may be those of many data sets."""
+        if self.source in BUILT_IN:
+            return self.source
+        identity = json.dumps([self.root, self.options, self.split, self.num_shards], sort_keys=True)
+        name = re.sub(r"[^\w.]+", "-", self.source)
+        return f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
+
+
+class Loss(Section):
+    smoothing: Number = Field(default=0.0, ge=0, lt=1)
+    """Label smoothing: the share of the target that is spread evenly over all classes."""
+    reduction: Literal["mean", "sum"] = "mean"
+    """Over the global batch. With `sum` the learning rate is per sample and holds at any batch size."""
+
+
+class Group(TypedDict, total=False):
+    """Settings of some parameters alone. (A dictionary: a config tells, and hashes, only those that are given.)"""
+
+    __pydantic_config__ = Section.model_config  # type: ignore[misc]
+
+    lr: Rate
+    momentum: Momentum
+    weight_decay: Rate
+    schedule: Schedule[Pair[Number]]
+
+
+class Optim(Section):
+    name: Literal["nesterov", "sgd", "adam", "muon"] = "sgd"
+    """`nesterov` is the bag-of-tricks update, with the learning rate inside the velocity; `sgd` and `adam` are torch's;
+    `muon` is Muon for convolution filters and Nesterov SGD for the rest."""
+    lr: Number = Field(default=0.1, ge=0)
+    """Learning rate of the weights, multiplied by the schedule."""
+    momentum: Number = Field(default=0.9, ge=0, le=1)
+    """Momentum of the velocity; Adam's first beta (its second is 0.999)."""
+    weight_decay: Number = Field(default=0.0, ge=0)
+    """Weight decay, added to the gradient (of the summed loss where `loss.reduction` is `sum`)."""
+    bias_lr_factor: PositiveNumber = 1.0
+    """Biases and other one-dimensional parameters use `lr` times this factor, and `weight_decay` divided by it."""
+    reference_batch_size: Count = 0
+    """The global batch size that `weight_decay` was tuned at, for a summed loss: it then grows with the batch. 0: fixed."""
+    schedule: Schedule[Pair[Number]] = Field(default_factory=list)
+    """Points (when, factor) of a piecewise linear schedule of the learning rate; flat outside, constant when empty."""
+    schedule_scale: PositiveNumber = 1.0
+    """Stretches the schedule: with 0.2 a schedule for 10 epochs takes 2."""
+    schedule_unit: Literal["epoch", "step"] = "epoch"
+    """Unit of the points of `schedule`. Epochs do not depend on the batch size; many scripts use steps."""
+    clip: Number = Field(default=0.0, ge=0)
+    """Largest norm of the gradient of the loss; 0: no clipping."""
+    groups: dict[str, Group] = Field(default_factory=dict)
+    """Settings for some parameters, chosen by a part of their dotted name: `{head: {lr: 0.67, momentum: 0.85}}`; each
+    may have `lr, momentum, weight_decay, schedule`."""
+
+    @model_validator(mode="after")
+    def _of_adam(self) -> Self:
+        momenta = {f"groups.{part}.momentum": group.get("momentum", 0.0) for part, group in self.groups.items()}
+        too_large = [name for name, value in {"momentum": self.momentum, **momenta}.items() if value >= 1]
+        if self.name == "adam" and too_large:
+            raise ValueError(
+                f"{too_large[0]}=1 is Adam's first beta, and must be below 1, because its bias correction divides by 1 − beta: "
+                "set 0.9, or choose another optim.name"
+            )
+        return self
+
+
+class Ema(Section):
+    decay: Number = Field(default=0.0, ge=0, lt=1)
+    """Decay a step of the averaged weights that evaluation uses; 0: no average."""
+    every: Positive = 5
+    """Steps between two updates of the average, each with decay ** every."""
+
+
+class Sync(Section):
+    name: Strategy = "ddp"
+    """How gradients are summed over the ranks: a built-in strategy (docs/sync.md compares them), or a class as `package.module:Class`."""
+    bucket_mb: PositiveNumber = 25.0
+    """Megabytes (10⁶ bytes) of gradient per collective, overlapped with the backward pass."""
+    options: Plain = Field(default_factory=dict)
+    """Settings of the strategy, e.g. `{parts: 4}` for `exact`."""
+
+
+class OwnSync(Sync):
+    name: Strategy = "flat"
+    """How gradients are summed over the ranks: a built-in strategy (docs/sync.md compares them), or a class as `package.module:Class`."""
+
+
+class Evaluate(Section):
+    every: Free[Positive] = 1
+    """Epochs between two evaluations; the last epoch is always evaluated."""
+    per_class: Free[bool] = False
+    """Print the accuracy of each class at the end (summary.json always has it)."""
+    batch_size: Free[Positive] = 512
+    """Images a rank evaluates at a time."""
+    tta: Literal["none", "flip", "flip_shift"] = "none"
+    """Test-time augmentation: `flip` averages the logits of an image and its mirror image; `flip_shift` does so for the
+    image (weight 1/2) and for it moved by one pixel up and left, and down and right (1/4 each)."""
+
+
+class Checkpoint(Section):
+    every_steps: Free[Count] = 0
+    """Steps between two checkpoints; 0: one at the end of every epoch."""
+    every_seconds: Free[SecondsOrAuto] = 0.0
+    """Also save when this many seconds have passed since the last one; 0: never. `auto`: as often as loses least, from what
+    a save costs and how often the run has failed, between 30 s and an hour."""
+    keep: Free[Positive] = 3
+    """Newest checkpoints to keep."""
+    keep_best: Free[KeepBest] = True
+    """Also keep the weights with the best score so far. true: the highest accuracy. `{val_loss: min}`: the lowest `val_loss`, or
+    `max` or `min` of another number that is logged. false: none."""
+    on_signal: Free[bool] = True
+    """Save when a signal or a STOP file ends the run early."""
+    to: Free[BucketUrl | None] = None
+    """Also keep the checkpoints in a bucket, from which the run resumes on any node: `s3://BUCKET/PREFIX`, `gs://…` or
+    `az://CONTAINER/PREFIX`. Needs obstore."""
+
+
+class Preempt(Section):
+    signals: Free[Items[Signal]] = Field(default_factory=lambda: list(typing.get_args(Signal)))
+    """Signals after which the run saves a checkpoint and ends with exit code 75."""
+    grace_seconds: Free[Number] = Field(default=60.0, ge=1)
+    """Seconds between such a signal and the end. No rank waits longer for the checkpoint."""
+
+
+class Log(Section):
+    format: Free[Literal["table", "json"]] = "table"
+    """`table` for people, `json` (one object per line) for clusters."""
+    every: Free[Positive] = 50
+    """Steps between two readings of the loss and the gradient's norm (events `step`). The first step is always read, and the last one
+    if its number is known. Both are printed where no line of an epoch was."""
+    score_every: Free[Count] = 0
+    """Steps between two lines `step N | train_loss | test_loss | step time`, instead of one line per epoch; 0: one line per epoch."""
+    weights_every: Free[Count] = 0
+    """Steps between two events `weights` with the sha256 of the model's weights and buffers, which two runs can be compared by; 0: none."""
+    verbose: Free[bool] = False
+    """Print the messages of all ranks, not only of rank 0."""
+    report: Free[bool] = True
+    """Write report.html into the run directory at the end of every attempt."""
+    tensorboard: Free[bool] = False
+    """Write TensorBoard event files to `tensorboard` in the run directory; needs tensorboard."""
+    wandb: Free[str | None] = None
+    """Project at Weights & Biases to log to; needs wandb, and its key in the environment (or WANDB_MODE=offline)."""
+
+
+class Metrics(Section):
+    enabled: Free[bool] = True
+    """Serve every rank's metrics for Prometheus, and write them to a textfile."""
+    run: Free[str | None] = None
+    """Label `run` of all metrics; null: the name of the run directory."""
+    port: Free[Annotated[int, Field(ge=0, le=65535)] | None] = None
+    """Port of local rank 0, the others follow; null: LOCKSTEP_METRICS_PORT, else 9470. 0: any free port. A taken port is replaced."""
+    address: Free[str | None] = None
+    """Address to serve on. `any`: all addresses. null: LOCKSTEP_METRICS_ADDRESS, else `any` on several nodes and under SLURM, and
+    127.0.0.1 on one machine."""
+    stale_seconds: Free[Number] = Field(default=600.0, ge=1)
+    """`/healthz` fails if the last step or evaluation batch is older than this."""
+    textfile_seconds: Free[Number] = Field(default=10.0, ge=0)
+    """Seconds between two updates of a rank's textfile. It is always written at the end; 0: only then."""
+    textfiles: Free[str | None] = None
+    """Folder for a second copy of the textfiles, e.g. the node exporter's; the first is in the run directory."""
+    file_sd: Free[str | None] = None
+    """Folder in which each rank writes its address for Prometheus' `file_sd_configs` while it runs; null: LOCKSTEP_FILE_SD, else none."""
 
 
 class Recipe(Section):

@@ -1,4 +1,4 @@
-"""From text to typed settings: strict YAML, `--set NAME=VALUE`, short names.
+"""From text to typed settings: strict YAML, `--set NAME=VALUE`, short names, and the import of what a setting names.
 
 Recipes (`lockstep.training.config`) and jobs (`lockstep.jobs.spec`) are read by these same functions, which know nothing of what a setting
 means. Every mistake raises `UserError`: the setting's name, what pydantic says of its value, and the nearest name that exists. No torch.
@@ -10,12 +10,15 @@ import ast
 import contextlib
 import copy
 import difflib
+import importlib
 import inspect
 import json
+import os
+import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -440,3 +443,31 @@ def type_name(hint: Any) -> str:
         return "a mapping of plain values"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
     return names.get(hint, "settings")
+
+
+def imported(name: str, kind: str) -> Any:
+    """Returns the object of that name, from the working directory or an installed package.
+
+    Raises:
+        UserError: the import fails. `kind` describes the object in the message.
+    """
+    module, _, member = name.partition(":")
+    add_working_directory()
+    try:
+        return getattr(importlib.import_module(module), member)
+    except (ImportError, AttributeError, ValueError, TypeError, OSError, RuntimeError) as error:
+        raise UserError(f"cannot import {kind} {name}: {error}") from None
+
+
+def add_working_directory() -> None:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # `-m lockstep.training` has it, a console script has not
+
+
+def check_options(options: Iterable[str], function: Callable[..., Any], name: str, given: Collection[str] = ()) -> None:
+    """Raises `UserError` for an option that is no parameter of the function, or one of those that it is `given`."""
+    parameters = inspect.signature(function).parameters
+    free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for option in options:
+        if option in given or (option not in parameters and not free):
+            raise UserError(f"{name} has no option {option!r}{nearest(option, set(parameters) - set(given))}")

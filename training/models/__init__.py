@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from ..config import settings
-from ..config.user_code import check_options, imported
+from ..config.settings import check_options, imported
 from ..contract import UserError
 
 MODELS = {

@@ -6,7 +6,7 @@ import inspect
 
 from ..config import Sync
 from ..config import settings as typed
-from ..config.user_code import imported
+from ..config.settings import imported
 from ..contract import UserError
 from .base import GradientSync
 

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import nn
 
-from ..config import Sync, settings
-from ..config.sections import Positive
+from ..config import Positive, Sync, settings
 from ..data import order
 from ..parallel.world import World
 from .base import GradientSync, broadcast_module, is_compiled, nbytes, placed, trainable

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ...config import Data, settings
-from ...config.user_code import check_options
+from ...config.settings import check_options
 from ...contract import UserError
 from . import arrays, builtin, function, images
 from .raw import Raw, Stream

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ... import files
-from ...config.sections import Items
+from ...config import Items
 from ...config.settings import Section
 from ...contract import UserError
 from ..order import mix

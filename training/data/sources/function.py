@@ -21,7 +21,7 @@ from typing import Any
 
 from ... import files
 from ...config import settings
-from ...config.user_code import add_working_directory, check_options, imported
+from ...config.settings import add_working_directory, check_options, imported
 from ...contract import UserError
 from .raw import Piece, Stream
 

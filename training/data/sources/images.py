@@ -22,7 +22,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from ...config.sections import Items
+from ...config import Items
 from ...config.settings import Section
 from ...contract import UserError, say
 from ...limits import DECODE_PROGRESS_SECONDS

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeAlias
 import numpy as np
 from pydantic import Field
 
-from ...config.sections import Number
+from ...config import Number
 from ...contract import UserError
 
 Piece: TypeAlias = tuple[np.ndarray, np.ndarray]
