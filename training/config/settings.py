@@ -59,11 +59,8 @@ M = TypeVar("M", bound=BaseModel)
 class _StrictLoader(yaml.SafeLoader):
     """Safe YAML without aliases (they can expand without bound) and without silently repeated keys."""
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.events.AliasEvent):
-            mark = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(problem="aliases are not allowed", problem_mark=mark)
-        return super().compose_node(parent, index)
+    def fetch_alias(self) -> None:
+        raise yaml.MarkedYAMLError(problem="aliases are not allowed", problem_mark=self.get_mark())
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen: set[str] = set()
