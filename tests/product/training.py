@@ -140,7 +140,8 @@ def joined(seconds: float = 60, device: str = "cpu") -> AbstractContextManager[W
 
 def look_for_no_losses() -> None:
     """`launch --live` in this process hears of a lost rank, or learns of it in an hour."""
-    Inside("training.launch.node_agent").NODE_LOOK_SECONDS = Inside("training.launch.workers").POLL_SECONDS = 3600.0
+    workers = Inside("training.launch.workers")
+    workers.NODE_LOOK_SECONDS = workers.POLL_SECONDS = 3600.0
 
 
 def program(words: list[str]) -> int:

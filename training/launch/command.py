@@ -49,8 +49,9 @@ from ..parallel.world import cores
 from . import exec_rank
 from .coordinator import Coordinator
 from .ending import Attempts, cluster_code, exit_code
-from .node_agent import Interrupted, NodeAgent, handle, leave_while_waiting, nothing
+from .node_agent import NodeAgent
 from .nodes import CannotMeet, Meeting, NotMet, opened
+from .workers import Interrupted, handle, leave_while_waiting, nothing
 
 
 def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:

@@ -26,9 +26,8 @@ from ..contract import EXIT_FAILED, EXIT_USAGE, named, to_stderr
 from ..limits import ERROR_SECONDS, LEAVE_SECONDS, NODE_LOOK_SECONDS, STOP_SECONDS, STORE_SECONDS
 from ..parallel import stores
 from .ending import FINAL, Attempts, deaths, how, raising, too_early, without_ended
-from .node_agent import Interrupted, WorkerGroup
-from .nodes import DesiredState, Ending, Meeting, NodeEvents, Nodes, NodeSlot, SignedStore, size
-from .workers import WorkerId
+from .nodes import DesiredState, Ending, Meeting, NodeEvents, Nodes, NodeSlot, SignedStore, WorkerId, size
+from .workers import Interrupted, WorkerGroup
 
 
 class Coordinator(WorkerGroup):

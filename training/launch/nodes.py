@@ -23,7 +23,6 @@ import hmac
 import json
 import math
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -44,7 +43,6 @@ from ..limits import (
     STORE_SECONDS,
 )
 from ..parallel import stores
-from .workers import WorkerId
 
 NODES_AT_ONCE = 16
 """With more nodes each of them reports, and is looked at, less often."""
@@ -79,6 +77,9 @@ class Foreign(CannotMeet):
     code = EXIT_USAGE
 
 
+Document = TypeVar("Document", bound=BaseModel)
+
+
 class SignedStore:
     """What the nodes of a job write, below the name of the job, each value with an HMAC.
 
@@ -96,6 +97,12 @@ class SignedStore:
     def read(self, key: str) -> str | None:
         """Returns what a node of the job has set at this key; None where none has."""
         return self._verified(key, self.raw(key))
+
+    def document(self, key: str, kind: type[Document]) -> Document | None:
+        """Returns what `read` does as one of these; None where it is no such document."""
+        with contextlib.suppress(ValidationError):
+            return kind.model_validate_json(self.read(key) or "")
+        return None
 
     def foreign(self, key: str) -> bool:
         """Returns whether something is there that no node with this secret has written."""
@@ -287,6 +294,14 @@ class DesiredState(_Document):
     """That the first node has got, for all ranks."""
     ending: Ending | None = None
     """In a round without ranks."""
+
+
+@dataclass(frozen=True)
+class WorkerId:
+    """A rank and the process in its place: 0 for the one that it was started with, or the number of the replacement."""
+
+    rank: int
+    replacement: int = 0
 
 
 def pace(nodes: int) -> float:
@@ -492,11 +507,11 @@ class Nodes:
         self._missing += range(self._asked + 1, count + 1)
         self._asked = count
         for number in self._missing:
-            if (report := _read(self._store, f"report/{number}", Report)) is not None:
+            if (report := self._store.document(f"report/{number}", Report)) is not None:
                 self._others[number] = _Other(report)
         self._missing = [number for number in self._missing if number not in self._others][-self._max_new :]
         for number, other in list(self._others.items()):
-            report = _read(self._store, f"report/{number}", Report)
+            report = self._store.document(f"report/{number}", Report)
             if report is not None and report.beat > other.report.beat:
                 other.report, other.silent, other.came = report, 0.0, now
             else:
@@ -504,88 +519,6 @@ class Nodes:
             other.leaving = other.leaving + passed if other.report.leaves else 0.0
             if other.silent > self._lost_seconds and not self._has_slot(number):
                 del self._others[number]
-
-
-_Shape = TypeVar("_Shape", bound=_Document)
-
-
-def _read(store: SignedStore, key: str, shape: type[_Shape]) -> _Shape | None:
-    if (text := store.read(key)) is None:
-        return None
-    try:
-        return shape.model_validate_json(text)
-    except ValidationError:
-        return None
-
-
-class Link:
-    """To the first node, from another one: sends this node's report and reads the desired state, again and again, in a thread.
-
-    torch bounds a connection and not the answer to a question, so nothing here waits for the thread.
-
-    Args:
-        store: the first node's.
-        number: of this launcher there.
-        report: the first one.
-        seconds: between two reports.
-    """
-
-    def __init__(self, store: SignedStore, number: int, report: Report, seconds: float) -> None:
-        self.number, self._store = number, store
-        self.foreign = False
-        """What stands there was written with another secret."""
-        self.state: DesiredState | None = None
-        self.taken = time.monotonic()
-        """When the last report that has arrived was sent."""
-        self.broken = False
-        """Nothing is at the other end."""
-        self._report, self._arrived = report, -1
-        self._beat, self._seconds = 0, seconds
-        self._changed, self._over = threading.Event(), False
-        self._thread = threading.Thread(target=self._exchange, name="nodes", daemon=True)
-        self._thread.start()
-
-    def report(self, report: Report) -> None:
-        if report != self._report.model_copy(update={"beat": report.beat}):
-            self._changed.set()
-        self._report = report
-
-    def silent(self, seconds: float) -> bool:
-        """Whether nobody has taken a report for this many seconds."""
-        return self.broken or time.monotonic() - self.taken > seconds
-
-    def heard_before(self, seconds: float) -> None:
-        """Counts as heard this many seconds ago, where that was longer ago: this process was stopped meanwhile."""
-        self.taken = max(self.taken, time.monotonic() - seconds)
-
-    def send(self, seconds: float) -> None:
-        """Returns when what was reported last has arrived, or after this time."""
-        deadline, wanted = time.monotonic() + seconds, self._beat
-        self._changed.set()
-        while self._arrived <= wanted and not self.broken and time.monotonic() < deadline:
-            time.sleep(NODE_LOOK_SECONDS / 5)
-
-    def close(self) -> None:
-        self._over = True
-        self._changed.set()
-        self._thread.join(NODE_LOOK_SECONDS)
-
-    def _exchange(self) -> None:
-        try:
-            while not self._over:
-                began = time.monotonic()
-                self._changed.clear()
-                self._beat += 1
-                beat, report = self._beat, self._report.model_copy(update={"beat": self._beat})
-                self._store.set(f"report/{self.number}", report.model_dump_json())
-                state = _read(self._store, "word", DesiredState)
-                self.foreign = self.state is None and state is None and self._store.foreign("open")
-                self.taken, self._arrived = max(self.taken, began), beat
-                if state is not None and (self.state is None or state.version > self.state.version):
-                    self.state = state
-                self._changed.wait(self._seconds)
-        except (RuntimeError, ValueError):  # torch's DistError among them
-            self.broken = True
 
 
 def waiting(elapsed: float, timeout: float) -> str:

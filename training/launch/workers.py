@@ -1,7 +1,12 @@
-"""The ranks of one node: processes that are started, watched and ended one by one, and whose output is copied in whole lines."""
+"""The ranks of one node: processes that are started, watched, signalled and ended, and whose output is copied in whole lines.
+
+`Workers` has the processes. `WorkerGroup` is what the launcher of every node does with them: it has the ranks run that the desired state
+wants, and hands signals on to them. The first node's is the `Coordinator`, which decides. The others' is the `NodeAgent`.
+"""
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import contextlib
 import io
@@ -12,28 +17,35 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TextIO
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, TextIO
 
+from lockstep.wire.hangs import Hangs
 from lockstep.wire.progress import state_of
-from lockstep.wire.signals import FORWARDED
+from lockstep.wire.signals import FORWARDED, PendingSignals
 
-from ..contract import ENV_REPLACEMENT
-from ..limits import KILL_SECONDS, OUTPUT_LOOK_SECONDS, OUTPUT_SECONDS, POLL_SECONDS
+from ..contract import (
+    ENV_LIVE,
+    ENV_NOTE,
+    ENV_REPLACEMENT,
+    ENV_RESTARTS,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_PREEMPTED,
+    EXIT_TIMED_OUT,
+    EXIT_USAGE,
+    to_stderr,
+)
+from ..limits import KILL_SECONDS, NODE_LOOK_SECONDS, OUTPUT_LOOK_SECONDS, OUTPUT_SECONDS, POLL_SECONDS
+from .ending import Attempts, note_end, too_early
+from .nodes import DesiredState, Meeting, NodeSlot, WorkerId, size
 
 MAX_LINE = 1 << 16
 """Characters of a line without an end (a progress bar that never breaks) that are kept back at most."""
 _READ_BYTES = 1 << 20
 """Bytes of one look: a pipe holds no more, so one look takes all that was there."""
-
-
-@dataclass(frozen=True)
-class WorkerId:
-    """A rank and the process in its place: 0 for the one that it was started with, or the number of the replacement."""
-
-    rank: int
-    replacement: int = 0
 
 
 class Workers:
@@ -246,3 +258,157 @@ class Copies:
             if not (keys := list(self._selector.get_map().values())):
                 self._thread = None
             return keys
+
+
+class Interrupted(Exception):
+    """A signal ends the launcher while no rank runs."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"signal {number}")
+        self.number = signal.Signals(number)
+
+
+class WorkerGroup:
+    """The ranks of this node.
+
+    Args:
+        args: the launcher's flags, with the `command` of a rank. `ours`: the ranks are `python -m lockstep.training run`, which saves on
+            a signal, and not an unknown program. `caught`: the signals that are caught. The ranks ignore the signals that this process
+            ignores (nohup), too.
+        hangs: looks for ranks that get no further.
+    """
+
+    def __init__(self, args: argparse.Namespace, meeting: Meeting, attempts: Attempts, hangs: Hangs) -> None:
+        self.args, self.meeting, self.attempts, self._hangs = args, meeting, attempts, hangs
+        self.workers = Workers(args.command, prefix=args.prefix, blocked=args.ours)
+        self.signalled: int | None = None
+        self.timed_out = False
+        self.held = PendingSignals()
+        """Signals for ranks that are starting."""
+        self._waits = False
+        """Ranks are about to start: a signal that is sent now would miss the last of them."""
+        self._came: list[int] = []
+        """Signals that came meanwhile."""
+        self._reasons: list[str] = []
+        """How ranks have failed, a sentence for each way."""
+        self.has_begun = False
+        """The ranks were started, or are about to be."""
+        self.starts = attempts.used
+        """How often the ranks were started before, by this launcher or one that it replaced."""
+
+    def _begin(self) -> None:
+        """The ranks are about to start."""
+        os.environ[ENV_RESTARTS] = str(self.starts)
+        self.has_begun = True
+        self.starts += 1  # a change of membership counts here, and not as a restart
+        earlier, self.held = self.held, PendingSignals(self.args.grace)  # from here on it takes what comes
+        self.held.inherit(earlier)
+
+    def _match(self, state: DesiredState, slot: NodeSlot) -> None:
+        """Has the processes run that are wanted on this node, and no others. Their variables are torchrun's. Raises `OSError`."""
+        world = str(size(state.seats))
+        env = {
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": str(slot.ranks),
+            "GROUP_RANK": str(state.seats.index(slot)), "GROUP_WORLD_SIZE": str(len(state.seats)),
+            "ROLE_NAME": "rank", "ROLE_WORLD_SIZE": world,
+            "MASTER_ADDR": state.master[0], "MASTER_PORT": str(state.master[1]), "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": self.meeting.job_id, "TORCHELASTIC_RESTART_COUNT": str(state.restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(state.max_restarts),
+        }  # fmt: skip
+        if self.args.live:
+            env[ENV_LIVE] = str(self.args.lost_seconds)
+        wanted = [WorkerId(rank, replacement) for rank, replacement in state.wanted if rank in slot.span]
+        self.workers.match(wanted, slot.first, env)
+
+    def _send_what_came(self) -> None:
+        """The ranks have started."""
+        self._waits = False
+        came, self._came = self._came, []
+        for number in came:
+            self._forward(number, None)
+
+    def _ended(self) -> dict[WorkerId, tuple[int, bool]]:
+        """Returns the processes that have ended since the last call: exit code, and whether by a signal that was handed on."""
+        codes = self.workers.ended(NODE_LOOK_SECONDS)
+        ended = {worker: (code, -code in self.held.delivered) for worker, code in codes.items()}
+        self.held.release(self.workers.pids())
+        return ended
+
+    def _end_all(self) -> None:
+        """Kills what runs, and prints what it has written."""
+        self.workers.kill(self.workers.running)
+        self.workers.finish()
+
+    def catch(self) -> None:
+        handle(self.args.caught, self._forward)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
+        if self._ends(number):
+            self._begin_grace(number)
+        self.held.send(self.workers.pids(), number)  # without one, for the ranks that start next
+
+    def _begin_grace(self, number: int) -> None:
+        """The ranks have this long from the first signal on."""
+        if self.signalled is None:
+            signal.signal(signal.SIGALRM, self._kill)
+            signal.setitimer(signal.ITIMER_REAL, self.args.grace)
+        self.signalled = number
+
+    def _ends(self, number: int) -> bool:
+        """Returns whether ranks end at this signal: what a program does with a USR1 is unknown."""
+        return self.args.ours or number in (signal.SIGTERM, signal.SIGINT)
+
+    def limit(self, began: float) -> None:
+        """Ends the ranks when the time limit, counted from then, is over, as TERM does."""
+        signal.signal(signal.SIGALRM, self._over)
+        limit = self.args.time_limit
+        signal.setitimer(signal.ITIMER_REAL, max(0.001, limit - (time.monotonic() - began)) if limit else 0)
+
+    def _over(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
+        self.timed_out = True
+        self._forward(signal.SIGTERM, frame)
+
+    def _kill(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
+        """The grace is over: kills the ranks that still run. Again and again: a rank may just be starting."""
+        signal.setitimer(signal.ITIMER_REAL, 1)
+        if pids := self.workers.pids():
+            self.held.send(pids, signal.SIGKILL)
+
+    def settled(self, code: int, codes: Mapping[int, int]) -> int:
+        """Returns the exit code, where the ranks ended like that: a signal changes nothing any more.
+
+        Args:
+            code: of the ranks together.
+            codes: rank → its exit code, of those that failed.
+        """
+        handle(self.args.caught, signal.SIG_IGN)
+        if self.args.ours and code == EXIT_FAILED and (name := too_early(codes, self.signalled)):
+            to_stderr(f"launch: {name} before any rank had started")
+            code = EXIT_PREEMPTED
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if self.timed_out and code not in (EXIT_DONE, EXIT_USAGE):
+            to_stderr(f"launch: the time limit of {self.args.time_limit} s is over")
+            code = EXIT_TIMED_OUT
+        if code != EXIT_DONE:
+            self.note(code, "; ".join(self._reasons) or f"the ranks ended with exit code {code}")
+        return code
+
+    def note(self, code: int, reason: str) -> None:
+        """Completes status.json of the run, where rank 0 could not."""
+        note_end(Path(os.environ[ENV_NOTE]), code, reason)
+
+
+def handle(numbers: tuple[signal.Signals, ...], handler: Callable[..., Any] | signal.Handlers) -> None:
+    for number in numbers:
+        signal.signal(number, handler)
+
+
+def nothing(number: int, frame: FrameType | None) -> None:
+    """In place of SIG_IGN, which Python complains of where the signal has come already."""
+
+
+def leave_while_waiting(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
+    for other in (*FORWARDED, signal.SIGALRM):  # the second of two at once would end what the first has begun
+        if signal.getsignal(other) is leave_while_waiting:
+            signal.signal(other, nothing)
+    raise Interrupted(number)
