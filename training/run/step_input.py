@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..config import Config
-from ..config.sections import LOGGED
+from ..config import LOGGED, Config
 from ..contract import UserError
 from ..data import order, pytree
 from ..data.batches import ElasticBatches, Part, share
