@@ -17,9 +17,8 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from docsite import ROOT
-from lockstep.jobs.backend import Cluster
+from lockstep.jobs.backend import BACKENDS, Cluster, backend_of
 from lockstep.jobs.cli.main import app_of
-from lockstep.jobs.job import BACKENDS, backend_of
 from lockstep.jobs.spec.model import JobSpec
 from lockstep.training.config import FREE, Config, OwnSettings, recipes
 from lockstep.training.config import settings as typed

@@ -14,6 +14,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import importlib
 import json
 import operator
 import os
@@ -27,6 +28,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from typing_extensions import Self
 
 from lockstep.training import contract, files
+from lockstep.training.config import settings
 from lockstep.training.contract import UserError
 from lockstep.wire.exec import STACKS
 
@@ -48,6 +50,14 @@ from .status import (
     warn,
 )
 
+BACKENDS = {
+    "local": "lockstep.jobs.local",
+    "k8s": "lockstep.jobs.kubernetes",
+    "slurm": "lockstep.jobs.slurm",
+    "compose": "lockstep.jobs.compose",
+}
+"""Name → package with a module `backend`, whose `BACKEND` is a `Backend`."""
+ALIASES = {"kubernetes": "k8s"}
 Mode = Literal["attach", "replace", "new"]
 """What to do about a job of the same name: attach to the same one, replace a finished one, or take a numbered name."""
 Lines = list[str]  # these are named here, because `list` is a method of every backend
@@ -564,6 +574,15 @@ class Cluster(Backend):
     def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Submission:
         manifests = self.sent(spec, runs)
         return Submission(spec, runs, manifests, self.rules().apply(spec, manifests))
+
+
+def backend_of(name: str) -> type[Backend]:
+    """The backend of that name; imports only this one. Raises `UserError` for an unknown name."""
+    name = ALIASES.get(name, name)
+    if name not in BACKENDS:
+        raise UserError(f"unknown backend {name!r}{settings.nearest(name, BACKENDS)}")
+    kind: type[Backend] = importlib.import_module(f"{BACKENDS[name]}.backend").BACKEND
+    return kind
 
 
 def _check_rank(known: JobRecord, rank: int | None) -> None:

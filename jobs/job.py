@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.training import extras
-from lockstep.training.config import settings
-from lockstep.training.contract import UserError
 
-from .backend import Backend, Mode
+from .backend import Backend, Mode, backend_of
 from .spec.model import JobSpec
 from .status import Status, StatusCallback
-
-BACKENDS = {
-    "local": "lockstep.jobs.local",
-    "k8s": "lockstep.jobs.kubernetes",
-    "slurm": "lockstep.jobs.slurm",
-    "compose": "lockstep.jobs.compose",
-}
-"""Name → package with a module `backend`, whose `BACKEND` is a `Backend`."""
-ALIASES = {"kubernetes": "k8s"}
-
-
-def backend_of(name: str) -> type[Backend]:
-    """The backend of that name; imports only this one. Raises `UserError` for an unknown name."""
-    name = ALIASES.get(name, name)
-    if name not in BACKENDS:
-        raise UserError(f"unknown backend {name!r}{settings.nearest(name, BACKENDS)}")
-    kind: type[Backend] = importlib.import_module(f"{BACKENDS[name]}.backend").BACKEND
-    return kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from lockstep.training.config.settings import nearest
 from lockstep.training.contract import UserError
 
 from .manifest import Manifest, holds
-from .spec.model import JobSpec, Volume
+from .spec.model import JobSpec
+from .spec.types import Volume
 from .status import note, warn
 
 Level = Literal["error", "warning", "note"]

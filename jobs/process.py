@@ -39,6 +39,17 @@ class Streams:
         return os.isatty(self.stdin) and os.isatty(self.stdout)
 
 
+def exec_command(python: str, rank: int, command: list[str], run_dir: str, *more: str) -> list[str]:
+    """Returns the command that runs another command on a rank's node. `more`: further flags of `lockstep.wire.exec`."""
+    words = [python, "-m", "lockstep.wire.exec", "--rank", str(rank), *more]
+    return [*words, *(["--run-dir", run_dir] if run_dir else []), "--", *command]
+
+
+def signal_command(python: str, token: str, number: int) -> list[str]:
+    """What sends a signal to the command that was started with `--token`, on the same node."""
+    return [python, "-m", "lockstep.wire.exec", "--token", token, "--signal", str(number)]
+
+
 @contextlib.contextmanager
 def trap_signals(numbers: Sequence[signal.Signals]) -> Iterator[queue.SimpleQueue[int]]:
     """Signals that come in the block, instead of what they would do. Always empty outside of the main thread."""

@@ -26,7 +26,8 @@ from lockstep.wire.archive import DERIVED, MAX_BYTES, MAX_FILES, MAX_PACKED, Fil
 from . import records
 from .lint import missing_script
 from .manifest import get
-from .spec.model import Code, JobSpec
+from .spec.model import JobSpec
+from .spec.types import Code
 from .status import warn
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from lockstep.training import extras
 from lockstep.training.config import settings
 from lockstep.training.contract import EXIT_TIMED_OUT, UserError
 
-from .backend import Backend, Mode
-from .job import Job, backend_of
+from .backend import Backend, Mode, backend_of
+from .job import Job
 from .spec.model import JobSpec
 from .status import EXIT_PRECEDENCE, Status, answer, columns, progress_printer, warn
 

@@ -65,7 +65,7 @@ class ClusterOptions:
         """The backend, and the name of the job; of a file, that in it. Warns if another job than the file's has that name."""
         if not name.endswith((".yaml", ".yml")):
             return self.open(backend, name), name
-        from ..job import backend_of
+        from ..backend import backend_of
         from ..status import Unreachable
 
         spec = Job(Path(name), **vars(self)).spec(backend)
@@ -78,13 +78,13 @@ class ClusterOptions:
     def open(self, backend: str, name: str | None = None) -> JobBackend:
         """The backend, ready for questions about the job of that name, or about all. Raises `UserError`."""
         from .. import records
-        from ..job import backend_of  # and pydantic with it: `--help` does without
+        from ..backend import backend_of  # and pydantic with it: `--help` does without
 
         kind = backend_of(backend)
         check_flags(kind, vars(self))
         place: dict[str, str | None] = vars(self)
         submitted = records.place_of(kind.name, name) if name is not None and not any(place.values()) else {}
-        _at_its_host(kind.name, self.host or submitted.get("host"))
+        _at_its_host(kind, self.host or submitted.get("host"))
         if submitted:
             note(
                 f"{name} was submitted from here with {' '.join(f'--{flag} {value}' for flag, value in submitted.items())}"
@@ -127,12 +127,12 @@ class Job:
         """
         from lockstep.training.config import settings
 
-        from ..job import backend_of
+        from ..backend import backend_of
         from ..spec.model import JobSpec, load_profile, place
 
         flags = {"namespace": self.namespace, "context": self.context, "host": self.host}
-        if backend is not None:
-            kind = backend_of(backend)
+        kind = backend_of(backend) if backend is not None else None
+        if kind is not None:
             check_flags(kind, flags)
             more |= {kind.places[flag]: value for flag, value in flags.items() if flag in kind.places}
         elif given := [flag for flag, value in flags.items() if value is not None]:
@@ -143,24 +143,22 @@ class Job:
         below = load_profile(self.profile) if self.profile is not None else {}
         if self.file is not None:
             spec = JobSpec.load(self.file, values, below)
-            _at_its_host(backend, spec.slurm.host, spec, self.file)
-            return spec
-        plain: dict[str, Any] = below
-        for name, value in values.items():
-            place(plain, name, value)
-        if "recipe" in plain and "name" not in plain and isinstance(plain["recipe"], str):
-            plain["name"] = Path(plain["recipe"]).stem.replace("_", "-").lower()
-        spec = JobSpec.of(plain, "the flags")
-        _at_its_host(backend, spec.slurm.host, spec)
+        else:
+            for name, value in values.items():
+                place(below, name, value)
+            if "recipe" in below and "name" not in below and isinstance(below["recipe"], str):
+                below["name"] = Path(below["recipe"]).stem.replace("_", "-").lower()
+            spec = JobSpec.of(below, "the flags")
+        if kind is not None:
+            _at_its_host(kind, spec.slurm.host, spec, self.file)
         return spec
 
 
-def _at_its_host(backend: str | None, host: str | None, spec: JobSpec | None = None, file: Path | None = None) -> None:
+def _at_its_host(
+    kind: type[JobBackend], host: str | None, spec: JobSpec | None = None, file: Path | None = None
+) -> None:
     """Ends this command with the exit code that it has on the login node, if `slurm.host` names one."""
-    from ..job import backend_of
-
-    there = backend_of(backend).login(host) if backend is not None else None
-    if there is not None:
+    if (there := kind.login(host)) is not None:
         from ..slurm import ssh
 
         code = ssh.run(there, sys.argv[1:], spec, str(file) if file is not None else None)
@@ -194,7 +192,7 @@ def _runs(spec: JobSpec, sweep: list[str] | None) -> list[JobSpec]:
 
 def check_flags(kind: type[JobBackend], flags: Mapping[str, str | None]) -> None:
     """Raises `UserError` for a flag that says where another backend's cluster is."""
-    from ..job import BACKENDS, backend_of
+    from ..backend import BACKENDS, backend_of
 
     for flag in (name for name, value in flags.items() if value is not None and name not in kind.places):
         owner = next(other for name in BACKENDS if flag in (other := backend_of(name)).places)
@@ -205,8 +203,7 @@ def check_flags(kind: type[JobBackend], flags: Mapping[str, str | None]) -> None
 
 def cluster(name: str, command: str) -> type[Cluster]:
     """A backend that renders. Raises `UserError` where `command` has nothing to do for it."""
-    from ..backend import Cluster
-    from ..job import BACKENDS, backend_of
+    from ..backend import BACKENDS, Cluster, backend_of
 
     kind = backend_of(name)
     if not issubclass(kind, Cluster):
@@ -282,8 +279,7 @@ def lint(
 ) -> None:
     """Check a job for known mistakes. Exit code 1 if submit would refuse it."""
     from .. import snapshots
-    from ..backend import Cluster
-    from ..job import BACKENDS, backend_of
+    from ..backend import BACKENDS, Cluster, backend_of
     from ..lint import COMMON, errors
 
     if rules:
@@ -344,7 +340,7 @@ def submit(
         from .. import sweep as sweeps
 
         raise typer.Exit(sweeps.submit_and_tell(spec, backend, sweep, mode, wait, as_json))
-    from ..job import backend_of
+    from ..backend import backend_of
 
     opened = backend_of(backend).at(spec)
     if dry_run:
@@ -369,7 +365,7 @@ def _print_preflight(name: str, checks: list[Check], as_json: bool) -> NoReturn:
 def diff(backend: Backend, job: Job, as_json: Json = False) -> None:
     """Compare a job file with the job that was submitted. Exit code 1 if they differ."""
     spec = job.spec(backend)
-    from ..job import backend_of
+    from ..backend import backend_of
 
     changed = backend_of(backend).at(spec).drift(spec)
     plain = {"name": spec.name, "same": not changed, "differences": changed}
@@ -553,7 +549,7 @@ def doctor(
         job = Job(file, recipe=None if file is not None else "smoke", image=image, profile=profile, host=place.host)
         spec, _ = snapshots.resolve(job.spec(backend))
     else:
-        _at_its_host(kind.name, place.host)
+        _at_its_host(kind, place.host)
     checks = kind.doctor(spec, **vars(place))
     for url in spec.buckets if spec is not None else ():
         checks.append(Check("bucket", "note", f"lockstep doctor {url} tries it, with the credentials of this shell"))

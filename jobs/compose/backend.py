@@ -22,15 +22,13 @@ from typing import Any
 from lockstep.training import contract, files
 from lockstep.wire import hangs
 
-from .. import command as commands
 from .. import records, snapshots
 from ..backend import Checks, Cluster, JobRecord, Lines, Manifests, Submission
-from ..command import GRACE_MARGIN
 from ..lint import Rules
 from ..logs import Stamped, merge_tail, of_rank
 from ..manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
-from ..process import Streams, run
-from ..spec.model import JobSpec
+from ..process import Streams, exec_command, run
+from ..spec.model import GRACE_MARGIN, JobSpec, code_identity
 from ..spec.types import size_in_bytes
 from ..status import Check, JobSummary, Result, Status, SubmitResult
 from . import engine
@@ -127,7 +125,7 @@ class ComposeBackend(Cluster):
         """Copies the archive of the job's code into its own volume, before any node exists. An existing job has the volume."""
         if spec.code is None or engine.volumes(f"{CODE}={spec.name}"):
             return
-        label, identity = f"{CODE}={spec.name}", commands.identity(spec)
+        label, identity = f"{CODE}={spec.name}", code_identity(spec)
         volume = rendering.code_volume(spec)
         engine.docker("volume", "create", "--label", OURS[0], "--label", label, volume)
         try:
@@ -211,7 +209,7 @@ class ComposeBackend(Cluster):
         token = uuid.uuid4().hex
         terminal = ["--tty"] if streams.terminal else []
         words = ["docker", "exec", "--interactive", *terminal, place]
-        words += commands.execute("python", rank, command, spec.run_directory, "--token", token)
+        words += exec_command("python", rank, command, spec.run_directory, "--token", token)
         # Without a terminal the engine passes no signals on.
         return run(words, streams, interrupt=functools.partial(engine.send_signal, place, token))
 

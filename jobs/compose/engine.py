@@ -14,6 +14,7 @@ from typing import Any
 from lockstep.training.contract import UserError
 
 from ..logs import BLOCK, STAMPED, LineSplitter
+from ..process import signal_command
 from ..status import Unreachable
 
 _INSIDE = "/volume"
@@ -181,9 +182,8 @@ def write_volume(volume: str, image: str, name: str, data: bytes, label: str) ->
 
 def send_signal(container: str, token: str, number: int) -> None:
     """A signal to the processes that were started in a container with that token. Raises `EngineError`."""
-    from .. import command as commands  # and pydantic with it: `make push` does without
 
-    docker("exec", container, *commands.signal("python", token, number))
+    docker("exec", container, *signal_command("python", token, number))
 
 
 def log_lines(container: str, since: str) -> Iterator[tuple[str, str]]:

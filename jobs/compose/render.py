@@ -13,9 +13,7 @@ from typing import Any
 
 from lockstep.training.contract import ENV_METRICS_PORT, ENV_SECRET, MASTER_PORT, METRICS_PORT, UserError
 
-from .. import command as commands
 from .. import lint
-from ..command import GRACE_MARGIN
 from ..lint import tag_of, volume_of
 from ..manifest import (
     HASH,
@@ -31,7 +29,7 @@ from ..manifest import (
     spec_text,
     without_none,
 )
-from ..spec.model import CODE_PARTS, JobSpec
+from ..spec.model import CODE_PARTS, GRACE_MARGIN, JobSpec, code_identity, launch_command, preparation
 from ..spec.types import size_in_bytes
 
 NODE = "lockstep/node"
@@ -111,7 +109,7 @@ def file(spec: JobSpec) -> Manifest:
 
 def render_prepare(spec: JobSpec) -> Manifest:
     """The Compose file of one container that writes the recipe's shards. Raises `UserError`."""
-    own = commands.preparation(spec).model_copy(update={"name": spec.name})
+    own = preparation(spec).model_copy(update={"name": spec.name})
     if spec.shards_in_a_bucket:  # data.root may be on the run's volume
         own = own.model_copy(update={"run_dir": spec.run_dir})
     elif volume_of(spec, str(spec.shards)) is None:
@@ -130,11 +128,11 @@ def run_volume(spec: JobSpec) -> str:
 
 def code_volume(spec: JobSpec) -> str:
     """The volume with the archive of the job's code."""
-    return f"{project(spec.name)}-code-{commands.identity(spec)[:12]}"
+    return f"{project(spec.name)}-code-{code_identity(spec)[:12]}"
 
 
 def _node(spec: JobSpec, index: int) -> Manifest:
-    words = [_literal(word) for word in commands.launch(spec, spec.run_directory)]
+    words = [_literal(word) for word in launch_command(spec, spec.run_directory)]
     own = ["--ranks", str(spec.ranks), "--nodes", str(spec.nodes)]
     own += ["--rendezvous", f"{node_name(spec, 0)}:{MASTER_PORT}"] if spec.nodes > 1 else []
     own += ["--job-id", f"{spec.name}-{spec.hash()}", "--time-limit", str(spec.deadline_seconds)]

@@ -19,15 +19,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lockstep.training import files
 from lockstep.training.contract import UserError
 
-from .. import command as commands
 from .. import records, snapshots
 from ..backend import Checks, Cluster, JobRecord, Lines, Manifests, Submission
-from ..command import identity
 from ..lint import Rules, errors, refuse, volume_of
 from ..logs import PREFIX
 from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, seconds_of, spec_in
 from ..process import Streams
-from ..spec.model import JobSpec
+from ..spec.model import JobSpec, check_preparation, code_identity, preparation
 from ..status import FINAL, Check, JobSummary, Status, SubmitResult, Unreachable, note, warn
 from . import render
 from .observe import (
@@ -116,7 +114,7 @@ class KubernetesBackend(Cluster):
 
     @staticmethod
     def _preparation(spec: JobSpec) -> JobSpec:
-        own = commands.preparation(spec)
+        own = preparation(spec)
         if not spec.shards_in_a_bucket and volume_of(spec, str(spec.shards)) is None:
             raise UserError(f"shards {spec.shards} is not on a volume: add one to volumes")
         return own
@@ -274,7 +272,7 @@ class KubernetesBackend(Cluster):
         owned = {"metadata": {"ownerReferences": [_owner(job, live)]}}
         self._bring(self._policies, merge(policy, owned))
         if spec.code is not None:
-            packed, maps = snapshots.packed(identity(spec)), f"/api/v1/namespaces/{self.namespace}/configmaps"
+            packed, maps = snapshots.packed(code_identity(spec)), f"/api/v1/namespaces/{self.namespace}/configmaps"
             marks = {JOB: spec.name, SUBMISSION: submission, **MANAGED}
             selector = ",".join(f"{key}={value}" for key, value in marks.items())
             pages = self.api.pages(maps, labelSelector=selector, accept=METADATA_LIST)
@@ -323,7 +321,7 @@ class KubernetesBackend(Cluster):
         own = self._preparation(spec)
         known = self.find(own.name)
         if known is not None:
-            commands.check_preparation(own.name, known.plain)
+            check_preparation(own.name, known.plain)
             kind = known.handle["kind"]
             if known.same(render.of_kind(own, kind), self.name) and self.observe(known).state == "succeeded":
                 note(

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from lockstep.training.contract import UserError
 
-from .. import command as commands
-from ..process import CHUNK, Streams, run
+from ..process import CHUNK, Streams, exec_command, run, signal_command
 from ..status import Unreachable
 
 _ENDED = b"command terminated with exit code "
@@ -40,7 +39,7 @@ def beside(
     token, inside = uuid.uuid4().hex, [pod, "--container", container, "--"]
 
     def interrupt(number: int) -> None:  # without a terminal kubectl passes no signal on
-        words = [*kubectl, "exec", *inside, *commands.signal("python", token, number)]
+        words = [*kubectl, "exec", *inside, *signal_command("python", token, number)]
         nothing = subprocess.DEVNULL
         try:
             done = subprocess.run(
@@ -58,7 +57,7 @@ def beside(
             raise UserError(f"signal {number} was not passed on to {pod}: {why[-1][:500]}")
 
     words = [*kubectl, "exec", "--stdin", *(["--tty"] if streams.terminal else []), *inside]
-    words += commands.execute("python", rank, command, run_dir, "--token", token)
+    words += exec_command("python", rank, command, run_dir, "--token", token)
     errors = _Errors(streams.stderr)
     try:
         code = run(words, Streams(streams.stdin, streams.stdout, errors.target), interrupt=interrupt)

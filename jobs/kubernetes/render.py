@@ -15,9 +15,7 @@ from typing import Any
 
 from lockstep.training.contract import ENV_METRICS_PORT, METRICS_PORT
 
-from .. import command as commands
 from .. import lint
-from ..command import GRACE_MARGIN, prepares
 from ..lint import volume_of
 from ..manifest import (
     HASH,
@@ -33,7 +31,7 @@ from ..manifest import (
     spec_text,
     without_none,
 )
-from ..spec.model import CODE_PARTS, JobSpec
+from ..spec.model import CODE_PARTS, GRACE_MARGIN, JobSpec, code_identity, launch_command, prepares
 from ..spec.types import seconds
 
 KINDS = {
@@ -245,7 +243,7 @@ def pod_spec(spec: JobSpec, submission: str) -> Manifest:
 
 def container(spec: JobSpec, mounts: list[Manifest]) -> Manifest:
     linger = LINGER_SECONDS if kind_of(spec) == "PyTorchJob" else 0
-    words = commands.launch(spec, spec.run_directory, exit_codes="kubernetes", linger=linger)
+    words = launch_command(spec, spec.run_directory, exit_codes="kubernetes", linger=linger)
     ports = [{"name": "pytorchjob-port", "containerPort": RENDEZVOUS_PORT}]
     ports += [{"name": f"metrics-{rank}", "containerPort": spec.metrics_port + rank} for rank in range(spec.ranks)]
     return {
@@ -351,7 +349,7 @@ def code_map_names(spec: JobSpec, submission: str) -> list[str]:
     """Of the ConfigMaps with the job's code, in the order of the archive's pieces."""
     assert spec.code is not None
     parts = max(1, -(-spec.code.packed // CODE_PART_BYTES))
-    return [f"{spec.name}-{commands.identity(spec)[:12]}-{submission}-{index}" for index in range(parts)]
+    return [f"{spec.name}-{code_identity(spec)[:12]}-{submission}-{index}" for index in range(parts)]
 
 
 def _code_volume(spec: JobSpec, submission: str) -> Manifest:

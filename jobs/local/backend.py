@@ -20,12 +20,11 @@ from pathlib import Path
 from lockstep.training import contract, extras, files
 from lockstep.training.contract import UserError
 
-from .. import command as commands
 from .. import records, snapshots
 from ..backend import Backend, Checks, JobRecord, Lines, Submission
 from ..logs import follow as follow_logs
-from ..process import Streams, run
-from ..spec.model import JobSpec
+from ..process import Streams, exec_command, run
+from ..spec.model import GRACE_MARGIN, JobSpec, code_identity, launch_command
 from ..spec.types import size_in_bytes
 from ..status import Check, JobSummary, NodeStatus, State, Status, SubmitResult, warn
 from . import supervise
@@ -102,7 +101,7 @@ class LocalBackend(Backend):
         if closed := self._closed(run_dir):
             raise UserError(f"run_dir: {closed}: choose another run_dir")
         if spec.code is not None:
-            snapshots.unpacked(commands.identity(spec))
+            snapshots.unpacked(code_identity(spec))
         if old is not None:
             shutil.rmtree(folder)
         elif folder.exists():
@@ -110,7 +109,7 @@ class LocalBackend(Backend):
         folder.mkdir(mode=0o700)
         records.LocalJob(
             spec=spec.record(), hash=spec.hash(), run_dir=run_dir, command=self._command(spec, run_dir), env=dict(spec.env),
-            time_limit=spec.deadline_seconds, grace=spec.grace_seconds + commands.GRACE_MARGIN,
+            time_limit=spec.deadline_seconds, grace=spec.grace_seconds + GRACE_MARGIN,
             created=records.now(), job=records.submission_id(spec.name), host=here(),
         ).write(folder / JOB)  # fmt: skip
         # If another job submits this one, this one's processes do not belong to it.
@@ -145,8 +144,8 @@ class LocalBackend(Backend):
     def _command(spec: JobSpec, run_dir: str) -> list[str]:
         if spec.shards_missing_here:
             spec = spec.model_copy(update={"shards": None})  # a path of the cluster; here the data is made on the spot
-        code = str(snapshots.folder(commands.identity(spec))) if spec.code is not None else ""
-        command = commands.launch(spec, run_dir, sys.executable, code=code, here=str(Path.cwd()))
+        code = str(snapshots.folder(code_identity(spec))) if spec.code is not None else ""
+        command = launch_command(spec, run_dir, sys.executable, code=code, here=str(Path.cwd()))
         return [*command[:4], "--ranks", str(spec.nodes * spec.ranks), "--nodes", "1", *command[4:]]
 
     def observe(self, known: JobRecord) -> Status:
@@ -251,7 +250,7 @@ class LocalBackend(Backend):
             raise UserError(f"{known.name} runs on {record.host.partition(' ')[0]}: run the command there")
         launcher = self._process(self.folder / known.name / RUNNING)
         marks = {contract.ENV_JOB: record.job, contract.ENV_LAUNCHER: str(launcher)}
-        words = commands.execute(sys.executable, rank, command, record.run_dir)
+        words = exec_command(sys.executable, rank, command, record.run_dir)
         return run(words, streams, {**os.environ, **marks})
 
     def stop(self, known: JobRecord) -> Status:

@@ -19,14 +19,13 @@ from lockstep.training import contract, files
 from lockstep.training.contract import UserError
 from lockstep.wire import submitit_api
 
-from .. import command as commands
 from .. import process, records, snapshots
 from ..backend import Checks, Cluster, JobRecord, Lines, Manifests, Specs, Submission
 from ..lint import Rules
 from ..logs import follow as follow_logs
-from ..process import Streams
+from ..process import Streams, exec_command, signal_command
 from ..records import SlurmJob
-from ..spec.model import JobSpec
+from ..spec.model import JobSpec, check_preparation, code_identity, preparation, preparation_name, prepares
 from ..status import JobSummary, State, Status, SubmitResult, Unreachable, warn
 from . import observe, render, submission
 from .doctor import check, rows
@@ -83,7 +82,7 @@ class SlurmBackend(Cluster):
 
     @classmethod
     def preparation(cls, spec: JobSpec) -> tuple[str, object]:
-        own = commands.preparation(spec, render.interpreter(spec))
+        own = preparation(spec, render.interpreter(spec))
         script = render.script(own, render.submitit_folder(own.name))
         return script, {"script": script}
 
@@ -110,7 +109,7 @@ class SlurmBackend(Cluster):
                 "with --new to start over here"
             )
         if whole.code is not None:
-            snapshots.unpacked(commands.identity(whole))
+            snapshots.unpacked(code_identity(whole))
         # It names this submission: another one may be of the same spec.
         comment = f"lockstep:{records.submission_id(whole.name)}"
         submissions = []
@@ -130,22 +129,22 @@ class SlurmBackend(Cluster):
 
     def prepare(self, spec: JobSpec) -> SubmitResult:
         """Submits the job that writes the shards; jobs submitted while it is under way wait for it. Raises `UserError`."""
-        own = commands.preparation(spec, render.interpreter(spec))
+        own = preparation(spec, render.interpreter(spec))
         if not spec.shards_in_a_bucket and not spec.shards_missing_here:
             return SubmitResult(own.name, False, f"the shards are in {spec.shard_folder}")
         if (known := self.find(own.name)) is not None:
-            commands.check_preparation(own.name, known.plain)
+            check_preparation(own.name, known.plain)
         return self.submit(own, "replace")
 
     def _preparation(self, spec: JobSpec) -> str | None:
         """The id of a job under way that prepares this one's shards."""
         if spec.recipe is None or spec.shards is None:
             return None
-        name = commands.preparation_name(spec.name)
+        name = preparation_name(spec.name)
         if observe.ended(self.folder / name) is not None:
             return None
         known = self.find(name, submitting=True)
-        if known is None or not commands.prepares(known.plain.get("command")) or self.observe(known).final:
+        if known is None or not prepares(known.plain.get("command")) or self.observe(known).final:
             return None
         return str(known.handle.job_id)
 
@@ -271,10 +270,10 @@ class SlurmBackend(Cluster):
         cleared = ["-u", contract.ENV_LAUNCHER, "-u", contract.ENV_EXEC]
         inside = [*words, "env", *cleared, f"{contract.ENV_JOB}={record.job}"]
         flags = render.rank_flags(spec, rank) if spec.slurm.container is not None else []
-        own = commands.execute(python, rank, command, record.run_dir, "--token", token, *flags)
+        own = exec_command(python, rank, command, record.run_dir, "--token", token, *flags)
 
         def interrupt(number: int) -> None:
-            sent = observe.run(*step, *inside, *commands.signal(python, token, number))
+            sent = observe.run(*step, *inside, *signal_command(python, token, number))
             if sent.returncode:
                 raise UserError(f"cannot send signal {number} to the command: {observe.one_line(sent.stderr)}")
 

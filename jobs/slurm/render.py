@@ -23,10 +23,9 @@ from lockstep.training.config import settings
 from lockstep.training.contract import UserError
 from lockstep.wire import submitit_api
 
-from .. import command as commands
 from .. import lint, records, snapshots
 from ..manifest import Manifest, get, holds
-from ..spec.model import JobSpec
+from ..spec.model import JobSpec, code_identity, launch_command, rank_command, session_options
 from ..spec.types import size_in_bytes
 from .task import TrainingTask
 
@@ -167,17 +166,17 @@ def training_task(spec: JobSpec, prepared: bool = False, job: str = "") -> Train
         spec = spec.model_copy(update={"shards": None})  # not prepared: the data is made on the spot
     if spec.code is not None and spec.code.hash is None:  # a driver of one's own
         spec = snapshots.snapshot(spec)
-        snapshots.unpacked(commands.identity(spec))
+        snapshots.unpacked(code_identity(spec))
     run_dir = run_directory(spec)
     env, code = dict(spec.env), code_folder(spec)
     if spec.live:
         code = ""  # its launcher gets what the job brings from its words
     elif spec.command is not None:
-        env[contract.ENV_SESSION] = commands.session_options(spec, run_dir)
+        env[contract.ENV_SESSION] = session_options(spec, run_dir)
     return TrainingTask(
         words=_words(spec), run_dir=run_dir, nodes=spec.nodes, ranks_per_node=spec.ranks,
         max_restarts=spec.max_restarts, metrics_port=spec.metrics_port, env=env,
-        job=job, code=commands.identity(spec) if code else "", code_folder=code,
+        job=job, code=code_identity(spec) if code else "", code_folder=code,
     )  # fmt: skip
 
 
@@ -272,9 +271,9 @@ def _words(spec: JobSpec) -> list[str]:
     """What a task starts: its rank, or its node's launcher."""
     run_dir = run_directory(spec)
     if not spec.live:
-        return commands.rank(spec, run_dir, str(base_folder()))
+        return rank_command(spec, run_dir, str(base_folder()))
     known = spec.model_copy(update={"join_timeout": spec.join_timeout or JOIN_TIMEOUT})
-    _, _, _, *words = commands.launch(known, run_dir, code=code_folder(spec), here=str(base_folder()))
+    _, _, _, *words = launch_command(known, run_dir, code=code_folder(spec), here=str(base_folder()))
     return words
 
 
@@ -313,7 +312,7 @@ def _teardown(spec: JobSpec, folder: PurePath) -> list[str]:
 
 def code_folder(spec: JobSpec) -> str:
     """The copy of the job's code, which the nodes must see; "" without one."""
-    return str(snapshots.folder(commands.identity(spec))) if spec.code is not None else ""
+    return str(snapshots.folder(code_identity(spec))) if spec.code is not None else ""
 
 
 def _mounts(spec: JobSpec, folder: PurePath) -> list[str]:

@@ -1,4 +1,4 @@
-"""The specification of a job. It is checked once, before anything is submitted.
+"""The specification of a job, and the command that each of its nodes runs. It is checked once, before anything is submitted.
 
     spec = JobSpec.load("job.yaml")                              # a mistake raises UserError with the line.
     spec = JobSpec(name="smoke", recipe="smoke", nodes=2)        # the same object, from Python.
@@ -15,33 +15,34 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from lockstep.training import config as configuration
 from lockstep.training.config import settings
 from lockstep.training.contract import METRICS_PORT, UserError
+from lockstep.wire.payload import SessionOptions
 
 from .types import (
     PLACES,
-    AbsolutePath,
     AbsolutePathOrBucket,
     AnyPath,
+    CodeOrNone,
     Compose,
     Duration,
     Image,
     Kubernetes,
     Label,
-    LabelKey,
+    SecretKey,
     Section,
     Size,
     Slurm,
-    Subdomain,
     Text,
     Values,
     Variable,
+    Volume,
     Word,
     seconds,
 )
@@ -55,47 +56,13 @@ CPUS_A_GPU, MEMORY_A_GPU = 4, 16
 """Cores and GiB."""
 IN_A_PROFILE = ("slurm", "env", "cpus", "memory", "time_limit", "max_restarts", "grace_seconds", "shards", "gpus")
 """Settings that a cluster profile may hold: they describe a cluster, not a job."""
+IN_A_CONTAINER = "/tmp"  # noqa: S108 - the container's own, and the only place that is always writable
+GRACE_MARGIN = 30
+"""Seconds between the end of the ranks' grace and the cluster's SIGKILL: time to fsync and to unwind."""
 CODE_PARTS = "/lockstep/code"
 """Where a container finds the archive of the job's code, in pieces."""
 RESERVED = ("/", "/dev", "/dev/shm", "/proc", "/sys", "/tmp", CODE_PARTS)  # noqa: S108 - paths of the container
 """Paths at which a container has its own files."""
-
-
-class Code(Section):
-    path: Text = Field(default=".", min_length=1, max_length=1024)
-    """The folder, seen from the job file's; where there is no file, from the current one."""
-    hash: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
-    """Identity of the code, which submit finds. One that is given names a copy that this machine keeps still."""
-    packed: int = Field(default=0, ge=0)
-    """Bytes of its archive, which submit finds, too."""
-
-
-def _folder(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else value
-
-
-def _or_text(schema: dict[str, Any]) -> None:
-    schema["anyOf"].insert(0, {"type": "string"})
-
-
-CodeOrNone = Annotated[Code | None, BeforeValidator(_folder), Field(json_schema_extra=_or_text)]
-"""`code: .` is `code: {path: .}`."""
-
-
-class Volume(Section):
-    claim: Subdomain
-    """The PersistentVolumeClaim (Kubernetes) or named volume (Compose)."""
-    path: AbsolutePath
-    """Where it is mounted."""
-    read_only: bool = False
-    """Mounted read-only in the training job; `lockstep prepare` mounts it writable."""
-
-
-class SecretKey(Section):
-    secret: Subdomain
-    """Name of the Secret."""
-    key: LabelKey
-    """Key within it."""
 
 
 def _amounts_of(gpus: int) -> dict[str, Any]:
@@ -478,3 +445,115 @@ def load_profile(name: str) -> dict[str, Any]:
 def json_schema() -> dict[str, Any]:
     """JSON Schema of job.yaml, for editors."""
     return settings.json_schema(JobSpec)
+
+
+def launch_command(
+    spec: JobSpec, run_dir: str, python: str = "python", exit_codes: str = "plain", linger: int = 0, code: str = "",
+    here: str = IN_A_CONTAINER,
+) -> list[str]:  # fmt: skip
+    """The launcher of one node with what it shall run. Number of nodes and ranks come from the environment.
+
+    Args:
+        linger: seconds that the other nodes stay after rank 0's, or after the one that has failed.
+        code: where the job's code lies unpacked; "": in pieces, at `CODE_PARTS`.
+        here: the folder that the job starts in.
+    """
+    command = [python, "-m", "lockstep.training", "launch", "--max-restarts", str(spec.max_restarts)]
+    command += ["--grace", str(spec.grace_seconds), *(["--live"] if spec.live else [])]
+    if spec.nodes > 1:
+        command += ["--join-timeout", str(spec.join_seconds)]
+        command += ["--linger", str(linger)] if linger else []
+    if exit_codes != "plain":
+        # There the cluster replaces a failed node without counting, so the launcher counts, on the shared volume.
+        command += ["--exit-codes", exit_codes, "--restarts-dir", f"{run_dir}/restarts"]
+    if spec.code is not None:
+        command += ["--code", code_identity(spec), *(["--code-folder", code] if code else ["--code-parts", CODE_PARTS])]
+    if spec.command is not None:
+        command += ["--session", session_options(spec, run_dir)]
+    return command + rank_command(spec, run_dir, here)
+
+
+def code_identity(spec: JobSpec) -> str:
+    """Of the spec's code, which has been looked at by now."""
+    assert spec.code is not None
+    if spec.code.hash is None:
+        raise UserError(f"{spec.name}: its code has not been read yet (lockstep.jobs.snapshots.resolve)")
+    return spec.code.hash
+
+
+def rank_command(spec: JobSpec, run_dir: str, here: str = IN_A_CONTAINER) -> list[str]:
+    """The part after `launch`'s own flags. With code of one's own data stay where they would be without: the ranks are elsewhere."""
+    if spec.command is not None:
+        return ["--", *spec.command]
+    assert spec.recipe is not None
+    config = spec.config if spec.gpus or spec.code is not None else None
+    settings = _settings(spec)
+    if spec.shards is not None and not set(spec.overrides) & {"data.shards", "shards"}:
+        settings.append(f"data.shards={spec.shard_folder}")
+    settings += _device(spec) if config is None or config.device == "auto" else []
+    if spec.code is not None and config is not None and not Path(config.data.root).is_absolute():
+        settings.append(f"data.root={Path(here) / config.data.root}")
+    fresh = ["--fresh-once", spec.fresh] if spec.fresh is not None else []
+    return ["run", spec.recipe, "--run-dir", run_dir, *fresh, "--log-format", "json", "--set", *settings]
+
+
+def session_options(spec: JobSpec, run_dir: str) -> str:
+    """What the `Session` of a program of one's own takes from the job: the same that a recipe's words say."""
+    asked = bool(spec.overrides) or spec.fresh is not None
+    return SessionOptions(
+        run_dir, ("log.format=json", *_settings(spec), *_device(spec)), spec.fresh or "", asked
+    ).text()
+
+
+def _settings(spec: JobSpec) -> list[str]:
+    graced = set(spec.overrides) & {"preempt.grace_seconds", "grace_seconds"}
+    return spec.assignments() + ([] if graced else [f"preempt.grace_seconds={spec.grace_seconds}"])
+
+
+def _device(spec: JobSpec) -> list[str]:
+    """Left to itself, a run that sees no GPU trains on the CPU, and says so in one line."""
+    return ["device=cuda"] if spec.gpus and "device" not in spec.overrides else []
+
+
+def shard(spec: JobSpec, python: str = "python") -> list[str]:
+    """The command of `lockstep prepare`: writes the recipe's shards once. `spec.shards` is set."""
+    assert spec.recipe is not None and spec.shards is not None
+    command = [python, "-m", "lockstep.training", "shard", spec.recipe, "--out", str(spec.shard_folder)]
+    own = [text for text in spec.assignments() if text.split("=")[0] not in ("data.shards", "shards")]
+    return [*command, "--set", "data.root=/tmp/data", *own]
+
+
+def preparation(spec: JobSpec, python: str = "python") -> JobSpec:
+    """The job of one rank that writes the recipe's shards, once. Raises `UserError` for a spec without shards."""
+    if spec.recipe is None or spec.shards is None:
+        raise UserError(f"{spec.name} has no shards: set recipe and shards, e.g. shards: /data/digits")
+    return spec.on_cpu().model_copy(
+        update={
+            "name": preparation_name(spec.name), "command": shard(spec, python), "nodes": 1, "ranks_per_node": 1,
+            "recipe": None, "shards": None, "code": None, "fresh": None, "overrides": {}, "live": False, "max_restarts": 1,
+            "time_limit": f"{max(1, min(spec.deadline_seconds, 6 * 3600) // 60)}m", "join_timeout": None,
+            "volumes": [volume.model_copy(update={"read_only": False}) for volume in spec.volumes],
+            "run_dir": None if spec.shards_in_a_bucket else spec.shards,
+            "k8s": spec.k8s.model_copy(update={"rdma": {}, "topology": None, "hugepages": None, "patch": {}}),
+        }
+    )  # fmt: skip
+
+
+def preparation_name(name: str) -> str:
+    """Returns the name of the preparation of this job: at most 40 characters and an end, so that pods of every kind can have it. Two
+    long names stay two."""
+    short = name if len(name) <= 40 else f"{name[:31].rstrip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return f"{short}-prepare"
+
+
+def prepares(command: object) -> bool:
+    """Whether the command of a spec is that of a `preparation`, with any interpreter."""
+    return isinstance(command, list) and command[1:4] == ["-m", "lockstep.training", "shard"]
+
+
+def check_preparation(name: str, plain: Mapping[str, Any]) -> None:
+    """Raises `UserError` where the job that has a preparation's name is another one."""
+    if not prepares(plain.get("command")):
+        raise UserError(
+            f"`lockstep prepare` uses the name {name}, and another job has it: remove that job, or rename this one"
+        )

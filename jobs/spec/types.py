@@ -6,7 +6,7 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
 from lockstep.training.config import settings
@@ -168,6 +168,43 @@ PLACES: dict[str, tuple[str, ...]] = {"k8s": ("namespace", "context"), "slurm": 
 """The sections, each with the settings that say where a job goes. Those are no part of what the job is."""
 RESERVED_MARKS = ("lockstep/", "app.kubernetes.io/managed-by", "container.apparmor.", "prometheus.io/")
 """Begins of labels and annotations that only Lockstep gives to a job's pods."""
+
+
+class Code(Section):
+    path: Text = Field(default=".", min_length=1, max_length=1024)
+    """The folder, seen from the job file's; where there is no file, from the current one."""
+    hash: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    """Identity of the code, which submit finds. One that is given names a copy that this machine keeps still."""
+    packed: int = Field(default=0, ge=0)
+    """Bytes of its archive, which submit finds, too."""
+
+
+def _folder(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+def _or_text(schema: dict[str, Any]) -> None:
+    schema["anyOf"].insert(0, {"type": "string"})
+
+
+CodeOrNone = Annotated[Code | None, BeforeValidator(_folder), Field(json_schema_extra=_or_text)]
+"""`code: .` is `code: {path: .}`."""
+
+
+class Volume(Section):
+    claim: Subdomain
+    """The PersistentVolumeClaim (Kubernetes) or named volume (Compose)."""
+    path: AbsolutePath
+    """Where it is mounted."""
+    read_only: bool = False
+    """Mounted read-only in the training job; `lockstep prepare` mounts it writable."""
+
+
+class SecretKey(Section):
+    secret: Subdomain
+    """Name of the Secret."""
+    key: LabelKey
+    """Key within it."""
 
 
 class Toleration(Section):

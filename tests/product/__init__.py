@@ -26,7 +26,7 @@ AS_THEY_ARE = {
     "Status": "jobs.status:Status",
     "Streams": "jobs.process:Streams",  # for a backend's `execute`: three descriptors
     "Unreachable": "jobs.status:Unreachable",
-    "backend": "jobs.job:backend_of",  # by its name on the command line
+    "backend": "jobs.backend:backend_of",  # by its name on the command line
     "command_line": "jobs.cli.main:main",  # what the program `lockstep` runs; ends with SystemExit
     "copy_of_code": "jobs.snapshots:unpacked",  # identity → the folder that local jobs run it in
     "kept_code": "jobs.snapshots:folder",  # identity → the copy that a cluster's nodes run

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from lockstep import JobSpec
 
 _archive = Inside("wire.archive")
-_command = Inside("jobs.command")
+_backend = Inside("jobs.backend")
+_model = Inside("jobs.spec.model")
 _compose = Inside("jobs.compose.render")
 _k8s = Inside("jobs.kubernetes.api")
 _k8s_backend = Inside("jobs.kubernetes.backend")
 _manifest = Inside("jobs.manifest")
-_job = Inside("jobs.job")
 _snapshots = Inside("jobs.snapshots")
 
 
@@ -55,13 +55,13 @@ def on_clock(backend: Any, clock: Any, patch: pytest.MonkeyPatch) -> None:
 
 def manifests(name: str, spec: JobSpec) -> tuple[list[dict[str, Any]], str]:
     """What a cluster's backend makes of a job: the objects, and the text that `render` prints."""
-    objects = _job.backend_of(name).manifests(spec)
+    objects = _backend.backend_of(name).manifests(spec)
     return objects, _manifest.to_yaml(objects)
 
 
 def findings(name: str, spec: JobSpec, objects: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     """What the rules of a cluster's backend find in a job, or in other objects for it: id → finding."""
-    rules = _job.backend_of(name).rules()
+    rules = _backend.backend_of(name).rules()
     spec, code = _snapshots.resolve(spec)
     given = manifests(name, spec)[0] if objects is None else objects
     return {item.id: item for item in rules.apply(spec, given, None if code is None else code.paths)}
@@ -69,7 +69,7 @@ def findings(name: str, spec: JobSpec, objects: list[dict[str, Any]] | None = No
 
 def rules(name: str) -> set[str]:
     """The ids of those rules."""
-    return {rule.id for rule in _job.backend_of(name).rules().all()}
+    return {rule.id for rule in _backend.backend_of(name).rules().all()}
 
 
 def files_of_code(packed: bytes, identity: str) -> set[str]:
@@ -143,12 +143,12 @@ def lint_of_compose(spec: JobSpec) -> list[Any]:
 
 def words_of_rank(spec: JobSpec, *more: str) -> list[str]:
     """The command of a rank, in `/runs/x`."""
-    return _command.rank(spec, "/runs/x", *more)
+    return _model.rank_command(spec, "/runs/x", *more)
 
 
 def short_grace(patch: pytest.MonkeyPatch) -> None:
     """A local job that does not end after its grace is killed soon, and soon reported as still alive."""
-    patch.setattr("lockstep.jobs.command.GRACE_MARGIN", -3)
+    patch.setattr("lockstep.jobs.local.backend.GRACE_MARGIN", -3)
     patch.setattr("lockstep.jobs.local.supervise.KILL_SECONDS", 2)
 
 
@@ -166,7 +166,7 @@ def slurm_log(folder: Path, job_id: str) -> Iterator[str]:
 
 def break_off_after_code(patch: pytest.MonkeyPatch) -> None:
     """Submissions to Compose are killed when their code is there, and before the first container is."""
-    patch.setattr(_job.backend_of("compose"), "_up", lambda self, job: self._bring_code(job.spec))
+    patch.setattr(_backend.backend_of("compose"), "_up", lambda self, job: self._bring_code(job.spec))
 
 
 def slurm(lost_after: float = 300.0) -> Any:
