@@ -1,7 +1,7 @@
 """Talks to a Kubernetes API server. A failure on the way is either repaired or reported in one line.
 
-The official client brings kubeconfig, credentials and TLS, urllib3 the retries; this adds their bound, one renewal of an
-expired token, and pages. Answers are plain JSON: building the client's objects for 10,000 pods takes seconds.
+The official client brings kubeconfig, credentials and TLS; this adds attempts within a bound, one renewal of an expired
+token, and pages. Answers are plain JSON: building the client's objects for 10,000 pods takes seconds.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import email.utils
 import json
-import logging
+import logging.handlers
 import os
+import random
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -32,6 +33,8 @@ from .observe import ApiError, Failing, Gone
 RETRIED = (429, 500, 502, 503, 504)
 CONNECT_SECONDS = 10.0
 PAGE = 500
+_ONCE = urllib3.Retry(0, redirect=0, allowed_methods=None, retry_after_max=30)
+"""One attempt: the transport's own would each have the whole time."""
 _UNREADABLE = (kubeconfig.ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, KeyError, AttributeError)
 """What reading a kubeconfig may raise."""
 ANONYMOUS = "system:anonymous"
@@ -210,65 +213,6 @@ def checked(text: bytes | str, shape: type[Shape]) -> dict[str, Any]:
     return dict(value)
 
 
-class _Bound(urllib3.Timeout):
-    """The time of one request, all attempts together: each attempt gets what is left. Pauses between them do not count."""
-
-    def __init__(self, seconds: float, sleep: Callable[[float], None]) -> None:
-        super().__init__()
-        self._end, self._sleep, self.attempts = time.monotonic() + seconds, sleep, 0
-
-    @property
-    def left(self) -> float:
-        return min(seconds_to_answer(), self._end - time.monotonic())
-
-    def clone(self) -> urllib3.Timeout:
-        """The timeout of the next attempt."""
-        self.attempts += 1
-        left = max(self.left, 0.001)
-        return urllib3.Timeout(connect=min(left, CONNECT_SECONDS), read=left)
-
-    def pause(self, seconds: float) -> None:
-        seconds = min(seconds, max(0.0, seconds_to_answer()))
-        self._end += seconds
-        self._sleep(seconds)
-
-
-class _Retry(urllib3.Retry):
-    """Backoff, jitter and Retry-After are urllib3's; a request whose time is over is not sent again."""
-
-    bound: _Bound
-
-    @classmethod
-    def within(cls, bound: _Bound, attempts: int) -> _Retry:
-        retry = cls(
-            attempts - 1, redirect=0, status_forcelist=RETRIED, allowed_methods=None, raise_on_status=False,
-            backoff_factor=0.2, backoff_max=8, backoff_jitter=0.2, retry_after_max=30,
-        )  # fmt: skip
-        retry.bound = bound
-        return retry
-
-    def new(self, **changes: Any) -> _Retry:
-        retry = super().new(**changes)
-        retry.bound = self.bound
-        return retry
-
-    def increment(self, *what: Any, **why: Any) -> _Retry:
-        if self.bound.left <= 0:
-            self.total = 0
-        return super().increment(*what, **why)
-
-    def get_retry_after(self, response: urllib3.BaseHTTPResponse) -> float | None:
-        """None also for one that cannot be read, such as `1.5`."""
-        try:
-            return super().get_retry_after(response)
-        except urllib3.exceptions.InvalidHeader:
-            return None
-
-    def sleep(self, response: urllib3.BaseHTTPResponse | None = None) -> None:
-        asked = self.get_retry_after(response) if response is not None else None
-        self.bound.pause(max(self.get_backoff_time(), asked or 0.0))
-
-
 class Api:
     """One API server.
 
@@ -362,7 +306,10 @@ class Api:
     def _attempt(
         self, method: str, path: str, query: dict[str, Any], timeout: float, body: Any, accept: str, stream: bool
     ) -> urllib3.BaseHTTPResponse:
-        """The server's answer, whatever it says, after as many attempts as it takes. Raises `Unreachable`."""
+        """The server's answer, whatever it says, after as many attempts as it takes. Raises `Unreachable`.
+
+        The attempts together have `timeout` seconds: each has what is left. Pauses between them do not count.
+        """
         headers = {"Accept": accept}
         if body is not None:
             headers["Content-Type"] = "application/merge-patch+json" if method == "PATCH" else "application/json"
@@ -370,26 +317,40 @@ class Api:
         _, url, headers, *_ = self._client.param_serialize(
             method, path, query_params=parameters, header_params=headers, auth_settings=["BearerToken"]
         )
-        bound = _Bound(seconds := min(seconds_to_answer(), timeout), self._sleep)
-        if seconds <= 0:
-            raise self._unreachable("was given no time to answer", bound)
-        try:
-            response: urllib3.BaseHTTPResponse = self._client.rest_client.pool_manager.request(
-                method, url, headers=headers, body=None if body is None else json.dumps(body), timeout=bound,
-                retries=_Retry.within(bound, self.attempts), preload_content=not stream,
-            )  # fmt: skip
-        except urllib3.exceptions.HTTPError as error:
-            raise self._unreachable(_network_problem(error, seconds), bound) from None
-        if response.status in RETRIED:
-            failed = self._unreachable(f"answers {response.status}: {_failure(response)[0]}", bound)
-            raise Failing(str(failed)) if response.status >= 500 else failed
-        with contextlib.suppress(TypeError, ValueError):  # a proxy may leave the time out
-            self._ahead = email.utils.parsedate_to_datetime(response.headers["Date"]).timestamp() - time.time()
-        return response
-
-    def _unreachable(self, problem: str, bound: _Bound) -> Unreachable:
-        attempts = f"{bound.attempts} attempts"
-        return Unreachable(f"{self.host} {problem} ({attempts}): check the network and the cluster, then try again")
+        seconds = min(seconds_to_answer(), timeout)
+        end, attempt, again = time.monotonic() + seconds, 0, seconds > 0
+        failure: type[Unreachable] = Unreachable
+        problem = "was given no time to answer"
+        while again:
+            attempt += 1
+            left, asked = max(min(seconds_to_answer(), end - time.monotonic()), 0.001), None
+            try:
+                response: urllib3.BaseHTTPResponse = self._client.rest_client.pool_manager.request(
+                    method, url, headers=headers, body=None if body is None else json.dumps(body), preload_content=not stream,
+                    timeout=urllib3.Timeout(connect=min(left, CONNECT_SECONDS), read=left), retries=_ONCE,
+                )  # fmt: skip
+                if response.status not in RETRIED:
+                    with contextlib.suppress(TypeError, ValueError):  # a proxy may leave the time out
+                        date = email.utils.parsedate_to_datetime(response.headers["Date"])
+                        self._ahead = date.timestamp() - time.time()
+                    return response
+                failure = Failing if response.status >= 500 else Unreachable
+                problem = f"answers {response.status}: {_failure(response)[0]}"
+                with contextlib.suppress(urllib3.exceptions.InvalidHeader):  # such as `1.5`
+                    asked = _ONCE.get_retry_after(response)
+            except urllib3.exceptions.HTTPError as error:
+                failure, problem = Unreachable, _network_problem(error, seconds)
+                # A redirect stays one.
+                again = isinstance(error, urllib3.exceptions.MaxRetryError) and not isinstance(
+                    error.reason, urllib3.exceptions.ResponseError
+                )
+            again = again and attempt < self.attempts and min(seconds_to_answer(), end - time.monotonic()) > 0
+            if again:
+                backoff = 0.2 * 2 ** (attempt - 1) + random.uniform(0, 0.2) if attempt > 1 else 0.0  # noqa: S311
+                pause = min(max(backoff, asked or 0.0), max(0.0, seconds_to_answer()))
+                end += pause
+                self._sleep(pause)
+        raise failure(f"{self.host} {problem} ({attempt} attempts): check the network and the cluster, then try again")
 
     def pages(self, path: str, **query: Any) -> Iterator[dict[str, Any]]:
         """All objects of a list, a page at a time. A list that expires half-way begins again, without doubles."""
@@ -453,7 +414,8 @@ def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configura
         return inside, namespace
 
     def outside() -> kube.Configuration:
-        configuration, failures = kube.Configuration(), _Errors()
+        configuration, failures = kube.Configuration(), logging.handlers.BufferingHandler(1000)
+        failures.setLevel(logging.ERROR)
         logging.getLogger().addHandler(failures)
         try:
             kubeconfig.load_kube_config(
@@ -464,8 +426,8 @@ def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configura
             raise UserError(f"cannot read the kubeconfig ({reason}): set KUBECONFIG, or choose --context") from None
         finally:
             logging.getLogger().removeHandler(failures)
-        if failures.messages:
-            reason = " ".join(failures.messages[0].removeprefix("exec: ").split())[:500]
+        if failures.buffer:  # of the plugin: the client then continues without credentials
+            reason = " ".join(failures.buffer[0].getMessage().removeprefix("exec: ").split())[:500]
             raise LoggedOut(f"the kubeconfig's credential plugin failed ({reason}): log in again, then retry")
         configuration.refresh_api_key_hook = None  # what has expired is asked for again when the server says so
         return configuration
@@ -476,17 +438,6 @@ def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configura
         return outside, "default"
     chosen = next((item for item in contexts if item["name"] == context), current) if context else current
     return outside, str(chosen.get("context", {}).get("namespace") or "default")
-
-
-class _Errors(logging.Handler):
-    """Collects what the client logs about a credential plugin that fails; the client then continues without credentials."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 def _network_problem(error: urllib3.exceptions.HTTPError, seconds: float) -> str:
