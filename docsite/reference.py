@@ -151,7 +151,7 @@ def recipe_page() -> str:
 def rules() -> list[Any]:
     """Returns the lint rules of all backends, by id."""
     found = [backend_of(name) for name in BACKENDS]
-    known = {rule.id: rule for one in found if issubclass(one, Cluster) for rule in one.rules().all()}
+    known = {rule.id: rule for one in found if issubclass(one, Cluster) for rule in one.rules.all()}
     return [known[id] for id in sorted(known)]
 
 

@@ -289,7 +289,9 @@ class Backend(abc.ABC):
 
     def _submit(self, specs: Specs, mode: Mode) -> Sent:
         """Decides about all jobs before it creates one."""
-        jobs, done = self.prepared_all(snapshots.snapshot_all(specs)), list[SubmitResult]()
+        if any(spec.code is not None for spec in specs):
+            specs = snapshots.snapshot_all(specs)
+        jobs, done = self.prepared_all(specs), list[SubmitResult]()
         refuse({job.spec.name: job.findings for job in jobs}, self.name)
         with self.exclusive():
             decided = [self._resolve_existing(job, mode) for job in jobs]
@@ -379,6 +381,7 @@ class Backend(abc.ABC):
 
     def require(self, name: str) -> JobRecord:
         """The job of that name. Raises `UserError` where there is none."""
+        records.check_name(name)
         known = self.find(name)
         if known is None:
             raise UserError(f"there is no {self.name} job {name}{self.scope}: see `lockstep list {self.name}`")
@@ -531,15 +534,13 @@ class Backend(abc.ABC):
 class Cluster(Backend):
     """A backend that hands a manifest to a cluster. The class methods ask none: same spec, same bytes."""
 
+    rules: ClassVar[Rules[Any]]
+    """The lint rules that read `manifests`."""
+
     @classmethod
     @abc.abstractmethod
     def manifests(cls, spec: JobSpec) -> Manifests:
         """What `lockstep render` prints, in order; lint reads it."""
-
-    @classmethod
-    @abc.abstractmethod
-    def rules(cls) -> Rules[Any]:
-        """The lint rules that read `manifests`."""
 
     @classmethod
     @abc.abstractmethod
@@ -565,15 +566,11 @@ class Cluster(Backend):
     def lint(cls, spec: JobSpec) -> Findings:
         """What is wrong with a job, before it is submitted."""
         spec, code = snapshots.resolve(spec)
-        return cls.rules().apply(spec, cls.manifests(spec), code.paths if code is not None else None)
-
-    def sent(self, spec: JobSpec, runs: Sequence[JobSpec]) -> Manifests:  # noqa: ARG002 - for a backend with arrays
-        """`manifests` as this submission sends them."""
-        return self.manifests(spec)
+        return cls.rules.apply(spec, cls.manifests(spec), code.paths if code is not None else None)
 
     def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Submission:
-        manifests = self.sent(spec, runs)
-        return Submission(spec, runs, manifests, self.rules().apply(spec, manifests))
+        manifests = self.manifests(spec)
+        return Submission(spec, runs, manifests, self.rules.apply(spec, manifests))
 
 
 def backend_of(name: str) -> type[Backend]:

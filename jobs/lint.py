@@ -10,7 +10,7 @@ import posixpath
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from lockstep.training.config.settings import nearest
 from lockstep.training.contract import UserError
@@ -60,20 +60,20 @@ def refuse(jobs: Mapping[str, list[Finding]], backend: str) -> None:
             raise UserError(f"{name}: {refused[0]}{more}")
 
 
+@dataclass
 class Subject:
     """What the rules look at: the spec and the final manifests. A backend adds how its manifests are read."""
 
-    kind: str = ""
-    """Which of several kinds of manifest this is; empty where there is only one, or a patch has taken it away."""
-
-    volumes: bool = False
-    """The job runs in an image, and sees no folder but those of its `volumes`."""
-
+    spec: JobSpec
+    objects: list[Manifest]
     files: Collection[str] | None = None
     """Paths of the code that travels; None if the code was not read."""
 
-    def __init__(self, spec: JobSpec, objects: list[Manifest]) -> None:
-        self.spec, self.objects = spec, objects
+    kind: ClassVar[str] = ""
+    """Which of several kinds of manifest this is; empty where there is only one."""
+
+    volumes: ClassVar[bool] = False
+    """The job runs in an image, and sees no folder but those of its `volumes`."""
 
     @property
     def image(self) -> str | None:
@@ -134,8 +134,7 @@ class Rules(Generic[S]):
         Args:
             files: paths of the code that travels; None if the code was not read.
         """
-        subject = self.subject(spec, objects)
-        subject.files = files
+        subject = self.subject(spec, objects, files)
         findings = [
             Finding(rule.id, rule.level, message)
             for rule in self.all()
@@ -149,16 +148,11 @@ COMMON = Rules(Subject)
 """What `lockstep lint` looks at for every backend."""
 
 
-def documentation(image: str) -> bool:
-    """Returns whether the image's registry is a name that cannot be registered."""
-    host, slash, _ = image.partition("/")
-    return bool(slash and _DOCUMENTATION.fullmatch(host))
-
-
 @COMMON.rule("LJ001")
 def documented_registry(subject: Subject) -> Iterator[str]:
     """A registry whose name is kept for documentation has no image."""
-    if documentation(subject.image or ""):
+    host, slash, _ = (subject.image or "").partition("/")
+    if slash and _DOCUMENTATION.fullmatch(host):
         yield (
             f"image {subject.image}: the registry's name is one for documentation, and leads nowhere (RFC 2606): "
             "push the image to yours (make push IMAGE=registry/name), and name it: --image registry/name@sha256:…"

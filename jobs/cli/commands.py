@@ -284,7 +284,7 @@ def lint(
 
     if rules:
         backends = [backend_of(name) for name in BACKENDS]
-        known = {rule.id: rule for kind in backends if issubclass(kind, Cluster) for rule in kind.rules().all()}
+        known = {rule.id: rule for kind in backends if issubclass(kind, Cluster) for rule in kind.rules.all()}
         rows = [{"id": id, "level": known[id].level, "title": known[id].title} for id in sorted(known)]
         return answer(as_json, rows, (f"{row['id']}  {row['level']:7}  {row['title']}" for row in rows))
     spec = job.spec(backend)

@@ -24,7 +24,6 @@ from lockstep.wire import hangs
 
 from .. import records, snapshots
 from ..backend import Checks, Cluster, JobRecord, Lines, Manifests, Submission
-from ..lint import Rules
 from ..logs import Stamped, merge_tail, of_rank
 from ..manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
 from ..process import Streams, exec_command, run
@@ -53,6 +52,7 @@ class ComposeBackend(Cluster):
     """
 
     name = "compose"
+    rules = rendering.RULES
     secrets_from = "set it in the environment, Compose takes it from there"
 
     def __init__(self, interval: float = 0.5) -> None:
@@ -65,10 +65,6 @@ class ComposeBackend(Cluster):
         return [rendering.render(spec)]
 
     @classmethod
-    def rules(cls) -> Rules[rendering.Subject]:
-        return rendering.RULES
-
-    @classmethod
     def preparation(cls, spec: JobSpec) -> tuple[str, object]:
         project = [rendering.render_prepare(spec)]
         return to_yaml(project), project
@@ -78,7 +74,6 @@ class ComposeBackend(Cluster):
         return _check(spec)
 
     def find(self, name: str, submitting: bool = False) -> JobRecord | None:  # noqa: ARG002 - no other process removes a job
-        records.check_name(name)
         nodes = _sorted(engine.containers(*OURS, f"{JOB}={name}"))
         if not nodes:
             return None

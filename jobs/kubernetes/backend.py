@@ -21,7 +21,7 @@ from lockstep.training.contract import UserError
 
 from .. import records, snapshots
 from ..backend import Checks, Cluster, JobRecord, Lines, Manifests, Submission
-from ..lint import Rules, errors, refuse, volume_of
+from ..lint import errors, refuse, volume_of
 from ..logs import PREFIX
 from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, seconds_of, spec_in
 from ..process import Streams
@@ -73,13 +73,15 @@ class KubernetesBackend(Cluster):
     name = "k8s"
     places: ClassVar = {"namespace": "k8s.namespace", "context": "k8s.context"}
     secrets_from = None
+    rules = RULES
     survived = (UserError,)  # rights may come back, too
 
     def __init__(
         self, api: Api, namespace: str, interval: float = 2.0, lost_after: float = 300.0, context: str | None = None
     ) -> None:
         self.api, self.namespace, self.interval, self.lost_after = api, namespace, interval, lost_after
-        self.context = context
+        self.context, self.path = context, partial(render.path_of, namespace)
+        self._policies = f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"
         self.scope = f" in namespace {namespace}"
 
     @classmethod
@@ -101,10 +103,6 @@ class KubernetesBackend(Cluster):
         if spec.k8s.kind == "auto":
             note(f"k8s.kind auto: rendered as {render.kind_of(spec)}, submit takes the kind that the cluster has")
         return super().render(spec, [*runs])
-
-    @classmethod
-    def rules(cls) -> Rules[Any]:
-        return RULES
 
     @classmethod
     def preparation(cls, spec: JobSpec) -> tuple[str, object]:
@@ -134,19 +132,10 @@ class KubernetesBackend(Cluster):
             rows = [Check("cluster", "missing", str(error))]
         return rows if spec is None else [*rows, *findings_as_rows(cls.lint(spec))]  # of the cluster's kind
 
-    def path(self, kind: str, name: str = "") -> str:
-        """Of the jobs of a kind, or of one."""
-        return render.path_of(kind, self.namespace) + (f"/{name}" if name else "")
-
-    @property
-    def _policies(self) -> str:
-        return f"/apis/networking.k8s.io/v1/namespaces/{self.namespace}/networkpolicies"
-
-    def sent(self, spec: JobSpec, runs: Sequence[JobSpec]) -> Manifests:  # noqa: ARG002 - there are no arrays here
-        return render.manifests(spec, uuid.uuid4().hex[:8])
-
     def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = (), kind: str | None = None) -> Submission:
-        return replace(super().prepared(self._with_kind(spec, kind), runs), original=spec)
+        own = self._with_kind(spec, kind)
+        manifests = render.manifests(own, uuid.uuid4().hex[:8])
+        return Submission(own, runs, manifests, RULES.apply(own, manifests), original=spec)
 
     def prepared_all(self, specs: Sequence[JobSpec]) -> Sequence[Submission]:
         """New runs are of the last one's kind: its name is the longest."""
@@ -196,7 +185,6 @@ class KubernetesBackend(Cluster):
         return not why
 
     def find(self, name: str, submitting: bool = False) -> JobRecord | None:
-        records.check_name(name)
         job = self._find(name)
         if job is None:
             return None
@@ -224,7 +212,7 @@ class KubernetesBackend(Cluster):
     def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:
         """Another command may have sent the same spec at the same time: then that one has made the job."""
         spec, (policy, rendered) = job.spec, job.manifests
-        submission = render.submission_in(policy, spec)
+        submission = policy["metadata"]["name"].removeprefix(f"{spec.name}-")
         marks = {"annotations": {SUBMISSION: submission, INCOMPLETE: "true"}, "labels": {KUEUE_QUEUE: None}}
         if old is not None:
             self._delete(old)
@@ -241,7 +229,7 @@ class KubernetesBackend(Cluster):
             raise UserError(f"{spec.name} is being deleted by someone else: submit it again when it is gone")
         if get(live, "metadata", "labels", HASH) != spec.hash():
             raise UserError(f"{spec.name} was submitted by someone else just now, with another spec")
-        made = submission_of(live) == submission
+        made = get(live, "metadata", "annotations", SUBMISSION) == submission
         try:
             self._complete(spec, live, job.manifests if made else None)
         except UserError as error:
@@ -267,9 +255,13 @@ class KubernetesBackend(Cluster):
         Raises:
             UserError: the code does not fit, or is not here any more; the server refuses.
         """
-        submission = submission_of(live) or RENDERED
+        submission = str(get(live, "metadata", "annotations", SUBMISSION) or RENDERED)
         policy, job = rendered or render.manifests(spec, submission)
-        owned = {"metadata": {"ownerReferences": [_owner(job, live)]}}
+        # Without `blockOwnerDeletion`, which needs additional rights.
+        owner = {key: job[key] for key in ("apiVersion", "kind")} | {
+            key: get(live, "metadata", key) for key in ("name", "uid")
+        }
+        owned = {"metadata": {"ownerReferences": [owner]}}
         self._bring(self._policies, merge(policy, owned))
         if spec.code is not None:
             packed, maps = snapshots.packed(code_identity(spec)), f"/api/v1/namespaces/{self.namespace}/configmaps"
@@ -518,11 +510,6 @@ def _row(job: Manifest) -> JobSummary:
     return JobSummary(get(job, "metadata", "name"), state_of(job), nodes if isinstance(nodes, int) else 1, created)
 
 
-def submission_of(job: Manifest) -> str:
-    """The word of the submission that made a job; "" where lockstep did not submit it."""
-    return str(get(job, "metadata", "annotations", SUBMISSION) or "")
-
-
 def _suspended(job: Manifest, value: bool | None) -> Manifest:
     """Where a job says whether it waits; None: as it was rendered."""
     place = job["spec"] if job["kind"] == "TrainJob" else job["spec"]["runPolicy"]
@@ -536,12 +523,6 @@ def _deletion(item: Manifest) -> dict[str, Any]:
     return {
         "apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground", "preconditions": conditions,
     }  # fmt: skip
-
-
-def _owner(job: Manifest, live: Manifest) -> dict[str, Any]:
-    """Returns the reference to the owner, without `blockOwnerDeletion`, which needs additional rights."""
-    names = {key: get(live, "metadata", key) for key in ("name", "uid")}
-    return {"apiVersion": job["apiVersion"], "kind": job["kind"], **names}
 
 
 BACKEND = KubernetesBackend

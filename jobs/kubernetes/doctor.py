@@ -98,7 +98,7 @@ class Doctor:
         return [kind for kind, there in served if there] or [*KINDS]
 
     def _serves(self, kind: str) -> bool:
-        return self.api.find(render.path_of(kind, self.namespace), Listing, limit=1) is not None
+        return self.api.find(render.path_of(self.namespace, kind), Listing, limit=1) is not None
 
     def _who(self) -> Rows:
         body = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}

@@ -70,10 +70,10 @@ _FOUND_BY = re.compile(
 """Places by which Lockstep finds a job and its pods, and what must stay a mapping or a list."""
 
 
-def path_of(kind: str, namespace: str) -> str:
-    """Where the server has the jobs of a kind."""
+def path_of(namespace: str, kind: str, name: str = "") -> str:
+    """Where the server has the jobs of a kind, or one of them."""
     version, plural = KINDS[kind]
-    return f"/apis/{version}/namespaces/{namespace}/{plural}"
+    return f"/apis/{version}/namespaces/{namespace}/{plural}{f'/{name}' if name else ''}"
 
 
 def kind_of(spec: JobSpec) -> str:
@@ -98,12 +98,6 @@ def of_hash(spec: JobSpec, value: str) -> JobSpec:
 def manifests(spec: JobSpec, submission: str = RENDERED) -> list[Manifest]:
     """[NetworkPolicy, PyTorchJob or TrainJob]: the objects of a job but those of its code, with `patch`."""
     return [network_policy(spec, submission), patched(job(spec, submission), spec.k8s.patch, MERGED_BY)]
-
-
-def submission_in(policy: Manifest, spec: JobSpec) -> str:
-    """The word that a job's NetworkPolicy was rendered with."""
-    word = str(policy["metadata"]["name"]).removeprefix(f"{spec.name}-")
-    return RENDERED if word == spec.hash() else word
 
 
 def job(spec: JobSpec, submission: str = RENDERED) -> Manifest:
@@ -242,7 +236,7 @@ def pod_spec(spec: JobSpec, submission: str) -> Manifest:
 
 
 def container(spec: JobSpec, mounts: list[Manifest]) -> Manifest:
-    linger = LINGER_SECONDS if kind_of(spec) == "PyTorchJob" else 0
+    linger = LINGER_SECONDS if spec.k8s.kind == "PyTorchJob" else 0
     words = launch_command(spec, spec.run_directory, exit_codes="kubernetes", linger=linger)
     ports = [{"name": "pytorchjob-port", "containerPort": RENDEZVOUS_PORT}]
     ports += [{"name": f"metrics-{rank}", "containerPort": spec.metrics_port + rank} for rank in range(spec.ranks)]
@@ -334,7 +328,7 @@ def _storage(spec: JobSpec, submission: str) -> tuple[list[Manifest], list[Manif
     for index, volume in enumerate(spec.volumes):
         again = volume.claim in names
         name = names.setdefault(volume.claim, f"claim-{len(names)}")
-        if again and kind_of(spec) == "TrainJob":  # whose mounts are keyed by the name
+        if again and spec.k8s.kind == "TrainJob":  # whose mounts are keyed by the name
             again, name = False, f"{name}-{index}"
         if not again:
             volumes.append({"name": name, "persistentVolumeClaim": {"claimName": volume.claim}})
@@ -423,10 +417,10 @@ class Subject(lint.Subject):
     @cached_property
     def patched(self) -> list[Change]:
         """What the patch has made of the rendered job."""
-        policy = next((item for item in self.objects if item.get("kind") == "NetworkPolicy"), None)
-        if policy is None or not self.spec.k8s.patch:
+        if not self.spec.k8s.patch:
             return []
-        return [*changes(job(self.spec, submission_in(policy, self.spec)), self.job)]
+        plain = job(self.spec)  # of any submission: a patch does the same to each
+        return [*changes(plain, patched(plain, self.spec.k8s.patch, MERGED_BY))]
 
     @cached_property
     def environment(self) -> dict[str, Any]:
@@ -481,12 +475,14 @@ def ports(subject: Subject) -> Iterator[str]:
 @rule("LS028")
 def found_by(subject: Subject) -> Iterator[str]:
     """A patch may not change names and labels, by which Lockstep finds a job and its pods."""
+    if not subject.patched:
+        return
     for change in subject.patched:
         if change.ours and _FOUND_BY.fullmatch(change.path):
             yield f"k8s.patch changes {change.path}, by which Lockstep finds the job and its pods: leave it out"
     name = CONTAINERS[subject.kind]
     names = [item.get("name") for item in mappings(get(template(subject.job), "spec", "containers"))]
-    if subject.patched and name not in names:
+    if name not in names:
         yield f"k8s.patch leaves no container {name}, in which the ranks run: keep its name"
 
 

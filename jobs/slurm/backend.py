@@ -21,7 +21,6 @@ from lockstep.wire import submitit_api
 
 from .. import process, records, snapshots
 from ..backend import Checks, Cluster, JobRecord, Lines, Manifests, Specs, Submission
-from ..lint import Rules
 from ..logs import follow as follow_logs
 from ..process import Streams, exec_command, signal_command
 from ..records import SlurmJob
@@ -30,7 +29,7 @@ from ..status import JobSummary, State, Status, SubmitResult, Unreachable, warn
 from . import observe, render, submission
 from .doctor import check, rows
 from .observe import Evidence, Query
-from .render import RULES, Subject
+from .render import RULES
 
 Rows = list[JobSummary]  # named here, because `list` is a method below
 NOISE = re.compile(rb"submitit [A-Z]+ \([0-9]{4}-")
@@ -48,6 +47,7 @@ class SlurmBackend(Cluster):
     name = "slurm"
     places: ClassVar = {"host": "slurm.host"}
     arrays = True
+    rules = RULES
     secrets_from = "set it in the environment, SLURM takes it along"
 
     def __init__(self, interval: float = 2.0, lost_after: float = 300.0) -> None:
@@ -77,10 +77,6 @@ class SlurmBackend(Cluster):
         return sent["script"], {"script": sent["script"], "parameters": sent["parameters"]}
 
     @classmethod
-    def rules(cls) -> Rules[Subject]:
-        return RULES
-
-    @classmethod
     def preparation(cls, spec: JobSpec) -> tuple[str, object]:
         own = preparation(spec, render.interpreter(spec))
         script = render.script(own, render.submitit_folder(own.name))
@@ -90,9 +86,10 @@ class SlurmBackend(Cluster):
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:  # noqa: ARG003 - this machine is one of it
         return check(spec)
 
-    def sent(self, spec: JobSpec, runs: Sequence[JobSpec]) -> Manifests:
+    def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Submission:
         folder, after = render.submitit_folder(spec.name), self._preparation(spec)
-        return render.manifests(spec, folder, after, max(1, len(runs)))
+        manifests = render.manifests(spec, folder, after, max(1, len(runs)))
+        return Submission(spec, runs, manifests, RULES.apply(spec, manifests))
 
     def preflight(self, job: Submission) -> Checks:
         """What sbatch takes is no reason against it: sinfo and sacctmgr may not show all that it knows."""
@@ -149,7 +146,6 @@ class SlurmBackend(Cluster):
         return str(known.handle.job_id)
 
     def find(self, name: str, submitting: bool = False) -> JobRecord | None:
-        records.check_name(name)
         folder = self.folder / name
         record = SlurmJob.read(folder / observe.JOB)
         if record is None:

@@ -316,7 +316,7 @@ class JobSpec(Section):
         for name in values:
             if values[name] is None:  # a heading with nothing but comments below it
                 values[name] = settings.empty(cls, name)
-        values = _over(below or {}, values)
+        values = _over(below, values) if below else values
         for name, value in (assignments or {}).items():
             place(values, name, value)
         spec = settings.build(cls, values, f"{path} with its profile" if below else str(path), text=text)

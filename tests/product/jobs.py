@@ -61,7 +61,7 @@ def manifests(name: str, spec: JobSpec) -> tuple[list[dict[str, Any]], str]:
 
 def findings(name: str, spec: JobSpec, objects: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     """What the rules of a cluster's backend find in a job, or in other objects for it: id → finding."""
-    rules = _backend.backend_of(name).rules()
+    rules = _backend.backend_of(name).rules
     spec, code = _snapshots.resolve(spec)
     given = manifests(name, spec)[0] if objects is None else objects
     return {item.id: item for item in rules.apply(spec, given, None if code is None else code.paths)}
@@ -69,7 +69,7 @@ def findings(name: str, spec: JobSpec, objects: list[dict[str, Any]] | None = No
 
 def rules(name: str) -> set[str]:
     """The ids of those rules."""
-    return {rule.id for rule in _backend.backend_of(name).rules().all()}
+    return {rule.id for rule in _backend.backend_of(name).rules.all()}
 
 
 def files_of_code(packed: bytes, identity: str) -> set[str]:
