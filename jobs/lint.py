@@ -69,9 +69,6 @@ class Subject:
     files: Collection[str] | None = None
     """Paths of the code that travels; None if the code was not read."""
 
-    kind: ClassVar[str] = ""
-    """Which of several kinds of manifest this is; empty where there is only one."""
-
     volumes: ClassVar[bool] = False
     """The job runs in an image, and sees no folder but those of its `volumes`."""
 
@@ -92,12 +89,11 @@ Checker = Callable[[S], Iterator[str]]
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[S]):
-    """`check` yields messages; its docstring is the rule's title. No `kinds`: for all."""
+    """`check` yields messages; its docstring is the rule's title."""
 
     id: str
     level: Level
     check: Checker[S]
-    kinds: tuple[str, ...]
 
     @property
     def title(self) -> str:
@@ -111,12 +107,12 @@ class Rules(Generic[S]):
         self.subject = subject
         self._rules: dict[str, Rule[S]] = {}
 
-    def rule(self, id: str, level: Level = "error", kinds: tuple[str, ...] = ()) -> Callable[[Checker[S]], Checker[S]]:
+    def rule(self, id: str, level: Level = "error") -> Callable[[Checker[S]], Checker[S]]:
         """Registers a check under an id that never changes its meaning."""
 
         def register(check: Checker[S]) -> Checker[S]:
             assert id not in self._rules, id
-            self._rules[id] = Rule(id, level, check, kinds)
+            self._rules[id] = Rule(id, level, check)
             return check
 
         return register
@@ -135,12 +131,7 @@ class Rules(Generic[S]):
             files: paths of the code that travels; None if the code was not read.
         """
         subject = self.subject(spec, objects, files)
-        findings = [
-            Finding(rule.id, rule.level, message)
-            for rule in self.all()
-            if not rule.kinds or not subject.kind or subject.kind in rule.kinds
-            for message in rule.check(subject)
-        ]
+        findings = [Finding(rule.id, rule.level, message) for rule in self.all() for message in rule.check(subject)]
         return list(dict.fromkeys(findings))
 
 

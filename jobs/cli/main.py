@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -136,10 +136,12 @@ def init(
 
 def _schema() -> None:
     """Print the JSON Schema of job.yaml, for editors."""
-    from ..spec.model import json_schema
+    from lockstep.training.config import settings
+
+    from ..spec.model import JobSpec
     from ..status import show
 
-    show(json_schema())
+    show(settings.json_schema(JobSpec))
 
 
 _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
@@ -166,38 +168,24 @@ _WITHOUT_PLUGINS = ("render", "lint", "schema")
 than to render."""
 
 
-def _add_other(app: typer.Typer, command: str, summary: str, start: Callable[[list[str]], NoReturn]) -> None:
-    """Adds a command that parses its own words, and has its own help. click would take a `--` out of them."""
+def _add_other(app: typer.Typer, command: str, summary: str, module: str | None = None) -> None:
+    """Adds a command that parses its own words, and has its own help. click would take a `--` out of them.
+
+    Args:
+        module: its `main(argv)` runs in this process. None: `python -m lockstep.training COMMAND` takes this process's place, with the
+            name that was typed. Such a command belongs inside a job, and loads torch.
+    """
     taken = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
     help_ = f"{summary[0].upper()}{summary[1:]}."
 
     def run_command(context: typer.Context) -> NoReturn:  # noqa: ARG001 - typer gives the words to it
-        start(command_of(sys.argv[1:])[1:])
+        words = command_of(sys.argv[1:])[1:]
+        if module is not None:
+            raise typer.Exit(importlib.import_module(module).main(words))
+        inside = [sys.executable, "-m", "lockstep.training", command, *words]
+        os.execve(inside[0], inside, {**os.environ, ENV_PROGRAM: "lockstep"})  # noqa: S606 - the words that were typed
 
     app.command(command, help=help_, add_help_option=False, context_settings=taken, options_metavar="…")(run_command)
-
-
-def exec_inside(words: Sequence[str]) -> NoReturn:
-    """`python -m lockstep.training WORDS` takes this process's place: what belongs inside a job, and loads torch.
-
-    It has the name that was typed. Its signals and its exit code are this one's.
-    """
-    command = [sys.executable, "-m", "lockstep.training", *words]
-    os.execve(command[0], command, {**os.environ, ENV_PROGRAM: "lockstep"})  # noqa: S606 - the words that were typed
-
-
-def _inside(command: str) -> Callable[[list[str]], NoReturn]:
-    """`python -m lockstep.training COMMAND` takes this process's place."""
-    return lambda words: exec_inside([command, *words])
-
-
-def _tool(module: str) -> Callable[[list[str]], NoReturn]:
-    """A module that has `main(argv)`, in this process."""
-
-    def start(words: list[str]) -> NoReturn:
-        raise typer.Exit(importlib.import_module(module).main(words))
-
-    return start
 
 
 def app_of(command: str = "") -> typer.Typer:
@@ -218,10 +206,10 @@ def app_of(command: str = "") -> typer.Typer:
     if command not in _COMMANDS:
         for name, summary in COMMANDS.items():
             if name not in INSIDE:
-                _add_other(app, name, summary, _inside(name))
+                _add_other(app, name, summary)
         for name, summary in tools.COMMANDS.items():
-            _add_other(app, name, summary, _tool(f"lockstep.tools.{name}"))
-        _add_other(app, "torture", torture.SUMMARY, _tool("lockstep.torture.command"))
+            _add_other(app, name, summary, f"lockstep.tools.{name}")
+        _add_other(app, "torture", torture.SUMMARY, "lockstep.torture.command")
     return app
 
 

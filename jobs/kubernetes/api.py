@@ -278,12 +278,15 @@ class Api:
         accept: str = "application/json", stream: bool = False,
     ) -> urllib3.BaseHTTPResponse:  # fmt: skip
         """The server's good answer. An expired token is renewed once. Raises `ApiError`, `Gone`, `Unreachable`."""
-        response = self._attempt(method, path, query, timeout, body, accept, stream)
-        if _unknown(response):
+        for is_renewed in (False, True):
+            response = self._attempt(method, path, query, timeout, body, accept, stream)
+            # The server treats a client without credentials as a user without rights.
+            unknown = response.status == 401 or (response.status == 403 and f'"{ANONYMOUS}"' in _failure(response)[0])
+            if is_renewed or not unknown:
+                break
             response.release_conn()
             expired, self._client = self._client, kube.ApiClient(self._load())
             expired.close()
-            response = self._attempt(method, path, query, timeout, body, accept, stream)
         if response.headers.get("Content-Type", "").startswith("text/html") and response.status != 401:
             response.close()
             raise Unreachable(
@@ -294,7 +297,7 @@ class Api:
             return response
         message, reason = _failure(response)
         response.release_conn()
-        if _unknown(response):
+        if unknown:
             raise LoggedOut(f"{self.host} does not accept the credentials (expired?): log in again, then retry")
         if response.status == 410:
             raise Gone(f"{self.host} no longer has the version that was asked for: try again")
@@ -384,11 +387,6 @@ class Api:
             response.close()
         if rest := pieces.rest():
             yield rest.decode(errors="replace")
-
-
-def _unknown(response: urllib3.BaseHTTPResponse) -> bool:
-    """Returns whether the server does not know the user. It treats a client without credentials as a user without rights."""
-    return response.status == 401 or (response.status == 403 and f'"{ANONYMOUS}"' in _failure(response)[0])
 
 
 def _failure(response: urllib3.BaseHTTPResponse) -> tuple[str, str]:

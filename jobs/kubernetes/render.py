@@ -406,7 +406,7 @@ class Subject(lint.Subject):
     volumes = True
 
     @property
-    def kind(self) -> str:  # type: ignore[override]  # read, never set
+    def kind(self) -> str:
         return kind_of(self.spec)
 
     @cached_property
@@ -465,10 +465,11 @@ def durable_run(subject: Subject) -> Iterator[str]:
         )
 
 
-@rule("LS024", kinds=("PyTorchJob",))
+@rule("LS024")
 def ports(subject: Subject) -> Iterator[str]:
     """Each rank has one metrics port, in addition to the operator's port."""
-    if subject.spec.metrics_port <= RENDEZVOUS_PORT < subject.spec.metrics_port + subject.spec.ranks:
+    first, ranks = subject.spec.metrics_port, subject.spec.ranks
+    if subject.kind == "PyTorchJob" and first <= RENDEZVOUS_PORT < first + ranks:
         yield f"two ports have one number: move metrics_port away from {RENDEZVOUS_PORT}"
 
 
@@ -493,10 +494,10 @@ def changed(subject: Subject) -> Iterator[str]:
         yield f"k8s.patch sets {change.path}: {json.dumps(change.value)[:200]}"
 
 
-@rule("LS036", kinds=("TrainJob",))
+@rule("LS036")
 def trainjob_limits(subject: Subject) -> Iterator[str]:
     """What a TrainJob's pods get beyond a patch is set in the runtime."""
-    given = subject.spec.plain().get("k8s", {})
+    given = subject.spec.plain().get("k8s", {}) if subject.kind == "TrainJob" else {}
     for name in ("priority_class", "scheduler_name", "image_pull_policy", "ttl"):
         if name in given:
             yield f"a TrainJob cannot set k8s.{name}: put it into the runtime that k8s.runtime names, or use k8s.kind PyTorchJob"

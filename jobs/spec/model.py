@@ -216,11 +216,6 @@ class JobSpec(Section):
     def deadline_seconds(self) -> int:
         return seconds(self.time_limit)
 
-    @property
-    def join_seconds(self) -> int:
-        """How long a node waits for the others."""
-        return seconds(self.join_timeout) if self.join_timeout else max(60, self.deadline_seconds - self.grace_seconds)
-
     def on_cpu(self) -> Self:
         """The same without GPUs, for what needs none; amounts that followed them follow."""
         derived = _amounts_of(self.gpus)
@@ -442,11 +437,6 @@ def load_profile(name: str) -> dict[str, Any]:
     return values
 
 
-def json_schema() -> dict[str, Any]:
-    """JSON Schema of job.yaml, for editors."""
-    return settings.json_schema(JobSpec)
-
-
 def launch_command(
     spec: JobSpec, run_dir: str, python: str = "python", exit_codes: str = "plain", linger: int = 0, code: str = "",
     here: str = IN_A_CONTAINER,
@@ -461,7 +451,8 @@ def launch_command(
     command = [python, "-m", "lockstep.training", "launch", "--max-restarts", str(spec.max_restarts)]
     command += ["--grace", str(spec.grace_seconds), *(["--live"] if spec.live else [])]
     if spec.nodes > 1:
-        command += ["--join-timeout", str(spec.join_seconds)]
+        longest = max(60, spec.deadline_seconds - spec.grace_seconds)
+        command += ["--join-timeout", str(seconds(spec.join_timeout) if spec.join_timeout else longest)]
         command += ["--linger", str(linger)] if linger else []
     if exit_codes != "plain":
         # There the cluster replaces a failed node without counting, so the launcher counts, on the shared volume.
