@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -60,25 +61,30 @@ class Forgotten(Unreachable):
     """sacct is down, and the controller no longer lists the job."""
 
 
-def run(*command: str, seconds: float = SECONDS) -> Output:
-    """Runs a SLURM command. Raises `UserError` where it is not installed, `Unreachable` where it does not end."""
+def run(*command: str, seconds: float = SECONDS, **options: Any) -> Output:
+    """Runs a SLURM command. Raises `UserError` where it cannot be started, `Unreachable` where it does not end.
+
+    Args:
+        options: of `subprocess.run`.
+    """
+    given = {"env": {**os.environ, "SLURM_TIME_FORMAT": "%s"}, "input": "", **options}
     try:
         return subprocess.run(
-            command, env={**os.environ, "SLURM_TIME_FORMAT": "%s"}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            errors="replace", timeout=seconds, check=False,
-        )  # fmt: skip
-    except FileNotFoundError:
-        raise missing(command[0]) from None
+            command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False, **given
+        )
     except OSError as error:
+        if error.filename != command[0]:  # `cwd`
+            raise UserError(
+                f"cannot run {command[0]} in {error.filename}: {error.strerror}: change to a folder that exists"
+            ) from None
+        if isinstance(error, FileNotFoundError):
+            raise UserError(
+                f"{command[0]} is not installed here: submit from a node of a SLURM cluster, see `lockstep doctor slurm`, "
+                "or set slurm.host"
+            ) from None
         raise UserError(f"cannot run {command[0]}: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise Unreachable(f"{command[0]} did not answer for {seconds:g} s") from None
-
-
-def missing(program: str) -> UserError:
-    return UserError(
-        f"{program} is not installed here: submit from a node of a SLURM cluster, see `lockstep doctor slurm`, or set slurm.host"
-    )
 
 
 def output(*command: str) -> str:

@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -155,13 +154,10 @@ def _refusal(name: str, errors: str) -> UserError:
 def _sbatch(name: str, *words: str, **options: Any) -> observe.Output:
     """Runs sbatch. The ranks start in `render.base_folder()`. Raises `UserError`, `Unreachable`."""
     try:
-        done = subprocess.run(
-            ["sbatch", *words], env=_environment(), capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False,
-            cwd=render.base_folder(), **options,
+        done = observe.run(
+            "sbatch", *words, seconds=SECONDS, env=_environment(), cwd=render.base_folder(), **options
         )  # fmt: skip
-    except FileNotFoundError:
-        raise observe.missing("sbatch") from None
-    except subprocess.TimeoutExpired:
+    except Unreachable:
         raise _refusal(name, f"timed out after {SECONDS:g} s") from None
     if done.returncode:
         raise _refusal(name, done.stderr)
@@ -172,9 +168,7 @@ def _submit(name: str, comment: str, script: Path) -> str:
     """The job's number. Raises `UserError`, `Unreachable`."""
     with (script.parent.parent / SENDING).open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = _sbatch(
-            name, f"--comment={comment}", str(script), stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=[lock.fileno()]
-        )  # fmt: skip
+        done = _sbatch(name, f"--comment={comment}", str(script), start_new_session=True, pass_fds=[lock.fileno()])
     number = re.search(r"job (\d+)", done.stdout)
     if number is None:
         raise _InDoubt(f"sbatch gave no number for {name}, but printed: {observe.one_line(done.stdout)}: submit again")

@@ -125,6 +125,14 @@ def test_sbatch_hears_no_answer(site: Site) -> None:
     assert len(site.called("sbatch")) == 1
 
 
+def test_a_working_folder_that_is_gone_is_named(site: Site) -> None:
+    """sbatch is installed. The folder in which it is to start is not there."""
+    site.env["LOCKSTEP_SLURM_HERE"] = str(site.folder / "gone")
+    done = site.run("submit", "slurm", site.file)
+    assert done.returncode == 2 and f"cannot run sbatch in {site.folder / 'gone'}: " in done.stderr, done
+    assert "not installed" not in done.stderr and not site.kept.exists(), done
+
+
 def started(site: Site, *words: str) -> subprocess.Popen[bytes]:
     command = [PYTHON, "-c", PROGRAM, *words]
     return subprocess.Popen(command, env={**os.environ, **site.env}, stderr=subprocess.DEVNULL)
