@@ -118,10 +118,15 @@ def _staged_folders(
 class _InDoubt(Unreachable):
     """The controller may have taken the job before it fell silent: the record stays, without a number."""
 
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}: submit again, what is there already is not submitted twice")
+
 
 def preflight(name: str, script: str) -> Check:
     """When sbatch expects the job to start. Raises `UserError`, `Unreachable`."""
-    done = _sbatch(name, "--test-only", input=script)
+    done = _sbatch("--test-only", input=script)
+    if done.returncode:
+        raise _refusal(name, done.stderr)
     answer = observe.one_line(done.stderr.replace("sbatch: ", ""))
     start = re.search(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", answer)
     if start is None:
@@ -142,36 +147,32 @@ def _refusal(name: str, errors: str) -> UserError:
     """Returns the complaint of sbatch, without its name."""
     lines = [line for line in errors.splitlines() if "error:" in line] or [errors]
     reason = observe.one_line("; ".join(line.split("error:", 1)[-1].strip() for line in lines))
-    if _IN_DOUBT.search(errors):
-        return _InDoubt(
-            f"the SLURM controller does not answer: {reason}: submit again, what is there already is not submitted twice"
-        )
-    if observe.NO_CONTACT.search(errors):
+    if _IN_DOUBT.search(errors) or observe.NO_CONTACT.search(errors):
         return Unreachable(f"the SLURM controller does not answer: {reason}")
     return UserError(f"SLURM refuses {name}: {reason}")
 
 
-def _sbatch(name: str, *words: str, **options: Any) -> observe.Output:
+def _sbatch(*words: str, **options: Any) -> observe.Output:
     """Runs sbatch. The ranks start in `render.base_folder()`. Raises `UserError`, `Unreachable`."""
-    try:
-        done = observe.run(
-            "sbatch", *words, seconds=SECONDS, env=_environment(), cwd=render.base_folder(), **options
-        )  # fmt: skip
-    except Unreachable:
-        raise _refusal(name, f"timed out after {SECONDS:g} s") from None
-    if done.returncode:
-        raise _refusal(name, done.stderr)
-    return done
+    return observe.run(
+        "sbatch", *words, seconds=SECONDS, env=_environment(), cwd=render.base_folder(), **options
+    )  # fmt: skip
 
 
 def _submit(name: str, comment: str, script: Path) -> str:
     """The job's number. Raises `UserError`, `Unreachable`."""
     with (script.parent.parent / SENDING).open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = _sbatch(name, f"--comment={comment}", str(script), start_new_session=True, pass_fds=[lock.fileno()])
+        try:
+            done = _sbatch(f"--comment={comment}", str(script), start_new_session=True, pass_fds=[lock.fileno()])
+        except Unreachable as error:
+            raise _InDoubt(str(error)) from None
+    if done.returncode:
+        refusal = _refusal(name, done.stderr)
+        raise _InDoubt(str(refusal)) if _IN_DOUBT.search(done.stderr) else refusal
     number = re.search(r"job (\d+)", done.stdout)
     if number is None:
-        raise _InDoubt(f"sbatch gave no number for {name}, but printed: {observe.one_line(done.stdout)}: submit again")
+        raise _InDoubt(f"sbatch gave no number for {name}, but printed: {observe.one_line(done.stdout)}")
     return number[1]
 
 

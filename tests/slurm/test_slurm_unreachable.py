@@ -125,6 +125,13 @@ def test_sbatch_hears_no_answer(site: Site) -> None:
     assert len(site.called("sbatch")) == 1
 
 
+def test_a_dry_run_that_hears_no_answer_has_submitted_nothing(site: Site) -> None:
+    site.down("sbatch", "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation\n")
+    done = site.run("submit", "slurm", site.file, "--dry-run")
+    assert done.returncode == EXIT_UNREACHABLE and "the SLURM controller does not answer: " in done.stderr, done
+    assert "submit again" not in done.stderr and not site.kept.exists(), done
+
+
 def test_a_working_folder_that_is_gone_is_named(site: Site) -> None:
     """sbatch is installed. The folder in which it is to start is not there."""
     site.env["LOCKSTEP_SLURM_HERE"] = str(site.folder / "gone")
