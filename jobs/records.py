@@ -206,7 +206,7 @@ class Record(BaseModel):
 
     def write(self, path: Path) -> None:
         """Raises `OSError`."""
-        files.replace_json(path, self.model_dump())
+        files.replace_json(path, self.model_dump(exclude_unset=True))
 
 
 class Goodput(Record):
@@ -293,10 +293,30 @@ class TaskResult(Record):
     time: float = 0
 
 
+class RecordedSpec(Record):
+    """The settings of a submitted job that its status, its logs and its end need; any version of Lockstep may have written it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    nodes: int = Field(ge=1)
+    gpus: int
+    ranks_per_node: int | None
+    recipe: str | None
+    max_restarts: int
+    grace_seconds: int
+    time_limit: str
+    live: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Ranks a node."""
+        return self.ranks_per_node or self.gpus or 1
+
+
 class SlurmJob(Record):
     """job.json of a SLURM job; `job_id` is None until sbatch has answered."""
 
-    spec: dict[str, Any]
+    spec: RecordedSpec
     hash: str
     run_dir: Identifier
     submitit: Identifier
@@ -307,6 +327,10 @@ class SlurmJob(Record):
     array_name: str
     element: int | None = None
     job: Identifier
+
+    def file(self, what: str) -> Path:
+        """Returns a file of this job next to submitit's, as `submitit_api.note` names it."""
+        return Path(self.submitit) / f"{self.job_id}_{what}"
 
 
 def submission_id(name: str) -> str:

@@ -112,7 +112,7 @@ class SlurmBackend(Cluster):
         submissions = []
         for element, spec in enumerate(runs):
             record = SlurmJob(
-                spec=spec.record(), hash=spec.hash(), run_dir=render.run_directory(spec),
+                spec=records.RecordedSpec(**spec.record()), hash=spec.hash(), run_dir=render.run_directory(spec),
                 submitit=str(render.submitit_folder(whole.name)), job_id=None,
                 created=records.now(), since=time.time(),
                 comment=comment, array_name=whole.name, element=element if len(runs) > 1 else None,
@@ -176,7 +176,6 @@ class SlurmBackend(Cluster):
 
     def _observed(self, known: JobRecord, query: Query) -> Status:
         record, folder = known.handle, self.folder / known.name
-        spec = JobSpec.recorded(known.name, known.plain)
         if record.job_id is None:
             new = observe.is_new(record) or submission.under_way(self.folder / record.array_name)
             return observe.BEING_SUBMITTED if new else observe.BROKEN_OFF
@@ -186,7 +185,7 @@ class SlurmBackend(Cluster):
         except Unreachable as error:  # what it has left may say how it ended
             unanswered = error
         outage = unanswered is not None and not isinstance(unanswered, observe.Forgotten)
-        job, before = Evidence.read(spec, record, info, outage), observe.ended(folder)
+        job, before = Evidence.read(record, info, outage), observe.ended(folder)
         if before is not None and job.confirms(before):
             return before
         status = observe.status_from_slurm(job)
@@ -214,12 +213,12 @@ class SlurmBackend(Cluster):
         record = known.handle
         job_id = str(record.job_id)
         try:
-            observe.cancelled(record).touch()  # from here on no rank asks for a requeue
+            record.file("cancelled").touch()  # from here on no rank asks for a requeue
         except OSError as error:
             warn(
                 f"cannot note that {name} is cancelled ({error.strerror}): a rank that saves may still ask for a requeue"
             )
-        grace = JobSpec.recorded(name, known.plain).grace_seconds + render.MARGIN_SECONDS
+        grace = record.spec.grace_seconds + render.MARGIN_SECONDS
         deadline = time.monotonic() + grace
         signalled = False
         while not (status := self.status(name)).final and time.monotonic() < deadline:
@@ -238,10 +237,10 @@ class SlurmBackend(Cluster):
         return self.wait(name, 120)
 
     def stream(self, known: JobRecord, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
-        spec = JobSpec.recorded(known.name, known.plain)
+        record, spec = known.handle, known.handle.spec
         ranks = [rank] if rank is not None else range(known.world_size)
         tasks = range(spec.nodes) if spec.live else ranks
-        logs = {task: Path(known.handle.submitit) / f"{known.handle.job_id}_{task}_log.out" for task in tasks}
+        logs = {task: record.file(f"{task}_log.out") for task in tasks}
         return follow_logs(
             logs, rank, spec.live, lambda: not follow or self.status(known.name).final, min(self.interval, 1.0), last, NOISE
         )  # fmt: skip
@@ -253,7 +252,7 @@ class SlurmBackend(Cluster):
         """
         spec, record = JobSpec.recorded(known.name, known.plain), known.handle
         job_id, hosts = observe.nodes(str(record.job_id))
-        hosts = observe.by_rank(spec, hosts)
+        hosts = observe.by_rank(hosts, spec.live)
         python = render.interpreter(spec)
         if rank // spec.ranks >= len(hosts):
             raise UserError(f"{spec.name} has {len(hosts)} nodes, too few for rank {rank}")
@@ -300,7 +299,7 @@ class SlurmBackend(Cluster):
             except UserError as error:
                 warn(str(error))
                 continue
-            rows.append(JobSummary(entry.name, state, record.spec.get("nodes", 1), record.created))
+            rows.append(JobSummary(entry.name, state, record.spec.nodes, record.created))
         return rows
 
     def _state(self, known: JobRecord, end: Status | None, query: Query) -> State:
@@ -314,7 +313,9 @@ class SlurmBackend(Cluster):
 
 
 def _known(name: str, record: SlurmJob) -> JobRecord:
-    return JobRecord(name, record.hash, record.spec, record, _where(record), run_dir=record.run_dir)
+    return JobRecord(
+        name, record.hash, record.spec.model_dump(exclude_unset=True), record, _where(record), run_dir=record.run_dir
+    )
 
 
 def _where(record: SlurmJob) -> str:

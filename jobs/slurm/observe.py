@@ -6,11 +6,12 @@ SLURM, status.json and the tasks' notes say.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,9 @@ from pydantic import TypeAdapter
 
 from lockstep.training import files
 from lockstep.training.contract import EXIT_DONE, EXIT_PREEMPTED, EXIT_TIMED_OUT, EXIT_USAGE, STATUS_FILE, UserError
-from lockstep.wire import submitit_api
 
 from .. import records
-from ..records import RunStatus, SlurmJob, TaskResult
-from ..spec.model import JobSpec
+from ..records import RecordedSpec, RunStatus, SlurmJob, TaskResult
 from ..status import NodeStatus, State, Status, Unreachable
 
 JOB = "job.json"
@@ -256,9 +255,18 @@ def nodes(job_id: str) -> tuple[str, list[str]]:
     return own, output("scontrol", "show", "hostnames", names).split()
 
 
-def by_rank(spec: JobSpec, hosts: list[str]) -> list[str]:
+def node_names(text: str) -> Iterator[str]:
+    """SLURM's `node[01-03,7]` → its nodes; none for what is no such list."""
+    for prefix, ranges, end in re.findall(r"(?:^|,)([\w.-]+)(?:\[([\d,-]+)\]([\w.-]*))?(?=,|$)", text):
+        for first, last in re.findall(r"(\d{1,9})(?:-(\d{1,9}))?", ranges):
+            yield from (f"{prefix}{number:0{len(first)}}{end}" for number in range(int(first), int(last or first) + 1))
+        if not ranges:
+            yield prefix
+
+
+def by_rank(hosts: list[str], live: bool) -> list[str]:
     """SLURM's nodes of a job. The launchers of a live one sort them by their names, as text, behind the first one."""
-    return [*hosts[:1], *sorted(hosts[1:])] if spec.live else hosts
+    return [*hosts[:1], *sorted(hosts[1:])] if live else hosts
 
 
 def final(state: str) -> bool:
@@ -282,11 +290,6 @@ def ended(folder: Path) -> Status | None:
         return _END.validate_python(files.read_json(folder / ENDED))
     except ValueError:  # pydantic's
         return None
-
-
-def cancelled(record: SlurmJob) -> Path:
-    """Returns the file that notes a request to cancel the job."""
-    return submitit_api.note(Path(record.submitit), str(record.job_id), "cancelled")
 
 
 SETTLE_SECONDS = 60.0
@@ -314,7 +317,7 @@ def is_new(record: SlurmJob) -> bool:
 class Evidence:
     """All that is known of a job: by SLURM, by status.json, and by the notes of its tasks."""
 
-    spec: JobSpec
+    spec: RecordedSpec
     info: JobInfo
     """`UNKNOWN` where SLURM does not know the job, or does not answer."""
     outage: bool
@@ -333,9 +336,9 @@ class Evidence:
     """It ended so long ago, or was submitted so long ago, that no more is to come."""
 
     @classmethod
-    def read(cls, spec: JobSpec, record: SlurmJob, info: JobInfo | None, outage: bool) -> Evidence:
+    def read(cls, record: SlurmJob, info: JobInfo | None, outage: bool) -> Evidence:
         """Reads the files of the job."""
-        folder, results, info = Path(record.submitit), dict[int, TaskResult](), info or UNKNOWN
+        spec, folder, results, info = record.spec, Path(record.submitit), dict[int, TaskResult](), info or UNKNOWN
         for path in folder.glob(f"{record.job_id}_*_end.json"):
             match = re.fullmatch(rf"{re.escape(str(record.job_id))}_(\d+)_end\.json", path.name)
             result = TaskResult.read(path) if match else None
@@ -353,7 +356,7 @@ class Evidence:
         return cls(
             spec, info, outage, restarts, restarts not in saved and failures >= spec.max_restarts,
             {task: result for task, result in results.items() if result.restart == restarts},
-            reported if latest else None, cancelled(record).exists(), record.since,
+            reported if latest else None, record.file("cancelled").exists(), record.since,
             time.time() - (info.ended or record.since) >= SETTLE_SECONDS,
         )  # fmt: skip
 
@@ -520,7 +523,7 @@ def status_from_slurm(job: Evidence) -> Status:
 
 def _parts(job: Evidence, state: State) -> list[NodeStatus]:
     spec = job.spec
-    hosts = by_rank(spec, submitit_api.node_names(job.info.nodes))
+    hosts = by_rank(list(itertools.islice(node_names(job.info.nodes), spec.nodes)), spec.live)
     return [
         NodeStatus(
             hosts[node] if node < len(hosts) else f"node {node}",

@@ -65,16 +65,6 @@ def parameter_names() -> set[str]:
     return set(SlurmExecutor._valid_parameters())
 
 
-def node_names(text: str) -> list[str]:
-    """SLURM's `node[1-3,7]` → its nodes; none for what is no such list."""
-    from submitit.slurm.slurm import _parse_node_list
-
-    try:
-        return list(_parse_node_list(text)) if text else []
-    except (ValueError, RuntimeError):
-        return []
-
-
 def payload(task: Any, minutes: int) -> bytes:
     """What submitit unpickles on the nodes."""
     from submitit.core import utils

@@ -99,6 +99,25 @@ def test_a_preempted_job_that_is_not_requeued_has_ended(job: Site) -> None:
     assert found["state"] == "preempted", found
 
 
+def test_the_nodes_of_a_job_have_slurms_names(job: Site) -> None:
+    job.spec = JobSpec.of({**job.spec.plain(), "nodes": 6})
+    job.record()
+    found = shown(job, "RUNNING", "NodeList=cpu[08-10,12],x.y,n[1-3]-ib")
+    assert [node["name"] for node in found["ranks"]] == ["cpu08", "cpu09", "cpu10", "cpu12", "x.y", "n1-ib"], found
+    assert [node["ranks"] for node in found["ranks"]] == [[2 * node, 2 * node + 1] for node in range(6)], found
+    found = shown(job, "CANCELLED", LONG_AGO, "NodeList=None assigned")
+    assert found["ranks"][0]["name"] == "node 0", found
+
+
+def test_a_job_of_another_version_has_a_status(job: Site) -> None:
+    """Its spec cannot be read whole. Its nodes, ranks and limits can."""
+    kept = json.loads((job.kept / "job.json").read_text())
+    job.record(spec={**kept["spec"], "version": 99, "new_setting": 1})
+    assert shown(job, "RUNNING")["state"] == "running"
+    done = job.run("exec", "slurm", "mine", "--", "true")
+    assert done.returncode == 2 and "is of version 99" in done.stderr, done
+
+
 def test_completed_is_not_believed_without_results(job: Site) -> None:
     for rank in (0, 1):
         job.noted(rank, 0)
@@ -146,7 +165,7 @@ def test_damaged_records_are_one_line(job: Site) -> None:
         {"spec": []},
         {"since": "late"},
         {"job_id": 7},
-        {"spec": {**good["spec"], "nodse": 2}},
+        {"spec": {**good["spec"], "nodes": "2"}},
     ):
         path.write_text(json.dumps({**good, **change}))
         done = job.run("status", "slurm", "mine")
