@@ -165,7 +165,7 @@ class SlurmBackend(Cluster):
                     record = submission.with_job_id(record, number)
                     record.write(folder / observe.JOB)
             elif submitting:
-                if submission.under_way(self.folder / record.array_name):
+                if files.is_locked(self.folder / record.array_name / submission.SENDING):
                     raise Unreachable(f"{name} is being submitted at this moment: try again in a minute")
                 # The caller holds the lock, so no other process is about to submit it.
                 record = record.model_copy(update={"since": 0.0})
@@ -177,20 +177,25 @@ class SlurmBackend(Cluster):
     def _observed(self, known: JobRecord, query: Query) -> Status:
         record, folder = known.handle, self.folder / known.name
         if record.job_id is None:
-            new = observe.is_new(record) or submission.under_way(self.folder / record.array_name)
-            return observe.BEING_SUBMITTED if new else observe.BROKEN_OFF
+            is_new = time.time() - record.since < observe.SETTLE_SECONDS
+            if is_new or files.is_locked(self.folder / record.array_name / submission.SENDING):
+                return Status("pending", "is being submitted")
+            return Status("lost", "the submission was interrupted before sbatch answered: submit it with --replace")
         info, unanswered = None, None
         try:
             info = query(record.job_id)
         except Unreachable as error:  # what it has left may say how it ended
             unanswered = error
         outage = unanswered is not None and not isinstance(unanswered, observe.Forgotten)
-        job, before = Evidence.read(record, info, outage), observe.ended(folder)
+        job, before = Evidence(record, info or observe.UNKNOWN, outage), observe.ended(folder)
         if before is not None and job.confirms(before):
             return before
         status = observe.status_from_slurm(job)
         if unanswered is not None and outage and not status.final:
-            last = f"by its files, {observe.age(record):.0f} s old, the job was {status.state} ({status.reason})"
+            written = record.since
+            with contextlib.suppress(OSError):
+                written = (Path(record.run_dir) / contract.STATUS_FILE).stat().st_mtime
+            last = f"by its files, {time.time() - written:.0f} s old, the job was {status.state} ({status.reason})"
             raise Unreachable(f"{unanswered}; {last}", status)
         if unanswered is not None and status.state == "lost":
             raise unanswered

@@ -19,10 +19,10 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from lockstep.training import files
-from lockstep.training.contract import EXIT_DONE, EXIT_PREEMPTED, EXIT_TIMED_OUT, EXIT_USAGE, STATUS_FILE, UserError
+from lockstep.training.contract import EXIT_DONE, EXIT_PREEMPTED, EXIT_TIMED_OUT, EXIT_USAGE, UserError
 
 from .. import records
-from ..records import RecordedSpec, RunStatus, SlurmJob, TaskResult
+from ..records import SlurmJob, TaskResult
 from ..status import NodeStatus, State, Status, Unreachable
 
 JOB = "job.json"
@@ -296,69 +296,40 @@ SETTLE_SECONDS = 60.0
 """Seconds in which SLURM may still requeue a job whose node failed, and a file may not be visible yet."""
 
 UNKNOWN = JobInfo("", "")
-BEING_SUBMITTED = Status("pending", "is being submitted")
-BROKEN_OFF = Status("lost", "the submission was interrupted before sbatch answered: submit it with --replace")
 
 
-def age(record: SlurmJob) -> float:
-    """Seconds since status.json was written, or since the submission."""
-    try:
-        return time.time() - (Path(record.run_dir) / STATUS_FILE).stat().st_mtime
-    except OSError:
-        return time.time() - record.since
-
-
-def is_new(record: SlurmJob) -> bool:
-    """Whether a job without a number may still be on its way to sbatch."""
-    return time.time() - record.since < SETTLE_SECONDS
-
-
-@dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that is known of a job: by SLURM, by status.json, and by the notes of its tasks."""
+    """All that is known of a job: by SLURM, by status.json, and by the notes of its tasks.
 
-    spec: RecordedSpec
-    info: JobInfo
-    """`UNKNOWN` where SLURM does not know the job, or does not answer."""
-    outage: bool
-    """SLURM does not answer. Then only the job's own files count, and it has ended where SLURM does not start it again."""
-    restarts: int
-    used_up: bool
-    """As many starts have failed as `max_restarts` allows."""
-    ends: dict[int, TaskResult]
-    """How the tasks of the latest start have ended, by rank (or by node of a live job)."""
-    reported: RunStatus | None
-    """status.json of the latest start: an earlier one says nothing about how this one ended."""
-    cancelled: bool
-    since: float
-    """Seconds since the epoch when it was submitted."""
-    settled: bool
-    """It ended so long ago, or was submitted so long ago, that no more is to come."""
+    Args:
+        info: `UNKNOWN` where SLURM does not know the job, or does not answer.
+        outage: SLURM does not answer. Then only the job's own files count, and it has ended where SLURM does not start it again.
+    """
 
-    @classmethod
-    def read(cls, record: SlurmJob, info: JobInfo | None, outage: bool) -> Evidence:
-        """Reads the files of the job."""
-        spec, folder, results, info = record.spec, Path(record.submitit), dict[int, TaskResult](), info or UNKNOWN
-        for path in folder.glob(f"{record.job_id}_*_end.json"):
+    def __init__(self, record: SlurmJob, info: JobInfo, outage: bool) -> None:
+        self.spec, self.info, self.outage, self.since = record.spec, info, outage, record.since
+        results = dict[int, TaskResult]()
+        for path in Path(record.submitit).glob(f"{record.job_id}_*_end.json"):
             match = re.fullmatch(rf"{re.escape(str(record.job_id))}_(\d+)_end\.json", path.name)
             result = TaskResult.read(path) if match else None
             if match and result is not None:
                 results[int(match[1])] = result
-        restarts = max([info.restarts, *(result.restart for result in results.values())])
-        mark = f"{record.job_id}_saved_"
+        self.restarts = max([info.restarts, *(result.restart for result in results.values())])
+        # How the tasks of the latest start have ended, by rank (or by node of a live job).
+        self.ends = {task: result for task, result in results.items() if result.restart == self.restarts}
         # Starts after which the job had saved and got further do not count against `max_restarts`.
-        names = [path.name.removeprefix(mark) for path in folder.glob(f"{mark}*")]
-        saved = {int(name) for name in names if name.isdecimal()}
-        failures = restarts - sum(start < restarts for start in saved)
+        mark = f"{record.job_id}_saved_"
+        starts = [path.name.removeprefix(mark) for path in Path(record.submitit).glob(f"{mark}*")]
+        free = {int(start) for start in starts if start.isdecimal()}
+        failures = self.restarts - sum(start < self.restarts for start in free)
+        self.used_up = self.restarts not in free and failures >= self.spec.max_restarts
         reported = records.reported(Path(record.run_dir), record.job)
-        # The launcher of a live job counts for itself.
-        latest = spec.live or reported is None or reported.code is None or reported.restart in (None, restarts)
-        return cls(
-            spec, info, outage, restarts, restarts not in saved and failures >= spec.max_restarts,
-            {task: result for task, result in results.items() if result.restart == restarts},
-            reported if latest else None, record.file("cancelled").exists(), record.since,
-            time.time() - (info.ended or record.since) >= SETTLE_SECONDS,
-        )  # fmt: skip
+        # An earlier start says nothing about how this one ended. The launcher of a live job counts for itself.
+        earlier = reported is not None and reported.code is not None and reported.restart not in (None, self.restarts)
+        self.reported = None if earlier and not self.spec.live else reported
+        self.cancelled = record.file("cancelled").exists()
+        # It ended so long ago, or was submitted so long ago, that no more is to come.
+        self.settled = time.time() - (info.ended or record.since) >= SETTLE_SECONDS
 
     @property
     def tasks(self) -> int:
@@ -388,66 +359,6 @@ class Evidence:
         noted = max((node.restarts for node in end.ranks), default=0)
         return not self.info.state or (self.settled and final(self.info.state) and self.info.restarts <= noted)
 
-    # Tests of the table: False or None where the row does not apply, and else what stands in its sentence.
-
-    def state_in(self, *states: str) -> bool:
-        return self.info.state in states
-
-    def undecided(self) -> bool:
-        decisive = self.code in (EXIT_DONE, EXIT_USAGE) or self.used_up or self.cancelled
-        return self.outage and (self.code is None or not decisive)
-
-    def without_result(self) -> bool:
-        return not self.info.state and self.code is None
-
-    def progress(self) -> str | None:
-        state, reported = self.info.state, self.reported
-        if not state or final(state):
-            return None
-        where = f" on {self.info.nodes}" if self.info.nodes else ""
-        again = f", restart {self.restarts}" if self.restarts else ""
-        if state == "COMPLETING":
-            return f"is ending{where}{again}"
-        other = "" if state == "RUNNING" else f" ({state.lower()})"
-        if reported is None:
-            return f"starting{where}{again}{other}"
-        return f"{records.step(reported)}{where}{again}{other}{records.trouble(reported)}"
-
-    def done(self) -> str | None:
-        if self.code != EXIT_DONE:
-            return None
-        return (self.reported.reason if self.info.state and self.reported is not None else "") or "complete"
-
-    def lost_node(self) -> str | None:
-        """What has happened to its nodes, where that has ended the job."""
-        what = _OF_NODES.get(self.info.state)
-        return what and f"{what}{f' ({self.info.nodes})' if self.info.nodes else ''}"
-
-    def comes_back(self) -> str | None:
-        return self.lost_node() if self.info.requeue and not (self.used_up or self.settled or self.cancelled) else None
-
-    def incomplete(self) -> str | None:
-        missing = sorted(set(range(self.tasks)) - set(self.ends))
-        names = f"rank {missing[0]}" if len(missing) == 1 else "ranks " + ", ".join(map(str, missing[:8]))
-        return names if self.state_in("COMPLETED") else None
-
-    def ended_from_outside(self) -> bool:
-        return self.cancelled or self.state_in("CANCELLED", "REVOKED")
-
-    def impossible(self) -> str | None:
-        """Why SLURM has removed a job that could never start."""
-        state, reason = pending(self.info)
-        removed = state == "unschedulable" and not self.cancelled and self.state_in("CANCELLED", "REVOKED")
-        return reason if removed else None
-
-    def saved(self) -> str:
-        """What is added of a job that was ended from outside."""
-        return "; the state is saved" if self.code == EXIT_PREEMPTED else ""
-
-    def not_requeued(self) -> str | None:
-        spent = f"all {self.spec.max_restarts} restarts are used up, by failures or by starts that made no progress"
-        return (spent if self.used_up else "it was not requeued") if self.last_code == EXIT_PREEMPTED else None
-
     def cause(self) -> str:
         """The failure that came first, not the ones that followed from it: a rank's own error before a lost collective."""
         failed = [end for end in self.ends.values() if end.code not in (EXIT_DONE, EXIT_PREEMPTED)]
@@ -459,66 +370,88 @@ class Evidence:
         whose = f"rank {failed[0].rank} on {failed[0].host}: " if failed else ""
         return f"{whose}exit code {failed[0].code if failed else self.last_code}"
 
+    def progress(self) -> str:
+        """How far a job is that SLURM calls under way."""
+        state = self.info.state
+        where = f" on {self.info.nodes}" if self.info.nodes else ""
+        again = f", restart {self.restarts}" if self.restarts else ""
+        if state == "COMPLETING":
+            return f"is ending{where}{again}"
+        other = "" if state == "RUNNING" else f" ({state.lower()})"
+        if self.reported is None:
+            return f"starting{where}{again}{other}"
+        return f"{records.step(self.reported)}{where}{again}{other}{records.trouble(self.reported)}"
+
 
 _OF_NODES = {"NODE_FAIL": "a node failed", "BOOT_FAIL": "a node did not boot", "PREEMPTED": "preempted"}
-_SLURM_STATES: tuple[
-    tuple[Callable[[Evidence], str | bool | None], State, str, int | Callable[[Evidence], int | None] | None], ...
-] = (
-    (
-        lambda job: records.step(job.reported) if job.reported is not None and job.undecided() else None,
-        "running", "{}", None,
-    ),
-    (Evidence.undecided, "pending", "no rank has reported", None),
-    (lambda job: job.without_result() and not job.settled, "pending", "SLURM does not know it yet", None),
-    (Evidence.without_result, "lost", "SLURM no longer knows the job, and it left no result", None),
-    (
-        lambda job: job.state_in("REQUEUE_HOLD", "SPECIAL_EXIT"),
-        "restarting", "restart {restarts}: is held: scontrol release {job}", None,
-    ),
-    (lambda job: job.state_in("REQUEUED", "REQUEUE_FED"), "restarting", "restart {restarts}: SLURM starts it again", None),
-    (Evidence.progress, "running", "{}", None),
-    (Evidence.done, "succeeded", "{}", EXIT_DONE),
-    (Evidence.comes_back, "restarting", "{}: SLURM starts it again", None),
-    (lambda job: None if job.settled else job.incomplete(), "running", "has ended; the results of {} are not visible yet", None),
-    (Evidence.incomplete, "failed", "SLURM says COMPLETED, but {} left no result", 1),
-    (lambda job: job.state_in("TIMEOUT"), "timed_out", "the time limit of {time_limit} is over{saved}", EXIT_TIMED_OUT),
-    (Evidence.impossible, "failed", "{}", 1),
-    (Evidence.ended_from_outside, "cancelled", "cancelled{saved}", lambda job: job.code),
-    (
-        lambda job: job.state_in("PREEMPTED"),
-        "preempted", "preempted, and not started again: submit it again to resume", EXIT_PREEMPTED,
-    ),
-    (lambda job: job.state_in("OUT_OF_MEMORY"), "failed", "was killed for memory: raise memory, or lower the batch size", 1),
-    (
-        lambda job: job.lost_node() if job.used_up else None,
-        "lost", "{}, and the job was not started again (max_restarts is used up)", None,
-    ),
-    (Evidence.lost_node, "lost", "{}, and the job was not started again", None),
-    (Evidence.not_requeued, "preempted", "saved, and {}: submit it again to resume", EXIT_PREEMPTED),
-    (Evidence.cause, "failed", "{}", lambda job: job.last_code),
-)  # fmt: skip
-"""The first row whose test applies says state, sentence and exit code."""
 
 
 def status_from_slurm(job: Evidence) -> Status:
     """Returns the status. A pure function."""
-    info, about = job.info, records.about_time(job.reported, job.since, job.info.started)
+    state, reason, code = _classify(job)
+    about = records.about_time(job.reported, job.since, job.info.started)
+    return Status(state, reason, _parts(job, state), code, **about)
+
+
+def _classify(job: Evidence) -> tuple[State, str, int | None]:
+    """State, reason and exit code."""
+    info, code, reported = job.info, job.code, job.reported
     if info.state == "PENDING":
-        state, reason = pending(info, job.restarts)
-        return Status(state, reason, _parts(job, state), **about)
-    for test, state, sentence, exit_code in _SLURM_STATES:
-        result = test(job)
-        if result is not None and result is not False:
-            words = {
-                "restarts": job.restarts,
-                "time_limit": job.spec.time_limit,
-                "job": info.job_id,
-                "saved": job.saved(),
-            }
-            reason = sentence.format(result, **words)
-            code = exit_code(job) if callable(exit_code) else exit_code
-            return Status(state, reason, _parts(job, state), code, **about)
-    raise AssertionError("the last row always applies")
+        return (*pending(info, job.restarts), None)
+    decisive = code in (EXIT_DONE, EXIT_USAGE) or (code is not None and (job.used_up or job.cancelled))
+    if job.outage and not decisive:
+        if reported is None:
+            return "pending", "no rank has reported", None
+        return "running", records.step(reported), None
+    if not info.state and code is None:
+        if not job.settled:
+            return "pending", "SLURM does not know it yet", None
+        return "lost", "SLURM no longer knows the job, and it left no result", None
+    if info.state in ("REQUEUE_HOLD", "SPECIAL_EXIT"):
+        return "restarting", f"restart {job.restarts}: is held: scontrol release {info.job_id}", None
+    if info.state in ("REQUEUED", "REQUEUE_FED"):
+        return "restarting", f"restart {job.restarts}: SLURM starts it again", None
+    if info.state and not final(info.state):
+        return "running", job.progress(), None
+    return _classify_end(job)
+
+
+def _classify_end(job: Evidence) -> tuple[State, str, int | None]:
+    """`_classify` of a job that has ended; SLURM may start it again."""
+    info, code, reported = job.info, job.code, job.reported
+    if code == EXIT_DONE:
+        return "succeeded", (reported.reason if info.state and reported is not None else "") or "complete", code
+    lost_node = _OF_NODES.get(info.state, "")
+    if lost_node and info.nodes:
+        lost_node += f" ({info.nodes})"
+    if lost_node and info.requeue and not (job.used_up or job.settled or job.cancelled):
+        return "restarting", f"{lost_node}: SLURM starts it again", None
+    if info.state == "COMPLETED":
+        missing = sorted(set(range(job.tasks)) - set(job.ends))
+        ranks = f"rank {missing[0]}" if len(missing) == 1 else "ranks " + ", ".join(map(str, missing[:8]))
+        if not job.settled:
+            return "running", f"has ended; the results of {ranks} are not visible yet", None
+        return "failed", f"SLURM says COMPLETED, but {ranks} left no result", 1
+    saved = "; the state is saved" if code == EXIT_PREEMPTED else ""
+    if info.state == "TIMEOUT":
+        return "timed_out", f"the time limit of {job.spec.time_limit} is over{saved}", EXIT_TIMED_OUT
+    ended_from_outside = info.state in ("CANCELLED", "REVOKED")
+    if ended_from_outside and not job.cancelled and (never := pending(info))[0] == "unschedulable":
+        return "failed", never[1], 1  # SLURM has removed the job, which could not start
+    if ended_from_outside or job.cancelled:
+        return "cancelled", f"cancelled{saved}", code
+    if info.state == "PREEMPTED":
+        return "preempted", "preempted, and not started again: submit it again to resume", EXIT_PREEMPTED
+    if info.state == "OUT_OF_MEMORY":
+        return "failed", "was killed for memory: raise memory, or lower the batch size", 1
+    if lost_node:
+        spent = " (max_restarts is used up)" if job.used_up else ""
+        return "lost", f"{lost_node}, and the job was not started again{spent}", None
+    if job.last_code == EXIT_PREEMPTED:
+        spent = f"all {job.spec.max_restarts} restarts are used up, by failures or by starts that made no progress"
+        why = spent if job.used_up else "it was not requeued"
+        return "preempted", f"saved, and {why}: submit it again to resume", EXIT_PREEMPTED
+    return "failed", job.cause(), job.last_code
 
 
 def _parts(job: Evidence, state: State) -> list[NodeStatus]:

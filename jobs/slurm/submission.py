@@ -189,15 +189,3 @@ def assign_job_id(submitit: Path, number: str) -> None:
                 path.rename(submitit / f"{number}{path.name.removeprefix(NEW)}")
     with contextlib.suppress(FileExistsError):  # the name that SLURM was given
         (submitit / f"{NEW}_{submitit_api.SCRIPT}").symlink_to(f"{number}_{submitit_api.SCRIPT}")
-
-
-def under_way(folder: Path) -> bool:
-    """Whether sbatch is still at work for the submission."""
-    try:
-        with (folder / SENDING).open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
