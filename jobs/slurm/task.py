@@ -67,7 +67,7 @@ class TrainingTask:
 
     def __call__(self) -> dict[str, Any] | None:
         """Runs this task's rank (or launcher) until it ends. Rank 0 returns `summary.json`. If SLURM restarts the job, the process ends."""
-        context = TaskContext.read()
+        context = TaskContext()
         if (context.nodes, context.size) != (self.nodes, self.nodes * self.ranks_per_node // self._ranks_per_task):
             self._leave(
                 context, EXIT_USAGE,
@@ -94,7 +94,10 @@ class TrainingTask:
         reason = _last_error(context.logs, offsets)
         self._note(context, code, reason)
         if code == EXIT_PREEMPTED and context.rank == 0 and self._got_further(checkpoint, asked):
-            context.note_saved()
+            try:
+                context.saved(context.restarts).touch()
+            except OSError as error:
+                to_stderr(f"warning: cannot note that the job saved, so it counts: {error.strerror}")
         may = code != EXIT_USAGE and self._failures(context, with_this=True) <= self.max_restarts
         if code == EXIT_PREEMPTED and context.rank != 0:
             may = True  # rank 0 judges; should it leave, SLURM ends this one
@@ -111,7 +114,7 @@ class TrainingTask:
     def _failures(self, context: TaskContext, with_this: bool = False) -> int:
         """How many of the earlier starts count, and of a `live` job how often its launchers have started ranks again; or with this one."""
         return sum(
-            (not context.saved(start)) + (context.launcher_restarts(start) if self._live else 0)
+            (not context.saved(start).exists()) + (context.launcher_restarts(start) if self._live else 0)
             for start in range(context.restarts + with_this)
         )
 
@@ -234,7 +237,7 @@ class TrainingTask:
             "host": os.uname().nodename, "time": time.time(),
         }  # fmt: skip
         try:
-            files.replace_json(submitit_api.note(context.folder, context.job_id, f"{context.rank}_end.json"), value)
+            files.replace_json(context.file(f"{context.rank}_end.json"), value)
         except OSError as error:
             to_stderr(f"warning: cannot note the end of {self._who(context)}: {error.strerror}")
 
@@ -249,33 +252,23 @@ class TrainingTask:
         os._exit(code)
 
 
-@dataclass(frozen=True, slots=True)
 class TaskContext:
     """This task's place, as submitit and SLURM say."""
 
-    job_id: str
-    rank: int
-    size: int
-    local_rank: int
-    node: int
-    nodes: int
-    restarts: int
-    folder: Path
-    logs: tuple[Path, ...]
-    result: Path
-    hosts: list[str]
-
-    @classmethod
-    def read(cls) -> TaskContext:
+    def __init__(self) -> None:
         import submitit
 
-        job = submitit.JobEnvironment()
-        restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
-        return cls(
-            job.job_id, job.global_rank, job.num_tasks, job.local_rank, job.node, job.num_nodes,
-            int(restarts) if restarts.isdigit() else 0, job.paths.folder, (job.paths.stdout, job.paths.stderr),
-            job.paths.result_pickle, list(job.hostnames),
-        )  # fmt: skip
+        job, restarts = submitit.JobEnvironment(), os.environ.get("SLURM_RESTART_COUNT", "0")
+        self.job_id, self.hosts = job.job_id, list(job.hostnames)
+        self.rank, self.size, self.local_rank = job.global_rank, job.num_tasks, job.local_rank
+        self.node, self.nodes = job.node, job.num_nodes
+        self.restarts = int(restarts) if restarts.isdigit() else 0
+        self.folder, self.result = job.paths.folder, job.paths.result_pickle
+        self.logs = (job.paths.stdout, job.paths.stderr)
+
+    def file(self, what: str) -> Path:
+        """Returns a file of this job next to submitit's: `123_0_end.json`, `123_cancelled`, `123_requeue_1`, `123_saved_0`."""
+        return Path(self.folder / f"{self.job_id}_{what}")
 
     @property
     def port(self) -> int:
@@ -296,34 +289,26 @@ class TaskContext:
 
     def restarts_of(self, start: int) -> Path:
         """The folder where launchers count what they have started again in that start of the job."""
-        return submitit_api.note(self.folder, self.job_id, f"restarts_{start}")
+        return self.file(f"restarts_{start}")
 
     def launcher_restarts(self, start: int) -> int:
         """By the first node's launcher; none where it has ended by itself, and the job with it."""
         counts = [files.read_json(path) for path in self.restarts_of(start).glob("*.json")]
         return sum(one["used"] for one in counts if isinstance(one, dict) and isinstance(one.get("used"), int))
 
-    def saved(self, start: int) -> bool:
-        """Whether that start ended saved and got further: a preemption, a time limit."""
-        return submitit_api.note(self.folder, self.job_id, f"saved_{start}").exists()
-
-    def note_saved(self) -> None:
-        try:
-            submitit_api.note(self.folder, self.job_id, f"saved_{self.restarts}").touch()
-        except OSError as error:
-            to_stderr(f"warning: cannot note that the job saved, so it counts: {error.strerror}")
+    def saved(self, start: int) -> Path:
+        """The note that a start has left that ended saved and got further: a preemption, a time limit."""
+        return self.file(f"saved_{start}")
 
     @property
     def cancelled(self) -> bool:
-        return submitit_api.note(self.folder, self.job_id, "cancelled").exists()
+        return self.file("cancelled").exists()
 
 
 def _requeue(context: TaskContext, why: str) -> None:
     """Asks SLURM to run the job again, until it is granted. Returns where it is not to be had."""
     if shutil.which("scontrol") is None:
-        submitit_api.note(
-            context.folder, context.job_id, f"requeue_{context.restarts}"
-        ).touch()  # the batch script, outside, asks instead
+        context.file(f"requeue_{context.restarts}").touch()  # the batch script, outside, asks instead
         return
     deadline = time.monotonic() + REQUEUE_SECONDS
     while time.monotonic() < deadline:
@@ -338,7 +323,7 @@ def _requeue(context: TaskContext, why: str) -> None:
                 wait_for_kill(HOLD_SECONDS)
                 return
             to_stderr(f"scontrol requeue: {done.stderr.strip()}")
-        if submitit_api.note(context.folder, context.job_id, "cancelled").exists():
+        if context.cancelled:
             return
         time.sleep(1)
 

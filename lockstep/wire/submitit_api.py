@@ -10,21 +10,13 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import Any
 
 from lockstep.training.contract import UserError, to_stderr
 from lockstep.training.limits import REQUEUE_SECONDS
 
 PAYLOAD, SCRIPT = "submitted.pkl", "submission.sh"
 """The ends of the names by which submitit finds a job's files."""
-
-
-_F = TypeVar("_F", bound=PurePath)
-
-
-def note(folder: _F, job_id: str, what: str) -> _F:
-    """Returns the file of a task's note, next to submitit's files: `123_0_end.json`, `123_cancelled`, `123_requeue_1`, `123_saved_0`."""
-    return folder / f"{job_id}_{what}"
 
 
 def batch_script(folder: PurePath, python: str, parameters: dict[str, Any], elements: int = 1) -> str:
