@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import itertools
 import os
 import re
@@ -18,7 +19,7 @@ import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from typing_extensions import Self
@@ -27,6 +28,11 @@ from lockstep.training import contract, files
 from lockstep.training.contract import UserError
 from lockstep.wire import hangs
 from lockstep.wire.status import slow_rank_of
+
+from .status import warn
+
+JOB = "job.json"
+"""The record of a job, in the job's folder."""
 
 
 def home() -> Path:
@@ -182,6 +188,51 @@ def locked(folder: Path, seconds: float) -> Iterator[None]:
             raise UserError(f"{folder} is locked by another lockstep command: wait for it") from None
 
 
+R = TypeVar("R", bound="Record")
+
+
+def job_record(folder: Path, name: str, kind: type[R]) -> R | None:
+    """Returns the record of a job in the folder of a backend; None if there is no job of that name.
+
+    Raises:
+        UserError: the record cannot be read, is damaged, or another user could have put it there.
+    """
+    check_name(name)
+    file = folder / name / JOB
+    if not _is_there(folder) or not os.path.lexists(file):
+        return None
+    with contextlib.suppress(FileNotFoundError):  # being replaced
+        check_owner(file.parent)
+    record = kind.read(file)
+    if record is None and os.path.lexists(file):
+        raise UserError(f"{file} is damaged, or of another version: remove its folder")
+    return record
+
+
+def job_records(folder: Path, kind: type[R]) -> Iterator[tuple[str, R]]:
+    """Yields name and record of each job in the folder of a backend. Warns of a damaged one. Raises `UserError`."""
+    for name in sorted(os.listdir(folder)) if _is_there(folder) else ():
+        if not name.startswith(".") and os.path.lexists(folder / name / JOB):
+            try:
+                if (record := job_record(folder, name, kind)) is not None:
+                    yield name, record
+            except UserError as error:
+                warn(str(error))
+
+
+def _is_there(folder: Path) -> bool:
+    """Whether there is the folder of a backend, which is checked. Raises `UserError` where it cannot be read."""
+    try:
+        check(folder)
+        if not os.access(folder, os.R_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise UserError(f"cannot look for jobs in {folder}: {error.strerror}; set LOCKSTEP_HOME") from None
+    return True
+
+
 Identifier = Annotated[str, StringConstraints(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$")]
 """Processes, folders and machines are looked up by it. An empty one would match all of them."""
 
@@ -329,7 +380,7 @@ class SlurmJob(Record):
     job: Identifier
 
     def file(self, what: str) -> Path:
-        """Returns a file of this job next to submitit's, as `submitit_api.note` names it."""
+        """Returns a file of this job next to submitit's: `123_0_log.out`, or a note of a task, such as `123_cancelled`."""
         return Path(self.submitit) / f"{self.job_id}_{what}"
 
 

@@ -28,9 +28,9 @@ from ..spec.model import GRACE_MARGIN, JobSpec, code_identity, launch_command
 from ..spec.types import size_in_bytes
 from ..status import Check, JobSummary, NodeStatus, State, Status, SubmitResult, warn
 from . import supervise
-from .supervise import ENDED, RUNNING, ProcessTables, alive, here, living, record_end, start_ticks
+from .supervise import ENDED, RUNNING, ProcessTable, alive, here, living, record_end, start_ticks
 
-JOB, SUPERVISOR = "job.json", "supervisor.json"
+SUPERVISOR = "supervisor.json"
 POLL_SECONDS = 0.1
 SUBMISSION_SECONDS = 60
 
@@ -47,31 +47,10 @@ class LocalBackend(Backend):
         self.lock = (self.folder, 30)
 
     def find(self, name: str, submitting: bool = False) -> JobRecord | None:  # noqa: ARG002 - no job is taken away by others
-        return self._found(name) if self._is_there() else None
+        record = records.job_record(self.folder, name, records.LocalJob)
+        return None if record is None else self._known(name, record)
 
-    def _is_there(self) -> bool:
-        """Whether there is the folder, which is checked. Raises `UserError` where it cannot be read."""
-        try:
-            records.check(self.folder)
-            os.scandir(self.folder).close()
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise UserError(f"cannot look for jobs in {self.folder}: {error.strerror}; set LOCKSTEP_HOME") from None
-        return True
-
-    def _found(self, name: str) -> JobRecord | None:
-        """`find`, in the folder that was checked."""
-        records.check_name(name)
-        file = self.folder / name / JOB
-        plain = files.read_json(file)
-        if plain is None and not os.path.lexists(file):
-            return None
-        with contextlib.suppress(FileNotFoundError):  # being replaced
-            records.check_owner(self.folder / name)
-        record = records.LocalJob.parse(plain)
-        if record is None:
-            raise UserError(f"{file} is damaged, or of another version: remove its folder")
+    def _known(self, name: str, record: records.LocalJob) -> JobRecord:
         return JobRecord(name, record.hash, record.spec, record, str(self.folder / name), run_dir=record.run_dir)
 
     def preflight(self, job: Submission) -> Checks:
@@ -110,7 +89,7 @@ class LocalBackend(Backend):
             spec=spec.record(), hash=spec.hash(), run_dir=run_dir, command=self._command(spec, run_dir), env=dict(spec.env),
             time_limit=spec.deadline_seconds, grace=spec.grace_seconds + GRACE_MARGIN,
             created=records.now(), job=records.submission_id(spec.name), host=here(),
-        ).write(folder / JOB)  # fmt: skip
+        ).write(folder / records.JOB)  # fmt: skip
         # If another job submits this one, this one's processes do not belong to it.
         env = {name: value for name, value in os.environ.items() if name not in contract.OF_A_JOB}
         with (folder / "log.txt").open("ab") as log:
@@ -133,7 +112,7 @@ class LocalBackend(Backend):
     @staticmethod
     def _clear(folder: Path) -> None:
         """A submission was interrupted before its record was written: nothing has run. Raises `UserError` for anything else."""
-        files.remove_stale(folder, (JOB,))
+        files.remove_stale(folder, (records.JOB,))
         try:
             folder.rmdir()
         except OSError:
@@ -148,14 +127,14 @@ class LocalBackend(Backend):
         return [*command[:4], "--ranks", str(spec.nodes * spec.ranks), "--nodes", "1", *command[4:]]
 
     def observe(self, known: JobRecord) -> Status:
-        return self._answer(known, *self._before(known), ProcessTables())
+        return self._answer(known, *self._before(known), [])
 
     def _before(self, known: JobRecord) -> tuple[bool, bool]:
         """Whether it is being submitted, and whether its supervisor or its launcher lives."""
         folder = self.folder / known.name
         return self._being_submitted(folder), self._supervised(folder)
 
-    def _answer(self, known: JobRecord, being_submitted: bool, supervised: bool, tables: ProcessTables) -> Status:
+    def _answer(self, known: JobRecord, being_submitted: bool, supervised: bool, tables: list[ProcessTable]) -> Status:
         """Returns the status. `tables` are read after `_before`, so they show what has begun or ended meanwhile."""
         record, folder = known.handle, self.folder / known.name
         total = known.world_size
@@ -220,7 +199,7 @@ class LocalBackend(Backend):
         if (folder / SUPERVISOR).exists() or (folder / RUNNING).exists():
             return False
         try:
-            return time.time() - (folder / JOB).stat().st_mtime < SUBMISSION_SECONDS
+            return time.time() - (folder / records.JOB).stat().st_mtime < SUBMISSION_SECONDS
         except OSError:  # replaced meanwhile
             return False
 
@@ -284,15 +263,9 @@ class LocalBackend(Backend):
         return status
 
     def list(self) -> list[JobSummary]:
-        jobs = []
-        names = sorted(os.listdir(self.folder)) if self._is_there() else []
-        for name in (name for name in names if os.path.lexists(self.folder / name / JOB)):
-            try:
-                if (known := self._found(name)) is not None:
-                    jobs.append((known, self._before(known)))
-            except UserError as error:
-                warn(str(error))
-        rows, tables = [], ProcessTables()  # one pair of tables for all of them
+        every = [self._known(*job) for job in records.job_records(self.folder, records.LocalJob)]
+        jobs = [(known, self._before(known)) for known in every]
+        rows, tables = [], list[ProcessTable]()  # one pair of tables for all of them
         for known, before in jobs:
             try:
                 state = self._answer(known, *before, tables).state

@@ -20,8 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.training import contract, files
@@ -65,52 +64,43 @@ def alive(pid: int, ticks: int | None) -> bool:
     return ticks is None or start_ticks(pid) == ticks
 
 
-@dataclass(frozen=True)
-class _ProcessTable:
-    """All processes at one moment."""
+class ProcessTable:
+    """All processes at one moment: their states, their children, and the processes whose environment names a job."""
 
-    states: dict[int, str]
-    children: dict[int, list[int]]
-    jobs: dict[str, list[int]]
-    """By the job that their environment names."""
-
-    @classmethod
-    def take(cls) -> _ProcessTable:
-        processes = cls({}, {}, {})
+    def __init__(self) -> None:
+        self.states: dict[int, str] = {}
+        self.children: dict[int, list[int]] = {}
+        self.jobs: dict[str, list[int]] = {}
         for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
             fields = stat_of(int(entry)) if entry.isdigit() else []
             if fields:
                 pid = int(entry)
-                processes.states[pid] = fields[0]
-                processes.children.setdefault(int(fields[1]), []).append(pid)
+                self.states[pid] = fields[0]
+                self.children.setdefault(int(fields[1]), []).append(pid)
                 if job := _job(pid):
-                    processes.jobs.setdefault(job, []).append(pid)
-        return processes
+                    self.jobs.setdefault(job, []).append(pid)
 
 
-class ProcessTables:
-    """Two tables of all processes, each read when it is first needed: for questions about many jobs at once."""
-
-    def __init__(self) -> None:
-        self._taken: list[_ProcessTable] = []
-
-    def __iter__(self) -> Iterator[_ProcessTable]:
-        for number in range(2):
-            if len(self._taken) == number:
-                self._taken.append(_ProcessTable.take())
-            yield self._taken[number]
-
-
-def living(job: str, *ancestors: int, tables: ProcessTables | None = None) -> list[int]:
+def living(job: str, *ancestors: int, tables: list[ProcessTable] | None = None) -> list[int]:
     """The processes of a job: who has its identity in the environment, and who descends from these or from `ancestors`.
 
     Neither this process nor `ancestors` themselves, and no other job that one of them has submitted.
+
+    Args:
+        tables: for questions about many jobs at once. The first question that needs a table adds it.
     """
-    # A process that forks and ends while /proc is being read may be missed with its child, but not twice.
-    return next((pids for table in tables or ProcessTables() if (pids := _of(table, job, ancestors))), [])
+    tables = [] if tables is None else tables
+    for number in range(
+        2
+    ):  # a process that forks and ends while /proc is being read may be missed with its child, but not twice
+        if len(tables) == number:
+            tables.append(ProcessTable())
+        if pids := _of(tables[number], job, ancestors):
+            return pids
+    return []
 
 
-def _of(table: _ProcessTable, job: str, ancestors: Sequence[int]) -> list[int]:
+def _of(table: ProcessTable, job: str, ancestors: Sequence[int]) -> list[int]:
     pids = [*ancestors, *table.jobs.get(job, ())]
     for pid in pids:  # grows while it is read
         pids += [child for child in table.children.get(pid, ()) if child not in pids and not _another_job(child, job)]
@@ -171,7 +161,7 @@ def record_end(folder: Path, run_dir: str, job: str, code: int | None, timed_out
         code, reason = status.code, status.reason
     over = timed_out and code not in (contract.EXIT_DONE, contract.EXIT_USAGE)
     end = records.LocalEnd(code=code, reason=reason, timed_out=over, job=job)
-    now = files.read_json(folder / "job.json")
+    now = files.read_json(folder / records.JOB)
     if isinstance(now, dict) and now.get("job") == job:  # not submitted again meanwhile
         with contextlib.suppress(OSError):  # a full disk: the next one who asks tries again
             write(folder / ENDED, (files.json_text(end.model_dump(), indent=1) + "\n").encode())
@@ -187,7 +177,7 @@ def here() -> str:
 
 
 def main(folder: Path) -> int:
-    job = json.loads((folder / "job.json").read_bytes())
+    job = json.loads((folder / records.JOB).read_bytes())
     env = {**os.environ, "PATH": search_path(os.environ), **job["env"], contract.ENV_JOB: job["job"]}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would hide the launcher's end
     adopt_orphans()

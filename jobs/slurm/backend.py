@@ -146,15 +146,12 @@ class SlurmBackend(Cluster):
         return str(known.handle.job_id)
 
     def find(self, name: str, submitting: bool = False) -> JobRecord | None:
-        folder = self.folder / name
-        record = SlurmJob.read(folder / observe.JOB)
+        record = records.job_record(self.folder, name, SlurmJob)
         if record is None:
-            if submitting and folder.exists():
-                raise UserError(f"{folder} does not belong to a job (a sweep, or other files): choose another --name")
-            return None
-        try:
-            records.check(folder)
-        except FileNotFoundError:  # another command is replacing it
+            if submitting and (self.folder / name).exists():
+                raise UserError(
+                    f"{self.folder / name} does not belong to a job (a sweep, or other files): choose another --name"
+                )
             return None
         if record.job_id is None:
             # The command that submitted was killed before it had the answer; the job may be there.
@@ -163,7 +160,7 @@ class SlurmBackend(Cluster):
                 with records.keeping(self.folder):
                     submission.assign_job_id(Path(record.submitit), number)
                     record = submission.with_job_id(record, number)
-                    record.write(folder / observe.JOB)
+                    record.write(self.folder / name / records.JOB)
             elif submitting:
                 if files.is_locked(self.folder / record.array_name / submission.SENDING):
                     raise Unreachable(f"{name} is being submitted at this moment: try again in a minute")
@@ -287,24 +284,20 @@ class SlurmBackend(Cluster):
         return code
 
     def list(self) -> list[JobSummary]:
-        entries = sorted(path.parent for path in self.folder.glob(f"[!.]*/{observe.JOB}"))
-        jobs = {entry: SlurmJob.read(entry / observe.JOB) for entry in entries}
-        ends = {entry: observe.ended(entry) for entry in entries}
-        open_ids = [str(record.job_id) for entry, record in jobs.items() if record is not None and ends[entry] is None]
-        query = observe.query_all(open_ids) if entries else observe.query
+        jobs = [_known(*job) for job in records.job_records(self.folder, SlurmJob)]
+        ends = {job.name: observe.ended(self.folder / job.name) for job in jobs}
+        open_ids = [str(job.handle.job_id) for job in jobs if ends[job.name] is None]
+        query = observe.query_all(open_ids) if jobs else observe.query
         rows = []
-        for entry, record in jobs.items():
-            if record is None:
-                warn(f"{entry / observe.JOB} is damaged, or of another version: remove its folder")
-                continue
+        for job in jobs:
             try:
-                state = self._state(_known(entry.name, record), ends[entry], query)
+                state = self._state(job, ends[job.name], query)
             except Unreachable:
                 raise
             except UserError as error:
                 warn(str(error))
                 continue
-            rows.append(JobSummary(entry.name, state, record.spec.nodes, record.created))
+            rows.append(JobSummary(job.name, state, job.handle.spec.nodes, job.handle.created))
         return rows
 
     def _state(self, known: JobRecord, end: Status | None, query: Query) -> State:

@@ -25,7 +25,6 @@ from .. import records
 from ..records import SlurmJob, TaskResult
 from ..status import NodeStatus, State, Status, Unreachable
 
-JOB = "job.json"
 ENDED = "ended.json"
 SECONDS = 60.0
 """How long an answer may take by default."""

@@ -68,7 +68,7 @@ def send(jobs: Path, script: str, submissions: list[tuple[str, SlurmJob, bytes]]
         assign_job_id(submitit, number)
         numbered = {name: with_job_id(record, number) for name, record in written.items()}
         for name, record in numbered.items():
-            record.write(jobs / name / observe.JOB)
+            record.write(jobs / name / records.JOB)
     return numbered
 
 
@@ -93,7 +93,7 @@ def _staged_folders(
         for file, data in {**payloads, f"{NEW}_{submitit_api.SCRIPT}": script.encode()}.items():
             files.replace(submitit / file, data)
         for name, record in written.items():
-            record.write(stage / name / observe.JOB)
+            record.write(stage / name / records.JOB)
         for name in names:
             put.append(name)
             shutil.rmtree(jobs / f".{name}.replaced", ignore_errors=True)
