@@ -25,8 +25,13 @@ CHUNK = 1 << 20
 """Bytes of one log that are read at once."""
 STAMPED = re.compile(rb"\S{1,64} (\[rank \d+\] )?")
 """What a line of an engine or of Kubernetes begins with: when it was written, and which rank wrote it."""
+LAST_BYTES = 1 << 14
+"""Of a log, in which the error that ended its program is looked for."""
 LONGEST = 1 << 20
 """Of a line that is longer (a progress bar that never breaks), pieces of about this size count as lines."""
+
+
+_ERROR = re.compile(r"(?P<whose>\[rank \d+\] )?(?:error: |(?P<kind>(\w+\.)*\w*(Error|Exception|Interrupt)\b))")
 
 
 class LineSplitter:
@@ -161,6 +166,18 @@ def tail_offset(path: Path, count: int, counts: Callable[[bytes], bool] = lambda
         if end and counts(after.partition(b"\n")[0]):
             count_of += 1
         return 0, count_of
+
+
+def last_error(path: Path, since: int = 0) -> str:
+    """Returns the last line of a log that tells an error, behind `since` bytes, without control codes, or ""."""
+    try:
+        with files.regular(path) as file:
+            file.seek(max(since, file.seek(0, 2) - LAST_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    error = next(filter(_ERROR.match, reversed(lines)), "")
+    return "".join(filter(str.isprintable, _ERROR.sub(r"\g<whose>\g<kind>", error, count=1)))[:300]
 
 
 def merge_tail(sources: Iterable[Iterable[Stamped]], count: int) -> list[Stamped]:

@@ -23,6 +23,7 @@ from lockstep.training.contract import UserError
 from .. import records, snapshots
 from ..backend import Backend, Checks, JobRecord, Lines, Submission
 from ..logs import follow as follow_logs
+from ..logs import last_error
 from ..process import Streams, exec_command, run
 from ..spec.model import GRACE_MARGIN, JobSpec, code_identity, launch_command
 from ..spec.types import size_in_bytes
@@ -180,7 +181,7 @@ class LocalBackend(Backend):
             return answer("cancelled", "cancelled; the state is saved" if saved else "cancelled", code)
         if code == contract.EXIT_PREEMPTED:
             return answer("preempted", reason or "ended by a signal; submit it again", code)
-        last = self._last_line(folder)
+        last = last_error(folder / "log.txt")
         return answer("failed", reason or f"exit code {code}{f': {last}' if last else ''}", code)
 
     @staticmethod
@@ -202,17 +203,6 @@ class LocalBackend(Backend):
             return time.time() - (folder / records.JOB).stat().st_mtime < SUBMISSION_SECONDS
         except OSError:  # replaced meanwhile
             return False
-
-    @staticmethod
-    def _last_line(folder: Path) -> str:
-        try:
-            with files.regular(folder / "log.txt") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
-                lines = file.read().decode(errors="replace").split("\n")
-        except OSError:
-            return ""
-        errors = [line for line in lines if "error" in line.lower()]
-        return errors[-1][:300] if errors else ""
 
     def stream(self, known: JobRecord, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
         path = self.folder / known.name / "log.txt"

@@ -22,7 +22,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,7 +33,7 @@ from lockstep.wire import submitit_api
 from lockstep.wire.payload import SessionOptions, environment
 from lockstep.wire.signals import PendingSignals
 
-from ..logs import PREFIX
+from ..logs import PREFIX, last_error
 
 OTHERS_SECONDS = 3.0
 """Seconds in which a failed rank checks whether another rank refused the arguments or the data: such a refusal is final."""
@@ -91,7 +90,9 @@ class TrainingTask:
             if context.rank == 0 and (unused := SessionOptions.of(self.env.get(contract.ENV_SESSION, "{}")).unused()):
                 to_stderr(f"warning: {unused}")
             return files.read_json(Path(self.run_dir) / contract.SUMMARY_FILE) if context.rank == 0 else None
-        reason = _last_error(context.logs, offsets)
+        # Standard error may have its own log. It counts above standard output.
+        errors = [last_error(log, since) for log, since in zip(context.logs, offsets, strict=True)]
+        reason = next(filter(None, reversed(errors)), "")
         self._note(context, code, reason)
         if code == EXIT_PREEMPTED and context.rank == 0 and self._got_further(checkpoint, asked):
             try:
@@ -344,21 +345,3 @@ def wait_for_kill(seconds: float) -> None:
     for number in END_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     time.sleep(seconds)
-
-
-def _last_error(logs: Sequence[Path], offsets: Sequence[int]) -> str:
-    """The last line that tells an error behind the places `offsets` of a rank's output, without control codes, or ""."""
-    errors = []
-    for log, since in zip(logs, offsets, strict=True):
-        try:
-            with files.regular(log) as file:
-                file.seek(max(since, file.seek(0, os.SEEK_END) - 16384))
-                lines = file.read().decode(errors="replace").splitlines()
-        except OSError:
-            continue
-        errors += [line for line in lines if _ERROR.match(line)]
-    error = _ERROR.sub(r"\g<whose>\g<kind>", errors[-1], count=1) if errors else ""
-    return "".join(filter(str.isprintable, error))[:300]
-
-
-_ERROR = re.compile(r"(?P<whose>\[rank \d+\] )?(?:error: |(?P<kind>(\w+\.)*\w*(Error|Exception|Interrupt)\b))")

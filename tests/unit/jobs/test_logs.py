@@ -60,3 +60,15 @@ def test_logs_are_merged_by_their_times_and_shares_are_even() -> None:
         ([5, 5], 0, [0, 0]),
     ):
         assert logs.split_quota(lengths, count) == wanted
+
+
+def test_the_last_error_of_a_log_is_found_behind_an_earlier_start(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text("error: of the first start\n")
+    since = log.stat().st_size
+    with log.open("a") as file:
+        file.write("[rank 1] a.b.SomeError: x\x1b[0m y\n[rank 2] error: too large\nno error here\n")
+    assert logs.last_error(log) == "[rank 2] too large"
+    assert logs.last_error(log, log.stat().st_size) == "" == logs.last_error(tmp_path / "none")
+    log.write_bytes(log.read_bytes().replace(b"error: too", b"too"))
+    assert logs.last_error(log, since) == "[rank 1] a.b.SomeError: x[0m y"
