@@ -31,7 +31,6 @@ from .doctor import check, rows
 from .observe import Evidence, Query
 from .render import RULES
 
-Rows = list[JobSummary]  # named here, because `list` is a method below
 NOISE = re.compile(rb"submitit [A-Z]+ \([0-9]{4}-")
 """What submitit's own lines begin with."""
 

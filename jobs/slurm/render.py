@@ -24,7 +24,7 @@ from lockstep.training.contract import UserError
 from lockstep.wire import submitit_api
 
 from .. import lint, records, snapshots
-from ..manifest import Manifest, get, holds
+from ..manifest import Manifest, get, holds, without_none
 from ..spec.model import JobSpec, code_identity, launch_command, rank_command, session_options
 from ..spec.types import size_in_bytes
 from .task import TrainingTask
@@ -93,16 +93,19 @@ def parameters(spec: JobSpec, folder: PurePath, after: str | None = None) -> dic
     settings = spec.slurm
     tasks = 1 if spec.live else spec.ranks
     cpus = max(1, int(spec.cpus // tasks))
-    more: dict[str, Any] = {"requeue": True, "output": f"{checked_path(folder)}/%j_batch.out"}
-    for name, value in (("reservation", settings.reservation), ("licenses", settings.licenses)):
-        if value is not None:
-            more[name] = value
-    if after is not None:
-        more["kill-on-invalid-dep"] = "yes"
-    ending = ["--kill-on-bad-exit=1"]
-    if spec.live:  # nothing that happens to a node ends the others
-        more["no-kill"] = True
-        ending = ["--kill-on-bad-exit=0", "--wait=0", "--no-kill"]
+    more = without_none(
+        {
+            "requeue": True,
+            "output": f"{checked_path(folder)}/%j_batch.out",
+            "reservation": settings.reservation,
+            "licenses": settings.licenses,
+            "kill-on-invalid-dep": "yes" if after is not None else None,
+            "no-kill": True if spec.live else None,
+        }
+    )
+    # Nothing that happens to a node of a live job ends the others.
+    ending = ["--kill-on-bad-exit=0", "--wait=0", "--no-kill"] if spec.live else ["--kill-on-bad-exit=1"]
+    gres = f"gpu:{settings.gpu_type}:{spec.gpus}" if spec.gpus and settings.gpu_type else None
     values: dict[str, Any] = {
         "name": spec.name,
         "timeout_min": minutes(spec),
@@ -125,15 +128,13 @@ def parameters(spec: JobSpec, folder: PurePath, after: str | None = None) -> dic
         "slurm_teardown": _teardown(spec, folder),
         # Since 22.05 srun does not use the value of sbatch; without it all ranks of a node share one core.
         "slurm_srun_args": [f"--cpus-per-task={cpus}", *ending, *container(spec, folder)[0]],
+        "slurm_gres": gres,
+        "gpus_per_node": spec.gpus if spec.gpus and gres is None else None,
+        **_patch(settings.patch, more),
+        "slurm_additional_parameters": more,
     }
-    if spec.gpus and settings.gpu_type:
-        values["slurm_gres"] = f"gpu:{settings.gpu_type}:{spec.gpus}"
-    elif spec.gpus:
-        values["gpus_per_node"] = spec.gpus
-    values |= _patch(settings.patch, more)
-    values["slurm_additional_parameters"] = more
-    wckey = {"slurm_wckey": settings.wckey}  # without a word submitit sends its own, which most sites refuse
-    return wckey | {name: value for name, value in values.items() if value is not None}
+    # Without a word of ours submitit sends its own, which most sites refuse.
+    return {"slurm_wckey": settings.wckey, **without_none(values)}
 
 
 def slurm_parameters(spec: JobSpec) -> dict[str, Any]:
@@ -176,7 +177,7 @@ def training_task(spec: JobSpec, prepared: bool = False, job: str = "") -> Train
     return TrainingTask(
         words=_words(spec), run_dir=run_dir, nodes=spec.nodes, ranks_per_node=spec.ranks,
         max_restarts=spec.max_restarts, metrics_port=spec.metrics_port, env=env,
-        job=job, code=code_identity(spec) if code else "", code_folder=code,
+        job=job, code=code,
     )  # fmt: skip
 
 

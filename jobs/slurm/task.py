@@ -60,9 +60,7 @@ class TrainingTask:
     job: str = ""
     """Identity of this submission (`records.submission_id`); "" where a driver of one's own submits."""
     code: str = ""
-    """Identity of the code of one's own; "" without."""
-    code_folder: str = ""
-    """Its copy, which the ranks start in."""
+    """The copy of the job's own code, which the ranks start in; "" without. The folder's name is the code's identity."""
 
     def __call__(self) -> dict[str, Any] | None:
         """Runs this task's rank (or launcher) until it ends. Rank 0 returns `summary.json`. If SLURM restarts the job, the process ends."""
@@ -174,14 +172,14 @@ class TrainingTask:
         held = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT}
         # Ours takes signals from the moment it has handlers, and they wait until then. Another program may have none.
         signal.pthread_sigmask(signal.SIG_BLOCK if ours else signal.SIG_UNBLOCK, held)
-        if self.code and not os.path.isdir(self.code_folder):
+        if self.code and not os.path.isdir(self.code):
             self._leave(
                 context,
                 EXIT_USAGE,
-                f"the code is not in {self.code_folder}: LOCKSTEP_HOME must be a folder that the nodes see",
+                f"the code is not in {self.code}: LOCKSTEP_HOME must be a folder that the nodes see",
             )
         try:
-            child = subprocess.Popen(command, env=self._environment(context, ours), cwd=self.code_folder or None)
+            child = subprocess.Popen(command, env=self._environment(context, ours), cwd=self.code or None)
         except OSError as error:
             self._leave(context, EXIT_USAGE, f"cannot start {command[0]!r}: {error.strerror}")
         early = received | signal.sigpending()  # before the rank was there; later ones SLURM sends to every process
@@ -228,7 +226,7 @@ class TrainingTask:
                 "MASTER_ADDR": context.hosts[0], "MASTER_PORT": str(context.port),
             }  # fmt: skip
         env |= self.env
-        return env | environment(Path(self.code_folder), self.code, env, sys.path[0]) if self.code else env
+        return env | environment(Path(self.code), Path(self.code).name, env, sys.path[0]) if self.code else env
 
     def _note(self, context: TaskContext, code: int, reason: str) -> None:
         whose = PREFIX.match(reason)  # which a launcher puts before its ranks' lines
