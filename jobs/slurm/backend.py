@@ -177,16 +177,16 @@ class SlurmBackend(Cluster):
             if is_new or files.is_locked(self.folder / record.array_name / submission.SENDING):
                 return Status("pending", "is being submitted")
             return Status("lost", "the submission was interrupted before sbatch answered: submit it with --replace")
-        info, unanswered = None, None
+        info, unanswered = observe.UNKNOWN, None
         try:
-            info = query(record.job_id)
+            info = query(record.job_id) or info
         except Unreachable as error:  # what it has left may say how it ended
             unanswered = error
         outage = unanswered is not None and not isinstance(unanswered, observe.Forgotten)
-        job, before = Evidence(record, info or observe.UNKNOWN, outage), observe.ended(folder)
-        if before is not None and job.confirms(before):
+        before = observe.ended(folder)
+        if before is not None and observe.confirms(before, record, info):
             return before
-        status = observe.status_from_slurm(job)
+        status = observe.status_from_slurm(Evidence(record, info, outage))
         if unanswered is not None and outage and not status.final:
             written = record.since
             with contextlib.suppress(OSError):
@@ -284,13 +284,14 @@ class SlurmBackend(Cluster):
 
     def list(self) -> list[JobSummary]:
         jobs = [_known(*job) for job in records.job_records(self.folder, SlurmJob)]
-        ends = {job.name: observe.ended(self.folder / job.name) for job in jobs}
-        open_ids = [str(job.handle.job_id) for job in jobs if ends[job.name] is None]
-        query = observe.query_all(open_ids) if jobs else observe.query
+        not_ended = [str(job.handle.job_id) for job in jobs if observe.ended(self.folder / job.name) is None]
+        query = observe.query_all(not_ended) if jobs else observe.query
         rows = []
         for job in jobs:
             try:
-                state = self._state(job, ends[job.name], query)
+                # SLURM may know a job without a number by its comment.
+                known = job if job.handle.job_id is not None else self.require(job.name)
+                state = self._observed(known, query).state
             except Unreachable:
                 raise
             except UserError as error:
@@ -298,15 +299,6 @@ class SlurmBackend(Cluster):
                 continue
             rows.append(JobSummary(job.name, state, job.handle.spec.nodes, job.handle.created))
         return rows
-
-    def _state(self, known: JobRecord, end: Status | None, query: Query) -> State:
-        if known.handle.job_id is None:  # SLURM may know it by its comment
-            return self.status(known.name).state
-        if end is not None:
-            info = query(known.handle.job_id)
-            if info is None or observe.final(info.state):
-                return end.state
-        return self._observed(known, query).state
 
 
 def _known(name: str, record: SlurmJob) -> JobRecord:

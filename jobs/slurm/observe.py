@@ -297,6 +297,17 @@ SETTLE_SECONDS = 60.0
 UNKNOWN = JobInfo("", "")
 
 
+def settled(record: SlurmJob, info: JobInfo) -> bool:
+    """Whether the job ended, or was submitted, so long ago that no more is to come."""
+    return time.time() - (info.ended or record.since) >= SETTLE_SECONDS
+
+
+def confirms(end: Status, record: SlurmJob, info: JobInfo) -> bool:
+    """Whether nothing that SLURM knows is later than this end. By then every note is visible, also on a slow file system."""
+    noted = max((node.restarts for node in end.ranks), default=0)
+    return not info.state or (settled(record, info) and final(info.state) and info.restarts <= noted)
+
+
 class Evidence:
     """All that is known of a job: by SLURM, by status.json, and by the notes of its tasks.
 
@@ -327,8 +338,7 @@ class Evidence:
         earlier = reported is not None and reported.code is not None and reported.restart not in (None, self.restarts)
         self.reported = None if earlier and not self.spec.live else reported
         self.cancelled = record.file("cancelled").exists()
-        # It ended so long ago, or was submitted so long ago, that no more is to come.
-        self.settled = time.time() - (info.ended or record.since) >= SETTLE_SECONDS
+        self.settled = settled(record, info)
 
     @property
     def tasks(self) -> int:
@@ -352,11 +362,6 @@ class Evidence:
     def last_code(self) -> int:
         """The job's own exit code, or SLURM's."""
         return self.code if self.code is not None else self.info.exit_code or 1
-
-    def confirms(self, end: Status) -> bool:
-        """Whether nothing that is known is later than this end. By then every note is visible, also on a slow file system."""
-        noted = max((node.restarts for node in end.ranks), default=0)
-        return not self.info.state or (self.settled and final(self.info.state) and self.info.restarts <= noted)
 
     def cause(self) -> str:
         """The failure that came first, not the ones that followed from it: a rank's own error before a lost collective."""
