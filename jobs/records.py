@@ -379,6 +379,10 @@ class SlurmJob(Record):
     element: int | None = None
     job: Identifier
 
+    def numbered(self, number: str) -> SlurmJob:
+        """Returns the record with its id, where the job (or array) has this one."""
+        return self.model_copy(update={"job_id": number if self.element is None else f"{number}_{self.element}"})
+
     def file(self, what: str) -> Path:
         """Returns a file of this job next to submitit's: `123_0_log.out`, or a note of a task, such as `123_cancelled`."""
         return Path(self.submitit) / f"{self.job_id}_{what}"
@@ -407,11 +411,18 @@ def restarts(reported: RunStatus | None) -> int:
     return max(0, reported.restart or 0) if reported is not None else 0
 
 
-def progress(reported: RunStatus | None) -> str:
-    """Returns how far a running job is, from its status.json: the step, at most some seconds old, and its restarts."""
-    if reported is None:
-        return "starting"
-    return step(reported) + (f", restart {again}" if (again := restarts(reported)) else "") + trouble(reported)
+def progress(reported: RunStatus | None, again: int | None = None, where: str = "", state: str = "") -> str:
+    """Returns how far a running job is, from its status.json: the step, at most some seconds old, and its restarts.
+
+    Args:
+        again: its restarts, where the cluster counts them.
+        where: on which nodes it runs.
+        state: the cluster's word for it.
+    """
+    again = restarts(reported) if again is None else again
+    begin = "starting" if reported is None else step(reported)
+    end = "" if reported is None else trouble(reported)
+    return f"{begin}{where}{f', restart {again}' if again else ''}{state}{end}"
 
 
 def trouble(reported: RunStatus) -> str:

@@ -158,7 +158,7 @@ class SlurmBackend(Cluster):
             if number is not None:
                 with records.keeping(self.folder):
                     submission.assign_job_id(Path(record.submitit), number)
-                    record = submission.with_job_id(record, number)
+                    record = record.numbered(number)
                     record.write(self.folder / name / records.JOB)
             elif submitting:
                 if files.is_locked(self.folder / record.array_name / submission.SENDING):

@@ -374,18 +374,6 @@ class Evidence:
         whose = f"rank {failed[0].rank} on {failed[0].host}: " if failed else ""
         return f"{whose}exit code {failed[0].code if failed else self.last_code}"
 
-    def progress(self) -> str:
-        """How far a job is that SLURM calls under way."""
-        state = self.info.state
-        where = f" on {self.info.nodes}" if self.info.nodes else ""
-        again = f", restart {self.restarts}" if self.restarts else ""
-        if state == "COMPLETING":
-            return f"is ending{where}{again}"
-        other = "" if state == "RUNNING" else f" ({state.lower()})"
-        if self.reported is None:
-            return f"starting{where}{again}{other}"
-        return f"{records.step(self.reported)}{where}{again}{other}{records.trouble(self.reported)}"
-
 
 _OF_NODES = {"NODE_FAIL": "a node failed", "BOOT_FAIL": "a node did not boot", "PREEMPTED": "preempted"}
 
@@ -416,7 +404,11 @@ def _classify(job: Evidence) -> tuple[State, str, int | None]:
     if info.state in ("REQUEUED", "REQUEUE_FED"):
         return "restarting", f"restart {job.restarts}: SLURM starts it again", None
     if info.state and not final(info.state):
-        return "running", job.progress(), None
+        where = f" on {info.nodes}" if info.nodes else ""
+        if info.state == "COMPLETING":
+            return "running", f"is ending{where}{f', restart {job.restarts}' if job.restarts else ''}", None
+        other = "" if info.state == "RUNNING" else f" ({info.state.lower()})"
+        return "running", records.progress(reported, job.restarts, where, other), None
     return _classify_end(job)
 
 

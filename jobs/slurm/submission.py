@@ -56,17 +56,13 @@ def send(jobs: Path, script: str, submissions: list[tuple[str, SlurmJob, bytes]]
         UserError: with what sbatch says; all is as it was.
         Unreachable: it is submitted, or not. The next submission finds out. Or the controller was not reached: all is as it was.
     """
-    written = {name: record for name, record, _ in submissions}
-    payloads = {
-        f"{with_job_id(record, NEW).job_id}_{submitit_api.PAYLOAD}": payload for _, record, payload in submissions
-    }
     whole, comment = submissions[0][1].array_name, submissions[0][1].comment
     # A signal to this command waits: a submission is not cut in two.
     with records.keeping(jobs), signals_held_back():
-        with _staged_folders(jobs, whole, written, script, payloads) as submitit:
+        with _staged_folders(jobs, whole, script, submissions) as submitit:
             number = _submit(whole, comment, submitit / f"{NEW}_{submitit_api.SCRIPT}")
         assign_job_id(submitit, number)
-        numbered = {name: with_job_id(record, number) for name, record in written.items()}
+        numbered = {name: record.numbered(number) for name, record, _ in submissions}
         for name, record in numbered.items():
             record.write(jobs / name / records.JOB)
     return numbered
@@ -74,7 +70,7 @@ def send(jobs: Path, script: str, submissions: list[tuple[str, SlurmJob, bytes]]
 
 @contextlib.contextmanager
 def _staged_folders(
-    jobs: Path, whole: str, written: dict[str, SlurmJob], script: str, payloads: dict[str, bytes]
+    jobs: Path, whole: str, script: str, submissions: list[tuple[str, SlurmJob, bytes]]
 ) -> Iterator[Path]:  # fmt: skip
     """The new folders are in their place; after an error the earlier ones are back, unless it may be submitted all the same.
 
@@ -83,16 +79,16 @@ def _staged_folders(
     for stale in jobs.glob(f".{whole}.*-"):
         shutil.rmtree(stale, ignore_errors=True)
     stage = Path(tempfile.mkdtemp(prefix=f".{whole}.", suffix="-", dir=jobs))
-    names = list(dict.fromkeys([whole, *written]))
+    names = list(dict.fromkeys([whole, *(name for name, _, _ in submissions)]))
     put: list[str] = []
     try:
         for name in names:
             (stage / name).mkdir(0o700)
         submitit = stage / whole / render.SUBMITIT
         submitit.mkdir(0o700)
-        for file, data in {**payloads, f"{NEW}_{submitit_api.SCRIPT}": script.encode()}.items():
-            files.replace(submitit / file, data)
-        for name, record in written.items():
+        files.replace(submitit / f"{NEW}_{submitit_api.SCRIPT}", script.encode())
+        for name, record, payload in submissions:
+            files.replace(submitit / record.numbered(NEW).file(submitit_api.PAYLOAD).name, payload)
             record.write(stage / name / records.JOB)
         for name in names:
             put.append(name)
@@ -174,11 +170,6 @@ def _submit(name: str, comment: str, script: Path) -> str:
     if number is None:
         raise _InDoubt(f"sbatch gave no number for {name}, but printed: {observe.one_line(done.stdout)}")
     return number[1]
-
-
-def with_job_id(record: SlurmJob, number: str) -> SlurmJob:
-    """The record with its id, where the job (or array) has this one."""
-    return record.model_copy(update={"job_id": number if record.element is None else f"{number}_{record.element}"})
 
 
 def assign_job_id(submitit: Path, number: str) -> None:
