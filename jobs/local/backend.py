@@ -133,7 +133,7 @@ class LocalBackend(Backend):
     def _before(self, known: JobRecord) -> tuple[bool, bool]:
         """Whether it is being submitted, and whether its supervisor or its launcher lives."""
         folder = self.folder / known.name
-        return self._being_submitted(folder), self._supervised(folder)
+        return self._being_submitted(folder), bool(self._processes(folder))
 
     def _answer(self, known: JobRecord, being_submitted: bool, supervised: bool, tables: list[ProcessTable]) -> Status:
         """Returns the status. `tables` are read after `_before`, so they show what has begun or ended meanwhile."""
@@ -185,14 +185,16 @@ class LocalBackend(Backend):
         return answer("failed", reason or f"exit code {code}{f': {last}' if last else ''}", code)
 
     @staticmethod
-    def _supervised(folder: Path) -> bool:
-        return any(LocalBackend._process(folder / file) is not None for file in (SUPERVISOR, RUNNING))
+    def _processes(folder: Path, *files: str) -> list[int]:
+        """Returns the processes of these records that live; without `files`, the job's supervisor and its launcher."""
+        known = [records.Process.read(folder / file) for file in files or (SUPERVISOR, RUNNING)]
+        return [process.pid for process in known if process is not None and alive(process.pid, process.ticks)]
 
     @staticmethod
-    def _process(file: Path) -> int | None:
-        """The process of that record; None where there is none, or it has ended."""
-        process = records.Process.read(file)
-        return process.pid if process is not None and alive(process.pid, process.ticks) else None
+    def _check_here(known: JobRecord, advice: str) -> None:
+        """Raises `UserError` for a job of another machine."""
+        if known.handle.host != here():
+            raise UserError(f"{known.name} runs on {known.handle.host.partition(' ')[0]}: {advice}")
 
     @staticmethod
     def _being_submitted(folder: Path) -> bool:
@@ -214,33 +216,29 @@ class LocalBackend(Backend):
 
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
         record = known.handle
-        if record.host != here():
-            raise UserError(f"{known.name} runs on {record.host.partition(' ')[0]}: run the command there")
-        launcher = self._process(self.folder / known.name / RUNNING)
-        marks = {contract.ENV_JOB: record.job, contract.ENV_LAUNCHER: str(launcher)}
+        self._check_here(known, "run the command there")
+        launcher = self._processes(self.folder / known.name, RUNNING)
+        marks = {contract.ENV_JOB: record.job, contract.ENV_LAUNCHER: str(next(iter(launcher), None))}
         words = exec_command(sys.executable, rank, command, record.run_dir)
         return run(words, streams, {**os.environ, **marks})
 
     def stop(self, known: JobRecord) -> Status:
         record, folder = known.handle, self.folder / known.name
-        if record.host != here():
-            raise UserError(f"{known.name} runs on {record.host.partition(' ')[0]}: cancel it there")
+        self._check_here(known, "cancel it there")
         with contextlib.suppress(OSError):  # it says why it ended, no more: a full disk may not keep a job alive
             (folder / "cancelled").touch()
         deadline = time.monotonic() + record.grace
-        if self._process(folder / SUPERVISOR) is not None:
+        if self._processes(folder, SUPERVISOR):
             deadline += supervise.KILL_SECONDS  # it kills, after the grace
         signalled = False
         while not self.status(known.name).final and time.monotonic() < deadline:
             launcher = records.Process.read(folder / RUNNING)
             if launcher is not None and not signalled:
                 signalled = True
-                pids = [pid for file in (SUPERVISOR, RUNNING) if (pid := self._process(folder / file)) is not None]
                 # Where both are gone, ranks of it live.
-                supervise.send(pids[:1] or living(record.job), signal.SIGTERM)
+                supervise.send(self._processes(folder)[:1] or living(record.job), signal.SIGTERM)
             time.sleep(POLL_SECONDS)
-        pid = self._process(folder / SUPERVISOR)
-        supervisor = [pid] if pid is not None else []
+        supervisor = self._processes(folder, SUPERVISOR)
         if not self.status(known.name).final:
             supervise.kill(record.job, *supervisor)
         status = self.wait(known.name, supervise.KILL_SECONDS)

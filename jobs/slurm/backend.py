@@ -25,7 +25,7 @@ from ..logs import follow as follow_logs
 from ..process import Streams, exec_command, signal_command
 from ..records import SlurmJob
 from ..spec.model import JobSpec, check_preparation, code_identity, preparation, preparation_name, prepares
-from ..status import JobSummary, State, Status, SubmitResult, Unreachable, warn
+from ..status import JobSummary, Status, SubmitResult, Unreachable, warn
 from . import observe, render, submission
 from .doctor import check, rows
 from .observe import Evidence, Query
