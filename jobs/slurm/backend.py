@@ -284,8 +284,8 @@ class SlurmBackend(Cluster):
 
     def list(self) -> list[JobSummary]:
         jobs = [_known(*job) for job in records.job_records(self.folder, SlurmJob)]
-        not_ended = [str(job.handle.job_id) for job in jobs if observe.ended(self.folder / job.name) is None]
-        query = observe.query_all(not_ended) if jobs else observe.query
+        not_ended = [job.handle.job_id for job in jobs if observe.ended(self.folder / job.name) is None]
+        query = observe.query_all([job_id for job_id in not_ended if job_id]) if jobs else observe.query
         rows = []
         for job in jobs:
             try:

@@ -188,6 +188,20 @@ def test_listing_many_jobs_asks_once(site: Site) -> None:
     assert [len(site.called(name)) for name in ("squeue", "sacct", "scontrol")] == [1, 1, 0]
 
 
+def test_a_submission_without_a_number_hides_no_other_job_from_a_list(site: Site) -> None:
+    """The accounting refuses a question in which one id is none."""
+    site.record()
+    cut_off = site.kept.parent / "cut-off"
+    cut_off.mkdir(0o700)
+    kept = json.loads((site.kept / "job.json").read_text())
+    (cut_off / "job.json").write_text(json.dumps({**kept, "job_id": None, "array_name": "cut-off"}))
+    site.up("sacct")
+    site.does("sacct", "case $* in *None*) exit 1;; esac; echo '7|TIMEOUT|0:0|node1|main|1000'")
+    done = site.run("list", "slurm", "--json")
+    assert done.returncode == 0, done
+    assert {row["name"]: row["state"] for row in json.loads(done.stdout)} == {"mine": "timed_out", "cut-off": "lost"}
+
+
 DOCTOR = {
     "sinfo": 'case "$*" in *version*) echo "slurm 22.05";; *%G*) echo "main*|gpu:2|n1";; '
     '*%N*) echo "main*|up|infinite|idle|n1";; *) echo "main*";; esac',
