@@ -204,7 +204,8 @@ def job_record(folder: Path, name: str, kind: type[R]) -> R | None:
     with contextlib.suppress(FileNotFoundError):  # being replaced
         check_owner(file.parent)
     record = kind.read(file)
-    if record is None and os.path.lexists(file):
+    # The first reading may have come while another command replaced the folder.
+    if record is None and os.path.lexists(file) and (record := kind.read(file)) is None:
         raise UserError(f"{file} is damaged, or of another version: remove its folder")
     return record
 
