@@ -388,6 +388,15 @@ class SlurmJob(Record):
         """Returns a file of this job next to submitit's: `123_0_log.out`, or a note of a task, such as `123_cancelled`."""
         return Path(self.submitit) / f"{self.job_id}_{what}"
 
+    def notes(self, begin: str, end: str = "") -> dict[int, Path]:
+        """Returns the files of this job whose names are `begin`, a number, and `end`, by that number."""
+        first = self.file(begin)
+        paths = {
+            path.name.removeprefix(first.name).removesuffix(end): path
+            for path in first.parent.glob(f"{first.name}*{end}")
+        }
+        return {int(number): path for number, path in paths.items() if number.isdecimal()}
+
 
 def submission_id(name: str) -> str:
     """Returns the id of one submission: its ranks have it in their environment, and write it into status.json."""

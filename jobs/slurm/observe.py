@@ -318,19 +318,13 @@ class Evidence:
 
     def __init__(self, record: SlurmJob, info: JobInfo, outage: bool) -> None:
         self.spec, self.info, self.outage, self.since = record.spec, info, outage, record.since
-        results = dict[int, TaskResult]()
-        for path in Path(record.submitit).glob(f"{record.job_id}_*_end.json"):
-            match = re.fullmatch(rf"{re.escape(str(record.job_id))}_(\d+)_end\.json", path.name)
-            result = TaskResult.read(path) if match else None
-            if match and result is not None:
-                results[int(match[1])] = result
+        notes = {task: TaskResult.read(path) for task, path in record.notes("", "_end.json").items()}
+        results = {task: result for task, result in notes.items() if result is not None}
         self.restarts = max([info.restarts, *(result.restart for result in results.values())])
         # How the tasks of the latest start have ended, by rank (or by node of a live job).
         self.ends = {task: result for task, result in results.items() if result.restart == self.restarts}
         # Starts after which the job had saved and got further do not count against `max_restarts`.
-        mark = f"{record.job_id}_saved_"
-        starts = [path.name.removeprefix(mark) for path in Path(record.submitit).glob(f"{mark}*")]
-        free = {int(start) for start in starts if start.isdecimal()}
+        free = set(record.notes("saved_"))
         failures = self.restarts - sum(start < self.restarts for start in free)
         self.used_up = self.restarts not in free and failures >= self.spec.max_restarts
         reported = records.reported(Path(record.run_dir), record.job)
