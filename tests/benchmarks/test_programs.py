@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import product
 from tests.processes import PYTHON, clean_env, run
+from tests.warm.gang import python
 
 PROGRAMS = {
     "step": ("benchmarks/cpu_step.py --rounds 1 --batch 32 --no-compile", "2 ranks, resnet18, flat against ddp"),
@@ -27,6 +30,8 @@ PROGRAMS = {
     "gpu": ("benchmarks/gpu.py --device cpu --small --rounds 1", "bag_of_tricks: matmul "),
 }  # fmt: skip
 """What starts it, and what it prints."""
+ROW = r"^(\w+(?: \w+)?) +(\d) +(\d+) +([\d.]+) +[\d.]+× +([\d.]+) \|((?: +[\d.]+){4}) \| +[\d.]+ +[\d.]+$"
+"""Of the table of scaling."""
 
 
 def _run(words: list[str], out: Path) -> tuple[str, dict[str, Any]]:
@@ -48,6 +53,19 @@ def test_a_program_prints_its_figures_and_records_them(name: str, tmp_path: Path
     output, result = _run(words.split(), tmp_path / "out.json")
     assert figure in output and result["machine"]["cores"] > 0
     assert all(row["median"] > 0 and row["n"] == 1 for row in result.get("figures", {}).values())
+
+
+def test_scaling_prints_a_row_for_each_way_to_train_also_where_one_fails(tiny: list[str]) -> None:
+    """The phases of the median step add up to it."""
+    words = f"--ranks 2 --steps 2 --rounds 1 --batch 12 --strategies {product.DATA_PARALLEL},{product.ALLREDUCE}".split()
+    settings = [word for word in tiny if not word.startswith(("data.", "model="))]
+    done = python("-m", "benchmarks.scaling", *words, "--set", *settings, "model=tests.nets:Sociable", timeout=400)
+    assert done.code == 0 and re.search(r"^DataParallel .*nobody is here", done.output, re.M), done.output
+    rows = re.findall(ROW, done.output, re.M)
+    assert [values[:3] for values in rows] == [("batch fixed", "2", "12"), ("AllReduce", "2", "12")], done.output
+    for _, _, batch, rate, step, phases in rows:
+        assert float(rate) == pytest.approx(1000 * int(batch) / float(step), rel=0.05)
+        assert sum(map(float, phases.split())) == pytest.approx(float(step), abs=0.3)
 
 
 def test_survivors_end_in_the_weights_of_the_undisturbed_run(tmp_path: Path) -> None:

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.training.data import order
-from lockstep.training.data.batches import Division
-from lockstep.training.parallel.world import World
 from tests import product
 
 
@@ -40,13 +37,3 @@ def test_an_epoch_can_be_left_early_and_errors_reach_the_caller(made: Any, monke
     monkeypatch.setattr(type(loader.source.samples), "take", lambda self, ids: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         list(loader.epoch(0))
-
-
-@pytest.mark.parametrize("uneven", ["drop", "pad", "weight"])
-def test_the_ranks_share_the_batches_of_the_order_wherever_an_epoch_is_entered(uneven: str) -> None:
-    divisions = [Division(9001, 12, World(rank=rank, size=3), 5, uneven=uneven) for rank in range(3)]
-    steps = divisions[0].steps
-    for epoch, step in (*((1, step) for step in range(steps)), (1, 0), (1, steps - 1), (1, 400), (2, 400)):
-        parts = [division.part(epoch, step) for division in divisions]
-        found = torch.cat([ids[: part.samples] for ids, part in parts])
-        assert torch.equal(found, order.global_ids(9001, 5, epoch, step, 12, uneven)), step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from lockstep.training.data.sources import images
 from tests import product
 from tests.pictures import CLASSES, in_order, is_held_out, pixels, write_pictures
 from tests.processes import ROOT, clean_env
@@ -134,6 +136,37 @@ def test_a_hostile_file_is_refused_by_its_name(tmp_path: Path, kind: str) -> Non
     assert "\n" not in message and not list((tmp_path / "shards").glob("images-*/"))
     made = _made(tmp_path, test="val", max_broken=0.05)
     assert made.count("train") == 20 and made.num_left_out == 1
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "test file"])
+def test_a_link_that_takes_the_place_of_a_listed_image_brings_nothing_from_outside(tmp_path: Path, what: str) -> None:
+    """Another user may write to the folder while it is read."""
+    write_pictures(tmp_path / "train", 30)
+    write_pictures(tmp_path / "val", 9)
+    outside = tmp_path / "outside"
+    shutil.copytree(tmp_path / "train", outside)
+    split, listed = ("test", tmp_path / "val") if what == "test file" else ("train", tmp_path / "train")
+    stream = images.open_stream(tmp_path, images.Options(size=16, test="val", max_broken=0.9), workers=1)
+    place = listed / "cat"
+    count = len(list(place.iterdir()))
+    if what == "folder":
+        shutil.rmtree(place)
+        place.symlink_to(outside / "cat")
+    else:
+        for file in place.iterdir():
+            file.unlink()
+            file.symlink_to(outside / "cat" / file.name)
+    left = sum(len(labels) for _, labels in stream.pieces(split))
+    assert len(stream.left_out) == count and left == {"train": 30, "test": 9}[split] - count
+    assert set(stream.left_out.values()) == {"it is a link that leads out of the folder"}
+
+
+def test_a_link_within_the_folder_is_followed(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "train", 30)
+    (tmp_path / "by-link").symlink_to(tmp_path)
+    (tmp_path / "train/cat/again.png").symlink_to(sorted((tmp_path / "train/dog").iterdir())[0])
+    made = _made(tmp_path / "by-link", held_out=0.4)
+    assert made.count("train") + made.count("test") == 31 and not made.left_out
 
 
 @pytest.mark.parametrize(
