@@ -436,6 +436,7 @@ def _refuse_shared_gpus(world: World, device: torch.device, store: dist.Store) -
     store.set(f"lockstep/gpu/{world.rank}", uuid)
     if world.leader:
         store.set("lockstep/gpus", _shared([store.get(f"lockstep/gpu/{rank}") for rank in range(world.size)]))
+    store.wait(["lockstep/gpus"])  # `said` waits for nothing
     message = stores.said(store, "lockstep/gpus", _SHARED.format(r"\d+", r"\d+"))
     if not message:
         return
