@@ -28,6 +28,20 @@ READING = {"copy cuda->cpu pinned by observe/steps.py:_to_host", "cudaEventSynch
 """The losses of the first and the last step, on a stream of their own. The host reads them once they have arrived."""
 RESIDENT = "copy cpu->cuda pageable by data/batches.py:batch"
 """The numbers of the samples: staged by the driver at the call, so nothing waits."""
+GIVES = "cudaStreamSynchronize by sync/exact.py:give"
+"""An eager step of `exact` reads how many parts have used each parameter: one that no part has used gets no gradient."""
+READ_BY_EXACT = (
+    "sync/exact.py:give",
+    "run/logical_workers.py:finish",
+    "run/proof.py:prove",
+    "parallel/packing.py:tensor_bytes",
+)
+"""Where such a step reads, too, whether the counts of the parts agree. The last two are those of the first steps, which are proved."""
+EXACTS_OWN = {
+    f"{how} by {place}"
+    for how in ("cudaStreamSynchronize", "copy cuda->cpu pageable blocking")
+    for place in READ_BY_EXACT
+}
 STRATEGIES = [name for name in product.strategies() if name != product.DATA_PARALLEL]
 
 
@@ -48,6 +62,7 @@ def test_two_gpus_compute_what_two_cpus_do(tmp_path: Path, data_root: Path, on_c
     gang, found = trained(tmp_path, data_root, **changes_of(strategy))
     assert differing(found, on_cpu(**changes_of(strategy))) == []
     allowed = {LOOK_FOR_NAN, RESIDENT} | READING | (DDPS_OWN if strategy in ("ddp", product.POWERSGD) else set())
+    allowed |= EXACTS_OWN if strategy == "exact" else set()
     for rank in gang.ranks:
         assert rank.lines("COMMUNICATOR"), "nothing went through NCCL"
         assert set(rank.found["step"]) <= allowed
