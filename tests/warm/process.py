@@ -1,10 +1,9 @@
-"""`start(words)`: `python WORDS`, forked from the server of this test session; the same to a test as a `subprocess.Popen`."""
+"""`start(words)`: `python WORDS`, forked from a server of this test process; the same to a test as a `subprocess.Popen`."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import json
 import os
 import select
@@ -17,12 +16,9 @@ import time
 from pathlib import Path
 
 from tests.processes import ROOT, processes
-from tests.warm import LAST
 
-_BOUND = 120.0
+_BOUND = 240.0
 """Seconds for the server to load what it preloads, on a busy machine."""
-SESSION = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
-"""The process of the test session: the one that has started this worker, or this one."""
 
 
 class Process:
@@ -33,11 +29,8 @@ class Process:
         self.returncode: int | None = None
         line = self._line(time.monotonic() + _BOUND)
         kind, _, rest = line.partition(" ")
-        if kind == "lost":
-            os.close(told)
-            raise ConnectionResetError("the server of ranks is gone")
         if kind != "started":
-            raise RuntimeError(f"the server of ranks gave no process: {rest}")
+            raise RuntimeError(f"the server of ranks gave no process: {line}")
         self.pid = int(rest)
 
     def _line(self, deadline: float | None) -> str:
@@ -95,59 +88,29 @@ def members(session: int) -> list[int]:
 
 
 class _Server:
-    """The connection to a server of this test session, which all its test processes share: the first to ask starts it. It ends
-    with the last of them, whatever ends them.
+    """A server of this test process. It ends with it, whatever ends it.
 
     Args:
         preload: a library that is loaded before all others, which no fork can make up for; "" for none.
     """
 
     def __init__(self, preload: str) -> None:
-        # A name without a file; the server looks at who connects.
-        session = hashlib.sha256(f"{ROOT} {SESSION} {preload}".encode()).hexdigest()[:16]
-        self.name = f"\0lockstep-test-ranks-{session}"
-        self.process: subprocess.Popen[bytes] | None = None
-        """Of the test process that has started it."""
-        self.requests = self._connected(preload)
         self.lock = threading.Lock()
+        self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # More than one thread is loaded with, and the server may not have: OpenMP's, OpenBLAS's.
+        one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        one["OMP_WAIT_POLICY"] = "PASSIVE"
+        one |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default", "CUDA_VISIBLE_DEVICES": ""}
+        env = {**os.environ, **one}
+        env.update({"LD_PRELOAD": preload} if preload else {})
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "tests.warm.server", str(theirs.fileno())], cwd=ROOT, env=env,
+                pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            )  # fmt: skip
         atexit.register(self.close)
 
-    def _connected(self, preload: str) -> socket.socket:
-        deadline = time.monotonic() + _BOUND
-        while True:
-            requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            try:
-                requests.connect(self.name)
-                return requests
-            except ConnectionRefusedError:
-                requests.close()
-                if time.monotonic() > deadline:
-                    raise
-            self._start_server(preload)
-
-    def _start_server(self, preload: str) -> None:
-        """Unless another test process is about to."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            try:
-                listener.bind(self.name)
-            except OSError:
-                time.sleep(0.01)
-                return
-            listener.listen(64)
-            # More than one thread is loaded with, and the server may not have: OpenMP's, OpenBLAS's.
-            one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-            one["OMP_WAIT_POLICY"] = "PASSIVE"
-            one |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default", "CUDA_VISIBLE_DEVICES": ""}
-            env = {**os.environ, **one}
-            env.update({"LD_PRELOAD": preload} if preload else {})
-            command = [sys.executable, "-u", "-m", "tests.warm.server", str(listener.fileno())]
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env=env, pass_fds=[listener.fileno()], start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            )  # fmt: skip
-
     def fork(self, words: list[str], env: dict[str, str], output: int, error: int | None, cwd: Path) -> Process:
-        """As `start`. Raises `ConnectionError` where the server is gone."""
         heard, told = os.pipe()
         with open(os.devnull, "rb") as nothing, self.lock:
             request = json.dumps({"words": words, "env": env, "cwd": str(cwd)}).encode()
@@ -159,26 +122,15 @@ class _Server:
         return Process(words, heard)
 
     def close(self) -> None:
-        """Returns when what it has forked for this test process is gone, and, after the last one, the server, too."""
-        with contextlib.suppress(OSError):
+        """Returns when the server is gone, and what it has forked."""
+        with contextlib.suppress(OSError):  # the server is gone already
             self.requests.shutdown(socket.SHUT_WR)
-            last = self.requests.recv(16) == LAST
-            if self.process is not None and last:
-                self.process.wait(60)
-            elif self.process is not None:
-                self.process.returncode = 0  # it continues for the others: Python is not to warn of it
+        self.process.wait(60)
         self.requests.close()
 
 
 _servers: dict[str, _Server] = {}
 _starting = threading.Lock()
-
-
-def _running(preload: str) -> _Server:
-    with _starting:
-        if preload not in _servers:
-            _servers[preload] = _Server(preload)
-        return _servers[preload]
 
 
 def start(words: list[str], env: dict[str, str], output: int, error: int | None = None, cwd: Path = ROOT) -> Process:
@@ -188,12 +140,7 @@ def start(words: list[str], env: dict[str, str], output: int, error: int | None 
         RuntimeError: the server is gone, or was not fit to fork.
     """
     preload = env.get("LD_PRELOAD", "")
-    for _ in range(2):
-        server = _running(preload)
-        try:
-            return server.fork(words, env, output, error, cwd)
-        except ConnectionError:  # its last test process left while this one came
-            with _starting:
-                if _servers.get(preload) is server:
-                    del _servers[preload]
-    raise RuntimeError("the server of ranks is gone")
+    with _starting:
+        if preload not in _servers:
+            _servers[preload] = _Server(preload)
+    return _servers[preload].fork(words, env, output, error, cwd)

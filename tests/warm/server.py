@@ -1,6 +1,6 @@
 """python -u -m tests.warm.server FD
 
-Forks a Python process for each request of a client of the socket FD. Importing torch and the package costs 2.3 seconds of
+Forks a Python process for each request that comes over the socket FD. Importing torch and the package costs 2.3 seconds of
 CPU time, a fork some milliseconds. A forked process is like one from a shell: it has its own session, and the requested
 signals, standard streams, variables, folder, arguments and `__main__`. It ends by itself with its own exit code, output and
 exit functions. Two things differ: its output is not buffered, and the interpreter is not torn down.
@@ -24,7 +24,6 @@ import runpy
 import select
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import threading
@@ -35,7 +34,6 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from tests import product
-from tests.warm import LAST
 
 PRELOADED = (
     "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.nn.functional", "torch.distributed.optim",
@@ -93,17 +91,12 @@ def _threads() -> int:
 
 
 class Server:
-    """Accepts requests, forks, and tells each process's end over the pipe that came with its request.
+    """Accepts the requests of a test process, forks, and tells each process's end over the pipe that came with its request."""
 
-    Args:
-        listener: each test process of the session connects there.
-    """
-
-    def __init__(self, listener: socket.socket) -> None:
-        self.listener = listener
-        self.clients: list[socket.socket] = []
-        self.running: dict[int, tuple[socket.socket, int]] = {}
-        """Process → who has asked for it, and the pipe that hears of its end."""
+    def __init__(self, requests: socket.socket) -> None:
+        self.requests = requests
+        self.running: dict[int, int] = {}
+        """Process → the pipe that hears of its end."""
         self._woken, waker = os.pipe()
         for end in (self._woken, waker):
             os.set_blocking(end, False)
@@ -113,32 +106,18 @@ class Server:
     def serve(self) -> Callable[[], None]:
         """Returns in each child, with the child's work; never in the server."""
         while True:
-            ready, _, _ = select.select([self.listener, self._woken, *self.clients], [], [])
-            for source in ready:
-                if source is self._woken:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._woken, 4096)
-                    self._reap()
-                elif source is self.listener:
-                    self._accept()
-                else:
-                    task = self._take(source)
-                    if task is not None:
-                        return task
+            ready, _, _ = select.select([self.requests, self._woken], [], [])
+            if self._woken in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._woken, 4096)
+                self._reap()
+            if self.requests in ready and (task := self._take()) is not None:
+                return task
 
-    def _accept(self) -> None:
-        client, _ = self.listener.accept()
-        credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        if struct.unpack("3i", credentials)[1] == os.getuid():
-            self.clients.append(client)
-        else:
-            client.close()
-
-    def _take(self, client: socket.socket) -> Callable[[], None] | None:
-        message, passed = receive(client)
+    def _take(self) -> Callable[[], None] | None:
+        message, passed = receive(self.requests)
         if not message:
-            self._dismiss(client)
-            return None
+            self._end()
         request = json.loads(message)
         *streams, told = passed
         if _threads() != 1:
@@ -147,8 +126,10 @@ class Server:
         else:
             pid = os.fork()
             if pid == 0:
-                return self._child(request, streams)
-            self.running[pid] = (client, told)
+                signal.set_wakeup_fd(-1)
+                self.requests.detach()  # closed below
+                return become(request, streams)
+            self.running[pid] = told
             os.write(told, f"started {pid}\n".encode())
         for stream in streams:
             os.close(stream)
@@ -159,30 +140,18 @@ class Server:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            _, told = self.running.pop(pid)
-            with contextlib.suppress(BrokenPipeError):  # no client waits any more
+            told = self.running.pop(pid)
+            with contextlib.suppress(BrokenPipeError):  # no test waits any more
                 os.write(told, f"ended {os.waitstatus_to_exitcode(status)}\n".encode())
             os.close(told)
 
-    def _dismiss(self, client: socket.socket) -> None:
-        """A test process is gone, perhaps killed: so is what it started. With the last one the server ends."""
-        for pid, (asked, _) in self.running.items():
-            if asked is client:
-                for kill in (os.killpg, os.kill):  # a process that was forked just now has not its own group yet
-                    with contextlib.suppress(ProcessLookupError):
-                        kill(pid, signal.SIGKILL)
-        self.clients.remove(client)
-        if not self.clients:
-            with contextlib.suppress(OSError):
-                client.send(LAST)
-            os._exit(0)
-        client.close()
-
-    def _child(self, request: dict[str, Any], streams: list[int]) -> Callable[[], None]:
-        signal.set_wakeup_fd(-1)
-        for connection in (self.listener, *self.clients):
-            connection.detach()  # closed below
-        return become(request, streams)
+    def _end(self) -> NoReturn:
+        """The test process is gone, perhaps killed: so is what it started, and the server."""
+        for pid in self.running:
+            for kill in (os.killpg, os.kill):  # a process that was forked just now has not its own group yet
+                with contextlib.suppress(ProcessLookupError):
+                    kill(pid, signal.SIGKILL)
+        os._exit(0)
 
 
 def become(request: dict[str, Any], streams: list[int]) -> Callable[[], None]:
