@@ -29,13 +29,11 @@ AS_THEY_ARE = {
     "backend": "jobs.backend:backend_of",  # by its name on the command line
     "command_line": "jobs.cli.main:main",  # what the program `lockstep` runs; ends with SystemExit
     "copy_of_code": "jobs.snapshots:unpacked",  # identity → the folder that local jobs run it in
-    "kept_code": "jobs.snapshots:folder",  # identity → the copy that a cluster's nodes run
     "living": "jobs.local.supervise:living",  # the processes of a submission of a local job
     "slurm_script": "jobs.slurm.render:script",
     "sweep": "jobs.sweep:expand",
     "EXTRAS": "training.extras:EXTRAS",
     "UserError": "training.contract:UserError",
-    "EXIT_FAILED": "training.contract:EXIT_FAILED",
     "EXIT_PREEMPTED": "training.contract:EXIT_PREEMPTED",
     "EXIT_USAGE": "training.contract:EXIT_USAGE",
     "clean": "training.checkpoint.store:clean",  # of a folder of checkpoints: what killed saves have left

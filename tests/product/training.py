@@ -106,13 +106,6 @@ def mlp() -> Any:
     return _models.build("mlp", {}, 32, (1024,))
 
 
-def metrics() -> Any:
-    """A rank's metrics, without a server."""
-    import torch
-
-    return _metrics.Metrics("x", 0, torch.device("cpu"))
-
-
 def series() -> set[str]:
     """Names of all series that a rank may serve."""
     ends = {"histogram": ("", "_sum", "_count", "_bucket"), "summary": ("", "_sum", "_count")}

@@ -72,23 +72,6 @@ def test_only_what_has_changed_is_sent_again(run: Path, monkeypatch: pytest.Monk
     assert len(before - {*objects.keys()}) == len({*objects.keys()} - before) == 1
 
 
-def test_a_disk_that_is_behind_gets_all_and_one_that_is_ahead_keeps_what_it_has(run: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    acquired(run).commit(None)
-    with (run / "events.jsonl").open("ab") as file:
-        file.write(b"not committed before the kill\n")
-    before = content(run)
-    acquired(run)  # it comes back on the same node
-    assert content(run) == before
-    goes_on = acquired(other)
-    with (other / "events.jsonl").open("ab") as file:
-        file.write(b"the second attempt\n")
-    (other / "status.json").write_bytes(b'{"attempt": 2}')
-    goes_on.commit(None)
-    acquired(run)
-    assert content(run) == content(other)
-
-
 def test_a_disk_without_settings_commits_nothing(run: Path) -> None:
     objects = acquired(run)
     (run / "run.yaml").unlink()

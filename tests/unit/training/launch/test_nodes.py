@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import os
-import pickle
 import socket
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from lockstep.training.launch import nodes as module
 from lockstep.training.launch.command import node_address
-from lockstep.training.launch.nodes import MAX_BYTES, CannotMeet, DesiredState, Meeting, Nodes, SignedStore, opened
+from lockstep.training.launch.nodes import MAX_BYTES, CannotMeet, Meeting, SignedStore, opened
 from lockstep.training.parallel import stores
-from tests.processes import free_port, poll
+from tests.processes import free_port
 
 
 @pytest.fixture
@@ -46,32 +42,6 @@ def test_a_key_that_another_client_deletes_holds_no_caller_up(served: dist.TCPSt
         served.set("there", value)  # type: ignore[arg-type]
         assert stores.read(served, "there") == value
     assert stores.said(served, "there", ".*") == stores.said(served, "deleted", ".*") == ""
-
-
-class _Bomb:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> object:
-        return os.system, (f"touch {self.marker}",)
-
-
-@pytest.mark.promise("other-users")
-@pytest.mark.parametrize("secret", ["ours", ""])
-def test_the_first_node_writes_over_what_others_write(served: dist.TCPStore, tmp_path: Path, secret: str) -> None:
-    meeting = Meeting("", secret, "job", "here", min_nodes=1, max_nodes=2, join_seconds=60, host=True)
-    nodes = Nodes(SignedStore(served, "job", secret), meeting, ranks=1, lost_seconds=60)
-    word = DesiredState(round="1", seats=[], wanted=[(0, 0)], master=("here", 1), restarts=0, max_restarts=0)
-    nodes.announce(word)
-    own = served.get("job/word")
-    bomb = pickle.dumps(_Bomb(tmp_path / "ran"))
-    served.add("job/count", 1)  # a node reports
-    for value in (bomb, base64.b64encode(bomb), b"", b"x" * (2 << 20), word.model_dump_json().encode(), b"\xff"):
-        for key in ("word", "report/1"):
-            served.set(f"job/{key}", value)  # type: ignore[arg-type]
-        poll(lambda: nodes.look() and served.get("job/word") == own, 10, "its own word")
-        assert not nodes.more
-    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.promise("k8s-runs")
