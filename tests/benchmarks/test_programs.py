@@ -8,10 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests import product
+from tests.pictures import write_cifar10
 from tests.processes import PYTHON, clean_env, run
 from tests.warm.gang import python
 
@@ -57,7 +57,9 @@ def test_a_program_prints_its_figures_and_records_them(name: str, tmp_path: Path
 
 def test_scaling_prints_a_row_for_each_way_to_train_also_where_one_fails(tiny: list[str]) -> None:
     """The phases of the median step add up to it."""
-    words = f"--ranks 2 --steps 2 --rounds 1 --batch 12 --strategies {product.DATA_PARALLEL},{product.ALLREDUCE}".split()
+    words = (
+        f"--ranks 2 --steps 2 --rounds 1 --batch 12 --strategies {product.DATA_PARALLEL},{product.ALLREDUCE}".split()
+    )
     settings = [word for word in tiny if not word.startswith(("data.", "model="))]
     done = python("-m", "benchmarks.scaling", *words, "--set", *settings, "model=tests.nets:Sociable", timeout=400)
     assert done.code == 0 and re.search(r"^DataParallel .*nobody is here", done.output, re.M), done.output
@@ -76,11 +78,7 @@ def test_survivors_end_in_the_weights_of_the_undisturbed_run(tmp_path: Path) -> 
 
 
 def test_speedrun_and_a_peer_that_fails_costs_its_own_row_alone(tmp_path: Path) -> None:
-    (tmp_path / "cifar-10-batches-bin").mkdir()
-    pixels = np.random.default_rng(0).integers(0, 256, (64, 3073), dtype=np.uint8)
-    pixels[:, 0] = np.arange(64) % 10
-    for name in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]:
-        (tmp_path / "cifar-10-batches-bin" / f"{name}.bin").write_bytes(pixels.tobytes())
+    write_cifar10(tmp_path, 64)
     (tmp_path / "train.py").write_text("raise RuntimeError('written for another torch')\n")
     words = ["--data-root", str(tmp_path), "--bag", str(tmp_path), "--ours", "bag_of_tricks", "--runs", "1"]
     words += ["--device", "cpu", "--set", "model_options.width=0.0625", "epochs=1", "global_batch_size=64"]

@@ -9,24 +9,13 @@ import numpy as np
 import pytest
 
 from tests import product
+from tests.pictures import write_cifar10
 from tests.product import UserError
-
-
-def _binary_cifar(folder: Path) -> np.ndarray:
-    records = 20
-    folder.mkdir(parents=True)
-    generator = np.random.default_rng(0)
-    every = generator.integers(0, 256, (6 * records, 3073), dtype=np.uint8)
-    every[:, 0] %= 10
-    names = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
-    for number, name in enumerate(names):
-        every[number * records : (number + 1) * records].tofile(folder / name)
-    return every
 
 
 @pytest.mark.promise("sources")
 def test_binary_files(tmp_path: Path) -> None:
-    record = _binary_cifar(tmp_path / "cifar-10-batches-bin")[7]
+    record = write_cifar10(tmp_path)[7]
     raw = product.source("cifar10", tmp_path)
     assert raw.train[0].shape == (100, 32, 32, 3) and len(raw.test[1]) == 20 and raw.train[1][7] == record[0]
     assert raw.train[0][7, 2, 5, 1] == record[1 + 1024 + 2 * 32 + 5]  # green, row 2, column 5
@@ -44,7 +33,7 @@ def test_binary_files(tmp_path: Path) -> None:
 def test_a_damaged_file_is_named(tmp_path: Path, damage: Callable[[Path], object]) -> None:
     with pytest.raises(UserError, match="cifar-10-batches-bin/ or cifar-10-batches-py/"):
         product.source("cifar10", tmp_path)
-    _binary_cifar(tmp_path / "cifar-10-batches-bin")
+    write_cifar10(tmp_path)
     damage(tmp_path / "cifar-10-batches-bin/data_batch_3.bin")
     with pytest.raises(UserError, match=r"data_batch_3\.bin"):
         product.source("cifar10", tmp_path)

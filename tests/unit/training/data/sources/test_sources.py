@@ -13,21 +13,13 @@ import pytest
 from lockstep.training.data import sources
 from tests import product
 from tests.idx import write_fashion
+from tests.pictures import write_cifar10
 
 pytestmark = pytest.mark.promise("sources")
 
 
-def _cifar10(folder: Path) -> None:
-    draw = np.random.default_rng(0)
-    for name in [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]:
-        records = draw.integers(0, 256, (20, 3073), np.uint8)
-        records[:, 0] = np.arange(20) % 10
-        (folder / "cifar-10-batches-bin").mkdir(exist_ok=True)
-        (folder / "cifar-10-batches-bin" / name).write_bytes(records.tobytes())
-
-
 FILES: dict[str, Callable[[Path], Any]] = {
-    "cifar10": _cifar10,
+    "cifar10": write_cifar10,
     "fashion_mnist": lambda folder: write_fashion(folder, 30, 20, packed=False),
 }
 """Name → what writes small files of that source."""
