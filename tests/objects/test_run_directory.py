@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.objects.server import Proxy, environment, objects, put
-from tests.objects.test_checkpoints import BOUND, ended, go, head, new, start, steps
+from tests.objects.test_checkpoints import BOUND, assert_nothing_else, ended, go, head, new, start, steps
 from tests.processes import PYTHON, Result, clean_env, free_port, poll, run
 
 pytestmark = pytest.mark.promise("object-stores")
@@ -129,19 +129,22 @@ def test_a_bucket_that_does_not_take_the_end_costs_a_warning_and_one_that_does_n
     assert lost.code == 0 and "earlier attempts have written down is lost" in lost.output, lost.output
 
 
-def test_a_writer_that_was_overtaken_changes_nothing_of_what_is_shown(
-    server: int, proxy: Proxy, tmp_path: Path
-) -> None:
+def test_of_two_that_write_the_later_one_has_it(server: int, proxy: Proxy, expected: str, tmp_path: Path) -> None:
+    """An attempt is stopped between two saves, and another one takes over. When the first continues, it commits nothing, and what is shown
+    stays as it is."""
     name = new()
     with start(proxy, tmp_path / "a", name, WAIT=str(tmp_path / "go")) as early:
         second_checkpoint(server, name)
         late = go(proxy, tmp_path / "b", name)
-        assert late.code == 0, late.output
+        assert late.code == 0 and ended(tmp_path / "b") == expected, late.output
         before = goodput(proxy, tmp_path, f"s3://bucket/{name}")
         (tmp_path / "go").touch()
-        assert early.wait(BOUND).code == 2
+        done = early.wait(BOUND)
+    assert done.code == 2 and f"another attempt has taken s3://bucket/{name} over" in done.output, done.output
+    assert "Traceback" not in done.output and steps(server, name) == [12, 6]
     assert goodput(proxy, tmp_path, f"s3://bucket/{name}") == before == goodput(proxy, tmp_path, str(tmp_path / "b"))
     assert go(proxy, tmp_path / "c", name, STEPS="15").code == 0 and attempts(tmp_path / "c") == [1, 2, 3]
+    assert_nothing_else(server, name)
 
 
 def test_what_cannot_be_shown_is_one_line(server: int, proxy: Proxy, tmp_path: Path) -> None:
