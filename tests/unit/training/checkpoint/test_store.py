@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.training import files
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.store import CorruptCheckpoint, Writer, load, newest_verified, verify
 from tests import product
-from tests.unit.trees import same, trees
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -66,6 +66,36 @@ def test_a_disk_that_hangs_keeps_no_other_run_of_the_process_waiting(
     assert following.save(2, _state(2)).result(30).path.exists() and not hanging.done()
     answers.set()
     hanging.result(30)
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+_leaves = (
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(max_size=5)
+    | st.builds(
+        lambda kind, shape: (torch.rand(shape) * 9).to(kind),
+        st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3),
+    )
+)  # fmt: skip
+
+
+trees = st.recursive(
+    _leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple)
+    | st.dictionaries(st.text(max_size=4) | st.integers(-9, 9), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
 
 
 @given(trees)

@@ -8,9 +8,7 @@ import torch
 from torch import nn
 
 from lockstep.training.models.arithmetic import arithmetic_of
-from lockstep.training.parallel.world import World
 from lockstep.training.recipe import loop
-from tests import product
 
 
 def test_a_layer_that_a_network_keeps_in_evaluation_mode_stays_there() -> None:
@@ -18,15 +16,6 @@ def test_a_layer_that_a_network_keeps_in_evaluation_mode_stays_there() -> None:
     manifest: Any = SimpleNamespace(shape=[4], classes=["a", "b", "c"])
     loop._check_outputs(net, "own", manifest)
     assert [module.training for module in net] == [True, False, True] and net.training
-
-
-def test_what_a_run_has_decided_is_not_chosen_again() -> None:
-    def refused() -> str:
-        raise AssertionError
-
-    config = product.recipe("smoke", "precision=auto")
-    run: Any = SimpleNamespace(world=World())
-    assert loop._decided(run, config, {"precision": "float32"}, precision=refused).precision == "float32"
 
 
 def test_a_network_that_cannot_be_counted_is_left_in_its_modes() -> None:
