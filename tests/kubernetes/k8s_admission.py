@@ -26,9 +26,9 @@ VOLUMES = {
 class Refused(Exception):
     """The server's answer, of which the message tells why."""
 
-    def __init__(self, message: str, status: int = 403, reason: str = "Forbidden", **details: Any) -> None:
+    def __init__(self, message: str, status: int = 403, reason: str = "Forbidden") -> None:
         super().__init__(message)
-        self.status, self.reason, self.details = status, reason, details
+        self.status, self.reason = status, reason
 
 
 def check(plural: str, item: Object) -> None:
@@ -39,18 +39,8 @@ def check(plural: str, item: Object) -> None:
         fields = ", ".join(f'unknown field "{name}"' for name in unknown)
         said = f'{kind} in version "{version}" cannot be handled as a {kind}: strict decoding error: {fields}'
         raise Refused(said, 400, "BadRequest")
-    for patch in item["spec"].get("runtimePatches", []) if plural == "trainjobs" else []:
-        if "/" not in patch["manager"]:
-            why = f'Invalid value: "{patch["manager"]}": must be a domain-prefixed path (such as "acme.io/foo")'
-            raise Refused(
-                f'admission webhook "validator.trainjob.trainer.kubeflow.org" denied the request: spec.runtimePatches.manager: {why}',
-                name="", group="", kind="",
-            )  # fmt: skip
-    if causes := [*k8s_schema.causes(item, errors)]:
-        about = {"group": GROUPS.get(plural, ""), "kind": item["kind"], "causes": causes}
-        told = ", ".join(f"{cause['field']}: {cause['message']}" for cause in causes)
-        name = item["metadata"]["name"]
-        raise Refused(f'{item["kind"]}.{about["group"]} "{name}" is invalid: [{told}]', 422, "Invalid", **about)
+    if found := k8s_schema.causes(item, errors):
+        raise Refused(f'{item["kind"]} "{item["metadata"]["name"]}" is invalid: {", ".join(found)}', 422, "Invalid")
 
 
 def admitted(plural: str, item: Object, restricted: bool, quotas: list[Object], others: list[Object]) -> Object:

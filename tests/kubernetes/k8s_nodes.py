@@ -38,8 +38,6 @@ class Nodes:
     def __init__(self, cluster: Cluster, *names: str) -> None:
         self.cluster, self.clock, self.grace = cluster, Clock(self), 40.0
         cluster.now = self.clock.time
-        self.reason = "NodeNotReady"
-        """With it pods of a dead node lose `Ready`; some versions give none."""
         self._silent: dict[str, float] = {}
         """Since when, of the dead ones."""
         self._unknown: set[str] = set()
@@ -51,8 +49,8 @@ class Nodes:
 
     def tick(self) -> None:
         unknown = {name for name, since in self._silent.items() if self.clock.now - since >= self.grace}
-        for name in unknown ^ self._unknown:
-            self._say(name, "Unknown" if name in unknown else "True")
+        for name in unknown - self._unknown:
+            self._say(name, "Unknown")
         self._unknown = unknown
         for name in unknown:
             if self.clock.now - self._silent[name] >= self.grace + EVICTED_AFTER:
@@ -71,9 +69,7 @@ class Nodes:
         node = self.cluster.get("nodes", name, "") or {"metadata": {"name": name}, "status": {}}
         ready = {"type": "Ready", "status": status}
         self.cluster.put("nodes", {**node, "status": {**node["status"], "conditions": [ready]}}, "")
-        of_pods = ready if status == "True" else {"type": "Ready", "status": "False"}
-        if status != "True" and self.reason:
-            of_pods["reason"] = self.reason
+        of_pods = ready if status == "True" else {"type": "Ready", "status": "False", "reason": "NodeNotReady"}
         for pod in self._pods(name):
             had = {one["type"]: one for one in pod["status"].get("conditions", [])}
             if "Ready" in had:

@@ -1,4 +1,4 @@
-"""Which requests are emulated, and how a message names what they are about.
+"""Which requests are emulated.
 
 What no recording tells is never guessed: `NotEmulated` ends the request, and the test with it.
 """
@@ -29,20 +29,6 @@ _TERM = re.compile(r"[\w./-]+=[\w.-]*")
 
 class NotEmulated(Exception):
     """No recording tells how a server answers."""
-
-
-def resource(plural: str, version: str) -> str:
-    """As messages name it."""
-    group, slash, _ = version.rpartition("/")
-    return f"{plural}.{group}" if slash else plural
-
-
-def forbidden(user: str, verb: str, match: re.Match[str]) -> str:
-    plural, group, name, sub = match["plural"], match["group"].rpartition("/")[0], match["name"], match["sub"]
-    about = f'{resource(plural, match["group"])} "{name}"' if name else resource(plural, match["group"])
-    place = f'in the namespace "{match["namespace"]}"' if match["namespace"] else "at the cluster scope"
-    what = f'{plural}/{sub}" in' if sub else f'{plural}" in'
-    return f'{about} is forbidden: User "{user}" cannot {verb} resource "{what} API group "{group}" {place}'
 
 
 def check(

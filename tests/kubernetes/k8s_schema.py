@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ def validator(kind: str) -> jsonschema.Draft202012Validator:
 
 def unknown_fields(errors: list[jsonschema.ValidationError]) -> list[str]:
     return [
-        ".".join([*_path(error), name])
+        f"{_path(error)}.{name}"
         for error in errors
         if error.validator == "additionalProperties"
         for name in error.instance
@@ -54,35 +53,18 @@ def unknown_fields(errors: list[jsonschema.ValidationError]) -> list[str]:
     ]
 
 
-def _path(error: jsonschema.ValidationError) -> list[str]:
-    return [str(part) for part in error.absolute_path]
+def _path(error: jsonschema.ValidationError) -> str:
+    return ".".join(str(part) for part in error.absolute_path)
 
 
-def causes(item: Object, errors: list[jsonschema.ValidationError]) -> Iterator[Object]:
-    """Why an object is invalid, as `details` lists it."""
+def causes(item: Object, errors: list[jsonschema.ValidationError]) -> list[str]:
+    """Why an object is invalid."""
     meta = item["metadata"]
-    if not re.fullmatch(NAME, meta["name"]):
-        yield _cause(
-            "metadata.name", f'Invalid value: "{meta["name"]}": a lowercase RFC 1123 subdomain must consist of …'
-        )
-    for value in (meta.get("labels") or {}).values():
-        if len(value) > 63 or not re.fullmatch(LABEL, value):
-            yield _cause("metadata.labels", f'Invalid value: "{value}": a valid label must be an empty string or …')
+    labels = (meta.get("labels") or {}).values()
+    wrong = [("metadata.labels", value) for value in labels if len(value) > 63 or not re.fullmatch(LABEL, value)]
+    wrong += [] if re.fullmatch(NAME, meta["name"]) else [("metadata.name", meta["name"])]
+    found = [f'{field}: Invalid value: "{value}"' for field, value in wrong]
     for error in errors:
-        field = ".".join(_path(error))
-        if error.validator == "type":
-            got = {str: "string", int: "integer", list: "array", dict: "object"}.get(type(error.instance), "boolean")
-            said = f'Invalid value: "{got}": {field} in body must be of type {error.validator_value}: "{got}"'
-            yield _cause(field, said, "FieldValueTypeInvalid")
-            if field.endswith(".Worker.replicas"):  # which is also what `kubectl scale` reads
-                yield _cause(f".{field}", f"Invalid value: 0: .{field} accessor error: it is of the type {got}")
-        else:
-            yield _cause(field, f"Invalid value: {error.message[:200]}")
-    if errors:
-        yield _cause(
-            "<nil>", "Invalid value: null: some validation rules were not checked because the object was invalid"
-        )
-
-
-def _cause(field: str, message: str, reason: str = "FieldValueInvalid") -> Object:
-    return {"reason": reason, "message": message, "field": field}
+        said = f"must be of type {error.validator_value}" if error.validator == "type" else error.message[:200]
+        found.append(f"{_path(error)}: Invalid value: {said}")
+    return found

@@ -26,8 +26,6 @@ _PATH = re.compile(
     r"/(?:api|apis)/(?P<group>[^/]+(?:/[^/]+)??)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[a-z]+)"
     r"(?:/(?P<name>[^/]+))?(?:/(?P<sub>[a-z]+))?$"
 )
-_TOLD = (403, 404, 409, 422)
-"""Only these failures are about an object or a kind."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -80,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault is not None and fault.status:
             self._fail(fault.status, "Fault", fault.message, fault.headers)
         elif "Authorization" not in self.headers and "" not in cluster.tokens:  # an anonymous client may read nothing
-            self._forbid("system:anonymous", url.path)
+            self._forbid("system:anonymous")
         elif self.headers.get("Authorization", "").removeprefix("Bearer ") not in cluster.tokens:
             self._fail(401, "Unauthorized", "Unauthorized")
         elif known is not None:
@@ -88,7 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif match is None or {match["plural"], match["group"]} & cluster.unknown or not _served(match):
             self._send(404, b"404 page not found\n", {"Content-Type": "text/plain; charset=utf-8"})
         elif match["plural"] in cluster.denied or not self._may(match):
-            self._forbid("me", url.path)
+            self._forbid("me")
         else:
             self._serve(match, data)
 
@@ -105,12 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
         reading = "get" if match["name"] else "list"
         return {"GET": reading, "POST": "create", "PATCH": "patch", "DELETE": "delete", "PUT": "update"}[self.command]
 
-    def _forbid(self, user: str, path: str) -> None:
-        text = f'forbidden: User "{user}" cannot {self.command.lower()} path "{path}"'
-        known = self.match is not None and _served(self.match)
-        self._fail(
-            403, "Forbidden", k8s_requests.forbidden(user, self._verb(self.match), self.match) if known else text
-        )
+    def _forbid(self, user: str) -> None:
+        self._fail(403, "Forbidden", f'forbidden: User "{user}" cannot {self.command.lower()} path "{self.path}"')
 
     def _may(self, match: re.Match[str]) -> bool:
         plural, role = match["plural"] + (f"/{match['sub']}" if match["sub"] else ""), self.cluster.role
@@ -135,16 +129,12 @@ class _Handler(BaseHTTPRequestHandler):
         """The object that is asked for; the 404 where there is none."""
         found = self.cluster.get(self.plural, self.name, self.namespace)
         if found is None:
-            self._fail(404, "NotFound", f'{self._resource()} "{self.name}" not found')
+            self._fail(404, "NotFound", f'{self.plural} "{self.name}" not found')
         return found
 
     def _list(self, version: str, metadata_alone: bool) -> None:
         cluster = self.cluster
-        start, _, of = (token := self.query.get("continue", f"0:{cluster.version}")).partition(":")
-        if not re.fullmatch(r"\d+:\d+", token):
-            why = "continue key is not valid: invalid character 'i' looking for beginning of value"
-            self._fail(400, "BadRequest", f"invalid continue token: {why}")
-            return
+        start, _, of = self.query.get("continue", f"0:{cluster.version}").partition(":")
         items = [item for item in cluster.all(self.plural, self.namespace) if matches(item, self.query)]
         head, custom = {"kind": f"{KINDS[self.plural]}List", "apiVersion": version}, self.plural in k8s_schema.CUSTOM
         if metadata_alone:
@@ -222,24 +212,17 @@ class _Handler(BaseHTTPRequestHandler):
             return
         name = self.body["metadata"]["name"]
         if self.namespace and self.namespace not in cluster.namespaces:
-            self._fail(
-                404,
-                "NotFound",
-                f'namespaces "{self.namespace}" not found',
-                name=self.namespace,
-                group="",
-                kind="namespaces",
-            )
+            self._fail(404, "NotFound", f'namespaces "{self.namespace}" not found')
             return
         try:  # a quota is asked before the store
             check(self.plural, self.body)
             made = cluster.create(self.plural, self.body, self.namespace, self.query.get("dryRun") == "All")
         except Refused as refused:
-            self._fail(refused.status, refused.reason, str(refused), **{"name": name, **refused.details})
+            self._fail(refused.status, refused.reason, str(refused))
         except KeyError:
             going = "deletionTimestamp" in self.cluster.get(self.plural, name, self.namespace)["metadata"]
-            said = f'{self._resource()} "{name}" already exists'
-            self._fail(409, "AlreadyExists", f"object is being deleted: {said}" if going else said, name=name)
+            said = f'{self.plural} "{name}" already exists'
+            self._fail(409, "AlreadyExists", f"object is being deleted: {said}" if going else said)
         else:
             self._answer(201, made)
 
@@ -247,36 +230,23 @@ class _Handler(BaseHTTPRequestHandler):
         found = self._there()
         if found is None:
             return
-        wanted, there = self.body.get("metadata", {}), found["metadata"]
-        if wanted.get("uid") not in (None, there["uid"]):
-            self._fail(409, "Conflict", "Precondition failed: UID in precondition", kind=KINDS[self.plural])
-        elif wanted.get("resourceVersion") not in (None, there["resourceVersion"]):
-            why = "the object has been modified; please apply your changes to the latest version and try again"
-            said = f'Operation cannot be fulfilled on {self._resource()} "{self.name}": {why}'
-            self._fail(409, "Conflict", said)
-        else:
+        if not self._conflicts(self.body.get("metadata", {}), found["metadata"]):
             item = merged(found, self.body)
             if self.plural in k8s_schema.CUSTOM and [*k8s_schema.validator(KINDS[self.plural]).iter_errors(item)]:
                 raise k8s_requests.NotEmulated("a patch to an invalid object")
             self._answer(200, self.cluster.put(self.plural, item, self.namespace))
 
-    def _resource(self) -> str:
-        """The kind as messages name it."""
-        return k8s_requests.resource(self.plural, self.match["group"])
+    def _conflicts(self, wanted: dict[str, Any], there: dict[str, Any]) -> bool:
+        """Whether it was refused because the object is another one than the request expects."""
+        wrong = [key for key in ("uid", "resourceVersion") if wanted.get(key) not in (None, there[key])]
+        if wrong:
+            self._fail(409, "Conflict", f'Operation cannot be fulfilled on {self.plural} "{self.name}": other {wrong}')
+        return bool(wrong)
 
     def _delete(self, match: re.Match[str]) -> None:
         found, options = self._there(), self.body or {}
-        if found is None:
+        if found is None or self._conflicts(options.get("preconditions") or {}, found["metadata"]):
             return
-        wanted = options.get("preconditions") or {}
-        for key, word in (("uid", "UID"), ("resourceVersion", "ResourceVersion")):
-            if (got := wanted.get(key)) not in (None, there := found["metadata"][key]):
-                end = "have been deleted and then recreated" if key == "uid" else "have been modified"
-                why = f"the {word} in the precondition ({got}) does not match the {word} in record ({there}). The object might {end}"
-                kind = k8s_requests.resource(KINDS[self.plural], match["group"])
-                said = f'Operation cannot be fulfilled on {kind} "{self.name}": {why}'
-                self._fail(409, "Conflict", said, kind=KINDS[self.plural])
-                return
         foreground = options.get("propagationPolicy") == "Foreground"
         left = self.cluster.delete(self.plural, self.name, self.namespace, foreground)
         self._answer(200, left or {"kind": "Status", "status": "Success"})
@@ -303,16 +273,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self._raw(data)
 
-    def _fail(
-        self, status: int, reason: str, message: str, headers: dict[str, str] | None = None, **about: Any
-    ) -> None:
-        """Returns a Status that names its object; `about`: if the path does not name it."""
-        value = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "message": message}
-        if self.match is not None and status in _TOLD:
-            group = self.match["group"].rpartition("/")[0]
-            details = {"name": self.match["name"], "group": group, "kind": self.match["plural"], **about}
-            value |= {"details": details} if (details := {key: text for key, text in details.items() if text}) else {}
-        self._answer(status, {**value, "reason": reason, "code": status}, headers)
+    def _fail(self, status: int, reason: str, message: str, headers: dict[str, str] | None = None) -> None:
+        value = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
+        self._answer(status, {**value, "message": message, "reason": reason, "code": status}, headers)
 
     def _begin_stream(self) -> bool:
         self.lines = 0
