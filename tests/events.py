@@ -1,4 +1,4 @@
-"""Reads a run's events.jsonl, also while the run is writing, and its time.jsonl."""
+"""Reads a run's events.jsonl, also while the run is writing, its summary.json and its time.jsonl."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ def events(run_dir: Path, *kinds: str) -> list[dict[str, Any]]:
     text = path.read_text() if path.exists() else ""
     found = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     return [event for event in found if not kinds or event["event"] in kinds]
+
+
+def weights_digest(run_dir: Path) -> str:
+    """The sha256 of the weights at the end of a run."""
+    return str(json.loads((run_dir / "summary.json").read_text())["weights_sha256"])
 
 
 def assert_adds_up(run_dir: Path, began: float | None = None) -> None:

@@ -145,9 +145,11 @@ def run(command: list[str], env: dict[str, str] | None = None, timeout: float = 
         return Result(process.returncode, output)
 
 
-def poll(condition: Callable[[], object], timeout: float = 120, what: str = "condition") -> None:
-    """Returns as soon as the condition holds; fails after the bound."""
+def poll(
+    condition: Callable[[], object], timeout: float = 120, what: str = "condition", pause: float = 0.02
+) -> None:  # fmt: skip
+    """Returns as soon as the condition holds; fails after the bound. `pause`: longer where the condition costs a process."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come true within {timeout} s"
-        time.sleep(0.02)
+        time.sleep(pause)

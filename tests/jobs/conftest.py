@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from k8s_server import ApiServer
 
 from tests import product
+from tests.kubernetes.conftest import server  # noqa: F401 - a fixture
 from tests.processes import ROOT
 
 
@@ -27,11 +27,3 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 
 launched = pytest.mark.parametrize("backend", ["launched"], indirect=True)
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
-    with ApiServer() as running:
-        monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig(tmp_path / "kubeconfig")))
-        yield running

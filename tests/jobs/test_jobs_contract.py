@@ -11,18 +11,18 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from k8s_kubelet import kill_tree
-from k8s_operator import Running, until
+from k8s_operator import Running
 from k8s_server import ApiServer
 
 from tests import product
 from tests.engine import docker, remove_jobs
-from tests.processes import ROOT
+from tests.processes import ROOT, poll
 from tests.product import JobSpec, Status, UserError
 
 pytestmark = pytest.mark.promise("one-protocol")
@@ -39,10 +39,11 @@ class Bench:
     folder: Path
     image: str = "localhost:5000/local:1"
     claim: str = "runs"
-    before: frozenset[str] = frozenset()
-    """Jobs of another user on the same engine."""
+    names: set[str] = field(default_factory=set)
+    """Those of its jobs: others may be on the same engine."""
 
     def spec(self, name: str, program: str, **more: Any) -> JobSpec:
+        self.names.add(name)
         values = {
             "name": name, "command": ["python", "-c", program], "image": self.image, "nodes": 1, "ranks_per_node": 2,
             "max_restarts": 0, "run_dir": str(self.folder / name), "grace_seconds": 5,
@@ -51,7 +52,7 @@ class Bench:
         return JobSpec.of({**values, "volumes": [{"claim": self.claim, "path": str(self.folder)}]})
 
     def listed(self) -> list[Any]:
-        return [row for row in self.backend.list() if row.name not in self.before]
+        return [row for row in self.backend.list() if row.name.startswith((*self.names,))]
 
 
 @contextlib.contextmanager
@@ -61,8 +62,7 @@ def composed(image: str, folder: Path) -> Iterator[Bench]:
     folder.mkdir()
     folder.chmod(0o777)  # the container's user is unknown here
     docker("volume", "create", "--opt", "type=none", "--opt", "o=bind", "--opt", f"device={folder}", claim)
-    backend: Any = product.backend("compose")(interval=0.2)  # type: ignore[call-arg]
-    bench = Bench(backend, folder, image, claim, frozenset(row.name for row in backend.list()))
+    bench = Bench(product.backend("compose")(interval=0.2), folder, image, claim)  # type: ignore[call-arg]
     try:
         yield bench
     finally:
@@ -85,7 +85,7 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         with here(product.backend("local")(tmp_path / "jobs"), tmp_path) as found:  # type: ignore[call-arg]
             yield found
     elif request.param == "compose":
-        with composed(request.getfixturevalue("cpu_image").name, tmp_path / "volume") as found:
+        with composed(request.getfixturevalue("cpu_image"), tmp_path / "volume") as found:
             yield found
     else:
         with ApiServer() as server:
@@ -212,9 +212,9 @@ def test_waiting_is_bounded_and_cancel_ends_the_processes(bench: Bench) -> None:
     began = time.monotonic()
     assert not backend.wait("long", 0.5).final
     assert time.monotonic() - began < BOUND
-    until(lambda: _held(bench.folder) == 2, BOUND, "the ranks begin")
+    poll(lambda: _held(bench.folder) == 2, BOUND, "the ranks begin")
     assert backend.cancel("long").state == "cancelled"
-    until(lambda: _held(bench.folder) == 0, BOUND, "the ranks end")
+    poll(lambda: _held(bench.folder) == 0, BOUND, "the ranks end")
 
 
 def _held(folder: Path) -> int:
@@ -243,7 +243,7 @@ def beside(bench: Bench, name: str, *command: str, rank: int = 0, stdin: bytes =
 def test_a_command_in_a_rank(bench: Bench) -> None:
     backend, spec = bench.backend, bench.spec("long", LONG)
     backend.submit(spec)
-    until(lambda: len([*backend.logs("long")]) == 2, BOUND, "both ranks")
+    poll(lambda: len([*backend.logs("long")]) == 2, BOUND, "both ranks")
     told = "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCKSTEP_RUN_DIR ${LOCKSTEP_JOB-none}; echo oh >&2; exit 7"
     for rank in (0, 1):
         code, out, err = beside(bench, "long", "sh", "-c", told, rank=rank)
@@ -289,8 +289,8 @@ def test_what_each_rank_does_now(bench: Bench) -> None:
         except UserError:  # not yet
             return []
 
-    until(lambda: [one.where.endswith("in stands") for one in stacks()] == [False, True], BOUND, "one to stand")
-    until(lambda: stacks(0) and stacks(0)[0].waits, BOUND, "the other to wait for it")
+    poll(lambda: [one.where.endswith("in stands") for one in stacks()] == [False, True], BOUND, "one to stand")
+    poll(lambda: stacks(0) and stacks(0)[0].waits, BOUND, "the other to wait for it")
     (one,) = stacks(1)
     assert (one.rank, one.waits, one.what) == (1, False, "waits") and one.step >= 0, one
     assert "most recent call first" in one.stacks and " in stands\n" in one.stacks, one
@@ -352,7 +352,7 @@ def test_status_json_is_trusted_above_exit_codes(local: Bench) -> None:
 def test_processes_that_vanish_are_lost(local: Bench) -> None:
     local.backend.submit(local.spec("gone", LONG, ranks_per_node=1))
     folder = local.folder / "jobs/gone"
-    until(
+    poll(
         lambda: (folder / "running.json").exists() and "begun" in "".join(local.backend.logs("gone")), BOUND, "the rank"
     )
     os.kill(json.loads((folder / "supervisor.json").read_text())["pid"], 9)

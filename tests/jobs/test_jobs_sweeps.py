@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from k8s_operator import until
 from k8s_server import ApiServer
 
 from tests.jobs.helpers import lockstep
-from tests.processes import ROOT
+from tests.processes import ROOT, poll
 
 pytestmark = pytest.mark.promise("sweeps")
 
@@ -68,7 +67,7 @@ def test_a_sweep_on_kubernetes_has_its_table_from_the_logs(server: ApiServer, tm
     k8s(tmp_path, "submit", "--name", "smoke-x-0")
 
     def run() -> None:
-        until(lambda: all(server.cluster.get("pytorchjobs", f"smoke-{run}") for run in range(3)), 60, "the runs")
+        poll(lambda: all(server.cluster.get("pytorchjobs", f"smoke-{run}") for run in range(3)), 60, "the runs")
         for name, rate, kind, message in (("smoke-0", 0.1, "Succeeded", ""), ("smoke-1", 0.2, "Failed", late)):
             live = server.cluster.get("pytorchjobs", name)
             assert json.loads(live["metadata"]["annotations"]["lockstep/spec"])["overrides"] == {

@@ -205,11 +205,3 @@ def finish(cluster: Cluster, pod: dict[str, Any], code: int, namespace: str = "t
     state = {"name": pod["spec"]["containers"][0]["name"], "restartCount": 0, "state": {"terminated": ended}}
     status = {"phase": "Succeeded" if code == 0 else "Failed", "containerStatuses": [state]}
     return cluster.put("pods", {**pod, "status": status}, namespace)
-
-
-def until(condition: Any, seconds: float, what: str) -> None:
-    """Polls with a bound."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.05)

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 from k8s_cluster import Cluster, Fault
-from k8s_operator import Operator, finish, until
+from k8s_operator import Operator, finish
 from k8s_server import ApiServer
 
 from tests.jobs.helpers import lockstep
-from tests.processes import free_port
+from tests.processes import free_port, poll
 from tests.product import JobSpec, Unreachable, UserError
 
 SPEC = JobSpec.of(
@@ -176,7 +176,7 @@ def once_asked(cluster: Cluster, happens: Callable[[], object]) -> Iterator[None
     before = len(cluster.requests)
 
     def work() -> None:
-        until(lambda: len(cluster.requests) > before + 1, 60, "a question")
+        poll(lambda: len(cluster.requests) > before + 1, 60, "a question")
         happens()
 
     thread = threading.Thread(target=work)
@@ -240,14 +240,14 @@ def test_a_server_that_is_away_for_a_while_ends_neither_a_wait_nor_the_following
     ]
     for thread in threads:
         thread.start()
-    until(lambda: seen == ["before"], 60, "the first line")
+    poll(lambda: seen == ["before"], 60, "the first line")
     gone = Fault("*", ".", drop=True, times=10**6)
     cluster.faults.append(gone)
-    until(lambda: gone.hits > 30, 60, "many requests that got no answer")
+    poll(lambda: gone.hits > 30, 60, "many requests that got no answer")
     with cluster.changed:
         gone.times = 0
     cluster.logs["smoke-worker-0"].append("2026-01-01T00:00:01Z [rank 0] after")
-    until(lambda: seen == ["before", "after"], 60, f"the line after the silence; {seen}")
+    poll(lambda: seen == ["before", "after"], 60, f"the line after the silence; {seen}")
     for pod in cluster.all("pods"):
         finish(cluster, pod, 0)
     operator.round()

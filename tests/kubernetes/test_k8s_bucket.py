@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import yaml
 from k8s_cluster import Cluster
-from k8s_operator import Running, until
+from k8s_operator import Running
 
 from tests.kubernetes.test_k8s_environment import trained_here
 from tests.objects.server import environment, moto, objects, read
-from tests.processes import ROOT
+from tests.processes import ROOT, poll
 from tests.product import JobSpec
 from tests.ranks import training
 
@@ -65,7 +65,7 @@ def test_a_lost_pod_resumes_on_an_empty_disk_from_the_bucket(
     )
     assert done.code == 0, done.output
     assert backend.submit(spec).created
-    until(lambda: committed(store, "runs/stormy"), BOUND, "a checkpoint in the bucket")
+    poll(lambda: committed(store, "runs/stormy"), BOUND, "a checkpoint in the bucket")
     running.kubelet.lose("stormy-worker-0")
     file.unlink()
     found = backend.wait("stormy", BOUND)

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from k8s_cluster import Cluster, Fault
-from k8s_operator import Running, until
+from k8s_operator import Running
 
 from tests import product
+from tests.processes import poll
 from tests.product import JobSpec, UserError
 
 BOUND = 60
@@ -85,7 +86,7 @@ def test_the_maps_are_small_immutable_the_jobs_own_and_go_with_it(backend: Any, 
     backend.list(), backend.status("own")
     assert not [path for _, path, *_ in cluster.requests if "configmaps" in path]
     backend.cancel("own")
-    until(lambda: none_left(cluster), 60, "the garbage collection")
+    poll(lambda: none_left(cluster), 60, "the garbage collection")
 
 
 @pytest.mark.promise("code-travels")
@@ -106,7 +107,7 @@ def test_the_job_runs_what_was_submitted_whatever_is_edited_meanwhile(
     )
     backend.submit(spec(folder), "replace")
     assert backend.require("own").plain["code"]["hash"] != identity
-    until(lambda: len(held(cluster)) == 2, 60, "those of the first job are gone")
+    poll(lambda: len(held(cluster)) == 2, 60, "those of the first job are gone")
     assert complete(backend, cluster)
 
 
@@ -137,7 +138,7 @@ def submitting(wanted: JobSpec, cluster: Cluster, at: int) -> bool:
     os.close(ready)
     os.waitpid(child, 0)
     cluster.arrived = None
-    until(lambda: not cluster.busy, 60, "what had arrived is carried out")
+    poll(lambda: not cluster.busy, 60, "what had arrived is carried out")
     return killed.is_set()
 
 
@@ -163,7 +164,7 @@ def test_a_submitter_that_is_killed_between_any_two_steps(
             with pytest.raises(UserError, match="there is no k8s job own"):
                 backend.cancel("own")
         assert job(cluster) is None
-        until(lambda: none_left(cluster), 60, f"nothing is left after step {steps}")
+        poll(lambda: none_left(cluster), 60, f"nothing is left after step {steps}")
     assert steps == 5, "the job, the policy, two maps, and the job may run"
 
 
@@ -193,11 +194,11 @@ def test_two_at_once_leave_one_job_and_its_code(
             thread.join(30)
         assert len(said) == 2 and complete(backends[0], cluster), said
         backends[0].cancel("own")
-        until(lambda: none_left(cluster), 60, "the garbage collection")
+        poll(lambda: none_left(cluster), 60, "the garbage collection")
 
 
 def test_limits_of_the_cluster_are_named_and_nothing_is_left(backend: Any, cluster: Cluster, folder: Path) -> None:
     cluster.put("resourcequotas", {"metadata": {"name": "team"}, "spec": {"hard": {"count/configmaps": "1"}}})
     with pytest.raises(UserError, match="exceeded quota: team"):
         backend.submit(spec(folder))
-    until(lambda: none_left(cluster) and job(cluster) is None, 60, "the garbage collection")
+    poll(lambda: none_left(cluster) and job(cluster) is None, 60, "the garbage collection")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from k8s_cluster import Cluster
-from k8s_operator import Running, until
+from k8s_operator import Running
 
-from tests.events import events
+from tests.events import events, weights_digest
+from tests.processes import poll
 from tests.product import JobSpec
 from tests.ranks import gang
 
@@ -40,16 +40,11 @@ def program(tmp_path: Path, name: str, *command: str, **more: Any) -> JobSpec:
     return JobSpec.of({**values, **placed(tmp_path, name), **more})
 
 
-def digest(run_dir: Path) -> str:
-    """The sha256 of the weights at the end."""
-    return str(json.loads((run_dir / "summary.json").read_text())["weights_sha256"])
-
-
 def trained_here(spec: JobSpec, run_dir: Path, ranks: int) -> str:
     """The same training without a cluster: the sha256 of its weights."""
     done = gang(ranks, "run", "smoke", "--run-dir", str(run_dir), "--set", *spec.assignments())
     assert done.code == 0, done.output
-    return digest(run_dir)
+    return weights_digest(run_dir)
 
 
 @pytest.mark.promise("kill-resume")
@@ -65,7 +60,7 @@ def test_a_lost_pod_is_replaced_and_the_weights_are_those_of_the_undisturbed_run
     }  # it takes its time as long as that is there
     spec = smoke(tmp_path, "stormy", env=env)
     assert backend.submit(spec).created
-    until(lambda: events(tmp_path / "stormy", "checkpoint_written"), BOUND, "a checkpoint")
+    poll(lambda: events(tmp_path / "stormy", "checkpoint_written"), BOUND, "a checkpoint")
     running.kubelet.lose("stormy-worker-0")  # rank 0, and the rendezvous with it
     file.unlink()
     found = backend.wait("stormy", BOUND)
@@ -77,7 +72,7 @@ def test_a_lost_pod_is_replaced_and_the_weights_are_those_of_the_undisturbed_run
     assert backend.summary("stormy")["world_size"] == 4
     assert [line for line in backend.logs("stormy", rank=0) if not line.startswith("{")] == []
     assert found.goodput is not None and 0 < found.goodput["fraction"] < 1 and found.goodput["restarts"] >= 1
-    assert digest(tmp_path / "stormy") == trained_here(spec, tmp_path / "calm", 4)
+    assert weights_digest(tmp_path / "stormy") == trained_here(spec, tmp_path / "calm", 4)
 
 
 @pytest.mark.promise("survivors")
@@ -89,12 +84,12 @@ def test_the_others_train_on_while_a_lost_pod_is_replaced(backend: Any, running:
     exact = {"sync.name": "exact", "sync.options.parts": 4, "epochs": 20, "evaluate.every": 20, "log.every": 1}
     spec = smoke(tmp_path, "live", live=True, overrides=exact, env=env)
     backend.submit(spec)
-    until(lambda: len(events(run, "step")) >= 2, BOUND, "steps of all ranks")
+    poll(lambda: len(events(run, "step")) >= 2, BOUND, "steps of all ranks")
     running.kubelet.lose("live-worker-1")
-    until(lambda: "2 of 4 ranks" in backend.status("live").reason, BOUND, "the loss of a node")
+    poll(lambda: "2 of 4 ranks" in backend.status("live").reason, BOUND, "the loss of a node")
     assert backend.status("live").state == "running"
     assert len([*(run / "restarts").iterdir()]) == 1, "the first pod counts for all"
-    until(lambda: len(events(run, "rank_joined")) == 2, BOUND, "the ranks of the new pod")
+    poll(lambda: len(events(run, "rank_joined")) == 2, BOUND, "the ranks of the new pod")
     slow.unlink()
     found = backend.wait("live", BOUND)
     assert found.state == "succeeded", (found, *backend.logs("live"))
@@ -102,7 +97,7 @@ def test_the_others_train_on_while_a_lost_pod_is_replaced(backend: Any, running:
     assert sorted(event["rank"] for event in events(run, "rank_lost")) == [2, 3]
     assert len(events(run, "start")) == 1 and running.kubelet.starts["live-worker-0"] == 1, "nobody else was restarted"
     assert "Ranks that train" in (run / "report.html").read_text()
-    assert digest(run) == trained_here(spec, tmp_path / "whole", 1)
+    assert weights_digest(run) == trained_here(spec, tmp_path / "whole", 1)
 
 
 ENDINGS: dict[str, tuple[str, str, int, int, int]] = {  # → state, exit code, how often it ran, pods
@@ -138,7 +133,7 @@ def test_the_first_worker_that_is_done_takes_no_line_and_no_failure_away(
     while ! test -e {tmp_path}/go; do sleep 0.05; done
     echo the last line; exit 2"""
     assert backend.submit(program(tmp_path, "late", "sh", "-c", text)).created
-    until((tmp_path / "done").exists, BOUND, "the other worker's end")
+    poll((tmp_path / "done").exists, BOUND, "the other worker's end")
     assert backend.status("late").state == "running"
     (tmp_path / "go").touch()
     found = backend.wait("late", BOUND)
@@ -156,7 +151,7 @@ def test_a_worker_that_comes_late_costs_no_restart(
     cluster.restricted = True  # the namespace runs what is rendered by default
     running.held.add("slow-worker-0")  # rank 0's, and the rendezvous with it
     backend.submit(program(tmp_path, "slow", "sh", "-c", "echo rank $RANK", max_restarts=1))
-    until(lambda: running.kubelet.starts.get("slow-worker-1"), BOUND, "the other worker")
+    poll(lambda: running.kubelet.starts.get("slow-worker-1"), BOUND, "the other worker")
     waits = running.kubelet.pods["slow-worker-1"].process
     with pytest.raises(subprocess.TimeoutExpired):
         waits.wait(5)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from k8s_cluster import Cluster
 
-from tests import product
+from tests.jobs.test_jobs_contract import Bench, beside
 from tests.processes import clean_env
 from tests.product import JobSpec, Unreachable, UserError
 
@@ -40,23 +40,15 @@ def put(cluster: Cluster, name: str, phase: str) -> None:
     cluster.pod("long", name, {"phase": phase}, spec={"nodeName": "n"})
 
 
-def beside(backend: Any, folder: Path, *command: str, rank: int = 0) -> tuple[int, bytes, bytes]:
-    names = [folder / f"stream-{name}" for name in ("in", "out", "err")]
-    names[0].touch()
-    with names[0].open("rb") as source, names[1].open("wb") as out, names[2].open("wb") as err:
-        code = product.execute(backend, "long", [*command], rank, (source, out, err))
-    return code, names[1].read_bytes(), names[2].read_bytes()
-
-
 def test_a_command_runs_in_the_pod_of_its_rank(backend: Any, pods: Cluster, tmp_path: Path) -> None:
     for rank in (0, 1):
-        code, out, _ = beside(backend, tmp_path, "sh", "-c", "echo $POD $RANK", rank=rank)
+        code, out, _ = beside(Bench(backend, tmp_path), "long", "sh", "-c", "echo $POD $RANK", rank=rank)
         assert (code, out.decode()) == (0, f"long-worker-{rank} {rank}\n")
-    told = beside(backend, tmp_path, "sh", "-c", "printf oh >&2; exit 7")
+    told = beside(Bench(backend, tmp_path), "long", "sh", "-c", "printf oh >&2; exit 7")
     assert told[0] == 7 and told[2].startswith(b"oh"), "an exit code, whatever the last line of errors looks like"
     put(pods, "long-worker-1", "Pending")
     with pytest.raises(UserError, match="long has not started: pending"):
-        beside(backend, tmp_path, "true", rank=1)
+        beside(Bench(backend, tmp_path), "long", "true", rank=1)
 
 
 FAILURES: dict[str, tuple[str, type[UserError], str]] = {
@@ -74,9 +66,9 @@ def test_a_failure_of_kubectl_is_no_exit_code(backend: Any, pods: Cluster, tmp_p
     said, kind, told = FAILURES[case]
     pods.kubectl.put("long-worker-0", {}, tmp_path, said, "before")
     with pytest.raises(UserError, match=told) as caught:
-        beside(backend, tmp_path, "true")
+        beside(Bench(backend, tmp_path), "long", "true")
     assert type(caught.value) is kind and "\n" not in str(caught.value)
-    assert (tmp_path / "stream-out").read_bytes() == b"before\n", "what came before is there"
+    assert (tmp_path / "beside-out").read_bytes() == b"before\n", "what came before is there"
 
 
 def test_what_cannot_be_run_is_refused(
@@ -84,10 +76,10 @@ def test_what_cannot_be_run_is_refused(
 ) -> None:
     (pods.kubectl.folder / "long-worker-0.json").unlink()
     with pytest.raises(UserError, match=r"cannot run a command in long-worker-0: .*container not running"):
-        beside(backend, tmp_path, "true")  # it has ended since the pod was looked at
+        beside(Bench(backend, tmp_path), "long", "true")  # it has ended since the pod was looked at
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="kubectl is not on PATH"):
-        beside(backend, tmp_path, "true")
+        beside(Bench(backend, tmp_path), "long", "true")
     pods.get("pytorchjobs", "long")["metadata"]["labels"].clear()
     with pytest.raises(UserError, match="did not make long"):
-        beside(backend, tmp_path, "true")
+        beside(Bench(backend, tmp_path), "long", "true")

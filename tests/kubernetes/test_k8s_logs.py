@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from k8s_cluster import Cluster, Fault
-from k8s_operator import Operator, finish, until
+from k8s_operator import Operator, finish
 
 from tests.jobs.helpers import lockstep
+from tests.processes import poll
 from tests.product import JobSpec, UserError
 
 SPEC = JobSpec.of(
@@ -93,11 +94,11 @@ def test_a_log_is_followed_through_pending_broken_streams_and_a_new_pod(
     cluster.logs[HERE] = lines[:9]
     operator.held.clear()
     operator.round()
-    until(lambda: cluster.faults[0].times == 0 and len(seen) >= 9, 60, f"the first pod's lines; {seen}")
+    poll(lambda: cluster.faults[0].times == 0 and len(seen) >= 9, 60, f"the first pod's lines; {seen}")
     cluster.remove("pods", HERE)
     cluster.logs[HERE] = lines[9:]
     operator.round()
-    until(lambda: len(seen) >= 12, 60, f"the second pod's lines; {seen}")
+    poll(lambda: len(seen) >= 12, 60, f"the second pod's lines; {seen}")
     for pod in cluster.all("pods"):
         finish(cluster, pod, 0)
     operator.round()

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from k8s_cluster import Cluster, Fault
-from k8s_operator import Operator, until
+from k8s_operator import Operator
 
 from tests import product
+from tests.processes import poll
 from tests.product import JobSpec, Unreachable, UserError
 
 SPEC = JobSpec.of(
@@ -61,7 +62,7 @@ def test_objects_that_lockstep_did_not_make_stay_unchanged(backend: Any, cluster
     ours = copy.deepcopy(cluster.put("networkpolicies", {"metadata": {"name": "smoke"}, "spec": {"podSelector": {}}}))
     backend.submit(SPEC)
     backend.cancel("smoke")
-    until(lambda: policies(cluster) == ["smoke"], 60, "the garbage collection")
+    poll(lambda: policies(cluster) == ["smoke"], 60, "the garbage collection")
     assert cluster.get("networkpolicies", "smoke") == ours
     cluster.requests.clear()
     theirs = cluster.put("pytorchjobs", {"metadata": {"name": "theirs"}, "spec": {}})
@@ -80,11 +81,11 @@ def test_an_old_policys_end_does_not_take_the_new_one_away(backend: Any, cluster
     for again in range(3):
         cluster.say("smoke", {"type": "Succeeded"})
         backend.submit(SPEC, "replace")
-        until(lambda: kept(cluster), 60, "the collection of the old one")
+        poll(lambda: kept(cluster), 60, "the collection of the old one")
         if again == 1:  # a user has deleted it as kubectl does: the policy outlives the job
             cluster.remove("pytorchjobs", "smoke")
             backend.submit(SPEC)
-            until(lambda: kept(cluster), 60, "the collection of the old one")
+            poll(lambda: kept(cluster), 60, "the collection of the old one")
     time.sleep(cluster.lag + 0.3)  # what the collector does comes after its lag
     assert kept(cluster)
     cluster.remove("networkpolicies", *policies(cluster))
@@ -131,7 +132,7 @@ def test_a_quota_that_the_job_itself_uses_up_keeps_no_submit_from_finishing_it(b
     for _ in range(2):
         assert not backend.submit(SPEC).created and kept(cluster)
     backend.cancel("smoke")
-    until(lambda: not policies(cluster), 60, "the garbage collection")
+    poll(lambda: not policies(cluster), 60, "the garbage collection")
     (_, job), _ = product.manifests("k8s", SPEC)
     before(cluster, "POST", "/pytorchjobs", lambda: cluster.create("pytorchjobs", job))
     assert not backend.submit(SPEC).created, "another one was faster with the same"

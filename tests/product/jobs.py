@@ -77,12 +77,6 @@ def files_of_code(packed: bytes, identity: str) -> set[str]:
     return {file.path for file in _archive.read(packed, identity)}
 
 
-def execute(job_backend: Any, name: str, command: list[str], rank: int, streams: tuple[Any, Any, Any]) -> int:
-    """`lockstep exec` with these three files for its streams: the exit code."""
-    passed = Inside("jobs.process").Streams(*(stream.fileno() for stream in streams))
-    return job_backend.execute(name, command, rank, passed)
-
-
 PROGRAM = "import sys; sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main import main; main()"
 """`python -c PROGRAM WORDS` is `lockstep WORDS` as a separate process."""
 
