@@ -14,8 +14,7 @@ import secrets
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import pytest
 
 from tests import product
-from tests.processes import PYTHON, ROOT, require
+from tests.processes import PYTHON, ROOT, poll, require
 from tests.product import JobSpec, Status
 from tests.slurm.stand_ins import site  # noqa: F401 - a fixture
 
@@ -46,9 +45,6 @@ class Cluster:
     def node(self, action: str, name: str) -> None:
         subprocess.run([HERE / "node.sh", action, name, self.folder], check=True, capture_output=True, timeout=60)
 
-    def begins(self, job_id: str) -> None:
-        self.ask("scontrol", "update", f"jobid={job_id}", "starttime=now")
-
     def ask(self, *command: str) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
 
@@ -66,7 +62,7 @@ class Cluster:
         def free() -> bool:
             return self.ask("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split() == ["idle", "idle"]
 
-        every(0.2, free, 60, "both nodes are idle")
+        poll(free, 60, "both nodes are idle", pause=0.2)
 
     def forgets(self, *job_ids: str) -> None:
         """Has the controller forget jobs that have ended, as it does by itself MinJobAge later."""
@@ -80,28 +76,19 @@ class Cluster:
 
         try:
             self.node("reread", "ctl")
-            every(0.2, lambda: all(map(unknown, job_ids)), 60, "the controller has forgotten the jobs")
+            poll(lambda: all(map(unknown, job_ids)), 60, "the controller has forgotten the jobs", pause=0.2)
         finally:
             path.write_text(before)
             self.node("reread", "ctl")
 
 
-def every(seconds: float, condition: Callable[[], object], bound: float, what: str) -> None:
-    """`poll` for what costs a process to ask."""
-    deadline = time.monotonic() + bound
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come true within {bound} s"
-        time.sleep(seconds)
-
-
-def missing() -> str | None:
-    if os.geteuid() != 0:
-        return "a cluster of namespaces needs root"
-    gone = [name for name in NEEDED if shutil.which(name) is None]
-    if gone:
-        return f"{', '.join(gone)} not installed: apt-get install slurm-wlm slurmdbd mariadb-server munge iproute2"
+def needs(*programs: str, packages: str) -> None:
+    """Skips where a program, root, or the right to namespaces is missing; in CI that is a failure."""
+    require(os.geteuid() == 0, "namespaces need root")
+    gone = [name for name in programs if shutil.which(name) is None]
+    require(not gone, f"{', '.join(gone)} not installed: apt-get install {packages}")
     probe = subprocess.run(["unshare", "--mount", "--pid", "--fork", "true"], capture_output=True, timeout=30)
-    return None if probe.returncode == 0 else "namespaces are not permitted here (CAP_SYS_ADMIN)"
+    require(probe.returncode == 0, "namespaces are not permitted here (CAP_SYS_ADMIN)")
 
 
 def _free_ports(stack: contextlib.ExitStack) -> int:
@@ -122,7 +109,7 @@ def _free_ports(stack: contextlib.ExitStack) -> int:
 
 
 def _started(kind: str) -> Iterator[Cluster]:
-    require((reason := missing()) is None, str(reason))
+    needs(*NEEDED, packages="slurm-wlm slurmdbd mariadb-server munge iproute2")
     folder = Path(f"/tmp/lockstep-slurm-{secrets.token_hex(4)}")  # sockets need a short path
     with contextlib.ExitStack() as stack:
         env = {
@@ -197,7 +184,7 @@ class Bench:
             found = self.backend.status(name)
             return found.state == state and reason in found.reason
 
-        every(0.1, is_there, bound, f"{name}: {state} {reason}")
+        poll(is_there, bound, f"{name}: {state} {reason}", pause=0.1)
 
     def alive(self, name: str) -> bool:
         """Whether anything of a start of the job still runs; on whatever node, it is a process of this machine."""
@@ -245,7 +232,7 @@ class Bench:
 
 
 LATER = {"patch": {"begin": "now+1hour"}}
-"""A job that waits until `begins`."""
+"""A job that does not start."""
 
 
 def lockstep(*words: str, bound: float = 120) -> subprocess.CompletedProcess[str]:

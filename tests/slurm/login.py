@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 
-from tests.processes import PYTHON, ROOT, free_port, poll, processes, require
+from tests.processes import PYTHON, ROOT, free_port, poll, processes
 from tests.product import JobSpec
-from tests.slurm.conftest import Cluster, every, lockstep
+from tests.slurm.conftest import Cluster, lockstep, needs
 
 SSHD = "/usr/sbin/sshd"
 HOST = "login.example"
@@ -40,16 +40,6 @@ exec /usr/sbin/sshd -D -e -f "$1/sshd_config" 2>> "$1/sshd.log"
 """
 
 
-def missing() -> str | None:
-    if os.geteuid() != 0:
-        return "an sshd with files of its own needs root"
-    gone = [name for name in NEEDED if shutil.which(name) is None]
-    if gone:
-        return f"{', '.join(gone)} not installed: apt-get install openssh-server tcsh fish"
-    probe = subprocess.run(["unshare", "--mount", "--pid", "--fork", "true"], capture_output=True, timeout=30)
-    return None if probe.returncode == 0 else "namespaces are not permitted here (CAP_SYS_ADMIN)"
-
-
 def _key(path: Path) -> Path:
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path], check=True, timeout=30)
     return path
@@ -61,18 +51,14 @@ class Login:
     `there` is how the cluster calls its folder, and `seen` where this test finds it.
     """
 
-    def __init__(self, folder: Path, there: Path) -> None:
+    def __init__(self, folder: Path, there: Path, conf: str) -> None:
         self.there, self.seen, self.laptop = there, folder / "cluster", folder / "laptop"
         for path in (self.seen / "home", self.laptop / "bin", self.laptop / "home"):
             path.mkdir(parents=True)
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
-        self._configure()
-
-    def _configure(self) -> None:
         host, key = _key(self.seen / "host_key"), _key(self.laptop / "key")
         shutil.copy(f"{key}.pub", self.seen / "authorized_keys")
-        conf = os.environ.get("SLURM_CONF", "")
         others = [line for line in Path("/etc/passwd").read_text().splitlines() if not line.startswith("root:")]
         root = f"root:x:0:0:root:{self.there}/home:/bin/bash"
         (self.seen / "passwd").write_text("\n".join([root, *others, ""]))
@@ -88,13 +74,9 @@ class Login:
             f" IdentitiesOnly yes\n IdentityAgent none\n UserKnownHostsFile {self.laptop}/known_hosts\n"
             " GlobalKnownHostsFile none\n"
         )
-        self.program("ssh", f'exec /usr/bin/ssh -F {self.laptop}/config "$@"')
-
-    def program(self, name: str, line: str) -> None:
-        """A program of the laptop."""
-        path = self.laptop / "bin" / name
-        path.write_text(f"#!/bin/sh\n{line}\n")
-        path.chmod(0o755)
+        ssh = self.laptop / "bin/ssh"
+        ssh.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {self.laptop}/config "$@"\n')
+        ssh.chmod(0o755)
 
     def knows(self, key: str) -> None:
         """The laptop takes this for the host's key."""
@@ -111,7 +93,7 @@ class Login:
             words = [self.laptop / "bin/ssh", "-o", "BatchMode=yes", "--", HOST, "exit 7"]
             return subprocess.run(words, capture_output=True, timeout=30).returncode == 7
 
-        every(0.1, up, 30, "the sshd")
+        poll(up, 30, "the sshd", pause=0.1)
 
     def stop(self) -> None:
         """As if its network were gone: nothing answers any more."""
@@ -145,26 +127,6 @@ class Login:
 
 
 @contextlib.contextmanager
-def login_node(folder: Path, there: Path) -> Iterator[Login]:
-    """The sshd, and this process on the laptop."""
-    found = Login(folder, there)
-    laptop = {
-        "PATH": str(found.laptop / "bin"), "HOME": str(found.laptop / "home"),
-        "LOCKSTEP_HOME": str(found.laptop / "lockstep"), "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
-    try:
-        found.start()
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in laptop.items():
-                patch.setenv(name, value)
-            for name in ("SLURM_CONF", "SSH_AUTH_SOCK", "LOCKSTEP_SLURM_HOST"):
-                patch.delenv(name, raising=False)
-            yield found
-    finally:
-        found.stop()
-
-
-@contextlib.contextmanager
 def mounted(cluster: Cluster, seen: Path) -> Iterator[Path]:
     """The folder under a name that the nodes alone have it by."""
     there = Path(tempfile.mkdtemp(prefix="lockstep-cluster-", dir="/"))
@@ -186,7 +148,6 @@ def mounted(cluster: Cluster, seen: Path) -> Iterator[Path]:
 class Laptop:
     """A laptop whose jobs go to a login node."""
 
-    cluster: Cluster
     login: Login
     folder: Path
 
@@ -207,19 +168,28 @@ class Laptop:
         done = lockstep("submit", "slurm", self.file(spec))
         assert done.returncode == 0, done
 
-    def ask(self, *words: str) -> str:
-        """A program of the cluster."""
-        path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-        env = {"PATH": path, "SLURM_CONF": str(self.cluster.folder / "etc/slurm.conf")}
-        return subprocess.run(words, env=env, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
-
 
 @contextlib.contextmanager
 def laptop(cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Laptop]:
-    require(missing() is None, str(missing()))
-    monkeypatch.setenv("SLURM_CONF", str(cluster.folder / "etc/slurm.conf"))
+    """The sshd of the login node, and this process on the laptop."""
+    needs(*NEEDED, packages="openssh-server tcsh fish")
+    conf = str(cluster.folder / "etc/slurm.conf")
+    monkeypatch.setenv("SLURM_CONF", conf)
     with mounted(cluster, folder / "cluster") as there:
-        with login_node(folder, there) as login:
-            yield Laptop(cluster, login, folder)
+        login = Login(folder, there, conf)
+        here = {
+            "PATH": str(login.laptop / "bin"), "HOME": str(login.laptop / "home"),
+            "LOCKSTEP_HOME": str(login.laptop / "lockstep"), "PYTHONPATH": str(ROOT),
+        }  # fmt: skip
+        try:
+            login.start()
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in here.items():
+                    patch.setenv(name, value)
+                for name in ("SLURM_CONF", "SSH_AUTH_SOCK", "LOCKSTEP_SLURM_HOST"):
+                    patch.delenv(name, raising=False)
+                yield Laptop(login, folder)
+        finally:
+            login.stop()
         subprocess.run(["scancel", "--me"], capture_output=True, timeout=60)
         cluster.idle()

@@ -13,7 +13,7 @@ import pytest
 
 from tests import product
 from tests.processes import PYTHON, poll
-from tests.slurm.conftest import LATER, Cluster, every, lockstep
+from tests.slurm.conftest import LATER, Cluster, lockstep
 from tests.slurm.login import AT, HOST, Laptop, laptop
 from tests.slurm.test_slurm_exec import WAITS
 from tests.terminal import at_a_terminal, drained, until_shown
@@ -137,7 +137,7 @@ def test_a_submission_whose_connection_breaks_is_whole(here: Laptop) -> None:
             assert here.login.drop() > 0
             assert "submit again" in submitting.communicate(timeout=60)[1] and submitting.returncode == 69
             (seen / "on").touch()
-        every(0.2, whole, 60, "the submission")
+        poll(whole, 60, "the submission", pause=0.2)
         numbers.append(json.loads(record.read_text())["job_id"])
         assert lockstep("wait", "slurm", "cut", "--host", AT, "--timeout", str(BOUND), bound=BOUND + 30).returncode == 0
         done = lockstep("logs", "slurm", "cut", "--host", AT)

@@ -12,7 +12,7 @@ import pytest
 from tests.events import events
 from tests.printed import programs
 from tests.processes import PYTHON, ROOT, poll, run, started
-from tests.slurm.conftest import Bench, accounted, every
+from tests.slurm.conftest import Bench, accounted
 from tests.slurm.trainings import Hold, training
 
 pytestmark = pytest.mark.promise("submitit")
@@ -55,7 +55,7 @@ def requeued(bench: Bench, job_id: str) -> None:
         shown = bench.cluster.ask("scontrol", "show", "job", "-o", job_id)
         return "JobState=PENDING" in shown and "Restarts=1" in shown
 
-    every(0.2, waits, 60, "the requeue")
+    poll(waits, 60, "the requeue", pause=0.2)
     bench.cluster.ask("scontrol", "update", f"jobid={job_id}", "starttime=now+2")
 
 

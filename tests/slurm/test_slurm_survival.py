@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.processes import PYTHON, poll
-from tests.slurm.conftest import Bench, every
+from tests.slurm.conftest import Bench
 from tests.slurm.test_slurm_exec import IN_APPTAINER, stand_in
 from tests.slurm.trainings import SETTINGS, Training, setting_words, trained_here
 
@@ -42,30 +43,12 @@ def test_preempted_and_out_of_time_more_often_than_it_may_fail(bench: Bench, und
     assert found.ranks[0].restarts == 2 and job.resumed_at() == job.saved_at() and job.attempts() == 3, found
 
 
-def test_a_requeue_by_hand_and_a_node_that_is_powered_off(bench: Bench, undisturbed: Path) -> None:
-    """Neither leaves time to save. The next start resumes from the last checkpoint."""
-    job = Training(bench, "unlucky", at=13)
-    job.hold.reached()
-    job.checkpointed(10)
-    bench.cluster.ask("scontrol", "requeue", job.job_id)
-    job.hold.at(12)
-    bench.becomes("unlucky", "restarting")
-    job.hold.reached()
-    job.checkpointed(20)
-    bench.cluster.node("stop", "node2")
-    try:
-        bench.becomes("unlucky", "restarting", 90)
-        every(0.2, lambda: not bench.alive("unlucky"), 60, "the start has ended on the other node")  # see `wait`
-    finally:
-        bench.cluster.node("start", "node2")
-    job.ends_like(undisturbed)
-    first, second = job.resumed_at()
-    assert first >= 10 and second == 20 and job.attempts() == 3
-
-
-def test_the_controller_is_restarted(bench: Bench, undisturbed: Path) -> None:
-    """The ranks train on while it is away, and do not notice."""
-    job = Training(bench, "headless")
+def test_the_controller_is_restarted_a_job_requeued_by_hand_and_a_node_powered_off(
+    bench: Bench, undisturbed: Path
+) -> None:
+    """While the controller is away the ranks train on. The others leave no time to save: the next start resumes from the last
+    checkpoint."""
+    job = Training(bench, "unlucky")
     job.hold.reached()
     # The controller writes its state some seconds after a change; killed before, it would not know of the job at all.
     changed = time.time()
@@ -81,15 +64,31 @@ def test_the_controller_is_restarted(bench: Bench, undisturbed: Path) -> None:
     poll(written, 60, "the controller's state on the disk")
     bench.cluster.node("stop", "ctl")
     try:
-        told = bench.backend.wait("headless", 0)
+        told = bench.backend.wait("unlucky", 0)
         assert (told.state, told.final) == ("running", False), told
         assert told.reason.startswith("the SLURM controller does not answer: "), told
-        job.hold.at(20)
+        job.hold.at(13)
         job.hold.reached()
+        job.checkpointed(10)
     finally:
         bench.cluster.node("start", "ctl")
-    job.ends_like(undisturbed)
+    ping = ["scontrol", "ping"]
+    poll(lambda: "is UP" in subprocess.run(ping, capture_output=True, text=True, timeout=60).stdout, 60, pause=0.2)
     assert job.attempts() == 1
+    bench.cluster.ask("scontrol", "requeue", job.job_id)
+    job.hold.at(12)
+    bench.becomes("unlucky", "restarting")
+    job.hold.reached()
+    job.checkpointed(20)
+    bench.cluster.node("stop", "node2")
+    try:
+        bench.becomes("unlucky", "restarting", 90)
+        poll(lambda: not bench.alive("unlucky"), 60, "the start has ended on the other node", pause=0.2)  # see `wait`
+    finally:
+        bench.cluster.node("start", "node2")
+    job.ends_like(undisturbed)
+    first, second = job.resumed_at()
+    assert first >= 10 and second == 20 and job.attempts() == 3
 
 
 def test_a_signal_before_the_ranks_are_there(bench: Bench, undisturbed: Path) -> None:
