@@ -15,7 +15,7 @@ import pytest
 from k8s_server import ApiServer
 
 from tests import product
-from tests.processes import PYTHON, ROOT, clean_env, poll
+from tests.processes import PYTHON, ROOT, clean_env, poll, started
 from tests.product import JobSpec
 from tests.terminal import at_a_terminal, resize, until_shown
 
@@ -38,17 +38,6 @@ class Place:
 
     def command(self, *words: str) -> list[str]:
         return [PYTHON, "-c", product.PROGRAM, "exec", self.name, "long", "--", *words]
-
-    @contextlib.contextmanager
-    def started(self, *words: str, stdin: int = subprocess.PIPE) -> Iterator[subprocess.Popen[bytes]]:
-        pipe = subprocess.PIPE
-        with subprocess.Popen(
-            self.command(*words), env=self.env, stdin=stdin, stdout=pipe, stderr=pipe, start_new_session=True
-        ) as process:
-            try:
-                yield process
-            finally:
-                process.kill()
 
 
 @contextlib.contextmanager
@@ -95,11 +84,11 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_ctrl_c_goes_to_the_command_and_its_exit_code_is_the_exit_code(place: Place) -> None:
-    with place.started("sh", "-c", TRAPS) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    with started(place.command("sh", "-c", TRAPS), place.env, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=BOUND)
-    assert (process.returncode, out, err) == (5, b"got\n", b"")
+    assert (process.returncode, out, err) == (5, "got\n", "")
 
 
 def test_a_terminal_has_its_size_its_keys_and_comes_back(place: Place) -> None:

@@ -14,7 +14,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.events import events
-from tests.processes import LAUNCH, PYTHON, ROOT, clean_env, poll, started
+from tests.jobs.helpers import top
+from tests.processes import LAUNCH, ROOT, clean_env, poll, started
 from tests.prometheus.servers import Prometheus, prometheus
 from tests.prometheus.slow import HELD_PASS
 from tests.prometheus.test_rules import BOARDS, filled_in, on_gpu, queries
@@ -52,11 +53,8 @@ def _scraped(server: Prometheus, run: str) -> bool:
 
 
 def _top(run_dir: Path) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [PYTHON, "-c", "from lockstep.jobs.cli.main import main; main()", "top", str(run_dir), "--json", "--every", "3"],
-        capture_output=True, text=True, timeout=60, cwd=ROOT, env=clean_env(),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = top(ROOT, str(run_dir), "--json", "--every", "3")
+    assert done.returncode == 0, done
     return json.loads(done.stdout)
 
 
