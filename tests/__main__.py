@@ -62,12 +62,12 @@ SUITES = {
     ),
     "slurm": Suite(
         "a real SLURM of two nodes",
-        "-n 2 --dist loadfile tests/slurm",
+        "-n 3 --dist loadfile tests/slurm",
         "root, Debian: slurm-wlm slurmdbd mariadb-server munge openssh-server tcsh fish; a package index, or uv's cache",
     ),
     "containers": Suite(
         "images and Compose jobs in a real engine",
-        "-m 'containers and not cuda_image' tests/containers tests/jobs",
+        "-n 2 --dist loadfile --no-loadscope-reorder -m 'containers and not cuda_image' tests/containers tests/jobs",
         "docker (tests/containers/ci.sh starts Debian's)",
     ),
     "cuda-image": Suite("the CUDA image (gigabytes)", "-s -m cuda_image tests/containers", "docker"),

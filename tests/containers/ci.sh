@@ -1,12 +1,13 @@
 #!/bin/bash
-# Everything that `make test SUITE=containers` needs on a bare Debian 12 (root), and nothing left afterwards:
+# Everything that `make test SUITE=containers` needs on a bare Debian 12 (root), and nothing left afterwards but a cache:
 #
 #   tests/containers/ci.sh [COMMAND …]            default: make test SUITE=containers
 #
 # Where an engine answers already, it is used as it is. Else Debian's is installed, started for this command alone, and
-# stopped; its base images are made from Debian's packages, because a registry need not be in reach.
+# stopped; its base images are made from Debian's packages, because a registry need not be in reach. The next run finds
+# their layers, and those of PyTorch, unless another run has them at the time.
 #
-# env: LOCKSTEP_CI_CACHE  keeps the base image's files and the Python packages between runs (~/.cache/lockstep)
+# env: LOCKSTEP_CI_CACHE  keeps the engine's images, the base image's files and the Python packages (~/.cache/lockstep)
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -21,6 +22,8 @@ cleanup() {
   status=$?
   trap - EXIT INT TERM
   if [ -n "$state" ]; then
+    # Layers that no run has used for a week go.
+    [ -z "${ENGINE_DATA:-}" ] || docker builder prune --force --filter until=168h > /dev/null || true
     "$here/dockerd.sh" --stop "$state" || true
     ip link delete docker0 2> /dev/null || true
     iptables -P FORWARD "${policy:-ACCEPT}" 2> /dev/null || true
@@ -53,8 +56,20 @@ if ! docker version > /dev/null 2>&1 || ! docker compose version > /dev/null 2>&
   command -v debootstrap curl > /dev/null || { apt-get update -qq && apt-get install -qy debootstrap curl > /dev/null; }
   forward=$(cat /proc/sys/net/ipv4/ip_forward) policy=$(iptables -S FORWARD | sed -n 's/^-P FORWARD //p')
   state=$(mktemp -d /tmp/lockstep-engine.XXXXXX)
-  started=$("$here/dockerd.sh" "$state")
+  exec 9> "$cache/engine.lock" # the engine inherits it
+  if flock --nonblock 9; then ENGINE_DATA=$(cd "$cache" && pwd)/engine && export ENGINE_DATA; fi
+  # What a killed engine has left may keep the next one from starting.
+  started=$("$here/dockerd.sh" "$state") || {
+    "$here/dockerd.sh" --stop "$state"
+    rm -rf "${ENGINE_DATA:-}"
+    started=$("$here/dockerd.sh" "$state")
+  }
   eval "$started"
+  # A run that was killed leaves them.
+  docker ps --all --quiet | xargs --no-run-if-empty docker rm --force > /dev/null
+  docker network prune --force > /dev/null
+  docker volume prune --all --force > /dev/null
+  docker images --quiet --filter reference='lockstep-test*' | xargs --no-run-if-empty docker image rm --force > /dev/null
 fi
 
 if [ -z "${BASE_IMAGE:-}" ] && ! have python:3.11-slim-bookworm; then
@@ -63,7 +78,7 @@ if [ -z "${BASE_IMAGE:-}" ] && ! have python:3.11-slim-bookworm; then
 fi
 if [ -z "${PROMETHEUS_IMAGE:-}" ] && ! have prom/prometheus:v3.5.0; then
   export PROMETHEUS_IMAGE=lockstep-prometheus:debian
-  make_image "$PROMETHEUS_IMAGE" docker build -q -t "$PROMETHEUS_IMAGE" ${BASE_IMAGE:+--build-arg BASE_IMAGE="$BASE_IMAGE"} - < "$here/prometheus.Dockerfile"
+  make_image "$PROMETHEUS_IMAGE" docker build -q -t "$PROMETHEUS_IMAGE" ${BASE_IMAGE:+--build-arg BASE_IMAGE="$BASE_IMAGE"} - < "$here/services.Dockerfile"
 fi
 if [ -z "${WHEELS:-}" ]; then
   lock=$root/docker/requirements-cpu.txt

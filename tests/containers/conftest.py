@@ -6,16 +6,8 @@ import pytest
 
 from tests.containers.jobs import jobs  # noqa: F401 - a fixture of this folder
 
-HERE = Path(__file__).parent
-
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that submits keeps a lock there."""
     monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.containers)

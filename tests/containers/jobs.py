@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tests.engine import Built, remove_jobs
+from tests.engine import remove_jobs
 from tests.events import events
 from tests.jobs.test_jobs_contract import Bench, composed
 from tests.product import JobSpec
@@ -52,20 +50,9 @@ class Jobs:
         assert found.state == "succeeded", (found, *self.backend.logs(spec.name))
 
 
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    newest = sorted((run_dir / "checkpoints").iterdir())[-1]
-    return {name: value for file in sorted(newest.glob("*.safetensors")) for name, value in load_file(file).items()}
-
-
-def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
-    assert first.keys() == second.keys() and first
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
-
-
 @pytest.fixture(scope="module")
-def jobs(cpu_image: Built, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
-    with composed(cpu_image.name, tmp_path_factory.mktemp("jobs") / "volume") as bench:
+def jobs(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    with composed(cpu_image, tmp_path_factory.mktemp("jobs") / "volume") as bench:
         made = Jobs(bench)
         yield made
         remove_jobs(*made.names)

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests import product
-from tests.containers.jobs import BOUND, SHORT, Jobs, assert_same, weights
+from tests.containers.jobs import BOUND, SHORT, Jobs
 from tests.engine import docker, inspect
+from tests.events import weights_digest
 from tests.processes import PYTHON, ROOT, clean_env, poll
 from tests.product import JobSpec, UserError
 from tests.terminal import at_a_terminal, until_shown
@@ -26,13 +26,13 @@ LOCKSTEP = [PYTHON, "-c", product.PROGRAM]
 
 
 @pytest.fixture(scope="module")
-def calm(jobs: Jobs) -> dict[str, torch.Tensor]:
+def calm(jobs: Jobs) -> str:
     """The final weights of one container of four ranks. The same image: bits depend on torch's build."""
     settings = [f"{name}={value}" for name, value in SHORT.items()]
     words = ["--ranks", "4", "run", "smoke", "--run-dir", "/runs/calm", "--set", *settings]
     volume = f"{jobs.bench.claim}:/runs"
     docker("run", "--rm", "--shm-size", "256m", "--volume", volume, jobs.image, *words, timeout=BOUND)
-    return weights(jobs.bench.folder / "calm")
+    return weights_digest(jobs.bench.folder / "calm")
 
 
 def saved(jobs: Jobs, spec: JobSpec, starts: int) -> Callable[[], bool]:
@@ -47,9 +47,7 @@ def saved(jobs: Jobs, spec: JobSpec, starts: int) -> Callable[[], bool]:
 
 
 @pytest.mark.promise("images")
-def test_nodes_are_killed_and_stopped_and_the_weights_are_those_of_one_container(
-    jobs: Jobs, calm: dict[str, torch.Tensor]
-) -> None:
+def test_nodes_are_killed_and_stopped_and_the_weights_are_those_of_one_container(jobs: Jobs, calm: str) -> None:
     """A killed node comes back when the job is submitted again. `docker stop` ends both saved, and the next job resumes."""
     spec = jobs.smoke("stormy")
     assert jobs.backend.submit(spec).created
@@ -80,7 +78,7 @@ def test_nodes_are_killed_and_stopped_and_the_weights_are_those_of_one_container
     assert jobs.backend.summary(spec.name)["world_size"] == 4
     starts = jobs.events(spec, "start")
     assert len(starts) >= 4 and all(start["step"] > 0 for start in starts[1:]), starts
-    assert_same(weights(jobs.run(spec)), calm)
+    assert weights_digest(jobs.run(spec)) == calm
 
 
 LIVE = """
@@ -142,21 +140,19 @@ def test_a_rank_and_a_container_are_lost_and_the_others_train_on(jobs: Jobs, tmp
     assert ours == undisturbed
 
 
-def test_a_rank_that_takes_too_much_memory_is_named(jobs: Jobs) -> None:
+def test_a_rank_that_takes_too_much_memory_is_named_and_a_time_limit_ends_both_nodes_saved(jobs: Jobs) -> None:
+    """Two jobs side by side."""
     program = "import time; print('begun', flush=True); x = bytearray(600 << 20); time.sleep(600)"
     limits = {"nodes": 1, "ranks_per_node": 1, "memory": "512Mi", "shm": "64Mi", "max_restarts": 0}
-    spec = jobs.spec("starved", command=["python", "-c", program], **limits)
-    jobs.backend.submit(spec)
-    found = jobs.backend.wait(spec.name, BOUND)
+    starved = jobs.spec("starved", command=["python", "-c", program], **limits)
+    slow = jobs.smoke("slow", time_limit="20s", ranks_per_node=1, overrides={"epochs": 1000})
+    for spec in (slow, starved):
+        jobs.backend.submit(spec)
+    found = jobs.backend.wait(starved.name, BOUND)
     assert (found.state, found.code) == ("failed", 1), found
     assert "OOMKilled, limit 512 MiB" in found.reason and "raise memory" in found.reason, found
-
-
-def test_the_time_limit_ends_both_nodes_saved(jobs: Jobs) -> None:
-    spec = jobs.smoke("slow", time_limit="20s", ranks_per_node=1, overrides={"epochs": 1000})
-    jobs.backend.submit(spec)
-    found = jobs.backend.wait(spec.name, BOUND)
-    assert (found.state, found.code) == ("timed_out", 124), (found, *jobs.backend.logs(spec.name))
+    found = jobs.backend.wait(slow.name, BOUND)
+    assert (found.state, found.code) == ("timed_out", 124), (found, *jobs.backend.logs(slow.name))
 
 
 def health(container: str) -> str:
@@ -220,7 +216,6 @@ def test_an_image_of_ours_that_was_not_built_is_pulled_from_nowhere(jobs: Jobs) 
 
 def test_code_of_ones_own_runs_as_it_was_submitted(jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On both nodes, whatever is edited meanwhile; a submission that was killed leaves nothing that the next one would run."""
-    monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
     folder = tmp_path / "own"
     folder.mkdir()
     program = "import helper, os, lockstep.training; print(helper.WORD, os.getcwd(), flush=True)\n"

@@ -13,19 +13,17 @@ from pathlib import Path
 import pytest
 
 from tests.containers.test_images import run
-from tests.engine import NAME, SENTINEL, Built, build, docker, inspect
+from tests.engine import NAME, SENTINEL, build, docker
 
 pytestmark = [pytest.mark.containers, pytest.mark.cuda_image]
 
 
 @pytest.fixture(scope="module")
-def cuda_image(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+def cuda_image(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     known = Path("/etc/ssl/certs/ca-certificates.crt")
     certificates = tmp_path_factory.mktemp("ca") / "ca.pem"
     certificates.write_text(f"# {SENTINEL}\n{known.read_text() if known.exists() else ''}")
-    built = build("image", CA=str(certificates), WHEELS=os.environ.get("WHEELS_CUDA", ""))
-    print(f"\nCUDA image: {built.seconds:.0f} s, {inspect(built.name)[0]['Size'] / 1e9:.2f} GB")
-    yield built
+    yield build("image", CA=str(certificates), WHEELS=os.environ.get("WHEELS_CUDA", ""))
     docker("image", "rm", "--force", *docker("images", "--quiet", "--no-trunc", NAME).split()[:1])
 
 
@@ -35,20 +33,20 @@ def python(image: str, program: str) -> str:
     return output.strip()
 
 
-def test_one_copy_of_cuda_and_it_is_torchs(cuda_image: Built) -> None:
+def test_one_copy_of_cuda_and_it_is_torchs(cuda_image: str) -> None:
     program = "import torch; print(torch.version.cuda, torch.cuda.nccl.version(), torch.cuda.is_available())"
-    assert re.fullmatch(r"\d+\.\d+ \(\d+, \d+, \d+\) False", python(cuda_image.name, program))
+    assert re.fullmatch(r"\d+\.\d+ \(\d+, \d+, \d+\) False", python(cuda_image, program))
     names = ("libcudart.so*", "libcudnn.so*", "libnccl.so*", "libcublas.so*")
     find = "find / -xdev -type f \\( " + " -o ".join(f"-name '{name}'" for name in names) + " \\)"
-    code, output = run(cuda_image.name, "-c", find, options=("--entrypoint", "sh", "--user", "0"))
+    code, output = run(cuda_image, "-c", find, options=("--entrypoint", "sh", "--user", "0"))
     found = [Path(line).name.split(".so")[0] for line in output.split()]
     assert code == 0 and len(set(found)) == len(found) >= 4, output
     assert all(line.startswith("/opt/venv/") for line in output.split()), output
 
 
-def test_it_trains_on_the_cpu_where_there_is_no_gpu(cuda_image: Built) -> None:
+def test_it_trains_on_the_cpu_where_there_is_no_gpu(cuda_image: str) -> None:
     words = ("--ranks", "2", "run", "smoke", "--run-dir", "/runs/x", "--set", "epochs=1", "threads=1")
-    code, output = run(cuda_image.name, *words)
+    code, output = run(cuda_image, *words)
     assert code == 0 and "Final validation accuracy" in output, output
-    code, output = run(cuda_image.name, *words, "device=cuda")
+    code, output = run(cuda_image, *words, "device=cuda")
     assert code == 2 and "no GPU is visible" in output, output

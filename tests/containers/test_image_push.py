@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.checkout import copy_to, environment
-from tests.engine import Built, docker, registry_at
+from tests.engine import NAME, docker
 from tests.printed import Reader, marked, pages
-from tests.processes import Result
+from tests.processes import Result, poll
 
 PAGE = "docs/tutorials/to-kubernetes.md"
 READER, PASSWORD = "reader", "PASSWORD"
@@ -38,22 +39,45 @@ class Place(Reader):
         assert digest in [name for flavours in noted.values() for name in flavours.values()], "for make submit-k8s"
 
 
+START = f"""
+cat > /tmp/registry.yml <<END
+version: 0.1
+storage: {{filesystem: {{rootdirectory: /tmp/registry}}}}
+http: {{addr: ':5000'}}
+auth: {{htpasswd: {{realm: here, path: /tmp/users}}}}
+END
+echo '{USER}' > /tmp/users
+exec docker-registry serve /tmp/registry.yml
+"""
+
+
 @pytest.fixture
 def registry(engine: str) -> Iterator[str]:
-    with registry_at(USER) as address:
+    """HOST:PORT of a real registry with a user, on Debian's docker-registry; it takes a moment to start."""
+    base, here = os.environ.get("BASE_IMAGE") or "python:3.11-slim-bookworm", Path(__file__).parent
+    name, address = f"{NAME}-registry", ""
+    recipe = ("--build-arg", f"BASE_IMAGE={base}", "-f", str(here / "services.Dockerfile"), str(here))
+    docker("build", "-q", "-t", name, *recipe, timeout=600)
+    try:
+        where = ("--publish", "127.0.0.1::5000", "--entrypoint", "sh")
+        docker("run", "--detach", "--name", name, *where, name, "-c", START)
+        address = docker("port", name, "5000").strip().splitlines()[0]
         yield address
+    finally:
+        docker("rm", "--force", "--volumes", name, check=False)
         known = docker("images", "--format", "{{.Repository}}:{{.Tag}}").split()
-        docker("image", "rm", "--force", *(name for name in known if name.startswith(address)), check=False)
+        made = [one for one in known if one.startswith(f"{name}:") or (address and one.startswith(address))]
+        docker("image", "rm", "--force", *made, check=False)
 
 
 @pytest.mark.containers
 @pytest.mark.promise("printed", "images")
-def test_what_the_tutorial_prints_pushes_an_image(cpu_image: Built, registry: str, tmp_path: Path) -> None:
+def test_what_the_tutorial_prints_pushes_an_image(cpu_image: str, registry: str, tmp_path: Path) -> None:
     """The whole image would be a gigabyte to compress. What is pushed is its first stage."""
     assert pages(Place.NEED) == [PAGE] and len(marked(Place.NEED, PAGE)) == 1
     folder = copy_to(tmp_path / "lockstep")
     env = environment(folder, tmp_path / "home", DOCKER_CONFIG=str(tmp_path / "docker"), MAKEFLAGS="TARGET=base")
     place = Place(folder, registry, env)
     login = f"echo {PASSWORD} | docker login {registry} -u {READER} --password-stdin"
-    assert place.run(login).code == 0
+    poll(lambda: place.run(login).code == 0, 60, f"a registry on {registry}")
     place.reads(PAGE)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine import NAME, Built, docker
+from tests.engine import NAME, docker
 from tests.processes import ROOT, require
 
 pytestmark = pytest.mark.containers
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.containers
 
 @pytest.mark.promise("images")
 def test_make_smoke_trains_in_two_containers_shows_the_metrics_and_leaves_nothing(
-    cpu_image: Built, tmp_path: Path
+    cpu_image: str, tmp_path: Path
 ) -> None:
     """Two containers × two ranks reach the accuracy, Prometheus sees all four ranks, and OUT= has the run."""
     there = os.environ.get("PROMETHEUS_IMAGE") or "prom/prometheus" in docker("images")
