@@ -60,6 +60,31 @@ def processes() -> Iterator[tuple[int, str, int, int]]:
                 yield int(entry), fields[0], int(fields[1]), int(fields[3])
 
 
+def inside(folder: Path) -> list[int]:
+    """Returns the processes whose current folder it is."""
+    found = []
+    for pid, state, _, _ in processes():
+        with contextlib.suppress(OSError):
+            found += [pid] if state != "Z" and os.readlink(f"/proc/{pid}/cwd") == str(folder) else []
+    return found
+
+
+def kill_inside(folder: Path) -> None:
+    """Kills each process whose current folder it is, as a power cut does."""
+    while pids := inside(folder):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def assert_none_inside(folder: Path) -> None:
+    """Waits for the end of the processes whose current folder it is. The test fails for those that do not end, and they are killed."""
+    try:
+        poll(lambda: not inside(folder), what=f"the end of every process in {folder}")
+    finally:
+        kill_inside(folder)
+
+
 @dataclass
 class Result:
     code: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,28 @@ def launched(ranks: int, *words: str, env: dict[str, str] | None = None, timeout
     return run(command, env, timeout)
 
 
-@contextlib.contextmanager
-def live(*words: str, env: dict[str, str] | None = None, cwd: Path = ROOT) -> Iterator[Gang]:
-    """`launch --live WORDS`: a launcher and ranks that are forked."""
-    with running([["-m", "tests.warm.launcher", "launch", "--live", *words]], env, cwd=cwd) as started:
-        yield started
+def launching(
+    *words: str, env: dict[str, str] | None = None, cwd: Path = ROOT, namespace: str = ""
+) -> contextlib.AbstractContextManager[Gang]:
+    """`launch WORDS`: a launcher and ranks that are forked, in a network namespace of that name."""
+    program = ["-c", _INSIDE, namespace] if namespace else ["-m", "tests.warm.launcher"]
+    return running([[*program, "launch", *words]], env, cwd=cwd)
+
+
+def live(
+    *words: str, env: dict[str, str] | None = None, cwd: Path = ROOT, namespace: str = ""
+) -> contextlib.AbstractContextManager[Gang]:
+    """`launch --live WORDS`, forked."""
+    return launching("--live", *words, env=env, cwd=cwd, namespace=namespace)
+
+
+_INSIDE = """
+import ctypes, os, sys
+from tests.warm.launcher import main
+if ctypes.CDLL(None, use_errno=True).setns(os.open(f"/run/netns/{sys.argv.pop(1)}", os.O_RDONLY), 0x40000000):
+    raise OSError(ctypes.get_errno(), "the network namespace cannot be entered")
+main(sys.argv[1:])
+"""
 
 
 def on_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float = 240) -> list[Any]:

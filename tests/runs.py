@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from tests import product
-from tests.processes import LAUNCH, Result, clean_env, poll, processes, run
+from tests.processes import LAUNCH, Result, assert_none_inside, clean_env, inside, poll, run
+from tests.ranks import launching
 from tests.warm.gang import GRACE, Gang, running
 
 FINAL = 24
@@ -35,18 +33,15 @@ def settings(data_root: Path, **changes: object) -> list[str]:
 
 
 class Job:
-    """One job of a test. Its forked ranks are known by their sessions, those of a launcher by a mark in their environment."""
+    """One job of a test. Its forked ranks are known by their sessions, those of a launcher by their current folder."""
 
     def __init__(self, run_dir: Path, data_root: Path, ranks: int = 2, **changes: object) -> None:
         self.run_dir, self.ranks = run_dir, ranks
-        self.mark = uuid.uuid4().hex
         self.words = ["run", "smoke", "--run-dir", str(run_dir), *settings(data_root, **changes)]
 
     def env(self, **extra: str) -> dict[str, str]:
         """One thread, alone or among others: bit-identity asks for the same number."""
-        return clean_env(
-            LOCKSTEP_TEST_MARK=self.mark, LOCKSTEP_TEST_RUN=str(self.run_dir), **{"LOCKSTEP_THREADS": "1", **extra}
-        )
+        return clean_env(LOCKSTEP_TEST_RUN=str(self.run_dir), **{"LOCKSTEP_THREADS": "1", **extra})
 
     def command(self, *launch: str) -> list[str]:
         """Under the real launcher."""
@@ -66,10 +61,20 @@ class Job:
         self._assert_clean(done)
         return done
 
+    @contextlib.contextmanager
+    def launched(self, *launch: str, **fate: str) -> Iterator[Gang]:
+        """A forked launcher, the first process of the gang, and its ranks. After a test that went well nothing of them may be left."""
+        folder = self.run_dir.parent
+        with launching(
+            "--ranks", str(self.ranks), "--grace", "20", *launch, *self.words, env=self.env(**fate), cwd=folder
+        ) as gang:
+            yield gang
+            assert_none_inside(folder)
+
     def launch(self, *launch: str, timeout: float = 240, **fate: str) -> Result:
-        """One start under the real launcher, to its end; afterwards nothing of it may be left."""
-        done = run(self.command(*launch), self.env(**fate), timeout)
-        self.assert_gone()
+        """One start under the launcher, from a shell, to its end; afterwards nothing of it may be left."""
+        done = run(self.command(*launch), self.env(**fate), timeout, self.run_dir.parent)
+        assert_none_inside(self.run_dir.parent)
         self._assert_clean(done)
         return done
 
@@ -77,30 +82,14 @@ class Job:
         if done.code == 0:  # whatever an earlier, killed start left behind is cleaned up
             assert {path.name for path in self.run_dir.glob("**/.*")} <= {".lock"}
 
-    def pids(self) -> list[int]:
-        """Processes that carry the mark."""
-        found = []
-        for pid, state, _, _ in processes():
-            with contextlib.suppress(OSError):
-                if state != "Z" and self.mark.encode() in Path(f"/proc/{pid}/environ").read_bytes():
-                    found.append(pid)
-        return found
-
     def rank_pid(self, rank: int) -> int | None:
-        for pid in self.pids():
+        for pid in inside(self.run_dir.parent):
             try:
                 if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
                     return pid
             except OSError:
                 continue
         return None
-
-    def assert_gone(self) -> None:
-        try:
-            poll(lambda: not self.pids(), what="the end of every process")
-        finally:
-            for pid in self.pids():
-                os.kill(pid, signal.SIGKILL)
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints that verify, newest first."""

@@ -14,9 +14,21 @@ import pytest
 
 from tests.conftest import Undisturbed
 from tests.events import assert_adds_up, events
-from tests.processes import LAUNCH, PYTHON, ROOT, Result, clean_env, free_port, poll, run, started
+from tests.processes import (
+    LAUNCH,
+    PYTHON,
+    ROOT,
+    Result,
+    assert_none_inside,
+    clean_env,
+    free_port,
+    inside,
+    poll,
+    run,
+    started,
+)
 from tests.runs import Job, assert_same
-from tests.warm.gang import python
+from tests.warm.gang import python, running
 
 
 @pytest.mark.promise("restarts", "kill-resume", "fresh")
@@ -25,7 +37,8 @@ def test_a_killed_rank_restarts_the_gang_which_does_not_begin_anew(job: Job, und
     assert job.go(LOCKSTEP_TEST_FATE="1:3:TERM").code == 75
     job.words.append("--fresh")
     once, began = str(job.run_dir.parent / "once"), time.time()
-    done = job.launch("--max-restarts", "2", LOCKSTEP_TEST_FATE="1:7:KILL", LOCKSTEP_TEST_ONCE=once)
+    with job.launched("--max-restarts", "2", LOCKSTEP_TEST_FATE="1:7:KILL", LOCKSTEP_TEST_ONCE=once) as gang:
+        done = gang.wait(240)
     assert done.code == 0, done.output
     assert "launch: rank 1 was ended by SIGKILL" in done.output and "waitForInput" not in done.output
     assert [event["attempt"] for event in events(job.run_dir, "start")] == [1, 2]
@@ -123,10 +136,10 @@ def test_who_starts_it_may_ignore_the_end_of_children() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_a_sentence_a_node_and_no_stack(job: Job, rank: int) -> None:
     job.ranks, told = 3, f"rank {rank} did not arrive: ended by"
-    done = job.launch(LOCKSTEP_TEST_FATE=f"{rank}:7:KILL")
+    with job.launched(LOCKSTEP_TEST_FATE=f"{rank}:7:KILL") as gang:
+        done = gang.wait(240)
     assert done.code == 1 and f"launch: rank {rank} was ended by SIGKILL" in done.output, done.output
     assert done.output.count(told) == done.output.count("step 6: ") == 1 and "frame #" not in done.output, done.output
-    assert "[c10d]" not in done.output, done.output
     status = json.loads((job.run_dir / "status.json").read_text())
     assert status["code"] == 1 and f"rank {rank} " in status["reason"], "rank 0 cannot say so where it was killed"
     assert f"launch: step {job.steps()[0]} is saved: the same command resumes there" in done.output, done.output
@@ -144,10 +157,11 @@ def test_a_killed_launcher_leaves_no_rank(job: Job, undisturbed: Undisturbed, ki
     )
     words = [*LAUNCH, "--ranks", "2", "--grace", "2", "--", PYTHON, "-c", program]
     command = job.command("--grace", "2") if kind == "a recipe" else words
-    with started(command, job.env(**fate)) as launcher:
+    folder = job.run_dir.parent
+    with started(command, job.env(**fate), folder) as launcher:
         poll(begun.exists, 240, "the ranks")
         launcher.kill()
-        poll(lambda: not job.pids(), what="the end of the orphans")
+        poll(lambda: not inside(folder), what="the end of the orphans")
     if kind == "a recipe":  # which loses no more than what came after the last checkpoint
         assert job.steps()[0] >= 6 and job.go().code == 0
         assert_same(job.run_dir, undisturbed(2))
@@ -170,12 +184,12 @@ def _blocks_term(pid: int) -> bool:
 def test_a_signal_before_the_launcher_is_ready_is_not_lost(job: Job) -> None:
     """The signal comes while the launcher imports torch. As root it is PID 1 of a container, where the kernel drops signals without a
     handler. The launcher ends with 75."""
-    inside = ["unshare", "--pid", "--fork", "--mount-proc"] if os.geteuid() == 0 else []
-    with started([*inside, *job.command("--max-restarts", "0")], job.env()) as process:
+    namespace = ["unshare", "--pid", "--fork", "--mount-proc"] if os.geteuid() == 0 else []
+    with started([*namespace, *job.command("--max-restarts", "0")], job.env()) as process:
 
         def launcher() -> int:
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            return int(children[0]) if inside and children else 0 if inside else process.pid
+            return int(children[0]) if namespace and children else 0 if namespace else process.pid
 
         def importing() -> bool:
             """`unshare` blocks TERM, too, until it has become our program."""
@@ -187,6 +201,29 @@ def test_a_signal_before_the_launcher_is_ready_is_not_lost(job: Job) -> None:
         os.kill(launcher(), signal.SIGTERM)
         output, _ = process.communicate(timeout=240)
     assert process.returncode == 75 and "launch: SIGTERM" in output, output
+
+
+DEAF = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: print("TERM", flush=True) or os.environ["RANK"] == "2" and sys.exit(75))
+open(sys.argv[1] + os.environ["RANK"], "w").close()
+time.sleep(120)
+"""
+
+
+@pytest.mark.promise("signals")
+def test_ranks_that_do_not_end_are_killed_when_the_grace_is_over(tmp_path: Path) -> None:
+    """A program that catches the signal and works on: the platform would kill the launcher, and leave its ranks. Where one rank has ended,
+    the others get no second signal."""
+    words = ["--ranks", "3", "--grace", "3", "--", PYTHON, "-c", DEAF, str(tmp_path / "rank-")]
+    with running([["-m", "lockstep.training", "launch", *words]]) as gang:
+        poll(lambda: len(list(tmp_path.glob("rank-*"))) == 3, 240, "all ranks")
+        began = time.monotonic()
+        gang.send_signal(signal.SIGTERM)
+        done = gang.wait(240)
+    assert time.monotonic() - began >= 3 and done.code == 75 and done.output.count("TERM") == 3, done.output
+    assert "launch: the launcher killed rank 0, 1: the grace of 3 s was over\n" in done.output, done.output
+    assert "by hand" not in done.output, done.output
 
 
 RUN = "from lockstep.jobs.cli.main import main; main()"
@@ -275,7 +312,6 @@ time.sleep(600)  # other imports
 def test_a_torchrun_that_is_killed_takes_ranks_that_still_import_with_it(tmp_path: Path) -> None:
     """torchrun is killed while its ranks import. From the first line of Lockstep on they notice, and end."""
     (tmp_path / "train.py").write_text(IMPORTING)
-    mark = Job(tmp_path, tmp_path)
     command = [
         PYTHON,
         "-m",
@@ -286,11 +322,11 @@ def test_a_torchrun_that_is_killed_takes_ranks_that_still_import_with_it(tmp_pat
         str(free_port()),
         "train.py",
     ]
-    with started(command, clean_env(LOCKSTEP_TEST_MARK=mark.mark), tmp_path) as process:
+    with started(command, cwd=tmp_path) as process:
         poll(lambda: all((tmp_path / rank).exists() for rank in "01"), what="two ranks that import")
         process.kill()
         process.wait(240)
-        poll(lambda: not mark.pids(), what="the end of the ranks")
+        poll(lambda: not inside(tmp_path), what="the end of the ranks")
 
 
 def test_a_rank_whose_torchrun_died_before_its_first_line_ends(tmp_path: Path) -> None:
@@ -299,10 +335,6 @@ def test_a_rank_whose_torchrun_died_before_its_first_line_ends(tmp_path: Path) -
     program = "import os, time\nwhile os.getppid() == PARENT: time.sleep(0.01)\nimport lockstep\nopen('alive', 'w')\ntime.sleep(60)"
     parent = f"import os, subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {program!r}.replace('PARENT', str(os.getpid()))], " \
              f"env=os.environ | {marks!r})"  # fmt: skip
-    mark = Job(tmp_path, tmp_path)
-    assert run([PYTHON, "-c", parent], clean_env(LOCKSTEP_TEST_MARK=mark.mark), cwd=tmp_path).code == 0
-    try:
-        poll(lambda: not mark.pids(), what="the end of the rank")
-    finally:
-        mark.assert_gone()
+    assert run([PYTHON, "-c", parent], cwd=tmp_path).code == 0
+    assert_none_inside(tmp_path)
     assert not (tmp_path / "alive").exists()

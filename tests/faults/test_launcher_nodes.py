@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,39 +14,29 @@ import torch
 
 from tests import product
 from tests.events import events
-from tests.processes import PYTHON, clean_env, poll, require, started
+from tests.processes import kill_inside, poll, require
+from tests.ranks import launching
 from tests.runs import Job
+from tests.warm.gang import Gang
 
 pytestmark = pytest.mark.promise("nodes")
 
 
-class Node:
+def _node(job: Job, number: int, namespace: str) -> contextlib.AbstractContextManager[Gang]:
     """One launcher of an elastic job, inside a network namespace."""
-
-    def __init__(self, job: Job, number: int, namespace: str) -> None:
-        inside = ["ip", "netns", "exec", namespace]
-        self.mark = Job(job.run_dir, Path(), 1).mark
-        self.command = [
-            *inside, PYTHON, "-m", "lockstep.training", "launch", "--ranks", "1", "--nodes", "1:2", "--max-restarts", "5",
-            "--rendezvous", "10.213.0.1:29401", "--serve" if number == 0 else "--no-serve", "--address", f"10.213.0.{number + 1}",
-            "--grace", "10", *job.words,
-        ]  # fmt: skip
-        interface = {"GLOO_SOCKET_IFNAME": f"ls{number}"}
-        pace = {"LOCKSTEP_TEST_PACE": "1", "LOCKSTEP_TEST_PACE_FILE": str(_slow(job))}
-        self.env = clean_env(LOCKSTEP_TEST_MARK=self.mark, LOCKSTEP_THREADS="1", **pace, **interface)
-
-    def crash(self) -> None:
-        """As a power cut: every process of the node at once."""
-        finder = Job(Path(), Path(), 1)
-        finder.mark = self.mark
-        for pid in finder.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        poll(lambda: not finder.pids(), what="the end of a node")
+    folder = job.run_dir.with_name(f"node-{number}")
+    folder.mkdir(exist_ok=True)
+    words = [
+        "--ranks", "1", "--nodes", "1:2", "--max-restarts", "5", "--rendezvous", "10.213.0.1:29401",
+        "--serve" if number == 0 else "--no-serve", "--address", f"10.213.0.{number + 1}", "--grace", "10", *job.words,
+    ]  # fmt: skip
+    pace = {"LOCKSTEP_TEST_PACE": "1", "LOCKSTEP_TEST_PACE_FILE": str(_slow(job))}
+    env = job.env(**pace, GLOO_SOCKET_IFNAME=f"ls{number}")
+    return launching(*words, env=env, cwd=folder, namespace=namespace)
 
 
-EPOCHS = 30
-"""240 steps: four minutes at the slow pace, seconds at the fast one."""
+EPOCHS = 15
+"""120 steps: two minutes at the slow pace, seconds at the fast one."""
 
 
 def _elastic_job(tmp_path: Path, data_root: Path) -> Job:
@@ -111,25 +100,24 @@ def test_a_node_whose_network_is_cut_costs_no_run_and_comes_back(tmp_path: Path,
     job = _elastic_job(tmp_path, data_root)
     _slow(job).touch()
     with two_namespaces() as names:
-        nodes = [Node(job, number, name) for number, name in enumerate(names)]
 
         def cable(state: str) -> None:
             subprocess.run(["ip", "-n", names[1], "link", "set", "ls1", state], check=True)
 
-        with started(nodes[0].command, nodes[0].env) as one:
-            with started(nodes[1].command, nodes[1].env):
+        with _node(job, 0, names[0]) as one:
+            with _node(job, 1, names[1]):
                 poll(lambda: _worlds(job)[-1:] == [2] and _steps(job) >= 4, 240, "two nodes at work")
                 cable("down")
                 before = _steps(job)
                 poll(lambda: _worlds(job)[-1:] == [1] and _steps(job) > before, 240, "the rest to train on")
-                nodes[1].crash()
+                kill_inside(tmp_path / "node-1")
             cable("up")
-            with started(nodes[1].command, nodes[1].env) as again:
+            with _node(job, 1, names[1]) as again:
                 poll(lambda: _worlds(job)[-1:] == [2], 240, "the node to be taken in")
                 _slow(job).unlink()
-                output = again.communicate(timeout=300)[0]
-                assert again.returncode == 0, output
-            output = one.communicate(timeout=240)[0]
-            assert one.returncode == 0, output
+                done = again.wait(300)
+                assert done.code == 0, done.output
+            done = one.wait(240)
+            assert done.code == 0, done.output
     assert _worlds(job)[0] in (1, 2) and _worlds(job)[-3:] == [2, 1, 2], events(job.run_dir, "start", "resumed")
     _assert_close_to_one_rank(job, tmp_path, data_root)

@@ -16,6 +16,7 @@ from torch.distributed import TCPStore
 
 from tests.events import assert_adds_up
 from tests.processes import PYTHON, clean_env, free_port, poll
+from tests.warm.gang import python
 from tests.warm.process import start
 
 pytestmark = pytest.mark.promise("nodes")
@@ -24,7 +25,7 @@ WAIT = "while ! test -e go; do sleep 0.05; done; "
 
 
 class Node:
-    """A launcher with one rank, a shell program. It is forked: what is about its own start is in `test_launcher`."""
+    """A launcher with one rank. It is forked: what is about its own start is in `test_launcher`."""
 
     def __init__(self, words: list[str], env: dict[str, str]) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
@@ -55,12 +56,24 @@ class Nodes:
     def __init__(self, folder: Path, *flags: str) -> None:
         self.folder, self.flags, self.port = folder, flags, free_port()
 
+    def node(
+        self, number: int, program: str, *flags: str, secret: str = "ours"
+    ) -> contextlib.AbstractContextManager[Node]:
+        """Its rank is a shell program."""
+        return self.launcher(number, ["sh", "-c", f"cd {self.folder}; {program}"], *flags, secret=secret)
+
     @contextlib.contextmanager
-    def node(self, number: int, program: str, *flags: str, secret: str = "ours") -> Iterator[Node]:
+    def launcher(
+        self, number: int, program: list[str], *flags: str, secret: str = "ours", forked: bool = False
+    ) -> Iterator[Node]:
+        """
+        Args:
+            forked: the rank is forked, too.
+        """
         words = [
-            "-m", "lockstep.training", "launch", "--ranks", "1", "--nodes", "2", "--rendezvous", f"127.0.0.2:{self.port}",
-            "--address", f"127.0.0.{number + 2}", "--serve" if number == 0 else "--no-serve", "--grace", "30", *self.flags, *flags,
-            "--", "sh", "-c", f"cd {self.folder}; {program}",
+            "-m", "tests.warm.launcher" if forked else "lockstep.training", "launch", "--ranks", "1", "--nodes", "2", "--rendezvous",
+            f"127.0.0.2:{self.port}", "--address", f"127.0.0.{number + 2}", "--serve" if number == 0 else "--no-serve", "--grace", "30",
+            *self.flags, *flags, "--", *program,
         ]  # fmt: skip
         node = Node(words, clean_env(LOCKSTEP_SECRET=secret))
         try:
@@ -222,13 +235,12 @@ def test_a_node_whose_ranks_have_ended_stays_at_a_signal_until_all_have(tmp_path
 LOOP = """
 import os, signal, sys, torch
 from lockstep import Session
-with Session("run", "checkpoint.every_steps=1") as run:
+with Session(f"{sys.argv[1]}/run", "checkpoint.every_steps=1") as run:
     model = run.replicate(torch.nn.Linear(2, 2))
     run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     for epoch in run.epochs(1):
         for (x,) in run.batches(torch.utils.data.TensorDataset(torch.ones(16, 2)), 4):
-            if run.rank == 1 and run.steps == 2 and not os.path.exists("killed"):
-                open("killed", "w").close()
+            if run.rank == 1 and run.steps == 2 and not run.resumed:
                 os.kill(os.getpid(), signal.SIGKILL)
             run.step(model(x).sum())
 """
@@ -236,9 +248,10 @@ with Session("run", "checkpoint.every_steps=1") as run:
 
 @pytest.mark.promise("named-rank")
 def test_a_killed_rank_is_named_on_the_other_node_and_both_start_again(tmp_path: Path) -> None:
-    (tmp_path / "loop.py").write_text(LOOP)
+    nodes, words = Nodes(tmp_path, "--max-restarts", "1"), [PYTHON, "-c", LOOP, str(tmp_path)]
+    assert python("-c", "").code == 0  # what forks is there before a clock runs
     began = time.time()
-    with Nodes(tmp_path, "--max-restarts", "1").both(*[f"exec {PYTHON} loop.py"] * 2) as (first, second):
+    with nodes.launcher(0, words, forked=True) as first, nodes.launcher(1, words, forked=True) as second:
         (code, output), (other, _) = first.ends(), second.ends()
     assert code == other == 0 and "rank 1 did not arrive: ended by SIGKILL" in output, output
     assert_adds_up(tmp_path / "run", began)

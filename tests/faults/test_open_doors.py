@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.helpers import lockstep
-from tests.processes import PYTHON, ROOT, clean_env, poll, require, started
+from tests.processes import PYTHON, ROOT, clean_env, inside, poll, require
 from tests.ranks import training
 from tests.runs import Job
 from tests.warm.gang import python
@@ -37,9 +37,10 @@ def _listening(pids: list[int]) -> set[tuple[str, int]]:
 def test_a_run_on_one_machine_listens_on_loopback_only(job: Job) -> None:
     """The ranks' store, gloo and the metrics take connections from anyone, so they listen on 127.0.0.1."""
     held = job.run_dir.parent / "held"
-    with started(job.command(), job.env(LOCKSTEP_TEST_FATE="1:5:HOLD", LOCKSTEP_TEST_HELD=str(held))):
+    with job.launched(LOCKSTEP_TEST_FATE="1:5:HOLD", LOCKSTEP_TEST_HELD=str(held)) as gang:
         poll(held.exists, what="rank 1 in its fifth pass")
-        found = _listening(job.pids())
+        found = _listening(inside(job.run_dir.parent))
+        gang.end()
     assert len(found) == 5, found  # the ranks' store; gloo and metrics of two ranks; of the launcher none
     assert {address for address, _ in found} == {"127.0.0.1"}, found
 

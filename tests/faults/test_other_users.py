@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from tests.conftest import Undisturbed
 from tests.faults.test_open_doors import _listening
-from tests.processes import PYTHON, ROOT, clean_env, free_port, poll, require, started
+from tests.processes import PYTHON, ROOT, assert_none_inside, clean_env, free_port, inside, poll, require
+from tests.ranks import launching
 from tests.runs import Job, assert_same
 
 pytestmark = pytest.mark.promise("other-users")
@@ -97,7 +98,7 @@ class Attacker:
         seen: set[tuple[str, int]] = set()
         assert self._process.stdin is not None
         while not self._over.wait(0.02):
-            for host, port in _listening([pid for job in self._jobs for pid in job.pids()]) - seen:
+            for host, port in _listening([pid for job in self._jobs for pid in inside(job.run_dir.parent)]) - seen:
                 seen.add((host, port))
                 host = "127.0.0.1" if host in ("*", "0.0.0.0") else host
                 with contextlib.suppress(OSError):
@@ -142,19 +143,13 @@ def marker(tmp_path: Path) -> Path:
     return folder / "code-ran"
 
 
-def _two_nodes(job: Job) -> list[list[str]]:
+def _two_nodes() -> list[list[str]]:
     port = free_port()
     return [
-        [PYTHON, "-m", "lockstep.training", "launch", "--ranks", "1", "--nodes", "2", "--rendezvous", f"127.0.0.2:{port}",
-         "--address", f"127.0.0.{number + 2}", "--serve" if number == 0 else "--no-serve", "--grace", "10", "--join-timeout", "20",
-         *job.words]
+        ["--ranks", "1", "--nodes", "2", "--rendezvous", f"127.0.0.2:{port}", "--address", f"127.0.0.{number + 2}",
+         "--serve" if number == 0 else "--no-serve", "--grace", "10", "--join-timeout", "20"]
         for number in range(2)
     ]  # fmt: skip
-
-
-def _one_node(job: Job) -> list[list[str]]:
-    program = "from lockstep.jobs.cli.main import main; main()"
-    return [[PYTHON, "-c", program, "run", "smoke", "--ranks", "2", *job.words[2:]]]
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["while it trains", "from the start"])
@@ -166,7 +161,8 @@ def test_what_another_user_writes_into_the_ports_of_a_run_runs_no_code_and_chang
     held = tmp_path / "held"
     fate = {"LOCKSTEP_TEST_FATE": "1:5:WAIT", "LOCKSTEP_TEST_HELD": str(held), "LOCKSTEP_SECRET": "the job's own"}
     changes = {"collective_timeout": 20} if early else {}
-    jobs = {start: Job(tmp_path / start.__name__ / "run", data_root, 2, **changes) for start in (_one_node, _two_nodes)}
+    launchers = {"one": [["--ranks", "2"]], "two": _two_nodes()}
+    jobs = {nodes: Job(tmp_path / nodes / "run", data_root, 2, **changes) for nodes in launchers}
     for job in jobs.values():
         job.run_dir.parent.mkdir()
     with contextlib.ExitStack() as stack:
@@ -175,8 +171,11 @@ def test_what_another_user_writes_into_the_ports_of_a_run_runs_no_code_and_chang
         attack = Attacker.at(marker, *jobs.values())
         attacker = stack.enter_context(attack) if early else None
         running = {
-            start: [stack.enter_context(started(words, job.env(**fate))) for words in start(job)]
-            for start, job in jobs.items()
+            nodes: [
+                stack.enter_context(launching(*words, *job.words, env=job.env(**fate), cwd=job.run_dir.parent))
+                for words in launchers[nodes]
+            ]
+            for nodes, job in jobs.items()
         }  # fmt: skip
         if attacker is None:
             for job in jobs.values():
@@ -186,15 +185,15 @@ def test_what_another_user_writes_into_the_ports_of_a_run_runs_no_code_and_chang
             poll(lambda: attacker.stores >= len(jobs) + 1, 200, "the stores")
             poll(lambda: min(attacker.rounds, attacker.writes) > PAYLOADS, 200, "each payload at each port")
             held.unlink()
-        output = {process: process.communicate(timeout=300)[0] for each in running.values() for process in each}
+        done = {nodes: [gang.wait(300) for gang in gangs] for nodes, gangs in running.items()}
     assert not marker.exists()
-    for process, text in output.items():
-        told = "launch: " in text or "error: " in text or " did not arrive" in text
-        assert process.returncode == 0 or (early and told and "Traceback" not in text), text
-    for start, job in jobs.items():
-        if all(process.returncode == 0 for process in running[start]):
-            assert_same(job.run_dir, undisturbed(2))
-        job.assert_gone()
+    for nodes, ends in done.items():
+        output, failed = "".join(end.output for end in ends), any(end.code for end in ends)
+        named = any(words in output for words in ("launch: ", "error: ", " did not arrive"))
+        assert not failed or (early and named and "Traceback" not in output), output
+        assert_none_inside(jobs[nodes].run_dir.parent)
+        if not failed:
+            assert_same(jobs[nodes].run_dir, undisturbed(2))
 
 
 def test_an_address_that_another_user_wrote_into_the_store_is_one_line(job: Job) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from tests.events import events
 from tests.jobs.helpers import top
-from tests.processes import LAUNCH, PYTHON, ROOT, clean_env, free_port, poll, run, started
-from tests.runs import Job
+from tests.processes import PYTHON, ROOT, assert_none_inside, clean_env, free_port, poll, run
+from tests.ranks import launching
 
 SCRIPT = ROOT / "tests/faults/hanging.py"
 SAID = {
@@ -36,19 +36,17 @@ SAID = {
 def test_the_rank_that_hangs_is_named_and_ended(tmp_path: Path, kind: str, launcher: str) -> None:
     """Under torchrun each rank has its own watcher, which sees no other rank."""
     run_dir = tmp_path / "run"
-    mark = Job(run_dir, run_dir)
-    ours = [*LAUNCH, "--ranks", "2", "--grace", "5", "--max-restarts", "1", "--", PYTHON, "-u"]
+    ours = ["--ranks", "2", "--grace", "5", "--max-restarts", "1", "--", PYTHON, "-u"]
     torchrun = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--master-port"]
-    words = [
-        *(ours if launcher == "ours" else [*torchrun, str(free_port())]),
-        str(SCRIPT),
-        str(run_dir),
-        kind,
-        "end_hangs=true",
-    ]
+    words = [str(SCRIPT), str(run_dir), kind, "end_hangs=true"]
     with tempfile.TemporaryDirectory() as folder:  # with a short path, for the sockets of the loader
-        done = run(words, clean_env(LOCKSTEP_TEST_MARK=mark.mark, TMPDIR=folder), 300)
-        mark.assert_gone()
+        env = clean_env(TMPDIR=folder)
+        if launcher == "ours":
+            with launching(*ours, *words, env=env, cwd=tmp_path) as gang:
+                done = gang.wait(300)
+        else:
+            done = run([*torchrun, str(free_port()), *words], env, 300, cwd=tmp_path)
+        assert_none_inside(tmp_path)
         assert not [path for path in Path(folder).iterdir() if path.name.startswith("lockstep-")]
     # The attempt that begins anew does not hang.
     assert done.code == 0, done.output
@@ -63,16 +61,15 @@ def test_the_rank_that_hangs_is_named_and_ended(tmp_path: Path, kind: str, launc
 @pytest.mark.promise("named-rank")
 def test_a_rank_that_continues_by_itself_is_no_longer_reported_as_hanging(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    command = [*LAUNCH, "--ranks", "2", "--", PYTHON, "-u", str(SCRIPT), str(run_dir), "held"]
-    with started(command, clean_env()) as launcher:
-        poll(lambda: events(run_dir, "hang") or launcher.poll() is not None, 300, "hang.jsonl")
+    with launching("--ranks", "2", "--", PYTHON, "-u", str(SCRIPT), str(run_dir), "held") as gang:
+        poll(lambda: events(run_dir, "hang") or gang.processes[0].poll() is not None, 300, "hang.jsonl")
         told = [json.loads(line) for line in (run_dir / "hang.jsonl").read_text().splitlines()]
         shown = json.loads(top(tmp_path, str(run_dir), "--json", "--every", "0.2").stdout)
         metrics = run_dir / "metrics/rank-00000.prom"
         poll(lambda: re.search(r"(?m)^training_hung_rank{.*} 1", metrics.read_text()), 120, "the metric")
         (run_dir / "GO").touch()
-        output, _ = launcher.communicate(timeout=300)
-    assert launcher.returncode == 0 and "hang: rank 1 gets further again" in output, output
+        done = gang.wait(300)
+    assert done.code == 0 and "hang: rank 1 gets further again" in done.output, done.output
     assert [(one["rank"], one["waits"], "most recent call first" in one["stacks"]) for one in told[0]["ranks"]] == [
         (0, True, True), (1, False, True),
     ], told  # fmt: skip

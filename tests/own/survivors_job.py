@@ -25,7 +25,6 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from lockstep import Session
-from tests.nets import hold_until_signalled
 from tests.processes import poll
 from tests.sync.exact_job import float16, gan
 
@@ -86,8 +85,6 @@ def part(run: Session) -> None:
         for step in run.iterate(range(40)):
             whole = torch.randn(24, 8, generator=torch.Generator().manual_seed(step))
             x, y = run.part(whole), run.part(whole.sum(1, keepdim=True))
-            if run.steps and run.steps == run.config["hold"] and run.rank == run.size - 1 and not run.resumed:
-                hold_until_signalled(run.run_dir / "held")
             run.step(lambda x, y: F.mse_loss(model(x), y), x, y)
 
 
@@ -213,6 +210,6 @@ if __name__ == "__main__":
         run_dir,
         *SETTINGS,
         *words,
-        config={"kind": kind, "times": 1, "hold": 0, "joins": False, "lose": False, "victim": 2},
+        config={"kind": kind, "times": 1, "joins": False, "lose": False, "victim": 2},
     ) as run:
         kinds[kind](run)

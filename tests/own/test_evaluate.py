@@ -267,8 +267,8 @@ def test_a_rank_is_lost_while_a_recipe_is_scored(data_root: Path, tmp_path: Path
         Job(tmp_path / name, data_root, ranks, **changes) for name, ranks in (("alone", 1), ("live", 3))
     )
     assert alone.go().code == 0
-    # From a shell, where the other tests of this kind fork launcher and ranks.
-    done = disturbed.launch("--max-restarts", "0", "--live", LOCKSTEP_TEST_FATE="1:-4:KILL")
+    with disturbed.launched("--max-restarts", "0", "--live", LOCKSTEP_TEST_FATE="1:-4:KILL") as gang:
+        done = gang.wait(240)
     assert done.code == 0, done.output
     expected, found = (json.loads((job.run_dir / "summary.json").read_text()) for job in (alone, disturbed))
     names = ("weights_sha256", "test_loss", "accuracy", "class_accuracy")

@@ -20,7 +20,7 @@ import torch
 
 from tests import product
 from tests.events import assert_adds_up
-from tests.processes import PYTHON, ROOT, poll, processes, require
+from tests.processes import PYTHON, ROOT, assert_none_inside, poll, processes, require
 from tests.ranks import live
 from tests.warm.gang import python
 from tests.warm.process import Process
@@ -194,7 +194,7 @@ def check(tmp_path: Path, seed: int, kind: str, replaced: bool = False, losses: 
         # A rank that is lost while the first ones end already is a restart.
         assert ended.code == 0 or "others have ended" in ended.output, said
         assert json.loads((run_dir / "status.json").read_text())["code"] == 0, said
-        poll(lambda: not below(tmp_path), what=f"the end of every process of {said}")
+        assert_none_inside(tmp_path)
         assert_adds_up(run_dir)
     assert hashes(run_dir) == wanted, said  # each step once, in order, with these weights
     assert json.loads((run_dir / "summary.json").read_text())["weights_sha256"] == wanted[-1][1], said
@@ -204,15 +204,6 @@ def check(tmp_path: Path, seed: int, kind: str, replaced: bool = False, losses: 
     assert bool(joined) == (replaced or losses > 0) and all(event["how"] for event in lost), said
     assert joined or len({event["rank"] for event in lost}) == len(lost), said
     assert len(done) >= losses and len(lost) >= losses // 2, said
-
-
-def below(folder: Path) -> list[int]:
-    """The processes whose current folder it is."""
-    found = []
-    for pid, state, _, _ in processes():
-        with contextlib.suppress(OSError):
-            found += [pid] if state != "Z" and os.readlink(f"/proc/{pid}/cwd") == str(folder) else []
-    return found
 
 
 @pytest.mark.promise("survivors")
@@ -266,24 +257,9 @@ def test_a_run_that_could_not_continue_is_refused(kind: str, word: str, why: str
 
 
 @pytest.mark.promise("survivors")
-def test_a_signal_after_a_loss_saves_and_the_run_resumes(tmp_path: Path) -> None:
-    require(hasattr(os, "pidfd_open"), "needs Linux")
-    run_dir, wanted = tmp_path / "run", undisturbed("part")
-    with live(*command(run_dir, "part", "config.hold=30")) as gang:
-        poll(lambda: len(hashes(run_dir)) >= 5 or gang.processes[0].poll() is not None, BOUND, "the fifth step")
-        os.kill(ranks_of(gang.processes[0].pid)[0], signal.SIGKILL)
-        poll((run_dir / "held").exists, BOUND, "the step at which the last rank waits for a signal")
-        gang.send_signal(signal.SIGTERM)
-        done = gang.wait(BOUND)
-    assert done.code == 75, done.output
-    with live(*command(run_dir, "part", "config.hold=30")) as gang:
-        done = gang.wait(BOUND)
-    assert done.code == 0 and "Resuming at step" in done.output, done.output
-    assert hashes(run_dir) == wanted
-
-
-@pytest.mark.promise("survivors")
-def test_a_signal_to_one_rank_has_it_replaced_and_one_to_the_launcher_ends_the_run(tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_has_it_replaced_and_one_to_the_launcher_saves_the_run(tmp_path: Path) -> None:
+    """Rank 0 gets a signal, and is replaced. Rank 1 is killed, and is not. The launcher gets a signal: the others save, and the run
+    resumes to the same weights."""
     require(hasattr(os, "pidfd_open"), "needs Linux")
     run_dir, slow, wanted = tmp_path / "run", tmp_path / "slow", undisturbed("net")
     slow.touch()
@@ -296,11 +272,13 @@ def test_a_signal_to_one_rank_has_it_replaced_and_one_to_the_launcher_ends_the_r
         poll(lambda: told("weights") or launcher.poll() is not None, BOUND, "the first step")
         os.kill(ranks_of(launcher.pid)[0], signal.SIGTERM)
         poll(lambda: told("rank_joined") or launcher.poll() is not None, BOUND, "the replacement")
+        os.kill(ranks_of(launcher.pid)[1], signal.SIGKILL)
+        poll(lambda: len(told("rank_lost")) == 2 or launcher.poll() is not None, BOUND, "the second loss")
         gang.send_signal(signal.SIGTERM)
         done = gang.wait(BOUND)
     assert done.code == 75 and "rank 0 was told to leave by SIGTERM: 3 of 4 ranks continue" in done.output, done.output
-    (lost,) = told("rank_lost")
-    assert (lost["rank"], lost["how"]) == (0, "told to leave by SIGTERM")
+    (left, killed), (joined,) = told("rank_lost"), told("rank_joined")
+    assert (left["rank"], left["how"], killed["rank"], joined["rank"]) == (0, "told to leave by SIGTERM", 1, 0)
     slow.unlink()
     with live(*command(run_dir, "net")) as gang:
         done = gang.wait(BOUND)

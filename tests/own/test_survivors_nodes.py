@@ -17,11 +17,10 @@ import pytest
 
 from tests.faults.test_launcher_nodes import two_namespaces
 from tests.own.test_survivors import BOUND, JOB, hashes, ranks_of, undisturbed
-from tests.processes import LAUNCH, PYTHON, clean_env, poll
-from tests.runs import Job
+from tests.processes import PYTHON, assert_none_inside, clean_env, kill_inside, poll
+from tests.ranks import live
 
 LOST_SECONDS = 4
-TIMES = 6
 _OF_RANKS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term rank": signal.SIGTERM}
 FAULTS = ("kill", "kill", "stop", "term rank", "crash", "launcher", "stop launcher", "cut", "term")
 
@@ -29,34 +28,23 @@ FAULTS = ("kill", "kill", "stop", "term rank", "crash", "launcher", "stop launch
 class Node:
     """A launcher of two ranks."""
 
-    def __init__(self, number: int, namespace: str, run_dir: Path, port: int, restarts: int) -> None:
-        self.number, self.namespace, self.mark = number, namespace, Job(run_dir, run_dir)
+    def __init__(self, number: int, namespace: str, run_dir: Path, times: int, stack: contextlib.ExitStack) -> None:
+        self.number, self.namespace = number, namespace
+        self.folder = Path(tempfile.mkdtemp(dir=run_dir.parent))
         words = [
-            "ip", "netns", "exec", namespace, *LAUNCH, "--live", "--ranks", "2", "--nodes", "2", "--rendezvous", f"10.213.0.1:{port}",
-            "--serve" if number == 0 else "--no-serve", "--address", f"10.213.0.{number + 1}", "--lost-seconds", str(LOST_SECONDS),
-            "--max-restarts", str(restarts), "--grace", "30", "--", PYTHON, "-u", str(JOB), str(run_dir), "net", f"config.times={TIMES}",
+            "--ranks", "2", "--nodes", "2", "--rendezvous", "10.213.0.1:29500", "--serve" if number == 0 else "--no-serve",
+            "--address", f"10.213.0.{number + 1}", "--lost-seconds", str(LOST_SECONDS), "--max-restarts", "50", "--grace", "30",
+            "--", PYTHON, "-u", str(JOB), str(run_dir), "net", f"config.times={times}",
         ]  # fmt: skip
-        env = clean_env(LOCKSTEP_TEST_MARK=self.mark.mark, LOCKSTEP_SECRET="ours", GLOO_SOCKET_IFNAME=f"ls{number}")
-        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - `close` closes it
-        self.process = subprocess.Popen(words, env=env, stdout=self._output, stderr=subprocess.STDOUT)
+        env = clean_env(LOCKSTEP_SECRET="ours", GLOO_SOCKET_IFNAME=f"ls{number}")
+        self._gang = stack.enter_context(live(*words, env=env, cwd=self.folder, namespace=namespace))
+        self.process = self._gang.processes[0]
 
     def ranks(self) -> dict[int, int]:
         return ranks_of(self.process.pid)
 
     def text(self) -> str:
-        self._output.seek(0)
-        return f"--- node {self.number}, ended with {self.process.poll()}\n{self._output.read()}"
-
-    def crash(self) -> None:
-        while pids := [*self.mark.pids(), *([self.process.pid] if self.process.poll() is None else [])]:
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        self.crash()
-        self.process.wait(60)
-        self._output.close()
+        return f"--- node {self.number}, ended with {self.process.poll()}\n{self._gang.text()}"
 
 
 def lose(node: Node, fault: str, draw: random.Random, cable: str) -> bool:
@@ -67,7 +55,7 @@ def lose(node: Node, fault: str, draw: random.Random, cable: str) -> bool:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(ranks[draw.choice(sorted(ranks))], _OF_RANKS[fault])
     elif fault == "crash":
-        node.crash()
+        kill_inside(node.folder)
     elif fault == "cut":
         subprocess.run(["ip", "-n", node.namespace, "link", "set", cable, "down"], check=True)
         until = time.monotonic() + draw.choice((0.5, 1.5 * LOST_SECONDS))
@@ -84,16 +72,14 @@ def lose(node: Node, fault: str, draw: random.Random, cable: str) -> bool:
     return fault in ("crash", "launcher", "term")
 
 
-def check(tmp_path: Path, seed: int, wanted: list[tuple[int, str]]) -> list[str]:
-    run_dir, draw, done = tmp_path / "run", random.Random(seed), list[str]()
+def check(tmp_path: Path, seed: int, times: int) -> list[str]:
+    run_dir, draw, done, wanted = tmp_path / "run", random.Random(seed), list[str](), undisturbed("net", times)
     nodes: list[Node] = []
     with two_namespaces() as names, contextlib.ExitStack() as stack:
 
         def start(number: int) -> Node:
-            node = Node(number, names[number], run_dir, 29500, restarts=50)
-            stack.callback(node.close)
-            nodes.append(node)
-            return node
+            nodes.append(Node(number, names[number], run_dir, times, stack))
+            return nodes[-1]
 
         first, second = start(0), start(1)
 
@@ -113,7 +99,7 @@ def check(tmp_path: Path, seed: int, wanted: list[tuple[int, str]]) -> list[str]
             done.append(f"{fault} node {node.number} after step {steps()}")
             if lose(node, fault, draw, "ls1"):
                 poll(lambda: node.process.poll() is not None, BOUND, f"the end of its launcher: {said()}")
-                node.mark.assert_gone()
+                assert_none_inside(node.folder)
                 if draw.random() < 0.7:
                     second = start(1)
                     done.append("another one comes")
@@ -126,22 +112,22 @@ def check(tmp_path: Path, seed: int, wanted: list[tuple[int, str]]) -> list[str]
                 poll(lambda: second.process.poll() is not None, BOUND, "the end of the other node")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{said()}") from None
-        assert first.process.returncode == 0, said()
+        assert first.process.poll() == 0, said()
         assert json.loads((run_dir / "status.json").read_text())["code"] == 0, said()
         assert hashes(run_dir) == wanted, said()
         assert json.loads((run_dir / "summary.json").read_text())["weights_sha256"] == wanted[-1][1], said()
         for node in nodes:
-            node.mark.assert_gone()
+            assert_none_inside(node.folder)
     return done
 
 
 @pytest.mark.promise("survivors", "nodes")
 @pytest.mark.parametrize("seed", [1])
 def test_nodes_are_lost_and_come_anew(seed: int, tmp_path: Path) -> None:
-    check(tmp_path, seed, undisturbed("net", TIMES))
+    check(tmp_path, seed, times=3)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(10, 50))
 def test_many_seeds_on_two_nodes(seed: int, tmp_path: Path) -> None:
-    check(tmp_path, seed, undisturbed("net", TIMES))
+    check(tmp_path, seed, times=6)

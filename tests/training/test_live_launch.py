@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from tests.processes import PYTHON, ROOT, clean_env, poll, processes, require
-from tests.runs import Job
+from tests.processes import PYTHON, ROOT, assert_none_inside, clean_env, inside, kill_inside, poll, processes, require
 from tests.warm.gang import Gang, python, running
 
 RANK = """
@@ -39,8 +38,8 @@ os._exit(int(end.read_text()))
 class Live:
     """A launcher of such ranks."""
 
-    def __init__(self, gang: Gang, folder: Path, ranks: int, job: Job) -> None:
-        self.gang, self._folder, self._ranks, self.job = gang, folder, ranks, job
+    def __init__(self, gang: Gang, folder: Path, ranks: int) -> None:
+        self.gang, self._folder, self._ranks = gang, folder, ranks
         self.launcher = gang.processes[0].pid
         self.begun: list[tuple[int, int]] = []
         """Of each rank of this start: its process and a child."""
@@ -85,7 +84,7 @@ class Live:
     def wait(self) -> tuple[int, list[str]]:
         """Its exit code and its own words. Nothing is left of it."""
         done = self.gang.wait(240)
-        self.job.assert_gone()
+        assert_none_inside(self._folder)
         assert not list((self._folder / "tmp").iterdir()) and "Traceback" not in done.output, done.output
         return done.code, [line for line in done.output.splitlines() if line.startswith("launch: ")]
 
@@ -94,19 +93,15 @@ class Live:
 def live(
     folder: Path, ranks: int, *flags: str, deaf: bool = False, program: str = RANK, launcher: tuple[str, ...] = ("-m", "lockstep.training")
 ) -> Iterator[Live]:  # fmt: skip
-    job = Job(folder, folder)
     temporary = folder / "tmp"
     temporary.mkdir(parents=True)
     words = [*launcher, "launch", "--live", "--ranks", str(ranks), "--grace", "5", *flags]
     words += ["--", PYTHON, "-S", "-X", "utf8", "-c", program, str(folder), *(["deaf"] if deaf else [])]
-    with running([words], clean_env(PYTHONPATH=str(ROOT), LOCKSTEP_TEST_MARK=job.mark, TMPDIR=str(temporary))) as gang:
+    with running([words], clean_env(PYTHONPATH=str(ROOT), TMPDIR=str(temporary)), cwd=folder) as gang:
         try:
-            yield Live(gang, folder, ranks, job)
+            yield Live(gang, folder, ranks)
         finally:
-            gang.end()
-            for pid in job.pids():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_inside(folder)
 
 
 def _state(pid: int) -> str:
@@ -255,7 +250,7 @@ os.kill(os.getpid(), 9) if os.environ["RANK"] == "1" else os._exit(3)
 def test_no_line_is_lost_or_cut(tmp_path: Path) -> None:
     with live(tmp_path, 2, program=LINES) as job:
         done = job.gang.wait(240)
-        assert len(job.job.pids()) == 2, "the launcher had to end before these"
+        assert len(inside(tmp_path)) == 2, "the launcher had to end before these"
     for rank in (0, 1):
         lines = [line.partition("] ")[2] for line in done.output.splitlines() if line.startswith(f"[rank {rank}] ")]
         expected = [*(f"{number} {'ä' * 20}" for number in range(20000)), "one line", "no end"]

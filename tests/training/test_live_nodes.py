@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -17,8 +18,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from tests.processes import PYTHON, ROOT, clean_env, free_port, poll
-from tests.runs import Job
+from tests.processes import PYTHON, ROOT, assert_none_inside, clean_env, free_port, kill_inside, poll
 from tests.training.test_live_launch import KILLED, RANK, _state
 from tests.warm.gang import Gang, running
 
@@ -30,25 +30,17 @@ LOST_SECONDS = 6
 class Node:
     """A launcher with two ranks."""
 
-    def __init__(self, job: Nodes, number: int, gang: Gang) -> None:
-        self._job, self.number, self.gang = job, number, gang
+    def __init__(self, folder: Path, gang: Gang) -> None:
+        self.folder, self.gang = folder, gang
         self.pid = gang.processes[0].pid
-        self.mark = job.marks[-1]
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def crash(self) -> None:
-        """As a power cut: every process of the node."""
-        for pid in (self.pid, *self.mark.pids()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.mark.assert_gone()
-
     def wait(self) -> tuple[int, list[str]]:
         """Its exit code and its own words. Nothing is left of it."""
         done = self.gang.wait(60)
-        self.mark.assert_gone()
+        assert_none_inside(self.folder)
         assert "Traceback" not in done.output, done.output
         return done.code, [line for line in done.output.splitlines() if line.startswith("launch: ")]
 
@@ -58,17 +50,10 @@ class Nodes:
 
     def __init__(self, folder: Path, *flags: str, nodes: int = 2) -> None:
         self.folder, self.flags, self.nodes, self.port = folder, flags, nodes, free_port()
-        self.marks: list[Job] = []
 
     @contextlib.contextmanager
-    def node(self, number: int, secret: str = "ours", launch: int = 0) -> Iterator[Node]:
-        """
-        Args:
-            launch: how often it was launched before. Its ranks' files have other names then.
-        """
-        self.marks.append(Job(self.folder, self.folder))
-        temporary = self.folder / f"tmp-{number}-{len(self.marks)}"
-        temporary.mkdir()
+    def node(self, number: int, secret: str = "ours") -> Iterator[Node]:
+        own = Path(tempfile.mkdtemp(dir=self.folder))
         words = [
             "-m", "lockstep.training", "launch", "--live", "--ranks", "2", "--nodes", str(self.nodes), "--grace", "5",
             "--rendezvous", f"127.0.0.2:{self.port}", "--address", f"127.0.0.{number + 2}",
@@ -76,18 +61,12 @@ class Nodes:
             "--", PYTHON, "-S", "-X", "utf8", "-c", RANK.replace("['LOCKSTEP_RESTARTS']", "['TORCHELASTIC_RESTART_COUNT'] + '.' + "
             "os.environ.get('LOCKSTEP_REPLACEMENT', '0')"), str(self.folder),
         ]  # fmt: skip
-        env = clean_env(
-            PYTHONPATH=str(ROOT), LOCKSTEP_TEST_MARK=self.marks[-1].mark, TMPDIR=str(temporary), LOCKSTEP_SECRET=secret
-        )
-        mark = self.marks[-1]
-        with running([words], env) as gang:
+        env = clean_env(PYTHONPATH=str(ROOT), TMPDIR=str(own), LOCKSTEP_SECRET=secret)
+        with running([words], env, cwd=own) as gang:
             try:
-                yield Node(self, number, gang)
+                yield Node(own, gang)
             finally:
-                gang.end()
-                for pid in mark.pids():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                kill_inside(own)
 
     @contextlib.contextmanager
     def all(self) -> Iterator[list[Node]]:
@@ -168,7 +147,7 @@ def test_a_node_is_lost_and_another_one_takes_its_seat(how: str, tmp_path: Path)
     with job.all() as (first, second):
         pids = job.begin()
         if how == "crash":
-            second.crash()
+            kill_inside(second.folder)
         else:
             second.signal({"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[how])
         assert job.told(1) == [0, 1]
@@ -179,8 +158,6 @@ def test_a_node_is_lost_and_another_one_takes_its_seat(how: str, tmp_path: Path)
         elif how == "stop":
             assert {_state(pid) for pid in pids[2:]} <= {"S", "R"}
             second.signal(signal.SIGCONT)  # it finds that its place is gone, and comes anew
-        elif how == "crash":
-            second.mark.assert_gone()
         with job.node(1) if how != "stop" else contextlib.nullcontext(second) as again:
             for rank, replacement in ((2, 1), (3, 2)):
                 job.begun(rank, replacement=replacement)
@@ -192,24 +169,21 @@ def test_a_node_is_lost_and_another_one_takes_its_seat(how: str, tmp_path: Path)
             assert first.wait()[0] == 0 and again.wait()[0] == 0
 
 
-def test_a_signal_to_all_nodes_or_to_the_first_one_reaches_all_ranks(tmp_path: Path) -> None:
-    for name, told in (("all", (0, 1)), ("first", (0,))):
-        (tmp_path / name).mkdir()
-        job = Nodes(tmp_path / name, "--max-restarts", "1")
-        with job.all() as nodes:
-            job.begin()
-            for number in told:
-                nodes[number].signal(signal.SIGTERM)
-            ends = [node.wait() for node in nodes]
-            assert [code for code, _ in ends] == [75, 75] and "continue" not in str(ends)
-
-
-def test_a_node_that_the_others_cannot_do_without_has_all_save(tmp_path: Path) -> None:
-    job = Nodes(tmp_path, "--min-ranks", "3")
+@pytest.mark.parametrize(
+    ("flag", "signalled", "code"),
+    [("--max-restarts=1", (0, 1), 75), ("--max-restarts=1", (0,), 75), ("--min-ranks=3", (1,), 75), ("--max-restarts=1", (), 2)],
+    ids=["all get a signal", "the first one gets a signal", "the others cannot do without one", "a rank ends with 2"],
+)  # fmt: skip
+def test_all_nodes_end_together(flag: str, signalled: tuple[int, ...], code: int, tmp_path: Path) -> None:
+    job = Nodes(tmp_path, flag)
     with job.all() as nodes:
         job.begin()
-        nodes[1].signal(signal.SIGTERM)
-        assert [node.wait()[0] for node in nodes] == [75, 75]
+        for number in signalled:
+            nodes[number].signal(signal.SIGTERM)
+        if not signalled:
+            job.end(3, code=2)
+        ends = [node.wait() for node in nodes]
+    assert [end[0] for end in ends] == [code, code] and "continue" not in str(ends)
 
 
 def test_two_nodes_that_leave_at_once_are_counted_once(tmp_path: Path) -> None:
@@ -240,19 +214,11 @@ def test_a_failure_anywhere_starts_all_again_and_the_last_one_ends_all(tmp_path:
     ]
 
 
-def test_exit_code_2_of_another_node_ends_all(tmp_path: Path) -> None:
-    job = Nodes(tmp_path, "--max-restarts", "1")
-    with job.all() as nodes:
-        job.begin()
-        job.end(3, code=2)
-        assert [node.wait()[0] for node in nodes] == [2, 2]
-
-
 def test_without_its_first_node_a_job_waits_for_another_one(tmp_path: Path) -> None:
     job = Nodes(tmp_path)
     with job.node(0) as first, job.node(1) as second:
         pids = job.begin()
-        first.crash()
+        kill_inside(first.folder)
         poll(lambda: not any(map(_state, pids)), what="the end of the ranks of both")
         for file in tmp_path.glob("0.*"):
             file.unlink()

@@ -23,7 +23,7 @@ from typing import IO, Any
 from tests import product
 from tests.warm.server import become, leave, receive
 
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Rank:
@@ -85,6 +85,7 @@ def _nursed(requests: socket.socket, parent: int) -> Callable[[], None]:
                 os._exit(0)
             while os.getppid() != parent:
                 time.sleep(0.001)
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # as exec_rank.py does
             request = json.loads(message)
             Path("/proc/self/comm").write_text(f"RANK={request['env']['RANK']}")
             task = become(request, streams)
@@ -101,7 +102,7 @@ def main(words: list[str]) -> None:
     nursery, popen = Nursery(), subprocess.Popen
 
     def started(command: list[str], **how: Any) -> Any:
-        if command[5:6] == [sys.executable] and "LOCKSTEP_LIVE" in (how.get("env") or {}):
+        if command[5:6] == [sys.executable] and "RANK" in (how.get("env") or {}):
             return nursery.start(command[5:], how["env"], how.get("stdout"), how.get("stderr"))
         return popen(command, **how)
 
