@@ -208,56 +208,6 @@ def test_a_machine_that_computes_other_bits_does_not_resume(
     assert train(kind, 1, run_dir, data_root, *longer).code == 0
 
 
-NETS = {
-    "spectral norm": ("nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))", "_u"),
-    "SyncBatchNorm": ("nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3))", "SyncBatchNorm"),
-    "compiled": ("torch.compile(nn.Linear(4, 3))", "compiled"),
-}
-SCRIPT = """
-import sys, torch
-from torch import nn
-from lockstep import Session
-run_dir, how, *words = sys.argv[1:]
-with Session(run_dir, sync="exact", config={{}}) as run:
-    model = run.replicate({net})
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    data = torch.randn(24, 4)
-    for epoch in run.epochs(1):
-        given = run.iterate(data.split(8)) if how == "loader" else run.batches(data, 12)
-        for x in given:
-            if how == "tensor":
-                run.step(model(x).sum())
-            elif how == "closure":
-                run.step(lambda: model(x).sum())
-            elif how == "noise":
-                noise = torch.randn(len(x), 1)
-                run.step(lambda x: (model(x) * torch.randn(len(x), 1)).mean(), x)
-            else:
-                run.step(lambda x: model(x).mean(), x, samples=None if how == "batches" else len(x))
-"""
-
-
-@pytest.mark.parametrize("what", NETS)
-def test_a_model_whose_buffers_belong_to_no_part_is_refused_by_name(tmp_path: Path, what: str) -> None:
-    net, named = NETS[what]
-    done = script(2, SCRIPT.format(net=net), tmp_path / "run", "batches")
-    assert done.code == 2 and named in done.output and "Traceback" not in done.output, done.output
-
-
-@pytest.mark.parametrize(
-    ("how", "code", "named"),
-    [
-        ("tensor", 1, "exact need a step that can be called"), ("closure", 1, "cuts what the function is called with"),
-        ("loader", 2, "which samples of the global batch"), ("noise", 0, "draws random numbers between two steps"),
-    ],
-)  # fmt: skip
-def test_what_would_depend_on_the_ranks_is_refused_or_warned_of(
-    tmp_path: Path, how: str, code: int, named: str
-) -> None:
-    done = script(2, SCRIPT.format(net="nn.Linear(4, 3)"), tmp_path / "run", how)
-    assert done.code == code and named in done.output, done.output
-
-
 @pytest.mark.parametrize(
     "setting",
     [
@@ -277,27 +227,18 @@ def test_settings_that_depend_on_the_ranks_or_the_start_are_refused(
     )
 
 
-def test_a_nan_is_named_and_a_skipped_step_leaves_no_trace(tmp_path: Path) -> None:
-    """The rank whose part has the NaN is named, and no rank waits."""
-    code = SCRIPT.replace("torch.randn(24, 4)", "torch.randn(24, 4); data[13] = float('nan')").replace(
-        "run.batches(data, 12)", "run.batches(data, 12, shuffle=False)"
-    )
-    done = script(2, code.format(net="nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))"), tmp_path / "run", "batches")
-    assert done.code == 1 and "diverged at step 2: rank 0: loss is not finite" in done.output, done.output
-
-
 HABITS = """
 import random, sys, numpy as np, torch
 from torch import nn
 from lockstep import Session
-run_dir, how = sys.argv[1:]
+run_dir, how, net = sys.argv[1:]
 generator = np.random.default_rng(0)
 def collate(samples):
     batch = torch.stack(samples)
     return batch.sub(batch.mean(0)) if how == "collate: mean" else batch.add(torch.rand(1)) if how == "collate: draw" else batch
-draws = {"numpy": lambda: np.random.rand(), "python": random.random, "one batch": lambda: torch.randn(1)}
+draws = {"numpy": lambda: np.random.rand(), "python": random.random, "torch": lambda: torch.randn(1), "one batch": lambda: torch.randn(1)}
 with Session(run_dir, sync="exact", config={}) as run:
-    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    net = eval(net)
     model = run.replicate(net)
     run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     def loss(x):
@@ -309,32 +250,48 @@ with Session(run_dir, sync="exact", config={}) as run:
         return model(x).square().mean() * (generator.random() if how == "own" else 1)
     for epoch in run.epochs(3):
         data = torch.linspace(-1, 1, 96).view(24, 4)
-        for x in run.batches(data, 24 if how == "one batch" else 12, collate=collate, workers=how.startswith("collate")):
+        if how == "nan":
+            data[13] = float("nan")
+        size, workers = 24 if how == "one batch" else 12, how.startswith("collate")
+        given = run.batches(data, size, collate=collate, workers=workers, shuffle=how != "nan")
+        for x in run.iterate(data.split(8)) if how == "loader" else given:
             draws.get(how, int)()
-            run.step(loss, x)
+            if how in ("tensor", "closure"):
+                run.step(model(x).sum() if how == "tensor" else lambda: model(x).sum())
+            else:
+                run.step(loss, x, samples=len(x) if how == "loader" else None)
             if how == "train":
                 model(x)
         model(data)
         torch.randn(1)
 """
+NETS = {
+    "spectral norm": "nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))", "compiled": "torch.compile(nn.Linear(4, 3))",
+    "SyncBatchNorm": "nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3))", "": "nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))",
+}  # fmt: skip
+DRAWS, COLLATES = "draws random numbers between two steps", "the collate function makes another entry"
 
 
 @pytest.mark.parametrize(
     ("how", "code", "named"),
     [
-        ("numpy", 0, "draws random numbers between two steps"), ("python", 0, "draws random numbers between two steps"),
-        ("one batch", 0, "draws random numbers between two steps"), ("train", 2, "batch statistics were changed between two steps"),
-        ("collate: mean", 0, "the collate function makes another entry"), ("collate: draw", 0, "the collate function makes another entry"),
-        ("own", 2, "the same loss for the same samples"), ("clamp", 2, "changes 0.weight"), ("sum", 1, "use them after run.step"),
-        ("", 0, ""),
+        ("spectral norm", 2, "_u"), ("SyncBatchNorm", 2, "SyncBatchNorm"), ("compiled", 2, "compiled"),
+        ("tensor", 1, "exact need a step that can be called"), ("closure", 1, "cuts what the function is called with"),
+        ("loader", 2, "which samples of the global batch"), ("torch", 0, DRAWS), ("numpy", 0, DRAWS), ("python", 0, DRAWS),
+        ("one batch", 0, DRAWS), ("collate: mean", 0, COLLATES), ("collate: draw", 0, COLLATES),
+        ("train", 2, "batch statistics were changed between two steps"), ("own", 2, "the same loss for the same samples"),
+        ("clamp", 2, "changes 0.weight"), ("sum", 1, "use them after run.step"),
+        ("nan", 1, "diverged at step 2: rank 0: loss is not finite"), ("", 0, ""),
     ],
 )  # fmt: skip
-def test_habits_that_depend_on_the_ranks_are_refused_or_warned_of(
+def test_what_would_depend_on_the_ranks_is_refused_or_warned_of(
     tmp_path: Path, how: str, code: int, named: str
 ) -> None:
-    """What is done between two epochs is not warned of: there each rank may look at all samples."""
-    done = script(2, HABITS, tmp_path / "run", how)
+    """Models, steps and loaders whose bits would depend on the number of ranks. Between two epochs each rank may look at all samples. Of
+    a NaN the rank whose part has it is named."""
+    done = script(2, HABITS, tmp_path / "run", how, NETS.get(how, NETS[""]))
     assert done.code == code and named in done.output, done.output
+    assert code != 2 or "Traceback" not in done.output, done.output
     assert named or "warning" not in done.output, done.output
 
 
