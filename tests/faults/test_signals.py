@@ -104,7 +104,8 @@ def test_a_signal_to_the_launcher_reaches_the_ranks(job: Job, undisturbed: Undis
 @pytest.mark.parametrize("dies", [False, True], ids=["both import", "its peer has died"])
 def test_a_signal_during_start_up(job: Job, undisturbed: Undisturbed, dies: bool) -> None:
     """The signal comes while both ranks import, or while rank 0 waits for a rank that dies. The job ends with 75, and resumes."""
-    with started(job.command(), job.env(), job.run_dir.parent) as launcher:
+    command = job.command("--grace", "120")  # imports take long on a busy machine
+    with started(command, job.env(), job.run_dir.parent) as launcher:
         poll(lambda: job.rank_pid(0) and job.rank_pid(1), what="two ranks")
         if dies:
             os.kill(job.rank_pid(1), signal.SIGSTOP)

@@ -53,12 +53,18 @@ def submit(lockstep: Lockstep, folder: Path, *words: str, code: int = 0, **more:
     return lockstep("logs", "local", "own").output
 
 
+def leave_earlier_run(run_dir: Path) -> None:
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "run.yaml").touch()
+
+
 @pytest.mark.promise("fresh")
 def test_a_job_keeps_the_run_where_it_says_and_starts_over_once(lockstep: Lockstep, tmp_path: Path) -> None:
     """Its overrides are stronger than the script's own settings. The same word behind `fresh` again: the run is complete."""
-    overrides = {"checkpoint.every_steps": 2, "config.lr": 0.25, "config.model.width": 3}
-    said = submit(lockstep, tmp_path, ranks_per_node=2, grace_seconds=17, overrides=overrides)
     run_dir = tmp_path / "runs/jobs/own"
+    leave_earlier_run(run_dir)
+    overrides = {"checkpoint.every_steps": 2, "config.lr": 0.25, "config.model.width": 3}
+    output = submit(lockstep, tmp_path, grace_seconds=17, overrides=overrides, fresh="again")
     assert not (tmp_path / "elsewhere").exists()
     written = yaml.safe_load((run_dir / "run.yaml").read_text())["config"]
     assert written["config"]["lr"] == 0.25 and written["config"]["model"] == {"width": 3}
@@ -66,12 +72,12 @@ def test_a_job_keeps_the_run_where_it_says_and_starts_over_once(lockstep: Lockst
     assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["step-00000002", "step-00000003"]
     assert json.loads((run_dir / "status.json").read_text())["job"], "it is this job's run"
     assert json.loads((run_dir / "summary.json").read_text())["logged"] == {"lr": 0.25, "width": 3.0}
-    told = [json.loads(line[line.index("{") :])["event"] for line in said.splitlines() if '{"event"' in line]
-    assert "epoch" in told and "log" in told, "a job's log is of JSON lines"
-    for _ in range(2):
-        submit(lockstep, tmp_path, "--replace", fresh="again", overrides=overrides)
-        moved = [path for path in (tmp_path / "runs/jobs").iterdir() if path.name.startswith("own.")]
-        assert len(moved) == 1 and len(events(moved[0], "epoch")) == len(events(run_dir, "epoch")) == 1
+    printed = [json.loads(line[line.index("{") :])["event"] for line in output.splitlines() if '{"event"' in line]
+    assert "epoch" in printed and "log" in printed, "a job's log is of JSON lines"
+    submit(lockstep, tmp_path, "--replace", fresh="again", overrides=overrides)
+    (moved,) = (path for path in (tmp_path / "runs/jobs").iterdir() if path.name.startswith("own."))
+    assert (moved / "run.yaml").read_text() == "" and len(events(run_dir, "epoch")) == 1
+    assert len(events(run_dir, "start")) == 2
 
 
 def test_settings_that_a_program_without_a_session_does_not_see_are_reported(
@@ -83,14 +89,11 @@ def test_settings_that_a_program_without_a_session_does_not_see_are_reported(
 
 @pytest.mark.promise("session-refuses", "bad-input")
 def test_options_of_lockstep_run_reach_the_session_or_are_refused(lockstep: Lockstep, tmp_path: Path) -> None:
-    words = ("run", "--ranks", "1", "--run-dir", "here")
-    (tmp_path / "here/checkpoints").mkdir(parents=True)
-    (tmp_path / "here/run.yaml").touch()  # as an earlier run has left it
-    lockstep(*words, "--set", "config.lr=0.5", "seed=4", "--fresh", "--log-format", "json", "--", "python", "tiny.py")
+    leave_earlier_run(tmp_path / "here")
+    options = ("--set", "config.lr=0.5", "seed=4", "--fresh", "--log-format", "json")
+    lockstep("run", "--ranks", "1", "--run-dir", "here", *options, "--", "python", "tiny.py")
     assert not (tmp_path / "elsewhere").exists() and len(list(tmp_path.glob("here.*"))) == 1
     assert yaml.safe_load((tmp_path / "here/run.yaml").read_text())["config"]["seed"] == 4
-    refused = lockstep(*words, "--set", "sede=4", "--", "python", "tiny.py", code=2)
-    assert "'seed'" in refused.output, refused.output
     for overrides in ({"optim.lr": 1}, {"checkpoint.every_steps": "often"}, {"sync.name": "flatt"}):
         (tmp_path / "job.yaml").write_text(
             yaml.safe_dump({"name": "own", "command": ["python", "tiny.py"], "overrides": overrides})
@@ -101,6 +104,7 @@ def test_options_of_lockstep_run_reach_the_session_or_are_refused(lockstep: Lock
 
 HANDED_OVER = {
     "": "LOCKSTEP_SESSION", "nonsense": "LOCKSTEP_SESSION", '{"run_dir": 3}': "LOCKSTEP_SESSION", '{"more": 1}': "LOCKSTEP_SESSION",
+    '{"settings": ["sede=4"]}': "'seed'",
     '{"settings": ["config.rl=1"]}': "'lr'", '{"settings": ["config.flag=1"]}': "true", '{"settings": ["config.deep=1"]}': "'deep'",
 }  # fmt: skip
 """What a launcher may have put into the variable, and what the line about it names."""

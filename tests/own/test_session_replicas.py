@@ -22,9 +22,12 @@ def past(step):
 with Session(run_dir, "checkpoint.every_steps=1", *words, config={"name": "replicas"}) as run:
     torch.manual_seed(3)
     data = torch.utils.data.TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
-    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    middle = torch.nn.BatchNorm1d(8) if how.startswith("apart") else torch.nn.ReLU()
+    net = torch.nn.Sequential(torch.nn.Linear(6, 8), middle, torch.nn.Linear(8, 3))
     model = run.replicate(net, example=torch.ones(2, 6) if "PowerSgd" in " ".join(words) else None)
     optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05))
+    if how.startswith("apart"):
+        run.average(0.9)
     for epoch in run.epochs(1):
         for x, y in run.batches(data, 8):
             loss = F.cross_entropy((net if past(run.steps) else model)(x), y)
@@ -35,6 +38,9 @@ with Session(run_dir, "checkpoint.every_steps=1", *words, config={"name": "repli
                 if net[0].weight.grad is not None:  # on the rank that has it
                     net[0].weight.grad.mul_(0.5)
                 run.update()
+            if how == f"apart:{run.steps}" and run.rank == 1:
+                with torch.no_grad():
+                    net[2].weight[0, 0] += 1e-6
 print("THE END\\n", end="")
 """
 
@@ -62,27 +68,6 @@ def test_a_gradient_that_the_ranks_do_not_share_is_an_error_at_that_step_on_all_
     assert steps_saved(tmp_path / "run") == ([1, 2, 3] if ":3" in how else [])
 
 
-APART = """
-import sys, torch, torch.nn.functional as F
-from lockstep import Session
-run_dir, at, every, epochs, *words = sys.argv[1:]
-with Session(run_dir, f"checkpoint.every_steps={every}", *words, config={"name": "apart"}) as run:
-    torch.manual_seed(3)
-    data = torch.utils.data.TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
-    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
-    model = run.replicate(net)
-    optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05))
-    run.average(0.9)
-    for epoch in run.epochs(int(epochs)):
-        for x, y in run.batches(data, 8):
-            run.step(F.cross_entropy(model(x), y))
-            if run.steps == int(at) and run.rank == 1:
-                with torch.no_grad():
-                    net[2].weight[0, 0] += 1e-6
-print("THE END\\n", end="")
-"""
-
-
 def steps_saved(run_dir: Path) -> list[int]:
     return sorted(int(path.name.split("-")[1].split(".")[0]) for path in (run_dir / "checkpoints").glob("step-*"))
 
@@ -92,7 +77,7 @@ def test_replicas_that_differ_after_the_first_steps_are_named_before_anything_is
     tmp_path: Path, sync: str, at: int, every: int
 ) -> None:
     run_dir = tmp_path / "run"
-    done = script(2, APART, run_dir, str(at), str(every), "1", f"sync.name={sync}")
+    done = train(run_dir, f"apart:{at}", f"sync.name={sync}", f"checkpoint.every_steps={every}")
     assert done.code == 1 and "the replicas are not the same after step" in done.output, done.output
     assert "2.weight on rank 1 differs from rank 0's" in done.output and "Traceback" not in done.output, done.output
     assert steps_saved(run_dir) == []
