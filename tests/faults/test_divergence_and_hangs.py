@@ -71,13 +71,11 @@ def test_weights_that_are_lost_become_no_checkpoint(job: Job, undisturbed: Undis
 
 
 @pytest.mark.promise("named-rank")
-@pytest.mark.parametrize("fate", ["STOP", "KILL"])
-def test_the_rank_to_look_at_is_named(job: Job, undisturbed: Undisturbed, fate: str) -> None:
+def test_a_stopped_rank_is_named(job: Job, undisturbed: Undisturbed) -> None:
     job.words.append("collective_timeout=10")
-    done = job.go(grace=2 if fate == "STOP" else 20, LOCKSTEP_TEST_FATE=f"1:9:{fate}")
+    done = job.go(grace=2, LOCKSTEP_TEST_FATE="1:9:STOP")
     assert done.code == 1 and "rank 1 did not arrive" in done.output, done.output
-    if fate == "STOP":
-        status = json.loads((job.run_dir / "status.json").read_text())
-        assert status["code"] == 1 and "rank 1" in status["reason"] and job.steps()[0] >= 6
-        assert job.go().code == 0
-        assert_same(job.run_dir, undisturbed(2))
+    status = json.loads((job.run_dir / "status.json").read_text())
+    assert status["code"] == 1 and "rank 1" in status["reason"] and job.steps()[0] >= 6
+    assert job.go().code == 0
+    assert_same(job.run_dir, undisturbed(2))

@@ -287,22 +287,24 @@ def test_a_signal_to_one_rank_has_it_replaced_and_one_to_the_launcher_saves_the_
 
 
 @pytest.mark.promise("survivors")
-@pytest.mark.parametrize("lose", ["one", "two"])
-def test_a_script_may_have_several_sessions(lose: str, tmp_path: Path) -> None:
+def test_a_script_may_have_several_sessions(tmp_path: Path) -> None:
     """After a loss in the first Session all ranks start again, as the second would wait for the lost rank. A loss in the second is
     survived; no replacement joins it."""
     require(hasattr(os, "pidfd_open"), "needs Linux")
     alone = python(str(JOB), str(tmp_path / "alone"), "twice", timeout=BOUND)
     assert alone.code == 0, alone.output
-    with live(*command(tmp_path / "live", "twice", f"config.lose={lose}", restarts=1, ranks=3)) as gang:
-        done = gang.wait(BOUND)
-    assert done.code == 0, done.output
-    for name in ("one", "two"):
-        ends = [json.loads((tmp_path / how / name / "summary.json").read_text()) for how in ("alone", "live")]
-        assert ends[0]["weights_sha256"] == ends[1]["weights_sha256"], name
-    assert ("ranks were lost in an earlier Session of this script" in done.output) == (lose == "one"), done.output
-    assert ("all ranks start again" in done.output) == (lose == "one"), done.output
-    assert not [event for event in readable(tmp_path / "live/two") if event["event"] == "rank_joined"]
+    for lose in ("one", "two"):
+        with live(*command(tmp_path / f"lose-{lose}", "twice", f"config.lose={lose}", restarts=1, ranks=3)) as gang:
+            done = gang.wait(BOUND)
+        assert done.code == 0, done.output
+        for name in ("one", "two"):
+            ends = [
+                json.loads((tmp_path / how / name / "summary.json").read_text()) for how in ("alone", f"lose-{lose}")
+            ]
+            assert ends[0]["weights_sha256"] == ends[1]["weights_sha256"], name
+        assert ("ranks were lost in an earlier Session of this script" in done.output) == (lose == "one"), done.output
+        assert ("all ranks start again" in done.output) == (lose == "one"), done.output
+        assert not [event for event in readable(tmp_path / f"lose-{lose}/two") if event["event"] == "rank_joined"]
 
 
 @pytest.mark.promise("survivors")
