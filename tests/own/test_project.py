@@ -30,7 +30,7 @@ def test_a_new_project_trains_passes_its_own_test_and_is_a_job_for_every_backend
     subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
     subprocess.run(["git", "add", "."], cwd=folder, check=True)
     assert "@name@" not in "".join(path.read_text() for path in folder.iterdir() if path.is_file())
-    assert "Ran 2 tests" in _lockstep(folder, "make", "train", "test", "lint").output
+    assert "Ran 2 tests" in _lockstep(folder, "make", "train", "test", "lint", "RANKS=1", "SET=config.epochs=1").output
     assert list(folder.glob("runs/*/summary.json"))
     for backend in ("k8s", "compose", "slurm"):
         rendered = _lockstep(folder, "render", backend, "job.yaml").output
