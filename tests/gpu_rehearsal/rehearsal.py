@@ -27,6 +27,13 @@ def preload() -> str:
     return str(stand_in())
 
 
+def environment(devices: int, **extra: str) -> dict[str, str]:
+    """The variables of a process that sees so many GPUs of the stand-in."""
+    env = clean_env(LD_PRELOAD=preload(), STANDIN_DEVICES=str(devices), LOCKSTEP_THREADS="1", **extra)
+    del env["CUDA_VISIBLE_DEVICES"]
+    return env
+
+
 @dataclass
 class Rank:
     """One process, where it writes, and what is known of it when it has ended."""
@@ -122,11 +129,10 @@ def rehearsing(
             files = {"STANDIN_LOG": folder / f"log.{number}", "REHEARSAL_FOUND": folder / f"found.{number}"}
             for path in files.values():
                 path.unlink(missing_ok=True)
-            env = clean_env(
-                LD_PRELOAD=preload(), STANDIN_DEVICES=str(devices), OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-                LOCKSTEP_THREADS="1", TORCH_FR_DUMP_ON_TIMEOUT="0", **{name: str(path) for name, path in files.items()},
+            env = environment(
+                devices, OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCH_FR_DUMP_ON_TIMEOUT="0",
+                **{name: str(path) for name, path in files.items()},
             )  # fmt: skip
-            del env["CUDA_VISIBLE_DEVICES"]
             env.update({**extra, **own})
             output = os.open(folder / f"output.{number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             try:

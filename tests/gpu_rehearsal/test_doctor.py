@@ -9,17 +9,15 @@ from typing import Any
 import pytest
 
 from tests import product
-from tests.gpu_rehearsal.rehearsal import preload
-from tests.processes import PYTHON, clean_env, run
+from tests.gpu_rehearsal.rehearsal import environment
+from tests.processes import PYTHON, run
 
 
 def _doctor(folder: Path, devices: int, *only: str, **extra: str) -> tuple[int, dict[str, Any]]:
     """Returns its exit code and its output, without a GPU's speed: a CPU computes here."""
-    env = clean_env(
-        LD_PRELOAD=preload(), STANDIN_DEVICES=str(devices), LOCKSTEP_THREADS="1", TMPDIR=str(folder), **extra
+    done = run(
+        [PYTHON, "-m", "tests.gpu_rehearsal.doctor", *only], environment(devices, TMPDIR=str(folder), **extra), 1000
     )
-    del env["CUDA_VISIBLE_DEVICES"]
-    done = run([PYTHON, "-m", "tests.gpu_rehearsal.doctor", *only], env, 1000)
     value: dict[str, Any] = json.loads(done.output[done.output.index("{\n") :])
     assert value["rehearsal"] is True and not any({"rates", "seconds"} & set(row) for row in value["rows"])
     assert "GB/s" not in done.output

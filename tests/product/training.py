@@ -223,13 +223,6 @@ def late_inputs(seconds: float) -> None:
     recorder.prepare = late
 
 
-def first_loss_scale() -> float:
-    """The factor with which float16 begins."""
-    import torch
-
-    return torch.amp.GradScaler("cpu").get_scale()
-
-
 ALLREDUCE, HOOKS = "examples.strategies.allreduce:AllReduce", "examples.strategies.hooks:Hooks"
 FSDP, POWERSGD = "examples.strategies.fsdp:Fsdp", "examples.strategies.powersgd:PowerSgd"
 HOROVOD, DATA_PARALLEL = "examples.modules.horovod:Horovod", "examples.strategies.data_parallel:DataParallel"

@@ -91,10 +91,6 @@ API cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMod
   log_line("CAPTURE begins stream=%d", stream->id);
   return cudaSuccess;
 }
-API cudaError_t cudaStreamBeginCaptureToGraph(
-    cudaStream_t stream, cudaGraph_t, const cudaGraphNode_t*, const cudaGraphEdgeData*, size_t, cudaStreamCaptureMode mode) {
-  return cudaStreamBeginCapture(stream, mode);
-}
 
 API cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   Locked lock(state);
@@ -142,10 +138,6 @@ API cudaError_t cudaStreamGetCaptureInfo(
   if (count) *count = 0;
   return cudaSuccess;
 }
-API cudaError_t cudaStreamUpdateCaptureDependencies(
-    cudaStream_t, cudaGraphNode_t*, const cudaGraphEdgeData*, size_t, unsigned) {
-  return cudaSuccess;
-}
 
 API cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
   *executable = new CUgraphExec_st{graph->nodes};
@@ -181,20 +173,8 @@ API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* c
   *count = graph->nodes.size();
   return cudaSuccess;
 }
-API cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t, cudaGraphNode_t*, cudaGraphEdgeData*, size_t* count) {
-  *count = 0;
-  return cudaSuccess;
-}
-API cudaError_t cudaGraphAddNode(
-    cudaGraphNode_t*, cudaGraph_t, const cudaGraphNode_t*, const cudaGraphEdgeData*, size_t, cudaGraphNodeParams*) {
-  return failed(cudaErrorNotSupported);
-}
-API cudaError_t cudaGraphConditionalHandleCreate(cudaGraphConditionalHandle*, cudaGraph_t, unsigned, unsigned) {
-  return failed(cudaErrorNotSupported);
-}
 API cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void*, cudaHostFn_t, unsigned, unsigned) {
   *object = (cudaUserObject_t)1;
   return cudaSuccess;
 }
-API cudaError_t cudaUserObjectRelease(cudaUserObject_t, unsigned) { return cudaSuccess; }
 API cudaError_t cudaGraphRetainUserObject(cudaGraph_t, cudaUserObject_t, unsigned, unsigned) { return cudaSuccess; }

@@ -74,7 +74,6 @@ API cudaError_t cudaGetLastError() {
   last_error = cudaSuccess;
   return error;
 }
-API cudaError_t cudaPeekAtLastError() { return last_error; }
 
 API const char* cudaGetErrorName(cudaError_t error) {
   static thread_local char name[64];
@@ -82,25 +81,7 @@ API const char* cudaGetErrorName(cudaError_t error) {
   return name;
 }
 
-API const char* cudaGetErrorString(cudaError_t error) {
-  switch (error) {
-    case cudaSuccess: return "no error";
-    case cudaErrorMemoryAllocation: return "out of memory";
-    case cudaErrorNoDevice: return "no CUDA-capable device is detected";
-    case cudaErrorInvalidDevice: return "invalid device ordinal";
-    case cudaErrorInvalidResourceHandle: return "invalid resource handle";
-    case cudaErrorNotReady: return "device not ready";
-    case cudaErrorNotSupported: return "operation not supported";
-    case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
-    case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
-    case cudaErrorStreamCaptureMerge: return "operation would result in a merge of separate capture sequences";
-    case cudaErrorStreamCaptureUnjoined: return "capturing stream has unjoined work";
-    case cudaErrorStreamCaptureIsolation: return "dependency created on uncaptured work in another stream";
-    case cudaErrorStreamCaptureImplicit: return "operation would make the legacy stream depend on a capturing blocking stream";
-    case cudaErrorCapturedEvent: return "operation not permitted on an event last recorded in a capturing stream";
-    default: return "an error of the stand-in";
-  }
-}
+API const char* cudaGetErrorString(cudaError_t error) { return cudaGetErrorName(error); }
 
 // What torch reads of an H100, so that it chooses the paths that it would choose there.
 API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int device) {
@@ -132,42 +113,13 @@ API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int device) {
   return cudaSuccess;
 }
 
-API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  switch (attribute) {
-    case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
-    case cudaDevAttrMultiProcessorCount: *value = 132; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = 232448; break;
-    case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
-    case cudaDevAttrWarpSize: *value = 32; break;
-    case cudaDevAttrUnifiedAddressing: *value = 1; break;
-    case cudaDevAttrMaxRegistersPerBlock: *value = 65536; break;
-    default: *value = 0;
-  }
-  return cudaSuccess;
-}
-
-API cudaError_t cudaDeviceGetPCIBusId(char* text, int bytes, int device) {
-  if (!is_device(device)) return failed(cudaErrorInvalidDevice);
-  snprintf(text, bytes, "0000:%02x:00.0", visible_devices()[device] + 1);
-  return cudaSuccess;
-}
-
 API cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   *least = 0;
   *greatest = -5;
   return cudaSuccess;
 }
 
-API cudaError_t cudaDriverGetVersion(int* version) {
-  *version = CUDART_VERSION;
-  return cudaSuccess;
-}
-API cudaError_t cudaRuntimeGetVersion(int* version) { return cudaDriverGetVersion(version); }
-
 API cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
   *can = 1;
   return cudaSuccess;
 }
-API cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
-API cudaError_t cudaProfilerStart() { return cudaSuccess; }
-API cudaError_t cudaProfilerStop() { return cudaSuccess; }

@@ -61,19 +61,7 @@ API cudaError_t cudaFree(void* pointer) { return release(pointer, "cudaFree"); }
 API cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
   return allocate(pointer, bytes, Kind::pinned, "cudaHostAlloc");
 }
-API cudaError_t cudaMallocHost(void** pointer, size_t bytes) { return cudaHostAlloc(pointer, bytes, 0); }
 API cudaError_t cudaFreeHost(void* pointer) { return release(pointer, "cudaFreeHost"); }
-
-API cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
-  Locked lock(state);
-  blocks[(char*)pointer] = {bytes, Kind::pinned, current_device};
-  return cudaSuccess;
-}
-API cudaError_t cudaHostUnregister(void* pointer) {
-  Locked lock(state);
-  blocks.erase((char*)pointer);
-  return cudaSuccess;
-}
 
 API cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   open_context(current_device, "cudaMemGetInfo");
@@ -115,29 +103,3 @@ API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMe
   return error;
 }
 
-API cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
-  if (unsafe_now("cudaMemcpy")) return failed(cudaErrorStreamCaptureUnsupported);
-  cudaError_t error = cudaMemcpyAsync(to, from, bytes, kind, nullptr);
-  noticed("cudaMemcpy");
-  reach_end(stream_of(nullptr));
-  return error;
-}
-
-API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
-  return submit(stream, "copy device->device of another", [=] { memcpy(to, from, bytes); });
-}
-
-API cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
-  return submit(stream, "set", [=] { memset(to, value, bytes); });
-}
-
-API cudaError_t cudaMemset(void* to, int value, size_t bytes) {
-  cudaError_t error = cudaMemsetAsync(to, value, bytes, nullptr);
-  reach_end(stream_of(nullptr));
-  return error;
-}
-
-API cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) {
-  *pool = (cudaMemPool_t)1;
-  return cudaSuccess;
-}

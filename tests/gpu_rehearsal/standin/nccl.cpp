@@ -34,8 +34,6 @@ struct ncclComm {
   int size, rank, device;
   std::atomic<bool> aborted{false};
 };
-static std::map<int, double> factors;  // of operators that scale before they sum
-static int next_operator = 64;
 
 // All ranks, or false where the communicator was aborted meanwhile.
 static bool meet(ncclComm* comm) {
@@ -50,11 +48,6 @@ static bool meet(ncclComm* comm) {
     usleep(50);
   }
   return true;
-}
-
-API ncclResult_t ncclGetVersion(int* version) {
-  *version = NCCL_VERSION_CODE;
-  return ncclSuccess;
 }
 
 API ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
@@ -93,13 +86,6 @@ API ncclResult_t ncclCommInitRankConfig(ncclComm_t* found, int size, ncclUniqueI
   *found = comm;
   return ncclSuccess;
 }
-API ncclResult_t ncclCommInitRank(ncclComm_t* comm, int size, ncclUniqueId id, int rank) {
-  return ncclCommInitRankConfig(comm, size, id, rank, nullptr);
-}
-API ncclResult_t ncclCommInitRankScalable(
-    ncclComm_t* comm, int size, int rank, int, ncclUniqueId* ids, ncclConfig_t* config) {
-  return ncclCommInitRankConfig(comm, size, ids[0], rank, config);
-}
 // Of a communicator that exists: each rank makes a new one of its colour, its number told by the first of them.
 API ncclResult_t ncclCommSplit(ncclComm_t parent, int colour, int key, ncclComm_t* found, ncclConfig_t* config) {
   struct Entry {
@@ -129,7 +115,6 @@ API ncclResult_t ncclCommAbort(ncclComm_t comm) {
   return ncclSuccess;
 }
 API ncclResult_t ncclCommDestroy(ncclComm_t) { return ncclSuccess; }
-API ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
 API ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) {
   *error = ncclSuccess;  // a dead peer is seen by NCCL's sockets at times, and at times by nobody
   return ncclSuccess;
@@ -263,20 +248,10 @@ static std::vector<char> reduced(ncclComm* comm, size_t bytes, ncclDataType_t ty
   std::vector<char> sum(comm->slots, comm->slots + bytes);
   size_t count = bytes / width_of(type);
   for (int rank = 1; rank < comm->size; rank++)
-    combine(sum.data(), comm->slots + SLOT * rank, count, type, op >= 64 || op == ncclAvg ? (int)ncclSum : op);
+    combine(sum.data(), comm->slots + SLOT * rank, count, type, op == ncclAvg ? (int)ncclSum : op);
   if (op == ncclAvg) scale(sum.data(), count, type, 1.0 / comm->size);
-  if (op >= 64) scale(sum.data(), count, type, factors[op]);
   return sum;
 }
-
-API ncclResult_t ncclRedOpCreatePreMulSum(
-    ncclRedOp_t* op, void* factor, ncclDataType_t type, ncclScalarResidence_t, ncclComm_t) {
-  Locked lock(state);
-  factors[next_operator] = number_at(factor, type);
-  *op = (ncclRedOp_t)next_operator++;
-  return ncclSuccess;
-}
-API ncclResult_t ncclRedOpDestroy(ncclRedOp_t, ncclComm_t) { return ncclSuccess; }
 
 API ncclResult_t ncclAllReduce(
     const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {

@@ -74,9 +74,3 @@ inline void scale(char* numbers, size_t count, ncclDataType_t type, double facto
     for (size_t i = 0; i < count; i++) all[i] = all[i] * factor;
   });
 }
-
-inline double number_at(const void* place, ncclDataType_t type) {
-  double number = 0;
-  with_type(type, [&](auto* kind) { number = *(decltype(kind))place; });
-  return number;
-}

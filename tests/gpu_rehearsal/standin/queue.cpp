@@ -117,11 +117,6 @@ bool is_done(uint64_t number) {
   return !unfinished.count(number);
 }
 
-bool is_idle(cudaStream_t stream) {
-  Lock lock(guard);
-  return queues[stream].empty();
-}
-
 // The thread beside: what is `apart`, in its order; and what has become late.
 static void run_beside() {
   for (;;) {

@@ -2,7 +2,7 @@
 //
 // torch's CUDA build links these three dynamically. Preloaded (LD_PRELOAD), this library answers in their place, and all
 // of torch above them is the real one: allocator, streams, events, CUDA graphs, autograd's threads, ProcessGroupNCCL.
-// Kernels do nothing here: `emulation.py` computes each operator with the CPU's kernels, on the same memory.
+// No kernel is launched: `emulation.py` computes each operator with the CPU's kernels, on the same memory.
 //
 // The rules come from the CUDA C++ Programming Guide (streams, events, graphs: section "CUDA Graphs", "Stream capture") and
 // the CUDA Runtime API's reference; a comment at each rule names its page. The environment:
@@ -66,7 +66,6 @@ bool works_late();
 uint64_t enqueue(
     cudaStream_t stream, const char* name, Body body, std::set<uint64_t> after = {}, ncclComm_t comm = nullptr);
 bool is_done(uint64_t work);
-bool is_idle(cudaStream_t stream);
 void reach(uint64_t work);         // runs what this work needs, and waits for it
 void reach_end(cudaStream_t stream);
 void reach_end_of_all();
@@ -77,7 +76,6 @@ struct CUstream_st {
   int id = 0;
   int device = 0;
   unsigned flags = 0;
-  int priority = 0;
   bool legacy = false;  // the default stream, which waits for others of its device and cannot be captured
   Capture* capture = nullptr;
   // While captured: how far this stream knows each stream of the capture. One that the origin does not know to its end

@@ -41,29 +41,14 @@ cudaError_t submit(cudaStream_t handle, const char* name, Body body, ncclComm_t 
   return cudaSuccess;
 }
 
-API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
+API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
   Locked lock(state);
   open_context(current_device, "cudaStreamCreate");
   *stream = new CUstream_st;
   (*stream)->id = ++streams_made;
   (*stream)->device = current_device;
   (*stream)->flags = flags;
-  (*stream)->priority = priority;
   return cudaSuccess;
-}
-API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
-  return cudaStreamCreateWithPriority(stream, flags, 0);
-}
-API cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
-API cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
-  *priority = stream_of(stream)->priority;
-  return cudaSuccess;
-}
-
-API cudaError_t cudaStreamQuery(cudaStream_t handle) {
-  if (cudaError_t error = forbid_while_captured(handle, "cudaStreamQuery")) return failed(error);
-  return is_idle(stream_of(handle)) ? cudaSuccess : cudaErrorNotReady;
 }
 
 API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
@@ -85,13 +70,6 @@ API cudaError_t cudaDeviceSynchronize() {
   return cudaSuccess;
 }
 
-API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* data, unsigned) {
-  return submit(stream, "callback", [=] { function(stream, cudaSuccess, data); });
-}
-API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
-  return submit(stream, "host function", [=] { function(data); });
-}
-
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   Locked lock(state);
   open_context(current_device, "cudaEventCreate");
@@ -100,7 +78,6 @@ API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   (*event)->flags = flags;
   return cudaSuccess;
 }
-API cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 API cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }  // work that is under way may still know it
 
 API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t handle, unsigned flags) {
