@@ -41,7 +41,7 @@ OTHER_COLUMNS = 50
 
 
 class _Bar(Progress):
-    """A progress bar that asks for the epoch, the steps done and the text with the means each time it is drawn."""
+    """A progress bar that reads the epoch, the steps and the text with the means whenever it is drawn."""
 
     def __init__(self, now: Callable[[], tuple[int, int, str]]) -> None:
         self._now = now
@@ -82,7 +82,7 @@ class Console:
         self._means = ""
         """The text with the mean loss of all ranks, and the other numbers of training, at the last reading."""
         self._reported: tuple[float, int] | None = None
-        """When progress was last printed, or first asked for, and how far it was."""
+        """When progress was last printed, or `progress` was first called, and how far the run was."""
         self._status: tuple[Any, float] = (None, -math.inf)
         """Of the status that was printed last: what is printed at once where it changes, and when that was."""
         self._bar: _Bar | None = None

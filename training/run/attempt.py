@@ -91,7 +91,7 @@ class Attempt:
         self._save_agreed = False
         """The ranks have agreed to save, and the next boundary does: in an evaluation there is none."""
         self._told = time.monotonic()
-        """When status.json, and who watches the console, last had the step."""
+        """When status.json and the console last got the step."""
         self.consensus = Consensus(run.world, run.signals, self._stop_file)
         about = RunInfo(
             os.path.abspath(run.path), 0 if os.environ.get(contract.ENV_LIVE) else run.world.size, run.attempt,
