@@ -9,7 +9,7 @@ import pytest
 
 from tests.events import events
 from tests.gpu_rehearsal.rehearsal import STEPS, Gang, Rank, differing, trained
-from tests.gpu_rehearsal.test_strategies import GIVES, LOOK_FOR_NAN, READING, RESIDENT
+from tests.gpu_rehearsal.test_strategies import APPLIES, LOOK_FOR_NAN, READING, RESIDENT
 
 pytestmark = pytest.mark.promise("gpu-standin", "recorded-steps")
 
@@ -58,7 +58,7 @@ def test_a_recorded_run_ends_in_the_bits_of_the_eager_one(tmp_path: Path, data_r
         launches = rank.lines("LAUNCH")
         eager_steps = 4 if exact else 3  # a step behind a save proves its function
         assert len(launches) >= (STEPS - eager_steps) * (each + PARTS // ranks * exact)
-        assert rank.found["step"].get(GIVES, 0) == eager_steps * exact
+        assert rank.found["step"].get(APPLIES, 0) == eager_steps * exact
         assert {int(line.split("nodes=")[1].split()[0]) for line in launches} <= set(made)
 
 

@@ -28,10 +28,10 @@ READING = {"copy cuda->cpu pinned by observe/steps.py:_to_host", "cudaEventSynch
 """The losses of the first and the last step, on a stream of their own. The host reads them once they have arrived."""
 RESIDENT = "copy cpu->cuda pageable by data/batches.py:batch"
 """The numbers of the samples: staged by the driver at the call, so nothing waits."""
-GIVES = "cudaStreamSynchronize by sync/exact.py:give"
+APPLIES = "cudaStreamSynchronize by sync/exact.py:apply"
 """An eager step of `exact` reads how many parts have used each parameter: one that no part has used gets no gradient."""
 READ_BY_EXACT = (
-    "sync/exact.py:give",
+    "sync/exact.py:apply",
     "run/logical_workers.py:finish",
     "run/proof.py:prove",
     "parallel/packing.py:tensor_bytes",

@@ -14,7 +14,7 @@ import platform
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +26,9 @@ from ..generators import RngScope
 from ..parallel.exchange import all_gather_trees, raise_together
 from ..parallel.packing import tensor_bytes
 from ..resilience.closeness import BATCH_STATISTICS
-from ..sync.exact import TreeSum, capturing, nodes_of_ranks
+from ..sync.exact import Exact, TreeSum, capturing, nodes_of_ranks
 from .proof import Proof, changed, due
-from .replica import Replica
+from .replica import Replica, Several
 from .run import Run
 from .step_input import Numbers, StepInput
 
@@ -59,6 +59,16 @@ class LogicalWorkers:
         """Of the step under way, if it has one."""
         self._call_is_first = False
         """The next call of the function is the first one of a part."""
+
+    @property
+    def _learning(self) -> list[Exact]:
+        """The strategies whose models learn in the step: under `sync.name=exact` there are no others."""
+        sync = self.replica.sync
+        return cast("list[Exact]", sync.learning if isinstance(sync, Several) else [sync])
+
+    def _begin_parts(self) -> None:
+        for sync in self._learning:
+            sync.begin_parts(self._of)
 
     def check_outside(self) -> None:
         """Raises `RuntimeError` within a function that some ranks call more often than others: they would wait for one another."""
@@ -118,7 +128,7 @@ class LogicalWorkers:
         counts = sum(buffer.numel() for buffer in self._counts.values())
         self._sections = [sum(self._sizes), len(self._sizes), counts, counts]
         self._of, self._begun = part.num_parts, False
-        self.replica.sync.begin_parts(part.num_parts)
+        self._begin_parts()
 
     def _tree(self, sums: int) -> TreeSum:
         """The sum of the step under way. How many sums a step has is known once its function was called."""
@@ -169,7 +179,7 @@ class LogicalWorkers:
             self._look_at_others(self._buffers())  # a better reason, where there is one
             self.refused = self.refused or error
         sync.zero_grad()
-        sync.begin_parts(self._of)
+        self._begin_parts()
 
     def begin_part(self, part: int, sums: bool) -> None:
         """Puts back the statistics and the generators with which each part begins.
@@ -195,7 +205,7 @@ class LogicalWorkers:
         finally:
             self.inside = False
         first, self._call_is_first = self._call_is_first, False
-        if first and self.refused is None and self.replica.sync.has_gradients:
+        if first and self.refused is None and any(sync.has_gradients for sync in self._learning):
             names = [name for name, p in self.replica.model.named_parameters() if p.grad is not None]
             self.refused = self.replica.sync.refuse(
                 f"needs each gradient from the loss that the function returns, and {names[0]} has one before",
@@ -232,7 +242,8 @@ class LogicalWorkers:
             share: of the global batch's samples.
             sums: over its samples, float64 (`StepSums.values`).
         """
-        self.replica.sync.accumulate_part(part)
+        for sync in self._learning:
+            sync.accumulate_part(part)
         if part == self._last:
             self._look_at_others(self._buffers())
         tree = self._tree(len(sums))
@@ -242,13 +253,15 @@ class LogicalWorkers:
     def collect(self, share: float, sums: torch.Tensor) -> list[torch.Tensor]:
         """Gradients and statistics of a part that is being recorded, whose replays `put` takes. Arguments as in `take`."""
         tree = self._tree(len(sums))
-        return [*self.replica.sync.collect(), self._collect(tree, share, sums)]
+        (sync,) = self._learning
+        return [*sync.collect(), self._collect(tree, share, sums)]
 
     @torch.no_grad()
     def put(self, part: int, collected: list[torch.Tensor], sums: int) -> None:
         """In place of `take`, of a part that was replayed: what `collect` gave. `sums`: how many there are."""
         *gradients, own = collected
-        self.replica.sync.put(part, gradients)
+        (sync,) = self._learning
+        sync.put(part, gradients)
         tree = self._tree(sums)
         tree.add(part, tree.leaf().copy_(own))
 
@@ -273,21 +286,25 @@ class LogicalWorkers:
                 continue
             self.refused = changed(self.replica.sync.refuse, name, name in parameters)
 
-    def sum(self, sums: int) -> torch.Tensor:
-        """What `finish` takes, of all parts. `sums`: how many `take` gets of each part. Collective."""
-        return self._tree(sums).finish()
+    def reduce(self, sums: int) -> list[torch.Tensor]:
+        """Returns what `finish` takes, of all parts. `sums`: how many `take` gets of each part. Collective."""
+        return [*(total for sync in self._learning for total in sync.reduce()), self._tree(sums).finish()]
 
     @torch.no_grad()
-    def finish(self, total: torch.Tensor) -> torch.Tensor:
-        """Puts the statistics together. Returns the sums over all samples, float64. Collective where it raises. In a recording the host
-        does not look at them: the next step that is not replayed does.
+    def finish(self, totals: list[torch.Tensor]) -> torch.Tensor:
+        """Makes the gradients, and puts the statistics together. Returns the sums over all samples, float64. Collective where it raises.
+        In a recording the host does not look at the statistics: the next step that is not replayed does.
 
         Args:
-            total: what `sum` has given on any rank.
+            totals: what `reduce` has given on any rank.
 
         Raises:
             UserError: on all ranks: the function of the step depends on more than its samples, or a buffer cannot be put together.
         """
+        *gradients, total = totals
+        of_gradients = iter(gradients)
+        for sync in self._learning:
+            sync.apply(of_gradients)
         parts = self._of
         means, changed, counted, squares, sums, other = total[: sum(self._sections)].split(self._sections)
         buffers = self._buffers()

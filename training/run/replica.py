@@ -89,28 +89,9 @@ class Several(GradientSync):
                 stack.enter_context(part.accumulate())
             yield
 
-    def begin_parts(self, count: int) -> None:
-        for part in self.learning:
-            part.begin_parts(count)
-
-    @property
-    def has_gradients(self) -> bool:
-        return any(part.has_gradients for part in self.learning)
-
-    def accumulate_part(self, part: int) -> None:
-        for model in self.learning:
-            model.accumulate_part(part)
-
     def synchronize(self) -> None:
         for part in self.learning:
             part.synchronize()
-
-    def reduce(self) -> list[torch.Tensor]:
-        return [total for part in self.learning for total in part.reduce()]
-
-    def apply(self, sums: Iterator[torch.Tensor]) -> None:
-        for part in self.learning:
-            part.apply(sums)
 
     def gradients(self, parameters: Any = None) -> list[torch.Tensor]:
         return [gradient for part in self.learning for gradient in part.gradients(parameters)]

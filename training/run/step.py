@@ -250,15 +250,14 @@ class Step:
             self.forward_backward(self.current.now(inputs))
             self.sums.agree(parts.refused)
             with self.run.state.clock.synchronizing(sync.watch):
-                return [*sync.reduce(), parts.sum(len(self.sums.values))]
+                return parts.reduce(len(self.sums.values))
 
-        *sums, of_parts = compute() if live is None else live.retryable(compute, changes=True)
+        sums = compute() if live is None else live.retryable(compute, changes=True)
         self.attempt.known.add("numbers")
         if self._replays:
-            self.recorder.take_sums([*sums, of_parts])
+            self.recorder.take_sums(sums)
             return
-        sync.apply(iter(sums))
-        self.sums.values.copy_(parts.finish(of_parts))  # of all ranks' samples
+        self.sums.values.copy_(parts.finish(sums))  # of all ranks' samples
 
     def forward_backward(self, inputs: StepInput, sums: bool = True) -> None:
         """In micro-batches; the last one sends the gradients. Under `sync.name=exact` part by part.

@@ -70,8 +70,7 @@ class GradientSync(ABC):
     one_optimizer: bool = False
     """Whether a run may have one optimizer only."""
     batch_parts: order.Parts | None = None
-    """How a global batch is cut into parts that a rank computes one by one (`begin_parts`, `accumulate_part`); None: a rank computes its
-    samples at once."""
+    """How a global batch is cut into parts that a rank computes one by one (`exact.py`); None: a rank computes its samples at once."""
     watch: GradientWatch | None = None
     """When the rank's own gradients were complete, where a strategy waits for other ranks before `synchronize`."""
 
@@ -129,38 +128,6 @@ class GradientSync(ABC):
     @abstractmethod
     def accumulate(self) -> contextlib.AbstractContextManager[Any]:
         """Backward passes inside add to the gradients and send nothing; the next one outside sends the sum."""
-
-    def begin_parts(self, count: int) -> None:
-        """A step over so many parts begins (`batch_parts`)."""
-        raise NotImplementedError
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a parameter has a gradient that `accumulate_part` has not taken away (`batch_parts`)."""
-        raise NotImplementedError
-
-    def accumulate_part(self, part: int) -> None:
-        """The gradients are those of this part of the batch alone: the strategy takes them away (`batch_parts`)."""
-        raise NotImplementedError
-
-    def collect(self) -> list[torch.Tensor]:
-        """What `accumulate_part` adds to the sums of a part: `put` takes it. A recorded part ends with it (`batch_parts`, `capturable`)."""
-        raise NotImplementedError
-
-    def put(self, part: int, collected: list[torch.Tensor]) -> None:
-        """Adds what `collect` has given, of which it makes a copy, to the sums of this part (`batch_parts`, `capturable`)."""
-        raise NotImplementedError
-
-    def reduce(self) -> list[torch.Tensor]:
-        """The first half of `synchronize` where it has two (`batch_parts`): the sums over the parts of all ranks. Collective."""
-        raise NotImplementedError
-
-    def apply(self, sums: Iterator[torch.Tensor]) -> None:
-        """The second half: makes gradients of what `reduce` has given on any rank, and takes as many of them. It may change the tensors.
-
-        In a recording it makes those that it made last.
-        """
-        raise NotImplementedError
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -184,6 +184,7 @@ class Exact(GradientSync):
             group.sum.release()
 
     def begin_parts(self, count: int) -> None:
+        """A step over so many parts begins."""
         self._in_parts = True
         self._group()
         for group in self._groups:
@@ -191,16 +192,20 @@ class Exact(GradientSync):
 
     @property
     def has_gradients(self) -> bool:
+        """Whether a parameter has a gradient that `accumulate_part` has not taken away."""
         return any(p.grad is not None for group in self._groups for p in group.params)
 
     def accumulate_part(self, part: int) -> None:
+        """Takes the gradients away, which are those of this part of the batch alone."""
         for group in self._groups:
             group.sum.add(part, group.collect())
 
     def collect(self) -> list[torch.Tensor]:
+        """Returns what `accumulate_part` adds to the sums of a part, for `put`. A recorded part ends with it."""
         return [group.collect() for group in self._groups]
 
     def put(self, part: int, collected: list[torch.Tensor]) -> None:
+        """Adds what `collect` has given, of which it makes a copy, to the sums of this part."""
         for group, leaf in zip(self._groups, collected, strict=True):
             group.sum.add(part, group.sum.leaf().copy_(leaf))
 
@@ -211,9 +216,14 @@ class Exact(GradientSync):
         self.apply(iter(self.reduce()))
 
     def reduce(self) -> list[torch.Tensor]:
+        """The first half of `synchronize`: the sums over the parts of all ranks. Collective."""
         return [group.sum.finish() for group in self._groups]
 
     def apply(self, sums: Iterator[torch.Tensor]) -> None:
+        """The second half: makes gradients of what `reduce` has given on any rank, and takes as many of them. It may change the tensors.
+
+        In a recording it makes those that it made last.
+        """
         self._in_parts = False
         for group in self._groups:
             group.apply(next(sums))
