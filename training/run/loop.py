@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +15,7 @@ from .. import contract, files
 from ..contract import EXIT_DONE, EXIT_FAILED, UserError
 from ..data.alike import check_alike_whole
 from ..data.batches import Batches, ElasticBatches, Part, begun
-from ..data.pytree import to_device
+from ..data.pytree import children, to_device
 from ..observe.account import TimeCategory
 from ..parallel.exchange import all_gather_trees, broadcast_tree
 from ..parallel.world import World
@@ -24,6 +23,7 @@ from ..resilience.closeness import fingerprint, sha256
 from ..resilience.desync import Place
 from ..sync.buckets import SentAlready
 from .attempt import FIRST_STEPS, Attempt
+from .proof import has_bytes, text_of
 from .recording import Recorder, obstacle
 from .replica import Replica, learning_rates
 from .resume import misfits_explained
@@ -486,35 +486,21 @@ def _check_lengths(loader: Any, world: World) -> int | None:
 
 
 def _same_samples(batch: Any, world: World) -> int:
-    """How many samples the batch has where all ranks were given the same one; 0 where they were not, or that cannot be seen.
-
-    Compared are the dense tensors and arrays of the batch, with their first values. Collective.
-    """
+    """How many samples the batch has where all ranks were given the same one; 0 where they were not, or that cannot be seen. Collective."""
     if world.size == 1:
         return 0
-    try:
-        samples, digest = _digest(batch)
-    except Exception:  # noqa: BLE001 - tensors of some kinds have no bytes, and the batch is for the script to judge
-        samples, digest = 0, ""
-    return samples if len(set(all_gather_trees(digest, world))) == 1 else 0
+    arrays = _arrays(batch)
+    digests = all_gather_trees(text_of(arrays), world)
+    return next((len(array) if array.ndim else 1 for array in arrays), 0) if len(set(digests)) == 1 else 0
 
 
-def _digest(batch: Any) -> tuple[int, str]:
-    """The length of the first tensor or array, and a hash of all; 0 where there is none."""
-    leaves, samples, digest = [batch], 0, hashlib.sha256()
-    while leaves:
-        leaf = leaves.pop(0)
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-            first = leaf.detach().flatten()[:4096].cpu().resolve_conj().resolve_neg().contiguous()
-            values = first.view(torch.uint8).numpy().tobytes()
-        elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
-            values = leaf.ravel()[:4096].tobytes()
-        else:
-            leaves += leaf.values() if isinstance(leaf, Mapping) else leaf if isinstance(leaf, (list, tuple)) else ()
-            continue
-        samples = samples or (len(leaf) if leaf.ndim else 1)
-        digest.update(repr((str(leaf.dtype), tuple(leaf.shape))).encode() + values)
-    return samples, digest.hexdigest()
+def _arrays(batch: Any) -> list[Any]:
+    """The dense tensors, and the arrays, of a batch."""
+    if isinstance(batch, torch.Tensor):
+        return [batch] if has_bytes(batch) else []
+    if isinstance(batch, np.ndarray):
+        return [] if batch.dtype.hasobject else [batch]
+    return [array for _, child in children(batch) for array in _arrays(child)]
 
 
 def _lists(items: Iterator[T], size: int) -> Iterator[list[T]]:

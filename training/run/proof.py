@@ -79,7 +79,7 @@ class Proof:
 
     def prove(self, call: Callable[[], torch.Tensor]) -> UserError | None:
         """Calls the function twice. Returns what is wrong with it."""
-        alone = {name: tensor for name, tensor in self.alone.items() if _has_bytes(tensor)}
+        alone = {name: tensor for name, tensor in self.alone.items() if has_bytes(tensor)}
         contents = sums_of_bits(alone.values())
         losses = [call().detach().double().view(1)]
         first = attributes(self.model)
@@ -159,7 +159,7 @@ class Proof:
 
 def _rows_differ(tensor: torch.Tensor) -> bool:
     """Whether each row is another one: ones for all samples are no table."""
-    if not _has_bytes(tensor) or not tensor.numel():
+    if not has_bytes(tensor) or not tensor.numel():
         return False
     return len({row.numpy().tobytes() for row in tensor_bytes(tensor).view(len(tensor), -1)}) == len(tensor)
 
@@ -224,7 +224,8 @@ def text_of(value: Any, depth: int = _DEPTH) -> str | None:
     return None
 
 
-def _has_bytes(tensor: torch.Tensor) -> bool:
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """Returns whether `text_of` sees the numbers of the tensor, and not its form alone."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
     return plain and not (tensor.is_nested or tensor.is_meta or tensor.is_conj() or tensor.is_neg())
 
@@ -232,7 +233,7 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
 @torch.no_grad()
 def _digest(tensor: torch.Tensor) -> str:
     about = f"{tensor.dtype}{'' if tensor.is_nested else [*tensor.shape]}"
-    if not _has_bytes(tensor):
+    if not has_bytes(tensor):
         return about
     if tensor.numel() * tensor.element_size() > _MOST_BYTES:
         return f"{about}{sums_of_bits([tensor]).tolist()}"
