@@ -79,11 +79,10 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     args.caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
     try:
         with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as folder:
-            os.environ[ENV_NOTE] = str(Path(folder) / "run")
+            note = Path(folder) / "run"
+            os.environ[ENV_NOTE] = str(note)
             code, final, first = _run(args, nodes, attempts, Hangs(Path(folder)))
-            _end_time(Path(os.environ[ENV_NOTE]))
-            if code == EXIT_FAILED and args.exit_codes == "plain":
-                _tell_where_it_resumes(Path(os.environ[ENV_NOTE]))
+            _conclude(note, tells=code == EXIT_FAILED and args.exit_codes == "plain")
     except NotMet as error:
         to_stderr(f"launch: {error}: giving up")
         attempts.end(EXIT_FAILED, final=True)
@@ -113,8 +112,7 @@ def _run(args: argparse.Namespace, nodes: Meeting, attempts: Attempts, hangs: Ha
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # they were held back until here
         store, number = opened(nodes)
         group = NodeAgent(args, nodes, attempts, hangs) if number else Coordinator(args, nodes, attempts, hangs, store)
-        group.catch()
-        group.limit(began)
+        group.catch(began)
         if isinstance(group, NodeAgent):
             ending = group.run(store, number)
             return group.settled(ending.code, {}), ending.final, ending.first == group.index
@@ -276,16 +274,17 @@ def _why_not(program: str) -> str:
     return f"{program} is not executable: put its interpreter before it, as in -- {interpreter} {program}"
 
 
-def _tell_where_it_resumes(note: Path) -> None:
-    """Says what is saved of the run that rank 0 has noted there, if it was on this node and came so far."""
-    from ..checkpoint import store
+def _conclude(note: Path, tells: bool) -> None:
+    """Counts what came after the last line of rank 0 in the time of the run that it has noted there, if it was on this node.
 
+    Args:
+        tells: say what is saved of the run.
+    """
     with contextlib.suppress(OSError):
-        for newest in store.candidates(Path(os.fsdecode(note.read_bytes()), CHECKPOINTS))[:1]:
-            to_stderr(f"launch: step {store.step_of(newest)} is saved: the same command resumes there")
+        run = Path(os.fsdecode(note.read_bytes()))
+        if tells:
+            from ..checkpoint import store
 
-
-def _end_time(note: Path) -> None:
-    """Counts what came after the last word of rank 0 in the time of the run that it has noted there."""
-    with contextlib.suppress(OSError):
-        account.launcher_ended(Path(os.fsdecode(note.read_bytes())))
+            for newest in store.candidates(run / CHECKPOINTS)[:1]:
+                to_stderr(f"launch: step {store.step_of(newest)} is saved: the same command resumes there")
+        account.launcher_ended(run)

@@ -22,10 +22,10 @@ from types import FrameType
 
 from lockstep.wire.hangs import Hangs
 
-from ..contract import EXIT_FAILED, EXIT_USAGE, named, to_stderr
+from ..contract import EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, named, to_stderr
 from ..limits import ERROR_SECONDS, LEAVE_SECONDS, NODE_LOOK_SECONDS, STOP_SECONDS, STORE_SECONDS
 from ..parallel import stores
-from .ending import FINAL, Attempts, deaths, how, raising, too_early, without_ended
+from .ending import FINAL, Attempts, deaths, how, too_early, without_ended
 from .nodes import DesiredState, Ending, Meeting, NodeEvents, Nodes, NodeSlot, SignedStore, WorkerId, size
 from .workers import Interrupted, WorkerGroup
 
@@ -379,10 +379,9 @@ class Coordinator(WorkerGroup):
                     self._nodes.leave(node.slot)
 
         deadline = time.monotonic() + ERROR_SECONDS
-        while raising([*failed.values(), *(None for _ in self._running)]) and time.monotonic() < deadline:
-            if self.signalled is not None:
-                break
-            look()
+        raised = any(code > 0 and code != EXIT_PREEMPTED for code in failed.values())
+        while raised and self._running and self.signalled is None and time.monotonic() < deadline:
+            look()  # another rank may be about to report an error, too
         self.workers.kill([worker for worker in self.workers.running if worker.rank in self._spares])
         self._spares.clear()
         saving = bool(self._ending_signal)  # the ranks have it: they have the grace, and no second one

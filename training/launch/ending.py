@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
 from collections.abc import Collection, Container, Mapping
 from pathlib import Path
-
-import filelock
 
 from .. import files
 from ..contract import (
@@ -17,8 +13,6 @@ from ..contract import (
     EXIT_FAILED,
     EXIT_PREEMPTED,
     EXIT_USAGE,
-    LOCK_FILE,
-    STATUS_FILE,
     UserError,
     named,
     to_stderr,
@@ -99,33 +93,11 @@ def how(code: int) -> str:
     """How a process has ended, by its exit code as Python gives it: negative for a signal."""
     if code >= 0:
         return f"ended with exit code {code}"
-    hint = _HINTS.get(-code, "")
-    return f"ended by {_name(-code)}{hint}"
-
-
-def _name(number: int) -> str:
     try:
-        return signal.Signals(number).name
+        name = signal.Signals(-code).name
     except ValueError:
-        return f"signal {number}"
-
-
-def raising(codes: Collection[int | None]) -> bool:
-    """Returns whether a rank has ended with its own error while another one runs, which may be about to report an error, too."""
-    return None in codes and any(code is not None and code > 0 and code != EXIT_PREEMPTED for code in codes)
-
-
-def note_end(note: Path, code: int, reason: str) -> None:
-    """Completes status.json of the run that rank 0 has noted there, if rank 0 was killed before it could.
-
-    Another launcher may have resumed the run: its rank 0 holds the lock then.
-    """
-    with contextlib.suppress(OSError, filelock.Timeout):
-        run = Path(os.fsdecode(note.read_bytes()))
-        with filelock.FileLock(run / LOCK_FILE, timeout=1):
-            status = files.read_json(run / STATUS_FILE)
-            if isinstance(status, dict) and status.get("code", code) is None:
-                files.replace_json(run / STATUS_FILE, {**status, "code": code, "reason": reason})
+        name = f"signal {-code}"
+    return f"ended by {name}{_HINTS.get(-code, '')}"
 
 
 class Attempts:

@@ -22,10 +22,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
+import filelock
+
 from lockstep.wire.hangs import Hangs
 from lockstep.wire.progress import state_of
 from lockstep.wire.signals import FORWARDED, PendingSignals
 
+from .. import files
 from ..contract import (
     ENV_LIVE,
     ENV_NOTE,
@@ -36,10 +39,12 @@ from ..contract import (
     EXIT_PREEMPTED,
     EXIT_TIMED_OUT,
     EXIT_USAGE,
+    LOCK_FILE,
+    STATUS_FILE,
     to_stderr,
 )
 from ..limits import KILL_SECONDS, NODE_LOOK_SECONDS, OUTPUT_LOOK_SECONDS, OUTPUT_SECONDS, POLL_SECONDS
-from .ending import Attempts, note_end, too_early
+from .ending import Attempts, too_early
 from .nodes import DesiredState, Meeting, NodeSlot, WorkerId, size
 
 MAX_LINE = 1 << 16
@@ -339,8 +344,12 @@ class WorkerGroup:
         self.workers.kill(self.workers.running)
         self.workers.finish()
 
-    def catch(self) -> None:
+    def catch(self, began: float) -> None:
+        """Hands signals on to the ranks. Ends the ranks when the time limit, counted from `began`, is over, as TERM does."""
         handle(self.args.caught, self._forward)
+        signal.signal(signal.SIGALRM, self._over)
+        limit = self.args.time_limit
+        signal.setitimer(signal.ITIMER_REAL, max(0.001, limit - (time.monotonic() - began)) if limit else 0)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
         if self._ends(number):
@@ -357,12 +366,6 @@ class WorkerGroup:
     def _ends(self, number: int) -> bool:
         """Returns whether ranks end at this signal: what a program does with a USR1 is unknown."""
         return self.args.ours or number in (signal.SIGTERM, signal.SIGINT)
-
-    def limit(self, began: float) -> None:
-        """Ends the ranks when the time limit, counted from then, is over, as TERM does."""
-        signal.signal(signal.SIGALRM, self._over)
-        limit = self.args.time_limit
-        signal.setitimer(signal.ITIMER_REAL, max(0.001, limit - (time.monotonic() - began)) if limit else 0)
 
     def _over(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
         self.timed_out = True
@@ -394,8 +397,16 @@ class WorkerGroup:
         return code
 
     def note(self, code: int, reason: str) -> None:
-        """Completes status.json of the run, where rank 0 could not."""
-        note_end(Path(os.environ[ENV_NOTE]), code, reason)
+        """Completes status.json of the run that rank 0 has noted, if rank 0 was killed before it could.
+
+        Another launcher may have resumed the run: its rank 0 holds the lock then.
+        """
+        with contextlib.suppress(OSError, filelock.Timeout):
+            run = Path(os.fsdecode(Path(os.environ[ENV_NOTE]).read_bytes()))
+            with filelock.FileLock(run / LOCK_FILE, timeout=1):
+                status = files.read_json(run / STATUS_FILE)
+                if isinstance(status, dict) and status.get("code", code) is None:
+                    files.replace_json(run / STATUS_FILE, {**status, "code": code, "reason": reason})
 
 
 def handle(numbers: tuple[signal.Signals, ...], handler: Callable[..., Any] | signal.Handlers) -> None:
