@@ -200,10 +200,6 @@ class UserError(Exception):
         return printable(super().__str__())
 
 
-def checkpoint_name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
 def endpoint_file(run_dir: Path, rank: int) -> Path:
     """Returns the path of `{host, port, pid}` of a rank's metrics server, for as long as it runs."""
     return run_dir / ENDPOINTS / f"rank-{rank:05d}.json"

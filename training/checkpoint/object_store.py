@@ -21,9 +21,9 @@ from pydantic import ValidationError
 
 from .. import bucket, files
 from ..bucket import HEAD, TRIES, Bucket, CheckpointEntry, Damaged, File, Head, Tag, as_user_error
-from ..contract import CHECKPOINTS, EVENTS_FILE, METRICS, RUN_FILE, TIME_FILE, UserError, checkpoint_name
+from ..contract import CHECKPOINTS, EVENTS_FILE, METRICS, RUN_FILE, TIME_FILE, UserError
 from . import store
-from .store import KeepBest, Rule, chosen
+from .store import KeepBest, Rule, checkpoint_name, chosen
 
 RECORD = "bucket.json"
 """File of the run directory: the run in the bucket, and the data with which another rank replaces a lost rank 0."""

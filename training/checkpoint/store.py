@@ -36,7 +36,7 @@ import safetensors
 import torch
 
 from .. import files
-from ..contract import UserError, checkpoint_name
+from ..contract import UserError
 from ..parallel.packing import DTYPE_NAMES, join, split
 
 R = TypeVar("R")
@@ -96,6 +96,10 @@ def listed(directory: Path) -> list[Path]:
         return candidates(directory)
     except OSError as error:
         raise UserError(f"cannot read {directory}: {error.strerror}") from None
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int:
