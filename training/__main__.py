@@ -73,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
                      "may be started again with the same words")  # fmt: skip
     run.add_argument("--verbose", action="append_const", const="log.verbose=true", dest="assignments",
                      help="print the messages of all ranks")  # fmt: skip
-    run.add_argument("--check-closeness", action="append", type=_closeness, dest="assignments", metavar="every=N",
+    run.add_argument("--check-closeness", action="append", dest="assignments", metavar="every=N",
+                     type=lambda text: f"check_closeness={text.removeprefix('every=')}",
                      help="compare the ranks' parameters every N steps")  # fmt: skip
     run.add_argument("--log-format", action="append", type="log.format={}".format, dest="assignments", metavar="FORMAT",
                      help="table for people (the default), json for clusters")  # fmt: skip
@@ -134,10 +135,6 @@ def _location(text: str) -> Location:
     from .run.location import Location
 
     return Location(text)
-
-
-def _closeness(text: str) -> str:
-    return f"check_closeness={text.removeprefix('every=')}"
 
 
 def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001

@@ -170,7 +170,8 @@ class UserState:
         Returns:
             The names of the generators that begin anew, although they were saved.
         """
-        mine = {name: zlib.crc32(repr(_of(generator)).encode()) for name, generator in self.generators.items()}
+        own = {name: generators.state_of(generator) for name, generator in self.generators.items()}
+        mine = {name: zlib.crc32(repr(generators.comparable(state)).encode()) for name, state in own.items()}
         prints = all_gather_trees(mine, world)
         anew = []
         for name in sorted(self.generators.keys() & states.keys()):
@@ -220,10 +221,6 @@ class UserState:
         elif self.rank_objects:
             name = next(iter(self.rank_objects))
             raise ValueError(f"{name} is each rank's own, and the number of ranks has changed")
-
-
-def _of(generator: Any) -> Any:
-    return generators.comparable(generators.state_of(generator))
 
 
 def _load(objects: dict[str, Stateful], states: dict[str, Any]) -> None:

@@ -446,11 +446,6 @@ class RunSettings(Section):
         """Whether the bits must not depend on the number of ranks."""
         return self.sync.name == "exact"
 
-    @property
-    def only_deterministic(self) -> bool:
-        """Whether only deterministic kernels may run."""
-        return self.deterministic or self.exact
-
     def hash(self) -> str:
         """Returns the sha256 of all settings that identify the run."""
         identity = json.dumps(settings.flatten(self, FREE), sort_keys=True)

@@ -96,7 +96,7 @@ def parse_yaml(text: str, where: str) -> Any:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{where}{line}: {error.problem or 'not valid YAML'}") from None
     except Exception as error:  # noqa: BLE001 - `!!bool x` and the like make the parser raise nearly anything
-        raise UserError(f"{where} is not valid YAML: {_first_line(error)}") from None
+        raise UserError(f"{where} is not valid YAML: {(str(error) or type(error).__name__).splitlines()[0]}") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -295,10 +295,6 @@ def documentation(model: type[BaseModel]) -> Iterator[tuple[str, str, Any, str]]
 def json_schema(model: type[BaseModel]) -> dict[str, Any]:
     """JSON Schema of a YAML file that holds a `model`, for editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **described(model).model_json_schema()}
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

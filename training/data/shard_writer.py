@@ -161,7 +161,8 @@ def prepare(data: Data) -> Manifest:
     directory = cache_directory(data)
     if _usable(directory, data):
         return Manifest.read(directory)
-    if not Path(data.root).is_dir() and not data.download and sources.needs_root(data.source):
+    reads = data.source in sources.FILES or data.source in sources.OWN
+    if reads and not data.download and not Path(data.root).is_dir():
         raise UserError(
             f"data.root={data.root} does not exist: set it to the folder of {data.source}, or allow downloads"
         )

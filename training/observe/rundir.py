@@ -33,7 +33,7 @@ import yaml
 
 from .. import config as configuration
 from .. import contract, files
-from ..config import Config, RunSettings, settings
+from ..config import RunSettings, settings
 from ..contract import UserError, say
 from ..limits import DISK_LOOK_SECONDS, DISK_SECONDS, LOCK_AFTER_RESTART_SECONDS, LOCK_SECONDS, RUN_FILE_SECONDS
 from ..parallel.world import World
@@ -315,16 +315,6 @@ def read_run(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or not known or not isinstance(data, dict):
         raise UserError(f"{file} is malformed: restore it, or start over in another run directory")
     return {**value, "config": configuration.of_run(config, str(file))}
-
-
-def recipe_of(path: Path, what_for: str) -> dict[str, Any]:
-    """run.yaml of a recipe's run. Raises `UserError` where it is another one's."""
-    run = read_run(path)
-    if not isinstance(run["config"], Config):
-        raise UserError(
-            f"{path} holds a run of {run['config'].script}, not of a recipe: {what_for} needs its own script"
-        )
-    return run
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from ..data.batches import fits
 from ..data.shard_writer import prepare
 from ..data.shards import Manifest, Samples
 from ..models.arithmetic import autocast, form_on, real_type
-from ..observe.rundir import recipe_of
+from ..observe.rundir import read_run
 from ..parallel.exchange import failing_together, waiting_for_all
 from ..parallel.world import World
 from ..run.evaluation import summed
@@ -148,7 +148,11 @@ def config_of(
     if target.is_dir():
         if recipe:
             raise UserError(f"{target} is a run, and its config is used: remove --recipe")
-        run = recipe_of(target, "evaluating it")
+        run = read_run(target)
+        if not isinstance(run["config"], Config):
+            raise UserError(
+                f"{target} holds a run of {run['config'].script}, not of a recipe: evaluating it needs its own script"
+            )
         config = _elsewhere(run["config"], assignments, target)
         model = config.model
         if not trust_model and not models.ours(model):

@@ -555,7 +555,7 @@ def _failed_collective(world: World, error: BaseException) -> BaseException | No
 
 
 def _arithmetic(settings: RunSettings) -> None:
-    deterministic = settings.only_deterministic
+    deterministic = settings.deterministic or settings.exact
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.are_deterministic_algorithms_enabled() != deterministic:  # the call imports torch's compiler

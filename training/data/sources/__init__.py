@@ -40,10 +40,6 @@ def ours(name: str) -> bool:
     return name in SOURCES or name in OWN
 
 
-def needs_root(name: str) -> bool:
-    return name in FILES or name in OWN
-
-
 def code_of(name: str) -> list[str]:
     """A hash of the code of a user's own source; empty for a built-in source. Raises `UserError`."""
     return [] if ours(name) else [function.code_of(name)]
