@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 
 from lockstep.training.contract import EXIT_DONE, TIME_FILE, UserError, printable
 from lockstep.training.observe.account import TimeCategory, of_run, plain
@@ -21,21 +20,16 @@ def main(argv: list[str]) -> int:
     )
     parsed.add_argument("--json", action="store_true", help="print one JSON value with stable fields")
     args = parsed.parse_args(argv)
-    show(args.runs, args.json)
-    return EXIT_DONE
-
-
-def show(runs: Sequence[Location], as_json: bool) -> None:
-    """Prints where the time of some runs went: of each, and of all together. Raises `UserError`."""
+    runs: list[Location] = args.runs
     accounts = [of_run(run.path) for run in runs]
     for run, account in zip(runs, accounts):
         if not account.stretches:
             raise UserError(f"{run.name} has no {TIME_FILE} that can be read: give a run directory whose run has begun")
     total = plain(accounts)
-    if as_json:
+    if args.json:
         each = [{"run": run.name, **account.plain()} for run, account in zip(runs, accounts)]
         print(json.dumps({"runs": each, "total": total}, indent=1))
-        return
+        return EXIT_DONE
     for run, account in zip(runs, accounts):
         print(printable(f"{run.name}: {goodput_line(account.shares())}, of {account.wall:.0f} s"))
     if len(runs) > 1:
@@ -45,3 +39,4 @@ def show(runs: Sequence[Location], as_json: bool) -> None:
         share, of_ranks = seconds / max(total["wall_seconds"], 1e-9), total["rank_seconds"][name]
         if seconds or of_ranks or name == TimeCategory.UNKNOWN:
             print(f"{name.replace('_', ' '):12} {seconds:12.1f} {100 * share:5.1f} % {of_ranks:14.1f}")
+    return EXIT_DONE

@@ -95,8 +95,9 @@ class Reader:
         return {snapshot.rank: snapshot for snapshot in found}
 
     def judged(self, before: dict[int, Snapshot], after: dict[int, Snapshot]) -> list[Rank]:
-        """Returns each rank's work between two readings (`between`), and the verdict on ranks that hang."""
-        ranks, hang = between(before, after), of_run(self.run_dir)
+        """Returns each rank's work between two readings, and the verdict on ranks that hang."""
+        ranks = [_rank(before.get(number), snapshot) for number, snapshot in sorted(after.items())]
+        hang = of_run(self.run_dir)
         named = {one.rank: one for one in hang.named} if hang is not None else {}
         status = files.read_json(self.run_dir / contract.STATUS_FILE)
         straggler = slow_rank_of(status)
@@ -215,12 +216,8 @@ def parse(text: str) -> dict[str, float]:
     return values
 
 
-def between(before: dict[int, Snapshot], after: dict[int, Snapshot]) -> list[Rank]:
-    """Returns each rank's work between two readings; since its start if it made no step in between, or is new."""
-    return [_rank(before.get(number), snapshot) for number, snapshot in sorted(after.items())]
-
-
 def _rank(before: Snapshot | None, after: Snapshot) -> Rank:
+    """Returns a rank's work between two readings; since its start if it made no step in between, or is new."""
     new, old = after.values, before.values if before is not None else {}
     steps, seconds = "step_duration_seconds_count", after.at - before.at if before is not None else 0.0
     moved = new.get(steps, 0.0) > old.get(steps, 0.0) and old.get("attempt") == new.get("attempt")

@@ -54,7 +54,26 @@ def main(argv: list[str]) -> int:
     parsed.add_argument("--once", action="store_true", help="print one table and exit")
     parsed.add_argument("--json", action="store_true", help="print one JSON value with stable fields")
     args = parsed.parse_args(argv)
-    show(args.run, args.every, args.once, args.json)
+    run: Location = args.run
+    reader = Reader(run.path)
+    before = reader.read()
+    if not before:
+        raise UserError(f"{run.name} has no metrics yet: check that it has started, and that metrics.enabled is true")
+    if not args.once and not args.json:
+        _live(run, reader, before, args.every)
+        return EXIT_DONE
+    time.sleep(0.0 if all(snapshot.values.get("finished") for snapshot in before.values()) else args.every)
+    run.look()
+    ranks = reader.judged(before, reader.read() or before)
+    if args.json:
+        print(json.dumps([asdict(rank) for rank in ranks], indent=1))
+        return EXIT_DONE
+    print(title(run.name, ranks))
+    rows = [_HEAD, *map(row, ranks)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for cells in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip())
+    print(legend(ranks))
     return EXIT_DONE
 
 
@@ -66,29 +85,6 @@ def _seconds(text: str) -> float:
     if not 0.2 <= found < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number of seconds from 0.2, got {text!r}")
     return found
-
-
-def show(run: Location, every: float, once: bool, as_json: bool) -> None:
-    """The ranks of a run: live, or one table or JSON value of what they do within `every` seconds. Raises `UserError`."""
-    reader = Reader(run.path)
-    before = reader.read()
-    if not before:
-        raise UserError(f"{run.name} has no metrics yet: check that it has started, and that metrics.enabled is true")
-    if not once and not as_json:
-        _live(run, reader, before, every)
-        return
-    time.sleep(0.0 if all(snapshot.values.get("finished") for snapshot in before.values()) else every)
-    run.look()
-    ranks = reader.judged(before, reader.read() or before)
-    if as_json:
-        print(json.dumps([asdict(rank) for rank in ranks], indent=1))
-        return
-    print(title(run.name, ranks))
-    rows = [_HEAD, *map(row, ranks)]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for cells in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip())
-    print(legend(ranks))
 
 
 def _live(run: Location, reader: Reader, before: dict[int, Snapshot], every: float) -> None:

@@ -111,7 +111,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
                         "a --hang-seconds longer than the time limit of your collectives")  # fmt: skip
     parser.add_argument("--moments", type=_of(MOMENTS), default=list(MOMENTS), metavar="NAME,…",
                         help=f"which to draw from; default: all of {', '.join(MOMENTS)} that are seen")  # fmt: skip
-    parser.add_argument("--ranks", type=_several, default=[2], metavar="N[,M]",
+    parser.add_argument("--ranks", type=lambda text: [*map(positive, text.split(","))], default=[2], metavar="N[,M]",
                         help="ranks for {ranks}; with a second number some cases resume with that; default: 2")  # fmt: skip
     parser.add_argument("--rank-process", default="", metavar="REGEX", help="matches the command line of a rank, if a launcher "
                         "does not set RANK for it")  # fmt: skip
@@ -163,11 +163,6 @@ def _of(names: Collection[str]) -> Callable[[str], list[str]]:
         return text.split(",")
 
     return parse
-
-
-def _several(text: str) -> list[int]:
-    """`1,2` → [1, 2], for `type=`."""
-    return [positive(part) for part in text.split(",")]
 
 
 def _resolve(args: argparse.Namespace) -> None:
