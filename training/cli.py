@@ -79,18 +79,16 @@ def add_set(parser: argparse.ArgumentParser, help_text: str) -> None:
     )
 
 
+def count(text: str, least: int = 0) -> int:
+    """Returns a whole number from `least`, for `type=`."""
+    if not text.isdecimal() or not least <= int(text) < 1 << 31:
+        raise argparse.ArgumentTypeError(f"must be a whole number from {least}, got {text!r}")
+    return int(text)
+
+
 def positive(text: str) -> int:
-    """A whole number from 1, for `type=`."""
-    if not text.isdecimal() or not 1 <= int(text) < 1 << 31:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
-    return int(text)
-
-
-def count(text: str) -> int:
-    """A whole number from 0, for `type=`."""
-    if not text.isdecimal() or int(text) >= 1 << 31:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 0, got {text!r}")
-    return int(text)
+    """Returns a whole number from 1, for `type=`."""
+    return count(text, 1)
 
 
 def search_path(env: Mapping[str, str]) -> str:

@@ -47,20 +47,17 @@ _EXTRA_OF = {package: extra for extra, packages in EXTRAS.items() for package in
 
 
 def _missing(package: str) -> UserError:
-    extra = _EXTRA_OF[package]
-    return UserError(f"this needs Lockstep's extra [{extra}], and {package} is not installed: {install(extra)}")
-
-
-def install(extra: str) -> str:
-    """Returns the sentence that says how to install an extra.
+    """Returns the error, which says how to install the extra of the package.
 
     pip takes the name from what is installed, so the command works offline from an index that does not have us.
     A checkout that is only on the path is installed by its own: its name might be asked of an index.
     """
     from importlib import metadata  # which no command needs that runs
 
+    extra = _EXTRA_OF[package]
     try:
         metadata.distribution(DISTRIBUTION)
+        install = f"run pip install '{DISTRIBUTION}[{extra}]'"
     except metadata.PackageNotFoundError:
-        return f"run pip install '.[{extra}]' in Lockstep's checkout"
-    return f"run pip install '{DISTRIBUTION}[{extra}]'"
+        install = f"run pip install '.[{extra}]' in Lockstep's checkout"
+    return UserError(f"this needs Lockstep's extra [{extra}], and {package} is not installed: {install}")
