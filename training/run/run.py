@@ -91,6 +91,7 @@ class Run:
 
     world: World
     exporter: Exporter
+    metrics: Metrics
     # From `resume` on:
     attempt: int
     """Counts the starts of the run, from 1."""
@@ -199,7 +200,7 @@ class Run:
                     if world.leader == first:
                         exporter = Exporter(settings.metrics, world, self.path, os.environ)
             assert exporter is not None
-            self.exporter = exporter
+            self.exporter, self.metrics = exporter, exporter.metrics
             with self.goodput.on(TimeCategory.RESTORED):
                 with failing_together(world):
                     self._checkpoint = resume.newest_checkpoint(self.directory, world, exporter.metrics, verified)
@@ -331,10 +332,6 @@ class Run:
         """Returns the epoch of the last step, from 1, and the steps of the run so far."""
         cursor = self.state.cursor
         return max(1, cursor.epoch + (cursor.step > 0)), self.user_state.steps
-
-    @property
-    def metrics(self) -> Metrics:
-        return self.exporter.metrics
 
     def left(self) -> float:
         """Seconds until this process must have ended; infinite where no signal has come."""
