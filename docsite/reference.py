@@ -135,10 +135,7 @@ def settings(model: type[BaseModel], title: str, lead: str, free: bool = True) -
 
 def session_settings() -> str:
     """Returns the page that the checkout has, too: `make generate` writes it."""
-    lead = (
-        'Give them to `Session` by name (`seed=3`) or as overrides (`"checkpoint.every_steps=100"`). '
-        "They are the settings of a recipe that are not about its model and data."
-    )
+    lead = 'Give them to `Session` by name (`seed=3`) or as overrides (`"checkpoint.every_steps=100"`).'
     return settings(OwnSettings, "Settings of a Session", lead)
 
 
