@@ -69,7 +69,7 @@ class Step:
         self.pending = False
         """Whether gradients of the batch have come that no update has used."""
         self.part: Part | None = None
-        """Of the batch under way, where it is known how much of the global batch is this rank's."""
+        """This rank's part of the global batch under way; None: it is not known."""
         self.same_samples: int | None = None
         """Samples of a batch that all ranks were given alike, which is right only if each takes its part of them. 0: the ranks were
         given different ones, or that cannot be seen. None: not checked yet."""
@@ -80,7 +80,7 @@ class Step:
         self._total: int | None = None
         """Samples of all ranks, once the gradients of a step in parts are summed."""
         self._versions: list[int] = []
-        """Of these gradients, where a rank has some of them only: whether a script has changed them."""
+        """The versions of the gradients after `backward`, where a rank has some of them only. A script that changes one raises it."""
         self._counted = True
         """Whether the cursor is beyond the batch under way."""
         self._stand_in: contextlib.ExitStack | None = None
@@ -202,15 +202,8 @@ class Step:
                 self._before = kept_buffers(self.replica.model) if keeps else []
             self._batch_mean.look(inputs, self._loss)
             self._as_function, self.attempt.stage = True, 2
-            scale: float | None = None
-            while not self._is_usable(norm := self.gradients(inputs, total), inputs):
-                if scale is None and inputs.scaler is not None:
-                    scale = inputs.scaler.get_scale()
-                if not self._scale_too_high(inputs):
-                    set_scale(inputs.scaler, scale, self.replica.sync)
-                    break
-                self._redraw()
-            else:
+            norm, usable = self._usable_gradients(inputs, total)
+            if usable:
                 norm = self._use(inputs, norm)
             self.replica.sync.zero_grad()
         if self.logical_workers is not None:
@@ -218,6 +211,21 @@ class Step:
         if self.recorder is not None:
             self.recorder.finish()
         self._end(inputs, total(), norm)
+
+    def _usable_gradients(self, inputs: StepInput, total: Callable[[], int]) -> tuple[torch.Tensor | None, bool]:
+        """The gradients' norm, and whether they are to move the weights. While the loss scale is too high, they are computed again."""
+        scale: float | None = None
+        while True:
+            norm = self.gradients(inputs, total)
+            if self._is_usable(norm, inputs):
+                return norm, True
+            if scale is None and inputs.scaler is not None:
+                scale = inputs.scaler.get_scale()
+            bad = self._discard()
+            if not self._lower_scale(inputs, bad):
+                self._skip(inputs, bad, scale)
+                return norm, False
+            self._redraw()
 
     def gradients(self, inputs: StepInput, total: Callable[[], int]) -> torch.Tensor | None:
         """Forward, backward, and the sum over the ranks. Returns the gradient's norm, unscaled, a scalar on the device; None where
@@ -289,7 +297,7 @@ class Step:
                 parts.take(index, (high - low) / part.total, self.sums.values)
 
     def _forward_backward(self, inputs: StepInput, low: int, high: int) -> None:
-        """Of these samples of the rank's."""
+        """Runs the forward and backward passes of these samples of this rank."""
         for first, end in inputs.micro_batches(low, high):
             with contextlib.nullcontext() if end == high else self.replica.sync.accumulate():
                 loss, numbers = self._loss(inputs, first, end)
@@ -379,22 +387,29 @@ class Step:
         count_scaled_step(inputs, False, self.replica.sync)
         return norm
 
-    def _scale_too_high(self, inputs: StepInput) -> bool:
-        """Returns whether the loss scale is the cause of a gradient that is not finite. If so, it lowers the scale.
+    def _lower_scale(self, inputs: StepInput, bad: list[int]) -> bool:
+        """Lowers the loss scale where it may be the cause of a gradient that is not finite. Returns whether it did.
 
-        Collective. Raises `Ended` if the scale is not the cause, and the run is to end; `UserError` if a gradient was not summed.
+        Args:
+            bad: the ranks whose loss is not finite.
         """
-        self._discard()
-        bad = self._ranks_with_bad_loss()
-        if inputs.scaler is not None and not bad and inputs.scaler.get_scale() > LOWEST_SCALE:
-            count_scaled_step(inputs, True, self.replica.sync)
-            return True
+        if inputs.scaler is None or bad or inputs.scaler.get_scale() <= LOWEST_SCALE:
+            return False
+        count_scaled_step(inputs, True, self.replica.sync)
+        return True
+
+    def _skip(self, inputs: StepInput, bad: list[int], scale: float | None) -> None:
+        """Leaves the weights as they are, and the loss scale as it was before the step. Collective.
+
+        Raises:
+            Ended: `nonfinite` or its limit ends the run.
+        """
         if self.looks:
             self.attempt.skip_step(f"step {self.run.user_state.steps + 1}: {self._cause(inputs, bad)}")
-        return False
+        set_scale(inputs.scaler, scale, self.replica.sync)
 
     def _cause(self, inputs: StepInput, bad: list[int]) -> str:
-        """Of a gradient that is not finite. `bad`: the ranks whose loss is not. Collective."""
+        """Returns the cause of a gradient that is not finite. `bad`: the ranks whose loss is not. Collective."""
         if inputs.compute is None:
             causes = "; ".join(f"rank {rank}: loss is not finite" for rank in bad)
             return causes or "a gradient is not finite, though every loss is"
@@ -506,17 +521,24 @@ class Step:
         norm = self.measure(inputs)
         if self._is_usable(norm, inputs):
             norm = self._use(inputs, norm)
-        elif not self._scale_too_high(inputs) and inputs.scaler is not None:
-            set_scale(inputs.scaler, inputs.scaler.get_scale(), sync)
+        else:
+            bad = self._discard()
+            if not self._lower_scale(inputs, bad):
+                self._skip(inputs, bad, None if inputs.scaler is None else inputs.scaler.get_scale())
         sync.zero_grad()
         self._end(inputs, total, norm)
 
-    def _discard(self) -> None:
-        """Takes back the gradient and what the forward passes have changed. Raises `UserError` where a gradient was not summed, on
-        all ranks. Collective."""
+    def _discard(self) -> list[int]:
+        """Takes back the gradient and what the forward passes have changed. Returns the ranks whose loss is not finite. Collective.
+
+        Raises:
+            UserError: a gradient was not summed; on all ranks.
+        """
         self.replica.sync.discard()
         put_back(self.replica.model, self._before)
         raise_together(self._not_summed, self.run.world)
+        finite = all(bool(torch.isfinite(loss).all()) for loss in self._losses)
+        return [rank for rank, is_finite in enumerate(all_gather_trees(finite, self.run.world)) if not is_finite]
 
     def _synchronize(self) -> None:
         try:
@@ -525,11 +547,6 @@ class Step:
             if not (error.reaches_all and self.looks):
                 raise
             self._not_summed = error  # a rank that had another forward pass hears of it where it looks at the NaN
-
-    def _ranks_with_bad_loss(self) -> list[int]:
-        """Collective."""
-        finite = all(bool(torch.isfinite(loss).all()) for loss in self._losses)
-        return [rank for rank, is_finite in enumerate(all_gather_trees(finite, self.run.world)) if not is_finite]
 
     def _end(self, inputs: StepInput, total: int, norm: torch.Tensor | None) -> None:
         """The step is over, whether it moved a weight or not."""
