@@ -79,7 +79,7 @@ class JobRecord:
 
     name: str
     hash: str | None
-    """Of the spec that it was submitted with; None where lockstep has not made it."""
+    """The hash of the spec that the job was submitted with; None where Lockstep has not made the job."""
     plain: dict[str, Any]
     """That spec, as plain values."""
     handle: Any

@@ -265,9 +265,9 @@ class Goodput(Record):
     """Where the time of a run went, over all attempts."""
 
     fraction: float
-    """Of its wall clock, that was productive."""
+    """The productive part of the wall clock."""
     lost_to_restarts: float
-    """Of its wall clock, too."""
+    """The part of the wall clock that restarts have lost."""
     restarts: int
     began: float | None = None
     """Seconds since the epoch, by the clock of its machine, at which the first attempt's launcher was started."""

@@ -89,8 +89,8 @@ class Status:
     ranks: list[NodeStatus] = field(default_factory=list)
     exit_code: int | None = None
     goodput: dict[str, Any] | None = None
-    """Of the run, over all attempts: `fraction`, `lost_to_restarts`, `restarts`; None where that is not known. Where the run has begun in
-    this job: `before_start`, seconds since the submission, and `queued`, those until it had its machines."""
+    """The goodput of the run, over all attempts: `fraction`, `lost_to_restarts`, `restarts`; None: it is not known. If the run has begun
+    in this job: `before_start`, seconds since the submission, and `queued`, those until it had its machines."""
     slow_rank: dict[str, Any] | None = None
     """That the others wait for: `rank`, `phase`, `share` of every step; None where there is none."""
 

@@ -56,7 +56,7 @@ def project(name: str) -> str:
 
 
 def node_name(spec: JobSpec, index: int) -> str:
-    """Of one width, because the rendezvous sorts the nodes by their names as text, and so the ranks."""
+    """Returns the name of a node. All have one width, because the rendezvous sorts nodes, and so ranks, by their names as text."""
     return f"node-{index:0{len(str(spec.nodes - 1))}d}"
 
 
@@ -234,7 +234,7 @@ class Subject(lint.Subject):
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        """Of the first node: a patch may have added some."""
+        """The environment of the first node: a patch may have added variables."""
         values = get(next(iter(self.objects), {}), "services", node_name(self.spec, 0), "environment")
         return values if isinstance(values, dict) else {}
 

@@ -49,7 +49,7 @@ Number = Annotated[int | None, Field(ge=0, le=MAX_PODS)]
 
 
 class Shape(BaseModel):
-    """Of any answer: a mapping."""
+    """The shape of any answer: a mapping."""
 
     model_config = ConfigDict(strict=True, extra="ignore", defer_build=True)
 

@@ -375,7 +375,7 @@ class KubernetesBackend(Cluster):
         return status_from_pods(job, pods, events, workload, names, ranks, now, maker, live)
 
     def _events(self, about: Any, key: str) -> Manifests:
-        """Of an object by its uid, or of all that had this name; the latest last."""
+        """Returns the events of an object by its uid, or of all objects that had this name; the latest last."""
         path = f"/api/v1/namespaces/{self.namespace}/events"
         return sorted(self.api.pages(path, fieldSelector=f"involvedObject.{key}={about}"), key=seen_at)
 
@@ -518,7 +518,7 @@ def _suspended(job: Manifest, value: bool | None) -> Manifest:
 
 
 def _deletion(item: Manifest) -> dict[str, Any]:
-    """Of that very object, after all that belongs to it."""
+    """Returns the options that delete this very object, after all objects that belong to it."""
     conditions = {"uid": get(item, "metadata", "uid")}
     return {
         "apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground", "preconditions": conditions,

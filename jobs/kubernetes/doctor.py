@@ -51,7 +51,7 @@ class Doctor:
 
     @property
     def spec(self) -> JobSpec:
-        """Of the job; rows about a job are asked for with one alone."""
+        """The spec of the job; rows about a job are asked for with a job alone."""
         assert self._given is not None
         return self._given
 
@@ -335,7 +335,7 @@ def _granted(rules: list[Manifest], verb: str, group: str, resource: str) -> boo
 
 
 def _amounts(rows: object, resource: str, amount: str) -> int:
-    """Of a resource, over all flavors."""
+    """Returns the amount of a resource, over all flavors."""
     items = [item for flavor in mappings(rows) for item in mappings(flavor.get("resources"))]
     values = [str(item.get(amount, "")) for item in items if item.get("name") == resource]
     return sum(int(value) for value in values if value.isdecimal())

@@ -340,7 +340,7 @@ def _storage(spec: JobSpec, submission: str) -> tuple[list[Manifest], list[Manif
 
 
 def code_map_names(spec: JobSpec, submission: str) -> list[str]:
-    """Of the ConfigMaps with the job's code, in the order of the archive's pieces."""
+    """Returns the names of the ConfigMaps with the job's code, in the order of the archive's pieces."""
     assert spec.code is not None
     parts = max(1, -(-spec.code.packed // CODE_PART_BYTES))
     return [f"{spec.name}-{code_identity(spec)[:12]}-{submission}-{index}" for index in range(parts)]
@@ -424,7 +424,7 @@ class Subject(lint.Subject):
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        """Of the ranks' container, where the patch has left it in its place."""
+        """The environment of the ranks' container, where the patch has left the container in its place."""
         worker = get(self.job, "spec", "pytorchReplicaSpecs", "Worker", "template", "spec", "containers")
         ours = [item for item in mappings(worker) if item.get("name") == CONTAINERS["PyTorchJob"]]
         items = get(self.job, "spec", "trainer", "env") if self.kind == "TrainJob" else get(ours, 0, "env")

@@ -185,7 +185,7 @@ def _preemption(spec: JobSpec | None) -> Iterator[Check]:
 
 
 def _setting(config: str, name: str) -> str:
-    """Of SLURM's configuration, "" where it does not have it."""
+    """Returns a setting of SLURM's configuration, or ""."""
     match = re.search(rf"^{name}\s*=\s*(.*)$", config, re.M)
     return match[1].strip() if match else ""
 

@@ -465,7 +465,7 @@ def launch_command(
 
 
 def code_identity(spec: JobSpec) -> str:
-    """Of the spec's code, which has been looked at by now."""
+    """Returns the digest of the spec's code, which has been read by now."""
     assert spec.code is not None
     if spec.code.hash is None:
         raise UserError(f"{spec.name}: its code has not been read yet (lockstep.jobs.snapshots.resolve)")

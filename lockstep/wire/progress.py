@@ -151,7 +151,7 @@ class RankProgress:
     done: int
     """Its steps, batches of evaluations and polls, counted."""
     steps: int
-    """Of the run."""
+    """Steps of the run."""
     of_attempt: int
     """Steps of this attempt."""
     about: RunInfo

@@ -217,7 +217,7 @@ def _node_range(text: str) -> tuple[int, int]:
 
 
 def _meeting(args: argparse.Namespace, secret: str) -> Meeting:
-    """Of the launcher's flags. Raises `UserError`."""
+    """Returns how the nodes meet, from the launcher's flags. Raises `UserError`."""
     low, high = _node_range(args.nodes)
     if high == 1:
         return Meeting("", "", uuid.uuid4().hex, "127.0.0.1", 1, 1, args.join_timeout, host=True)

@@ -38,7 +38,7 @@ class Coordinator(WorkerGroup):
     """
 
     index = 0
-    """Of this node."""
+    """The index of this node."""
 
     def __init__(
         self, args: argparse.Namespace, meeting: Meeting, attempts: Attempts, hangs: Hangs, store: SignedStore

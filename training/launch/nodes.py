@@ -230,17 +230,17 @@ class _Document(BaseModel):
 
 
 class Report(_Document):
-    """Of a launcher that is, or wants to be, a node of the job."""
+    """What a launcher reports that is, or wants to be, a node of the job."""
 
     address: str
     ranks: Annotated[int, Field(ge=1, lt=10_000)]
     """How many it would run."""
     round: str = ""
-    """Of the state that it follows."""
+    """The round of the state that the launcher follows."""
     beat: _Count = 0
     """The next report has a higher one."""
     ended: list[tuple[_Count, _Count, int, bool]] = []
-    """Of this round: rank, replacement, exit code, and whether by a signal that this node's launcher had handed on."""
+    """The ends in this round: rank, replacement, exit code, and whether by a signal that this node's launcher had handed on."""
     stopped: list[_Count] = []
     """Ranks that stand stopped."""
     leaves: bool = False
@@ -255,7 +255,7 @@ class NodeSlot(_Document):
     """A node's place in the job: its ranks."""
 
     number: _Count
-    """Of the launcher that has it, by which it reports. 0: the first node's, and that of a seat whose node is gone."""
+    """The number by which the slot's launcher reports. 0: the first node, or a slot whose node is gone."""
     first: _Count
     ranks: _Count
 
@@ -276,7 +276,7 @@ class Ending(_Document):
 
 
 class DesiredState(_Document):
-    """Of the first node: which process runs in the place of each rank. All ranks are to end where it wants none."""
+    """What the first node wants: which process runs in the place of each rank. All ranks are to end where it wants none."""
 
     version: _Count = 0
     """Each state of a job has a higher one: somebody who reaches the store could put an earlier one back."""
@@ -341,7 +341,7 @@ class LostNode:
 
 @dataclass
 class NodeEvents:
-    """Of one look at the other nodes."""
+    """What one look at the other nodes has shown."""
 
     ended: dict[WorkerId, tuple[int, bool]] = field(default_factory=dict)
     """Exit code, and whether by a signal that was handed on."""

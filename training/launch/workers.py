@@ -66,7 +66,7 @@ class Workers:
         self._running: dict[WorkerId, subprocess.Popen[bytes]] = {}
         self._begun: set[WorkerId] = set()
         self._selector = selectors.DefaultSelector()
-        """Of descriptors of the processes, which can be read when these have ended."""
+        """Waits for the descriptors of the processes, which can be read when these have ended."""
         self._at_once = _has_descriptors()
         self._copies = Copies()
 
@@ -180,7 +180,7 @@ def _has_descriptors() -> bool:
 
 
 class _Pipe:
-    """Of one rank, to its output or its errors."""
+    """The pipe from one rank, for its output or its errors."""
 
     def __init__(self, rank: int, out: TextIO) -> None:
         self.rank, self._out, self._begun = rank, out, ""

@@ -84,7 +84,7 @@ class Console:
         self._reported: tuple[float, int] | None = None
         """When progress was last printed, or `progress` was first called, and how far the run was."""
         self._status: tuple[Any, float] = (None, -math.inf)
-        """Of the status that was printed last: what is printed at once where it changes, and when that was."""
+        """The status that was printed last, whose changes are printed at once, and when it was printed."""
         self._bar: _Bar | None = None
         if world.leader and log.format == "table" and sys.stderr.isatty():
             self._bar = _Bar(lambda: (*now(), self._means))
@@ -182,7 +182,7 @@ def _trained(event: dict[str, Any]) -> list[tuple[str, float | None]]:
 
 
 def _width(name: str) -> int:
-    """Of a column."""
+    """Returns the width of a column, in characters."""
     return 3 + max(len(name), 9)
 
 

@@ -244,9 +244,9 @@ class Verdict:
     rank: int
     """The number that it was started with."""
     phase: str
-    """Of `PHASES`, the one in which it loses most against the second slowest."""
+    """The one of `PHASES` in which the rank loses most against the second slowest."""
     share: float
-    """Of every step that the last looks saw, by which this rank is later than the others, 0 to 1."""
+    """The part of a step by which this rank is later than the others, 0 to 1, over the steps of the last looks."""
 
     def plain(self) -> dict[str, Any]:
         """For status.json and events.jsonl."""
@@ -254,7 +254,7 @@ class Verdict:
 
 
 class SlowRank:
-    """Of one attempt. Every rank has one; rank 0 has the verdict.
+    """Finds the rank that the others wait for, in one attempt. Every rank has an instance; rank 0 has the verdict.
 
     Args:
         news: called where all ranks have been looked at, or the others are lost.
@@ -264,7 +264,7 @@ class SlowRank:
         self._world, self._news = world, news
         self._key = f"lockstep/times/{next(_ATTEMPTS)}"  # a process may have several runs over one store
         self._rows: deque[tuple[float, float, float, float]] = deque(maxlen=_MAX_STEPS)
-        """Of the last steps: seconds of each of `PHASES`, and of the wait for the other ranks."""
+        """A row for each of the last steps: the seconds of each of `PHASES`, and of the wait for the other ranks."""
         self._last = 0
         """The step of the newest row."""
         self._left: int = 0

@@ -75,7 +75,7 @@ class World:
     initial_rank: int = -1
     """The rank that this process was started as, which the launcher and the metrics know it by."""
     replacement: int = 0
-    """Of a process in the place of a lost rank, its number among these, from 1, until it takes part; 0: it does. Until then it is alone."""
+    """The number of a replacement among the replacements, from 1, until it takes part. 0: this rank takes part."""
     peers: process.Connections = dataclasses.field(default_factory=dict)
     """gloo's connections to the other ranks, as the group was opened. If a collective has failed on this rank, this rank shuts them. So the
     collective fails on all ranks at once, whatever they wait for. Empty with NCCL, whose connections look the same;
@@ -129,7 +129,7 @@ class Live:
         """Ranks that were admitted, and are not through with a call yet."""
         self._seat = (world.rank, world.size)
         self._result: Results = []
-        """Of the last call that this rank is through with."""
+        """The results of the last call that this rank has completed."""
         self._room: Results = []
         self._inside = False
         self._first = next(_ATTEMPTS) == 0
@@ -574,7 +574,7 @@ class Live:
 
 
 def backends(nccl: bool) -> str:
-    """Of a process group: gloo for tensors on the CPU, and for those on GPUs unless `nccl`."""
+    """Returns the backends of a process group: gloo for tensors on the CPU, and for those on GPUs unless `nccl`."""
     return "cpu:gloo,cuda:nccl" if nccl else "gloo"
 
 

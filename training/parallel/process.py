@@ -151,7 +151,7 @@ if sys.version_info < (3, 12):
 
 
 def _ends(fd: int) -> tuple[Address, Address] | None:
-    """Of a TCP connection. Raises `OSError` for a socket that is not connected."""
+    """Returns the two ends of a TCP connection. Raises `OSError` for a socket that is not connected."""
     with socket.socket(fileno=os.dup(fd)) as copy:
         if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
             return None
@@ -185,7 +185,7 @@ atexit.register(let_gloo_finish)
 
 
 def _looked() -> dict[str, tuple[str, str]]:
-    """Of each thread that runs gloo's collectives: its state, and how often it has gone to sleep so far."""
+    """Returns for each thread that runs gloo's collectives its state, and how often it has gone to sleep."""
     threads = {}
     with contextlib.suppress(OSError):
         for task in os.listdir(_TASKS):

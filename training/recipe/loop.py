@@ -144,7 +144,7 @@ class Recipe:
             whiten(normalise(images, config.data, real_type(config.precision), False))
 
     def _first_images(self, count: int) -> torch.Tensor:
-        """Of the training images, uint8 [n, h, w, c], or the vectors."""
+        """Returns the first training images, uint8 [n, h, w, c], or the first vectors."""
         assert isinstance(self.batches.source, Stored)
         samples = self.batches.source.samples
         return samples.take(torch.arange(min(count, len(samples))))[0]

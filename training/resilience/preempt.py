@@ -159,7 +159,7 @@ class Consensus:
         self.final: str | None = None
         """Why the script ends the run for good, on this rank."""
         self.fingerprint = 0
-        """Of this rank's replica, or its learning rates: compared with the others' by the next `poll`, which forgets it. 0: none."""
+        """A digest of this rank's replica or learning rates. The next `poll` compares it with the others' and forgets it. 0: none."""
         self.replicas_differ = False
         """Whether one was not the same on all ranks, as far as the results have been read."""
         self._looked = -1.0

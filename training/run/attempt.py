@@ -76,7 +76,7 @@ class Attempt:
         self._steps = 0
         """Steps of this attempt."""
         self.grad_norm: torch.Tensor | None = None
-        """Of the last step's gradient, a scalar on the device; None where it was not computed."""
+        """The norm of the last step's gradient, a scalar on the device; None where it was not computed."""
         self._compares = run.world.size > 1 and run.state.sync.is_replicated
         """Whether there are replicas to compare."""
         self._compared = not self._compares
@@ -86,7 +86,7 @@ class Attempt:
         self.known: set[str] = set()
         """What the ranks have compared in this attempt, once, and a rank that is admitted need not: `numbers`, `machine`, `batch`."""
         self.stage = 0
-        """Of the step under way: 1: its forward pass, which no rank gets through alone; 2: the ranks sum its gradient."""
+        """The stage of the step under way: 1: its forward pass, which no rank completes alone; 2: the ranks sum its gradient."""
         self._polls = 0
         self._save_agreed = False
         """The ranks have agreed to save, and the next boundary does: in an evaluation there is none."""

@@ -38,12 +38,12 @@ Call = Callable[[StepInput, int, int], tuple[torch.Tensor, Numbers]]
 
 
 class BatchMean:
-    """Of an attempt."""
+    """Looks at each function of an attempt."""
 
     def __init__(self, run: Run, replica: Replica) -> None:
         self._run, self._replica = run, replica
         self._steps: Counter[Any] = Counter()
-        """Of each function."""
+        """The number of steps of each function."""
 
     def look(self, inputs: StepInput, call: Call) -> None:
         """Counts the step, and warns of its function. Waits for the device, once.

@@ -32,7 +32,7 @@ class Location:
         self.name = str(self._folder or name)
         """For people."""
         self._names = set[str]()
-        """Of the files of the last commit that was shown."""
+        """The names of the files of the last commit that was shown."""
 
     @property
     def path(self) -> Path:

@@ -47,7 +47,7 @@ class LogicalWorkers:
         needs to be computed: `finish` raises it."""
         self._sum: TreeSum | None = None
         self._epoch = -1
-        """Of the last batch."""
+        """The epoch of the last batch."""
         self._told_cost = False
         self._after: torch.Tensor | None = None
         """The statistics that the last step of the epoch ended with."""
@@ -56,7 +56,7 @@ class LogicalWorkers:
         self.inside = False
         """The function of a step is called for a part."""
         self.proof: Proof | None = None
-        """Of the step under way, if it has one."""
+        """The proof of the step under way, if it has one."""
         self._call_is_first = False
         """The next call of the function is the first one of a part."""
 

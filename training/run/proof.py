@@ -47,7 +47,7 @@ def due(seed: int, step: int) -> bool:
 
 
 class Proof:
-    """Of one step, on one rank.
+    """The proof of one step, on one rank.
 
     Args:
         refuse: makes the error of the strategy.
@@ -65,7 +65,7 @@ class Proof:
         self._states: Digests | None = None
         """Attributes that the second call has not assigned, and batch statistics. None: this rank has no part."""
         self._arguments: list[list[Any]] = []
-        """Of each tensor that is cut: the argument's number, its digest, whether it may be a table."""
+        """For each tensor that is cut: the argument's number, its digest, whether it may be a table."""
 
     def look_for_collectives(self, call: Callable[[], torch.Tensor]) -> UserError | None:
         """Calls the function after a start or a save. Returns which collective it calls, and does not make it."""

@@ -83,7 +83,7 @@ class _Recorded:
     """None where they are part of the update's recording."""
     update: Callable[[], None] = lambda: None
     part: Callable[[], None] | None = None
-    """Of a batch in parts: forward and backward of one, whose samples `inputs` has."""
+    """The forward and backward pass of one part of a batch, with the samples of `inputs`."""
     collected: list[torch.Tensor] = field(default_factory=list)
     """Where `part` leaves its gradients and statistics."""
     sums: list[torch.Tensor] = field(default_factory=list)

@@ -58,9 +58,9 @@ class StepInput:
     micro_batch_size: int = 0
     """Samples of a micro-batch, about; 0: all at once."""
     part: Part | None = None
-    """Of the global batch; None: it is not known."""
+    """This rank's part of the global batch; None: it is not known."""
     generation: int = 0
-    """Of the ranks that share the batch."""
+    """The generation of the ranks that share the batch."""
     parameters: set[torch.Tensor] | None = None
     """Those whose gradients make the step; None: every one that is trained."""
 
@@ -127,7 +127,7 @@ class StepInput:
         return checked_loss(loss), _checked_numbers(numbers)
 
     def of_samples(self, low: int, high: int) -> StepInput:
-        """Of these samples of the rank's alone."""
+        """Returns the input of these samples of this rank alone."""
         assert self.part is not None
         batch = pytree.cut(self.batch, low, high, self.samples)
         return replace(self, batch=batch, samples=high - low, part=replace(self.part, samples=high - low))
@@ -159,7 +159,7 @@ class CurrentBatch:
         self.wholes = 0
         """How often `run.part` was given another whole than before, of the batch under way."""
         self._lengths: list[int] = []
-        """Of the wholes since the step before, without those that are equal."""
+        """The lengths of the wholes since the step before, without those that are equal."""
         self._parts: deque[int] = deque(maxlen=_LAST)
         """The `id` of each of the last ones."""
 
@@ -331,7 +331,7 @@ def count_scaled_step(inputs: StepInput, overflow: bool, sync: GradientSync) -> 
 
 
 def set_scale(scaler: Any, scale: float | None, sync: GradientSync) -> None:
-    """Of the loss, by the scaler, if there is one. None: what it makes of the step."""
+    """Sets the scale of the loss, if there is a scaler. None: the scaler chooses it from the step."""
     if scaler is None:
         return
     before = scaler.get_scale() if sync.has_memory else None  # waits for the device
@@ -454,12 +454,12 @@ class StepSums:
         return mine - before[0], everywhere - before[1]
 
     def _most_steps(self) -> tuple[int, int]:
-        """Of this rank and of all, by the optimizer that has stepped on most."""
+        """Returns the samples of this rank and of all ranks, by the optimizer that has stepped on most."""
         seen = self._seen.values()
         return max((mine for mine, _, _ in seen), default=0), max((every for _, every, _ in seen), default=0)
 
     def mean_loss(self) -> float | None:
-        """Of all ranks; None where the step moved no weight. Collective."""
+        """Returns the mean loss of all ranks; None where the step moved no weight. Collective."""
         return mean_loss(*self._run.state.over_ranks(self.values[:2]).tolist())
 
 

@@ -65,9 +65,9 @@ class Unsaved:
         self.looks = 0
         """Saves that have looked."""
         self._held = _held(run.state)
-        """Of the variables as the loop began; after the first save: of copies of the weights that the loop has made."""
+        """The marks of the variables as the loop began; after the first save, of copies of the weights that the loop has made."""
         self._settings: dict[str, Any] | None = None
-        """Of the models at the first save: a first pass may set what later ones leave, such as the longest sequence."""
+        """The settings of the models at the first save. A first pass may set what later passes leave, such as the longest sequence."""
         self.logged: dict[str, float] = {}
         """What this rank has logged since the last save."""
 

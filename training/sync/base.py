@@ -439,7 +439,7 @@ class GradientWatch:
         self.announced: set[torch.Tensor] | None = None
         """Parameters whose next gradient a forward pass has announced to what sums it; None: nothing is to be announced now."""
         self.past: list[torch.Tensor] = []
-        """Of each backward pass that nothing had announced, the parameter whose gradient came first."""
+        """The parameters whose gradient came first in a backward pass that nothing had announced."""
         self._is_past = False
         self.clear()
 

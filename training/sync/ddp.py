@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel: the baseline, and the default."""
+"""torch's DistributedDataParallel: the baseline, and the default of recipes."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ class _Group:
         """By how many parts, in the last step whose sums the host has read."""
 
     def _places(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """Of each gradient in the vector, laid out as its parameter."""
+        """Returns the place of each gradient in the vector, laid out as its parameter."""
         pieces = vector[: self._count].split([p.numel() for p in self.params])
         return [placed(piece, p) for p, piece in zip(self.params, pieces)]
 
