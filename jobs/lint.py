@@ -139,11 +139,16 @@ COMMON = Rules(Subject)
 """What `lockstep lint` looks at for every backend."""
 
 
+def is_documentation(image: str) -> bool:
+    """Returns whether the image's registry is a name that cannot be registered."""
+    host, slash, _ = image.partition("/")
+    return bool(slash and _DOCUMENTATION.fullmatch(host))
+
+
 @COMMON.rule("LJ001")
 def documented_registry(subject: Subject) -> Iterator[str]:
     """A registry whose name is kept for documentation has no image."""
-    host, slash, _ = (subject.image or "").partition("/")
-    if slash and _DOCUMENTATION.fullmatch(host):
+    if is_documentation(subject.image or ""):
         yield (
             f"image {subject.image}: the registry's name is one for documentation, and leads nowhere (RFC 2606): "
             "push the image to yours (make push IMAGE=registry/name), and name it: --image registry/name@sha256:…"
