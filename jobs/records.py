@@ -29,7 +29,7 @@ from lockstep.training.contract import UserError
 from lockstep.wire import hangs
 from lockstep.wire.status import slow_rank_of
 
-from .status import warn
+from .status import Unreachable, warn
 
 JOB = "job.json"
 """The record of a job, in the job's folder."""
@@ -189,25 +189,42 @@ def locked(folder: Path, seconds: float) -> Iterator[None]:
 
 
 R = TypeVar("R", bound="Record")
+_MAX_BYTES = 4 << 20
+"""Of a record: far above what one has."""
+_FOR_A_WHILE = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors of a file system, or of a process, that pass. A record that cannot be read for one of them is not damaged."""
 
 
 def job_record(folder: Path, name: str, kind: type[R]) -> R | None:
     """Returns the record of a job in the folder of a backend; None if there is no job of that name.
 
     Raises:
-        UserError: the record cannot be read, is damaged, or another user could have put it there.
+        UserError: the record is damaged, or another user could have put it there.
+        Unreachable: the file system does not answer now.
     """
     check_name(name)
     file = folder / name / JOB
-    if not _is_there(folder) or not os.path.lexists(file):
+    if not _is_there(folder):
         return None
-    with contextlib.suppress(FileNotFoundError):  # being replaced
-        check_owner(file.parent)
-    record = kind.read(file)
-    # The first reading may have come while another command replaced the folder.
-    if record is None and os.path.lexists(file) and (record := kind.read(file)) is None:
-        raise UserError(f"{file} is damaged, or of another version: remove its folder")
-    return record
+    for _ in range(2):  # the first reading may come while another command replaces the folder
+        with contextlib.suppress(OSError, ValueError), _answering(file):
+            check_owner(file.parent)
+            if (record := kind.parse(files.parsed(files.read(file, _MAX_BYTES)))) is not None:
+                return record
+        if not os.path.lexists(file):
+            return None
+    raise UserError(f"{file} is damaged, or of another version: remove its folder")
+
+
+@contextlib.contextmanager
+def _answering(path: Path) -> Iterator[None]:
+    """Raises `Unreachable` for an error that a shared file system has for a while, such as a handle that is stale."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FOR_A_WHILE:
+            raise
+        raise Unreachable(f"{path} cannot be read now: {error.strerror}: try again") from None
 
 
 def job_records(folder: Path, kind: type[R]) -> Iterator[tuple[str, R]]:
@@ -222,9 +239,10 @@ def job_records(folder: Path, kind: type[R]) -> Iterator[tuple[str, R]]:
 
 
 def _is_there(folder: Path) -> bool:
-    """Whether there is the folder of a backend, which is checked. Raises `UserError` where it cannot be read."""
+    """Returns whether there is the folder of a backend, which is checked. Raises `UserError` where it cannot be read."""
     try:
-        check(folder)
+        with _answering(folder):
+            check(folder)
         if not os.access(folder, os.R_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except FileNotFoundError:
@@ -346,17 +364,20 @@ class TaskResult(Record):
 
 
 class RecordedSpec(Record):
-    """The settings of a submitted job that its status, its logs and its end need; any version of Lockstep may have written it."""
+    """The settings of a submitted job that its status and its end need; any version of Lockstep may have written it.
+
+    The bounds are those of `JobSpec`: by these numbers a status is decided, and its nodes are listed.
+    """
 
     model_config = ConfigDict(extra="allow")
 
-    nodes: int = Field(ge=1)
-    gpus: int
-    ranks_per_node: int | None
+    nodes: int = Field(ge=1, le=10000)
+    gpus: int = Field(ge=0, le=64)
+    ranks_per_node: int | None = Field(ge=1, le=256)
     recipe: str | None
-    max_restarts: int
-    grace_seconds: int
-    time_limit: str
+    max_restarts: int = Field(ge=0, le=1000)
+    grace_seconds: int = Field(ge=5, le=3600)
+    time_limit: str = Field(pattern=r"^[0-9dhms]{2,28}$")
     live: bool = False
 
     @property

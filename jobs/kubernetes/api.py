@@ -333,7 +333,7 @@ class Api:
                     timeout=urllib3.Timeout(connect=min(left, CONNECT_SECONDS), read=left), retries=_ONCE,
                 )  # fmt: skip
                 if response.status not in RETRIED:
-                    with contextlib.suppress(TypeError, ValueError):  # a proxy may leave the time out
+                    with contextlib.suppress(KeyError, TypeError, ValueError):  # a proxy may leave the time out
                         date = email.utils.parsedate_to_datetime(response.headers["Date"])
                         self._ahead = date.timestamp() - time.time()
                     return response

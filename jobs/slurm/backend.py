@@ -198,7 +198,8 @@ class SlurmBackend(Cluster):
         with contextlib.suppress(OSError):
             if before is not None and not status.final:
                 (folder / observe.ENDED).unlink()  # a user had SLURM run it again
-            elif status.final and before != status:
+            elif status.final and before != status and (before is None or info.started is not None):
+                # Only `query` knows when a job had its nodes: a list of all jobs does not replace what that has written.
                 # A job that has ended stays as it ended. SLURM forgets, without accounting in minutes.
                 files.replace_json(folder / observe.ENDED, asdict(status))
         return status

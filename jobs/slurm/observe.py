@@ -71,7 +71,7 @@ def run(*command: str, seconds: float = SECONDS, **options: Any) -> Output:
             command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False, **given
         )
     except OSError as error:
-        if error.filename != command[0]:  # `cwd`
+        if error.filename is not None and error.filename != command[0]:  # `cwd`
             raise UserError(
                 f"cannot run {command[0]} in {error.filename}: {error.strerror}: change to a folder that exists"
             ) from None
@@ -254,9 +254,15 @@ def nodes(job_id: str) -> tuple[str, list[str]]:
     return own, output("scontrol", "show", "hostnames", names).split()
 
 
+_NODES = r"([\w.-]+)(?:\[([\d,-]+)\]([\w.-]*))?"
+"""One part of SLURM's list of nodes."""
+
+
 def node_names(text: str) -> Iterator[str]:
-    """SLURM's `node[01-03,7]` → its nodes; none for what is no such list."""
-    for prefix, ranges, end in re.findall(r"(?:^|,)([\w.-]+)(?:\[([\d,-]+)\]([\w.-]*))?(?=,|$)", text):
+    """Yields the nodes of SLURM's `node[01-03,7]`; none of another list, such as one with two ranges in a name."""
+    if not re.fullmatch(rf"{_NODES}(?:,{_NODES})*", text):
+        return
+    for prefix, ranges, end in re.findall(rf"(?:^|,){_NODES}(?=,|$)", text):
         for first, last in re.findall(r"(\d{1,9})(?:-(\d{1,9}))?", ranges):
             yield from (f"{prefix}{number:0{len(first)}}{end}" for number in range(int(first), int(last or first) + 1))
         if not ranges:

@@ -166,6 +166,8 @@ def test_damaged_records_are_one_line(job: Site) -> None:
         {"since": "late"},
         {"job_id": 7},
         {"spec": {**good["spec"], "nodes": "2"}},
+        {"spec": {**good["spec"], "nodes": 40_000_000}},
+        {"spec": {**good["spec"], "ranks_per_node": -2}},  # no note of a task would be missing
     ):
         path.write_text(json.dumps({**good, **change}))
         done = job.run("status", "slurm", "mine")

@@ -13,6 +13,7 @@ import pytest
 
 from lockstep.jobs import records
 from lockstep.training.contract import UserError
+from tests.processes import PYTHON, run
 
 
 def test_a_users_private_group_has_no_other_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,3 +61,28 @@ def test_why_an_attempt_has_ended_that_another_may_follow() -> None:
     assert records.progress(status) == f"step 7, the attempt has ended: {saved}", "a job starts again by itself"
     running = records.RunStatus(code=None, step=250, attempt=2, reason="running", restart=1, hang="no step for 10 s")
     assert records.progress(running) == "step 250, restart 1; no step for 10 s"
+
+
+def test_a_file_system_that_does_not_answer_is_no_damaged_record(tmp_path: Path) -> None:
+    """A process without a free descriptor reads no record. A wait continues then, and nobody is told to remove the job's folder."""
+    program = """
+import os, resource, sys
+from pathlib import Path
+from lockstep.jobs import records
+from lockstep.jobs.status import Unreachable
+folder = Path(sys.argv[1])
+(folder / "j").mkdir(mode=0o700)
+(folder / "j" / records.JOB).write_text("{}")
+free = os.dup(0)
+os.close(free)
+for spare in (0, 4):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + spare, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    try:
+        records.job_record(folder, "j", records.LocalJob)
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+    tmp_path.chmod(0o700)
+    done = run([PYTHON, "-c", program, str(tmp_path)])
+    without, later = done.output.splitlines()
+    assert done.code == 0 and without.startswith("Unreachable") and "job.json is damaged" in later, done.output
