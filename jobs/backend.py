@@ -59,7 +59,7 @@ BACKENDS = {
 """Name → package with a module `backend`, whose `BACKEND` is a `Backend`."""
 ALIASES = {"kubernetes": "k8s"}
 Mode = Literal["attach", "replace", "new"]
-"""What to do about a job of the same name: attach to the same one, replace a finished one, or take a numbered name."""
+"""Action if a job has the name: attach to the same job, replace a finished job, or take a numbered name."""
 Lines = list[str]  # these are named here, because `list` is a method of every backend
 Specs = list[JobSpec]
 Sent = list[SubmitResult]
@@ -68,9 +68,9 @@ Checks = list[Check]
 Findings = list[Finding]
 Standings = list[records.StalledRank]
 QUERY_SECONDS = 2.0
-"""What a last query may take, after the end of a wait."""
+"""Seconds for the last query, after the end of a wait."""
 SUMMARY_LINES = 1000
-"""Of rank 0's last lines, among which a run says what it has reached."""
+"""Number of rank 0's last lines in which the summary is searched."""
 
 
 @dataclass(frozen=True)
@@ -79,21 +79,21 @@ class JobRecord:
 
     name: str
     hash: str | None
-    """The hash of the spec that the job was submitted with; None where Lockstep has not made the job."""
+    """Hash of the submitted spec; None if Lockstep did not create the job."""
     plain: dict[str, Any]
-    """That spec, as plain values."""
+    """The submitted spec, as plain values."""
     handle: Any
-    """What the backend itself knows it by."""
+    """The backend's own description of the job."""
     where: str
-    """Where it is, for people."""
+    """Place of the job, for people."""
     nodes: int | None = None
-    """How many it has; None: as many as the spec says."""
+    """Number of nodes; None: as many as the spec says."""
     run_dir: str | None = None
-    """Its run directory, where this machine sees it."""
+    """Run directory of the job, if this machine sees it."""
 
     @functools.cached_property
     def spec(self) -> JobSpec | None:
-        """None where the record is damaged, or of another version."""
+        """The spec; None if the record is damaged, or of another version."""
         try:
             return JobSpec.recorded(self.name, self.plain)
         except UserError:
@@ -101,19 +101,19 @@ class JobRecord:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks. Raises `UserError` where nothing says so."""
+        """Number of ranks. Raises `UserError` if the record does not give the number."""
         if self.nodes is not None:
             return self.nodes * (self.spec.ranks if self.spec is not None else 1)
         spec = JobSpec.recorded(self.name, self.plain)
         return spec.nodes * spec.ranks
 
     def same(self, spec: JobSpec, backend: str) -> bool:
-        """Whether it is that job. By its settings, where they can be read: defaults may have changed, and the hash knows only what
-        was set."""
+        """Returns whether this is the same job. Compares settings if they can be read: defaults may have changed, and the hash covers
+        only what was set."""
         return self.hash == spec.hash() if self.spec is None else self.spec.same_job(spec, backend)
 
     def differences(self, spec: JobSpec) -> Lines:
-        """`setting: submitted → spec`."""
+        """Returns `setting: submitted → spec` for each difference."""
         if self.spec is None:
             return differences(self.plain, spec.record())
         return differences(self.spec.comparable(), spec.comparable())
@@ -125,11 +125,11 @@ class Submission:
 
     spec: JobSpec
     runs: Sequence[JobSpec] = ()
-    """The elements of an array; of a single job there are none."""
+    """Elements of an array; empty for a single job."""
     manifests: Manifests = field(default_factory=list)
     findings: Findings = field(default_factory=list)
     original: JobSpec | None = None
-    """The spec before the backend has settled a part of it, where it has."""
+    """The spec before the backend resolved a part of it; None if the backend resolves nothing."""
 
 
 class _Decision(NamedTuple):
@@ -137,7 +137,7 @@ class _Decision(NamedTuple):
 
     job: Submission
     known: JobRecord | None
-    """The job of that name: the new one attaches to it, or replaces it."""
+    """The existing job of that name. The submission attaches to this job, or replaces it."""
     attaches: bool = False
 
 
@@ -148,27 +148,27 @@ class Backend(abc.ABC):
     places: ClassVar[Mapping[str, str]] = {}
     """Flags that say where the cluster is → the settings of job.yaml that say it, too."""
     secrets_from: ClassVar[str | None] = "set it in the environment"
-    """Where the values of `secrets` come from, as advice; None where the cluster keeps them."""
+    """Source of the values of `secrets`, as advice; None if the cluster stores them."""
     arrays: ClassVar[bool] = False
     """Whether `create` takes all runs of a sweep as one."""
     given_place: Mapping[str, str] = {}
-    """Which of `places` were given."""
+    """Flags of `places` that were given, with their values."""
     lock: tuple[Path, float] | None = None
-    """A folder that is locked while a job is submitted, and the seconds to wait for another command that holds it."""
+    """Folder that is locked while a job is submitted, and the seconds to wait for the lock."""
     scope: str = ""
-    """The part of the cluster that its jobs are in, as the end of "there is no job NAME"."""
+    """Part of the cluster that contains the jobs, as the end of "there is no job NAME"."""
     interval: float = 1.0
     """Seconds between two queries."""
     lost_after: float = 0.0
-    """Seconds for which a wait survives that a job is gone or the cluster does not answer; 0: the first time is an error."""
+    """Seconds for which a wait survives a missing job or a cluster that does not answer; 0: the first time is an error."""
     survived: ClassVar[tuple[type[UserError], ...]] = (Unreachable,)
-    """Errors that a wait survives until then."""
+    """Errors that a wait survives for `lost_after` seconds."""
 
-    # What a backend supplies.
+    # Methods that a backend implements.
 
     @classmethod
     def connect(cls, **place: str | None) -> Self:  # noqa: ARG003 - most need no such flags
-        """The backend, ready for questions. Raises `UserError` where there are no credentials."""
+        """Returns the backend, ready for queries. Raises `UserError` if there are no credentials."""
         return cls()
 
     @abc.abstractmethod
@@ -181,19 +181,20 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:
-        """Starts the job. `old`: the finished one of this name whose place it takes."""
+        """Starts the job. `old`: the finished job of this name that the new job replaces."""
 
     def attach(self, job: Submission, known: JobRecord) -> SubmitResult:
-        """The same job is under way: brings what is missing of it."""
+        """Adds the missing parts of a job that is under way."""
         return SubmitResult(job.spec.name, False, known.where)
 
     @abc.abstractmethod
     def observe(self, known: JobRecord) -> Status:
-        """Where it stands now. Raises `Unreachable`, `UserError`."""
+        """Returns the current status. Raises `Unreachable`, `UserError`."""
 
     @abc.abstractmethod
     def stream(self, known: JobRecord, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
-        """Its lines: of one rank, or of all with `[rank 5] ` before each. `last`: begin this many lines before the end."""
+        """Yields the job's lines: of one rank, or of all with `[rank 5] ` before each line. `last`: begin this many lines before the
+        end."""
 
     @abc.abstractmethod
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
@@ -206,7 +207,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def stop(self, known: JobRecord) -> Status:
-        """Ends it, with its grace period to save."""
+        """Ends the job, with its grace period to save."""
 
     @abc.abstractmethod
     def list(self) -> list[JobSummary]: ...
@@ -224,7 +225,7 @@ class Backend(abc.ABC):
 
     @classmethod
     def at(cls, spec: JobSpec | None, **flags: str | None) -> Self:
-        """The backend where the flags say, or else the spec."""
+        """Returns the backend at the place that the flags name, or else the spec."""
         place = {flag: flags.get(flag) for flag in cls.places}
         if spec is not None:
             place = {flag: place[flag] or operator.attrgetter(setting)(spec) for flag, setting in cls.places.items()}
@@ -234,22 +235,22 @@ class Backend(abc.ABC):
 
     @classmethod
     def login(cls, host: str | None) -> str | None:  # noqa: ARG003 - of most backends nothing is on another machine
-        """The machine on which a command runs in place of this one; None: it runs here.
+        """Returns the machine that runs a command in place of this one; None if the command runs here.
 
         Args:
-            host: the one that was named, if any.
+            host: the machine that a flag or the spec names, if any.
         """
         return None
 
     def submit(self, spec: JobSpec, mode: Mode = "attach") -> SubmitResult:
-        """Starts the job, or attaches to the same one. Raises `UserError` for another or a finished one."""
+        """Starts the job, or attaches to the same job. Raises `UserError` if another or a finished job has the name."""
         return self._submit([spec], mode)[0]
 
     def sweep(self, name: str, specs: Specs, mode: Mode = "attach") -> Sent:
         """Submits the runs of a sweep: as one job array, all new or all the same as before, or else one by one.
 
         Raises:
-            UserError: before the first. A cluster that refuses a later one ends the sweep; a warning names those before it.
+            UserError: no run was submitted; or the cluster refused a run, and a warning names the runs before it.
         """
         if mode == "new":
             raise UserError("--new does not work with --sweep, whose runs are numbered already: choose another --name")
@@ -280,11 +281,11 @@ class Backend(abc.ABC):
         return Submission(spec, runs)
 
     def prepared_all(self, specs: Specs) -> Sequence[Submission]:
-        """A job, or the runs of a sweep that go one by one."""
+        """Returns the submissions of a job, or of the runs of a sweep that are submitted one by one."""
         return [self.prepared(spec) for spec in specs]
 
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
-        """Held while a job is submitted."""
+        """Returns the lock that is held while a job is submitted."""
         return contextlib.nullcontext() if self.lock is None else records.locked(*self.lock)
 
     def _submit(self, specs: Specs, mode: Mode) -> Sent:
@@ -314,13 +315,14 @@ class Backend(abc.ABC):
         return placed
 
     def check_secrets(self, spec: JobSpec) -> None:
-        """Raises `UserError` where the value of a secret is missing."""
+        """Raises `UserError` if the value of a secret is missing."""
         missing = [name for name in spec.secrets if name not in os.environ]
         if missing and self.secrets_from is not None:
             raise UserError(f"the job needs the secret {missing[0]}: {self.secrets_from}")
 
     def _resolve_existing(self, job: Submission, mode: Mode) -> _Decision:
-        """Changes nothing. Raises `UserError` where another job has the name."""
+        """Decides whether a submission attaches, replaces or creates a job. Changes nothing. Raises `UserError` if another job has the
+        name."""
         spec = job.spec
         known, status = self._existing(spec, mode)
         if known is not None and mode == "new":
@@ -330,7 +332,7 @@ class Backend(abc.ABC):
         return _Decision(job, known, attaches=status is not None and not status.final)
 
     def _existing(self, spec: JobSpec, mode: Mode) -> tuple[JobRecord | None, Status | None]:
-        """The job of that name, and its status if that matters. Raises `UserError` where it is in the way."""
+        """Returns the job of that name, and its status if that matters. Raises `UserError` if the job prevents the submission."""
         known = self.find(spec.name, submitting=True)
         if known is None or mode == "new":
             return known, None
@@ -355,7 +357,7 @@ class Backend(abc.ABC):
         return known, status
 
     def dry_run(self, spec: JobSpec, mode: Mode = "attach") -> Checks:
-        """Whether it would start, when, and why not. Nothing is sent. Raises `Unreachable`."""
+        """Returns checks that say whether the job would start, when, and why not. Sends nothing. Raises `Unreachable`."""
         try:
             job = self.prepared(snapshots.checked(spec)[0])
             refuse({job.spec.name: job.findings}, self.name)
@@ -371,7 +373,7 @@ class Backend(abc.ABC):
             return [Check("job", "missing", str(error))]
 
     def _taken(self, name: str) -> bool:
-        """Whether a new job cannot have that name."""
+        """Returns whether a new job cannot have that name."""
         try:
             return self.find(name, submitting=True) is not None
         except Unreachable:
@@ -380,7 +382,7 @@ class Backend(abc.ABC):
             return True
 
     def require(self, name: str) -> JobRecord:
-        """The job of that name. Raises `UserError` where there is none."""
+        """Returns the job of that name. Raises `UserError` if there is none."""
         records.check_name(name)
         known = self.find(name)
         if known is None:
@@ -391,10 +393,10 @@ class Backend(abc.ABC):
         return self.observe(self.require(name))
 
     def logs(self, name: str, rank: int | None = None, follow: bool = False, last: int | None = None) -> Iterator[str]:
-        """Lines of one rank, or of all with `[rank 5] ` before each. Following ends with the job.
+        """Yields the lines of one rank, or of all with `[rank 5] ` before each line. With `follow`, ends with the job.
 
         Args:
-            last: begin this many lines before the end: of that rank's, or of all ranks' together.
+            last: begin this many lines before the end of that rank's lines, or of all ranks' lines together.
         """
         known = self.require(name)
         _check_rank(known, rank)
@@ -415,7 +417,7 @@ class Backend(abc.ABC):
         return self.exec(known, rank, command, streams or Streams())
 
     def stacks(self, name: str, rank: int | None = None) -> Standings:
-        """What each rank of a job that runs does now, or one of them.
+        """Returns the current activity of one rank or of each rank of a running job.
 
         Raises:
             UserError: no such job or rank, one that is not ours, has not started or has ended.
@@ -438,23 +440,23 @@ class Backend(abc.ABC):
         return [standings[number] for number in sorted(standings)]
 
     def wait(self, name: str, timeout: float, seen: StatusCallback | None = None) -> Status:
-        """Returns the final status, or the one at the timeout (seconds). `seen` gets every status on the way, and the last.
+        """Returns the final status, or the status at the timeout (seconds). `seen` gets every status during the wait, and the last.
 
-        A job that is gone, or whose node does not answer, for `lost_after` seconds is lost. A cluster that does not answer in
-        this time ends the wait: only an answer of the cluster makes a job lost.
+        If a job is gone or its node does not answer for `lost_after` seconds, the job is lost. If the cluster does not answer
+        for this time, the wait ends with an error: only an answer of the cluster makes a job lost.
 
         Raises:
-            Unreachable: the cluster does not answer: for `lost_after` seconds, or it never did.
+            Unreachable: the cluster did not answer for `lost_after` seconds, or never answered.
         """
         deadline = time.monotonic() + timeout
         known, answered = False, None
-        status = Status("pending", "")  # it was submitted, as far as anybody knows
+        status = Status("pending", "")  # nothing else is known before the first answer
         trouble: tuple[bool, float] | None = None  # whether it is an outage, and since when
         while True:
             problem, outage = "", False
             try:
                 with answered_within(max(deadline - time.monotonic(), QUERY_SECONDS)):
-                    # A name that never was is the caller's mistake, not a lost job.
+                    # A name that never existed is the caller's mistake, not a lost job.
                     job = self.find(name) if known and self.lost_after else self.require(name)
                     if job is not None:
                         known = True
@@ -505,14 +507,14 @@ class Backend(abc.ABC):
         return known
 
     def drift(self, spec: JobSpec) -> Lines:
-        """`setting: submitted → now` of the job of that name."""
+        """Returns `setting: submitted → now` for the job of that name."""
         return self.require(spec.name).differences(snapshots.resolve(spec)[0])
 
     def summary(self, name: str) -> dict[str, Any]:
-        """`summary.json` of the finished run; where this machine does not see it, rank 0 has printed the same.
+        """Returns `summary.json` of the finished run. If this machine does not see the file, reads the values that rank 0 printed.
 
         Raises:
-            UserError: there is none yet.
+            UserError: the run has not written a summary yet.
         """
         known = self.require(name)
         value = files.read_json(Path(known.run_dir) / contract.SUMMARY_FILE) if known.run_dir else self._printed(known)
@@ -523,7 +525,7 @@ class Backend(abc.ABC):
 
     def _printed(self, known: JobRecord) -> dict[str, Any] | None:
         last = None
-        for line in self.stream(known, 0, False, SUMMARY_LINES):  # of a long run's log, which may have a gigabyte
+        for line in self.stream(known, 0, False, SUMMARY_LINES):  # the log of a long run may have a gigabyte
             if '"done"' in line:
                 with contextlib.suppress(ValueError):
                     event = json.loads(line)
@@ -540,31 +542,31 @@ class Cluster(Backend):
     @classmethod
     @abc.abstractmethod
     def manifests(cls, spec: JobSpec) -> Manifests:
-        """What `lockstep render` prints, in order; lint reads it."""
+        """Returns the manifests that `lockstep render` prints, in order. Lint reads them."""
 
     @classmethod
     @abc.abstractmethod
     def preparation(cls, spec: JobSpec) -> tuple[str, object]:
-        """What `lockstep prepare --dry-run` prints: as text, and as plain values. Raises `UserError`."""
+        """Returns the output of `lockstep prepare --dry-run`: as text, and as plain values. Raises `UserError`."""
 
     @classmethod
     @abc.abstractmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:
-        """What would keep a job from running there."""
+        """Returns checks of what would keep a job from running there."""
 
     @abc.abstractmethod
     def prepare(self, spec: JobSpec) -> SubmitResult:
-        """Writes the recipe's shards, or submits what does. Raises `UserError`."""
+        """Writes the recipe's shards, or submits the job that writes them. Raises `UserError`."""
 
     @classmethod
     def render(cls, spec: JobSpec, runs: Specs) -> tuple[str, object]:  # noqa: ARG003 - for a backend with arrays
-        """What `lockstep render` prints of a job, or of the runs of a sweep: as text, and as plain values."""
+        """Returns the output of `lockstep render` for a job, or for the runs of a sweep: as text, and as plain values."""
         manifests = [manifest for run in runs for manifest in cls.manifests(run)]
         return to_yaml(manifests), manifests
 
     @classmethod
     def lint(cls, spec: JobSpec) -> Findings:
-        """What is wrong with a job, before it is submitted."""
+        """Returns the findings for a job, before its submission."""
         spec, code = snapshots.resolve(spec)
         return cls.rules.apply(spec, cls.manifests(spec), code.paths if code is not None else None)
 
@@ -574,7 +576,7 @@ class Cluster(Backend):
 
 
 def backend_of(name: str) -> type[Backend]:
-    """The backend of that name; imports only this one. Raises `UserError` for an unknown name."""
+    """Returns the backend of that name; imports only this backend. Raises `UserError` for an unknown name."""
     name = ALIASES.get(name, name)
     if name not in BACKENDS:
         raise UserError(f"unknown backend {name!r}{settings.nearest(name, BACKENDS)}")
@@ -583,7 +585,7 @@ def backend_of(name: str) -> type[Backend]:
 
 
 def _check_rank(known: JobRecord, rank: int | None) -> None:
-    """Raises `UserError` for a rank that the job does not have, and where its spec is of another version."""
+    """Raises `UserError` for a rank that the job does not have, and if the job's spec is of another version."""
     total = known.world_size
     if rank is not None and not 0 <= rank < total:
         raise UserError(f"{known.name} has the ranks 0 … {total - 1}, got {rank}")

@@ -13,10 +13,11 @@ _KEY, _CONTENT = "probe", b"lockstep"
 
 
 def check(url: str) -> list[Check]:
-    """One row for each thing that a run does there. Below the prefix, so that nothing of anybody else's is listed or changed.
+    """Returns one check for each operation of a run on a bucket. All objects lie below the prefix, so other objects are neither listed nor
+    changed.
 
     Raises:
-        UserError: it is no URL of a bucket, or obstore is not installed.
+        UserError: `url` is no URL of a bucket, or obstore is not installed.
     """
     bucket = Bucket(f"{url.rstrip('/')}/doctor-{secrets.token_hex(8)}")
     trials: dict[str, tuple[Callable[[], object], str]] = {
@@ -63,7 +64,7 @@ def _deleted(bucket: Bucket) -> None:
 
 
 def _unfinished(url: str) -> Check:
-    """The library asks no store for its lifecycle rules."""
+    """Returns a note about unfinished uploads. The library cannot read the lifecycle rules of a store."""
     if url.startswith("az://"):
         return Check("unfinished uploads", "ok", "Azure drops blocks that were not committed after a week")
     rule = "AbortIncompleteMultipartUpload"

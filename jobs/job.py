@@ -24,7 +24,7 @@ class Job:
     backend: Backend
 
     def status(self) -> Status:
-        """Where the job stands, and why.
+        """Returns the state of the job, and the reason.
 
         Examples:
             >>> job.status().state
@@ -33,10 +33,10 @@ class Job:
         return self.backend.status(self.name)
 
     def logs(self, rank: int | None = None, follow: bool = False, last: int | None = None) -> Iterator[str]:
-        """The lines of one rank, or of all ranks with `[rank 5] ` before each.
+        """Yields the lines of one rank, or of all ranks with `[rank 5] ` before each line.
 
         Args:
-            follow: until the job ends.
+            follow: whether to wait for new lines until the job ends.
             last: begin this many lines before the end.
 
         Examples:
@@ -57,7 +57,7 @@ class Job:
         """Waits for the end. Returns the final status, or the current one after `timeout` seconds.
 
         Args:
-            seen: is called with every status on the way.
+            seen: callback that gets every status during the wait.
 
         Examples:
             >>> seen = []
@@ -76,7 +76,7 @@ class Job:
         return self.backend.cancel(self.name)
 
     def summary(self) -> dict[str, Any]:
-        """`summary.json` of the finished run. Raises `UserError` where there is none yet.
+        """Returns `summary.json` of the finished run. Raises `UserError` if the run has not written one yet.
 
         Examples:
             >>> accuracy = job.summary()["accuracy"]
@@ -90,7 +90,7 @@ def submit(spec: JobSpec, backend: str | Backend = "local", mode: Mode = "attach
 
     Args:
         backend: `"local"`, `"compose"`, `"k8s"`, `"slurm"`, or a backend as an object.
-        mode: where a job of that name has ended: `"attach"` refuses, `"replace"` submits it again, `"new"` takes another name.
+        mode: if a job of that name has ended: `"attach"` refuses, `"replace"` submits it again, `"new"` takes another name.
 
     Raises:
         UserError: lint errors, a name in use, no answer from the cluster.

@@ -40,7 +40,7 @@ class Finding:
 
 
 def errors(findings: list[Finding]) -> list[Finding]:
-    """Those for which `submit` refuses the job."""
+    """Returns the findings for which `submit` refuses the job."""
     return [finding for finding in findings if finding.level == "error"]
 
 
@@ -62,7 +62,7 @@ def refuse(jobs: Mapping[str, list[Finding]], backend: str) -> None:
 
 @dataclass
 class Subject:
-    """What the rules look at: the spec and the final manifests. A backend adds how its manifests are read."""
+    """The spec and the final manifests that the rules read. A backend adds how its manifests are read."""
 
     spec: JobSpec
     objects: list[Manifest]
@@ -70,16 +70,16 @@ class Subject:
     """Paths of the code that travels; None if the code was not read."""
 
     volumes: ClassVar[bool] = False
-    """The job runs in an image, and sees no folder but those of its `volumes`."""
+    """Whether the job runs in an image, and sees no folder but those of its `volumes`."""
 
     @property
     def image(self) -> str | None:
-        """The container image that the job runs in; None where it runs in none."""
+        """The container image that the job runs in; None if the job runs in no image."""
         return self.spec.image if self.volumes else None
 
     @property
     def environment(self) -> dict[str, Any]:
-        """The ranks' variables; None stands for a value that is taken from elsewhere."""
+        """The ranks' variables; the value None stands for a value that comes from elsewhere."""
         return dict(self.spec.env)
 
 
@@ -101,7 +101,7 @@ class Rule(Generic[S]):
 
 
 class Rules(Generic[S]):
-    """The rules of a backend, and those that all have; `subject` is how they see a job."""
+    """The rules of a backend, and those that all backends have; `subject` is the class of the `Subject` that the rules read."""
 
     def __init__(self, subject: type[S]) -> None:
         self.subject = subject
@@ -118,7 +118,7 @@ class Rules(Generic[S]):
         return register
 
     def all(self) -> list[Rule[Any]]:
-        """By id."""
+        """Returns all rules, in the order of their ids."""
         rules: dict[str, Rule[Any]] = {**COMMON._rules, **self._rules}
         return [rules[id] for id in sorted(rules)]
 
@@ -136,7 +136,7 @@ class Rules(Generic[S]):
 
 
 COMMON = Rules(Subject)
-"""What `lockstep lint` looks at for every backend."""
+"""Rules that `lockstep lint` applies for every backend."""
 
 
 def is_documentation(image: str) -> bool:
@@ -156,7 +156,7 @@ def documented_registry(subject: Subject) -> Iterator[str]:
 
 
 def tag_of(image: str) -> str:
-    """The image's tag; "" where it has none."""
+    """Returns the tag of an image; "" if it has none."""
     return image.partition("@")[0].rpartition("/")[2].partition(":")[2]
 
 
@@ -222,7 +222,7 @@ def script_in_the_code(subject: Subject) -> Iterator[str]:
 
 
 def missing_script(spec: JobSpec, files: Collection[str]) -> str:
-    """What to say if the code lacks the script that `command` starts; "" where it has it, or no script shows in the words."""
+    """Returns the message if the code lacks the script that `command` starts; "" if the code has it, or no word names a script."""
     for before, word in itertools.pairwise(["", *(spec.command or [])]):
         if word in ("-c", "-m"):
             break
@@ -237,5 +237,5 @@ def missing_script(spec: JobSpec, files: Collection[str]) -> str:
 
 
 def volume_of(spec: JobSpec, path: str) -> Volume | None:
-    """The volume that `path` lies on: the longest mount path wins."""
+    """Returns the volume that `path` lies on, or None. The longest mount path wins."""
     return max((one for one in spec.volumes if holds(one.path, path)), key=lambda one: len(one.path), default=None)

@@ -24,11 +24,11 @@ _PREFIX = re.compile(PREFIX.pattern.encode())
 CHUNK = 1 << 20
 """Bytes of one log that are read at once."""
 STAMPED = re.compile(rb"\S{1,64} (\[rank \d+\] )?")
-"""What a line of an engine or of Kubernetes begins with: when it was written, and which rank wrote it."""
+"""Beginning of a line from an engine or Kubernetes: its time and its rank."""
 LAST_BYTES = 1 << 14
-"""Of a log, in which the error that ended its program is looked for."""
+"""Bytes at the end of a log in which `last_error` searches."""
 LONGEST = 1 << 20
-"""Of a line that is longer (a progress bar that never breaks), pieces of about this size count as lines."""
+"""Bytes of the longest line. A longer line (a progress bar without newlines) is split into pieces of about this size."""
 
 
 _ERROR = re.compile(r"(?P<whose>\[rank \d+\] )?(?:error: |(?P<kind>(\w+\.)*\w*(Error|Exception|Interrupt)\b))")
@@ -38,7 +38,7 @@ class LineSplitter:
     """Splits the chunks of a log into lines. Holds one piece of a line, and looks at each byte once.
 
     Args:
-        head: what every piece of a line is to begin with, as the line does: whose it is, and when it was written.
+        head: pattern of a line's beginning, with its rank and time. Every piece of a long line begins with the same text.
     """
 
     def __init__(self, head: re.Pattern[bytes]) -> None:
@@ -47,7 +47,7 @@ class LineSplitter:
         self._size = 0
 
     def of(self, chunk: bytes) -> Iterator[bytes]:
-        """The lines that end in this chunk, and the pieces of a longer one."""
+        """Yields the lines that end in this chunk, and the pieces of a longer line."""
         lines = chunk.split(b"\n")
         for line in lines[:-1]:
             self._kept.append(line)
@@ -61,7 +61,7 @@ class LineSplitter:
             yield piece
 
     def rest(self) -> bytes:
-        """What stands behind the last newline; it is given once."""
+        """Returns the text after the last newline, and forgets this text."""
         line = b"".join(self._kept)
         self._kept.clear()
         self._size = 0
@@ -69,7 +69,7 @@ class LineSplitter:
 
 
 def of_rank(line: str, rank: int | None) -> str | None:
-    """The line, or None where it is another rank's. One rank's lines lose their prefix."""
+    """Returns the line; None if it is another rank's. With `rank`, the line loses its prefix."""
     if rank is None:
         return line
     match = PREFIX.match(line)
@@ -80,14 +80,14 @@ def follow(
     logs: dict[int, Path], rank: int | None, prefixed: bool, ended: Callable[[], bool], interval: float, last: int | None,
     noise: re.Pattern[bytes] | None = None,
 ) -> Iterator[str]:  # fmt: skip
-    """Yields the lines of several logs as they come, until the job has ended: of one rank, or of all with `[rank N] ` before them.
+    """Yields the lines of several logs until the job has ended: of one rank, or of all with `[rank N] ` before each line.
 
     Args:
-        logs: by rank; of logs that are `prefixed`, by anything.
-        prefixed: their lines have `[rank N] ` already.
-        ended: whether the job has ended, or no caller waits for its end.
-        last: begin this many lines before the end. They have no times, so each log has an equal share of them.
-        noise: lines that begin so are left out.
+        logs: log files by rank; with `prefixed`, by any number.
+        prefixed: whether the lines have `[rank N] ` already.
+        ended: returns whether the job has ended, or no caller waits for its end.
+        last: begin this many lines before the end. The lines have no times, so each log has an equal share.
+        noise: pattern of lines that are left out.
     """
     mark = b"[rank %d] " % rank if prefixed and rank is not None else b""
 
@@ -98,7 +98,7 @@ def follow(
     splitters = {key: LineSplitter(_PREFIX) for key in logs}
     while True:
         try:
-            over = ended()  # asked before reading, so that nothing is missed
+            over = ended()  # queried before the read, so that no line is missed
         except Unreachable:
             over = False
         more = False
@@ -122,7 +122,7 @@ def follow(
 
 
 def _offsets(logs: dict[int, Path], last: int, counts: Callable[[bytes], bool]) -> dict[int, int]:
-    """Where each log is to be read from, for `last` lines in all."""
+    """Returns the offset from which each log is read, for `last` lines in total."""
 
     def tail(key: int, count: int) -> tuple[int, int]:
         try:
@@ -136,10 +136,10 @@ def _offsets(logs: dict[int, Path], last: int, counts: Callable[[bytes], bool]) 
 
 
 def tail_offset(path: Path, count: int, counts: Callable[[bytes], bool] = lambda head: True) -> tuple[int, int]:  # noqa: ARG005
-    """(where the last `count` lines of a file begin, how many there are). Holds two blocks of it, however long it is.
+    """Returns (offset of the last `count` lines of a file, their number). Holds two blocks of the file in memory.
 
     Args:
-        counts: whether the line counts that begins with these bytes, at most `HEAD`. Others may stand between.
+        counts: returns whether a line counts, from its first bytes, at most `HEAD`. Other lines may stand between.
 
     Raises:
         OSError: the file is not there, or is not a regular file.
@@ -154,7 +154,7 @@ def tail_offset(path: Path, count: int, counts: Callable[[bytes], bool] = lambda
             at -= size
             file.seek(at)
             block = file.read(size) + after
-            # A line begins at the file's start, and behind every newline but the last byte's.
+            # A line begins at the file's start, and after every newline except at the last byte.
             place = block.rfind(b"\n", 0, size if at + size < end else size - 1)
             while place >= 0:
                 if counts(block[place + 1 : place + 1 + HEAD].partition(b"\n")[0]):
@@ -169,7 +169,7 @@ def tail_offset(path: Path, count: int, counts: Callable[[bytes], bool] = lambda
 
 
 def last_error(path: Path, since: int = 0) -> str:
-    """Returns the last line of a log that tells an error, behind `since` bytes, without control codes, or ""."""
+    """Returns the last line of a log that contains an error, after the first `since` bytes, without control codes; "" if none does."""
     try:
         with files.regular(path) as file:
             file.seek(max(since, file.seek(0, 2) - LAST_BYTES))
@@ -181,15 +181,15 @@ def last_error(path: Path, since: int = 0) -> str:
 
 
 def merge_tail(sources: Iterable[Iterable[Stamped]], count: int) -> list[Stamped]:
-    """The last `count` of several logs by their times. Each is in the order in which it was written, and stays so.
+    """Returns the last `count` lines of several logs by their times. Each log keeps its own order.
 
-    All of them are read to their ends, and no more than `count` of each is kept.
+    All logs are read to their ends; at most `count` lines of each log are in memory.
     """
     return list(deque(heapq.merge(*(deque(source, count) for source in sources), key=_time), count))
 
 
 def split_quota(available: list[int], count: int) -> list[int]:
-    """How many lines of each of several logs without times: `count` in all, dealt out evenly."""
+    """Returns the number of lines for each of several logs without times: `count` in total, as evenly as possible."""
     quotas = [0] * len(available)
     while count > 0 and (short := [index for index, number in enumerate(available) if quotas[index] < number]):
         each = max(1, count // len(short))

@@ -41,13 +41,13 @@ _Dumper.add_representer(str, _text)
 
 
 def to_yaml(objects: list[Manifest]) -> str:
-    """YAML documents, in order, ending in a newline."""
+    """Returns YAML documents, in order, ending in a newline."""
     documents = [yaml.dump(item, Dumper=_Dumper, sort_keys=False, width=1000, allow_unicode=True) for item in objects]
     return "---\n".join(documents)
 
 
 def merge(target: Any, patch: Any, keys: Sequence[str] = ()) -> Any:
-    """JSON merge patch (RFC 7386): null removes, mappings merge, anything else replaces.
+    """Applies a JSON merge patch (RFC 7386): null removes, mappings merge, any other value replaces.
 
     Args:
         keys: lists whose items all have one of these keys merge by it, as in kubectl's strategic merge. There `$patch: delete`
@@ -83,7 +83,7 @@ def _merge_lists(target: list[Any], patch: list[Any], keys: Sequence[str]) -> li
 
 
 def patched(rendered: Manifest, patch: Manifest, keys: Sequence[str]) -> Manifest:
-    """A rendered manifest with a patch of the job's merged into it. Raises `UserError`."""
+    """Returns a rendered manifest with the job's patch merged into it. Raises `UserError`."""
     if not patch:
         return rendered
     merged: Manifest = merge(rendered, patch, keys)
@@ -92,7 +92,7 @@ def patched(rendered: Manifest, patch: Manifest, keys: Sequence[str]) -> Manifes
 
 
 def _check_directives(value: Any) -> None:
-    """Raises `UserError` where a merge has left a `$patch`: kubectl knows more of these than `merge`."""
+    """Raises `UserError` if a merge has left a `$patch`: kubectl knows more directives than `merge`."""
     if isinstance(value, dict):
         if "$patch" in value:
             raise UserError(
@@ -110,7 +110,7 @@ def without_none(value: Manifest) -> Manifest:
 
 
 def get(value: Any, *path: str | int) -> Any:
-    """The value at `path`, or None if something other than a mapping or a list is in the way."""
+    """Returns the value at `path`; None if a value on the way is neither a mapping nor a list."""
     for part in path:
         if isinstance(value, dict) and isinstance(part, str):
             value = value.get(part)
@@ -127,7 +127,7 @@ def spec_text(record: Manifest) -> str:
 
 
 def spec_in(labels: Any) -> Manifest:
-    """The spec that a job's annotations (or labels) hold, as plain values; {} where it is gone or damaged."""
+    """Returns the spec that a job's annotations (or labels) hold, as plain values; {} if the spec is missing or damaged."""
     try:
         value = json.loads(get(labels, SPEC) or "{}")
     except ValueError:
@@ -136,12 +136,12 @@ def spec_in(labels: Any) -> Manifest:
 
 
 def mappings(value: Any) -> list[Manifest]:
-    """The mappings in a list; [] if the value is not a list."""
+    """Returns the mappings in a list; [] if the value is not a list."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def seconds_of(stamp: object) -> float | None:
-    """A time as RFC 3339 writes it, in seconds since the epoch; None where it is no time."""
+    """Returns an RFC 3339 time in seconds since the epoch; None if `stamp` is no time."""
     try:
         return datetime.datetime.fromisoformat(str(stamp).replace("Z", "+00:00")).timestamp()
     except (ValueError, OverflowError):
@@ -149,7 +149,7 @@ def seconds_of(stamp: object) -> float | None:
 
 
 def holds(mount: str, path: str) -> bool:
-    """Whether `path` lies on what is mounted at `mount`."""
+    """Returns whether `path` lies on the mount at `mount`."""
     return path == mount or path.startswith(mount.rstrip("/") + "/")
 
 
@@ -159,20 +159,20 @@ class Change(NamedTuple):
     path: str
     """Keys with dots between them; items of a list by their name: `spec.containers[pytorch].env`."""
     value: Any
-    """What is there now."""
+    """Value after the patch; None if the patch removed the key."""
     ours: bool
-    """The value was rendered, and was changed or removed. Else it was added: every value inside an addition is a separate change."""
+    """Whether the patch changed or removed a rendered value. Every value inside an addition is a separate change."""
 
 
 def changes(before: Any, after: Any, path: str = "") -> Iterator[Change]:
-    """What a patch has made of a rendered object, in order. Lists are compared by their items' names, or may grow at their end."""
+    """Yields the changes of a patch to a rendered object, in order. Lists are compared by their items' names, or may grow at their end."""
     if isinstance(before, dict) and isinstance(after, dict):
         old, new = before, after
     elif isinstance(before, list) and isinstance(after, list):
         old, new = _named(before), _named(after)
         if before and not old:
             old, new = dict(enumerate(before)), dict(enumerate(after))
-        elif before and not new:  # two have one name, of which the later counts
+        elif before and not new:  # two items have the same name; the later one counts
             yield Change(path, after, True)
             return
         new = new or dict(enumerate(after))
@@ -199,14 +199,14 @@ def _place(path: str, key: Any, holder: Any) -> str:
 
 
 def _named(items: list[Any]) -> dict[Any, Any]:
-    """A list's items by the names that each of them has alone; {} where they have none."""
+    """Returns a list's items by their unique names; {} if an item has no name or a name occurs twice."""
     names = [item.get("mountPath", item.get("name")) if isinstance(item, dict) else None for item in items]
     named = all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
     return dict(zip(names, items)) if named else {}
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
-    """`name: old → new` for each place where two plain values differ."""
+    """Returns `name: old → new` for each place where two plain values differ."""
     if isinstance(old, dict) and isinstance(new, dict):
         lines = []
         for key in sorted({*old, *new}, key=str):

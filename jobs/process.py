@@ -18,7 +18,7 @@ from .status import warn
 
 FORWARDED = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP)
 OF_THE_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
-"""What the kernel sends to all processes in a terminal's foreground: to pass it on would be once too often."""
+"""Signals that the kernel sends to all processes in a terminal's foreground. If they were forwarded, the program would get them twice."""
 LOOK_SECONDS = 0.05
 CHUNK = 1 << 16
 
@@ -35,7 +35,7 @@ class Streams:
 
     @property
     def terminal(self) -> bool:
-        """Whether input and output are a terminal: then the command gets one. Else its output and its errors are kept apart."""
+        """Whether input and output are a terminal. Then the command gets a terminal; otherwise its output and its errors stay separate."""
         return os.isatty(self.stdin) and os.isatty(self.stdout)
 
 
@@ -46,13 +46,14 @@ def exec_command(python: str, rank: int, command: list[str], run_dir: str, *more
 
 
 def signal_command(python: str, token: str, number: int) -> list[str]:
-    """What sends a signal to the command that was started with `--token`, on the same node."""
+    """Returns the command that sends a signal to the command that was started with `--token`, on the same node."""
     return [python, "-m", "lockstep.wire.exec", "--token", token, "--signal", str(number)]
 
 
 @contextlib.contextmanager
 def trap_signals(numbers: Sequence[signal.Signals]) -> Iterator[queue.SimpleQueue[int]]:
-    """Signals that come in the block, instead of what they would do. Always empty outside of the main thread."""
+    """Yields a queue of the signals that arrive in the block, in place of their effect. Outside of the main thread, the queue stays
+    empty."""
     arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the handler's signature
@@ -70,7 +71,7 @@ def trap_signals(numbers: Sequence[signal.Signals]) -> Iterator[queue.SimpleQueu
 def run(
     command: Sequence[str], streams: Streams, env: Mapping[str, str] | None = None, interrupt: Interrupt | None = None
 ) -> int:
-    """Runs a program to its end. Returns its exit code, as a shell has it: 128 + N where signal N ended it.
+    """Runs a program to its end. Returns its exit code as a shell does: 128 + N if signal N ended the program.
 
     Without a terminal the program has its own session, and this process forwards its signals to the program.
 
@@ -119,7 +120,7 @@ def _pass_on(
             return
         except UserError as error:
             warn(str(error))
-        if not again:  # a second signal that does not get through ends the program, which else nothing would end
+        if not again:  # if a second signal cannot be delivered, the program is ended: nothing else would end it
             return
     with contextlib.suppress(ProcessLookupError):
         os.kill(child.pid, number) if terminal else os.killpg(child.pid, number)

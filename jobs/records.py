@@ -36,27 +36,27 @@ JOB = "job.json"
 
 
 def home() -> Path:
-    """Where the jobs of this user are kept, a folder a backend. Raises `UserError`."""
+    """Returns the folder of this user's jobs, with a folder for each backend. Raises `UserError`."""
     try:
         return Path(os.environ.get("LOCKSTEP_HOME") or Path.home() / ".local/state/lockstep")
-    except RuntimeError:  # no HOME, and a user of a number only, as in many containers
+    except RuntimeError:  # no HOME and no name of the user, as in many containers
         raise UserError("this user has no home folder to keep jobs in: set LOCKSTEP_HOME") from None
 
 
 def folder(backend: str) -> Path:
-    """The jobs of a backend; the nodes of a SLURM cluster must see it. Raises `UserError`."""
+    """Returns the folder of a backend's jobs; the nodes of a SLURM cluster must see this folder. Raises `UserError`."""
     return home().absolute() / backend
 
 
 def now() -> str:
-    """This moment, for a record."""
+    """Returns the current time in UTC, as ISO 8601, for a record."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def remember(backend: str, name: str, place: Mapping[str, str]) -> None:
-    """Notes where a job was submitted to, for commands with its name; nothing without flags for that.
+    """Saves the place of a job, for commands with the job's name. Without place flags, removes an earlier note.
 
-    A machine that cannot keep the note needs the flags again.
+    On a machine that cannot save the note, later commands need the flags.
     """
     with contextlib.suppress(UserError, OSError):
         path = home() / "places" / backend / f"{name}.json"
@@ -80,7 +80,7 @@ def place_of(backend: str, name: str) -> dict[str, str]:
 
 
 def make(folder: Path) -> Path:
-    """The folder, made where it is missing, and checked. Raises `UserError`."""
+    """Creates the folder if it is missing, checks it, and returns it. Raises `UserError`."""
     with keeping(folder):
         _check_parents(folder.absolute().parent, make=True)
         folder.mkdir(exist_ok=True, mode=0o700)
@@ -98,7 +98,7 @@ def keeping(folder: Path) -> Iterator[None]:
 
 
 def make_parents(run_dir: Path) -> None:
-    """Makes the folders above a run directory, which the run itself makes. Raises `UserError` if that cannot be."""
+    """Creates the folders above a run directory; the run creates the directory itself. Raises `UserError` if a folder cannot be created."""
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -112,7 +112,7 @@ def check(folder: Path) -> None:
 
 
 def check_owner(folder: Path) -> None:
-    """`check` of a folder in one that was checked. Raises `UserError`, `OSError`."""
+    """Checks a folder like `check`, but not its parents, which were checked before. Raises `UserError`, `OSError`."""
     about = folder.lstat()
     mode = stat.S_IMODE(about.st_mode)
     if not stat.S_ISDIR(about.st_mode):
@@ -128,12 +128,12 @@ def check_owner(folder: Path) -> None:
 
 
 def _check_parents(folder: Path, make: bool = False) -> None:
-    """Checks every folder from / to this one, and the folders that links among them lead through. Raises `UserError`, `OSError`.
+    """Checks every folder from / to this one, and the folders that links on the path lead to. Raises `UserError`, `OSError`.
 
     The check begins at /, so no other user can replace a checked folder while the next one is checked.
 
     Args:
-        make: folders that are missing are made.
+        make: whether to create missing folders.
     """
     for parent in (*reversed(folder.parents), folder):
         if make and not os.path.lexists(parent):
@@ -142,12 +142,12 @@ def _check_parents(folder: Path, make: bool = False) -> None:
         _check_parent(parent, about)
         if stat.S_ISLNK(about.st_mode):
             with contextlib.suppress(FileNotFoundError):
-                parent.stat()  # raises where links go in a circle
+                parent.stat()  # raises if links form a circle
             _check_parents(parent.parent / os.readlink(parent), make)
 
 
 def _check_parent(folder: Path, about: os.stat_result) -> None:
-    """Refuses a folder in which another user could rename what is in it. Raises `UserError`."""
+    """Refuses a folder in which another user could rename files. Raises `UserError`."""
     me, mode = os.geteuid(), stat.S_IMODE(about.st_mode)
     if about.st_uid not in (0, me):
         raise UserError(
@@ -155,7 +155,7 @@ def _check_parent(folder: Path, about: os.stat_result) -> None:
             "folder below such as only you and root can write"
         )
     if stat.S_ISLNK(about.st_mode) or mode & stat.S_ISVTX:
-        return  # in a folder with the sticky bit only its owner renames other users' files
+        return  # with the sticky bit, only the folder's owner renames other users' files
     if mode & 0o002 or (mode & 0o020 and not _is_private_group(about.st_gid, me)):
         raise UserError(
             f"{folder} can be changed by other users (mode {mode:o}), who can put other jobs in the place of yours: "
@@ -164,7 +164,7 @@ def _check_parent(folder: Path, about: os.stat_result) -> None:
 
 
 def _is_private_group(group: int, me: int) -> bool:
-    """Whether it is this user's private group, as many systems give one to each, with a umask of 002."""
+    """Returns whether `group` is this user's private group. Many systems give one to each user, with a umask of 002."""
     import grp
     import pwd
 
@@ -177,7 +177,7 @@ def _is_private_group(group: int, me: int) -> bool:
 
 @contextlib.contextmanager
 def locked(folder: Path, seconds: float) -> Iterator[None]:
-    """The folder's lock. Raises `UserError`: another command holds it for longer than that, or nothing can be written there."""
+    """Holds the folder's lock. Raises `UserError` if another command holds the lock for `seconds`, or the folder is not writable."""
     import filelock
 
     with keeping(folder):
@@ -253,13 +253,13 @@ def _is_there(folder: Path) -> bool:
 
 
 Identifier = Annotated[str, StringConstraints(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$")]
-"""Processes, folders and machines are looked up by it. An empty one would match all of them."""
+"""Key of processes, folders and machines. An empty key would match all of them."""
 
 
 class Record(BaseModel):
     """A record in a JSON file."""
 
-    model_config = ConfigDict(strict=True, frozen=True, defer_build=True)  # most commands read none of them
+    model_config = ConfigDict(strict=True, frozen=True, defer_build=True)  # most commands read no record
 
     @classmethod
     def parse(cls, value: Any) -> Self | None:
@@ -275,12 +275,12 @@ class Record(BaseModel):
         return cls.parse(files.read_json(path))
 
     def write(self, path: Path) -> None:
-        """Raises `OSError`."""
+        """Writes the record to a file. Raises `OSError`."""
         files.replace_json(path, self.model_dump(exclude_unset=True))
 
 
 class Goodput(Record):
-    """Where the time of a run went, over all attempts."""
+    """The use of a run's time, over all attempts."""
 
     fraction: float
     """The productive part of the wall clock."""
@@ -301,7 +301,7 @@ class RunStatus(Record):
     job: str = ""
     restart: int | None = None
     ranks: list[int] = []
-    """How many there are and were, where some were lost and the others train on."""
+    """Numbers of ranks: now, and at the start. Empty unless ranks were lost and the others continue."""
     goodput: Goodput | None = None
     slow_rank: dict[str, Any] | None = None
     hang: str = ""
@@ -309,7 +309,7 @@ class RunStatus(Record):
 
 
 class StalledRank(Record):
-    """Where a rank stands, as its node reports it (`lockstep.wire.hangs`)."""
+    """The position of a rank, as its node reports it (`lockstep.wire.hangs`)."""
 
     rank: int
     what: str
@@ -329,7 +329,7 @@ class Process(Record):
 
 
 class LocalEnd(Record):
-    """How a local job ended."""
+    """The end of a local job."""
 
     code: int | None
     reason: str
@@ -353,7 +353,7 @@ class LocalJob(Record):
 
 
 class TaskResult(Record):
-    """How a task of SLURM ended, as it has noted itself."""
+    """The end of a SLURM task, as the task itself has noted it."""
 
     code: int
     rank: int | None = None
@@ -402,11 +402,11 @@ class SlurmJob(Record):
     job: Identifier
 
     def numbered(self, number: str) -> SlurmJob:
-        """Returns the record with its id, where the job (or array) has this one."""
+        """Returns the record with its job id. `number` is the id of the job, or of its array."""
         return self.model_copy(update={"job_id": number if self.element is None else f"{number}_{self.element}"})
 
     def file(self, what: str) -> Path:
-        """Returns a file of this job next to submitit's: `123_0_log.out`, or a note of a task, such as `123_cancelled`."""
+        """Returns a file of this job next to submitit's: `123_0_log.out`, or a task's note such as `123_cancelled`."""
         return Path(self.submitit) / f"{self.job_id}_{what}"
 
     def notes(self, begin: str, end: str = "") -> dict[int, Path]:
@@ -425,13 +425,13 @@ def submission_id(name: str) -> str:
 
 
 def check_name(name: str) -> None:
-    """Raises `UserError` for what cannot be a job's name."""
+    """Raises `UserError` if `name` cannot be a job's name."""
     if not re.fullmatch(r"[a-z][a-z0-9-]{0,62}", name):
         raise UserError(f"{name!r} is not a job name (lower-case letters, digits and -)")
 
 
 def next_name(name: str, taken: Callable[[str], bool]) -> str:
-    """`name-v2`, or the first number that is free. `name-2` is what a sweep calls one of its runs."""
+    """Returns `name-v2`, or the name with the first number that is free. `name-2` is the name of a run of a sweep."""
     versions = (f"-v{number}" for number in itertools.count(2))
     free = (f"{name[: 63 - len(end)].rstrip('-')}{end}" for end in versions)
     return next(numbered for numbered in free if not taken(numbered))
@@ -443,12 +443,12 @@ def restarts(reported: RunStatus | None) -> int:
 
 
 def progress(reported: RunStatus | None, again: int | None = None, where: str = "", state: str = "") -> str:
-    """Returns how far a running job is, from its status.json: the step, at most some seconds old, and its restarts.
+    """Returns how far a running job is, from its status.json: the step, some seconds old at most, and the restarts.
 
     Args:
-        again: its restarts, where the cluster counts them.
-        where: on which nodes it runs.
-        state: the cluster's word for it.
+        again: restarts of the job, if the cluster counts them.
+        where: the nodes that the job runs on.
+        state: the cluster's word for the job's state.
     """
     again = restarts(reported) if again is None else again
     begin = "starting" if reported is None else step(reported)
@@ -457,10 +457,10 @@ def progress(reported: RunStatus | None, again: int | None = None, where: str = 
 
 
 def trouble(reported: RunStatus) -> str:
-    """Returns how the attempt has ended; of one that runs, which rank hangs."""
+    """Returns how the attempt has ended; for an attempt that runs, which rank hangs."""
     if reported.code == contract.EXIT_DONE:
         return ", ending"
-    if reported.code is not None:  # a job that is not over starts again by itself
+    if reported.code is not None:  # the job restarts itself unless it is over
         return f", the attempt has ended: {contract.printable(reported.reason).removesuffix(f': {contract.RUN_AGAIN}')}"
     return f"; {contract.printable(reported.hang)}" if reported.hang else ""
 
@@ -471,14 +471,14 @@ def step(reported: RunStatus) -> str:
 
 
 def about_time(reported: RunStatus | None, submitted: float | None, placed: float | None = None) -> dict[str, Any]:
-    """Returns what a run's status.json says of its time, for `Status`, and what only the dispatcher sees: how long its first start took.
-    None where the run says nothing (yet).
+    """Returns the goodput and the slow rank from a run's status.json, and how long the first start took. None if the run reports nothing
+    (yet).
 
-    The run's own sums are of a monotonic clock. These seconds are differences of clocks of the wall of several machines, and so in no sum.
+    The run sums a monotonic clock. The seconds here are differences between wall clocks of several machines, so no sum contains them.
 
     Args:
-        submitted: when the job was, in seconds since the epoch. A run that is older than its job has begun in an earlier one.
-        placed: when it had its machines; anything but a time between the submission and the start is that of a later start.
+        submitted: time of the submission, in seconds since the epoch. A run that is older than its job began in an earlier job.
+        placed: time at which the job had its machines. A time that is not between submission and start belongs to a later start.
     """
     if reported is None:
         return {"goodput": None, "slow_rank": None}
@@ -487,13 +487,13 @@ def about_time(reported: RunStatus | None, submitted: float | None, placed: floa
         shares, began = reported.goodput.model_dump(exclude={"began"}), reported.goodput.began
         if began is not None and submitted is not None and began >= submitted:
             shares["before_start"] = round(began - submitted, 1)
-            if placed is not None and int(submitted) <= placed <= began:  # clusters tell whole seconds
+            if placed is not None and int(submitted) <= placed <= began:  # clusters report whole seconds
                 shares["queued"] = round(max(0.0, placed - submitted), 1)
     return {"goodput": shares, "slow_rank": slow_rank_of({"slow_rank": reported.slow_rank})}
 
 
 def reported(run_dir: Path, job: str) -> RunStatus | None:
-    """Returns status.json of this submission, which counts above exit codes; None for one of another run in the directory."""
+    """Returns status.json of this submission, which takes precedence over exit codes; None if another run wrote the file."""
     status = RunStatus.read(run_dir / contract.STATUS_FILE)
     if status is None or status.job != job:
         return None

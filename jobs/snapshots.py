@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 FOLDER = "code"
 KEPT_SECONDS = 7 * 86400
-"""How long a copy is kept that no job of this machine names."""
+"""Seconds for which a copy is kept that no job of this machine names."""
 IGNORE_FILE = ".lockstepignore"
 GIT_IGNORE_FILE = ".gitignore"
 NEVER = (".git", ".venv", DERIVED)
@@ -44,7 +44,8 @@ NAMED = 10
 """Files that an error or a warning names at most."""
 _MAX_IGNORE_BYTES = 1 << 20
 _MAX_WILDCARDS = 4
-"""In a part of a pattern; `**` in all parts. The time to match grows with their number as exponent: these take a second at most."""
+"""Largest number of wildcards in a part of a pattern, and of `**` in all parts. The time to match grows exponentially with it; this
+number takes a second at most."""
 _SECRETS = (
     ".env*", "*.pem", "id_*", ".netrc", "_netrc", ".npmrc", "kubeconfig*", "*.kubeconfig", "credentials*",
     "*/.kube/config", "*/.docker/config.json",
@@ -65,7 +66,7 @@ class Bundle:
     """Sorted by path."""
     identity: str
     packed: bytes
-    """The archive."""
+    """Bytes of the archive."""
 
     @property
     def paths(self) -> set[str]:
@@ -77,17 +78,17 @@ class Bundle:
         return sum(len(file.data) for file in self.files)
 
     def lines(self) -> list[str]:
-        """What travels, for people: a line a file, then the sum and the identity."""
+        """Returns the list of files for people: one line for each file, then the total and the identity."""
         rows = [f"{len(file.data):>9}  {file.path}{' (executable)' if file.executable else ''}" for file in self.files]
         total = f"{len(self.files)} files, {self.size} bytes, {len(self.packed)} packed"
         return [*rows, f"code {self.identity}: {total}"]
 
 
 def collect(folder: Path) -> Bundle:
-    """What of a folder travels. Everything that cannot is refused here, before anything is sent.
+    """Returns the code of a folder, with all checks done before any byte is sent.
 
     Raises:
-        UserError: with the path and the reason.
+        UserError: the folder contains a file that cannot travel, or is too large; the text has the path and the reason.
     """
     paths = _paths(folder)
     _warn_of_secrets(paths)
@@ -116,7 +117,7 @@ def collect(folder: Path) -> Bundle:
 
 
 class _Rule(NamedTuple):
-    """The patterns of one file, and how they see a path of the repository."""
+    """The patterns of one file, and the offset from which they match a path of the repository."""
 
     spec: GitIgnoreSpec
     inside: int
@@ -124,7 +125,7 @@ class _Rule(NamedTuple):
 
 
 def _paths(folder: Path) -> list[str]:
-    """Paths of what travels, sorted, relative to the folder and with `/`. Links are among them. Raises `UserError`."""
+    """Returns the paths of the files that travel, sorted, relative to the folder and with `/`. Includes links. Raises `UserError`."""
     if not folder.is_dir():
         raise UserError(f"code: {folder} is not a folder")
     base, above, outside = _above(folder.resolve())
@@ -163,7 +164,7 @@ def _paths(folder: Path) -> list[str]:
 
 
 def _patterns(file: Path) -> Iterator[GitIgnoreSpec]:
-    """Those in the file, if there is one. Raises `UserError`."""
+    """Yields the patterns of the file, if it exists. Raises `UserError`."""
     if os.path.lexists(file):
         from pathspec import GitIgnoreSpec  # most commands read no code
 
@@ -175,7 +176,7 @@ def _patterns(file: Path) -> Iterator[GitIgnoreSpec]:
 
 
 def _check_patterns(file: Path, lines: list[str]) -> None:
-    """Raises `UserError` for a pattern that pathspec does not know, or that may take it minutes for a single path."""
+    """Raises `UserError` for a pattern that pathspec does not know, or that may take minutes to match one path."""
     for number, line in enumerate(lines, 1):
         most = max(line.split("/").count("**"), *(len(re.findall(r"\*+", part)) for part in line.split("/")))
         if most > _MAX_WILDCARDS and not line.startswith("#"):
@@ -189,7 +190,7 @@ def _check_patterns(file: Path, lines: list[str]) -> None:
 
 
 def _above(folder: Path) -> tuple[str, list[_Rule], bool]:
-    """The folder's path in the repository that it lies in, what that ignores, and whether it ignores the folder itself."""
+    """Returns the folder's path in its repository, the rules of the repository, and whether they ignore the folder itself."""
     top = next((place for place in (folder, *folder.parents) if (place / ".git").exists()), folder)
     base, rules, ignored = "", list[_Rule](), False
     for part in folder.relative_to(top).parts:
@@ -200,7 +201,7 @@ def _above(folder: Path) -> tuple[str, list[_Rule], bool]:
 
 
 def _is_ignored(path: str, rules: list[_Rule]) -> bool | None:
-    """What the last pattern says that matches the path; None where no pattern does. A folder's path ends with `/`."""
+    """Returns whether the last pattern that matches the path ignores it; None if no pattern matches. A folder's path ends with `/`."""
     for rule in reversed(rules):
         for pattern in reversed(list(rule.spec.patterns)):
             if pattern.regex is not None and _matches(pattern.regex, path[rule.inside :]):
@@ -209,9 +210,9 @@ def _is_ignored(path: str, rules: list[_Rule]) -> bool | None:
 
 
 def _matches(pattern: re.Pattern[str], path: str) -> bool:
-    """Whether the pattern matches the path itself: a match of a folder above it decided about that folder alone.
+    """Returns whether the pattern matches the path itself. A match of a parent folder decides about that folder alone.
 
-    pathspec marks the `/` behind a folder by a group. A pattern without that group, such as `a/**`, matches what lies in a folder.
+    pathspec marks the `/` after a folder with a group. A pattern without this group, such as `a/**`, matches the files in a folder.
     """
     if "ps_d" in pattern.groupindex:
         return any(match.end("ps_d") in (-1, len(path)) for match in pattern.finditer(path))
@@ -219,20 +220,21 @@ def _matches(pattern: re.Pattern[str], path: str) -> bool:
 
 
 def _is_product(names: set[str]) -> bool:
-    """Whether that is a run directory, a folder of shards, or a virtual environment, by what lies in it."""
+    """Returns whether a folder with these names is a run directory, a folder of shards, or a virtual environment."""
     run = RUN_FILE in names and bool(names & {STATUS_FILE, EVENTS_FILE})
     shards = "manifest.json" in names and any(name.endswith(".safetensors") for name in names)
     return run or shards or "pyvenv.cfg" in names
 
 
 def _links_to_ours(place: Path) -> bool:
-    """`lockstep/training` and `lockstep/jobs` in a fork of Lockstep: the folders that they lead to travel by themselves."""
+    """Returns whether `place` is `lockstep/training` or `lockstep/jobs` in a fork of Lockstep. The folders that these links lead to
+    travel by themselves."""
     ours = place.parent.name == "lockstep" and place.is_symlink()
     return ours and place.is_dir() and os.readlink(place) == f"../{place.name}"
 
 
 def _place(root: Path, path: str, paths: set[str]) -> Path:
-    """The regular file that a path names. A link must not bring along what does not travel by itself. Raises `UserError`."""
+    """Returns the regular file that a path names. A link may not lead to a file that does not travel by itself. Raises `UserError`."""
     place = root / path
     if place.is_symlink():
         target = place.resolve() if place.exists() else None
@@ -278,16 +280,16 @@ def _too_large(sizes: dict[str, int], size: str, limit: str) -> UserError:
 
 
 def home() -> Path:
-    """`$LOCKSTEP_HOME/code`; for SLURM it must lie on storage that the nodes share."""
+    """Returns `$LOCKSTEP_HOME/code`; for SLURM, the nodes must share its storage."""
     return records.home().absolute() / FOLDER
 
 
 def store(identity: str, packed: bytes) -> None:
-    """Keeps the archive, in the place of one that was damaged. Raises `UserError`."""
+    """Saves the archive, and replaces a damaged one. Raises `UserError`."""
     place = records.make(home()) / f"{archive.check_identity(identity)}.tar.gz"
     try:
         if _is_whole(place, identity):
-            os.utime(place)  # it is wanted again
+            os.utime(place)  # the copy is in use again
         else:
             files.replace(place, packed)
     except OSError as error:
@@ -304,7 +306,7 @@ def _is_whole(place: Path, identity: str) -> bool:
 
 
 def packed(identity: str) -> bytes:
-    """The archive of a copy. Raises `UserError` where it is not kept, or damaged."""
+    """Returns the archive of a copy. Raises `UserError` if the archive is missing or damaged."""
     place = home() / f"{archive.check_identity(identity)}.tar.gz"
     try:
         records.check(place.parent)
@@ -313,17 +315,17 @@ def packed(identity: str) -> bytes:
         raise UserError(
             f"the code {identity[:12]} is not stored in {place.parent} ({error.strerror}): submit it from its folder"
         ) from None
-    archive.read(data, identity)  # a disk, or a hand, may have changed it
+    archive.read(data, identity)  # a faulty disk or a person may have changed the archive
     return data
 
 
 def folder(identity: str) -> Path:
-    """Where the code of that identity lies unpacked."""
+    """Returns the folder of the unpacked code of that identity."""
     return home() / identity
 
 
 def unpacked(identity: str) -> Path:
-    """The unpacked copy, made where it is missing. One that was changed since is renamed. Raises `UserError`."""
+    """Returns the unpacked copy, and creates it if it is missing. Renames a copy that was changed. Raises `UserError`."""
     target = folder(identity)
     data = packed(identity)
     if os.path.lexists(target) and not archive.holds(target, identity):
@@ -337,7 +339,7 @@ def unpacked(identity: str) -> Path:
 
 
 def _remove_unused() -> None:
-    """Copies that no job names, and what killed commands have left, go after a week."""
+    """Removes copies that no job names, and leftovers of killed commands, after a week."""
     old = time.time() - KEPT_SECONDS
     jobs = (files.read_json(path) for path in records.home().glob("*/*/job.json"))
     named = {str(get(job, "spec", "code", "hash")) for job in jobs}
@@ -353,13 +355,13 @@ def _remove_unused() -> None:
 
 
 def resolve(spec: JobSpec) -> tuple[JobSpec, Bundle | None]:
-    """The spec with the identity of its code, and the code. Keeps nothing.
+    """Returns the spec with the identity of its code, and the code. Saves nothing.
 
     Returns:
-        None in place of the code where there is none, or where the spec names a copy that is kept.
+        None in place of the code if there is none, or the spec names a stored copy.
 
     Raises:
-        UserError: something that must not travel, or a recipe that does not.
+        UserError: the code contains a file that must not travel, or lacks the recipe.
     """
     if spec.code is None or (spec.code.hash is not None and spec.code.packed):
         return spec, None
@@ -376,7 +378,7 @@ def resolve(spec: JobSpec) -> tuple[JobSpec, Bundle | None]:
 
 
 def checked(spec: JobSpec) -> tuple[JobSpec, Bundle | None]:
-    """`resolve`, for what is to be submitted: also raises `UserError` where the code lacks the command's script."""
+    """Resolves a spec that is to be submitted. Like `resolve`, but also raises `UserError` if the code lacks the command's script."""
     resolved, bundle = resolve(spec)
     if bundle is not None and (missing := missing_script(spec, bundle.paths)):
         raise UserError(missing)
@@ -384,7 +386,7 @@ def checked(spec: JobSpec) -> tuple[JobSpec, Bundle | None]:
 
 
 def snapshot(spec: JobSpec) -> JobSpec:
-    """`checked`, and the code is kept for the job. Raises `UserError`, also where an identity is of no copy that is kept."""
+    """Saves the code of a job, and returns the `checked` spec. Raises `UserError`, also if the spec names a copy that is not stored."""
     resolved, bundle = checked(spec)
     if bundle is not None:
         store(bundle.identity, bundle.packed)
@@ -394,7 +396,7 @@ def snapshot(spec: JobSpec) -> JobSpec:
 
 
 def snapshot_all(specs: list[JobSpec]) -> list[JobSpec]:
-    """`snapshot` for the runs of a sweep: one read of each folder, so that all of them run the same."""
+    """Saves the code of the runs of a sweep. Reads each folder once, so that all runs have the same code."""
     known: dict[str, Code | None] = {}
     result = []
     for spec in specs:
@@ -406,5 +408,5 @@ def snapshot_all(specs: list[JobSpec]) -> list[JobSpec]:
 
 
 def _with_code(spec: JobSpec, identity: str, archived: bytes) -> JobSpec:
-    # The cluster need not know where the code was, and the job is the same job wherever it was.
+    # The place of the code is no part of the job, and the cluster does not need it.
     return spec.model_copy(update={"code": Code(hash=identity, packed=len(archived))})

@@ -46,16 +46,16 @@ _CODES = {
 EXIT_PRECEDENCE = (
     EXIT_LOST, EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_UNSCHEDULABLE, EXIT_TIMED_OUT, EXIT_PREEMPTED, EXIT_DONE,
 )  # fmt: skip
-"""Exit codes of several jobs: the first of these that occurs is that of all."""
+"""Order of exit codes. The first code that one of several jobs has is the exit code of all."""
 
 
 Result = Literal["ok", "note", "missing", "warning", "cannot tell"]
-"""`note`: no job needs it. `cannot tell`: the rights to look are not there."""
+"""Result of a check. `note`: no job needs the feature. `cannot tell`: the rights to check are missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of what `lockstep doctor` reports."""
+    """One row of `lockstep doctor`."""
 
     name: str
     result: Result
@@ -74,7 +74,7 @@ class NodeStatus:
 
     @property
     def span(self) -> str:
-        """Its ranks, for people."""
+        """The node's ranks, for people."""
         if not self.ranks:
             return "?"
         return str(self.ranks[0]) if len(self.ranks) == 1 else f"{self.ranks[0]}–{self.ranks[-1]}"
@@ -82,17 +82,17 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Where a job stands. `reason` says why in one sentence; `exit_code` is the job's own, None while it runs."""
+    """The state of a job. `reason` explains the state in one sentence; `exit_code` is the job's own, None while the job runs."""
 
     state: State
     reason: str
     ranks: list[NodeStatus] = field(default_factory=list)
     exit_code: int | None = None
     goodput: dict[str, Any] | None = None
-    """The goodput of the run, over all attempts: `fraction`, `lost_to_restarts`, `restarts`; None: it is not known. If the run has begun
-    in this job: `before_start`, seconds since the submission, and `queued`, those until it had its machines."""
+    """Goodput of the run, over all attempts: `fraction`, `lost_to_restarts`, `restarts`; None: not known. If the run began in this job:
+    `before_start`, seconds from the submission to the start, and `queued`, seconds from the submission until the job had its machines."""
     slow_rank: dict[str, Any] | None = None
-    """That the others wait for: `rank`, `phase`, `share` of every step; None where there is none."""
+    """Rank that the others wait for: `rank`, `phase`, `share` of every step; None if no rank is slow."""
 
     @property
     def final(self) -> bool:
@@ -107,20 +107,20 @@ class Status:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a wait returned this before the job ended. One that cannot be scheduled does not count."""
+        """Whether a wait returned this status before the job ended. A job that cannot be scheduled does not count."""
         return not self.final and self.state != "unschedulable"
 
     @property
     def unreachable_node(self) -> str:
-        """Why this may be out of date: a node that does not answer; "" where all do."""
+        """The reason why this status may be out of date: a node that does not answer; "" if all answer."""
         return next((part.reason for part in self.ranks if part.state == "unknown"), "")
 
     def line(self, name: str) -> str:
-        """For people, one line."""
+        """Returns one line for people."""
         return f"{name}: {self.state}{f' – {self.reason}' if self.reason else ''}"
 
     def lines(self, name: str) -> list[str]:
-        """For people: the line, the goodput, the slow rank, and, with several nodes, a table."""
+        """Returns lines for people: the state, the goodput, the slow rank, and, with several nodes, a table."""
         lines = [self.line(name)]
         lines += [goodput_line(self.goodput)] if self.goodput is not None else []
         lines += [slow_rank_line(self.slow_rank)] if self.slow_rank is not None else []
@@ -132,7 +132,7 @@ class Status:
         return lines
 
     def absent(self, rank: int) -> str:
-        """Why a rank does not run, as the end of a sentence about its job; "" where it may run."""
+        """Returns why a rank does not run, as the end of a sentence about its job; "" if the rank may run."""
         why = f" ({self.reason})" if self.reason else ""
         if self.final:
             return f"has ended: {self.state}{why}; its ranks are gone"
@@ -161,7 +161,7 @@ class JobSummary:
 
 @dataclass(frozen=True, slots=True)
 class SubmitResult:
-    """`created` is False where the same job was there already; `restarted` names the nodes of it that were started again."""
+    """The result of a submission. `created` is False if the same job existed; `restarted` names the job's nodes that were started again."""
 
     name: str
     created: bool
@@ -169,20 +169,20 @@ class SubmitResult:
     restarted: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """For people, one line."""
+        """Returns one line for people."""
         again = f"; started again: {', '.join(self.restarted)}" if self.restarted else ""
         return f"{self.name}: {'submitted' if self.created else f'is there already, with the same spec{again}'} ({self.where})"
 
 
 StatusCallback = Callable[[Status], None]
-"""Is called with each status on the way of a wait."""
+"""Callback that gets each status during a wait."""
 
 
 class Unreachable(UserError):
-    """The cluster does not answer. This may be temporary, so a wait continues. Exit code 69.
+    """An error for a cluster that does not answer. The outage may be temporary, so a wait continues. Exit code 69.
 
     Args:
-        status: of the job, by what needs no answer.
+        status: status of the job, from sources that need no answer.
     """
 
     def __init__(self, message: str, status: Status | None = None) -> None:
@@ -191,7 +191,7 @@ class Unreachable(UserError):
 
 
 class LoggedOut(Unreachable):
-    """The login has expired. A wait under way continues: the user may log in again."""
+    """An error for an expired login. A wait continues: the user may log in again."""
 
 
 _ANSWER_BY: ContextVar[float] = ContextVar("answer_by", default=math.inf)
@@ -199,7 +199,7 @@ _ANSWER_BY: ContextVar[float] = ContextVar("answer_by", default=math.inf)
 
 @contextlib.contextmanager
 def answered_within(seconds: float) -> Iterator[None]:
-    """A question to a cluster that begins in the block ends by then, its retries included. It holds for this thread."""
+    """Ends every query to a cluster in the block after `seconds`, retries included. Applies to this thread."""
     token = _ANSWER_BY.set(min(_ANSWER_BY.get(), time.monotonic() + seconds))
     try:
         yield
@@ -208,17 +208,17 @@ def answered_within(seconds: float) -> Iterator[None]:
 
 
 def seconds_to_answer() -> float:
-    """What is left of them."""
+    """Returns the seconds that are left for a query; infinite without `answered_within`."""
     return _ANSWER_BY.get() - time.monotonic()
 
 
 def show(value: Any) -> None:
-    """One JSON value on standard output, of plain values and data classes. Control codes are escaped by JSON itself."""
+    """Prints one JSON value of plain values and data classes. JSON itself escapes control codes."""
     print(json.dumps(value, indent=1, ensure_ascii=True, default=asdict), flush=True)
 
 
 def say(text: str) -> None:
-    """Prints one line, control codes made visible."""
+    """Prints one line, with control codes made visible."""
     print(printable(text), flush=True)
 
 
@@ -232,7 +232,7 @@ def warn(text: str) -> None:
 
 
 def columns(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    """Returns the lines of a table whose columns are as wide as their widest cell, control codes made visible."""
+    """Returns the lines of a table whose columns are as wide as their widest cell, with control codes made visible."""
     cells = [tuple(printable(cell) for cell in row) for row in [head, *rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
@@ -247,7 +247,7 @@ def answer(as_json: bool, value: Any, lines: Iterable[str]) -> None:
 
 
 def progress_printer(name: str) -> StatusCallback:
-    """Returns a callback that prints each change of a job to stderr. A reason that differs in its numbers alone is progress."""
+    """Returns a callback that prints each change of a job to stderr. If only the numbers of a reason differ, nothing is printed."""
     last: tuple[str, str] | None = None
 
     def tell(status: Status) -> None:

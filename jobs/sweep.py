@@ -19,13 +19,13 @@ from .status import EXIT_PRECEDENCE, Status, answer, columns, progress_printer, 
 
 MAX_RUNS = 1000
 METRICS = ("accuracy", "best_accuracy", "test_loss", "train_loss", "steps")
-"""Of summary.json; a column for each that a run has. Before them stand the numbers that a script has logged."""
+"""Keys of summary.json that are columns, if a run has them. The numbers that a script has logged come first."""
 MAX_LOGGED = 8
-"""Of these, in the table."""
+"""Largest number of columns for the numbers that a script has logged."""
 
 
 def parse(texts: list[str]) -> dict[str, list[Any]]:
-    """What `--sweep` takes, as values. Raises `UserError`.
+    """Returns the values of `--sweep` by setting. Raises `UserError`.
 
     Examples:
         >>> sweep.parse(["lr=0.1,0.2", "batch_size=64"])
@@ -46,7 +46,7 @@ def parse(texts: list[str]) -> dict[str, list[Any]]:
 
 
 def expand(spec: JobSpec, values: dict[str, list[Any]]) -> list[JobSpec]:
-    """One spec a combination: NAME-0, NAME-1, … with run directories of their own. Raises `UserError`.
+    """Returns one spec for each combination: NAME-0, NAME-1, … with separate run directories. Raises `UserError`.
 
     Examples:
         >>> runs = sweep.expand(spec, {"lr": [0.001, 0.002]})
@@ -63,7 +63,7 @@ def expand(spec: JobSpec, values: dict[str, list[Any]]) -> list[JobSpec]:
     plain, specs = spec.plain(), []
     for index, combination in enumerate(itertools.product(*values.values())):
         changed = dict(zip(values, combination))
-        # The last part of it is the run's name in metrics: two sweeps must not have the same.
+        # The last part of the path is the run's name in metrics, so it must differ between sweeps.
         run_dir = str(Path(spec.run_dir) / f"{spec.name}-{index}") if spec.run_dir else None
         own = {
             "name": f"{spec.name}-{index}",
@@ -76,13 +76,13 @@ def expand(spec: JobSpec, values: dict[str, list[Any]]) -> list[JobSpec]:
 
 
 def _among(value: Any, others: list[Any]) -> bool:
-    """Whether it is there already; 1 and 1.0 are the same, 1 and true are not."""
+    """Returns whether `value` is among `others`; 1 and 1.0 are the same, 1 and true are not."""
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in others)
 
 
 @extras.explained()
 def submit(spec: JobSpec, specs: list[JobSpec], backend: str = "slurm", mode: Mode = "attach") -> list[Job]:
-    """Submits the runs of `expand(spec, …)`: as one where the backend can, else one by one. Raises `UserError`.
+    """Submits the runs of `expand(spec, …)`: together if the backend can, otherwise one by one. Raises `UserError`.
 
     Examples:
         >>> jobs = sweep.submit(spec, runs, backend="local")
@@ -96,7 +96,7 @@ def submit(spec: JobSpec, specs: list[JobSpec], backend: str = "slurm", mode: Mo
 def submit_and_tell(
     spec: JobSpec, backend: str, texts: list[str], mode: Mode, wait: float | None, as_json: bool
 ) -> int:
-    """Submits the runs, as one array where the backend can; with `wait`, to the end and a table. Returns the exit code."""
+    """Submits the runs, as one array if the backend can. With `wait`, waits for their ends and prints a table. Returns the exit code."""
     opened = backend_of(backend).at(spec)
     values = parse(texts)
     specs = expand(spec, values)
@@ -109,7 +109,7 @@ def submit_and_tell(
 
 
 def _to_the_end(backend: Backend, runs: dict[str, dict[str, Any]], seconds: float, as_json: bool) -> int:
-    """`runs`: a run's name → its changed settings. Returns the exit code of the worst."""
+    """Waits for the runs and prints their table. `runs`: name of a run → its changed settings. Returns the exit code of the worst run."""
     deadline = time.monotonic() + seconds
     statuses = {
         name: backend.wait(name, max(0.0, deadline - time.monotonic()), progress_printer(name)) for name in runs
@@ -141,19 +141,19 @@ def _to_the_end(backend: Backend, runs: dict[str, dict[str, Any]], seconds: floa
 
 
 def _summary(backend: Backend, name: str, status: Status) -> dict[str, Any]:
-    """What a run has reached; nothing where it has left no summary, or where that cannot be read."""
+    """Returns the results of a run; {} if the run left no summary, or the summary cannot be read."""
     if not status.final:
         return {}
     try:
         return backend.summary(name)
     except UserError as error:
-        if status.state == "succeeded":  # a shared folder may show it later
+        if status.state == "succeeded":  # a shared folder may show the summary later
             warn(str(error))
         return {}
 
 
 def _logged(summary: dict[str, Any]) -> dict[str, float]:
-    """The last of each number that the script has logged, and the best of the one that `checkpoint.keep_best` names."""
+    """Returns the last value of each number that the script logged, and the best value of `checkpoint.keep_best`'s number."""
     logged = summary.get("logged")
     known = {name: value for name, value in logged.items() if name not in METRICS} if isinstance(logged, dict) else {}
     best = {name: summary.get(name) for name in (f"best_{one}" for one in known)}

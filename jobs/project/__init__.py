@@ -21,13 +21,13 @@ NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 
 
 def create(folder: Path, name: str | None = None) -> list[str]:
-    """The files of the project in `folder`, which is new or empty, as paths seen from there.
+    """Creates the files of the project in `folder`, which is new or empty. Returns their paths, relative to the folder.
 
     Args:
-        name: of the job; by default the folder's.
+        name: name of the job; by default the folder's.
 
     Raises:
-        UserError: there is something in the folder, it cannot be written, or a job cannot have that name.
+        UserError: the folder is not empty, it cannot be written, or a job cannot have that name.
     """
     folder = Path(os.path.abspath(folder))
     name = name if name is not None else re.sub(r"[^a-z0-9]+", "-", folder.name.lower()).strip("-")
@@ -50,7 +50,7 @@ def create(folder: Path, name: str | None = None) -> list[str]:
             path = temporary / target
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        temporary.rename(folder)  # over an empty folder, too; one that has been filled meanwhile is an error
+        temporary.rename(folder)  # replaces an empty folder; raises if another process has filled the folder
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror}") from None
     finally:
