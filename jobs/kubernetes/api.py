@@ -34,14 +34,14 @@ RETRIED = (429, 500, 502, 503, 504)
 CONNECT_SECONDS = 10.0
 PAGE = 500
 _ONCE = urllib3.Retry(0, redirect=0, allowed_methods=None, retry_after_max=30)
-"""One attempt: the transport's own would each have the whole time."""
+"""One attempt. Each retry of the transport would have the whole timeout."""
 _UNREADABLE = (kubeconfig.ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, KeyError, AttributeError)
-"""What reading a kubeconfig may raise."""
+"""Errors that reading a kubeconfig may raise."""
 ANONYMOUS = "system:anonymous"
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 MAX_PODS = 1_000_000
-"""Of a job: far above what a cluster holds, and a list of their names still fits into memory."""
+"""Largest number of pods of a job: far above the size of a cluster, and a list of their names fits into memory."""
 
 Text = str | None
 Count = int | None
@@ -77,7 +77,7 @@ class Metadata(Shape):
 class Identity(Metadata):
     name: str = Field(min_length=1)
     uid: str = Field(min_length=1)
-    """Without it a deletion could meet another object of the same name."""
+    """Identity of the object. A deletion without it could delete another object of the same name."""
     labels: dict[str, str] | None = None
     annotations: dict[str, str] | None = None
     creationTimestamp: Text = None
@@ -91,7 +91,7 @@ class Condition(Explained):
 
 
 class How(Explained):
-    """How a container waits, or has ended."""
+    """The reason why a container waits or has ended."""
 
     exitCode: Count = None
     finishedAt: Text = None
@@ -197,7 +197,7 @@ class Listing(Shape):
 
 
 def checked(text: bytes | str, shape: type[Shape]) -> dict[str, Any]:
-    """An answer as plain values. Raises `ValueError` that says in one line what is wrong with it."""
+    """Returns an answer as plain values. Raises `ValueError`, which says in one line what is wrong with the answer."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -217,8 +217,8 @@ class Api:
     """One API server.
 
     Args:
-        load: makes the client's configuration from the kubeconfig; called again when a token has expired.
-        timeout: seconds to wait for an answer to one question, all attempts together.
+        load: makes the client's configuration from the kubeconfig; called again if a token has expired.
+        timeout: seconds to wait for an answer to one request, all attempts together.
         attempts: how often a request is sent before the error counts.
     """
 
@@ -232,18 +232,19 @@ class Api:
         self.host = str(self._client.configuration.host)
 
     def now(self) -> float:
-        """Seconds since the epoch by the server's clock: what its objects say is compared with that, not with ours."""
+        """Returns the seconds since the epoch by the server's clock. Times of the server's objects are compared with this clock, not
+        with ours."""
         return time.time() + self._ahead
 
     def close(self) -> None:
         self._client.close()
 
     def get(self, path: str, shape: type[Shape] = Item, accept: str = "application/json", **query: Any) -> Any:
-        """An object, or what else has that shape. Raises `ApiError`, `Unreachable`."""
+        """Returns an object, or another value of that shape. Raises `ApiError`, `Unreachable`."""
         return self._json("GET", path, query, shape, accept=accept)
 
     def find(self, path: str, shape: type[Shape] = Item, missing: Collection[int] = (404,), **how: Any) -> Any:
-        """`get`; None where it is not there, or where the status of the refusal says as much."""
+        """Returns the result of `get`; None if the status of the refusal is one of `missing`."""
         try:
             return self.get(path, shape, **how)
         except ApiError as error:
@@ -252,7 +253,7 @@ class Api:
             return None
 
     def create(self, path: str, body: Any, shape: type[Shape] = Item, **query: Any) -> Any:
-        """POST with strict field validation: an unknown field is an error, not silently dropped."""
+        """Sends a POST with strict field validation: an unknown field is an error, and not silently dropped."""
         return self._json("POST", path, {"fieldValidation": "Strict", **query}, shape, body)
 
     def patch(self, path: str, body: Any) -> Any:
@@ -267,7 +268,7 @@ class Api:
     ) -> Any:  # fmt: skip
         try:
             return checked(self._send(method, path, query, self.timeout, body, accept).data, shape)
-        except ValueError as error:  # what was asked for may have been done
+        except ValueError as error:  # the server may have executed the request
             raise Unreachable(
                 f"{self.host} answers {method} {path} with what a Kubernetes API server does not say ({error}): "
                 "check the server's address, and what stands between, then try again"
@@ -277,7 +278,7 @@ class Api:
         self, method: str, path: str, query: dict[str, Any], timeout: float, body: Any = None,
         accept: str = "application/json", stream: bool = False,
     ) -> urllib3.BaseHTTPResponse:  # fmt: skip
-        """The server's good answer. An expired token is renewed once. Raises `ApiError`, `Gone`, `Unreachable`."""
+        """Returns the server's good answer. Renews an expired token once. Raises `ApiError`, `Gone`, `Unreachable`."""
         for is_renewed in (False, True):
             response = self._attempt(method, path, query, timeout, body, accept, stream)
             # The server treats a client without credentials as a user without rights.
@@ -309,9 +310,9 @@ class Api:
     def _attempt(
         self, method: str, path: str, query: dict[str, Any], timeout: float, body: Any, accept: str, stream: bool
     ) -> urllib3.BaseHTTPResponse:
-        """The server's answer, whatever it says, after as many attempts as it takes. Raises `Unreachable`.
+        """Returns the server's answer, whatever its status, after up to `attempts` attempts. Raises `Unreachable`.
 
-        The attempts together have `timeout` seconds: each has what is left. Pauses between them do not count.
+        All attempts together have `timeout` seconds: each attempt has the rest. Pauses between attempts do not count.
         """
         headers = {"Accept": accept}
         if body is not None:
@@ -343,7 +344,7 @@ class Api:
                     asked = _ONCE.get_retry_after(response)
             except urllib3.exceptions.HTTPError as error:
                 failure, problem = Unreachable, _network_problem(error, seconds)
-                # A redirect stays one.
+                # A redirect would fail again.
                 again = isinstance(error, urllib3.exceptions.MaxRetryError) and not isinstance(
                     error.reason, urllib3.exceptions.ResponseError
                 )
@@ -356,7 +357,7 @@ class Api:
         raise failure(f"{self.host} {problem} ({attempt} attempts): check the network and the cluster, then try again")
 
     def pages(self, path: str, **query: Any) -> Iterator[dict[str, Any]]:
-        """All objects of a list, a page at a time. A list that expires half-way begins again, without doubles."""
+        """Yields all objects of a list, page by page. A list that expires half-way begins again, without duplicates."""
         seen: set[str] = set()
         for _ in range(3):
             token: str | None = None
@@ -375,14 +376,14 @@ class Api:
         raise Unreachable(f"{self.host} gave an incomplete list of {path} three times: try again")
 
     def log(self, path: str, seconds: float, **query: Any) -> Iterator[str]:
-        """Lines of a container's log. Ends where the stream ends, breaks, or is silent for `seconds`."""
+        """Yields the lines of a container's log. Ends if the stream ends, breaks, or is silent for `seconds`."""
         response = self._send("GET", path, query, seconds, stream=True)
         pieces = LineSplitter(STAMPED)
         try:
             for chunk in response.stream(1 << 16, decode_content=True):
                 yield from (line.decode(errors="replace") for line in pieces.of(chunk))
         except (urllib3.exceptions.HTTPError, OSError):
-            return  # dropped: the caller knows how far it came, and asks again; half a line is asked for again too
+            return  # the caller knows the last line that it got, and requests the rest again, with a partial line
         finally:
             response.close()
         if rest := pieces.rest():
@@ -390,7 +391,7 @@ class Api:
 
 
 def _failure(response: urllib3.BaseHTTPResponse) -> tuple[str, str]:
-    """Message and reason of a refusal; a proxy gives neither."""
+    """Returns the message and the reason of a refusal. A proxy gives neither."""
     answer: dict[str, Any] = {}
     with contextlib.suppress(ValueError, urllib3.exceptions.HTTPError):
         answer = checked(response.data, Explained)
@@ -399,7 +400,7 @@ def _failure(response: urllib3.BaseHTTPResponse) -> tuple[str, str]:
 
 
 def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configuration], str]:
-    """(a loader of the configuration, the namespace it names). Raises `UserError` where there is none."""
+    """Returns (a loader of the configuration, the namespace that it names). Raises `UserError` if there is no configuration."""
     # The user's settings take precedence over the pod's defaults.
     if context is None and not os.environ.get("KUBECONFIG") and NAMESPACE_FILE.exists():
         namespace = NAMESPACE_FILE.read_text(encoding="utf-8").strip()
@@ -424,10 +425,10 @@ def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configura
             raise UserError(f"cannot read the kubeconfig ({reason}): set KUBECONFIG, or choose --context") from None
         finally:
             logging.getLogger().removeHandler(failures)
-        if failures.buffer:  # of the plugin: the client then continues without credentials
+        if failures.buffer:  # the plugin failed, and the client would continue without credentials
             reason = " ".join(failures.buffer[0].getMessage().removeprefix("exec: ").split())[:500]
             raise LoggedOut(f"the kubeconfig's credential plugin failed ({reason}): log in again, then retry")
-        configuration.refresh_api_key_hook = None  # what has expired is asked for again when the server says so
+        configuration.refresh_api_key_hook = None  # expired credentials are read again when the server refuses them
         return configuration
 
     try:
@@ -444,7 +445,7 @@ def _network_problem(error: urllib3.exceptions.HTTPError, seconds: float) -> str
         return f"did not answer within {round(seconds, 1):g} s"
     if isinstance(reason, urllib3.exceptions.NameResolutionError):
         return "cannot be reached (no address is known for its name)"
-    connected = not isinstance(reason, urllib3.exceptions.NewConnectionError)  # which is one of its kind
+    connected = not isinstance(reason, urllib3.exceptions.NewConnectionError)  # a subclass of ConnectTimeoutError
     if connected and isinstance(reason, urllib3.exceptions.ConnectTimeoutError):
         return "cannot be reached in time"
     return f"cannot be reached ({str(reason).rpartition(': ')[2][:120] or type(reason).__name__})"

@@ -51,30 +51,30 @@ if TYPE_CHECKING:
     from .logs import Reader
 
 DELETION_MARGIN = 90.0
-"""Seconds above its pods' grace that a job which is being deleted may stay."""
+"""Seconds after the pods' grace period within which a deleted job must be gone."""
 MAX_PODS_ASKED = 3
-"""Pods whose own events are asked for: they say why a pod waits, or has gone."""
+"""Largest number of pods whose own events are queried. They say why a pod waits or is gone."""
 METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
-"""An answer without what is in the objects."""
+"""Media type of an answer with the objects' metadata alone."""
 STATUS_LINES = 1000
-"""Of the first pod's last lines, among which a run says once a minute how far it is."""
+"""Number of the first pod's last lines in which the progress is searched. A run prints its progress once a minute."""
 MANAGED_SELECTOR = ",".join(f"{key}={value}" for key, value in MANAGED.items())
 
 
 class KubernetesBackend(Cluster):
-    """See `Backend`.
+    """A backend for PyTorchJobs and TrainJobs. See `Backend`.
 
     Args:
         interval: seconds between two queries.
-        context: of the kubeconfig, for kubectl; None: the current one.
-        lost_after: seconds of 404 or unknown nodes after which a job that was seen counts as lost, and of silence after which a wait ends.
+        context: context of the kubeconfig, for kubectl; None: the current one.
+        lost_after: seconds after which a job that is gone or on unknown nodes counts as lost, and after which a wait without answers ends.
     """
 
     name = "k8s"
     places: ClassVar = {"namespace": "k8s.namespace", "context": "k8s.context"}
     secrets_from = None
     rules = RULES
-    survived = (UserError,)  # rights may come back, too
+    survived = (UserError,)  # rights may be restored, too
 
     def __init__(
         self, api: Api, namespace: str, interval: float = 2.0, lost_after: float = 300.0, context: str | None = None
@@ -86,7 +86,7 @@ class KubernetesBackend(Cluster):
 
     @classmethod
     def connect(cls, **place: str | None) -> KubernetesBackend:
-        """Reads the kubeconfig (or the service account, inside a cluster). Raises `UserError`."""
+        """Returns the backend from the kubeconfig (or the service account, inside a cluster). Raises `UserError`."""
         # The client takes longer to import than to render.
         from .api import Api, load_configuration
 
@@ -125,12 +125,12 @@ class KubernetesBackend(Cluster):
             connected = cls.at(spec, **place)
             rows = Doctor(connected.api, connected.namespace, None).cluster()
             if spec is not None:
-                with contextlib.suppress(UserError):  # the rows tell why the cluster does not say
+                with contextlib.suppress(UserError):  # the rows of the cluster report the error
                     spec = connected._with_kind(spec)
             rows += Doctor(connected.api, connected.namespace, spec).rows()
         except UserError as error:
             rows = [Check("cluster", "missing", str(error))]
-        return rows if spec is None else [*rows, *findings_as_rows(cls.lint(spec))]  # of the cluster's kind
+        return rows if spec is None else [*rows, *findings_as_rows(cls.lint(spec))]  # the cluster's kind
 
     def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = (), kind: str | None = None) -> Submission:
         own = self._with_kind(spec, kind)
@@ -138,7 +138,7 @@ class KubernetesBackend(Cluster):
         return Submission(own, runs, manifests, RULES.apply(own, manifests), original=spec)
 
     def prepared_all(self, specs: Sequence[JobSpec]) -> Sequence[Submission]:
-        """New runs are of the last one's kind: its name is the longest."""
+        """Returns the submissions. New runs have the kind of the last run, whose name is the longest."""
         *others, last = specs
         decided = self.prepared(last)
         return [*(self.prepared(spec, kind=decided.spec.k8s.kind) for spec in others), decided]
@@ -148,10 +148,10 @@ class KubernetesBackend(Cluster):
         return known.differences(render.of_kind(snapshots.resolve(spec)[0], known.handle["kind"]))
 
     def _with_kind(self, spec: JobSpec, new: str | None = None) -> JobSpec:
-        """`k8s.kind: auto` is the kind of the job that has the name, else the one that the cluster serves. Raises `UserError`.
+        """Resolves `k8s.kind: auto`: the kind of the job with this name, or else a kind that the cluster serves. Raises `UserError`.
 
         Args:
-            new: the kind of a new job where the cluster serves both; None: TrainJob, where that can say all of the job.
+            new: kind of a new job if the cluster serves both; None: TrainJob if it can express the whole job.
         """
         if spec.k8s.kind != "auto":
             return spec
@@ -164,7 +164,8 @@ class KubernetesBackend(Cluster):
         return render.of_kind(spec, kinds[0])
 
     def _fits_a_trainjob(self, spec: JobSpec) -> bool:
-        """Whether the cluster's TrainJob can say all of the job: by the rules that a PyTorchJob keeps, and by the server's dry run."""
+        """Returns whether the cluster's TrainJob can express the whole job: by the rules that a PyTorchJob keeps, and by the server's
+        dry run."""
         broken, job = {}, {}
         for kind in KINDS:
             own = render.of_kind(spec, kind).model_copy(update={"code": None})
@@ -176,7 +177,7 @@ class KubernetesBackend(Cluster):
             if not why:
                 self.api.create(self.path("TrainJob"), job["TrainJob"], dryRun="All")
         except (ApiError, Failing) as error:
-            # A namespace that is missing, and a job that is there now, say nothing of the kind.
+            # A missing namespace and an existing job are no objection to the kind.
             if not (isinstance(error, ApiError) and error.status in (404, 409)):
                 message = error.message if isinstance(error, ApiError) else str(error)
                 why = f"it refuses the job ({message}){'; Trainer 2.3 or later takes it' if outdated(message) else ''}"
@@ -197,7 +198,7 @@ class KubernetesBackend(Cluster):
         return self.find(name, submitting)
 
     def preflight(self, job: Submission) -> Checks:
-        """The server's own dry run, and then what `doctor` says."""
+        """Runs the server's dry run, and returns the rows of `doctor`."""
         from .doctor import Doctor
 
         policy, rendered = job.manifests
@@ -205,24 +206,24 @@ class KubernetesBackend(Cluster):
             try:
                 self.api.create(path, item, dryRun="All")
             except ApiError as error:
-                if error.status != 409:  # it is there, and its place would be taken
+                if error.status != 409:  # the job exists, and would be replaced
                     raise
         return Doctor(self.api, self.namespace, job.spec).rows()
 
     def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:
-        """Another command may have sent the same spec at the same time: then that one has made the job."""
+        """Creates the job and its objects. If another command sends the same spec at the same time, its job counts as the result."""
         spec, (policy, rendered) = job.spec, job.manifests
         submission = policy["metadata"]["name"].removeprefix(f"{spec.name}-")
         marks = {"annotations": {SUBMISSION: submission, INCOMPLETE: "true"}, "labels": {KUEUE_QUEUE: None}}
         if old is not None:
             self._delete(old)
-        waiting = merge(rendered, {"metadata": marks, "spec": _suspended(rendered, True)})
+        waiting = merge(rendered, {"metadata": marks, "spec": _suspend_patch(rendered, True)})
         try:
             live: Manifest | None = self.api.create(self.path(rendered["kind"]), waiting)
         except ApiError as error:
-            if error.status not in (403, 409):  # a quota refuses also what is there already
+            if error.status not in (403, 409):  # a quota also refuses an object that exists
                 raise
-            live = self._find(spec.name)  # another process was faster, or our answer was lost on the way
+            live = self._find(spec.name)  # another process was faster, or the answer to our request was lost
             if live is None and error.status == 403:
                 raise
         if live is None or get(live, "metadata", "deletionTimestamp"):
@@ -233,7 +234,7 @@ class KubernetesBackend(Cluster):
         try:
             self._complete(spec, live, job.manifests if made else None)
         except UserError as error:
-            if made and not isinstance(error, Unreachable):  # else the next submission finishes it
+            if made and not isinstance(error, Unreachable):  # else the next submission finishes the job
                 with contextlib.suppress(UserError):
                     self.api.delete(self.path(rendered["kind"], spec.name), _deletion(live))
             raise
@@ -241,19 +242,19 @@ class KubernetesBackend(Cluster):
 
     def attach(self, job: Submission, known: JobRecord) -> SubmitResult:
         if (own := known.spec) is not None and known.hash is not None:
-            # Its pods have the label with its hash, which need not be that of `job`.
+            # The pods' label has the hash of the existing job, which may differ from that of `job`.
             self._complete(render.of_hash(own, known.hash), known.handle)
         return super().attach(job, known)
 
     def _complete(self, spec: JobSpec, live: Manifest, rendered: Manifests | None = None) -> None:
-        """Brings what belongs to a job and is not there, and lets a job run that was waiting for it.
+        """Creates the missing objects of a job, and lets a job run that was waiting for them.
 
         Args:
-            spec: of the job's own hash. How its code was packed says the one that it was made from.
-            rendered: by the submission that has made it.
+            spec: spec with the job's own hash. The job's annotation says how its code was packed.
+            rendered: manifests of the submission that made the job; None: rendered again.
 
         Raises:
-            UserError: the code does not fit, or is not here any more; the server refuses.
+            UserError: the code is too large or no longer stored here, or the server refuses an object.
         """
         submission = str(get(live, "metadata", "annotations", SUBMISSION) or RENDERED)
         policy, job = rendered or render.manifests(spec, submission)
@@ -278,18 +279,18 @@ class KubernetesBackend(Cluster):
             for item in missing:
                 self._bring(maps, merge(item, owned))
         if get(live, "metadata", "annotations", INCOMPLETE) is not None:
-            # Where there is a queue (a patch may name it), Kueue lets the job run.
+            # With a queue (a patch may name it), Kueue lets the job run.
             queue = get(job, "metadata", "labels", KUEUE_QUEUE)
             done: Manifest = {"uid": get(live, "metadata", "uid"), "annotations": {INCOMPLETE: None}}
             run = (
                 {"metadata": {**done, "labels": {KUEUE_QUEUE: queue}}}
                 if queue
-                else {"metadata": done, "spec": _suspended(job, None)}
+                else {"metadata": done, "spec": _suspend_patch(job, None)}
             )
             self.api.patch(self.path(job["kind"], spec.name), run)
 
     def _bring(self, path: str, item: Manifest) -> None:
-        """Makes an object whose name is this submission's alone. Raises `UserError` where it is above the server's limits."""
+        """Creates an object whose name belongs to this submission alone. Raises `UserError` if the object exceeds the server's limits."""
         code = item["kind"] == "ConfigMap"
         try:
             self.api.create(path, item)
@@ -300,7 +301,7 @@ class KubernetesBackend(Cluster):
                     f"the cluster refuses a ConfigMap of {size} KiB ({error.status}: {error.message}); a piece of code "
                     f"has {CODE_PART_BYTES >> 10} KiB at most: make the code smaller (.lockstepignore), or put it into the image"
                 ) from None
-            # A quota refuses also what is there already; of ConfigMaps that is known.
+            # A quota also refuses an object that exists. For ConfigMaps the caller has checked this.
             place = f"{path}/{item['metadata']['name']}"
             if error.status == 409 or (
                 error.status == 403 and not code and self.api.find(place, missing=(403, 404)) is not None
@@ -309,7 +310,7 @@ class KubernetesBackend(Cluster):
             raise
 
     def prepare(self, spec: JobSpec) -> SubmitResult:
-        """Submits the job that writes the shards, unless it has. Raises `UserError`."""
+        """Submits the job that writes the shards, unless an equal job has succeeded. Raises `UserError`."""
         own = self._preparation(spec)
         known = self.find(own.name)
         if known is not None:
@@ -328,14 +329,14 @@ class KubernetesBackend(Cluster):
         return self._with_progress(known, status) if status.final else status
 
     def status(self, name: str) -> Status:
-        """With how far the run is: its log takes longer than a look at its pods."""
+        """Returns the status with the run's progress. Reads the log for a running job, which takes longer than a query of its pods."""
         known = self.require(name)
         status = self.observe(known)
         return self._with_progress(known, status) if status.state == "running" else status
 
     def _with_progress(self, known: JobRecord, status: Status) -> Status:
         """Adds the progress that the run prints: its files are not visible outside."""
-        with contextlib.suppress(UserError):  # the pods say the rest
+        with contextlib.suppress(UserError):  # the status without progress is enough
             reported = self._printed_status(known)
             if reported is not None:
                 created = seconds_of(get(known.handle, "metadata", "creationTimestamp"))
@@ -347,7 +348,7 @@ class KubernetesBackend(Cluster):
         return status
 
     def _printed_status(self, known: JobRecord) -> records.RunStatus | None:
-        """The newest status.json in the log of the first pod, by whichever rank leads there."""
+        """Returns the newest status.json in the log of the first pod, whichever rank there printed it."""
         if known.spec is None:
             return None
         for line in reversed([*self._reader(known).tail(hosts(known.handle)[:1], None, False, STATUS_LINES)]):
@@ -370,7 +371,7 @@ class KubernetesBackend(Cluster):
         pending = [get(pod, "metadata", "name") for pod in pods if get(pod, "status", "phase") == "Pending"]
         again = [part.name for part in status.ranks if part.restarts]
         missing = [name for name in names if len(pods) < len(names) <= MAX_PODS_ASKED and name not in again]
-        for name in [*pending, *again, *missing][:MAX_PODS_ASKED]:  # of a pod that is gone, too
+        for name in [*pending, *again, *missing][:MAX_PODS_ASKED]:  # also of a pod that is gone
             events += self._events(name, "name")
         return status_from_pods(job, pods, events, workload, names, ranks, now, maker, live)
 
@@ -380,7 +381,7 @@ class KubernetesBackend(Cluster):
         return sorted(self.api.pages(path, fieldSelector=f"involvedObject.{key}={about}"), key=seen_at)
 
     def _maker(self, job: Manifest) -> Manifest | None:
-        """The batch Job that makes the pods of a TrainJob; None where it is not there, not ours, or not ours to see."""
+        """Returns the batch Job that makes the pods of a TrainJob; None if it is missing, is another job's, or may not be read."""
         if job.get("kind") != "TrainJob":
             return None
         name = get(job, "metadata", "name")
@@ -389,7 +390,7 @@ class KubernetesBackend(Cluster):
         return maker if get(maker, "spec", "template", "metadata", "labels", JOB) == name else None
 
     def _workload(self, job: Manifest) -> Manifest | None:
-        """Where the job stands in Kueue's queue; None where Kueue is not there."""
+        """Returns the job's workload in Kueue's queue; None without Kueue."""
         selector = f"kueue.x-k8s.io/job-uid={get(job, 'metadata', 'uid')}"
         for version in KUEUE:
             try:
@@ -406,7 +407,7 @@ class KubernetesBackend(Cluster):
 
     @staticmethod
     def _of_rank(known: JobRecord, rank: int | None) -> Lines:
-        """The hosts that a rank may be on: without a spec it may be on any of them, and its prefix tells."""
+        """Returns the hosts that a rank may be on. Without a spec the rank may be on any host, and its prefix identifies its lines."""
         names, spec = hosts(known.handle), known.spec
         return [names[rank // spec.ranks]] if rank is not None and spec is not None else names
 
@@ -417,7 +418,7 @@ class KubernetesBackend(Cluster):
 
         def over() -> bool:
             job = self._find(known.name)
-            # Else another one has the name.
+            # Another job may have the name now.
             if job is not None and get(job, "metadata", "uid") == get(known.handle, "metadata", "uid"):
                 gone_since.clear()
                 return state_of(job) in FINAL
@@ -455,7 +456,7 @@ class KubernetesBackend(Cluster):
         self._await_end(known)
 
     def _await_end(self, known: JobRecord) -> None:
-        """Waits until that very job is gone. Raises `UserError`, at once where only dead nodes' pods keep it."""
+        """Waits until that very job is gone. Raises `UserError`, at once if only pods on dead nodes keep the job."""
         name, uid = known.name, get(known.handle, "metadata", "uid")
         timeout = (known.spec.grace_seconds if known.spec else 60) + DELETION_MARGIN
         deadline = time.monotonic() + timeout
@@ -467,7 +468,7 @@ class KubernetesBackend(Cluster):
             time.sleep(min(self.interval, 0.5))
 
     def list(self) -> list[JobSummary]:
-        # From the server's watch cache, which answers all at once: pages are read from etcd, a quorum each.
+        # From the server's watch cache, which returns all jobs at once: each page would need a quorum read of etcd.
         query = {"labelSelector": MANAGED_SELECTOR, "resourceVersion": "0", "limit": None}
         jobs = of_each_kind(lambda kind: [*self.api.pages(self.path(kind), **query)])
         return sorted((_row(job) for of_kind in jobs for job in of_kind), key=lambda row: row.name)
@@ -476,7 +477,7 @@ class KubernetesBackend(Cluster):
         return next(filter(None, of_each_kind(lambda kind: self._live(kind, name))), None)
 
     def _live(self, kind: str, name: str) -> Manifest | None:
-        """The job, None where there is none. Raises `ApiError`, for a kind that the cluster does not serve as well."""
+        """Returns the job; None if there is none. Raises `ApiError`, also for a kind that the cluster does not serve."""
         try:
             return {**self.api.get(self.path(kind, name)), "kind": kind}
         except ApiError as error:
@@ -485,15 +486,15 @@ class KubernetesBackend(Cluster):
             raise
 
     def _pods(self, job: Manifest) -> Manifests:
-        """Returns the job's own pods, without those of an earlier job of the name and pods that another user gave its label."""
+        """Returns the job's own pods. It leaves out pods of an earlier job of this name, and pods that another user gave this label."""
         selector = f"{JOB}={get(job, 'metadata', 'name')}"
         pages = self.api.pages(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=selector)
         return [trim(pod) for pod in pages if owned_by(pod, job)]
 
     def _pod(self, job: Manifest, host: str) -> Manifest | None:
-        """The pod of a host, alone: a job may have a thousand others."""
+        """Returns the pod of a host, by a query for this pod alone: a job may have a thousand others."""
         name, path = str(get(job, "metadata", "name")), f"/api/v1/namespaces/{self.namespace}/pods"
-        if job.get("kind") == "TrainJob":  # its pods' names end in something random, their index says which they are
+        if job.get("kind") == "TrainJob":  # the pods' names end in a random text, and their index identifies them
             selector = f"{JOB}={name},batch.kubernetes.io/job-completion-index={host.rpartition('-')[2]}"
             pods = [pod for pod in self.api.pages(path, labelSelector=selector) if owned_by(pod, job)]
             return next(iter(newest(pods)), None)
@@ -510,8 +511,8 @@ def _row(job: Manifest) -> JobSummary:
     return JobSummary(get(job, "metadata", "name"), state_of(job), nodes if isinstance(nodes, int) else 1, created)
 
 
-def _suspended(job: Manifest, value: bool | None) -> Manifest:
-    """Where a job says whether it waits; None: as it was rendered."""
+def _suspend_patch(job: Manifest, value: bool | None) -> Manifest:
+    """Returns the patch that sets whether a job is suspended; with None, the rendered value."""
     place = job["spec"] if job["kind"] == "TrainJob" else job["spec"]["runPolicy"]
     patch = {"suspend": bool(place.get("suspend")) if value is None else value}
     return patch if job["kind"] == "TrainJob" else {"runPolicy": patch}

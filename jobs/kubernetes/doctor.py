@@ -21,16 +21,16 @@ from .observe import ApiError, condition_of_type, of_each_kind
 from .render import KINDS, KUEUE, kind_of, unpublished
 
 METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
-"""An answer without what is in the object."""
+"""Media type of an answer with an object's metadata alone."""
 RIGHTS = (
     ("list", "", "pods"), ("get", "", "pods"), ("get", "", "pods/log"), ("list", "", "events"),
     ("create", "networking.k8s.io", "networkpolicies"), ("get", "networking.k8s.io", "networkpolicies"),
 )  # fmt: skip
 """(verb, group, resource), in addition to those on the kind of job that is used."""
 CODE_RIGHTS = (("create", "", "configmaps"), ("list", "", "configmaps"))
-"""For a job with code of one's own."""
+"""Rights for a job with its own code."""
 EXEC_RIGHTS = (("create", "", "pods/exec"), ("get", "", "pods/exec"))
-"""For `lockstep exec`, which no job needs."""
+"""Rights for `lockstep exec`, which no job needs."""
 JOB_VERBS = ("create", "get", "list", "patch", "delete")
 CONTROLLERS = {"PyTorchJob": "training-operator", "TrainJob": "trainer-controller-manager"}
 """Part of the name of each controller's image."""
@@ -38,30 +38,30 @@ Rows = Iterator[Check]
 
 
 def findings_as_rows(findings: list[Finding]) -> list[Check]:
-    """What `submit` would refuse or warn of, which no cluster is needed for."""
+    """Returns rows of what `submit` would refuse or warn of. They need no cluster."""
     checks = [Check(item.id, "missing" if item.level == "error" else item.level, item.message) for item in findings]
     return checks or [Check("rules", "ok", "lint finds nothing in the job")]
 
 
 class Doctor:
-    """Looks at a cluster, for a job or without one. `rows` asks everything, in order."""
+    """Queries of a cluster, for a job or without one. `rows` runs all queries, in order."""
 
     def __init__(self, api: Api, namespace: str, spec: JobSpec | None) -> None:
         self.api, self.namespace, self._given = api, namespace, spec
 
     @property
     def spec(self) -> JobSpec:
-        """The spec of the job; rows about a job are asked for with a job alone."""
+        """The spec of the job. Only the queries about a job use this property."""
         assert self._given is not None
         return self._given
 
     def cluster(self) -> list[Check]:
-        """That there is one, and who asks. Raises `UserError`: then nothing else can be asked."""
+        """Returns a row for the cluster and a row for the user. Raises `UserError` if the cluster does not answer: then no query can."""
         version = self.api.get("/version", Shape).get("gitVersion", "?")
         return [Check("cluster", "ok", f"{self.api.host}, Kubernetes {version}"), *self._guarded("who", self._who)]
 
     def rows(self) -> list[Check]:
-        """Raises `LoggedOut`."""
+        """Returns the rows of all queries, in order. Raises `LoggedOut`."""
         queries = {
             "rights": self._rights, "custom resource": self._custom_resource, "operator": self._operator,
             "pod monitor": self._pod_monitor,
@@ -91,7 +91,7 @@ class Doctor:
 
     @cached_property
     def _kinds(self) -> list[str]:
-        """The kind of the job; without one, those that the cluster serves and that who asks may use."""
+        """The kind of the job; without a job, the kinds that the cluster serves and that the user may use."""
         if self._given is not None:
             return [kind_of(self._given)]
         served = of_each_kind(lambda kind: (kind, self._serves(kind)))
@@ -120,7 +120,7 @@ class Doctor:
         wanted += CODE_RIGHTS if self._given is not None and self._given.code is not None else ()
         wanted = list(dict.fromkeys(wanted))
         if missing := denied(wanted):
-            sure = not get(status, "incomplete")  # an authorizer besides RBAC may grant what it does not list
+            sure = not get(status, "incomplete")  # an authorizer besides RBAC may grant rights that it does not list
             advice = f"may not {missing}: bind the Role of deploy/k8s/base/rbac.yaml"
             yield Check("rights", "missing" if sure else "cannot tell", advice)
         else:
@@ -206,7 +206,7 @@ class Doctor:
 
     @cached_property
     def _cluster_queue(self) -> tuple[Manifest, str, int]:
-        """The ClusterQueue behind it, its name, and its quota of the job's GPUs."""
+        """The ClusterQueue of the LocalQueue, its name, and its quota of the job's GPUs."""
         local, version = self._local_queue
         name = get(local, "spec", "clusterQueue")
         cluster: Manifest = self.api.get(f"/apis/{version}/clusterqueues/{name}")
@@ -224,7 +224,7 @@ class Doctor:
         yield Check("queue", "ok", f"{name} → {get(local, 'spec', 'clusterQueue')}")
         cluster, of, quota = self._cluster_queue
         if wanted := self.spec.gpus * self.spec.nodes:
-            # v1beta1 says `cohort`. What others of it do not use, the queue may borrow: how much cannot be seen here.
+            # v1beta1 has `cohort`. The queue may borrow what other queues of the cohort do not use; this amount is not visible here.
             cohort = get(cluster, "spec", "cohortName") or get(cluster, "spec", "cohort")
             short: Result = "warning" if cohort else "missing"
             borrowed = f"; the rest would be borrowed from the cohort {cohort}" if cohort else ""
@@ -234,7 +234,7 @@ class Doctor:
 
     @cached_property
     def _gpus_of_nodes(self) -> tuple[dict[str, int], int]:
-        """Node → its GPUs, of those that take pods; and how many are not ready."""
+        """Node → its GPUs, of the nodes that take pods; and the number of nodes that are not ready."""
         amounts, silent = {}, 0
         for node in self.api.pages("/api/v1/nodes"):
             amount = str(get(node, "status", "allocatable", self.spec.k8s.gpu_resource) or "0")
@@ -278,7 +278,7 @@ class Doctor:
                 yield Check("pull secret", "ok", name)
 
     def _start(self) -> Rows:
-        """When: with a queue its state says, without one what the nodes have free."""
+        """Yields a row that says when the job starts: by the state of its queue, or else by the free GPUs of the nodes."""
         yield from self._admission() if self.spec.k8s.queue is not None else self._room()
 
     def _admission(self) -> Rows:
@@ -319,14 +319,14 @@ class Doctor:
 
 
 def rights(kind: str) -> list[tuple[str, str, str]]:
-    """(verb, group, resource) of all that lockstep calls for this kind of job."""
+    """Returns (verb, group, resource) of every request of lockstep for this kind of job."""
     version, plural = KINDS[kind]
-    batch = [("get", "batch", "jobs")] if kind == "TrainJob" else []  # what its pods are refused for
+    batch = [("get", "batch", "jobs")] if kind == "TrainJob" else []  # for the events of refused pods
     return [*((verb, version.partition("/")[0], plural) for verb in JOB_VERBS), *RIGHTS, *batch]
 
 
 def _granted(rules: list[Manifest], verb: str, group: str, resource: str) -> bool:
-    """Whether a rule allows it for all objects."""
+    """Returns whether a rule grants the right for all objects."""
     wanted = {"verbs": {verb}, "apiGroups": {group}, "resources": {resource, f"*/{resource.partition('/')[2]}"}}
     return any(
         not rule.get("resourceNames") and all({*names, "*"} & {*(rule.get(key) or [])} for key, names in wanted.items())
@@ -342,6 +342,6 @@ def _amounts(rows: object, resource: str, amount: str) -> int:
 
 
 def _inactive(queue: Manifest) -> str | None:
-    """Why Kueue admits nothing from it; None where it does."""
+    """Returns why Kueue admits nothing from the queue; None if it admits jobs."""
     active = condition_of_type(queue, "Active")
     return str(active.get("message")) if active.get("status") == "False" else None

@@ -16,16 +16,16 @@ from ..process import CHUNK, Streams, exec_command, run, signal_command
 from ..status import Unreachable
 
 _ENDED = b"command terminated with exit code "
-"""The line by which kubectl says that the exit code is the command's and not its own."""
+"""Line by which kubectl reports that the exit code is the command's and not kubectl's."""
 _SIGNAL_SECONDS = 30.0
 _NOT_STARTED = re.compile(r"\(NotFound\)|executing command in container|container not found|cannot exec into")
-"""Errors for which no command runs there."""
+"""Errors after which no command runs in the container."""
 
 
 def beside(
     kubectl: Sequence[str], pod: str, container: str, rank: int, command: list[str], run_dir: str, streams: Streams
 ) -> int:
-    """The command's exit code.
+    """Runs the command in the container. Returns the command's exit code.
 
     Args:
         kubectl: the program with the flags that say where the cluster is.

@@ -26,7 +26,7 @@ SILENCE = 300.0
 
 @dataclass(frozen=True, slots=True)
 class LogCursor:
-    """How far a pod's log has been read."""
+    """The position up to which a pod's log has been read."""
 
     uid: str
     last: str
@@ -38,10 +38,10 @@ class Reader:
 
     Args:
         pods: lists the job's pods.
-        pod: the pod of one host, None where there is none.
-        over: whether the job has ended, or is lost.
+        pod: returns the pod of one host; None if there is none.
+        over: returns whether the job has ended, or is lost.
         interval: seconds between two queries for a pod that has not started.
-        patience: seconds without an answer of the server that are waited out while following.
+        patience: seconds without an answer of the server after which following ends with an error.
     """
 
     api: Api
@@ -55,7 +55,7 @@ class Reader:
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def lines(self, hosts: list[str], rank: int | None, follow: bool) -> Iterator[str]:
-        """The lines of `hosts`, of one rank or of all."""
+        """Yields the lines of `hosts`, of one rank or of all."""
         if not follow:
             for pod in sorted(self._of(hosts), key=host):
                 yield from _pick((line for _, line in self._once(pod, False, "")), host(pod), rank)
@@ -63,12 +63,12 @@ class Reader:
         yield from self._follow_all(hosts, rank, {})
 
     def tail(self, hosts: list[str], rank: int | None, follow: bool, count: int) -> Iterator[str]:
-        """The last `count` lines of `hosts` by their times, of one rank or of all, and what follows."""
+        """Yields the last `count` lines of `hosts` by their times, of one rank or of all; with `follow`, also all later lines."""
         seen: dict[str, LogCursor] = {}
         pods = sorted(self._of(hosts), key=_age)  # the newest of a host comes last
 
         def own(pod: dict[str, Any]) -> Iterator[Stamped]:
-            # The server knows nothing of ranks: for one of them all lines are looked at.
+            # The server knows no ranks, so all lines are read to find those of one rank.
             for stamp, line in self._once(pod, False, "", max(count, 1) if rank is None else None):
                 seen[host(pod)] = LogCursor(str(get(pod, "metadata", "uid")), stamp)
                 yield from ((stamp, picked) for picked in _pick(iter((line,)), host(pod), rank))
@@ -78,7 +78,7 @@ class Reader:
             yield from self._follow_all(hosts, rank, seen)
 
     def _of(self, hosts: list[str]) -> list[dict[str, Any]]:
-        """The pods of these hosts. A single one is asked for alone: a job may have a thousand others."""
+        """Returns the pods of these hosts. Requests a single pod alone: a job may have a thousand others."""
         if len(hosts) == 1:
             pod = self.pod(hosts[0])
             return [] if pod is None else [pod]
@@ -118,7 +118,7 @@ class Reader:
         silent_since = None
         while not self._stop.is_set():
             try:
-                over = self.over()  # asked before the pod, so that the last lines are read after the end
+                over = self.over()  # queried before the pod, so that the last lines are read after the end
                 pod = self.pod(name)
                 if pod is not None and get(pod, "status", "phase") not in ("Pending", None):
                     if get(pod, "metadata", "uid") != uid:
@@ -136,7 +136,7 @@ class Reader:
             self._stop.wait(self.interval)
 
     def _once(self, pod: dict[str, Any], follow: bool, after: str, last: int | None = None) -> Iterator[Stamped]:
-        """(time stamp, line) of a container, those later than `after`; of `last` lines at most."""
+        """Yields (time stamp, line) of a container: the lines later than `after`, and at most the last `last` lines."""
         path = f"/api/v1/namespaces/{self.namespace}/pods/{get(pod, 'metadata', 'name')}/log"
         query = {"container": self.container, "timestamps": "true", "follow": "true" if follow else None}
         since, stamp = after.partition(".")[0] + "Z" if after else None, ""
@@ -144,11 +144,11 @@ class Reader:
             for text in self.api.log(path, SILENCE if follow else 30, sinceTime=since, tailLines=last, **query):
                 first, _, line = text.partition(" ")
                 written = _utc(first)
-                stamp, line = (written, line) if written else (stamp, text)  # a kubelet's own words have no time
+                stamp, line = (written, line) if written else (stamp, text)  # a kubelet's own messages have no time
                 if not after or stamp > after:
                     yield stamp, line
         except ApiError as error:
-            if error.status not in (400, 404):  # not started yet, or gone already
+            if error.status not in (400, 404):  # the container has not started, or is gone
                 raise UserError(f"cannot read the log of {get(pod, 'metadata', 'name')}: {error.message}") from None
 
 
@@ -160,7 +160,7 @@ _STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\
 
 
 def _utc(stamp: str) -> str:
-    """RFC 3339 as UTC with nine decimals, so that texts sort as times do; "" where it is no time."""
+    """Returns an RFC 3339 time as UTC with nine decimals, so that texts sort like times; "" if `stamp` is no time."""
     match = _STAMP.fullmatch(stamp)
     if match is None:
         return ""

@@ -15,7 +15,7 @@ from .render import CONTAINERS, KINDS, KUEUE_QUEUE
 
 Object = dict[str, Any]
 INCOMPLETE = "lockstep/incomplete"
-"""Annotation of a job that has not got yet what belongs to it."""
+"""Annotation of a job whose own objects are not all created yet."""
 _PULL = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 GONE_SECONDS = 60.0
 """Seconds that a pod under deletion may stay after its grace. After that, no kubelet on its node acts on the deletion."""
@@ -23,7 +23,7 @@ _CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerEr
 
 
 def condition(item: Object, kind: str) -> Object | None:
-    """The condition of that type whose status is True: conditions linger with status False."""
+    """Returns the condition of that type whose status is True. Old conditions stay with status False."""
     conditions = [
         c for c in mappings(get(item, "status", "conditions")) if c.get("type") == kind and c.get("status") == "True"
     ]
@@ -31,7 +31,7 @@ def condition(item: Object, kind: str) -> Object | None:
 
 
 def condition_of_type(item: Object, kind: str) -> Object:
-    """The condition of that type, whatever its status; {} where there is none."""
+    """Returns the condition of that type, with any status; {} if there is none."""
     return next((c for c in mappings(get(item, "status", "conditions")) if c.get("type") == kind), {})
 
 
@@ -39,20 +39,20 @@ def status_from_pods(
     job: Object, pods: list[Object], events: list[Object], workload: Object | None, hosts: list[str], ranks: int,
     now: float, maker: Object | None = None, live: bool = False,
 ) -> Status:  # fmt: skip
-    """The status of a PyTorchJob or TrainJob.
+    """Returns the status of a PyTorchJob or TrainJob.
 
     Args:
         hosts: host names of the job's pods in the order of their ranks.
-        ranks: ranks a pod.
+        ranks: ranks in each pod.
         now: seconds since the epoch.
-        maker: the batch Job that makes a TrainJob's pods, and has the events of those that are refused.
-        live: if a pod is lost, the others continue, unless it is the first one.
+        maker: the batch Job that makes a TrainJob's pods, and has the events of refused pods.
+        live: whether the other pods continue if a pod other than the first one is lost.
     """
     places = {host: node for node, host in enumerate(hosts)}
     replaced = _replaced(job, pods, events)
     pods = newest(pods)
     known = {None, *(get(item, "metadata", "uid") for item in [job, *pods, maker])}
-    # An earlier one of the same name leaves its events for an hour.
+    # Events of an earlier job with the same name stay for an hour.
     events = [event for event in events if get(event, "involvedObject", "uid") in known]
     parts = [_part(pod, ranks, places, now, replaced.get(host(pod), (0, ""))) for pod in pods]
     parts.sort(key=lambda part: (part.ranks or [1 << 30], part.name))
@@ -71,14 +71,14 @@ NO_CODE = "it ended without an exit code: it was evicted, or taken from its node
 _EXITED = re.compile(r"Pod: [^.]+\.(?P<name>\S+) exited with code (?P<code>\d+)")
 _DELETED = re.compile(r"Deleted pod: (?P<name>\S+)")
 _ENDED = ("Evicted", "Preempted", "Preempting", "UnexpectedAdmissionError", "TaintManagerEviction", "NodeShutdown")
-"""Reasons of a pod's own events that end it."""
+"""Reasons of events that end a pod."""
 
 
 def _replaced(job: Object, pods: list[Object], events: list[Object]) -> dict[str, tuple[int, str]]:
-    """Returns host → how often its pod was replaced, and why the last time.
+    """Returns host → (number of its pod's replacements, reason of the last one).
 
-    The operator replaces at once a pod that ended with 128 or above, or without a code. Only its events remain, for an hour. A batch
-    Job keeps the failed pods.
+    The operator at once replaces a pod that ended with 128 or above, or without a code. Only the pod's events remain, for an hour. A
+    batch Job keeps the failed pods.
     """
     uid, since = get(job, "metadata", "uid"), str(get(job, "metadata", "creationTimestamp") or "")
     own = [event for event in events if get(event, "involvedObject", "uid") == uid]
@@ -104,7 +104,7 @@ def _replaced(job: Object, pods: list[Object], events: list[Object]) -> dict[str
 
 
 def seen_at(event: Object) -> str:
-    """When it happened last; such texts sort as times do."""
+    """Returns the time of an event's last occurrence. Such texts sort like times."""
     return str(event.get("lastTimestamp") or event.get("eventTime") or "")
 
 
@@ -124,7 +124,7 @@ def newest(pods: list[Object]) -> list[Object]:
 
 
 def trim(pod: Object) -> Object:
-    """What is looked at here of a pod. The whole one takes 50 kB of memory, and a job may have 10,000."""
+    """Returns the fields of a pod that this module reads. A whole pod takes 50 kB of memory, and a job may have 10,000."""
     meta, spec = get(pod, "metadata") or {}, get(pod, "spec") or {}
     return {
         "metadata": {name: meta[name] for name in _OF_METADATA if name in meta},
@@ -137,7 +137,7 @@ _OF_METADATA = ("name", "uid", "labels", "creationTimestamp", "deletionTimestamp
 
 
 def owned_by(pod: Object, job: Object) -> bool:
-    """Whether the pod is of this very job: the operator's names its uid, a TrainJob's that of the batch Job in between."""
+    """Returns whether the pod belongs to this very job. An owner reference names the job's uid, or the batch Job of a TrainJob."""
     owners = mappings(get(pod, "metadata", "ownerReferences"))
     if job.get("kind") != "TrainJob":
         return get(job, "metadata", "uid") in [owner.get("uid") for owner in owners]
@@ -146,18 +146,18 @@ def owned_by(pod: Object, job: Object) -> bool:
 
 
 def scheduled_at(pod: Object | None) -> float | None:
-    """When it had its node, in seconds since the epoch."""
+    """Returns when the pod had its node, in seconds since the epoch; None if it has none."""
     scheduled = condition(pod or {}, "PodScheduled")
     return seconds_of(get(scheduled, "lastTransitionTime"))
 
 
 def host(pod: Object) -> str:
-    """The name under which the pod's launcher joins the others."""
+    """Returns the name under which the pod's launcher joins the others."""
     return str(get(pod, "spec", "hostname") or get(pod, "metadata", "name"))
 
 
 def hosts(job: Object) -> list[str]:
-    """Host names of a job's pods in the order of ranks: the rendezvous sorts its nodes by their names, as text."""
+    """Returns the host names of a job's pods in the order of ranks: the rendezvous sorts its nodes by their names, as text."""
     name = get(job, "metadata", "name")
     if job.get("kind") == "TrainJob":
         count = get(job, "spec", "trainer", "numNodes") or 1
@@ -168,7 +168,7 @@ def hosts(job: Object) -> list[str]:
 
 
 def state_of(job: Object) -> State:
-    """The state from the job's own conditions, without a look at its pods."""
+    """Returns the state from the job's own conditions, without a query of its pods."""
     if condition(job, "Succeeded") or condition(job, "Complete"):
         return "succeeded"
     failed = condition(job, "Failed")
@@ -176,7 +176,7 @@ def state_of(job: Object) -> State:
         return _failure(job, failed, [], [])[0]
     if get(job, "metadata", "annotations", INCOMPLETE) is not None:
         return "pending"
-    if _suspended(job):
+    if _is_suspended(job):
         return "queued"
     if condition(job, "Restarting"):
         return "restarting"
@@ -184,14 +184,15 @@ def state_of(job: Object) -> State:
     return "running" if condition(job, "Running") or ready else "pending"
 
 
-def _suspended(job: Object) -> bool:
-    """What its spec says: the condition `Suspended` is older where the pods are refused, and so the operator writes no status."""
+def _is_suspended(job: Object) -> bool:
+    """Returns whether the spec suspends the job. The condition `Suspended` may be out of date: if pods are refused, the operator writes
+    no status."""
     return bool(get(job, "spec", "suspend") or get(job, "spec", "runPolicy", "suspend"))
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What the cluster says of a job that has not ended."""
+    """The state of a job that has not ended, as the cluster reports it."""
 
     job: Object
     pods: list[Object]
@@ -205,7 +206,7 @@ class _Seen:
         return [pod for pod in self.pods if get(pod, "status", "phase") == phase]
 
     def of_pods(self, test: Callable[[Object], str]) -> str | None:
-        """What the test says of the first pod of which it says something."""
+        """Returns the text of the test for the first pod with a text; None if no pod has one."""
         return next((text for pod in self.pods if (text := test(pod))), None)
 
     def deleted(self) -> str | None:
@@ -227,7 +228,7 @@ class _Seen:
         return f"waiting for quota in queue {queue}" + (f": {' '.join(message.split())}" if message else "")
 
     def unseen_by_kueue(self) -> str | None:
-        alone = _suspended(self.job) and self.workload is None
+        alone = _is_suspended(self.job) and self.workload is None
         return get(self.job, "metadata", "labels", KUEUE_QUEUE) or None if alone else None
 
     def unscheduled(self) -> str | None:
@@ -255,20 +256,20 @@ class _Seen:
         return f"{run}/{self.nodes}" if run >= self.nodes and not self.in_phase("Pending") else None
 
     def refused(self) -> str:
-        """What the cluster says to pods that it does not let in: quota, PodSecurity, LimitRange. The job has no such condition."""
+        """Returns the cluster's message to pods that it refuses: quota, PodSecurity, LimitRange. The job has no condition for this."""
         name = get(self.maker or self.job, "metadata", "name")
         latest = max((str(get(pod, "metadata", "creationTimestamp")) for pod in self.pods), default="")
         events = [
             event for event in self.events
             if str(event.get("reason")).startswith("FailedCreate") and get(event, "involvedObject", "name") == name
-            and (seen_at(event) or "~") >= latest  # else it was let in since
+            and (seen_at(event) or "~") >= latest  # later pods prove that the refusal is over
         ]  # fmt: skip
         if not events or len(self.pods) >= self.nodes:
             return ""
         return str(events[-1].get("message") or "").removeprefix("Error creating: ")
 
     def starting(self) -> str | None:
-        """Why not all pods run, once there is one. A volume holds a placed pod up, most often."""
+        """Returns why not all pods run; None if there is no pod. The most frequent reason for a placed pod is a volume."""
         for pod in self.in_phase("Pending"):
             for reason in ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"):
                 if message := self.event_of(pod, reason):
@@ -290,10 +291,10 @@ _UNDER_WAY: tuple[tuple[Callable[[_Seen], str | None], State, str], ...] = (
     ),
     (_Seen.waiting_in_a_queue, "queued", "{}"),
     (_Seen.unseen_by_kueue, "queued", "queue {} has not seen it yet: is Kueue there? (`lockstep doctor k8s`)"),
-    (lambda seen: "" if _suspended(seen.job) else None, "queued", "suspended: it waits for someone to resume it"),
+    (lambda seen: "" if _is_suspended(seen.job) else None, "queued", "suspended: it waits for someone to resume it"),
     (lambda seen: seen.of_pods(lambda pod: _unreachable_node(pod, seen.now)), "running", "{}"),
     (lambda seen: seen.of_pods(_waiting), "pending", "{}"),
-    # For seconds to minutes, until the operator replaces the pod or says that the job has failed.
+    # This lasts until the operator replaces the pod or reports that the job has failed: seconds to minutes.
     (lambda seen: seen.of_pods(lambda pod: (_broken(pod) or ("", None))[0]), "restarting", "{}"),
     (_Seen.unscheduled, "unschedulable", "{}"),
     (_Seen.restarting, "restarting", "{}"),
@@ -302,7 +303,7 @@ _UNDER_WAY: tuple[tuple[Callable[[_Seen], str | None], State, str], ...] = (
     (_Seen.starting, "pending", "{}"),
     (_Seen.without_pods, "pending", "{}"),
 )  # fmt: skip
-"""(test, state, sentence): the first test that is not None counts, and the sentence is formatted with what it gives."""
+"""(test, state, sentence): the first test that is not None counts, and the sentence is formatted with its result."""
 
 
 def _classify(seen: _Seen) -> tuple[State, str, int | None]:
@@ -317,7 +318,7 @@ def _classify(seen: _Seen) -> tuple[State, str, int | None]:
 
 
 _SAYS = re.compile(r"(?:Py)?\w*[Jj]ob (?P<name>\S+) has failed because (?P<why>.*)", re.S)
-"""How the operator puts it; the job's name may hold any word."""
+"""Message of the operator about a failed job. The job's name may contain any word."""
 
 
 def _failure(job: Object, failed: Object, pods: list[Object], events: list[Object]) -> tuple[State, str, int]:
@@ -329,7 +330,7 @@ def _failure(job: Object, failed: Object, pods: list[Object], events: list[Objec
     ends = [(pod, broken) for pod in pods if (broken := _broken(pod)) is not None]
     ends.sort(key=lambda pair: str(get(_terminated(pair[0]), "finishedAt") or "~"))
     failures = [(str(get(pod, "metadata", "name")), text, code) for pod, (text, code) in ends]
-    for event in reversed(events if not failures else []):  # the pod is gone, with its log; above 127 it was replaced
+    for event in reversed(events if not failures else []):  # the pod and its log are gone; above 127 it was replaced
         last = _EXITED.fullmatch(str(event.get("message") or ""))
         if last is not None and int(last["code"]) < 128:
             text = f"{last['name']} ended with exit code {last['code']}, and its log is gone"
@@ -346,7 +347,7 @@ def _failure(job: Object, failed: Object, pods: list[Object], events: list[Objec
 
 
 def _broken(pod: Object) -> tuple[str, int | None] | None:
-    """How the pod failed, and its exit code: an eviction or a lack of memory tells more than a code."""
+    """Returns how the pod failed, and its exit code. An eviction or a lack of memory says more than a code."""
     name = get(pod, "metadata", "name")
     end = _terminated(pod)
     code = (1 if end.get("exitCode") is None else int(end["exitCode"])) if end is not None else 0
@@ -366,25 +367,25 @@ def _broken(pod: Object) -> tuple[str, int | None] | None:
 
 
 def _unreachable_node(pod: Object, now: float) -> str:
-    """That the pod's node does not answer. A dead node's pods keep the phase Running, and are Terminating for ever."""
+    """Returns that the pod's node does not answer, or "". Pods of a dead node keep the phase Running, and stay Terminating forever."""
     name, node = get(pod, "metadata", "name"), get(pod, "spec", "nodeName")
     silent = f"the node {node} of {name} does not answer" if node else f"the node of {name} does not answer"
     ready = condition_of_type(pod, "Ready")
     if get(pod, "status", "phase") == "Running" and ready and ready.get("status") != "True":
-        # A kubelet gives its reasons. Who speaks for a dead node gives this one, or none and leaves the containers ready.
+        # A kubelet gives its own reasons. The control plane gives one of these for a dead node, or none and leaves the containers ready.
         reason = ready.get("reason")
         if reason in ("NodeNotReady", "NodeLost") or (not reason and condition(pod, "ContainersReady")):
             return silent
     if get(pod, "status", "phase") == "Unknown":
         return silent
-    until = seconds_of(get(pod, "metadata", "deletionTimestamp"))  # its grace is part of it
+    until = seconds_of(get(pod, "metadata", "deletionTimestamp"))  # includes the grace period
     if until is not None and now > until + GONE_SECONDS:
         return f"{silent}: the pod should have ended long ago"
     return ""
 
 
 def stuck_reason(pods: list[Object], now: float) -> str:
-    """What keeps a deletion from its end, where all pods that are left are on nodes that do not answer; else ""."""
+    """Returns why a deletion does not end, if all remaining pods are on nodes that do not answer; else ""."""
     silent = [_unreachable_node(pod, now) for pod in pods]
     if not pods or not all(silent):
         return ""
@@ -409,7 +410,7 @@ def _part(pod: Object, ranks: int, places: dict[str, int], now: float, replaced:
 
 
 def _terminated(pod: Object) -> Object | None:
-    """How the pod's own container ended, or an init container that failed, with its name. Sidecars do not count."""
+    """Returns how the pod's own container ended, or an init container that failed, with its name. Sidecars do not count."""
     for key in ("initContainerStatuses", "containerStatuses"):
         for item in mappings(get(pod, "status", key)):
             end, init = get(item, "state", "terminated"), key == "initContainerStatuses"
@@ -420,7 +421,7 @@ def _terminated(pod: Object) -> Object | None:
 
 
 def _waiting(pod: Object) -> str:
-    """Why a container of the pod cannot start, where waiting alone does not help."""
+    """Returns why a container of the pod cannot start, if waiting does not help; else ""."""
     for key in ("initContainerStatuses", "containerStatuses"):
         for item in mappings(get(pod, "status", key)):
             waiting = get(item, "state", "waiting") or {}
@@ -447,7 +448,7 @@ class ApiError(UserError):
     """The server's refusal: HTTP status, its reason word, its own message, and as text what to do.
 
     Args:
-        path: what was asked for.
+        path: path of the request.
     """
 
     def __init__(self, status: int, reason: str, message: str, path: str = "") -> None:
@@ -456,11 +457,11 @@ class ApiError(UserError):
 
 
 class Failing(Unreachable):
-    """Every attempt met an error of the server itself, or of a webhook that it asks."""
+    """An error of the server itself, or of a webhook that it calls, at every attempt."""
 
 
 class Gone(Unreachable):
-    """410: the resource version of a page is too old. List again."""
+    """An error for status 410: the resource version of a page is too old. The client must list again."""
 
 
 def _advice(status: int, reason: str, message: str, path: str) -> str:
@@ -472,7 +473,7 @@ def _advice(status: int, reason: str, message: str, path: str) -> str:
             f"the cluster does not have the namespace: {message}; choose another one (--namespace, k8s.namespace), or make it "
             "(make install-k8s)"
         )
-    if status == 404 and kind and not reason:  # a kind that is not served has no Status to give a reason
+    if status == 404 and kind and not reason:  # for a kind that is not served, the answer has no Status with a reason
         return f"the cluster does not have {kind}: install {INSTALL[kind]}, see `lockstep doctor k8s`"
     advice = ""
     if kind == "TrainJob" and outdated(message):
@@ -481,12 +482,12 @@ def _advice(status: int, reason: str, message: str, path: str) -> str:
 
 
 def outdated(message: str) -> bool:
-    """Whether Trainer is too old for a field of the job."""
+    """Returns whether Trainer is too old for a field of the job."""
     return "unknown field" in message and "runtimePatches" in message
 
 
 def _forbidden(message: str) -> str:
-    """403 is the answer to four things. What is forbidden stands before the reason, and may hold any word."""
+    """Returns advice for a 403, which has four causes. The forbidden object stands before the reason, and its name may contain any text."""
     if webhook := _DENIED.fullmatch(message):
         return f"the cluster's admission webhook {webhook['name']} refuses it: {webhook['why']}"
     why = message.rpartition(" is forbidden: ")[2]
@@ -501,7 +502,7 @@ Answer = TypeVar("Answer")
 
 
 def of_each_kind(ask: Callable[[str], Answer]) -> Iterator[Answer]:
-    """The answers for the kinds that are installed, and that who asks may use. Raises `ApiError` where there is none, and one is
+    """Yields the answers for the kinds that are installed and that the user may use. Raises `ApiError` if no kind answers, and one is
     refused."""
     refused: list[ApiError] = []
     answered = False

@@ -38,28 +38,28 @@ KINDS = {
     "PyTorchJob": ("kubeflow.org/v1", "pytorchjobs"),
     "TrainJob": ("trainer.kubeflow.org/v1alpha1", "trainjobs"),
 }
-"""The custom resources that a job can be → API version, plural."""
+"""Custom resource of a job → API version, plural."""
 CONTAINERS = {"PyTorchJob": "pytorch", "TrainJob": "node"}
-"""The container that the ranks run in, by the name that the operator looks for."""
+"""Names of the ranks' container, as the operators expect them."""
 KUEUE = ("kueue.x-k8s.io/v1beta2", "kueue.x-k8s.io/v1beta1")
 """API versions that a cluster may have, the newer first."""
 KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
 RENDEZVOUS_PORT = 23456
 CODE_PART_BYTES = 900 << 10
-"""Of a ConfigMap's binaryData. A server takes 1 MiB, with everything else that is in the object."""
+"""Bytes of code in a ConfigMap. A server accepts 1 MiB for the whole object."""
 CODE_KEY = "part"
 CODE_VOLUME = "code"
 SUBMISSION = "lockstep/submission"
-"""Label of a ConfigMap and annotation of a job: which submission made it, and so which ones are the job's."""
+"""Label of a ConfigMap and annotation of a job: the submission that made the object. It links ConfigMaps to their job."""
 RENDERED = "rendered"
-"""In place of a submission's word, where nothing is submitted."""
+"""Value in place of a submission's id if nothing is submitted."""
 MERGED_BY = ("mountPath", "name", "containerPort", "manager")
 """Keys by which the items of a patch's lists merge with those that are rendered: the first that all items have."""
 MANAGER = "lockstep.dev/submit"
-"""Of the patch in a TrainJob. Trainer refuses a name without a domain."""
+"""Manager of the patch in a TrainJob. Trainer refuses a name without a domain."""
 LINGER_SECONDS = 30
-"""The operator ends a job of workers with the first worker that it sees completed, and removes the logs of the others. After these
-seconds it has seen rank 0's pod."""
+"""Seconds that other workers stay after rank 0. The operator ends a job when it sees the first completed worker, and removes the logs of
+the others. After this time it has seen rank 0's pod."""
 INJECTED = re.compile(
     r"PET_.*|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|GROUP_RANK|TORCHELASTIC_.*"
 )
@@ -67,41 +67,41 @@ _FOUND_BY = re.compile(
     r"apiVersion|kind|metadata(\.(name|namespace|labels|annotations)(\..*)?)?|.*\.template\.metadata(\.labels(\..*)?)?"
     r"|spec(\.(runPolicy|trainer|runtimePatches|pytorchReplicaSpecs(\.Worker)?))?"
 )
-"""Places by which Lockstep finds a job and its pods, and what must stay a mapping or a list."""
+"""Paths by which Lockstep finds a job and its pods, and paths that must stay a mapping or a list."""
 
 
 def path_of(namespace: str, kind: str, name: str = "") -> str:
-    """Where the server has the jobs of a kind, or one of them."""
+    """Returns the server's path of the jobs of a kind, or of one job."""
     version, plural = KINDS[kind]
     return f"/apis/{version}/namespaces/{namespace}/{plural}{f'/{name}' if name else ''}"
 
 
 def kind_of(spec: JobSpec) -> str:
-    """Which custom resource the job is; a submission asks the cluster what `auto` means before it renders."""
+    """Returns the custom resource of the job. A submission resolves `auto` before it renders."""
     return "PyTorchJob" if spec.k8s.kind == "auto" else spec.k8s.kind
 
 
 def of_kind(spec: JobSpec, kind: str) -> JobSpec:
-    """The spec with this kind in place of `auto`. Its hash stays that of the spec as it was written."""
+    """Returns the spec with this kind in place of `auto`. The hash stays that of the original spec."""
     if spec.k8s.kind != "auto":
         return spec
     return of_hash(spec.model_copy(update={"k8s": spec.k8s.model_copy(update={"kind": kind})}), spec.hash())
 
 
 def of_hash(spec: JobSpec, value: str) -> JobSpec:
-    """The spec under the hash that a job has already, whatever its own would be now."""
+    """Returns the spec with the hash that a job has already, in place of the spec's own."""
     spec = spec.model_copy()
     spec.__dict__["_hash"] = value
     return spec
 
 
 def manifests(spec: JobSpec, submission: str = RENDERED) -> list[Manifest]:
-    """[NetworkPolicy, PyTorchJob or TrainJob]: the objects of a job but those of its code, with `patch`."""
+    """Returns [NetworkPolicy, PyTorchJob or TrainJob]: the objects of a job without those of its code, with `patch`."""
     return [network_policy(spec, submission), patched(job(spec, submission), spec.k8s.patch, MERGED_BY)]
 
 
 def job(spec: JobSpec, submission: str = RENDERED) -> Manifest:
-    """The job without `patch`."""
+    """Returns the job without `patch`."""
     spec = of_kind(spec, kind := kind_of(spec))
     marks = labels(spec)
     if queue := spec.k8s.queue:
@@ -126,12 +126,12 @@ def _pytorchjob(spec: JobSpec, template: Manifest) -> Manifest:
         "template": template,
     }
     return {
-        "nprocPerNode": str(spec.ranks),  # the CRD wants a text
+        "nprocPerNode": str(spec.ranks),  # the CRD requires a string
         "runPolicy": {
             "cleanPodPolicy": "Running",
             "ttlSecondsAfterFinished": seconds(spec.k8s.ttl),
             "activeDeadlineSeconds": spec.deadline_seconds,
-            # A gang restart costs one of these a pod. With ExitCode the launcher counts, this is the backstop.
+            # A restart of all pods costs one retry for each pod. With ExitCode the launcher counts, so this limit is a backstop.
             "backoffLimit": spec.nodes * spec.max_restarts + 1,
         },
         "elasticPolicy": {
@@ -143,7 +143,7 @@ def _pytorchjob(spec: JobSpec, template: Manifest) -> Manifest:
 
 
 def _trainjob(spec: JobSpec, template: Manifest) -> Manifest:
-    """The runtime injects PET_*; the pod's own parts (volumes, security, affinity) travel in a `runtimePatch`."""
+    """Returns the spec of a TrainJob. The runtime injects PET_*. The pod's volumes, security and affinity are in a `runtimePatch`."""
     pod = template["spec"]
     (node,) = pod["containers"]
     own = {
@@ -181,7 +181,7 @@ def _trainjob(spec: JobSpec, template: Manifest) -> Manifest:
 
 
 def template(job: Manifest) -> Any:
-    """The pods' template in a job; None where a patch has left none."""
+    """Returns the pods' template in a job; None if a patch has removed the template."""
     if job.get("kind") == "PyTorchJob":
         return get(job, "spec", "pytorchReplicaSpecs", "Worker", "template")
     jobs = get(job, "spec", "runtimePatches", 0, "trainingRuntimeSpec", "template", "spec", "replicatedJobs")
@@ -194,7 +194,7 @@ def labels(spec: JobSpec) -> dict[str, str]:
 
 def _pod_metadata(spec: JobSpec) -> Manifest:
     annotations = {"sidecar.istio.io/inject": "false"}  # a mesh's proxy never ends, and so would the pod
-    # With one of its pods all of them would start again.
+    # If one pod is evicted, all pods start again.
     annotations |= {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
     if spec.k8s.topology:
         annotations[f"kueue.x-k8s.io/podset-{spec.k8s.topology}-topology"] = spec.k8s.topology_level
@@ -261,7 +261,7 @@ def container(spec: JobSpec, mounts: list[Manifest]) -> Manifest:
 
 
 def environment(spec: JobSpec) -> list[Manifest]:
-    """The variables of the job. The operator appends its own after them, so that its values win."""
+    """Returns the variables of the job. The operator appends its own after them, so that its values win."""
     values = {
         "HOME": "/tmp",  # noqa: S108 - the root is read-only
         "PYTHONUNBUFFERED": "1",
@@ -277,7 +277,7 @@ def environment(spec: JobSpec) -> list[Manifest]:
         values["NCCL_IB_HCA"] = spec.k8s.ib_hca
         if any(name.endswith("/efa") for name in spec.k8s.rdma):
             values["FI_PROVIDER"] = "efa"
-    values["GLOO_SOCKET_IFNAME"] = spec.k8s.socket_interface  # tensors of the CPU go by gloo, in a job with GPUs, too
+    values["GLOO_SOCKET_IFNAME"] = spec.k8s.socket_interface  # gloo sends CPU tensors, also in a job with GPUs
     values |= spec.env
     items: list[Manifest] = [
         {"name": name, "value": _literal(value)}
@@ -291,7 +291,7 @@ def environment(spec: JobSpec) -> list[Manifest]:
 
 
 def resources(spec: JobSpec) -> Manifest:
-    """Requests equal limits (Guaranteed): a training rank that is throttled or evicted stops all the others."""
+    """Returns the resources of a pod. Requests equal limits (Guaranteed): a rank that is throttled or evicted stops all others."""
     whole = spec.cpus == int(spec.cpus)
     cpu = str(int(spec.cpus)) if whole else f"{max(1, round(spec.cpus * 1000))}m"
     amounts: dict[str, Any] = {"cpu": cpu, "memory": spec.memory}
@@ -315,7 +315,7 @@ def _affinity(spec: JobSpec) -> Manifest | None:
 
 
 def _storage(spec: JobSpec, submission: str) -> tuple[list[Manifest], list[Manifest]]:
-    """The pod's volumes, and where its container has them."""
+    """Returns the pod's volumes, and their mounts in the container."""
     volumes: list[Manifest] = [
         {"name": "dshm", "emptyDir": {"medium": "Memory", "sizeLimit": spec.shm}},
         {"name": "tmp", "emptyDir": {}},
@@ -328,7 +328,7 @@ def _storage(spec: JobSpec, submission: str) -> tuple[list[Manifest], list[Manif
     for index, volume in enumerate(spec.volumes):
         again = volume.claim in names
         name = names.setdefault(volume.claim, f"claim-{len(names)}")
-        if again and spec.k8s.kind == "TrainJob":  # whose mounts are keyed by the name
+        if again and spec.k8s.kind == "TrainJob":  # a TrainJob keys mounts by the volume's name
             again, name = False, f"{name}-{index}"
         if not again:
             volumes.append({"name": name, "persistentVolumeClaim": {"claimName": volume.claim}})
@@ -347,7 +347,7 @@ def code_map_names(spec: JobSpec, submission: str) -> list[str]:
 
 
 def _code_volume(spec: JobSpec, submission: str) -> Manifest:
-    """All pieces of the code, in one folder."""
+    """Returns the volume with all pieces of the code in one folder."""
     sources = [
         {"configMap": {"name": name, "items": [{"key": CODE_KEY, "path": f"{CODE_KEY}-{index:03d}"}]}}
         for index, name in enumerate(code_map_names(spec, submission))
@@ -356,7 +356,7 @@ def _code_volume(spec: JobSpec, submission: str) -> Manifest:
 
 
 def _literal(text: str) -> str:
-    """The kubelet expands `$(NAME)` in commands and values; `$$` is a dollar sign."""
+    """Escapes `$` as `$$`, because the kubelet expands `$(NAME)` in commands and values."""
     return text.replace("$", "$$")
 
 
@@ -387,7 +387,7 @@ def network_policy(spec: JobSpec, submission: str = RENDERED) -> Manifest:
 
 
 def code_maps(spec: JobSpec, submission: str, packed: bytes) -> list[Manifest]:
-    """The ConfigMaps that hold the archive `packed`. They cannot be changed, only deleted."""
+    """Returns the ConfigMaps that hold the archive `packed`. They cannot be changed, only deleted."""
     marks = {JOB: spec.name, "lockstep/role": "code", SUBMISSION: submission, **MANAGED}
     maps = []
     for index, name in enumerate(code_map_names(spec, submission)):
@@ -411,20 +411,20 @@ class Subject(lint.Subject):
 
     @cached_property
     def job(self) -> Manifest:
-        """With the patch."""
+        """The job, with the patch."""
         return next((item for item in self.objects if item.get("kind") != "NetworkPolicy"), {})
 
     @cached_property
     def patched(self) -> list[Change]:
-        """What the patch has made of the rendered job."""
+        """The changes of the patch to the rendered job."""
         if not self.spec.k8s.patch:
             return []
-        plain = job(self.spec)  # of any submission: a patch does the same to each
+        plain = job(self.spec)  # without a submission: a patch changes every submission alike
         return [*changes(plain, patched(plain, self.spec.k8s.patch, MERGED_BY))]
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        """The environment of the ranks' container, where the patch has left the container in its place."""
+        """The environment of the ranks' container, unless the patch has moved the container."""
         worker = get(self.job, "spec", "pytorchReplicaSpecs", "Worker", "template", "spec", "containers")
         ours = [item for item in mappings(worker) if item.get("name") == CONTAINERS["PyTorchJob"]]
         items = get(self.job, "spec", "trainer", "env") if self.kind == "TrainJob" else get(ours, 0, "env")
@@ -512,7 +512,7 @@ def image_registry(subject: Subject) -> Iterator[str]:
 
 
 def unpublished(spec: JobSpec) -> str:
-    """What is wrong with an image that no registry has; "" where nothing is. A program may be one of Docker Hub's own."""
+    """Returns the problem of an image that no registry has; "" if there is none. A program's image may be one of Docker Hub's own."""
     image = spec.image or ""
     if not image or "/" in image or spec.command is not None or spec.k8s.image_pull_policy == "Never":
         return ""
