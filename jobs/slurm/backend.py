@@ -32,14 +32,14 @@ from .observe import Evidence, Query
 from .render import RULES
 
 NOISE = re.compile(rb"submitit [A-Z]+ \([0-9]{4}-")
-"""What submitit's own lines begin with."""
+"""Beginning of submitit's own lines."""
 
 
 class SlurmBackend(Cluster):
-    """See `Backend`. On a machine of the cluster.
+    """A backend on a machine of a SLURM cluster. See `Backend`.
 
     Args:
-        interval: seconds between two questions to the controller.
+        interval: seconds between two queries of the controller.
         lost_after: seconds without an answer from the controller after which a wait ends.
     """
 
@@ -52,11 +52,12 @@ class SlurmBackend(Cluster):
     def __init__(self, interval: float = 2.0, lost_after: float = 300.0) -> None:
         self.interval, self.lost_after = interval, lost_after
         self.folder = records.folder(self.name)
-        self.lock = (self.folder, 60)  # the cluster's: every submission there, from any machine, waits for it
+        self.lock = (self.folder, 60)  # of the cluster: every submission there, from any machine, waits for it
 
     @classmethod
     def login(cls, host: str | None) -> str | None:
-        """As in `JobBackend`. None if this machine belongs to the cluster: so does that of a command that came over ssh."""
+        """Returns the login node that runs the command; None if this machine belongs to the cluster. The machine of a command that came
+        over ssh does."""
         return None if render.FOLDER_VARIABLE in os.environ else host or os.environ.get(render.HOST_VARIABLE) or None
 
     @classmethod
@@ -71,7 +72,7 @@ class SlurmBackend(Cluster):
 
     @classmethod
     def render(cls, spec: JobSpec, runs: Specs) -> tuple[str, object]:
-        """The batch script, and the same with its payload as plain values."""
+        """Returns the batch script, and the same script with its parameters as plain values."""
         (sent,) = render.manifests(spec, render.submitit_folder(spec.name), elements=len(runs))
         return sent["script"], {"script": sent["script"], "parameters": sent["parameters"]}
 
@@ -91,13 +92,14 @@ class SlurmBackend(Cluster):
         return Submission(spec, runs, manifests, RULES.apply(spec, manifests))
 
     def preflight(self, job: Submission) -> Checks:
-        """What sbatch takes is no reason against it: sinfo and sacctmgr may not show all that it knows."""
+        """Returns the checks of `doctor` and sbatch's start. A missing row becomes a warning: sbatch may know more than sinfo and
+        sacctmgr show."""
         start = submission.preflight(job.spec.name, job.manifests[0]["script"])
         checks = rows(job.spec)
         return [*(replace(row, result="warning") if row.result == "missing" else row for row in checks), start]
 
     def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:
-        """One sbatch, for a job or an array. The folder of `old` goes when SLURM has the new one."""
+        """Runs sbatch once, for a job or an array. The folder of `old` is removed when SLURM has the new job."""
         whole, runs, (sent,) = job.spec, job.runs or [job.spec], job.manifests
         if old is not None and old.same(whole, self.name) and old.run_dir != sent["run_dir"]:
             raise UserError(
@@ -106,7 +108,7 @@ class SlurmBackend(Cluster):
             )
         if whole.code is not None:
             snapshots.unpacked(code_identity(whole))
-        # It names this submission: another one may be of the same spec.
+        # The comment names this submission: another submission may have the same spec.
         comment = f"lockstep:{records.submission_id(whole.name)}"
         submissions = []
         for element, spec in enumerate(runs):
@@ -124,7 +126,7 @@ class SlurmBackend(Cluster):
         return SubmitResult(whole.name, True, _where(first))
 
     def prepare(self, spec: JobSpec) -> SubmitResult:
-        """Submits the job that writes the shards; jobs submitted while it is under way wait for it. Raises `UserError`."""
+        """Submits the job that writes the shards. Jobs that are submitted meanwhile wait for it. Raises `UserError`."""
         own = preparation(spec, render.interpreter(spec))
         if not spec.shards_in_a_bucket and not spec.shards_missing_here:
             return SubmitResult(own.name, False, f"the shards are in {spec.shard_folder}")
@@ -133,7 +135,7 @@ class SlurmBackend(Cluster):
         return self.submit(own, "replace")
 
     def _preparation(self, spec: JobSpec) -> str | None:
-        """The id of a job under way that prepares this one's shards."""
+        """Returns the id of a job under way that prepares this job's shards; None if there is none."""
         if spec.recipe is None or spec.shards is None:
             return None
         name = preparation_name(spec.name)
@@ -153,7 +155,7 @@ class SlurmBackend(Cluster):
                 )
             return None
         if record.job_id is None:
-            # The command that submitted was killed before it had the answer; the job may be there.
+            # The command that submitted was killed before it had the answer; the job may exist.
             number = observe.find_by_comment(record.array_name, record.comment)
             if number is not None:
                 with records.keeping(self.folder):
@@ -180,7 +182,7 @@ class SlurmBackend(Cluster):
         info, unanswered = observe.UNKNOWN, None
         try:
             info = query(record.job_id) or info
-        except Unreachable as error:  # what it has left may say how it ended
+        except Unreachable as error:  # the job's files may say how the job ended
             unanswered = error
         outage = unanswered is not None and not isinstance(unanswered, observe.Forgotten)
         before = observe.ended(folder)
@@ -207,7 +209,7 @@ class SlurmBackend(Cluster):
     def stop(self, known: JobRecord) -> Status:
         name = known.name
         if known.handle.job_id is None:
-            with self.exclusive():  # a submission that is under way has its number then
+            with self.exclusive():  # after the lock, a submission under way has its number
                 known = self.find(name, submitting=True) or self.require(name)
                 status = self.observe(known)
             if status.final:
@@ -250,7 +252,7 @@ class SlurmBackend(Cluster):
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
         """Runs the command as a step of the same job, on the rank's node, without further resources.
 
-        In a container the step has its own container, with the job's image and folders: SLURM lets no step into another's.
+        With a container, the step gets its own container with the job's image and folders: SLURM lets no step into another step's.
         """
         spec, record = JobSpec.recorded(known.name, known.plain), known.handle
         job_id, hosts = observe.nodes(str(record.job_id))
@@ -260,17 +262,17 @@ class SlurmBackend(Cluster):
             raise UserError(f"{spec.name} has {len(hosts)} nodes, too few for rank {rank}")
         token = uuid.uuid4().hex
         options, words = render.container(spec, Path(record.submitit))
-        # Quiet: at Ctrl-C it would tell of its tasks, while the signal goes to the command another way.
+        # Quiet: at Ctrl-C srun would report its tasks, while the signal reaches the command another way.
         step = ["srun", f"--jobid={job_id}", "--overlap", "--quiet", "--nodes=1", "--ntasks=1"]
         step += [f"--nodelist={hosts[rank // spec.ranks]}", "--job-name=lockstep-exec", *options]
-        # Its mark says whose ranks it looks for.
+        # The job's mark in the environment says whose ranks to look for.
         cleared = ["-u", contract.ENV_LAUNCHER, "-u", contract.ENV_EXEC]
         inside = [*words, "env", *cleared, f"{contract.ENV_JOB}={record.job}"]
         flags = render.rank_flags(spec, rank) if spec.slurm.container is not None else []
         own = exec_command(python, rank, command, record.run_dir, "--token", token, *flags)
 
         def interrupt(number: int) -> None:
-            sent = observe.run(*step, *inside, *signal_command(python, token, number))
+            sent = observe.run_slurm(*step, *inside, *signal_command(python, token, number))
             if sent.returncode:
                 raise UserError(f"cannot send signal {number} to the command: {observe.one_line(sent.stderr)}")
 
@@ -280,7 +282,7 @@ class SlurmBackend(Cluster):
         }
         code = process.run([*step, *terminal, *inside, *own], streams, env, interrupt)
         if code:
-            observe.query(job_id)  # raises `Unreachable`: then the code is the connection's and not the command's
+            observe.query(job_id)  # raises `Unreachable`: then the code is not the command's
         return code
 
     def list(self) -> list[JobSummary]:

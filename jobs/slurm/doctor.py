@@ -19,7 +19,7 @@ from ..spec.model import JobSpec
 from ..spec.types import Slurm
 from ..status import Check, Unreachable
 from . import render
-from .observe import NO_ACCOUNTING, one_line, output, run, unreachable
+from .observe import NO_ACCOUNTING, one_line, output, run_slurm, unreachable
 
 NODE_SECONDS = 60
 IMAGE_SECONDS = 600
@@ -27,15 +27,15 @@ PROGRAM = (
     "import sys, submitit.core._submit, lockstep.jobs.slurm.task, lockstep.training.contract as c; "
     "print(c.VERSION, *(open(name).read() for name in sys.argv[1:]))"
 )
-"""What a task imports, its version, and whether it sees our files."""
+"""Program that imports a task's modules, and prints their version and the content of our files."""
 
 
 def check(spec: JobSpec | None) -> list[Check]:
-    """The checks in order; a controller that does not answer ends them."""
+    """Returns the checks in order. If the controller does not answer, no further check follows."""
     try:
-        version = run("sinfo", "--version").stdout.strip()
-        run("sbatch", "--version")
-        ping = run("scontrol", "ping")
+        version = run_slurm("sinfo", "--version").stdout.strip()
+        run_slurm("sbatch", "--version")
+        ping = run_slurm("scontrol", "ping")
     except UserError as error:
         return [Check("cluster", "missing", str(error))]
     output = one_line(ping.stdout + ping.stderr)
@@ -46,7 +46,7 @@ def check(spec: JobSpec | None) -> list[Check]:
 
 
 def rows(spec: JobSpec | None) -> list[Check]:
-    """What SLURM itself tells, for `doctor` and for `submit --dry-run`; no node is asked."""
+    """Returns the checks that SLURM's commands answer, for `doctor` and for `submit --dry-run`. Starts nothing on a node."""
     questions = {
         "partition": _partition,
         "gpus": _gpus,
@@ -67,7 +67,7 @@ def _guarded(name: str, question: Callable[[], Iterator[Check]]) -> list[Check]:
 
 
 def _rows(spec: JobSpec | None, form: str) -> list[list[str]]:
-    """sinfo's rows for the job's partition, or for the default one."""
+    """Returns sinfo's rows for the job's partition, or for the default partition."""
     partition = spec.slurm.partition if spec is not None else None
     wanted = ["-p", partition] if partition else []
     done = output("sinfo", "-h", "-N", *wanted, "-o", f"%P|{form}")
@@ -99,7 +99,7 @@ def _partition(spec: JobSpec | None) -> Iterator[Check]:
 
 
 def seconds(text: str) -> int:
-    """SLURM's `1-12:30:00`, `12:30:00`, `30:00`; 0 for `infinite`."""
+    """Returns the seconds of SLURM's `1-12:30:00`, `12:30:00` or `30:00`; 0 for `infinite`."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if not match:
         return 0
@@ -125,13 +125,13 @@ def _gpus(spec: JobSpec | None) -> Iterator[Check]:
 
 
 def _gpus_in(gres: str, kind: str | None) -> int:
-    """`gpu:a100:4(S:0-1),shm:1` → 4."""
+    """Returns the number of GPUs in a GRES text: `gpu:a100:4(S:0-1),shm:1` → 4."""
     counts = re.findall(r"gpu(?::([A-Za-z]\w*))?:(\d+)", gres)
     return sum(int(count) for name, count in counts if kind is None or name == kind)
 
 
 def _account(spec: JobSpec | None) -> Iterator[Check]:
-    done = run("sacctmgr", "-n", "-P", "show", "assoc", f"user={getpass.getuser()}", "format=Account,QOS")
+    done = run_slurm("sacctmgr", "-n", "-P", "show", "assoc", f"user={getpass.getuser()}", "format=Account,QOS")
     if done.returncode != 0:
         none = re.search(r"not running a supported accounting_storage plugin", done.stdout + done.stderr)
         detail = (
@@ -154,7 +154,7 @@ def _account(spec: JobSpec | None) -> Iterator[Check]:
 
 
 def _accounting(spec: JobSpec | None) -> Iterator[Check]:  # noqa: ARG001 - every row is asked with the job
-    done = run("sacct", "-X", "-n", "-S", "now")
+    done = run_slurm("sacct", "-X", "-n", "-S", "now")
     if done.returncode == 0:
         yield Check("accounting", "ok", "sacct answers")
     elif not NO_ACCOUNTING.search(done.stderr):
@@ -185,7 +185,7 @@ def _preemption(spec: JobSpec | None) -> Iterator[Check]:
 
 
 def _setting(config: str, name: str) -> str:
-    """Returns a setting of SLURM's configuration, or ""."""
+    """Returns a setting of SLURM's configuration; "" if it is missing."""
     match = re.search(rf"^{name}\s*=\s*(.*)$", config, re.M)
     return match[1].strip() if match else ""
 
@@ -207,13 +207,13 @@ def _folder(spec: JobSpec | None) -> Iterator[Check]:
     flags = (("-p", own.partition), ("-A", own.account), ("--qos", own.qos))
     options += [word for flag, value in flags if value for word in (flag, value)]
     command = [*words, python, "-c", PROGRAM]
-    if own.container != "pyxis" and (own.modules or own.setup):  # what the batch script does, outside the image
+    if own.container != "pyxis" and (own.modules or own.setup):  # as in the batch script, outside the image
         before = [f"module load {shlex.quote(name)}" for name in own.modules] + list(own.setup)
         command = ["bash", "-lc", "\n".join([*before, f'exec {shlex.join(command)} "$@"']), "doctor"]
-    # An image may have to be brought to the node first.
+    # The node may have to pull the image first.
     bound = NODE_SECONDS if own.container is None else IMAGE_SECONDS
     try:
-        done = run("srun", "-N1", "-n1", "-t", str(bound // 60), f"--immediate={NODE_SECONDS // 2}", "-J", "lockstep-doctor",
+        done = run_slurm("srun", "-N1", "-n1", "-t", str(bound // 60), f"--immediate={NODE_SECONDS // 2}", "-J", "lockstep-doctor",
             f"--chdir={render.base_folder()}", *options, *command, *map(str, files), seconds=bound,
         )  # fmt: skip
     except Unreachable:

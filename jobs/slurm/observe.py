@@ -27,20 +27,20 @@ from ..status import NodeStatus, State, Status, Unreachable
 
 ENDED = "ended.json"
 SECONDS = 60.0
-"""How long an answer may take by default."""
+"""Seconds to wait for an answer, by default."""
 Output = subprocess.CompletedProcess[str]
 UNKNOWN_JOB = re.compile(r"invalid job id|jobs? (\S+ )?not found|does not exist", re.I)
 NO_CONTACT = re.compile(
     r"unable to contact|timed out|zero bytes|connection refused|standby mode|resolve_ctls_from_dns_srv|"
     r"could not establish a configuration source", re.I,
 )  # fmt: skip
-"""What SLURM's commands say where they had no answer, and not one that is a refusal."""
+"""Errors of SLURM's commands that got no answer. A refusal is no such error."""
 NO_ACCOUNTING = re.compile(r"accounting storage is disabled", re.I)
 
 
 @dataclass(frozen=True, slots=True)
 class JobInfo:
-    """One job as SLURM knows it. `started` and `ended` are seconds since the epoch, None where it has not."""
+    """One job as SLURM knows it. `started` and `ended` are seconds since the epoch, or None."""
 
     job_id: str
     state: str
@@ -52,18 +52,18 @@ class JobInfo:
     requeue: bool = True
     ended: float | None = None
     started: float | None = None
-    """When it had its nodes, the last time."""
+    """Start of the latest run on its nodes."""
 
 
 class Forgotten(Unreachable):
-    """sacct is down, and the controller no longer lists the job."""
+    """An error: sacct is down, and the controller no longer lists the job."""
 
 
-def run(*command: str, seconds: float = SECONDS, **options: Any) -> Output:
-    """Runs a SLURM command. Raises `UserError` where it cannot be started, `Unreachable` where it does not end.
+def run_slurm(*command: str, seconds: float = SECONDS, **options: Any) -> Output:
+    """Runs a SLURM command. Raises `UserError` if the command cannot be started, `Unreachable` if it does not end in time.
 
     Args:
-        options: of `subprocess.run`.
+        options: arguments of `subprocess.run`.
     """
     given = {"env": {**os.environ, "SLURM_TIME_FORMAT": "%s"}, "input": "", **options}
     try:
@@ -86,16 +86,16 @@ def run(*command: str, seconds: float = SECONDS, **options: Any) -> Output:
 
 
 def output(*command: str) -> str:
-    """What a SLURM command prints; nothing for a job that it does not know. Raises `Unreachable` for any other failure."""
-    done = run(*command)
+    """Returns the output of a SLURM command; nothing for an unknown job. Raises `Unreachable` for any other failure."""
+    done = run_slurm(*command)
     if done.returncode != 0 and not unknown(done):
         raise unreachable(done)
     return done.stdout
 
 
 def run_ok(*command: str) -> bool:
-    """Whether SLURM does it: a job that has just ended, or is in another state, is no failure. Raises `Unreachable`."""
-    done = run(*command)
+    """Returns whether SLURM executes the command. A job that has just ended, or is in another state, is no error. Raises `Unreachable`."""
+    done = run_slurm(*command)
     if done.returncode != 0 and NO_CONTACT.search(done.stderr):
         raise unreachable(done)
     return done.returncode == 0
@@ -116,8 +116,8 @@ Query = Callable[[str], JobInfo | None]
 
 
 def query(job_id: str) -> JobInfo | None:
-    """The job; None where neither the controller nor the accounting knows it. Raises `Unreachable`, `Forgotten`."""
-    shown = run("scontrol", "show", "job", "-o", job_id)
+    """Returns the job; None if neither the controller nor the accounting knows the job. Raises `Unreachable`, `Forgotten`."""
+    shown = run_slurm("scontrol", "show", "job", "-o", job_id)
     if shown.returncode == 0:
         jobs = [job for line in shown.stdout.splitlines() if (job := read(line)) is not None]
         if jobs:
@@ -137,7 +137,7 @@ def query(job_id: str) -> JobInfo | None:
 
 
 def read(line: str) -> JobInfo | None:
-    """One line of `scontrol show job -o`."""
+    """Returns the job in one line of `scontrol show job -o`; None if the line has no job."""
 
     def value(name: str) -> str:
         match = re.search(rf"(?:^|\s){name}=(\S*)", line)
@@ -156,9 +156,9 @@ def read(line: str) -> JobInfo | None:
 
 
 def accounting(*job_ids: str) -> dict[str, JobInfo]:
-    """What the accounting remembers, by id; nothing without accounting, or of a job it has not heard of yet. Raises `Forgotten`."""
+    """Returns the jobs that the accounting knows, by id; {} without accounting. Raises `Forgotten`."""
     try:
-        done = run("sacct", "-X", "-n", "-P", "-j", ",".join(job_ids), "-o", _COLUMNS_OF_SACCT)
+        done = run_slurm("sacct", "-X", "-n", "-P", "-j", ",".join(job_ids), "-o", _COLUMNS_OF_SACCT)
     except UserError as error:
         if isinstance(error, Unreachable):
             raise Forgotten(str(error)) from None
@@ -191,11 +191,11 @@ _COLUMNS_OF_SQUEUE = (
     "EndTime",
 )
 _WIDTH = 200
-"""Of a column of squeue, which cuts off what is longer."""
+"""Width of a column of squeue, which cuts off longer values."""
 
 
 def query_all(job_ids: list[str]) -> Query:
-    """`query` for many jobs of this user, with one question to the controller and one to the accounting. Raises `Unreachable`."""
+    """Returns a `query` for many jobs of this user, with one request to the controller and one to the accounting. Raises `Unreachable`."""
     columns = ",".join(f"{name}:{_WIDTH}" for name in _COLUMNS_OF_SQUEUE)
     shown = output("squeue", "-h", "-r", "--me", "-t", "all", "-O", columns)
     known = {}
@@ -222,10 +222,10 @@ def query_all(job_ids: list[str]) -> Query:
 
 
 def find_by_comment(name: str, comment: str) -> str | None:
-    """The id of a job (or array) of this user with that name and comment: one whose answer to sbatch was lost.
+    """Returns the id of this user's job (or array) with that name and comment; None if there is none. The answer of sbatch was lost.
 
     Raises:
-        Unreachable: it may be there.
+        Unreachable: the controller does not answer, so the job may exist.
     """
     for line in output("squeue", "-h", "--me", "-n", name, "-t", "all", "-o", "%F|%k").splitlines():
         job_id, _, its_comment = line.partition("|")
@@ -270,7 +270,7 @@ def node_names(text: str) -> Iterator[str]:
 
 
 def by_rank(hosts: list[str], live: bool) -> list[str]:
-    """SLURM's nodes of a job. The launchers of a live one sort them by their names, as text, behind the first one."""
+    """Returns a job's nodes in the order of ranks. The launchers of a live job sort them by name, as text, after the first one."""
     return [*hosts[:1], *sorted(hosts[1:])] if live else hosts
 
 
@@ -290,7 +290,7 @@ _END = TypeAdapter(Status)
 
 
 def ended(folder: Path) -> Status | None:
-    """Returns how the job has ended, by ended.json; None as long as that is not known."""
+    """Returns how the job has ended, from ended.json; None if this is not known yet."""
     try:
         return _END.validate_python(files.read_json(folder / ENDED))
     except ValueError:  # pydantic's
@@ -304,22 +304,22 @@ UNKNOWN = JobInfo("", "")
 
 
 def settled(record: SlurmJob, info: JobInfo) -> bool:
-    """Whether the job ended, or was submitted, so long ago that no more is to come."""
+    """Returns whether the end of the job, or its submission, is so long ago that nothing changes any more."""
     return time.time() - (info.ended or record.since) >= SETTLE_SECONDS
 
 
 def confirms(end: Status, record: SlurmJob, info: JobInfo) -> bool:
-    """Whether nothing that SLURM knows is later than this end. By then every note is visible, also on a slow file system."""
+    """Returns whether SLURM knows nothing later than this end. By then every note is visible, also on a slow file system."""
     noted = max((node.restarts for node in end.ranks), default=0)
     return not info.state or (settled(record, info) and final(info.state) and info.restarts <= noted)
 
 
 class Evidence:
-    """All that is known of a job: by SLURM, by status.json, and by the notes of its tasks.
+    """All known facts about a job: from SLURM, from status.json, and from the notes of its tasks.
 
     Args:
-        info: `UNKNOWN` where SLURM does not know the job, or does not answer.
-        outage: SLURM does not answer. Then only the job's own files count, and it has ended where SLURM does not start it again.
+        info: `UNKNOWN` if SLURM does not know the job, or does not answer.
+        outage: whether SLURM does not answer. Then only the job's own files count: it has ended if they rule out a restart.
     """
 
     def __init__(self, record: SlurmJob, info: JobInfo, outage: bool) -> None:
@@ -334,7 +334,7 @@ class Evidence:
         failures = self.restarts - sum(start < self.restarts for start in free)
         self.used_up = self.restarts not in free and failures >= self.spec.max_restarts
         reported = records.reported(Path(record.run_dir), record.job)
-        # An earlier start says nothing about how this one ended. The launcher of a live job counts for itself.
+        # The end of an earlier start is not the end of this one. The launcher of a live job counts its own restarts.
         earlier = reported is not None and reported.code is not None and reported.restart not in (None, self.restarts)
         self.reported = None if earlier and not self.spec.live else reported
         self.cancelled = record.file("cancelled").exists()
@@ -342,16 +342,16 @@ class Evidence:
 
     @property
     def tasks(self) -> int:
-        """How many tell how the job has ended."""
+        """Number of tasks that decide how the job has ended."""
         return 1 if self.spec.live else self.spec.nodes * self.spec.ranks
 
     @property
     def code(self) -> int | None:
-        """The job's own exit code: status.json above the tasks' notes; success needs all of them. None: not known."""
+        """The job's own exit code: status.json takes precedence over the tasks' notes, and success needs all notes. None: not known."""
         spec, reported = self.spec, self.reported
         if reported is not None and reported.code is not None and spec.recipe is not None and not spec.live:
             return reported.code
-        # Its first node says how a live job has ended: any other one may be lost.
+        # The first node decides how a live job has ended: any other node may be lost.
         codes = [end.code for task, end in self.ends.items() if task == 0 or not spec.live]
         bad = [code for code in codes if code != EXIT_DONE]
         if bad:
@@ -364,7 +364,7 @@ class Evidence:
         return self.code if self.code is not None else self.info.exit_code or 1
 
     def cause(self) -> str:
-        """The failure that came first, not the ones that followed from it: a rank's own error before a lost collective."""
+        """Returns the failure that came first, not its consequences: a rank's own error before a lost collective."""
         failed = [end for end in self.ends.values() if end.code not in (EXIT_DONE, EXIT_PREEMPTED)]
         failed.sort(key=lambda end: (not end.reason, "did not arrive" in end.reason, end.time))
         if failed and failed[0].reason:
@@ -379,14 +379,14 @@ _OF_NODES = {"NODE_FAIL": "a node failed", "BOOT_FAIL": "a node did not boot", "
 
 
 def status_from_slurm(job: Evidence) -> Status:
-    """Returns the status. A pure function."""
+    """Returns the status of a job. This function is pure."""
     state, reason, code = _classify(job)
     about = records.about_time(job.reported, job.since, job.info.started)
     return Status(state, reason, _parts(job, state), code, **about)
 
 
 def _classify(job: Evidence) -> tuple[State, str, int | None]:
-    """State, reason and exit code."""
+    """Returns state, reason and exit code."""
     info, code, reported = job.info, job.code, job.reported
     if info.state == "PENDING":
         return (*pending(info, job.restarts), None)
@@ -413,7 +413,7 @@ def _classify(job: Evidence) -> tuple[State, str, int | None]:
 
 
 def _classify_end(job: Evidence) -> tuple[State, str, int | None]:
-    """`_classify` of a job that has ended; SLURM may start it again."""
+    """Returns the result of `_classify` for a job that has ended. SLURM may start the job again."""
     info, code, reported = job.info, job.code, job.reported
     if code == EXIT_DONE:
         return "succeeded", (reported.reason if info.state and reported is not None else "") or "complete", code
@@ -495,11 +495,11 @@ _REASONS: tuple[tuple[str, State, str], ...] = (
     (".+", "pending", "{words}"),
     ("", "pending", "waits for the scheduler"),
 )  # fmt: skip
-"""The first row whose pattern is SLURM's reason says the state and the sentence of a job that waits."""
+"""(pattern, state, sentence) of a waiting job. The first row whose pattern matches SLURM's reason counts."""
 
 
 def pending(info: JobInfo, restarts: int = 0) -> tuple[State, str]:
-    """State and sentence for a job that waits. `restarts` above 0: it has run before."""
+    """Returns state and sentence for a waiting job. `restarts` above 0: the job has run before."""
     name = re.split(r"[(,]", info.reason)[0]
     state, text = next((state, text) for pattern, state, text in _REASONS if re.fullmatch(pattern, name))
     text = text.format(partition=info.partition or "?", job=info.job_id, name=name, words=name.replace("_", " "))

@@ -30,13 +30,13 @@ from ..spec.types import size_in_bytes
 from .task import TrainingTask
 
 MARGIN_SECONDS = 30
-"""The signal comes this much before `grace_seconds` are left: the requeue needs time too, on a busy controller."""
+"""Seconds by which the signal comes earlier than `grace_seconds` before the end: a requeue on a busy controller needs time."""
 SUBMITIT = "submitit"
 JOIN_TIMEOUT = "5m"
-"""SLURM starts all nodes together: one that does not come within this time is lost."""
+"""Default `join_timeout`. SLURM starts all nodes together, so a node that does not join within this time is lost."""
 PATH = re.compile(r"/[A-Za-z0-9._/+=@-]*")
 VALUE = re.compile(r"[A-Za-z0-9_./:,;@%+=\[\]()*~!&| -]*")
-"""What a value of an #SBATCH line may hold: no quotes, no control characters, nothing a shell or sbatch expands."""
+"""Pattern of a value in an #SBATCH line: no quotes, no control characters, nothing that a shell or sbatch expands."""
 
 # A signal that comes while Python and torch are being imported would kill the task. So it is held back (blocked, which
 # exec and fork inherit) until a handler is set; with an env that cannot do that, USR2 is ignored until then.
@@ -44,9 +44,9 @@ SIGNAL_SHIELD = (
     'env --block-signal=USR2,TERM true 2>/dev/null && exec env --block-signal=USR2,TERM "$@"; trap "" USR2; exec "$@"'
 )
 HOST_VARIABLE = "LOCKSTEP_SLURM_HOST"
-"""The login node where no flag, job file or profile names one."""
+"""Variable with the login node, if no flag, job file or profile names one."""
 FOLDER_VARIABLE = "LOCKSTEP_SLURM_HERE"
-"""What a relative path is relative to, if not to the current folder: a job that came over ssh was unpacked there."""
+"""Variable with the folder of relative paths, if that is not the current folder. For a job that came over ssh, it is the home folder."""
 RESERVED_OPTIONS = {
     "signal": "grace_seconds", "requeue": "max_restarts", "open-mode": "(it stays append)", "array": "--sweep",
     "output": "(lockstep reads the logs)", "error": "(lockstep reads the logs)", "comment": "(it identifies the job)",
@@ -60,28 +60,28 @@ RESERVED_OPTIONS = {
     **dict.fromkeys(("mem-per-cpu", "mem-per-gpu"), "memory"), "test-only": "submit --dry-run",
     **dict.fromkeys(("help", "parsable", "quiet", "usage", "version", "wait", "wrap"), "(lockstep reads what sbatch answers)"),
 }  # fmt: skip
-"""What `slurm.patch` may not touch, and what to use instead."""
+"""Options that `slurm.patch` may not set → the setting to use instead."""
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - places that a job should not use
 RUN_SECONDS = 60
 
 
 def submitit_folder(name: str) -> Path:
-    """Where submitit keeps the script, payload and logs of a job."""
+    """Returns the folder where submitit stores the script, payload and logs of a job."""
     return records.folder("slurm") / name / SUBMITIT
 
 
 def base_folder() -> Path:
-    """What a relative path is relative to."""
+    """Returns the folder to which relative paths are relative."""
     return Path(os.environ.get(FOLDER_VARIABLE) or Path.cwd())
 
 
 def resolve(path: str) -> str:
-    """An absolute path of the cluster."""
+    """Returns an absolute path of the cluster."""
     return str(base_folder() / os.path.expanduser(path))
 
 
 def parameters(spec: JobSpec, folder: PurePath, after: str | None = None) -> dict[str, Any]:
-    """Arguments of submitit's `AutoExecutor.update_parameters`.
+    """Returns the arguments of submitit's `AutoExecutor.update_parameters`.
 
     Args:
         folder: where submitit keeps this job's script, payload and logs; the nodes must see it.
@@ -133,7 +133,7 @@ def parameters(spec: JobSpec, folder: PurePath, after: str | None = None) -> dic
         **_patch(settings.patch, more),
         "slurm_additional_parameters": more,
     }
-    # Without a word of ours submitit sends its own, which most sites refuse.
+    # Without `slurm_wckey` submitit sends its own key, which most sites refuse.
     return {"slurm_wckey": settings.wckey, **without_none(values)}
 
 
@@ -155,23 +155,23 @@ def slurm_parameters(spec: JobSpec) -> dict[str, Any]:
 
 
 def training_task(spec: JobSpec, prepared: bool = False, job: str = "") -> TrainingTask:
-    """What each task of the job runs, for `executor.submit` of submitit: plain values, importable on the nodes.
+    """Returns the task that each process of the job runs, for `executor.submit` of submitit: plain values, importable on the nodes.
 
-    `results()` has summary.json of rank 0, and None for the others.
+    `results()` has summary.json of rank 0, and None for the other ranks.
 
     Args:
-        prepared: another job writes the shards before this one starts.
+        prepared: whether another job writes the shards before this job starts.
         job: identity of this submission.
     """
     if spec.shards_missing_here and not prepared:
-        spec = spec.model_copy(update={"shards": None})  # not prepared: the data is made on the spot
+        spec = spec.model_copy(update={"shards": None})  # not prepared: the job itself creates the data
     if spec.code is not None and spec.code.hash is None:  # a driver of one's own
         spec = snapshots.snapshot(spec)
         snapshots.unpacked(code_identity(spec))
     run_dir = run_directory(spec)
     env, code = dict(spec.env), code_folder(spec)
     if spec.live:
-        code = ""  # its launcher gets what the job brings from its words
+        code = ""  # the launcher gets the code and the session from its words
     elif spec.command is not None:
         env[contract.ENV_SESSION] = session_options(spec, run_dir)
     return TrainingTask(
@@ -182,18 +182,18 @@ def training_task(spec: JobSpec, prepared: bool = False, job: str = "") -> Train
 
 
 def interpreter(spec: JobSpec) -> str:
-    """The Python that runs the tasks: on the node, or in the image."""
+    """Returns the Python that runs the tasks: on the node, or in the image."""
     return spec.slurm.python or (sys.executable if spec.slurm.container is None else "python")
 
 
 def python(spec: JobSpec, folder: PurePath) -> str:
-    """The shell words before `-u -m submitit.core._submit` on a node."""
+    """Returns the shell words before `-u -m submitit.core._submit` on a node."""
     shielded = ["sh", "-c", SIGNAL_SHIELD, "held", interpreter(spec)]
     return shlex.join([*container(spec, folder)[1], *shielded])
 
 
 def container(spec: JobSpec, folder: PurePath) -> tuple[list[str], list[str]]:
-    """What has a program run in the job's image: options of srun (pyxis), and words before the program (Apptainer)."""
+    """Returns the words that run a program in the job's image: options of srun (pyxis), and words before the program (Apptainer)."""
     settings = spec.slurm
     image = str(settings.image or spec.image)
     mounts = ",".join(f"{path}:{path}" if ":" not in path else path for path in _mounts(spec, folder))
@@ -215,12 +215,12 @@ def rank_flags(spec: JobSpec, rank: int) -> list[str]:
 
 
 def script(spec: JobSpec, folder: PurePath, after: str | None = None, elements: int = 1) -> str:
-    """The sbatch script. Needs no SLURM on this machine. `elements` above 1: an array. Raises `UserError`."""
+    """Returns the sbatch script. Needs no SLURM on this machine. `elements` above 1: an array. Raises `UserError`."""
     return str(manifests(spec, folder, after=after, elements=elements)[0]["script"])
 
 
 def manifests(spec: JobSpec, folder: PurePath, after: str | None = None, elements: int = 1) -> list[dict[str, Any]]:
-    """The script and its parameters as an object, which lint reads."""
+    """Returns the script and its parameters as an object, which lint reads."""
     values = parameters(spec, folder, after)
     return [
         {
@@ -234,17 +234,17 @@ def manifests(spec: JobSpec, folder: PurePath, after: str | None = None, element
 
 
 def minutes(spec: JobSpec) -> int:
-    """The time limit, as SLURM counts."""
+    """Returns the time limit in minutes, rounded up: the unit of SLURM."""
     return math.ceil(spec.deadline_seconds / 60)
 
 
 def run_directory(spec: JobSpec) -> str:
-    """The run directory, on the cluster's side."""
+    """Returns the run directory, as a path of the cluster."""
     return resolve(spec.run_dir or f"runs/jobs/{spec.name}")
 
 
 def checked_path(path: PurePath) -> str:
-    """A path that may stand in an #SBATCH line. Raises `UserError`."""
+    """Returns the path if it may stand in an #SBATCH line. Raises `UserError`."""
     if not PATH.fullmatch(str(path)):
         raise UserError(
             f"{str(path)!r} cannot be used in a batch script: only letters, digits and . _ / + = @ - "
@@ -269,7 +269,7 @@ def _setup(spec: JobSpec, folder: PurePath) -> list[str]:
 
 
 def _words(spec: JobSpec) -> list[str]:
-    """What a task starts: its rank, or its node's launcher."""
+    """Returns the words that a task starts: its rank, or its node's launcher."""
     run_dir = run_directory(spec)
     if not spec.live:
         return rank_command(spec, run_dir, str(base_folder()))
@@ -279,7 +279,7 @@ def _words(spec: JobSpec) -> list[str]:
 
 
 def _environment(spec: JobSpec) -> list[str]:
-    # What an outer launcher may have set is not this job's.
+    # Variables of an outer launcher do not belong to this job.
     lines = ["unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID"]
     for name, value in (
         ("NCCL_SOCKET_IFNAME", spec.slurm.socket_interface), ("GLOO_SOCKET_IFNAME", spec.slurm.socket_interface),
@@ -312,7 +312,7 @@ def _teardown(spec: JobSpec, folder: PurePath) -> list[str]:
 
 
 def code_folder(spec: JobSpec) -> str:
-    """The copy of the job's code, which the nodes must see; "" without one."""
+    """Returns the copy of the job's code, which the nodes must see; "" without code."""
     return str(snapshots.folder(code_identity(spec))) if spec.code is not None else ""
 
 
@@ -324,7 +324,7 @@ def _mounts(spec: JobSpec, folder: PurePath) -> list[str]:
 
 
 def _patch(patch: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of submitit as they are named there; what it does not name becomes an option of sbatch."""
+    """Returns parameters of submitit under submitit's names. An unknown name becomes an option of sbatch, in `more`."""
     known = submitit_api.parameter_names()
     values: dict[str, Any] = {}
     for name, value in patch.items():
@@ -368,7 +368,7 @@ def time_to_train(subject: Subject) -> Iterator[str]:
     """The signal comes before the time limit; a limit that is hardly longer leaves no time to train."""
     lead = get(subject.job, "parameters", "slurm_signal_delay_s") or 0
     limit = 60 * int(get(subject.job, "parameters", "timeout_min") or 0)
-    # SLURM looks every 30 s, so the signal comes up to so much earlier.
+    # SLURM checks every 30 s, so the signal may come 30 s earlier.
     if limit < lead + 30 + RUN_SECONDS:
         yield (
             f"time_limit {subject.spec.time_limit} leaves {max(0, limit - lead - 30)} s to train: the signal to save comes "

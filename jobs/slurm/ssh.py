@@ -30,9 +30,9 @@ from ..status import Unreachable
 from .render import FOLDER_VARIABLE, HOST_VARIABLE
 
 CONNECT_SECONDS = 15
-"""Seconds for the connection itself; and seconds that a silent one counts as alive."""
+"""Seconds to connect, and seconds for which a silent connection counts as alive."""
 SSH_FAILED = 255
-"""Exit code of ssh itself; of a program, too."""
+"""Exit code of ssh itself. A program may also end with it."""
 OF_THE_SPEC = (
     "--name",
     "--recipe",
@@ -45,10 +45,10 @@ OF_THE_SPEC = (
     "--set",
     "--profile",
 )
-"""Options that describe the job: the file that is sent has them."""
+"""Options that describe the job. They are left out, because the file that is sent contains their values."""
 JOB = "job.yaml"
 _OUTSIDE = "import sys; sys.path[:] = filter(None, sys.path); "
-"""No file of the folder where a program is started is taken for a module."""
+"""Code that keeps Python from importing files of the current folder."""
 _VERSION_OF = f"{_OUTSIDE}from lockstep.training.contract import VERSION; print(VERSION)"
 _PROGRAM = f"{_OUTSIDE}sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main import main; main()"
 _LOGIN = f"""
@@ -61,7 +61,7 @@ case ${{LOCKSTEP_HOME:=$HOME/.local/state/lockstep}} in /*) ;; *) LOCKSTEP_HOME=
 export LOCKSTEP_HOME {FOLDER_VARIABLE}="$HOME"
 cd /
 """
-"""Many sites put SLURM's commands on the path of login shells alone."""
+"""Shell lines that find sbatch. Many sites put SLURM's commands on the path of login shells alone."""
 _CHECK = """
 case $({python} -c {version_of} 2> /dev/null < /dev/null) in
   {version}) ;;
@@ -99,13 +99,13 @@ def run(host: str, words: Sequence[str], spec: JobSpec | None = None, file: str 
     """Runs this command on the login node, with the streams of this process. Returns its exit code.
 
     Args:
-        host: as ssh knows it; `HOST:/PATH` names the Python there that has Lockstep. Else it is python3.
-        words: of the command line.
-        spec: of a command that takes a job file, or options in place of one.
-        file: the job file's word.
+        host: host of ssh; `HOST:/PATH` names the Python there that has Lockstep. By default, it is python3.
+        words: words of the command line.
+        spec: spec of a command that takes a job file, or options in place of a file.
+        file: word that names the job file.
 
     Raises:
-        UserError: what the login node cannot read.
+        UserError: the host is invalid, or the job needs a file that the login node cannot read.
         Unreachable: the connection was lost.
     """
     if not re.fullmatch(SSH_HOST, host) or host.endswith("\n"):
@@ -130,7 +130,7 @@ def run(host: str, words: Sequence[str], spec: JobSpec | None = None, file: str 
             raise UserError(f"{writes} would write a file of {host}: leave it out, and redirect the output (> FILE)")
         submits = verb in ("submit", "prepare") and "--dry-run" not in own
         sent = _packed(spec, submits)
-        # The other commands ask only whether there is a value.
+        # The other commands only check whether there is a value.
         values = {name: os.environ.get(name) and (os.environ[name] if submits else "-") for name in spec.secrets}
         lines = [base64.b64encode(os.fsencode(value)) + b"\n" for value in values.values() if value is not None]
         data = b"".join(lines) + sent
@@ -141,7 +141,7 @@ def run(host: str, words: Sequence[str], spec: JobSpec | None = None, file: str 
         streams = Streams()
         code = process.run(_ssh(host, f"{script}exec {words_there}", streams.terminal), streams)
     else:
-        # A submission is not cut in two by the end of a connection.
+        # The end of a connection must not interrupt a submission.
         script += f"{words_there} < /dev/null" if verb in ("submit", "prepare") else _FOLLOWED.format(words=words_there)
         code = _run_with_input(_ssh(host, script), data)
     if code == SSH_FAILED:
@@ -151,7 +151,7 @@ def run(host: str, words: Sequence[str], spec: JobSpec | None = None, file: str 
 
 
 def _without(words: Sequence[str], options: Sequence[str], file: str | None) -> list[str]:
-    """The words without these options, each of which has a value, and without the job file."""
+    """Returns the words without these options and their values, and without the job file."""
     kept: list[str] = []
     value, values = False, False
     for number, word in enumerate(words):
@@ -168,7 +168,7 @@ def _without(words: Sequence[str], options: Sequence[str], file: str | None) -> 
 
 
 def _packed(spec: JobSpec, submits: bool) -> bytes:
-    """A tar with the job, its recipe if that is a file of the code, and what a submission needs: the archive of the code.
+    """Returns a tar with the job, its recipe if that is a file of the code, and the archive of the code for a submission.
 
     Raises `UserError`.
     """
@@ -188,7 +188,7 @@ def _packed(spec: JobSpec, submits: bool) -> bytes:
             )
         archive.check_path(recipe)
         sent[recipe] = settings.read_text(Path(recipe)).encode()
-    sent[JOB] = to_yaml([plain]).encode()  # JSON does not do: in YAML 1e-05 is a text
+    sent[JOB] = to_yaml([plain]).encode()  # not JSON: YAML reads 1e-05 as a text
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as tar:
         for name, data in sent.items():
@@ -199,11 +199,12 @@ def _packed(spec: JobSpec, submits: bool) -> bytes:
 
 
 def _secrets(values: Mapping[str, str | None]) -> str:
-    """Reads a line for each that has a value. In no file and on no command line; those of the login node do not count."""
+    """Returns shell lines that read each secret's value from standard input. Values are in no file and on no command line; those of the
+    login node do not count."""
     lines = [
         f"unset {name}"
         if value is None
-        # The shell drops the newlines at the end of what a command prints, so there is a point behind them.
+        # The shell drops newlines at the end of a command's output, so a point follows them.
         else f'IFS= read -r {name} && {name}=$(printf %s "${name}" | base64 -d && echo .) && {name}=${{{name}%.}} && export {name}'
         for name, value in values.items()
     ]
@@ -211,17 +212,17 @@ def _secrets(values: Mapping[str, str | None]) -> str:
 
 
 def _ssh(host: str, script: str, terminal: bool = False) -> list[str]:
-    packed = base64.b64encode(script.encode()).decode()  # the same to every login shell
+    packed = base64.b64encode(script.encode()).decode()  # every login shell reads this text alike
     remote = f"exec /bin/sh -c 'eval \"$(printf %s {packed} | base64 -d)\"'"
     options = [f"ConnectTimeout={CONNECT_SECONDS}", f"ServerAliveInterval={CONNECT_SECONDS // 3}", "ServerAliveCountMax=3",
                "ClearAllForwardings=yes", "RemoteCommand=none", "PermitLocalCommand=no", "BatchMode=yes", "LogLevel=ERROR"]  # fmt: skip
-    # Every key is the program's.
+    # The program gets every key.
     words = ["-tt", "-o", "EscapeChar=none"] if terminal else ["-T"]
     return ["ssh", *words, "-a", "-x", *(word for option in options for word in ("-o", option)), "--", host, remote]
 
 
 def _run_with_input(command: list[str], data: bytes) -> int:
-    """The pipe stays open behind the data: its end tells the other side that the connection has closed."""
+    """Runs the command with `data` as input. The pipe stays open after the data: its end means that the connection has closed."""
     source, target = os.pipe()
     threading.Thread(target=_write, args=(target, data), daemon=True).start()
     try:

@@ -30,34 +30,35 @@ from ..status import Check, Unreachable
 from . import observe, render
 
 NEW = "new"
-"""Stands in the names of the files for the job's number until sbatch has given one."""
+"""Text in the names of the files in place of the job's number, until sbatch has given a number."""
 SENDING = ".sbatch"
-"""This file is locked as long as sbatch works. sbatch continues if the command that submits is killed."""
+"""File that is locked while sbatch runs. sbatch continues if the command that submits is killed."""
 SOON = 60.0
-"""Seconds within which a job starts at once: the controller looks at its queue once in a while."""
+"""Seconds within which a start counts as at once: the controller checks its queue only at intervals."""
 SECONDS = 300.0
-"""For sbatch, which tries for minutes where the controller is busy."""
+"""Timeout of sbatch in seconds. sbatch tries for minutes if the controller is busy."""
 _IN_DOUBT = re.compile("timed out|zero bytes|receive failure", re.I)
-"""What sbatch says where it has sent the job, and heard no answer."""
+"""Errors of sbatch that sent the job and got no answer."""
 _OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_ACCOUNT")
 
 
 def send(jobs: Path, script: str, submissions: list[tuple[str, SlurmJob, bytes]]) -> dict[str, SlurmJob]:
-    """Submits, keeps the records, and returns them by name, with their ids. What had their folders before is gone then.
+    """Submits the jobs, saves their records, and returns the records by name, with their ids. Removes earlier folders of these names.
 
     The caller holds the lock of `jobs`.
 
     Args:
         jobs: the folder of all jobs.
-        script: of the job, or of the whole array.
-        submissions: name, record and payload; of an array, those of its elements.
+        script: batch script of the job, or of the whole array.
+        submissions: name, record and payload of the job, or of each element of an array.
 
     Raises:
-        UserError: with what sbatch says; all is as it was.
-        Unreachable: it is submitted, or not. The next submission finds out. Or the controller was not reached: all is as it was.
+        UserError: sbatch refuses the job. Nothing has changed.
+        Unreachable: no answer. Either the job may be submitted, and the next submission finds out; or nothing was sent, and nothing has
+            changed.
     """
     whole, comment = submissions[0][1].array_name, submissions[0][1].comment
-    # A signal to this command waits: a submission is not cut in two.
+    # A signal to this command waits, so it cannot interrupt a submission.
     with records.keeping(jobs), signals_held_back():
         with _staged_folders(jobs, whole, script, submissions) as submitit:
             number = _submit(whole, comment, submitit / f"{NEW}_{submitit_api.SCRIPT}")
@@ -72,7 +73,7 @@ def send(jobs: Path, script: str, submissions: list[tuple[str, SlurmJob, bytes]]
 def _staged_folders(
     jobs: Path, whole: str, script: str, submissions: list[tuple[str, SlurmJob, bytes]]
 ) -> Iterator[Path]:  # fmt: skip
-    """The new folders are in their place; after an error the earlier ones are back, unless it may be submitted all the same.
+    """Moves the new folders to their places. After an error restores the earlier folders, unless the job may have been submitted.
 
     Yields submitit's folder.
     """
@@ -112,14 +113,14 @@ def _staged_folders(
 
 
 class _InDoubt(Unreachable):
-    """The controller may have taken the job before it fell silent: the record stays, without a number."""
+    """An error for a submission without an answer. The controller may have taken the job, so the record stays, without a number."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"{reason}: submit again, what is there already is not submitted twice")
 
 
 def preflight(name: str, script: str) -> Check:
-    """When sbatch expects the job to start. Raises `UserError`, `Unreachable`."""
+    """Returns a check that says when sbatch expects the job to start. Raises `UserError`, `Unreachable`."""
     done = _sbatch("--test-only", input=script)
     if done.returncode:
         raise _refusal(name, done.stderr)
@@ -132,7 +133,7 @@ def preflight(name: str, script: str) -> Check:
 
 
 def _environment() -> dict[str, str]:
-    """With a secret by which the launchers of a `live` job know one another."""
+    """Returns the environment of sbatch, with a secret by which the launchers of a `live` job authenticate each other."""
     return {ENV_SECRET: secrets.token_hex(32)} | {
         name: value for name, value in os.environ.items()
         if name in _OF_THE_CLUSTER or (name not in (*OF_A_JOB, render.FOLDER_VARIABLE) and not name.startswith(("SBATCH_", "SLURM_")))
@@ -140,7 +141,7 @@ def _environment() -> dict[str, str]:
 
 
 def _refusal(name: str, errors: str) -> UserError:
-    """Returns the complaint of sbatch, without its name."""
+    """Returns the error of sbatch, without the program's name."""
     lines = [line for line in errors.splitlines() if "error:" in line] or [errors]
     reason = observe.one_line("; ".join(line.split("error:", 1)[-1].strip() for line in lines))
     if _IN_DOUBT.search(errors) or observe.NO_CONTACT.search(errors):
@@ -150,13 +151,13 @@ def _refusal(name: str, errors: str) -> UserError:
 
 def _sbatch(*words: str, **options: Any) -> observe.Output:
     """Runs sbatch. The ranks start in `render.base_folder()`. Raises `UserError`, `Unreachable`."""
-    return observe.run(
+    return observe.run_slurm(
         "sbatch", *words, seconds=SECONDS, env=_environment(), cwd=render.base_folder(), **options
     )  # fmt: skip
 
 
 def _submit(name: str, comment: str, script: Path) -> str:
-    """The job's number. Raises `UserError`, `Unreachable`."""
+    """Returns the job's number. Raises `UserError`, `Unreachable`."""
     with (script.parent.parent / SENDING).open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
@@ -173,7 +174,7 @@ def _submit(name: str, comment: str, script: Path) -> str:
 
 
 def assign_job_id(submitit: Path, number: str) -> None:
-    """Gives the job's number to the files of a submission: submitit looks for them by it. Raises `OSError`."""
+    """Renames the files of a submission to the job's number, by which submitit finds them. Raises `OSError`."""
     for path in submitit.glob(f"{NEW}_*"):
         if not path.is_symlink():
             with contextlib.suppress(FileNotFoundError):  # another command does the same

@@ -38,9 +38,9 @@ from ..logs import PREFIX, last_error
 OTHERS_SECONDS = 3.0
 """Seconds in which a failed rank checks whether another rank refused the arguments or the data: such a refusal is final."""
 REQUEUE_SECONDS = 300.0
-"""How long rank 0 tries to reach the controller."""
+"""Seconds for which rank 0 tries to reach the controller."""
 HOLD_SECONDS = 120.0
-"""How long a task waits to be ended by a requeue that was granted."""
+"""Seconds for which a task waits until a granted requeue ends it."""
 END_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -58,9 +58,9 @@ class TrainingTask:
     metrics_port: int = contract.METRICS_PORT
     env: dict[str, str] = field(default_factory=dict)
     job: str = ""
-    """Identity of this submission (`records.submission_id`); "" where a driver of one's own submits."""
+    """Identity of this submission (`records.submission_id`); "" if the user's own driver submits."""
     code: str = ""
-    """The copy of the job's own code, which the ranks start in; "" without. The folder's name is the code's identity."""
+    """Folder with the copy of the job's own code, in which the ranks start; "" without code. Its name is the code's identity."""
 
     def __call__(self) -> dict[str, Any] | None:
         """Runs this task's rank (or launcher) until it ends. Rank 0 returns `summary.json`. If SLURM restarts the job, the process ends."""
@@ -88,7 +88,7 @@ class TrainingTask:
             if context.rank == 0 and (unused := SessionOptions.of(self.env.get(contract.ENV_SESSION, "{}")).unused()):
                 to_stderr(f"warning: {unused}")
             return files.read_json(Path(self.run_dir) / contract.SUMMARY_FILE) if context.rank == 0 else None
-        # Standard error may have its own log. It counts above standard output.
+        # Standard error may have its own log, which takes precedence over standard output.
         errors = [last_error(log, since) for log, since in zip(context.logs, offsets, strict=True)]
         reason = next(filter(None, reversed(errors)), "")
         self._note(context, code, reason)
@@ -99,7 +99,7 @@ class TrainingTask:
                 to_stderr(f"warning: cannot note that the job saved, so it counts: {error.strerror}")
         may = code != EXIT_USAGE and self._failures(context, with_this=True) <= self.max_restarts
         if code == EXIT_PREEMPTED and context.rank != 0:
-            may = True  # rank 0 judges; should it leave, SLURM ends this one
+            may = True  # rank 0 decides; if it ends, SLURM ends this task
         if context.cancelled or (
             may and code != EXIT_PREEMPTED and (context.noted(code=EXIT_USAGE) or not self._judges(context, code))
         ):
@@ -111,7 +111,8 @@ class TrainingTask:
         self._leave(context, code, reason)
 
     def _failures(self, context: TaskContext, with_this: bool = False) -> int:
-        """How many of the earlier starts count, and of a `live` job how often its launchers have started ranks again; or with this one."""
+        """Returns how many earlier starts count as failures, plus restarts of a `live` job's launchers. `with_this`: includes this
+        start."""
         return sum(
             (not context.saved(start).exists()) + (context.launcher_restarts(start) if self._live else 0)
             for start in range(context.restarts + with_this)
@@ -129,7 +130,7 @@ class TrainingTask:
         return f"node {context.node}" if self._live else f"rank {context.rank}"
 
     def _judges(self, context: TaskContext, code: int) -> bool:
-        """Returns whether this failure of a task is the job's, so that it asks for a new start.
+        """Returns whether this task's failure is the job's failure, so that the task asks for a new start.
 
         A launcher that ends by itself has restarted its ranks as often as it may. A killed launcher ends the job if it was the first
         node's: the others wait for that node. They ask for a new start if it left without a note.
@@ -140,7 +141,7 @@ class TrainingTask:
         return killed if context.rank == 0 else not killed and not context.noted("0")
 
     def _checkpoint(self) -> tuple[int, int]:
-        """The folder of checkpoints (its inode: a fresh start has another one) and the step of the newest one."""
+        """Returns the checkpoints folder's inode, which a fresh start changes, and the newest checkpoint's step."""
         folder = Path(self.run_dir) / contract.CHECKPOINTS
         try:
             steps = [int(match[1]) for name in os.listdir(folder) if (match := re.fullmatch(r"step-(\d+)", name))]
@@ -149,10 +150,10 @@ class TrainingTask:
             return 0, 0
 
     def _got_further(self, before: tuple[int, int], asked: bool) -> bool:
-        """Whether a start that saved did so behind where it began: else a time limit below the start-up has no end.
+        """Returns whether a start that saved made progress. Without this check, a time limit below the start-up time would requeue forever.
 
-        A loop of one's own on a Session has its checkpoints there, too. Of any other program nothing is known but that a
-        signal had asked it to save, and that it says it has.
+        The user's loop on a Session has its checkpoints in the same folder. For any other program, only two facts are known: a
+        signal asked it to save, and its exit code says that it saved.
         """
         now = self._checkpoint()
         if self.words[0] == "--" and now == (0, 0):
@@ -160,9 +161,8 @@ class TrainingTask:
         return now[1] > (before[1] if now[0] == before[0] else 0)
 
     def _run_rank(self, context: TaskContext) -> tuple[int, bool]:
-        """The rank's exit code, and whether a signal had asked for its end. In place of submitit's handlers, which
-        would requeue before the ranks have agreed on a step.
-        """
+        """Runs the rank. Returns its exit code, and whether a signal asked for its end. Replaces submitit's handlers, which would
+        requeue before the ranks have agreed on a step."""
         ours = self.words[0] != "--"
         words = self._launch(context) if self._live else self.words
         command = [sys.executable, "-u", "-m", "lockstep.training", *words] if ours else self.words[1:]
@@ -170,7 +170,7 @@ class TrainingTask:
         for number in (*END_SIGNALS, signal.SIGCONT):
             signal.signal(number, lambda number, frame: received.add(number))  # noqa: ARG005 - the handler's signature
         held = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT}
-        # Ours takes signals from the moment it has handlers, and they wait until then. Another program may have none.
+        # Our rank gets signals as soon as it has handlers; until then they wait. Another program may have no handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK if ours else signal.SIG_UNBLOCK, held)
         if self.code and not os.path.isdir(self.code):
             self._leave(
@@ -182,7 +182,7 @@ class TrainingTask:
             child = subprocess.Popen(command, env=self._environment(context, ours), cwd=self.code or None)
         except OSError as error:
             self._leave(context, EXIT_USAGE, f"cannot start {command[0]!r}: {error.strerror}")
-        early = received | signal.sigpending()  # before the rank was there; later ones SLURM sends to every process
+        early = received | signal.sigpending()  # SLURM sends later signals to every process
         signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
         waiting = PendingSignals()
         for number in early & held:
@@ -197,7 +197,7 @@ class TrainingTask:
         return 128 - code if code < 0 else code, not received.isdisjoint(END_SIGNALS)
 
     def _launch(self, context: TaskContext) -> list[str]:
-        """The launcher's words, with this node's place."""
+        """Returns the launcher's words, with this node's place."""
         place = {
             "--nodes": context.nodes, "--ranks": self.ranks_per_node, "--job-id": context.job_id, "--address": context.hosts[context.node],
             "--rendezvous": f"{context.hosts[0]}:{context.port}",
@@ -229,7 +229,7 @@ class TrainingTask:
         return env | environment(Path(self.code), Path(self.code).name, env, sys.path[0]) if self.code else env
 
     def _note(self, context: TaskContext, code: int, reason: str) -> None:
-        whose = PREFIX.match(reason)  # which a launcher puts before its ranks' lines
+        whose = PREFIX.match(reason)  # a launcher puts the prefix before its ranks' lines
         value = {
             "rank": int(whose[1]) if whose else context.rank * self._ranks_per_task, "code": code,
             "reason": PREFIX.sub("", reason, count=1) if whose else reason, "restart": context.restarts,
@@ -241,7 +241,7 @@ class TrainingTask:
             to_stderr(f"warning: cannot note the end of {self._who(context)}: {error.strerror}")
 
     def _leave(self, context: TaskContext, code: int, reason: str) -> NoReturn:
-        """Ends with the rank's code. A caller that waits with submitit alone gets the reason from its result file."""
+        """Ends the process with the rank's code. A caller that waits with submitit alone gets the reason from submitit's result file."""
 
         self._note(context, code, reason)
         text = f"{self._who(context)} ended with {code}{f': {reason}' if reason else ''}"
@@ -252,7 +252,7 @@ class TrainingTask:
 
 
 class TaskContext:
-    """This task's place, as submitit and SLURM say."""
+    """The place of this task, from submitit and SLURM."""
 
     def __init__(self) -> None:
         import submitit
@@ -271,11 +271,11 @@ class TaskContext:
 
     @property
     def port(self) -> int:
-        """One that differs between jobs, below those that the system gives away itself."""
+        """A port that differs between jobs, below the ports that the system assigns itself."""
         return 12000 + int(re.sub(r"\D", "", self.job_id) or 0) * 7 % 20000
 
     def noted(self, task: str = "*", code: int | None = None) -> bool:
-        """Whether a task has ended in this start, with this code where one is given. Another's end may be about to be noted."""
+        """Returns whether a task has ended in this start, with `code` if it is given. Waits some seconds for another task's note."""
         deadline = time.monotonic() + OTHERS_SECONDS
         while True:
             for path in self.folder.glob(f"{self.job_id}_{task}_end.json"):
@@ -287,16 +287,16 @@ class TaskContext:
             time.sleep(0.2)
 
     def restarts_of(self, start: int) -> Path:
-        """The folder where launchers count what they have started again in that start of the job."""
+        """Returns the folder where launchers count their restarts in that start of the job."""
         return self.file(f"restarts_{start}")
 
     def launcher_restarts(self, start: int) -> int:
-        """By the first node's launcher; none where it has ended by itself, and the job with it."""
+        """Returns the restarts of the first node's launcher; 0 if the launcher ended by itself, and with it the job."""
         counts = [files.read_json(path) for path in self.restarts_of(start).glob("*.json")]
         return sum(one["used"] for one in counts if isinstance(one, dict) and isinstance(one.get("used"), int))
 
     def saved(self, start: int) -> Path:
-        """The note that a start has left that ended saved and got further: a preemption, a time limit."""
+        """Returns the note of a start that ended with a save and made progress: after a preemption or a time limit."""
         return self.file(f"saved_{start}")
 
     @property
@@ -305,7 +305,7 @@ class TaskContext:
 
 
 def _requeue(context: TaskContext, why: str) -> None:
-    """Asks SLURM to run the job again, until it is granted. Returns where it is not to be had."""
+    """Asks SLURM to run the job again, until the requeue is granted. Returns if SLURM does not grant it."""
     if shutil.which("scontrol") is None:
         context.file(f"requeue_{context.restarts}").touch()  # the batch script, outside, asks instead
         return
@@ -314,7 +314,7 @@ def _requeue(context: TaskContext, why: str) -> None:
         shown = _scontrol("show", "job", "-o", context.job_id)
         state = re.search(r"\bJobState=(\w+)", shown.stdout)
         if state is not None and state[1] != "RUNNING":
-            return  # it has been requeued already, or cancelled: a requeue would bring it back
+            return  # already requeued, or cancelled: a requeue would restart the job
         if state is not None:
             done = _scontrol("requeue", context.job_id)
             if done.returncode == 0:
@@ -328,7 +328,7 @@ def _requeue(context: TaskContext, why: str) -> None:
 
 
 def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
-    """Its answer. What it inherits holds back the TERM by which SLURM begins the requeue that it has just granted."""
+    """Returns scontrol's answer. scontrol blocks the SIGTERM by which SLURM begins the requeue that it has just granted."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
     try:
         return subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=60, check=False)
@@ -339,7 +339,7 @@ def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def wait_for_kill(seconds: float) -> None:
-    """Waits for the end that SLURM brings. SLURM sends SIGTERM first."""
+    """Waits until SLURM ends this process. SLURM sends SIGTERM first."""
     for number in END_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     time.sleep(seconds)
