@@ -2,7 +2,7 @@
 
 The spec stands in a label of each node's container, so that status, logs and cancel work from any shell that reaches
 the engine. A cancelled job also has a labelled, empty volume, because labels cannot change.
-$LOCKSTEP_HOME/compose holds a lock and nothing else: one command of a user submits at a time.
+$LOCKSTEP_HOME/compose holds only a lock: one command of a user submits at a time.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ CANCELLED = "lockstep/cancelled"
 CODE = "lockstep/code"
 """Label of the volume with a job's code; its value is the job's name."""
 OLDEST = (2, 20)
-"""From this version of Compose on `--progress quiet`, `--no-recreate` and a file from standard input work together."""
+"""Oldest version of Compose in which `--progress quiet`, `--no-recreate` and a file from standard input work together."""
 OURS = tuple(f"{key}={value}" for key, value in MANAGED.items())
 
 Nodes = list[Manifest]  # named here, because `list` is a method below
 
 
 class ComposeBackend(Cluster):
-    """See `Backend`.
+    """A backend whose nodes are containers of this machine. See `Backend`.
 
     Args:
-        interval: seconds between two looks.
+        interval: seconds between two queries.
     """
 
     name = "compose"
@@ -57,7 +57,7 @@ class ComposeBackend(Cluster):
 
     def __init__(self, interval: float = 0.5) -> None:
         self.interval = interval
-        # The engine refuses no second container of a job that is being made: `up` takes it for its own.
+        # A lock, because `up` treats the containers of a concurrent submission as its own.
         self.lock = (records.home() / "compose", engine.UP_SECONDS)
 
     @classmethod
@@ -81,7 +81,7 @@ class ComposeBackend(Cluster):
         return JobRecord(name, get(labels, HASH), spec_in(labels), nodes, _where(name), len(nodes))
 
     def attach(self, job: Submission, known: JobRecord) -> SubmitResult:
-        """A node that was lost comes back."""
+        """Starts lost nodes again."""
         self.check_secrets(job.spec)
         engine.check_built(job.spec.image)
         gone = [node for node in known.handle if get(node, "State", "Status") in ("exited", "dead")]
@@ -98,7 +98,7 @@ class ComposeBackend(Cluster):
         engine.check_built(job.spec.image)
         if old is not None:
             self._remove(name)
-        self._remove_code(name)  # a submission that was interrupted leaves some
+        self._remove_code(name)  # an interrupted submission may have left a volume
         self._up(job)
         return SubmitResult(name, True, _where(name))
 
@@ -131,14 +131,14 @@ class ComposeBackend(Cluster):
 
     @staticmethod
     def _remove_code(name: str) -> None:
-        """The volume with a job's code, and the container that was filling it when its command was killed."""
+        """Removes the volume with a job's code, and a container that was filling the volume when its command was killed."""
         for container in engine.containers(f"{CODE}={name}"):
             engine.docker("rm", "--force", str(container["Id"]))
         for volume in engine.volumes(f"{CODE}={name}"):
             engine.docker("volume", "rm", volume)
 
     def prepare(self, spec: JobSpec) -> SubmitResult:
-        """Writes the shards, and returns when they are there. Raises `UserError`."""
+        """Writes the shards, and returns when they are complete. Raises `UserError`."""
         file = rendering.render_prepare(spec)
         self.check_secrets(spec)
         engine.check_built(spec.image)
@@ -162,12 +162,12 @@ class ComposeBackend(Cluster):
         return dataclasses.replace(status_from_containers(nodes, spec, run_status, cancelled), **about)
 
     def _run_status(self, nodes: Nodes, spec: JobSpec | None) -> records.RunStatus | None:
-        """Returns status.json of this job, which counts above exit codes; None for one of an earlier job."""
+        """Returns status.json of this job, which takes precedence over exit codes; None if an earlier job wrote the file."""
         if spec is None:
             return None
         file = engine.read_file(str(nodes[0]["Id"]), f"{spec.run_directory}/{contract.STATUS_FILE}")
         if file is None or file[1] < min(moment(get(node, "State", "StartedAt")) for node in nodes):
-            return None  # both in whole seconds, as tar keeps them
+            return None  # tar stores whole seconds, so both are whole
         with contextlib.suppress(ValueError):
             run_status = records.RunStatus.parse(files.parsed(file[0]))
             lines = engine.read_file(str(nodes[0]["Id"]), f"{spec.run_directory}/{contract.HANG_FILE}")
@@ -179,7 +179,7 @@ class ComposeBackend(Cluster):
     def stream(self, known: JobRecord, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
         seen = dict.fromkeys(self._ids(known, rank), "")
         while True:
-            ended = not follow or self.status(known.name).final  # asked before reading, so that nothing is missed
+            ended = not follow or self.status(known.name).final  # queried before the read, so that no line is missed
             sources = [_unseen(id, seen, rank) for id in seen]
             if last is None:
                 yield from (line for source in sources for _, line in source)
@@ -192,10 +192,10 @@ class ComposeBackend(Cluster):
 
     @staticmethod
     def _ids(known: JobRecord, rank: int | None) -> Lines:
-        """The containers that a rank may be in, or all."""
+        """Returns the containers that a rank may be in, or all containers."""
         nodes, spec = known.handle, known.spec
         if rank is not None and spec is not None:
-            nodes = [nodes[rank // spec.ranks]]  # without a spec the rank may be on any of them: its prefix tells
+            nodes = [nodes[rank // spec.ranks]]  # without a spec the rank may be in any container
         return [str(node["Id"]) for node in nodes]
 
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
@@ -237,8 +237,8 @@ class ComposeBackend(Cluster):
 
 
 def _unseen(id: str, seen: dict[str, str], rank: int | None) -> Iterator[Stamped]:
-    """The lines of a container that are later than those before, of one rank or of all; notes the last time in `seen`."""
-    since = seen[id]  # within one reading the two streams may come out of order, or at one time
+    """Yields a container's lines that are later than `seen`, of one rank or of all. Saves the last time in `seen`."""
+    since = seen[id]  # the two streams may be out of order within one read, or have the same time
     for moment_of, line in engine.log_lines(id, since):
         if moment_of > since:
             seen[id] = max(seen[id], moment_of)
@@ -258,14 +258,14 @@ BACKEND = ComposeBackend
 
 
 def _secret(there: Nodes) -> str:
-    """By what the nodes know each other: the one that those have which are there, else the user's, else a new one."""
+    """Returns the secret by which the nodes authenticate each other: that of existing nodes, else the user's, else a new one."""
     marks = [str(word) for node in there for word in get(node, "Config", "Env") or ()]
     given = [value for name, _, value in (mark.partition("=") for mark in marks) if name == contract.ENV_SECRET]
     return next(filter(None, [*given, os.environ.get(contract.ENV_SECRET)]), "") or secrets.token_hex(32)
 
 
 def _check(spec: JobSpec | None) -> list[Check]:
-    """What would keep a job from running here. An engine that does not answer ends the checks."""
+    """Returns checks of what would keep a job from running here. If the engine does not answer, no further check follows."""
     try:
         about = json.loads(engine.docker("info", "--format", "{{json .}}"))
         if about.get("ServerErrors"):

@@ -19,7 +19,7 @@ from ..status import Unreachable
 
 _INSIDE = "/volume"
 _NO_ANSWER = "Cannot connect to the Docker daemon|error during connect|request returned|unexpected EOF|deadline exceeded|i/o timeout"
-"""Errors of docker where the engine, or a proxy before it, did not answer."""
+"""Errors of docker if the engine, or a proxy in front of it, does not answer."""
 _ADVICE = (
     (_NO_ANSWER, "no container engine answers at {where}: start Docker, or set DOCKER_HOST"),
     (
@@ -35,19 +35,19 @@ _ADVICE = (
         "{line}: build it (make image-cpu, make image), or check the name",
     ),
 )
-"""Patterns of docker's errors → what to do. The first that matches counts."""
+"""Patterns of docker's errors → advice. The first pattern that matches counts."""
 TIMEOUT = 120.0
-"""Seconds that a question to the engine may take; starting and stopping have bounds of their own."""
+"""Seconds that a query of the engine may take. Starts and stops have their own bounds."""
 UP_SECONDS = 600.0
-"""Seconds that making a job's containers may take, its image pulled."""
+"""Seconds that the creation of a job's containers may take, with the pull of its image."""
 
 
 class EngineError(UserError):
-    """The engine refuses a command. The text is its error output, as one line."""
+    """An error for a command that the engine refuses. The text is the engine's error output, as one line."""
 
 
 class EngineDown(EngineError, Unreachable):
-    """The engine does not answer."""
+    """An error for an engine that does not answer."""
 
 
 def docker(
@@ -79,7 +79,7 @@ def _run(
 
 
 def explain(words: Sequence[str], errors: str) -> str:
-    """One line of what docker printed: the last that names an error, and what to do where that is known."""
+    """Returns one line of docker's output: the last line that names an error, or advice if the error is known."""
     lines = [line.strip() for line in errors.splitlines() if line.strip() and "level=warning" not in line]
     line = next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "it gave no reason")
     for pattern, advice in _ADVICE:
@@ -89,7 +89,8 @@ def explain(words: Sequence[str], errors: str) -> str:
 
 
 def is_ours(image: str) -> bool:
-    """Whether the name is what `make image` gives, without a registry: a public one may have another's under that name."""
+    """Returns whether the name is one that `make image` gives, without a registry. A public registry may have another image of that
+    name."""
     return re.fullmatch(r"lockstep(:[\w.-]+)?", image) is not None
 
 
@@ -98,7 +99,7 @@ def not_built(image: str) -> str:
 
 
 def image(name: str) -> dict[str, Any] | None:
-    """`docker image inspect`; None where this machine does not have it. Raises `EngineError`."""
+    """Returns the result of `docker image inspect`; None if this machine does not have the image. Raises `EngineError`."""
     try:
         (about,) = json.loads(docker("image", "inspect", name))
     except EngineError as error:
@@ -109,7 +110,7 @@ def image(name: str) -> dict[str, Any] | None:
 
 
 def check_built(name: str | None) -> None:
-    """Raises `UserError` for an image of ours that has not been built here: it is pulled from nowhere."""
+    """Raises `UserError` for an image of ours that was not built here: no registry has it."""
     if name is not None and is_ours(name) and image(name) is None:
         raise UserError(not_built(name))
 
@@ -117,12 +118,12 @@ def check_built(name: str | None) -> None:
 def compose(
     name: str, file: str, *words: str, timeout: float = UP_SECONDS, env: Mapping[str, str] | None = None
 ) -> str:  # fmt: skip
-    """`docker compose WORDS` on a file that is sent through standard input. `env` as in `docker`. Raises `EngineError`."""
+    """Runs `docker compose WORDS` with a file on standard input, and returns the output. `env` as in `docker`. Raises `EngineError`."""
     return docker("compose", "-p", name, "-f", "-", "--progress", "quiet", *words, stdin=file, timeout=timeout, env=env)
 
 
 def containers(*labels: str) -> list[dict[str, Any]]:
-    """`docker inspect` of all containers with these labels, stopped ones too."""
+    """Returns `docker inspect` of all containers with these labels, also of stopped ones."""
     filters = [word for label in labels for word in ("--filter", f"label={label}")]
     ids = docker("ps", "--all", "--quiet", "--no-trunc", *filters).split()
     if not ids:
@@ -132,18 +133,18 @@ def containers(*labels: str) -> list[dict[str, Any]]:
     except EngineError as error:
         if "No such container" not in str(error):
             raise
-        return containers(*labels)  # one was removed in between
+        return containers(*labels)  # a container was removed in between
     return inspected if isinstance(inspected, list) else []
 
 
 def volumes(*labels: str) -> list[str]:
-    """Names of the volumes with these labels."""
+    """Returns the names of the volumes with these labels."""
     filters = [word for label in labels for word in ("--filter", f"label={label}")]
     return docker("volume", "ls", "--quiet", *filters).split()
 
 
 def read_file(container: str, path: str) -> tuple[bytes, float] | None:
-    """A file of a container, running or not, and when it was written (Unix seconds); None where there is none."""
+    """Returns a file of a container, running or not, and its time (Unix seconds); None if there is no such file."""
     try:
         data = _run(("cp", f"{container}:{path}", "-"), None, TIMEOUT)
     except EngineError as error:
@@ -159,10 +160,10 @@ def read_file(container: str, path: str) -> tuple[bytes, float] | None:
 
 
 def write_volume(volume: str, image: str, name: str, data: bytes, label: str) -> None:
-    """Puts a file that everybody may read into a volume, through a container of the image that is never started.
+    """Writes a file that every user may read into a volume, through a container of the image that is never started.
 
     Args:
-        label: of that container, for who finds it after a kill.
+        label: label of that container, by which a later command finds it after a kill.
 
     Raises:
         EngineError: no such image, or the engine's disk is full.
@@ -181,13 +182,13 @@ def write_volume(volume: str, image: str, name: str, data: bytes, label: str) ->
 
 
 def send_signal(container: str, token: str, number: int) -> None:
-    """A signal to the processes that were started in a container with that token. Raises `EngineError`."""
+    """Sends a signal to the processes that were started in a container with that token. Raises `EngineError`."""
 
     docker("exec", container, *signal_command("python", token, number))
 
 
 def log_lines(container: str, since: str) -> Iterator[tuple[str, str]]:
-    """(time, line) of what a container has printed from that time on, both streams; "": from its start."""
+    """Yields (time, line) of a container's output from that time on, both streams; "": from its start."""
     words = ["docker", "logs", "--timestamps", *(["--since", since] if since else []), container]
     process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None

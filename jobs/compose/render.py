@@ -35,23 +35,23 @@ from ..spec.types import size_in_bytes
 NODE = "lockstep/node"
 """Label of a node's container; its value is the node's number."""
 ALIAS = "node"
-"""Every node answers to this name on the job's network: Prometheus finds all of them by one DNS question."""
+"""Name of every node on the job's network: Prometheus finds all nodes by one DNS query."""
 RUN = "run_directory"
 """Key of the volume that `run_volume` names; no claim can have it, because of the `_`."""
 CODE = "code_archive"
 """Key of the volume that `code_volume` names."""
 IMAGE_FOLDERS = ("/runs", "/data")
-"""Folders of our image that its user may write: a new volume takes over the owner of the folder it is mounted on."""
+"""Folders of our image that its user may write: a new volume gets the owner of the folder that it is mounted on."""
 MERGED_BY = ("target", "driver")
 """Keys by which the items of a patch's lists (volumes, devices) merge with those that are rendered."""
 _FOUND_BY = re.compile(
     r"name|networks(\.default(\.labels(\..*)?)?)?|services(\.node-\d+(\.(hostname|labels(\.(lockstep|app\.kubernetes\.io)/.*)?))?)?"
 )
-"""Places by which Lockstep finds a job and its nodes, and what must stay a mapping."""
+"""Paths by which Lockstep finds a job and its nodes, and paths that must stay a mapping."""
 
 
 def project(name: str) -> str:
-    """Compose's name for the job of that name."""
+    """Returns Compose's name for the job of that name."""
     return f"lockstep-{name}"
 
 
@@ -61,17 +61,17 @@ def node_name(spec: JobSpec, index: int) -> str:
 
 
 def render(spec: JobSpec) -> Manifest:
-    """The Compose file, with `compose.patch` in it."""
+    """Returns the Compose file, with `compose.patch` merged into it."""
     rendered = patched(file(spec), _long_form(spec.compose.patch), MERGED_BY)
     services = rendered.get("services")
     for node in services.values() if isinstance(services, dict) else []:
         if get(node, "network_mode") is not None:
-            node.pop("networks", None)  # Compose takes one of them alone
+            node.pop("networks", None)  # Compose accepts only one of the two
     return rendered
 
 
 def _long_form(patch: Manifest) -> Manifest:
-    """The patch with each `SOURCE:TARGET:ro` of its services' volumes as a mapping: only mappings merge."""
+    """Returns the patch with each `SOURCE:TARGET:ro` of its services' volumes as a mapping: only mappings merge."""
     services = patch.get("services")
     if not isinstance(services, dict):
         return patch
@@ -93,7 +93,7 @@ def _mount(item: Any) -> Any:
 
 
 def file(spec: JobSpec) -> Manifest:
-    """The Compose file without the patch."""
+    """Returns the Compose file without the patch."""
     volumes = {volume.claim: {"name": volume.claim, "external": True} for volume in spec.volumes}
     if volume_of(spec, spec.run_directory) is None:
         volumes[RUN] = {"name": run_volume(spec), "external": True}
@@ -108,7 +108,7 @@ def file(spec: JobSpec) -> Manifest:
 
 
 def render_prepare(spec: JobSpec) -> Manifest:
-    """The Compose file of one container that writes the recipe's shards. Raises `UserError`."""
+    """Returns the Compose file of one container that writes the recipe's shards. Raises `UserError`."""
     own = preparation(spec).model_copy(update={"name": spec.name})
     if spec.shards_in_a_bucket:  # data.root may be on the run's volume
         own = own.model_copy(update={"run_dir": spec.run_dir})
@@ -117,17 +117,17 @@ def render_prepare(spec: JobSpec) -> Manifest:
     words = [_literal(word) for word in own.command or ()]
     service = {**_node(own, 0), "entrypoint": words[:4], "command": words[4:]}
     service["labels"] = {"lockstep/role": "prepare", **MANAGED}  # not one of the job's nodes
-    name = f"{project(spec.name)}_prepare"  # which no job's name can make
+    name = f"{project(spec.name)}_prepare"  # no job's name can produce this name
     return {"name": name, "services": {"prepare": service}, "volumes": file(own)["volumes"]}
 
 
 def run_volume(spec: JobSpec) -> str:
-    """The volume that keeps a run whose directory is not on a volume of the job's."""
+    """Returns the volume that stores a run whose directory is on no volume of the job."""
     return f"{project(spec.name)}-runs"
 
 
 def code_volume(spec: JobSpec) -> str:
-    """The volume with the archive of the job's code."""
+    """Returns the volume with the archive of the job's code."""
     return f"{project(spec.name)}-code-{code_identity(spec)[:12]}"
 
 
@@ -155,7 +155,7 @@ def _node(spec: JobSpec, index: int) -> Manifest:
         "stop_grace_period": f"{spec.grace_seconds + GRACE_MARGIN}s",
         "cpus": spec.cpus,
         "mem_limit": size_in_bytes(spec.memory),
-        "memswap_limit": size_in_bytes(spec.memory),  # equal: what does not fit is killed and says so
+        "memswap_limit": size_in_bytes(spec.memory),  # equal: what exceeds it is killed, and Docker reports it
         "shm_size": size_in_bytes(spec.shm),
         "pids_limit": 4096,
         "ulimits": {"memlock": -1} if spec.gpus else None,  # NCCL pins memory
@@ -167,7 +167,8 @@ def _node(spec: JobSpec, index: int) -> Manifest:
 
 
 def environment(spec: JobSpec) -> dict[str, Any]:
-    """The variables of the job. A secret's value is None: Compose takes it from its own environment, the nodes' among them."""
+    """Returns the variables of the job. A secret's value is None: Compose takes it from its own environment. The nodes' shared secret is
+    one of them."""
     values: dict[str, str | None] = {
         "HOME": "/tmp",  # noqa: S108 - the root is read-only
         "PYTHONUNBUFFERED": "1",
@@ -179,7 +180,7 @@ def environment(spec: JobSpec) -> dict[str, Any]:
     if spec.gpus:
         values["NCCL_DEBUG"] = "WARN"
         values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
-    else:  # where nvidia's runtime is the default, the image's own setting would show all
+    else:  # if nvidia's runtime is the default, the image's own setting would show all GPUs
         values["NVIDIA_VISIBLE_DEVICES"] = "void"
     values |= spec.env
     if own_port is not None:
@@ -192,7 +193,7 @@ def environment(spec: JobSpec) -> dict[str, Any]:
 
 
 def _serves_health(spec: JobSpec) -> bool:
-    """Whether the image's health check finds every rank's /healthz: a program of one's own may serve none."""
+    """Returns whether the image's health check finds every rank's /healthz. The user's own program may serve none."""
     config = spec.config
     if config is None or not config.metrics.enabled or environment(spec).get(ENV_METRICS_PORT) == "0":
         return False
@@ -202,7 +203,7 @@ def _serves_health(spec: JobSpec) -> bool:
 def _mounts(spec: JobSpec) -> list[Manifest]:
     mounts: list[Manifest] = []
     if volume_of(spec, spec.run_directory) is None:
-        # The parent, where it is a folder of our image: its owner becomes the new volume's.
+        # The parent, if it is a folder of our image: the new volume gets its owner.
         parent = next((path for path in IMAGE_FOLDERS if holds(path, spec.run_directory)), spec.run_directory)
         mounts.append({"type": "volume", "source": RUN, "target": parent})
     for volume in spec.volumes:
@@ -214,7 +215,7 @@ def _mounts(spec: JobSpec) -> list[Manifest]:
 
 
 def _devices(spec: JobSpec, index: int) -> Manifest | None:
-    """GPUs of this machine, node by node: two nodes of a job must not share one."""
+    """Returns GPUs of this machine for a node. Two nodes of a job must not share a GPU."""
     if not spec.gpus:
         return None
     ids = [str(index * spec.gpus + number) for number in range(spec.gpus)]
@@ -223,7 +224,7 @@ def _devices(spec: JobSpec, index: int) -> Manifest | None:
 
 
 def _literal(text: str) -> str:
-    """Compose expands `$NAME` and `${NAME}` everywhere; `$$` is a dollar sign."""
+    """Escapes `$` as `$$`, because Compose expands `$NAME` and `${NAME}` everywhere."""
     return text.replace("$", "$$")
 
 
@@ -240,7 +241,7 @@ class Subject(lint.Subject):
 
     @cached_property
     def patched(self) -> list[Change]:
-        """What the patch has made of the rendered file."""
+        """The changes of the patch to the rendered file."""
         return [*changes(file(self.spec), next(iter(self.objects), {}))] if self.spec.compose.patch else []
 
 

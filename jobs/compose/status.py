@@ -15,7 +15,7 @@ _RUNNING = ("running", "paused", "restarting")
 
 
 def moment(text: object) -> float:
-    """A time of the engine's, which is UTC, as whole seconds since the epoch; 0 where there is none."""
+    """Returns a time of the engine, which is UTC, as whole seconds since the epoch; 0 if there is none."""
     return max(0.0, seconds_of(f"{str(text)[:19]}Z") or 0.0)
 
 
@@ -25,7 +25,7 @@ def status_from_containers(
     """Returns the status of a job.
 
     Args:
-        nodes: the engine's description of its containers, in the order of the nodes.
+        nodes: the engine's description of the job's containers, in the order of the nodes.
         spec: the specification of the job.
         run_status: the status.json of this job's run.
     """
@@ -84,7 +84,7 @@ def _ended(
 
 
 def _worst(codes: list[int]) -> int:
-    """Wrong usage beats a failure beats preempted: as the launcher ranks its own."""
+    """Returns the worst exit code: wrong usage, then failures, then preemptions, in the order of the launcher."""
     if contract.EXIT_USAGE in codes:
         return contract.EXIT_USAGE
     bad = [code for code in codes if code not in (contract.EXIT_DONE, contract.EXIT_PREEMPTED)]
@@ -98,7 +98,7 @@ def _part(node: Manifest, index: int, spec: JobSpec | None, restarts: int) -> No
 
 
 def _state(node: Manifest, name: str) -> tuple[str, str]:
-    """What a container does, and why."""
+    """Returns the state of a container, and its reason."""
     status, code = str(get(node, "State", "Status")), int(get(node, "State", "ExitCode") or 0)
     if status in _RUNNING:
         health = get(node, "State", "Health", "Status")
