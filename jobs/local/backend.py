@@ -37,7 +37,7 @@ SUBMISSION_SECONDS = 60
 
 
 class LocalBackend(Backend):
-    """See `Backend`."""
+    """A backend whose jobs are detached processes of this machine. See `Backend`."""
 
     name = "local"
     secrets_from = "set it in the environment to run on this machine"
@@ -55,7 +55,7 @@ class LocalBackend(Backend):
         return JobRecord(name, record.hash, record.spec, record, str(self.folder / name), run_dir=record.run_dir)
 
     def preflight(self, job: Submission) -> Checks:
-        """It starts at once: nothing is reserved here. What it asks for may be more than there is."""
+        """Returns checks. The job starts at once, because nothing is reserved here. It may ask for more than the machine has."""
         extras.require("torch")
         spec, cores = job.spec, os.cpu_count() or 1
         ranks, wanted = spec.nodes * spec.ranks, spec.nodes * size_in_bytes(spec.memory)
@@ -72,9 +72,9 @@ class LocalBackend(Backend):
         return [*checks, Check("start", "ok", "at once")]
 
     def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:
-        extras.require("torch")  # the launcher needs it, also for a `command:`
+        extras.require("torch")  # the launcher needs torch, also for a `command:`
         spec, folder = job.spec, self.folder / job.spec.name
-        # The same job resumes where it was, from whatever folder it is submitted.
+        # The same job resumes in its run directory, from whatever folder it is submitted.
         run_dir = old.handle.run_dir if old is not None and old.hash == spec.hash() else spec.run_directory_here
         records.make_parents(Path(run_dir))
         if closed := self._closed(run_dir):
@@ -91,7 +91,7 @@ class LocalBackend(Backend):
             time_limit=spec.deadline_seconds, grace=spec.grace_seconds + GRACE_MARGIN,
             created=records.now(), job=records.submission_id(spec.name), host=here(),
         ).write(folder / records.JOB)  # fmt: skip
-        # If another job submits this one, this one's processes do not belong to it.
+        # If another job submits this job, this job's processes do not belong to the other one.
         env = {name: value for name, value in os.environ.items() if name not in contract.OF_A_JOB}
         with (folder / "log.txt").open("ab") as log:
             process = subprocess.Popen(
@@ -105,14 +105,15 @@ class LocalBackend(Backend):
 
     @staticmethod
     def _closed(run_dir: str) -> str:
-        """Why the run cannot make its directory; "" if it can."""
+        """Returns why the run cannot create its directory; "" if it can."""
         place = next(folder for folder in (Path(run_dir), *Path(run_dir).parents) if os.path.lexists(folder))
         writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
         return "" if writable else f"{place} is not a folder that this user may write to"
 
     @staticmethod
     def _clear(folder: Path) -> None:
-        """A submission was interrupted before its record was written: nothing has run. Raises `UserError` for anything else."""
+        """Removes the folder of a submission that was interrupted before its record was written. Raises `UserError` for any other
+        folder."""
         files.remove_stale(folder, (records.JOB,))
         try:
             folder.rmdir()
@@ -122,7 +123,7 @@ class LocalBackend(Backend):
     @staticmethod
     def _command(spec: JobSpec, run_dir: str) -> list[str]:
         if spec.shards_missing_here:
-            spec = spec.model_copy(update={"shards": None})  # a path of the cluster; here the data is made on the spot
+            spec = spec.model_copy(update={"shards": None})  # a path of the cluster; here the job creates the data
         code = str(snapshots.folder(code_identity(spec))) if spec.code is not None else ""
         command = launch_command(spec, run_dir, sys.executable, code=code, here=str(Path.cwd()))
         return [*command[:4], "--ranks", str(spec.nodes * spec.ranks), "--nodes", "1", *command[4:]]
@@ -131,15 +132,15 @@ class LocalBackend(Backend):
         return self._answer(known, *self._before(known), [])
 
     def _before(self, known: JobRecord) -> tuple[bool, bool]:
-        """Whether it is being submitted, and whether its supervisor or its launcher lives."""
+        """Returns whether the job is being submitted, and whether its supervisor or its launcher lives."""
         folder = self.folder / known.name
         return self._being_submitted(folder), bool(self._processes(folder))
 
     def _answer(self, known: JobRecord, being_submitted: bool, supervised: bool, tables: list[ProcessTable]) -> Status:
-        """Returns the status. `tables` are read after `_before`, so they show what has begun or ended meanwhile."""
+        """Returns the status. `tables` are read after `_before`, so they include processes that have begun or ended meanwhile."""
         record, folder = known.handle, self.folder / known.name
         total = known.world_size
-        # In the order of a job's life: what has begun or ended between two of these questions shows in the second one.
+        # In the order of a job's life: a change between two of these queries is visible in the second one.
         supervised = supervised or (not (folder / ENDED).exists() and bool(living(record.job, tables=tables)))
         ended = records.LocalEnd.read(folder / ENDED)
         cancelled = (folder / "cancelled").exists()
@@ -158,7 +159,7 @@ class LocalBackend(Backend):
                 return answer("running", records.progress(reported))
             if supervised or being_submitted:
                 return answer("pending", "the launcher is starting" if supervised else "is being submitted")
-            # The supervisor was killed, too, so the first to find no rank any more notes the end.
+            # The supervisor was killed, too, so the first command that finds no rank records the end.
             ended = record_end(folder, record.run_dir, record.job, None)
         code, reason = ended.code, ended.reason
         if code is None and cancelled:
@@ -176,7 +177,7 @@ class LocalBackend(Backend):
         if code == contract.EXIT_DONE:
             return answer("succeeded", reason or "complete", code)
         if cancelled:
-            # Without a reason no run reported a save: the signal came before its ranks, or it keeps no state.
+            # Without a reason no run reported a save: the signal came before its ranks, or the run saves no state.
             saved = code == contract.EXIT_PREEMPTED and reason
             return answer("cancelled", "cancelled; the state is saved" if saved else "cancelled", code)
         if code == contract.EXIT_PREEMPTED:
@@ -186,7 +187,7 @@ class LocalBackend(Backend):
 
     @staticmethod
     def _processes(folder: Path, *files: str) -> list[int]:
-        """Returns the processes of these records that live; without `files`, the job's supervisor and its launcher."""
+        """Returns the live processes of these records; without `files`, the job's supervisor and its launcher."""
         known = [records.Process.read(folder / file) for file in files or (SUPERVISOR, RUNNING)]
         return [process.pid for process in known if process is not None and alive(process.pid, process.ticks)]
 
@@ -198,7 +199,7 @@ class LocalBackend(Backend):
 
     @staticmethod
     def _being_submitted(folder: Path) -> bool:
-        """Between its record and its supervisor; a submission that was interrupted there is lost after a minute."""
+        """Returns whether the job has a record and no supervisor yet. After a minute, such a submission counts as lost."""
         if (folder / SUPERVISOR).exists() or (folder / RUNNING).exists():
             return False
         try:
@@ -225,17 +226,17 @@ class LocalBackend(Backend):
     def stop(self, known: JobRecord) -> Status:
         record, folder = known.handle, self.folder / known.name
         self._check_here(known, "cancel it there")
-        with contextlib.suppress(OSError):  # it says why it ended, no more: a full disk may not keep a job alive
+        with contextlib.suppress(OSError):  # the file only gives the reason: a full disk must not keep a job alive
             (folder / "cancelled").touch()
         deadline = time.monotonic() + record.grace
         if self._processes(folder, SUPERVISOR):
-            deadline += supervise.KILL_SECONDS  # it kills, after the grace
+            deadline += supervise.KILL_SECONDS  # the supervisor kills, after the grace
         signalled = False
         while not self.status(known.name).final and time.monotonic() < deadline:
             launcher = records.Process.read(folder / RUNNING)
             if launcher is not None and not signalled:
                 signalled = True
-                # Where both are gone, ranks of it live.
+                # If both are gone, ranks may still live.
                 supervise.send(self._processes(folder)[:1] or living(record.job), signal.SIGTERM)
             time.sleep(POLL_SECONDS)
         supervisor = self._processes(folder, SUPERVISOR)
@@ -253,7 +254,7 @@ class LocalBackend(Backend):
     def list(self) -> list[JobSummary]:
         every = [self._known(*job) for job in records.job_records(self.folder, records.LocalJob)]
         jobs = [(known, self._before(known)) for known in every]
-        rows, tables = [], list[ProcessTable]()  # one pair of tables for all of them
+        rows, tables = [], list[ProcessTable]()  # one pair of tables for all jobs
         for known, before in jobs:
             try:
                 state = self._answer(known, *before, tables).state

@@ -33,10 +33,10 @@ RUNNING = "running.json"
 ENDED = "ended.json"
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 MODULE = "lockstep.jobs.local.supervise"
-"""This one, as it stands in the command line of its process."""
+"""Name of this module in the command line of its process."""
 POLL_SECONDS = 0.05
 KILL_SECONDS = 10.0
-"""How long after a KILL a process is waited for. What the kernel holds longer (state D) may take for ever."""
+"""Seconds to wait for a process after a KILL. A process that the kernel holds longer (state D) may never end."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -47,25 +47,25 @@ def adopt_orphans() -> None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot: tells it from a later one with the same id (Linux)."""
+    """Returns when a process began, in clock ticks since boot. This differs from a later process with the same id (Linux)."""
     fields = stat_of(pid)
     return int(fields[19]) if len(fields) > 19 else None
 
 
 def alive(pid: int, ticks: int | None) -> bool:
-    """Whether that very process still runs."""
+    """Returns whether that very process still runs."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, PermissionError, OverflowError):
         return False
     fields = stat_of(pid)
-    if fields[:1] == ["Z"]:  # ended; only its exit code is not collected yet
+    if fields[:1] == ["Z"]:  # ended, and its exit code is not collected yet
         return False
     return ticks is None or start_ticks(pid) == ticks
 
 
 class ProcessTable:
-    """All processes at one moment: their states, their children, and the processes whose environment names a job."""
+    """A list of all processes at one moment: their states, their children, and the processes whose environment names a job."""
 
     def __init__(self) -> None:
         self.states: dict[int, str] = {}
@@ -82,12 +82,12 @@ class ProcessTable:
 
 
 def living(job: str, *ancestors: int, tables: list[ProcessTable] | None = None) -> list[int]:
-    """The processes of a job: who has its identity in the environment, and who descends from these or from `ancestors`.
+    """Returns the live processes of a job: processes with its identity in the environment, and their descendants and those of `ancestors`.
 
-    Neither this process nor `ancestors` themselves, and no other job that one of them has submitted.
+    Leaves out this process, `ancestors` themselves, and other jobs that these processes have submitted.
 
     Args:
-        tables: for questions about many jobs at once. The first question that needs a table adds it.
+        tables: tables for queries about many jobs at once. The first query that needs a table adds it.
     """
     tables = [] if tables is None else tables
     for number in range(
@@ -102,14 +102,14 @@ def living(job: str, *ancestors: int, tables: list[ProcessTable] | None = None) 
 
 def _of(table: ProcessTable, job: str, ancestors: Sequence[int]) -> list[int]:
     pids = [*ancestors, *table.jobs.get(job, ())]
-    for pid in pids:  # grows while it is read
+    for pid in pids:  # the list grows during the loop
         pids += [child for child in table.children.get(pid, ()) if child not in pids and not _another_job(child, job)]
     apart = {os.getpid(), *ancestors}
     return [pid for pid in dict.fromkeys(pids) if table.states.get(pid, "Z") != "Z" and pid not in apart]
 
 
 def _job(pid: int) -> str:
-    """The job that a process's environment names; "" where it names none, or is another user's."""
+    """Returns the job that a process's environment names; "" if it names none, or the process is another user's."""
     return variables_of(pid).get(contract.ENV_JOB, "")
 
 
@@ -120,7 +120,7 @@ def _another_job(pid: int, job: str) -> bool:
 def _read(pid: int, name: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # the process has ended, or is another user's
         return b""
 
 
@@ -139,7 +139,7 @@ def kill(job: str, *ancestors: int) -> None:
 
 
 def described(pids: Sequence[int]) -> str:
-    """`process 123 (python3, state D)`, of those that still live."""
+    """Returns `process 123 (python3, state D)` for each process that still lives."""
     texts = []
     for pid in pids:
         name, state = _read(pid, "comm").decode(errors="replace").strip(), stat_of(pid)[:1]
@@ -152,7 +152,7 @@ def record_end(folder: Path, run_dir: str, job: str, code: int | None, timed_out
     """Records how a job ended, once, when no process of it lives. The run's own status.json counts above `code`.
 
     Args:
-        code: the launcher's; None for a command that only asks: it does not wait for the disk.
+        code: the launcher's exit code; None for a command that only queries, which does not wait for the disk.
     """
     write = files.replace if code is not None else files.publish
     status = records.reported(Path(run_dir), job)
@@ -163,13 +163,13 @@ def record_end(folder: Path, run_dir: str, job: str, code: int | None, timed_out
     end = records.LocalEnd(code=code, reason=reason, timed_out=over, job=job)
     now = files.read_json(folder / records.JOB)
     if isinstance(now, dict) and now.get("job") == job:  # not submitted again meanwhile
-        with contextlib.suppress(OSError):  # a full disk: the next one who asks tries again
+        with contextlib.suppress(OSError):  # a full disk: the next query tries again
             write(folder / ENDED, (files.json_text(end.model_dump(), indent=1) + "\n").encode())
     return end
 
 
 def here() -> str:
-    """This machine, and which processes of it are seen: pids mean something only there."""
+    """Returns this machine and its process namespace: pids have a meaning only there."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -190,9 +190,9 @@ def main(folder: Path) -> int:
 
 
 def wait_for_end(launcher: subprocess.Popen[bytes], job: str, time_limit: float, grace: float) -> tuple[int, bool]:
-    """Returns when no process of the job lives: the launcher's exit code, and whether the time limit ended the job.
+    """Waits until no process of the job lives. Returns the launcher's exit code, and whether the time limit ended the job.
 
-    A request to end and the time limit begin the grace; the processes that a killed launcher left have it, too.
+    A request to end and the time limit begin the grace period. The processes that a killed launcher left have it, too.
     """
     limit, deadline, asked, signalled = time.monotonic() + time_limit, math.inf, False, set[int]()
     timed_out = False
@@ -204,7 +204,7 @@ def wait_for_end(launcher: subprocess.Popen[bytes], job: str, time_limit: float,
             if not rest:
                 return launcher.returncode, timed_out
             deadline = min(deadline, now + grace)
-            if asked:  # the launcher has signalled its ranks, but not what these have started
+            if asked:  # the launcher has signalled its ranks, but not the processes that these have started
                 send([pid for pid in rest if pid not in signalled], signal.SIGTERM)
                 signalled.update(rest)
         elif now >= limit and not asked:
@@ -212,8 +212,8 @@ def wait_for_end(launcher: subprocess.Popen[bytes], job: str, time_limit: float,
             deadline = now + grace
             send([launcher.pid], signal.SIGTERM)
         if now >= deadline:
-            kill(job, os.getpid())  # what lives even then is waited for: until then the job has not ended
-        # There is no notification when a process ends that is not a child of this one.
+            kill(job, os.getpid())  # the loop waits for processes that survive this: until then the job has not ended
+        # The end of a process that is no child sends no notification.
         seconds = POLL_SECONDS if rest else max(POLL_SECONDS, (deadline if asked else limit) - now)
         received = signal.sigtimedwait(_SIGNALS, seconds)
         if received is not None and received.si_signo != signal.SIGCHLD:
