@@ -49,24 +49,24 @@ from .types import (
 
 MAX_CHARACTERS = 100_000
 VERSION = 3
-"""Of stored specs. It goes up where a setting or a default changes."""
+"""Version of stored specs. It increases if a setting or a default changes."""
 MAX_GPUS = 64
-"""A node."""
+"""Largest number of GPUs in a node."""
 CPUS_A_GPU, MEMORY_A_GPU = 4, 16
-"""Cores and GiB."""
+"""Cores and GiB of memory for each GPU."""
 IN_A_PROFILE = ("slurm", "env", "cpus", "memory", "time_limit", "max_restarts", "grace_seconds", "shards", "gpus")
 """Settings that a cluster profile may hold: they describe a cluster, not a job."""
 IN_A_CONTAINER = "/tmp"  # noqa: S108 - the container's own, and the only place that is always writable
 GRACE_MARGIN = 30
 """Seconds between the end of the ranks' grace and the cluster's SIGKILL: time to fsync and to unwind."""
 CODE_PARTS = "/lockstep/code"
-"""Where a container finds the archive of the job's code, in pieces."""
+"""Folder of a container with the archive of the job's code, in pieces."""
 RESERVED = ("/", "/dev", "/dev/shm", "/proc", "/sys", "/tmp", CODE_PARTS)  # noqa: S108 - paths of the container
-"""Paths at which a container has its own files."""
+"""Paths with a container's own files."""
 
 
 def _amounts_of(gpus: int) -> dict[str, Any]:
-    """What a node with this many GPUs gets by default."""
+    """Returns the default amounts of a node with this many GPUs."""
     return {"cpus": float(CPUS_A_GPU * gpus), "memory": f"{MEMORY_A_GPU * gpus}Gi"}
 
 
@@ -135,7 +135,7 @@ class JobSpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _amounts(cls, values: Any) -> Any:
-        """A GPU waits for its data loader, and a node's share of cores and memory goes with its GPUs."""
+        """Adds default amounts for GPUs. A GPU waits for its data loader, so a node's share of cores and memory grows with its GPUs."""
         gpus = values.get("gpus") if isinstance(values, dict) else None
         if type(gpus) is not int or not 1 <= gpus <= MAX_GPUS:
             return values
@@ -169,7 +169,7 @@ class JobSpec(Section):
 
     @property
     def ranks(self) -> int:
-        """Ranks a node."""
+        """Number of ranks on each node."""
         return self.ranks_per_node or self.gpus or 1
 
     @property
@@ -179,12 +179,12 @@ class JobSpec(Section):
 
     @property
     def run_directory_here(self) -> str:
-        """The run directory if the job sees this machine's files: the job's own, which no other run uses."""
+        """The run directory if the job sees this machine's files. No other run uses the default."""
         return str(Path(self.run_dir or f"runs/jobs/{self.name}").absolute())
 
     @property
     def shard_folder(self) -> str | None:
-        """Where the shards of the recipe's data source lie: another recipe must not read another source's."""
+        """Folder of the shards of the recipe's data source. Another recipe must not read another source's shards."""
         config = self.config
         if self.shards is None or config is None:
             return None
@@ -196,19 +196,19 @@ class JobSpec(Section):
 
     @property
     def checkpoints_bucket(self) -> str | None:
-        """Where the run also keeps its checkpoints."""
+        """The bucket in which the run also saves its checkpoints."""
         given = self.overrides.get("checkpoint.to") if self.config is None else self.config.checkpoint.to
         return None if given is None else str(given)
 
     @property
     def buckets(self) -> list[str]:
-        """What the job reads and writes there."""
+        """The places in buckets that the job reads and writes."""
         places = [self.checkpoints_bucket, self.shards if self.shards_in_a_bucket else None]
         return [place for place in places if place is not None]
 
     @property
     def shards_missing_here(self) -> bool:
-        """Whether this machine does not have the folder. A bucket is not asked."""
+        """Whether this machine lacks the folder of shards. A bucket is not queried."""
         folder = self.shard_folder
         return folder is not None and not self.shards_in_a_bucket and not Path(folder).exists()
 
@@ -217,54 +217,56 @@ class JobSpec(Section):
         return seconds(self.time_limit)
 
     def on_cpu(self) -> Self:
-        """The same without GPUs, for what needs none; amounts that followed them follow."""
+        """Returns the spec without GPUs, for a job that needs none. Amounts that followed the GPUs get their defaults."""
         derived = _amounts_of(self.gpus)
         followed = [name for name in ("cpus", "memory") if getattr(self, name) == derived.get(name)]
         fields = type(self).model_fields
         return self.model_copy(update={"gpus": 0, **{name: fields[name].default for name in followed}})
 
     def assignments(self) -> list[str]:
-        """`overrides` as the `name=value` texts that `training run --set` takes."""
+        """Returns `overrides` as the `name=value` texts that `training run --set` takes."""
         return [
             f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in self.overrides.items()
         ]
 
     @functools.cached_property
     def config(self) -> configuration.Config | None:
-        """The training config that the job will run; None for a command, or a recipe that is in the image alone.
+        """The training config of the job; None for a command, or a recipe that only the image has.
 
         Raises:
-            UserError: there is no such recipe, or it does not take the overrides.
+            UserError: there is no such recipe, or the recipe does not accept the overrides.
         """
         if self.recipe is None or (self.image and self.recipe.startswith("/") and not Path(self.recipe).exists()):
             return None
         return configuration.load(self.recipe, self.assignments())
 
     def plain(self) -> dict[str, Any]:
-        """What was set, as plain values for YAML and JSON; defaults are left out, but for amounts that follow the GPUs."""
+        """Returns the settings that were set, as plain values for YAML and JSON. Leaves out defaults, except for amounts that follow the
+        GPUs."""
         amounts = {"cpus": self.cpus, "memory": self.memory} if self.gpus else {}
         return {**self.model_dump(mode="json", exclude_defaults=True), **amounts}
 
     def record(self) -> dict[str, Any]:
-        """Every setting as plain values but where the job goes, and the version: what is kept of a submitted job. `recorded`
+        """Returns the version and every setting as plain values, without the job's place: the record of a submitted job. `recorded`
         reads it."""
         values = _without_places(self.model_dump(mode="json"))
         for name in ("code", "live"):
             if not values[name]:
-                del values[name]  # what has none can be read by earlier versions
+                del values[name]  # without these keys earlier versions can read the record
         return {"version": VERSION, **values}
 
     def comparable(self) -> dict[str, Any]:
-        """`record`, with nothing of the code but its hash: neither where it lay nor how it was packed makes it another."""
+        """Returns `record` with the hash in place of the code. The folder and the packing of the code are no part of a job's identity."""
         return self._by_hash(self.record())
 
     def _by_hash(self, values: dict[str, Any]) -> dict[str, Any]:
         return values if self.code is None else {**values, "code": self.code.hash or self.code.path}
 
     def hash(self) -> str:
-        """16 hex digits that tell two specs apart. A new setting with a default does not change old hashes.
+        """Returns 16 hex digits that tell two specs apart. A new setting with a default does not change old hashes.
 
-        `fresh` is not part of it: a job that was started over resumes when it is submitted again without. Nor is where it goes.
+        `fresh` is not part of the hash: a job that was started over resumes when it is submitted again without `fresh`. Namespace,
+        context and host are not part of it either.
         """
         return self._hash
 
@@ -275,7 +277,7 @@ class JobSpec(Section):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Without what was computed from the settings that `update` changes."""
+        """Returns a copy without the values that were computed from settings in `update`."""
         copied = super().model_copy(update=update, deep=deep)
         copied.__dict__.pop("_hash", None)
         if {"recipe", "overrides", "image"} & set(update or ()):
@@ -283,7 +285,7 @@ class JobSpec(Section):
         return copied
 
     def same_job(self, other: JobSpec, backend: str) -> bool:
-        """Whether both are the same job there: all settings but those of other backends, and `fresh`, as in `hash`."""
+        """Returns whether both are the same job on this backend. Ignores settings of other backends, and `fresh`, as in `hash`."""
         apart = {"fresh", *PLACES} - {backend}
         mine, others = self.comparable(), other.comparable()
         return all(mine.get(name) == others.get(name) for name in {*mine, *others} - apart)
@@ -292,11 +294,11 @@ class JobSpec(Section):
     def load(
         cls, path: str | Path, assignments: dict[str, Any] | None = None, below: dict[str, Any] | None = None
     ) -> Self:  # fmt: skip
-        """The spec in a YAML file.
+        """Returns the spec in a YAML file.
 
         Args:
             assignments: settings that replace those of the file, by their dotted names.
-            below: settings that count where the file has none, such as those of a profile.
+            below: settings for which the file has no value, such as those of a profile.
 
         Raises:
             UserError: with the line of the mistake and the nearest name that exists.
@@ -309,7 +311,7 @@ class JobSpec(Section):
         text = settings.read_text(Path(path))
         values = settings.mapping(text, str(path))
         for name in values:
-            if values[name] is None:  # a heading with nothing but comments below it
+            if values[name] is None:  # a heading with only comments below it
                 values[name] = settings.empty(cls, name)
         values = _over(below, values) if below else values
         for name, value in (assignments or {}).items():
@@ -323,7 +325,7 @@ class JobSpec(Section):
 
     @classmethod
     def of(cls, values: dict[str, Any], where: str = "job") -> Self:
-        """The spec of plain values. Raises `UserError` naming `where`.
+        """Returns the spec of plain values. Raises `UserError` naming `where`.
 
         Examples:
             >>> spec = JobSpec.of({"name": "sleep", "command": ["sleep", "300"], "ranks_per_node": 2})
@@ -334,7 +336,7 @@ class JobSpec(Section):
 
     @classmethod
     def recorded(cls, name: str, values: dict[str, Any]) -> Self:
-        """The spec that a job was submitted with. Raises `UserError` for one that this version does not understand."""
+        """Returns the spec with which a job was submitted. Raises `UserError` for a spec that this version does not understand."""
         version = values.get("version")
         if type(version) is not int or version != VERSION:
             raise UserError(
@@ -345,10 +347,10 @@ class JobSpec(Section):
         return settings.build(cls, values, f"job.json of {name}")  # not `of`: the recipe may have changed since
 
     def check_training(self, where: str, text: str = "") -> None:
-        """Recipe and overrides against `lockstep.training.config`, before anything is submitted.
+        """Checks recipe and overrides against `lockstep.training.config`, before anything is submitted.
 
         Args:
-            text: of the file that they come from.
+            text: text of the file that contains them.
 
         Raises:
             UserError: naming `where`, and the line.
@@ -367,13 +369,13 @@ class JobSpec(Section):
             raise UserError(f"{place}: {str(error).replace('--set', 'overrides')}") from None
 
     def given_elsewhere(self, backend: str) -> list[str]:
-        """Dotted names of what was set for other backends than this one."""
+        """Returns the dotted names of settings that were set for other backends."""
         given = self.plain()
         return [f"{name}.{key}" for name in PLACES if name != backend for key in sorted(given.get(name, {}))]
 
 
 def _without_places(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the plain settings without those of the place of a job, which are no part of its identity."""
+    """Returns the plain settings without those of a job's place, which are no part of its identity."""
     kept = dict(values)
     for name, places in PLACES.items():
         if places and name in kept:
@@ -384,7 +386,8 @@ def _without_places(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _over(below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """`values` over `below`. null takes away a value that stands below; where none does, it is one: a patch removes with it."""
+    """Returns `values` over `below`. null removes a value of `below`; without such a value null stays, because a patch removes with
+    null."""
     result = dict(below)
     for name, value in values.items():
         if isinstance(value, dict) and isinstance(below.get(name), dict):
@@ -397,24 +400,24 @@ def _over(below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def place(values: dict[str, Any], name: str, value: Any) -> None:
-    """Sets a dotted name in nested plain values. Raises `UserError` where a part of it is not a mapping."""
+    """Sets a dotted name in nested plain values. Raises `UserError` if a part of the name is not a mapping."""
     group, _, override = name.partition(".")
-    is_override = group == "overrides" and override  # which has its own dotted name
+    is_override = group == "overrides" and override  # an override has its own dotted name
     settings.put(values, [group, override] if is_override else name.split("."), value)
 
 
 def profile_folders() -> list[Path]:
-    """Folders that are searched for NAME.yaml, the nearest first; the last one has the profiles that come with Lockstep."""
+    """Returns the folders that are searched for NAME.yaml, the nearest first. The last folder has the profiles that come with Lockstep."""
     own = os.environ.get("LOCKSTEP_PROFILES")
     config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     return [*([Path(own)] if own else []), config / "lockstep/profiles", Path(__file__).parent / "cluster_profiles"]
 
 
 def load_profile(name: str) -> dict[str, Any]:
-    """The settings of a cluster profile: a name, or the path of a YAML file. The job's own settings and the flags win over it.
+    """Returns the settings of a cluster profile: a name, or the path of a YAML file. The job's settings and the flags take precedence.
 
     Raises:
-        UserError: no such profile, or a mistake in it.
+        UserError: there is no such profile, or it has a mistake.
     """
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
@@ -432,7 +435,7 @@ def load_profile(name: str) -> dict[str, Any]:
     unknown = [key for key in values if key not in IN_A_PROFILE]
     if unknown:
         raise UserError(f"{path}: a profile holds {', '.join(IN_A_PROFILE)}; {unknown[0]!r} belongs in the job")
-    # By itself: a mistake that is candidates in the whole job would be looked for in the job's file.
+    # Checked alone: for a mistake in the whole job, the line would be searched in the job's file.
     settings.build(JobSpec, {"name": "a", "recipe": "smoke", **values}, str(path), text=text)
     return values
 
@@ -441,12 +444,12 @@ def launch_command(
     spec: JobSpec, run_dir: str, python: str = "python", exit_codes: str = "plain", linger: int = 0, code: str = "",
     here: str = IN_A_CONTAINER,
 ) -> list[str]:  # fmt: skip
-    """The launcher of one node with what it shall run. Number of nodes and ranks come from the environment.
+    """Returns the command of one node's launcher and its ranks. Numbers of nodes and ranks come from the environment.
 
     Args:
-        linger: seconds that the other nodes stay after rank 0's, or after the one that has failed.
-        code: where the job's code lies unpacked; "": in pieces, at `CODE_PARTS`.
-        here: the folder that the job starts in.
+        linger: seconds that the other nodes stay after rank 0's node, or after a node that has failed.
+        code: folder of the job's unpacked code; "": the code is in pieces, at `CODE_PARTS`.
+        here: folder in which the job starts.
     """
     command = [python, "-m", "lockstep.training", "launch", "--max-restarts", str(spec.max_restarts)]
     command += ["--grace", str(spec.grace_seconds), *(["--live"] if spec.live else [])]
@@ -455,7 +458,7 @@ def launch_command(
         command += ["--join-timeout", str(seconds(spec.join_timeout) if spec.join_timeout else longest)]
         command += ["--linger", str(linger)] if linger else []
     if exit_codes != "plain":
-        # There the cluster replaces a failed node without counting, so the launcher counts, on the shared volume.
+        # This cluster replaces a failed node without counting, so the launcher counts, on the shared volume.
         command += ["--exit-codes", exit_codes, "--restarts-dir", f"{run_dir}/restarts"]
     if spec.code is not None:
         command += ["--code", code_identity(spec), *(["--code-folder", code] if code else ["--code-parts", CODE_PARTS])]
@@ -465,7 +468,7 @@ def launch_command(
 
 
 def code_identity(spec: JobSpec) -> str:
-    """Returns the digest of the spec's code, which has been read by now."""
+    """Returns the digest of the spec's code. Raises `UserError` if the code has not been read yet."""
     assert spec.code is not None
     if spec.code.hash is None:
         raise UserError(f"{spec.name}: its code has not been read yet (lockstep.jobs.snapshots.resolve)")
@@ -473,7 +476,8 @@ def code_identity(spec: JobSpec) -> str:
 
 
 def rank_command(spec: JobSpec, run_dir: str, here: str = IN_A_CONTAINER) -> list[str]:
-    """The part after `launch`'s own flags. With code of one's own data stay where they would be without: the ranks are elsewhere."""
+    """Returns the words after `launch`'s own flags. With the job's own code the ranks start elsewhere, so a relative data folder becomes
+    absolute."""
     if spec.command is not None:
         return ["--", *spec.command]
     assert spec.recipe is not None
@@ -489,7 +493,7 @@ def rank_command(spec: JobSpec, run_dir: str, here: str = IN_A_CONTAINER) -> lis
 
 
 def session_options(spec: JobSpec, run_dir: str) -> str:
-    """What the `Session` of a program of one's own takes from the job: the same that a recipe's words say."""
+    """Returns the options that the `Session` of the user's own program takes from the job: the same as a recipe's words."""
     asked = bool(spec.overrides) or spec.fresh is not None
     return SessionOptions(
         run_dir, ("log.format=json", *_settings(spec), *_device(spec)), spec.fresh or "", asked
@@ -502,12 +506,12 @@ def _settings(spec: JobSpec) -> list[str]:
 
 
 def _device(spec: JobSpec) -> list[str]:
-    """Left to itself, a run that sees no GPU trains on the CPU, and says so in one line."""
+    """Returns `device=cuda` for a job with GPUs. Without it, a run that sees no GPU would train on the CPU."""
     return ["device=cuda"] if spec.gpus and "device" not in spec.overrides else []
 
 
 def shard(spec: JobSpec, python: str = "python") -> list[str]:
-    """The command of `lockstep prepare`: writes the recipe's shards once. `spec.shards` is set."""
+    """Returns the command of `lockstep prepare`, which writes the recipe's shards once. `spec.shards` is set."""
     assert spec.recipe is not None and spec.shards is not None
     command = [python, "-m", "lockstep.training", "shard", spec.recipe, "--out", str(spec.shard_folder)]
     own = [text for text in spec.assignments() if text.split("=")[0] not in ("data.shards", "shards")]
@@ -515,7 +519,7 @@ def shard(spec: JobSpec, python: str = "python") -> list[str]:
 
 
 def preparation(spec: JobSpec, python: str = "python") -> JobSpec:
-    """The job of one rank that writes the recipe's shards, once. Raises `UserError` for a spec without shards."""
+    """Returns the job of one rank that writes the recipe's shards, once. Raises `UserError` for a spec without shards."""
     if spec.recipe is None or spec.shards is None:
         raise UserError(f"{spec.name} has no shards: set recipe and shards, e.g. shards: /data/digits")
     return spec.on_cpu().model_copy(
@@ -531,19 +535,19 @@ def preparation(spec: JobSpec, python: str = "python") -> JobSpec:
 
 
 def preparation_name(name: str) -> str:
-    """Returns the name of the preparation of this job: at most 40 characters and an end, so that pods of every kind can have it. Two
-    long names stay two."""
+    """Returns the name of this job's preparation: at most 40 characters and an end, so that pods of every kind can have it. Two long
+    names stay different."""
     short = name if len(name) <= 40 else f"{name[:31].rstrip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     return f"{short}-prepare"
 
 
 def prepares(command: object) -> bool:
-    """Whether the command of a spec is that of a `preparation`, with any interpreter."""
+    """Returns whether the command of a spec is that of a `preparation`, with any interpreter."""
     return isinstance(command, list) and command[1:4] == ["-m", "lockstep.training", "shard"]
 
 
 def check_preparation(name: str, plain: Mapping[str, Any]) -> None:
-    """Raises `UserError` where the job that has a preparation's name is another one."""
+    """Raises `UserError` if a job that is no preparation has a preparation's name."""
     if not prepares(plain.get("command")):
         raise UserError(
             f"`lockstep prepare` uses the name {name}, and another job has it: remove that job, or rename this one"

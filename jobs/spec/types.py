@@ -42,14 +42,15 @@ class Section(settings.Section):
 
 
 def size_in_bytes(text: str) -> int:
-    """`32Gi` → 34359738368. Raises `ValueError` for anything but a whole number with Ki, Mi, Gi or Ti."""
+    """Returns the bytes of a size: `32Gi` → 34359738368. Raises `ValueError` for anything but a whole number with Ki, Mi, Gi or Ti."""
     if not re.fullmatch(SIZE, text):
         raise ValueError(f"must be a size such as 512Mi or 32Gi (a whole number, then Ki, Mi, Gi or Ti), got {text!r}")
     return int(text[:-2]) * _UNITS[text[-2:]]
 
 
 def seconds(text: str) -> int:
-    """`1h30m` → 5400. Raises `ValueError` for anything but whole numbers with d, h, m, s in this order."""
+    """Returns the seconds of a duration: `1h30m` → 5400. Raises `ValueError` for anything but whole numbers with d, h, m, s in this
+    order."""
     match = re.fullmatch(DURATION, text)
     if not match or "\n" in text:
         raise ValueError(f"must be a duration such as 90s, 30m, 2h or 1d12h, got {text!r}")
@@ -86,7 +87,8 @@ def _plain(text: str) -> str:
 
 
 def _json_only(value: dict[str, Any]) -> dict[str, Any]:
-    """Patches and overrides travel as JSON; YAML can also make dates, sets and keys that are numbers."""
+    """Returns the value if it survives JSON, by which patches and overrides travel. YAML can also make dates, sets and keys that are
+    numbers."""
     try:
         text = json.dumps(value, allow_nan=False)
         if json.loads(text) != value:
@@ -165,9 +167,9 @@ def _no_dots(path: str) -> str:
 
 
 PLACES: dict[str, tuple[str, ...]] = {"k8s": ("namespace", "context"), "slurm": ("host",), "compose": ()}
-"""The sections, each with the settings that say where a job goes. Those are no part of what the job is."""
+"""Section → its settings that name the place of a job. They are no part of the job's identity."""
 RESERVED_MARKS = ("lockstep/", "app.kubernetes.io/managed-by", "container.apparmor.", "prometheus.io/")
-"""Begins of labels and annotations that only Lockstep gives to a job's pods."""
+"""Beginnings of labels and annotations that only Lockstep gives to a job's pods."""
 
 
 class Code(Section):
@@ -310,7 +312,7 @@ class Kubernetes(Section):
 
 
 def _with_python(host: str, about: ValidationInfo) -> str:
-    """The host with its Python: who asks it has no other setting at hand."""
+    """Returns the host with its Python: the code that connects to the host has no other setting."""
     python = about.data.get("python")
     return host if python is None or ":" in host or about.data.get("container") else f"{host}:{python}"
 
