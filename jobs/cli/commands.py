@@ -55,14 +55,14 @@ Sweep = Annotated[
 
 @dataclasses.dataclass
 class ClusterOptions:
-    """The options that say where a cluster is."""
+    """Options that name the place of a cluster."""
 
     namespace: Namespace = None
     context: Context = None
     host: Host = None
 
     def job(self, backend: str, name: str) -> tuple[JobBackend, str]:
-        """The backend, and the name of the job; of a file, that in it. Warns if another job than the file's has that name."""
+        """Returns the backend and the job's name. A file gives its job's name, with a warning if another job has that name."""
         if not name.endswith((".yaml", ".yml")):
             return self.open(backend, name), name
         from ..backend import backend_of
@@ -70,13 +70,13 @@ class ClusterOptions:
 
         spec = Job(Path(name), **vars(self)).spec(backend)
         opened = backend_of(backend).at(spec)
-        with contextlib.suppress(Unreachable):  # the command itself says so
+        with contextlib.suppress(Unreachable):  # the command itself reports the outage
             if changed := [line for line in opened.drift(spec) if not line.startswith("fresh: ")]:
                 warn(f"the job {spec.name} is another one than that of {name}: {'; '.join(changed[:8])}")
         return opened, spec.name
 
     def open(self, backend: str, name: str | None = None) -> JobBackend:
-        """The backend, ready for questions about the job of that name, or about all. Raises `UserError`."""
+        """Returns the backend, ready for queries about the job of that name, or about all. Raises `UserError`."""
         from .. import records
         from ..backend import backend_of  # and pydantic with it: `--help` does without
 
@@ -94,7 +94,7 @@ class ClusterOptions:
 
 @dataclasses.dataclass
 class Job:
-    """The options that describe a job, with a job file or without one."""
+    """Options that describe a job, with a job file or without one."""
 
     file: File = None
     name: Annotated[str | None, typer.Option("--name", help="Name of the job.")] = None
@@ -116,14 +116,14 @@ class Job:
     profile: Profile = None
 
     def spec(self, backend: str | None, **more: Any) -> JobSpec:
-        """The spec of the file with the options in it, or of the options alone; a profile lies below both.
+        """Returns the spec of the file with the options in it, or of the options alone. A profile lies below both.
 
         Args:
-            backend: whose flags `--namespace`, `--context` and `--host` may be.
-            more: further settings; those that are None do not count.
+            backend: backend whose flags `--namespace`, `--context` and `--host` may be given.
+            more: further settings; None values do not count.
 
         Raises:
-            UserError: a flag of another backend, or what is no job.
+            UserError: a flag belongs to another backend, or the settings are no valid job.
         """
         from lockstep.training.config import settings
 
@@ -157,7 +157,7 @@ class Job:
 def _at_its_host(
     kind: type[JobBackend], host: str | None, spec: JobSpec | None = None, file: Path | None = None
 ) -> None:
-    """Ends this command with the exit code that it has on the login node, if `slurm.host` names one."""
+    """Ends this command with the exit code of the login node's command, if `slurm.host` names a login node."""
     if (there := kind.login(host)) is not None:
         from ..slurm import ssh
 
@@ -166,14 +166,14 @@ def _at_its_host(
 
 
 class _EndedThere(typer.Exit):
-    """The command has ended on the login node."""
+    """The end of a command on the login node, with its exit code."""
 
     def __init__(self, code: int, host: str, spec: JobSpec | None) -> None:
         super().__init__(code)
         self.host, self.spec = host, spec
 
     def remember(self, sweep: list[str] | None) -> None:
-        """Notes where the jobs of a submission are. After 1, 75 and 124 they were submitted, too."""
+        """Saves the place of a submission's jobs. After exit codes 1, 75 and 124 they were submitted, too."""
         from .. import records
 
         if self.spec is not None and self.exit_code not in (EXIT_USAGE, EXIT_UNREACHABLE):
@@ -182,7 +182,7 @@ class _EndedThere(typer.Exit):
 
 
 def _runs(spec: JobSpec, sweep: list[str] | None) -> list[JobSpec]:
-    """The runs of a sweep; of a single job, that job."""
+    """Returns the runs of a sweep; for a single job, that job."""
     if not sweep:
         return [spec]
     from .. import sweep as sweeps
@@ -191,7 +191,7 @@ def _runs(spec: JobSpec, sweep: list[str] | None) -> list[JobSpec]:
 
 
 def check_flags(kind: type[JobBackend], flags: Mapping[str, str | None]) -> None:
-    """Raises `UserError` for a flag that says where another backend's cluster is."""
+    """Raises `UserError` for a flag that names the place of another backend's cluster."""
     from ..backend import BACKENDS, backend_of
 
     for flag in (name for name, value in flags.items() if value is not None and name not in kind.places):
@@ -202,7 +202,7 @@ def check_flags(kind: type[JobBackend], flags: Mapping[str, str | None]) -> None
 
 
 def cluster(name: str, command: str) -> type[Cluster]:
-    """A backend that renders. Raises `UserError` where `command` has nothing to do for it."""
+    """Returns a backend that renders. Raises `UserError` for a backend that `command` does not support."""
     from ..backend import BACKENDS, Cluster, backend_of
 
     kind = backend_of(name)
@@ -213,7 +213,7 @@ def cluster(name: str, command: str) -> type[Cluster]:
 
 
 def flatten_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer takes it: in place of a `Job` or a `ClusterOptions` it has the options that these are made of."""
+    """Returns the command for typer, with the fields of a `Job` or `ClusterOptions` as options in place of these parameters."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Callable[..., Any]] = {
         name: kind for name, kind in hints.items() if kind in (Job, ClusterOptions)
@@ -325,7 +325,7 @@ def submit(
         raise UserError("give --replace or --new, not both")
     replace = replace or (fresh and not new)
     try:
-        # A word that no run was begun with.
+        # A word with which no run has begun.
         spec = job.spec(backend, run_dir=run_dir, fresh=uuid.uuid4().hex[:12] if fresh else None)
     except _EndedThere as ending:
         if new:
@@ -352,9 +352,9 @@ def submit(
 
 
 def _print_preflight(name: str, checks: list[Check], as_json: bool) -> NoReturn:
-    """Prints what a submission would meet, and ends: with 2 where it would be refused, or could not start."""
+    """Prints the checks of a submission, and ends: with 2 if the job would be refused, or could not start."""
     results = {check.name: check.result for check in checks}
-    refused = any(check.result == "missing" for check in checks)  # several may have one name
+    refused = any(check.result == "missing" for check in checks)  # several checks may have the same name
     attach = results["job"] == "note"
     would = "not start" if refused else "attach" if attach else "wait" if results.get("start") == "warning" else "start"
     plain = {"name": name, "would": would, "checks": checks}
@@ -401,7 +401,7 @@ def status(backend: Backend, name: NameOrFile, place: ClusterOptions, as_json: J
 
 
 def report(name: str, status: Status, as_json: bool, waited: bool = False) -> None:
-    """Prints a status and ends with its exit code; 124 where a wait ended before the job."""
+    """Prints a status and ends with its exit code; 124 if a wait ended before the job."""
     answer(as_json, {"name": name, **status.plain()}, status.lines(name))
     raise typer.Exit(EXIT_TIMED_OUT if waited and status.unfinished else status.code)
 
@@ -561,6 +561,6 @@ def _rows(checks: list[Check]) -> list[str]:
 
 
 def _answer(checks: list[Check], as_json: bool) -> NoReturn:
-    """The rows of `doctor`, and its exit code."""
+    """Prints the rows of `doctor`, and ends with their exit code."""
     answer(as_json, checks, _rows(checks))
     raise typer.Exit(EXIT_FAILED if any(item.result == "missing" for item in checks) else EXIT_DONE)

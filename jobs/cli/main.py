@@ -108,7 +108,7 @@ def run(
 def _program(
     name: str, arguments: list[str], run_dir: Path | None, settings: list[str], fresh: bool, log_format: str | None
 ) -> list[str]:  # fmt: skip
-    """A program of one's own, whose Session takes the options. Raises `UserError`."""
+    """Returns the words of the user's own program, whose Session takes the options. Raises `UserError`."""
     from lockstep.training import config as configuration
     from lockstep.wire.payload import SessionOptions
 
@@ -162,7 +162,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "list": (commands.list_jobs, "Example: lockstep list k8s"),
     "doctor": (commands.doctor, "Examples: lockstep doctor k8s job.yaml · lockstep doctor gpu"),
 }
-"""Name → function and epilog of the commands that are parsed here."""
+"""Name → function and epilog of the commands that this module parses."""
 _WITHOUT_PLUGINS = ("render", "lint", "schema")
 """Commands that start no process and run no code of a user's. pydantic reads all installed packages to find plugins, which takes longer
 than to render."""
@@ -172,8 +172,8 @@ def _add_other(app: typer.Typer, command: str, summary: str, module: str | None 
     """Adds a command that parses its own words, and has its own help. click would take a `--` out of them.
 
     Args:
-        module: its `main(argv)` runs in this process. None: `python -m lockstep.training COMMAND` takes this process's place, with the
-            name that was typed. Such a command belongs inside a job, and loads torch.
+        module: module whose `main(argv)` runs in this process. None: `python -m lockstep.training COMMAND` replaces this process, with
+            the name that was typed. Such a command belongs inside a job, and loads torch.
     """
     taken = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
     help_ = f"{summary[0].upper()}{summary[1:]}."
@@ -214,7 +214,7 @@ def app_of(command: str = "") -> typer.Typer:
 
 
 def expand_set(words: list[str]) -> list[str]:
-    """`--set a=1 b=2` as `--set a=1 --set b=2`: what `python -m lockstep.training` takes, this command line takes, too."""
+    """Returns the words with `--set a=1 b=2` as `--set a=1 --set b=2`, because `python -m lockstep.training` accepts both forms."""
     expanded: list[str] = []
     assigning = False
     for number, word in enumerate(words):
@@ -229,10 +229,10 @@ def expand_set(words: list[str]) -> list[str]:
 
 
 def main() -> NoReturn:
-    """Runs the command line. Errors that a person can mend are one line and exit code 2."""
+    """Runs the command line. Prints an error that the user can correct in one line, and ends with code 2."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None where it is closed
-            stream.reconfigure(errors="backslashreplace")  # a locale without a letter of ours ends no command
+            stream.reconfigure(errors="backslashreplace")  # a letter that the locale lacks ends no command
     with answering():
         _main()
 
