@@ -32,9 +32,9 @@ from lockstep.training.models.arithmetic import autocast, float32_on_gpus
 from lockstep.training.parallel.world import World, detect, joined, set_threads
 
 SECONDS = 120
-"""For a row, with the start of its processes. Collectives end by themselves before."""
+"""Time limit of a row in seconds, with the start of its processes. Collectives have a shorter timeout."""
 REHEARSAL = "Rehearsal"
-"""The name of the GPUs of tests/gpu_rehearsal: what runs on these stand-ins does not show how fast a GPU is."""
+"""Name of the stand-in GPUs of tests/gpu_rehearsal. Rates of these stand-ins say nothing about a GPU."""
 STRATEGIES = list(sync.STRATEGIES)
 ELEMENTS, STEPS = 32_000_000, 6
 EXACT, LOSSY = 1e-3, {"bf16_compress": 0.02}
@@ -56,8 +56,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """`gpus`: how many it takes at least. `shares`: two ranks may share a single GPU. `needs`: the row that has to be in order before it is
-    tried."""
+    """A row of the table. `gpus`: smallest number of GPUs. `shares`: two ranks may share one GPU. `needs`: the row without which this
+    row is not tried."""
 
     name: str
     check: Callable[[World], Outcome]
@@ -69,7 +69,7 @@ class Probe:
 
 
 def visible(world: World) -> Outcome:  # noqa: ARG001 - every check is called with it
-    """Every visible GPU multiplies two matrices."""
+    """Checks that every visible GPU multiplies two matrices right."""
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     driver = Path("/proc/driver/nvidia/version")
     facts = {
@@ -88,14 +88,14 @@ def visible(world: World) -> Outcome:  # noqa: ARG001 - every check is called wi
 
 
 def peers(world: World) -> Outcome:  # noqa: ARG001
-    """A copy from each GPU to each other one arrives unchanged; the rates of the slowest and the fastest pair."""
+    """Checks that a copy from each GPU to each other GPU arrives unchanged. Measures the rates of the slowest and the fastest pair."""
     numbers = range(torch.cuda.device_count())
     pairs = [(source, target) for source in numbers for target in numbers if source != target]
     speeds = []
     for source, target in pairs:
         pattern = torch.arange(ELEMENTS, dtype=torch.int32, device=f"cuda:{source}")
         arrived = torch.empty_like(pattern, device=f"cuda:{target}")
-        seconds = _seconds(partial(arrived.copy_, pattern, non_blocking=True), source)  # which does the work
+        seconds = _seconds(partial(arrived.copy_, pattern, non_blocking=True), source)  # this GPU does the work
         speeds.append(ELEMENTS * 4 / seconds / 1e9)
         if not torch.equal(arrived.cpu(), pattern.cpu()):
             return Outcome("failed", f"a copy from GPU {source} to GPU {target} arrives changed")
@@ -105,7 +105,7 @@ def peers(world: World) -> Outcome:  # noqa: ARG001
 
 
 def all_reduce(world: World) -> Outcome:
-    """Sums whole numbers, so that every order of summation gives the same bits; and the rate. Collective."""
+    """Checks sums of whole numbers, for which every order of summation gives the same bits. Measures the rate. Collective."""
     values = torch.arange(100_003, device=world.device, dtype=torch.float32) % 1000
     expected = values * world.size + sum(range(world.size))
     values += world.rank
@@ -131,7 +131,7 @@ def _seconds(work: Callable[[], object], device: int | torch.device, times: int 
 
 
 def strategy(name: str, world: World) -> Outcome:
-    """Some steps with a gradient-sync strategy end where one process with the whole batch ends. Collective."""
+    """Checks that some steps with a gradient-sync strategy end where one process with the whole batch ends. Collective."""
     start = _small(world)
     draw = torch.Generator().manual_seed(1)
     images = torch.randn(STEPS, 8 * world.size, 3, 16, 16, generator=draw).to(world.device)
@@ -159,22 +159,22 @@ def strategy(name: str, world: World) -> Outcome:
 
 
 def precision(name: str, world: World) -> Outcome:
-    """The gradient of a small network on this rank's GPU, against float32's."""
+    """Checks the gradient of a small network on this rank's GPU against float32's gradient."""
     model = _small(world)
     images = torch.randn(32, 3, 32, 32).to(world.device)
-    labels = torch.zeros(32, dtype=torch.int64, device=world.device)  # alike: the samples' gradients do not cancel
+    labels = torch.zeros(32, dtype=torch.int64, device=world.device)  # equal: the samples' gradients do not cancel
     gradients = []
     for kind in ("float32", name):
         float32_on_gpus(tf32=kind == "tf32")
         with autocast(kind, world.device):
             loss = F.cross_entropy(model(images), labels)
-        # Scaled: float16 has nothing below 6e-8.
+        # Scaled: the smallest float16 number is 6e-8.
         gradients.append(_flat(torch.autograd.grad(1024 * loss, list(model.parameters()))))
     return _compared(gradients[1], gradients[0], PRECISIONS[name], "from float32's gradient")
 
 
 def _small(world: World) -> nn.Module:
-    """[b, 3, h, w] → [b, 10], without batch statistics: the same function of a sample at every world size."""
+    """Returns a network [b, 3, h, w] → [b, 10] without batch statistics: the same function of a sample at every world size."""
     torch.manual_seed(0)
     convolutions = (nn.Conv2d(3, 16, 3, stride=2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU())
     return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)).to(world.device)
@@ -185,7 +185,7 @@ def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _compared(actual: torch.Tensor, expected: torch.Tensor, bound: float, how: str) -> Outcome:
-    """Whether the distance (L2, relative to `expected`) is within a bound; one that is not a number is not."""
+    """Returns the outcome: ok if the distance (L2, relative to `expected`) is within a bound. A NaN is not within."""
     away = float((actual - expected).norm() / expected.norm())
     detail = f"{away:.1e} {how}, at most {bound:g}"
     return Outcome("ok" if away <= bound else "failed", detail, facts={"distance": away})
@@ -213,16 +213,16 @@ ROWS = (
     ),
     *(Probe(f"precision {name}", partial(precision, name), _OF_A_PRECISION) for name in PRECISIONS),
 )
-"""In the order in which they run. The first one is always there: it says what the others ran on."""
+"""Rows in the order in which they run. The first row always runs: it describes the GPUs."""
 
 
 def main(only: Sequence[str], as_json: bool, python: Sequence[str] = (sys.executable, "-u")) -> int:
-    """Prints the table, and returns 1 where a row failed.
+    """Prints the table. Returns 1 if a row failed.
 
     Args:
-        only: the beginnings of the rows' names; none: all rows.
-        as_json: prints JSON; the table goes to stderr.
-        python: starts the processes of a row.
+        only: beginnings of the rows' names; none: all rows.
+        as_json: whether to print JSON, and the table to stderr.
+        python: words that start the processes of a row.
 
     Raises:
         UserError: there is no GPU, or no such row.
@@ -241,7 +241,7 @@ def main(only: Sequence[str], as_json: bool, python: Sequence[str] = (sys.execut
 
 
 def table(rows: Sequence[Probe], gpus: int, python: Sequence[str], stream: Any) -> dict[str, Any]:
-    """Runs the rows and shows each on `stream`. Returns plain values; those of a rehearsal say so, and have no rates."""
+    """Runs the rows and shows each on `stream`. Returns plain values; the values of a rehearsal have a mark, and no rates."""
     value: dict[str, Any] = {"date": date.today().isoformat(), "gpus": gpus, "rows": []}  # noqa: DTZ011 - the user's own day
     for row in rows:
         began = time.monotonic()
@@ -267,7 +267,7 @@ def table(rows: Sequence[Probe], gpus: int, python: Sequence[str], stream: Any) 
 
 
 def _outcome(name: str, ranks: int, python: Sequence[str]) -> Outcome:
-    """Returns the result of a row in fresh processes, with the rank's name where not all of them failed."""
+    """Returns the result of a row in fresh processes, with the rank's name if only some ranks failed."""
     launch = [
         "-m",
         "lockstep.training",
@@ -294,18 +294,18 @@ def _outcome(name: str, ranks: int, python: Sequence[str]) -> Outcome:
 
 
 def rank(name: str) -> None:
-    """Runs a row in this rank, which prints what became of it."""
+    """Runs a row in this rank, and prints the result."""
     (row,) = (row for row in ROWS if row.name == name)
     world = detect(os.environ)
     set_threads(world, 0, os.environ)
     backend = "gloo" if world.local_size > torch.cuda.device_count() else "auto"
     with joined(world, "cuda", SECONDS / 2, backend) as world:
-        float32_on_gpus(tf32=False)  # as a run of ours
+        float32_on_gpus(tf32=False)  # as in a run of ours
         try:
             outcome = row.check(world)
         except Exception as error:
             outcome = Outcome("failed", f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}")
-            raise  # then nothing waits in NCCL for ranks that do not come
+            raise  # this process ends, so nothing waits in NCCL for missing ranks
         finally:
             print(json.dumps([f"rank {world.rank}", asdict(outcome)]), flush=True)
 

@@ -48,7 +48,7 @@ class Snapshot:
 
 @dataclass(slots=True)
 class Rank:
-    """One rank between two snapshots. Shares are of step time, 0 to 1; None where no step was seen."""
+    """One rank between two snapshots. Shares are of step time, 0 to 1; None if no step was seen."""
 
     rank: int
     step: int
@@ -61,7 +61,7 @@ class Rank:
     rest: float | None
     loss: float | None
     logged: dict[str, float]
-    """The last of each number that the script has logged."""
+    """Last value of each number that the script has logged."""
     memory_bytes: float | None
     seconds_since_step: float | None
     exit_code: int | None
@@ -73,7 +73,7 @@ class Rank:
 
 
 class Reader:
-    """Finds the ranks of a run directory. Raises `UserError` where it does not hold a run."""
+    """The reader of a run directory's ranks. Raises `UserError` if the directory does not hold a run."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -84,7 +84,7 @@ class Reader:
             )
 
     def read(self) -> dict[int, Snapshot]:
-        """The newest of every rank. Ranks that do not answer are read from their textfiles."""
+        """Returns the newest snapshot of every rank. Reads the textfiles of ranks that do not answer."""
         ranks = {_number(path) for folder in (contract.ENDPOINTS, contract.METRICS)
                  for path in (self.run_dir / folder).glob("rank-*.*")}  # fmt: skip
         numbers = sorted(ranks - {None})  # type: ignore[type-var]
@@ -108,7 +108,7 @@ class Reader:
             if straggler is not None and straggler["rank"] == rank.rank:
                 rank.straggler = straggler
             if rank.exit_code is None and rank.source == "textfile" and ended is not None:
-                rank.exit_code = ended  # it was killed
+                rank.exit_code = ended  # the rank was killed
             if (one := named.get(rank.rank)) is not None and rank.exit_code is None:
                 rank.hang = printable(one.activity)
         return ranks
@@ -129,15 +129,15 @@ class Reader:
                 if not written or _whose(served) == _whose(written):
                     return Snapshot(rank, parse(served), time.time(), "live")
             except (OSError, ValueError):
-                pass  # it has just ended, a firewall stands between, or something else has its port now
+                pass  # the rank has just ended, a firewall blocks, or another server has the port
         try:
             return Snapshot(rank, parse(written), at, "textfile") if written else None
         except ValueError:
             return None
 
     def _may_ask(self, host: str, port: int, rank: int) -> bool:
-        """This machine, where the rank's user has the port; another one only where we, or root, have written down that a rank
-        is there."""
+        """Returns whether the reader may connect. On this machine, only the rank's user or root may listen on the port. For another
+        machine, we or root must have written the address."""
         try:
             owner = contract.endpoint_file(self.run_dir, rank).stat().st_uid
         except OSError:
@@ -165,13 +165,13 @@ def _number(path: Path) -> int | None:
 
 
 def _whose(text: str) -> tuple[str, ...] | None:
-    """The run and the rank that metrics are of, as their first line with both has them."""
+    """Returns the run and the rank of metrics, from their first line with both; None without such a line."""
     found = re.search(r'\{(?=[^}]*\brun="((?:[^"\\]|\\.)*)")(?=[^}]*\brank="(\d+)")', text)
     return found.groups() if found else None
 
 
 def _fetch(host: str, port: int, rank_id: object) -> str:
-    """GET /metrics within `TIMEOUT` in all, without proxy and redirects, of the server with that id.
+    """Returns the answer to GET /metrics from the server with that id. Takes `TIMEOUT` at most, without proxy and redirects.
 
     Raises `OSError`, `ValueError`.
     """
@@ -196,10 +196,10 @@ def _fetch(host: str, port: int, rank_id: object) -> str:
 
 
 def parse(text: str) -> dict[str, float]:
-    """The single values of a rank's metrics that are finite. Raises `ValueError` for what is not Prometheus' text format."""
+    """Returns the finite single values of a rank's metrics. Raises `ValueError` for text that is not in Prometheus' format."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    # Of more than a hundred lines, mostly histograms' buckets, fifteen are wanted: the parser takes microseconds for each.
+    # Of more than a hundred lines, mostly histograms' buckets, fifteen are needed. The parser takes microseconds for each line.
     wanted = [line for line in text.splitlines() if re.split(r"[ {]", line, maxsplit=1)[0] in _SINGLE]
     if not wanted:
         raise ValueError("not the metrics of a rank")
@@ -217,11 +217,11 @@ def parse(text: str) -> dict[str, float]:
 
 
 def _rank(before: Snapshot | None, after: Snapshot) -> Rank:
-    """Returns a rank's work between two readings; since its start if it made no step in between, or is new."""
+    """Returns a rank's work between two readings; since the rank's start if it made no step in between, or is new."""
     new, old = after.values, before.values if before is not None else {}
     steps, seconds = "step_duration_seconds_count", after.at - before.at if before is not None else 0.0
     moved = new.get(steps, 0.0) > old.get(steps, 0.0) and old.get("attempt") == new.get("attempt")
-    if not (moved and seconds > 0):  # nothing between the two: what is known of the whole attempt
+    if not (moved and seconds > 0):  # no step between the two: values of the whole attempt
         old, seconds = {}, 0.0
 
     def gained(name: str) -> float:
@@ -234,7 +234,7 @@ def _rank(before: Snapshot | None, after: Snapshot) -> Rank:
         shares = [*phases, max(0.0, 1.0 - sum(phases))]
     last = new.get("last_step_timestamp_seconds")
     if moved and last is not None and "last_step_timestamp_seconds" in old:
-        # From step to step: readings come in the middle of steps.
+        # The time from step to step, because readings come in the middle of steps.
         seconds = gained("last_step_timestamp_seconds") or seconds
     ended = new.get("finished") == 1
     return Rank(

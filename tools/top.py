@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 STUCK_SECONDS = 60
 MAX_LOGGED = 4
-"""Numbers of the script's own, in the title."""
+"""Largest number of the script's own numbers in the title."""
 BAR = 20
 AROUND = 6
-"""Lines of the terminal around the ranks: title, head, straggler, legend, how many are left out, and where the cursor stands."""
+"""Lines of the terminal around the ranks: title, head, straggler, legend, the number of hidden ranks, and the cursor."""
 _LETTERS = (("data_wait", "d", "yellow"), ("compute", "c", "green"), ("sync_wait", "s", "blue"), ("rest", "·", "dim"))
 LEGEND = "d waits for data, c computes, s waits for other ranks, · the rest"
 WIDE = 110
@@ -90,7 +90,7 @@ def _seconds(text: str) -> float:
 def _live(run: Location, reader: Reader, before: dict[int, Snapshot], every: float) -> None:
     from rich.live import Live
 
-    # One more reading back, so that a slow step still falls between two of them.
+    # Compares with the reading before the last, so that a slow step ends between the two.
     readings = [before]
     with Live(picture(run.name, reader.judged({}, before)), auto_refresh=False, screen=False) as live:
         while True:
@@ -109,8 +109,8 @@ def legend(ranks: list[Rank]) -> str:
 
 
 def fitting(ranks: list[Rank], rows: int) -> list[Rank]:
-    """Returns as many ranks as there is room for, in their order. First come the ranks that hold the others up or report something
-    else, then those that wait least for the others."""
+    """Returns as many ranks as fit into `rows`, in their order. Ranks that delay the others or report something come first, then those
+    that wait least."""
     if len(ranks) <= rows:
         return ranks
     found = sorted(
@@ -120,7 +120,7 @@ def fitting(ranks: list[Rank], rows: int) -> list[Rank]:
 
 
 def title(run: str, ranks: list[Rank], width: int = 10_000) -> str:
-    """How far the run is, how fast, and what it has logged itself. A path that does not fit loses its beginning."""
+    """Returns how far the run is, how fast, and the numbers that its script logged. A path that does not fit loses its beginning."""
     images = sum(rank.images_per_second or 0 for rank in ranks)
     first = ranks[0]
     planned = f" of {first.steps_planned}" if first.steps_planned else ""
@@ -131,7 +131,7 @@ def title(run: str, ranks: list[Rank], width: int = 10_000) -> str:
 
 
 def picture(run: str, ranks: list[Rank]) -> Group:
-    """The live table, as large as the terminal is now."""
+    """Returns the live table, in the current size of the terminal."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -153,13 +153,13 @@ def picture(run: str, ranks: list[Rank]) -> Group:
         cells[4] = bar
         style = "bold red" if rank.straggler or rank.hang else None
         table.add_row(*(cells[number] for number in shown), style=style)
-    # Next to the table, which may be narrower. As text: a [/x] in a path is no markup.
+    # Apart from the table, which may be narrower. As text: a [/x] in a path is no markup.
     head = Text(title(run, ranks, terminal.columns), style="bold", no_wrap=True, overflow="ellipsis")
     return Group(head, table, Text(caption, style="dim"))
 
 
 def row(rank: Rank) -> tuple[str, ...]:
-    """The cells of a rank as plain text."""
+    """Returns the cells of a rank as plain text."""
     return (
         str(rank.rank), str(rank.step), _number(rank.images_per_second, "{:.0f}"),
         _number(rank.step_seconds and rank.step_seconds * 1e3, "{:.1f}"), "".join(letters for letters, _ in _runs(rank)),
