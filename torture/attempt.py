@@ -24,16 +24,16 @@ from .processes import Process
 
 WATCH_SECONDS = 0.002
 COUNT_SECONDS = 0.5
-"""Between two looks at the table of processes."""
+"""Seconds between two reads of the process table."""
 
 
 class Fault(NamedTuple):
     whom: str
-    """launcher, rank, all, worker, or disk."""
+    """Target: launcher, rank, all, worker, or disk."""
     signals: tuple[int, ...] = ()
-    """Sent one after the other, with a pause between two."""
+    """Signals that are sent one after the other, with a pause between two."""
     usual: bool = True
-    """Whether it is among those that are drawn by default."""
+    """Whether the fault is drawn by default."""
 
 
 _KILL, _STOP, _CONT, _TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT, signal.SIGTERM
@@ -57,23 +57,23 @@ FAULTS = {
 class Disturbance(NamedTuple):
     fault: str
     says: str
-    """The moment, in words."""
+    """Description of the moment."""
     kind: str
-    """step, save, line; else time."""
+    """Kind of the moment: step, save, line; else time."""
     value: float
-    """The step; how many saves or lines; seconds since the start."""
+    """Number of the step, of saves or of lines; or seconds since the start."""
     delay: float = 0.0
-    """Seconds from there on."""
+    """Seconds after the moment."""
     of: re.Pattern[str] | frozenset[str] = frozenset()
-    """The pattern of the line, or the kinds of files that are saves."""
+    """Pattern of the line, or the kinds of files that are saves."""
     rank: float = 0.0
-    """Which one, as a share of their number."""
+    """Position of the rank, as a share of the number of ranks."""
     pause: float = 0.0
     """Seconds between two signals."""
 
 
 class Attempt:
-    """What a start has shown so far, and in the end how it ended."""
+    """The observations of one start, and its end."""
 
     def __init__(
         self,
@@ -85,9 +85,9 @@ class Attempt:
     ) -> None:
         """
         Args:
-            args: the flags of the command, with the words that `start` and `resume` the job, and whether it runs `inside` its folder.
-            run: a folder that is there.
-            again: an earlier start has not ended with 0.
+            args: flags of the command, with the words that `start` and `resume` the job, and whether the job runs `inside` its folder.
+            run: folder that exists.
+            again: whether an earlier start has not ended with 0.
         """
         self.args, self.run, self.disturbance = args, run, disturbance
         self.words = [
@@ -96,30 +96,30 @@ class Attempt:
         ]
         self.mark = uuid.uuid4().hex
         self.code = self.ranks = self.workers = 0
-        """What its first process ended with, and at most how many ranks and workers of theirs there were."""
+        """Exit code of the first process, and the largest numbers of ranks and of their workers."""
         self.seconds = 0.0
         self.steps: list[int] = []
         self.step_times: list[float] = []
-        """Seconds since the start, of each."""
+        """Seconds since the start, for each step."""
         self.loss: float | None = None
         self.lines: Counter[re.Pattern[str]] = Counter()
         """Pattern of the user → number of lines that match it."""
         self.said: list[str] = []
-        """Its last lines."""
+        """Last lines of the output."""
         self.done = ""
-        """What was done to it; empty if the moment did not come."""
+        """Description of the disturbance; empty if the moment did not come."""
         self.hung = False
         self.steps_alone = 0
         """Steps that the ranks took after their launcher's end."""
         self.left: list[Process] = []
-        """Those that were still there after the first one's end, and the time that they had."""
+        """Processes that still lived after the first process had ended and `grace_seconds` were over."""
         self.tree = Tree(run)
         self._events_read = self.tree.size_of(EVENTS_FILE)
         self._rest = b""
         self._due: list[tuple[float, Process, int]] = []
 
     def go(self, bound: float, disk: Disk | None = None) -> Attempt:
-        """Returns when no process of it is left. What takes longer than `bound` seconds hangs, and is killed."""
+        """Runs the command until no process of it is left. A run of more than `bound` seconds counts as hung, and is killed."""
         temporary = self.run.parent / "tmp"
         temporary.mkdir(exist_ok=True)
         self._began = time.monotonic()
@@ -179,7 +179,7 @@ class Attempt:
         return self.seconds >= moment.value
 
     def _look(self) -> None:
-        """Reads what is new of the output, in the folder, and of a Lockstep run's events there."""
+        """Reads new output, new files in the folder, and new events of a Lockstep run."""
         if self._launcher.returncode is None:
             self.seconds = time.monotonic() - self._began
         assert self._launcher.stdout is not None
@@ -193,7 +193,7 @@ class Attempt:
 
     def _on_line(self, line: str) -> None:
         self.said = [*self.said[-8:], line] if line.strip() else self.said
-        with contextlib.suppress(ValueError, TypeError):  # a pattern may find more than numbers
+        with contextlib.suppress(ValueError, TypeError):  # a pattern may match other text than numbers
             if self.args.steps_pattern and (found := self.args.steps_pattern.search(line)):
                 self._on_step(int(found[1]))
             if self.args.loss_pattern and (found := self.args.loss_pattern.search(line)):
@@ -206,9 +206,9 @@ class Attempt:
         self.step_times.append(self.seconds)
 
     def _read_events(self) -> None:
-        """Where no patterns are given."""
+        """Reads steps and losses from a Lockstep run's events, if no patterns are given."""
         size, path = self.tree.size_of(EVENTS_FILE), self.tree.path_of(EVENTS_FILE)
-        self._events_read = min(self._events_read, size)  # a resume may have cut it off
+        self._events_read = min(self._events_read, size)  # a resume may have truncated the file
         if path is None or size == self._events_read:
             return
         with contextlib.suppress(OSError), open(path, "rb") as file:
@@ -216,7 +216,7 @@ class Attempt:
             whole, newline, _ = file.read().rpartition(b"\n")
             self._events_read += len(whole + newline)
             for line in whole.splitlines():
-                with contextlib.suppress(ValueError, TypeError, KeyError):  # it may be another program's
+                with contextlib.suppress(ValueError, TypeError, KeyError):  # the file may be another program's
                     event = json.loads(line)
                     if event["event"] == "step" and not self.args.steps_pattern:
                         self._on_step(int(event["step"]))
@@ -224,7 +224,7 @@ class Attempt:
                         self.loss = float(event["train_loss"])
 
     def _count(self) -> tuple[list[Process], list[Process], list[Process]]:
-        """All processes, the ranks among them, and what those have started."""
+        """Returns all processes, the ranks among them, and the processes that the ranks have started."""
         living = processes.living(self.mark, self._launcher.pid)
         ranks = processes.ranks_of(living, self._launcher.pid, self.args.rank_process)
         workers = processes.workers_of(living, ranks)
@@ -243,7 +243,7 @@ class Attempt:
         whom = {"launcher": first, "all": all_, "worker": workers}.get(fault.whom, ranks)
         if fault.whom in ("rank", "worker"):
             whom = whom[int(how.rank * len(whom)) :][:1]
-        if whom:  # else it is not there yet
+        if whom:  # otherwise the target does not exist yet
             now = self.seconds
             self._due = [(now + turn * how.pause, one, what) for turn, what in enumerate(fault.signals) for one in whom]
             names = ", ".join(signal.Signals(number).name for number in fault.signals)
@@ -258,6 +258,6 @@ class Attempt:
 
 
 def _as_from_a_shell() -> None:
-    """A job would inherit that signals are ignored, as below nohup."""
+    """Resets signals that are ignored, for example under nohup: the job would inherit that."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)

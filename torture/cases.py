@@ -28,24 +28,24 @@ A_DAY = 24 * 3600.0
 
 @dataclass
 class Case:
-    """What was done to one run, and what became of it."""
+    """The disturbances of one run, and their effects."""
 
     case: int
     fault: str
     moment: str
     done: list[str]
-    """What each start suffered; empty where its moment did not come."""
+    """Disturbance of each start; empty if its moment did not come."""
     codes: list[int]
-    """What each start ended with; the negative number of a signal."""
+    """Exit code of each start; for a signal, its negative number."""
     seconds_lost: float
-    """More than the undisturbed run took, over all starts."""
+    """Seconds over all starts, less those of the undisturbed run."""
     steps_repeated: int | None = None
     steps_lost: int | None = None
-    """None where no steps are seen."""
+    """Number of lost steps; None if no steps are seen."""
     weights: str = "not complete"
-    """equal, within spread, different, unreadable, not complete."""
+    """Result: equal, within spread, different, not compared, unreadable, not complete."""
     loss: float | None = None
-    """The last one."""
+    """Last loss."""
     steps_alone: int = 0
     """Steps that ranks took after their launcher's end: a start at that time would have met them."""
     left: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Case:
     files: list[str] = field(default_factory=list)
     """Kinds of files that an undisturbed run does not have."""
     problems: list[str] = field(default_factory=list)
-    """Why it has not held."""
+    """Reasons why the case has not held."""
 
     @property
     def verdict(self) -> str:
@@ -64,7 +64,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the undisturbed runs with one number of ranks have shown."""
+    """The observations of the undisturbed runs with one number of ranks."""
 
     runs: list[Attempt]
     weights: list[weights.Fingerprints]
@@ -82,18 +82,18 @@ class Reference:
 
 class Torture:
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
-        """Raises `UserError` where the function that reads weights cannot be imported."""
+        """Raises `UserError` if the function that reads weights cannot be imported."""
         self.args, self.folder = args, folder
         self.function = imported(args.weights_from, "a function that reads weights") if args.weights_from else None
         self.references: list[Reference] = []
-        """One for each number of ranks."""
+        """References, one for each number of ranks."""
 
     @property
     def reference(self) -> Reference:
         return self.references[0]
 
     def undisturbed(self) -> None:
-        """Runs it twice with each number of ranks, and a third time where the weights differ. Raises `UserError` where it fails."""
+        """Runs the command twice with each number of ranks, and a third time if the weights differ. Raises `UserError` if a run fails."""
         for ranks in self.args.ranks if "other-ranks" in self.args.faults else self.args.ranks[:1]:
             runs: list[Attempt] = []
             found: list[weights.Fingerprints] = []
@@ -121,7 +121,7 @@ class Torture:
             shutil.rmtree(run.parent, ignore_errors=True)
 
     def read(self, run: Path) -> weights.Fingerprints:
-        """A run's weights. Raises `UserError`."""
+        """Returns a run's weights. Raises `UserError`."""
         if self.function is not None:
             try:
                 values = self.function(run)
@@ -131,7 +131,7 @@ class Torture:
         return weights.of_file(weights.newest(run, self.args.weights))
 
     def about(self) -> str:
-        """The undisturbed runs, in a line."""
+        """Returns a line about the undisturbed runs."""
         first, reference = self.reference.runs[0], self.reference
         told = [f"undisturbed: {reference.seconds:.1f} s", f"{first.ranks} ranks" if first.ranks else "one process"]
         told += [f"{len(first.steps)} steps seen" if first.steps else "no steps seen (--steps-pattern)"]
@@ -157,7 +157,7 @@ class Torture:
         }  # fmt: skip
 
     def case(self, number: int) -> Case:
-        """One case, from its first start until it ends with 0, or was started `STARTS` times."""
+        """Runs one case, from its first start until it ends with 0, or was started `STARTS` times."""
         how = self._drawn(number)
         draw = self._chance(f"start {number}")
         plan = [how]
@@ -182,7 +182,7 @@ class Torture:
         return random.Random(f"{self.args.seed} {what}")  # noqa: S311 - it repeats, and guards nothing
 
     def _drawn(self, number: int) -> Disturbance:
-        """Each fault comes once before one comes again, and so do the moments."""
+        """Returns the disturbance of a case. Each fault comes once before any fault comes again, and so do the moments."""
         first = self.reference.runs[0]
         faults = [name for name in self.args.faults if first.ranks or name not in ("kill-launcher", "term-all")]
         faults = [name for name in faults if first.workers or name != "hang-worker"]
@@ -198,7 +198,7 @@ class Torture:
         return chosen._replace(fault=faults[number % len(faults)])
 
     def _moments(self, number: int) -> list[Disturbance]:
-        """One of each kind that the undisturbed runs have shown."""
+        """Returns one moment of each kind that the undisturbed runs have shown."""
         run, draw = self.reference.runs[0], self._chance(f"moment {number}")
         share, rank, pause = draw.random(), draw.random(), draw.uniform(0.1, 2.0)
         delay = draw.choice((0.0, 0.0, 0.001, 0.003, 0.01, 0.03))
@@ -263,7 +263,7 @@ class Torture:
         return case
 
     def _compared(self, run: Path, case: Case) -> tuple[str, str]:
-        """How the weights are, and what is wrong with that."""
+        """Returns the result for the weights, and the problem with them."""
         try:
             found = self.read(run)
         except UserError as error:
@@ -284,7 +284,7 @@ class Torture:
 
 
 def _spread(references: Iterable[Reference]) -> tuple[float, float] | None:
-    """The interval that a loss must be in: that of the undisturbed runs, and on both sides as wide again."""
+    """Returns the interval that a loss must be in: the interval of the undisturbed runs, widened by its width on both sides."""
     losses = [run.loss for reference in references for run in reference.runs]
     found = [loss for loss in losses if loss is not None]
     if len(found) < len(losses):
@@ -298,6 +298,6 @@ def _named(ended: Attempt) -> list[str]:
 
 
 def _files(run: Path) -> tuple[set[str], int]:
-    """The kinds of files there, and the bytes of all."""
+    """Returns the kinds of files in the folder, and the bytes of all files."""
     paths = [path for path in run.rglob("*") if path.is_file() and not path.is_symlink()]
     return {kind_of(str(path.relative_to(run))) for path in paths}, sum(path.stat().st_size for path in paths)

@@ -28,7 +28,7 @@ from .attempt import FAULTS
 from .cases import MOMENTS, Case, Torture
 
 WEIGHTS = "{run}/**/checkpoints/*/state.safetensors"
-"""Of a Lockstep run."""
+"""Weights of a Lockstep run."""
 HEAD = ("CASE", "FAULT", "MOMENT", "ENDED WITH", "WEIGHTS", "SECONDS LOST", "STEPS AGAIN", "LOST", "VERDICT")
 _WIDTHS = (4, 13, 32, 12, 13, 12, 11, 4, 0)
 
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     if not hasattr(os, "pidfd_open"):
         raise UserError("lockstep torture needs Linux: it looks for processes in /proc")
     _resolve(args)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # nothing of it stays
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # removes the folder and ends all processes
     folder = args.keep or Path(tempfile.mkdtemp(prefix="torture-"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -154,7 +154,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _of(names: Collection[str]) -> Callable[[str], list[str]]:
-    """Some of these names, for `type=`."""
+    """Returns a parser of some of these names, for `type=`."""
 
     def parse(text: str) -> list[str]:
         for name in text.split(","):
@@ -166,7 +166,7 @@ def _of(names: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def _resolve(args: argparse.Namespace) -> None:
-    """Adds the words that `start` and `resume` the job, and whether it runs `inside` its folder. Raises `UserError`."""
+    """Adds the words that `start` and `resume` the job, and whether the job runs `inside` its folder. Raises `UserError`."""
     words = args.command[1:]
     if args.command[0] != "--":
         launch = [sys.executable, "-m", "lockstep.training", "launch", "--ranks", "{ranks}", "--no-prefix"]
@@ -198,7 +198,7 @@ def _row(cells: tuple[str, ...]) -> str:
 
 
 def _again(args: argparse.Namespace, case: Case) -> str:
-    """The command that repeats the case. Of what is given twice the last counts; files that were written are there now."""
+    """Returns the command that repeats the case. Of repeated flags the last counts. Leaves out files to write, which exist now."""
     written = {str(path) for path in (args.report, args.keep) if path}
     words = [word for word in args.words if word not in {"--json", "--report", "--keep", *written}]
     words += ["--seed", str(args.seed), "--case", str(case.case)]

@@ -20,23 +20,23 @@ _SIZE_OF_A_SAVE = 0.1
 
 
 def kind_of(path: str) -> str:
-    """The name of a file, with # for numbers and what is made up."""
+    """Returns the name of a file, with # in place of numbers and hexadecimal ids."""
     return re.sub(r"[0-9a-f]{8,}|\d+", "#", path)
 
 
 class Tree:
-    """The files below a folder. A log that grows is no news, a file that is made, replaced or cut off is."""
+    """The files below a folder. A growing log is no news; a file that is created, replaced or truncated is."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = str(folder)
         self.cost = 0.0
-        """Seconds that one look takes."""
+        """Seconds that one scan takes."""
         self.sizes: dict[str, int] = {}
-        """Kind of file → the largest."""
+        """Kind of file → bytes of the largest file."""
         self.known: dict[str, tuple[int, int, int]] = {}
         """Path → (inode, bytes, time of its last change)."""
         self.news: list[str] = []
-        """The kind of each file that was made, replaced or cut off, in order."""
+        """Kind of each file that was created, replaced or truncated, in order."""
         self.look()
         self.news.clear()
 
@@ -62,7 +62,7 @@ class Tree:
         return self.known[path][1] if path else 0
 
     def large(self) -> frozenset[str]:
-        """The kinds of file that are saves."""
+        """Returns the kinds of files that are saves."""
         least = _SIZE_OF_A_SAVE * max(self.sizes.values(), default=0)
         return frozenset(kind for kind, size in self.sizes.items() if size >= least and kind in self.news)
 
@@ -95,7 +95,7 @@ class Disk:
         self.mounted = _succeeds(["mount", "-t", "tmpfs", "-o", size, "lockstep-torture", str(run)])
 
     def fill(self, living: list[Process]) -> str:
-        """Returns what was done."""
+        """Fills the disk, and returns a description."""
         if self.mounted:
             room = os.statvfs(self.run)
             with (self.run / BALLAST).open("wb") as file, contextlib.suppress(OSError):  # the job may be faster
@@ -109,7 +109,7 @@ class Disk:
         return "no file may grow (RLIMIT_FSIZE)"
 
     def _fill(self) -> None:
-        """Takes what the job gives back, too."""
+        """Fills space that the job frees, too."""
         with (self.run / BALLAST).open("ab", buffering=0) as file:
             while self.filling.is_set():
                 try:
@@ -118,7 +118,7 @@ class Disk:
                     time.sleep(0.001)
 
     def release(self) -> None:
-        """Gives the room back."""
+        """Frees the space."""
         if self.filling.is_set():
             self.filling.clear()
             self.thread.join()

@@ -21,15 +21,15 @@ _OF_A_LAUNCHER = {*OF_A_JOB, *RANK_NAMES, "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WOR
 class Process:
     pid: int
     began: int
-    """Clock ticks since the machine started. Another process that gets the same number has others."""
+    """Clock ticks from the machine's start to the process's. A later process with the same id has another value."""
     parent: int
     rank: str
-    """Empty for a process that no launcher has made a rank, and its children."""
+    """Rank from the environment, which children inherit; empty if no launcher set one."""
     words: str
-    """Its command line."""
+    """Command line of the process."""
 
     def send(self, number: int) -> bool:
-        """Whether the signal was sent: the process is still there, and it is this one."""
+        """Returns whether the signal was sent: the process still exists, and is this one."""
         try:
             handle = os.pidfd_open(self.pid)
         except OSError:
@@ -47,13 +47,13 @@ class Process:
 
 
 def environment(mark: str, temporary: Path) -> dict[str, str]:
-    """This process's environment, without what belongs to a job that it may be in, for one whose processes carry the mark."""
+    """Returns the environment for a job with the mark: this process's own, without variables of an outer job."""
     kept = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
     return {**kept, ENV_TORTURE: mark, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
 
 
 def living(mark: str, session: int) -> list[Process]:
-    """The processes that carry the mark, or belong to the session that the first of them has begun. Zombies are not among them."""
+    """Returns the processes that carry the mark or belong to the session. Leaves out zombies."""
     found = []
     for entry in os.listdir("/proc"):
         stat = _stat(int(entry)) if entry.isdigit() else None
@@ -72,7 +72,7 @@ def living(mark: str, session: int) -> list[Process]:
 
 
 def _stat(pid: int) -> tuple[int, int, int] | None:
-    """(parent, began, session) of a process that has not ended."""
+    """Returns (parent, began, session) of a process; None if it has ended."""
     fields = stat_of(pid)
     return None if not fields or fields[0] in "ZX" else (int(fields[1]), int(fields[19]), int(fields[3]))
 
@@ -91,7 +91,7 @@ def ranks_of(living: list[Process], launcher: int, pattern: str) -> list[Process
 
 
 def workers_of(living: list[Process], ranks: list[Process]) -> list[Process]:
-    """What the ranks have started themselves, such as a loader's workers."""
+    """Returns the processes that the ranks have started, such as a loader's workers."""
     parents = {rank.pid for rank in ranks}
     return [
         one
@@ -101,7 +101,7 @@ def workers_of(living: list[Process], ranks: list[Process]) -> list[Process]:
 
 
 def end(mark: str, session: int) -> list[Process]:
-    """Kills what is left, and waits until nothing is, for ten seconds at most. Returns what there was at first."""
+    """Kills the remaining processes, and waits for their ends, for ten seconds at most. Returns the processes that remained at first."""
     left = first = living(mark, session)
     deadline = time.monotonic() + 10
     while left and time.monotonic() < deadline:

@@ -13,11 +13,11 @@ from lockstep.training.contract import UserError
 
 _TENSORS = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".tar")
 Fingerprints = dict[str, str]
-"""Name of a tensor, or of what else a file holds, → sha256 of its shape, type and bytes."""
+"""Name of a tensor, or of other content of a file → sha256 of its shape, type and bytes."""
 
 
 def newest(run: Path, pattern: str) -> Path:
-    """The last file that the pattern names, where 10 comes after 9. Raises `UserError`."""
+    """Returns the last file that the pattern matches, in natural order (10 after 9). Raises `UserError` if there is none."""
     found = glob.glob(pattern.replace("{run}", glob.escape(str(run))), recursive=True)
     if not found:
         raise UserError(f"the run has left no file {pattern}: --weights says where they are")
@@ -29,7 +29,8 @@ def _natural(path: str) -> list[tuple[int, str]]:
 
 
 def of_file(path: Path) -> Fingerprints:
-    """The tensors of a safetensors or torch file; of another one, its bytes. Raises `UserError` where it is damaged."""
+    """Returns the fingerprints of a safetensors or torch file's tensors; of another file, of its bytes. Raises `UserError` if the file
+    is damaged."""
     try:
         if path.suffix not in _TENSORS:
             return {"all bytes": _digest("", path.read_bytes())}
@@ -46,7 +47,7 @@ def of_file(path: Path) -> Fingerprints:
 
 
 def of_values(values: Any, where: str) -> Fingerprints:
-    """The tensors, arrays and bytes in a nest of mappings and lists. Raises `UserError` where it has none."""
+    """Returns the fingerprints of tensors, arrays and bytes in nested mappings and lists. Raises `UserError` if there are none."""
     found: Fingerprints = {}
     _walk(values, "", found)
     if not found:
@@ -77,5 +78,5 @@ def _walk(value: Any, place: str, found: Fingerprints) -> None:
 
 
 def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """Names whose values differ, or that only one of the two has."""
+    """Returns the names whose values differ, or that only one of the two has."""
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
