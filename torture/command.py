@@ -198,7 +198,7 @@ def _row(cells: tuple[str, ...]) -> str:
 
 
 def _again(args: argparse.Namespace, case: Case) -> str:
-    """Returns the command that repeats the case. Of repeated flags the last counts. Leaves out files to write, which exist now."""
+    """Returns the command that repeats the case. The last of repeated flags counts. Leaves out files to write, which exist now."""
     written = {str(path) for path in (args.report, args.keep) if path}
     words = [word for word in args.words if word not in {"--json", "--report", "--keep", *written}]
     words += ["--seed", str(args.seed), "--case", str(case.case)]
