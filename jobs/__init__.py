@@ -21,7 +21,7 @@ __all__ = ["Job", "JobSpec", "submit"]
 
 
 def __getattr__(name: str) -> Any:
-    # The command line imports this package for every command; pydantic is for those that need it.
+    # The command line imports this package for every command; only commands that need pydantic import it.
     if name == "JobSpec":
         from .spec.model import JobSpec
 

@@ -60,7 +60,7 @@ BACKENDS = {
 ALIASES = {"kubernetes": "k8s"}
 Mode = Literal["attach", "replace", "new"]
 """Action if a job has the name: attach to the same job, replace a finished job, or take a numbered name."""
-Lines = list[str]  # these are named here, because `list` is a method of every backend
+Lines = list[str]  # named here, because `list` is a method of every backend
 Specs = list[JobSpec]
 Sent = list[SubmitResult]
 Manifests = list[Manifest]
@@ -451,7 +451,7 @@ class Backend(abc.ABC):
         deadline = time.monotonic() + timeout
         known, answered = False, None
         status = Status("pending", "")  # nothing else is known before the first answer
-        trouble: tuple[bool, float] | None = None  # whether it is an outage, and since when
+        trouble: tuple[bool, float] | None = None  # (whether this is an outage, start time)
         while True:
             problem, outage = "", False
             try:

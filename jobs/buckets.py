@@ -1,4 +1,4 @@
-"""What a bucket lets a job do: `lockstep doctor s3://BUCKET/PREFIX` tries it, with the credentials of this shell."""
+"""Checks of a bucket's operations for a job: `lockstep doctor s3://BUCKET/PREFIX` tries it, with the credentials of this shell."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def _patterns(file: Path) -> Iterator[GitIgnoreSpec]:
         with files.reading(file):
             lines = files.read(file, _MAX_IGNORE_BYTES).decode("utf-8-sig").splitlines()
             _check_patterns(file, lines)
-            # pathspec takes `a/**/` for `a/`, and git for the folders in it.
+            # pathspec reads `a/**/` as `a/`; git reads it as the folders inside.
             yield GitIgnoreSpec.from_lines([re.sub(r"/\*\*/$", "/**/*/", line) for line in lines])
 
 

@@ -1,6 +1,6 @@
 """Reports about jobs: status, exit codes of `lockstep`, the checks of `doctor`, and how a terminal shows them.
 
-A terminal is shown text without control codes, small tables, and JSON with stable fields.
+Terminals get text without control codes, small tables, and JSON with stable fields.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Status:
     ranks: list[NodeStatus] = field(default_factory=list)
     exit_code: int | None = None
     goodput: dict[str, Any] | None = None
-    """Goodput of the run, over all attempts: `fraction`, `lost_to_restarts`, `restarts`; None: not known. If the run began in this job:
-    `before_start`, seconds from the submission to the start, and `queued`, seconds from the submission until the job had its machines."""
+    """Goodput of the run, over all attempts: `fraction`, `lost_to_restarts`, `restarts`; None: not known. If the run began in this
+    job, also `before_start`, seconds from submission to start, and `queued`, seconds from submission until the job had its machines."""
     slow_rank: dict[str, Any] | None = None
     """Rank that the others wait for: `rank`, `phase`, `share` of every step; None if no rank is slow."""
 

@@ -78,7 +78,7 @@ class ClusterOptions:
     def open(self, backend: str, name: str | None = None) -> JobBackend:
         """Returns the backend, ready for queries about the job of that name, or about all. Raises `UserError`."""
         from .. import records
-        from ..backend import backend_of  # and pydantic with it: `--help` does without
+        from ..backend import backend_of  # imports pydantic, which `--help` does not need
 
         kind = backend_of(backend)
         check_flags(kind, vars(self))

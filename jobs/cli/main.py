@@ -231,7 +231,7 @@ def expand_set(words: list[str]) -> list[str]:
 def main() -> NoReturn:
     """Runs the command line. Prints an error that the user can correct in one line, and ends with code 2."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # None where it is closed
+        if isinstance(stream, io.TextIOWrapper):  # None if the stream is closed
             stream.reconfigure(errors="backslashreplace")  # a letter that the locale lacks ends no command
     with answering():
         _main()
@@ -245,7 +245,7 @@ def _main() -> NoReturn:
         if command in _WITHOUT_PLUGINS:
             os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
         with extras.explained(), signals_held_back() if command == "run" else contextlib.nullcontext():
-            # Outside standalone mode typer hands the code of an Exit back instead of raising it.
+            # Outside standalone mode typer returns the code of an Exit instead of raising it.
             code = app_of(command)(expand_set(sys.argv[1:]), standalone_mode=False)
     except UserError as error:
         print_error(error)

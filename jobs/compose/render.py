@@ -186,7 +186,7 @@ def environment(spec: JobSpec) -> dict[str, Any]:
     if own_port is not None:
         values[ENV_METRICS_PORT] = str(
             own_port
-        )  # the recipe's wins in the ranks: the image's health check must ask there
+        )  # the ranks use the recipe's port, so the image's health check must use it, too
     values = {name: None if value is None else _literal(value) for name, value in values.items()}
     secrets = [*spec.secrets, *([ENV_SECRET] if spec.nodes > 1 else [])]
     return dict(sorted({**values, **dict.fromkeys(secrets)}.items()))

@@ -1,4 +1,4 @@
-"""What the containers of a job mean: pure functions of `docker inspect` and status.json."""
+"""Status of a job from its containers: pure functions of `docker inspect` and status.json."""
 
 from __future__ import annotations
 

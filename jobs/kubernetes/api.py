@@ -364,7 +364,7 @@ class Api:
             try:
                 while True:
                     page = self.get(path, Listing, **{"limit": PAGE, **query, "continue": token})
-                    for item in page["items"] or []:  # null, where a list of metadata is empty
+                    for item in page["items"] or []:  # null if a list of metadata is empty
                         if item["metadata"]["uid"] not in seen:
                             seen.add(item["metadata"]["uid"])
                             yield item

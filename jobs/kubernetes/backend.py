@@ -481,7 +481,7 @@ class KubernetesBackend(Cluster):
         try:
             return {**self.api.get(self.path(kind, name)), "kind": kind}
         except ApiError as error:
-            if error.status == 404 and error.reason:  # a kind that is not served has no Status to give a reason
+            if error.status == 404 and error.reason:  # for a kind that is not served, the answer has no reason
                 return None
             raise
 

@@ -1,7 +1,7 @@
-"""What keeps a job from running in a cluster: the rows of `doctor` and of `submit --dry-run`.
+"""Checks of what keeps a job from running in a cluster: the rows of `doctor` and of `submit --dry-run`.
 
-Every row says ok, missing, warning, or "cannot tell" where the rights to look are not there. No Secret's content is
-ever asked for: only its metadata.
+Every row says ok, missing, warning, or "cannot tell" if the rights to check are missing. Of a Secret only the metadata
+is read, never the content.
 """
 
 from __future__ import annotations

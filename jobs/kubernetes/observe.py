@@ -473,7 +473,7 @@ def _advice(status: int, reason: str, message: str, path: str) -> str:
             f"the cluster does not have the namespace: {message}; choose another one (--namespace, k8s.namespace), or make it "
             "(make install-k8s)"
         )
-    if status == 404 and kind and not reason:  # for a kind that is not served, the answer has no Status with a reason
+    if status == 404 and kind and not reason:  # for a kind that is not served, the answer has no reason
         return f"the cluster does not have {kind}: install {INSTALL[kind]}, see `lockstep doctor k8s`"
     advice = ""
     if kind == "TrainJob" and outdated(message):

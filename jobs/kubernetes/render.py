@@ -193,7 +193,7 @@ def labels(spec: JobSpec) -> dict[str, str]:
 
 
 def _pod_metadata(spec: JobSpec) -> Manifest:
-    annotations = {"sidecar.istio.io/inject": "false"}  # a mesh's proxy never ends, and so would the pod
+    annotations = {"sidecar.istio.io/inject": "false"}  # a mesh's proxy never ends, so the pod would not end
     # If one pod is evicted, all pods start again.
     annotations |= {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
     if spec.k8s.topology:
@@ -255,7 +255,7 @@ def container(spec: JobSpec, mounts: list[Manifest]) -> Manifest:
             "readOnlyRootFilesystem": True,
             "capabilities": {
                 "drop": ["ALL"]
-            },  # RDMA needs none: what may be pinned is the container runtime's memlock limit
+            },  # RDMA needs none: the container runtime's memlock limit bounds pinned memory
         },
     }
 
@@ -266,7 +266,7 @@ def environment(spec: JobSpec) -> list[Manifest]:
         "HOME": "/tmp",  # noqa: S108 - the root is read-only
         "PYTHONUNBUFFERED": "1",
         ENV_METRICS_PORT: str(spec.metrics_port) if spec.metrics_port != METRICS_PORT else None,
-        # The image shows all GPUs to a user who starts it by hand. If nvidia's runtime is the default, this job sees them, too.
+        # The image shows all GPUs, for a start by hand. If nvidia's runtime is the default, this job would see them, too.
         "NVIDIA_VISIBLE_DEVICES": None if spec.gpus else "void",
         "OMP_NUM_THREADS": None if spec.gpus else str(max(1, int(spec.cpus / spec.ranks))),
     }
@@ -456,7 +456,7 @@ def injected_variables(subject: Subject) -> Iterator[str]:
 def durable_run(subject: Subject) -> Iterator[str]:
     """A run directory on no persistent volume is gone with the pod; what is kept in a bucket is not."""
     spec = subject.spec
-    if prepares(spec.command):  # its run is the shards
+    if prepares(spec.command):  # a preparation's run directory is the folder of shards
         return
     if spec.checkpoints_bucket is None and volume_of(spec, spec.run_directory) is None:
         yield (

@@ -27,7 +27,7 @@ from lockstep.training import contract, files
 from lockstep.training.cli import search_path
 from lockstep.wire.progress import stat_of, variables_of
 
-from .. import records  # at the start: a job's end is written by what has run it, if Lockstep changes meanwhile
+from .. import records  # at the start: the version that ran a job must record its end
 
 RUNNING = "running.json"
 ENDED = "ended.json"
@@ -134,7 +134,7 @@ def kill(job: str, *ancestors: int) -> None:
     """Sends KILL until no process of the job lives, for `KILL_SECONDS` at most."""
     deadline = time.monotonic() + KILL_SECONDS
     while (rest := living(job, *ancestors)) and time.monotonic() < deadline:
-        send(rest, signal.SIGKILL)  # in every round: they may fork between the listing and the signal
+        send(rest, signal.SIGKILL)  # in every round: processes may fork between the listing and the signal
         time.sleep(POLL_SECONDS)
 
 
@@ -179,7 +179,7 @@ def here() -> str:
 def main(folder: Path) -> int:
     job = json.loads((folder / records.JOB).read_bytes())
     env = {**os.environ, "PATH": search_path(os.environ), **job["env"], contract.ENV_JOB: job["job"]}
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would hide the launcher's end
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would hide the launcher's end
     adopt_orphans()
     launcher = subprocess.Popen(job["command"], env=env, start_new_session=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # not before: the launcher would inherit it

@@ -1,4 +1,4 @@
-"""What keeps a job on SLURM from running, from being started again, or from being seen: the rows of `doctor`."""
+"""The rows of `doctor`: reasons why a job on SLURM does not run, does not restart, or is not visible."""
 
 from __future__ import annotations
 

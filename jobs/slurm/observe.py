@@ -1,7 +1,7 @@
-"""What SLURM says about a job, and what that means: the controller first (live, needs no accounting), then its history (sacct).
+"""SLURM's reports about a job, and their meaning: the controller first (live, needs no accounting), then the history (sacct).
 
-Never what submitit cached: it calls a requeued job done, and keeps that for good. `status_from_slurm` makes a status of what
-SLURM, status.json and the tasks' notes say.
+submitit's cache is never used: it calls a requeued job done, and never corrects this. `status_from_slurm` makes a status from
+SLURM, status.json and the tasks' notes.
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ class Evidence:
         notes = {task: TaskResult.read(path) for task, path in record.notes("", "_end.json").items()}
         results = {task: result for task, result in notes.items() if result is not None}
         self.restarts = max([info.restarts, *(result.restart for result in results.values())])
-        # How the tasks of the latest start have ended, by rank (or by node of a live job).
+        # Ends of the tasks of the latest start, by rank (or by node of a live job).
         self.ends = {task: result for task, result in results.items() if result.restart == self.restarts}
         # Starts after which the job had saved and got further do not count against `max_restarts`.
         free = set(record.notes("saved_"))

@@ -38,8 +38,8 @@ PATH = re.compile(r"/[A-Za-z0-9._/+=@-]*")
 VALUE = re.compile(r"[A-Za-z0-9_./:,;@%+=\[\]()*~!&| -]*")
 """Pattern of a value in an #SBATCH line: no quotes, no control characters, nothing that a shell or sbatch expands."""
 
-# A signal that comes while Python and torch are being imported would kill the task. So it is held back (blocked, which
-# exec and fork inherit) until a handler is set; with an env that cannot do that, USR2 is ignored until then.
+# A signal during the import of Python and torch would kill the task. So it is blocked, which exec and fork inherit, until a
+# handler is set. If `env` cannot block signals, USR2 is ignored until then.
 SIGNAL_SHIELD = (
     'env --block-signal=USR2,TERM true 2>/dev/null && exec env --block-signal=USR2,TERM "$@"; trap "" USR2; exec "$@"'
 )
@@ -103,7 +103,7 @@ def parameters(spec: JobSpec, folder: PurePath, after: str | None = None) -> dic
             "no-kill": True if spec.live else None,
         }
     )
-    # Nothing that happens to a node of a live job ends the others.
+    # The loss of a node of a live job must not end the others.
     ending = ["--kill-on-bad-exit=0", "--wait=0", "--no-kill"] if spec.live else ["--kill-on-bad-exit=1"]
     gres = f"gpu:{settings.gpu_type}:{spec.gpus}" if spec.gpus and settings.gpu_type else None
     values: dict[str, Any] = {
@@ -165,7 +165,7 @@ def training_task(spec: JobSpec, prepared: bool = False, job: str = "") -> Train
     """
     if spec.shards_missing_here and not prepared:
         spec = spec.model_copy(update={"shards": None})  # not prepared: the job itself creates the data
-    if spec.code is not None and spec.code.hash is None:  # a driver of one's own
+    if spec.code is not None and spec.code.hash is None:  # the user's own driver
         spec = snapshots.snapshot(spec)
         snapshots.unpacked(code_identity(spec))
     run_dir = run_directory(spec)
@@ -261,8 +261,8 @@ def _setup(spec: JobSpec, folder: PurePath) -> list[str]:
         f'[ -O {folder} ] && [[ "$(stat -c %a {folder})" == *00 ]] || {{ echo "{folder} is not mine alone"; exit 2; }}',
         "lockstep_restarts=${SLURM_RESTART_COUNT:-0}",
         "lockstep_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}",
-        # A subshell runs to the end of srun: settings of the setup lines (set -e, an option, a variable) must not reach the
-        # lines that ask for the requeue.
+        # A subshell until the end of srun: the setup lines may contain `set -e`, options and variables. These must not reach
+        # the lines that ask for the requeue.
         "(",
         *_environment(spec),
     ]

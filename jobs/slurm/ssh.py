@@ -228,7 +228,7 @@ def _run_with_input(command: list[str], data: bytes) -> int:
     try:
         return process.run(command, Streams(source, 1, 2))
     finally:
-        os.close(source)  # the writer, if it waits, gets an error; it keeps the other end until this process ends
+        os.close(source)  # a waiting writer gets an error; it keeps the other end until this process ends
 
 
 def _write(target: int, data: bytes) -> None:

@@ -179,5 +179,5 @@ def assign_job_id(submitit: Path, number: str) -> None:
         if not path.is_symlink():
             with contextlib.suppress(FileNotFoundError):  # another command does the same
                 path.rename(submitit / f"{number}{path.name.removeprefix(NEW)}")
-    with contextlib.suppress(FileExistsError):  # the name that SLURM was given
+    with contextlib.suppress(FileExistsError):  # SLURM knows the script by this name
         (submitit / f"{NEW}_{submitit_api.SCRIPT}").symlink_to(f"{number}_{submitit_api.SCRIPT}")

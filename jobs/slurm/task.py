@@ -1,15 +1,15 @@
-"""What runs on the nodes, once a rank: starts the rank, sees it end, and has SLURM start the job again where it should.
+"""The task on the nodes, one for each rank: starts the rank, waits for its end, and asks SLURM for a new start if necessary.
 
-The rank's exit code is all it goes by: 0 done, 2 wrong usage (final), 75 saved, anything else a failure. By the time
-a rank ends with 75 the checkpoint is on the disk. Rank 0 then asks for the requeue, while the tasks of the other ranks
-wait: none of them leaves before, which would end the job.
+Only the rank's exit code decides: 0 done, 2 wrong usage (final), 75 saved, anything else a failure. If a rank ends with 75,
+the checkpoint is on the disk. Then rank 0 asks for the requeue. The tasks of the other ranks wait, because the end of a task
+would end the job.
 
 `max_restarts` counts failures. SLURM counts every start (SLURM_RESTART_COUNT); rank 0 notes those after which the job
 saved and got further. Only a note makes a start free: a start that cannot be distinguished from a failure counts. The launcher of a
 `live` job counts its own restarts in a note of each start, and gets the remaining ones.
 
-A task of a `live` job is a node, and starts its launcher. The task of the first node decides how the job ends. Another node that is lost
-just ends: the others continue.
+A task of a `live` job is a node, and starts its launcher. The task of the first node decides how the job ends. If another node is lost,
+the others continue.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class TrainingTask:
         cpus = env.get("SLURM_CPUS_PER_TASK", "")
         if cpus.isdigit():
             env.setdefault("OMP_NUM_THREADS", str(max(1, int(cpus) // self._ranks_per_task)))
-        if not ours:  # a program of the user's own gets torchrun's variables; ours reads SLURM's itself
+        if not ours:  # the user's own program gets torchrun's variables; ours reads SLURM's
             env |= {
                 "RANK": str(context.rank), "WORLD_SIZE": str(context.size), "LOCAL_RANK": str(context.local_rank),
                 "LOCAL_WORLD_SIZE": str(self.ranks_per_node), "GROUP_RANK": str(context.node),
