@@ -1,6 +1,6 @@
-"""lockstep doctor gpu: one table of what this machine's GPUs can do, with advice for each row that failed.
+"""lockstep doctor gpu: one table of checks of this machine's GPUs, with advice for each row that failed.
 
-Each row runs in separate processes and has two minutes: what fails or hangs keeps no other row from running.
+Each row runs in separate processes and has two minutes: a row that fails or hangs does not affect the other rows.
 """
 
 from __future__ import annotations
