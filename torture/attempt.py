@@ -1,4 +1,4 @@
-"""One start of the command, watched from its first process to its last, and disturbed once at a moment that what it shows decides."""
+"""One start of the command, watched from its first process to its last, and disturbed once at a moment of its steps, files or output."""
 
 from __future__ import annotations
 

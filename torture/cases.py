@@ -1,4 +1,4 @@
-"""The cases of a torture: which fault comes at which moment, and whether what the run ends in is what it ends in undisturbed."""
+"""The cases of a torture: which fault comes at which moment, and whether the run ends in the weights of an undisturbed run."""
 
 from __future__ import annotations
 

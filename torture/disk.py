@@ -1,4 +1,4 @@
-"""A run's folder: what is saved in it, and a disk below it that is full."""
+"""A run's folder: the files that are saved in it, and a full disk below it."""
 
 from __future__ import annotations
 
