@@ -146,7 +146,7 @@ class Backend(abc.ABC):
 
     name: ClassVar[str]
     places: ClassVar[Mapping[str, str]] = {}
-    """Flags that say where the cluster is → the settings of job.yaml that say it, too."""
+    """Flags that name the place of the cluster → the same settings of job.yaml."""
     secrets_from: ClassVar[str | None] = "set it in the environment"
     """Source of the values of `secrets`, as advice; None if the cluster stores them."""
     arrays: ClassVar[bool] = False
@@ -406,7 +406,7 @@ class Backend(abc.ABC):
         """Runs a command on the node of a running job's rank, and returns its exit code.
 
         Raises:
-            UserError: no such job or rank, one that is not ours, has not started or has ended.
+            UserError: there is no such job or rank, the job is not ours, or the rank has not started or has ended.
             Unreachable: the connection was lost.
         """
         known = self._ours(name)
@@ -420,7 +420,7 @@ class Backend(abc.ABC):
         """Returns the current activity of one rank or of each rank of a running job.
 
         Raises:
-            UserError: no such job or rank, one that is not ours, has not started or has ended.
+            UserError: there is no such job or rank, the job is not ours, or the rank has not started or has ended.
             Unreachable: the connection was lost.
         """
         known = self._ours(name)

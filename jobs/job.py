@@ -1,4 +1,4 @@
-"""A submitted job as an object: what `lockstep submit`, `status`, `logs`, `wait` and `cancel` do, from Python."""
+"""A submitted job as an object: `lockstep submit`, `status`, `logs`, `wait` and `cancel` from Python."""
 
 from __future__ import annotations
 

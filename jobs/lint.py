@@ -1,4 +1,4 @@
-"""Lint: what a rule is, and the rules of every backend. Each rule has an id, a message with the fix, and a test.
+"""Lint: the classes of rules, and the rules of every backend. Each rule has an id, a message with the fix, and a test.
 
 Rules read the *final* manifest: `patch` can replace any part of it.
 """

@@ -1,4 +1,4 @@
-"""The lines of a job's logs: whose a line is, and the last ones, without reading the whole of a log."""
+"""The lines of a job's logs: the rank of each line, and the last lines, without a read of the whole log."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A folder is read once: the files that travel, their identity and their archive are of the same bytes. The files are those that
 `.gitignore` and `.lockstepignore` leave, without git. A file that cannot travel is refused by name. A snapshot gets its name when it
-is complete, and never changes: what was submitted is what runs.
+is complete, and never changes: the submitted code is the code that runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A sweep: one job for every combination of some settings, submitted together, and the table of what its runs have reached."""
+"""A sweep: one job for every combination of some settings, submitted together, and the table of the runs' results."""
 
 from __future__ import annotations
 

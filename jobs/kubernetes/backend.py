@@ -1,4 +1,4 @@
-"""The Kubernetes backend: a PyTorchJob or TrainJob, the objects that it owns, and what the cluster says about them.
+"""The Kubernetes backend: a PyTorchJob or TrainJob, the objects that it owns, and their status in the cluster.
 
 The backend creates the job first, suspended, then the objects that it owns; one patch then lets the job run. So no pod runs without its
 NetworkPolicy and its code. No object lacks an owner: the cluster removes it with its job. Object names contain a word of the submission,
@@ -456,7 +456,7 @@ class KubernetesBackend(Cluster):
         self._await_end(known)
 
     def _await_end(self, known: JobRecord) -> None:
-        """Waits until that very job is gone. Raises `UserError`, at once if only pods on dead nodes keep the job."""
+        """Waits until the job with this uid is gone. Raises `UserError`, at once if only pods on dead nodes keep the job."""
         name, uid = known.name, get(known.handle, "metadata", "uid")
         timeout = (known.spec.grace_seconds if known.spec else 60) + DELETION_MARGIN
         deadline = time.monotonic() + timeout

@@ -137,7 +137,7 @@ _OF_METADATA = ("name", "uid", "labels", "creationTimestamp", "deletionTimestamp
 
 
 def owned_by(pod: Object, job: Object) -> bool:
-    """Returns whether the pod belongs to this very job. An owner reference names the job's uid, or the batch Job of a TrainJob."""
+    """Returns whether the pod belongs to the job with this uid. An owner reference names the job's uid, or the batch Job of a TrainJob."""
     owners = mappings(get(pod, "metadata", "ownerReferences"))
     if job.get("kind") != "TrainJob":
         return get(job, "metadata", "uid") in [owner.get("uid") for owner in owners]

@@ -53,7 +53,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def alive(pid: int, ticks: int | None) -> bool:
-    """Returns whether that very process still runs."""
+    """Returns whether the process with this id and these ticks still runs."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, PermissionError, OverflowError):

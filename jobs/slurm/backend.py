@@ -1,6 +1,6 @@
-"""The SLURM backend: submitit writes the script, sbatch takes it, SLURM itself says how it goes.
+"""The SLURM backend: submitit writes the script, sbatch submits it, and SLURM itself reports the state.
 
-With `slurm.host` the command line runs its command on the login node (`ssh`), and this machine asks nothing.
+With `slurm.host` the command line runs its command on the login node (`ssh`), and this machine queries nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sbatch script of a SLURM job, written by submitit: what `render slurm` prints is what `submit slurm` sends.
+"""The sbatch script of a SLURM job, written by submitit: `submit slurm` sends the script that `render slurm` prints.
 
 script(spec, Path("/shared/lockstep/slurm/smoke/submitit"))
 

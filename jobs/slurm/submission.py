@@ -1,8 +1,8 @@
-"""A submission: its folder, and how it comes to be there whole or not at all.
+"""A submission: its folder, which is created completely or not at all.
 
 $LOCKSTEP_HOME/slurm/NAME/   job.json  ended.json  submitit/{123_submission.sh, 123_submitted.pkl, 123_0_log.out, …}
 
-The nodes see it. They unpickle what lies in submitit/, so every folder is ours, mode 0700, and no symbolic link.
+The nodes see the folder. They unpickle files of submitit/, so every folder is ours, mode 0700, and no symbolic link.
 """
 
 from __future__ import annotations
