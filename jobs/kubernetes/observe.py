@@ -367,7 +367,8 @@ def _broken(pod: Object) -> tuple[str, int | None] | None:
 
 
 def _unreachable_node(pod: Object, now: float) -> str:
-    """Returns that the pod's node does not answer, or "". Pods of a dead node keep the phase Running, and stay Terminating forever."""
+    """Returns a sentence if the pod's node does not answer; else "". Pods of a dead node keep the phase Running, and stay Terminating
+    forever."""
     name, node = get(pod, "metadata", "name"), get(pod, "spec", "nodeName")
     silent = f"the node {node} of {name} does not answer" if node else f"the node of {name} does not answer"
     ready = condition_of_type(pod, "Ready")

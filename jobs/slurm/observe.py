@@ -52,11 +52,11 @@ class JobInfo:
     requeue: bool = True
     ended: float | None = None
     started: float | None = None
-    """Start of the latest run on its nodes."""
+    """Time at which the job last got its nodes."""
 
 
 class Forgotten(Unreachable):
-    """An error: sacct is down, and the controller no longer lists the job."""
+    """An error for a job of which nothing is known: sacct is down, and the controller no longer lists the job."""
 
 
 def run_slurm(*command: str, seconds: float = SECONDS, **options: Any) -> Output:
