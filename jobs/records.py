@@ -147,7 +147,7 @@ def _check_parents(folder: Path, make: bool = False) -> None:
 
 
 def _check_parent(folder: Path, about: os.stat_result) -> None:
-    """Refuses a folder in which another user could rename files. Raises `UserError`."""
+    """Refuses a folder in which another user could rename entries. Raises `UserError`."""
     me, mode = os.geteuid(), stat.S_IMODE(about.st_mode)
     if about.st_uid not in (0, me):
         raise UserError(
@@ -493,7 +493,7 @@ def about_time(reported: RunStatus | None, submitted: float | None, placed: floa
 
 
 def reported(run_dir: Path, job: str) -> RunStatus | None:
-    """Returns status.json of this submission, which takes precedence over exit codes; None if another run wrote the file."""
+    """Returns status.json of this submission, which takes precedence over exit codes; None if the file is missing, or another run's."""
     status = RunStatus.read(run_dir / contract.STATUS_FILE)
     if status is None or status.job != job:
         return None

@@ -47,7 +47,7 @@ def adopt_orphans() -> None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Returns when a process began, in clock ticks since boot. This differs from a later process with the same id (Linux)."""
+    """Returns when a process began, in clock ticks since boot, to tell it from a later process with the same id (Linux)."""
     fields = stat_of(pid)
     return int(fields[19]) if len(fields) > 19 else None
 
