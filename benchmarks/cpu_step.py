@@ -66,7 +66,7 @@ def our_step(recipe: str, batch: int, world: World, *settings: str) -> Iterator[
         stream = torch.cuda.current_stream() if world.device.type == "cuda" else None
 
         def step() -> None:
-            torch.use_deterministic_algorithms(chosen.only_deterministic)
+            torch.use_deterministic_algorithms(chosen.deterministic or chosen.exact)
             with torch.cuda.stream(stream):  # its own, whatever was opened since
                 trained.step(next(batches))
 

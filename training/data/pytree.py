@@ -69,7 +69,9 @@ def children(item: Any) -> list[tuple[Any, Any]]:
     if isinstance(item, (list, tuple)):
         return list(enumerate(item))
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        return [(field.name, getattr(item, field.name)) for field in dataclasses.fields(item)]
+        return [
+            (field.name, getattr(item, field.name)) for field in dataclasses.fields(item) if hasattr(item, field.name)
+        ]
     return []
 
 

@@ -282,9 +282,9 @@ def _conclude(note: Path, tells: bool) -> None:
     """
     with contextlib.suppress(OSError):
         run = Path(os.fsdecode(note.read_bytes()))
+        account.launcher_ended(run)
         if tells:
             from ..checkpoint import store
 
             for newest in store.candidates(run / CHECKPOINTS)[:1]:
                 to_stderr(f"launch: step {store.step_of(newest)} is saved: the same command resumes there")
-        account.launcher_ended(run)

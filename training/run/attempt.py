@@ -310,7 +310,7 @@ class Attempt:
             run.console.line(
                 "The model trains in evaluation mode, as the script has set it: no dropout, fixed batch statistics"
             )
-        done = run.user_state.steps
+        done, run.epoch = run.user_state.steps, state.cursor.epoch + 1
         if self._steps == 1 and run.world.live is not None:  # it has shown by now that it computes what the others do
             run.world.live.ready()
         measured = state.clock.measured()

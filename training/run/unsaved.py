@@ -290,7 +290,7 @@ def _moved(before: Marks, now: Marks, in_loop: bool = False) -> Iterator[str]:
     up may be set to zero before it is read.
 
     Args:
-        in_loop: the loop has made these things. A module that it makes again and again is evaluated.
+        in_loop: the loop has made these things. Copies that it makes again and again are evaluated or compared, and carry nothing on.
     """
     in_place = False
     for name, mark in before.items():
@@ -298,7 +298,7 @@ def _moved(before: Marks, now: Marks, in_loop: bool = False) -> Iterator[str]:
         # A generator that is seeded anew, or a tensor that is made anew, depends on nothing earlier.
         if later.state == mark.state or later.made != mark.made:
             continue
-        if in_loop and mark.is_module and _tensors(later).isdisjoint(_tensors(mark)):
+        if in_loop and _tensors(later).isdisjoint(_tensors(mark)):
             continue
         if mark.generator is not None:
             yield (
@@ -358,7 +358,7 @@ def _marks(state: TrainState) -> Iterator[tuple[str, Mark]]:
         plain(model, dict(model.named_parameters())) for model in (state.model, *(part.model for part in several))
     ]
     average = {} if state.ema is None else dict(state.ema.average.named_parameters())
-    ours = [*models[0].values(), *average.values(), *state.model.buffers()]
+    ours = [*models[0].values(), *average.values(), *state.model.buffers(), *state.sync.gradients()]
     held = storages([ours, _states_of(kept.objects), _states_of(kept.rank_objects), dict(kept.values)])
     for name, value in _reachable({**kept.objects, **kept.rank_objects}):
         if generators.is_generator(value):
@@ -387,7 +387,9 @@ def _weights(value: Any, models: list[dict[str, nn.Parameter]]) -> list[torch.Te
     tensors = list(value.values() if is_dict else value)
     if not tensors or not all(issubclass(type(tensor), torch.Tensor) for tensor in tensors):
         return []
-    if is_dict and any(value.keys() & model.keys() for model in models):
+    if is_dict and any(
+        name in model and tensor.shape == model[name].shape for model in models for name, tensor in value.items()
+    ):
         return tensors
     shapes = [tensor.shape for tensor in tensors]
     for model in models:
