@@ -1,4 +1,4 @@
-"""What surrounds the steps of any run: the boundary at which all ranks leave or save together, checkpoints, metrics, the end.
+"""One attempt, around its steps: the boundary at which all ranks leave or save together, checkpoints, metrics, the end.
 
     attempt = Attempt(run)
     with attempt:
@@ -62,7 +62,7 @@ from .saver import Saver
 from .unsaved import Unsaved
 
 FIRST_STEPS = 3
-"""Steps of an attempt after which the replicas are compared: at the first one a schedule's rate may be 0."""
+"""Steps of an attempt after which the ranks compare the replicas: a schedule's rate may be 0 at the first step."""
 
 
 class Attempt:
@@ -84,14 +84,14 @@ class Attempt:
         self.buffers = Buffers(run.state.model, run.world, alike=run.state.of_all)
         self.modes = Modes(run.state.model)
         self.known: set[str] = set()
-        """What the ranks have compared in this attempt, once, and a rank that is admitted need not: `numbers`, `machine`, `batch`."""
+        """Checks that the ranks make once in an attempt, and have made: `numbers`, `machine`, `batch`. An admitted rank skips them."""
         self.stage = 0
         """The stage of the step under way: 1: its forward pass, which no rank completes alone; 2: the ranks sum its gradient."""
         self._polls = 0
         self._save_agreed = False
-        """The ranks have agreed to save, and the next boundary does: in an evaluation there is none."""
+        """Whether the ranks have agreed to save. The next boundary saves, since an evaluation has no boundary."""
         self._told = time.monotonic()
-        """When status.json and the console last got the step."""
+        """Time of the last report of the step to status.json and the console (monotonic, seconds)."""
         self.consensus = Consensus(run.world, run.signals, self._stop_file)
         about = RunInfo(
             os.path.abspath(run.path), 0 if os.environ.get(contract.ENV_LIVE) else run.world.size, run.attempt,
@@ -100,7 +100,7 @@ class Attempt:
         self.progress = Progress(run.world.initial_rank, about, os.environ)
         self.slow = SlowRank(run.world, self._tell_slow_rank)
         self._named: tuple[int, str] | None = None
-        """The slow rank that was reported last, and its phase."""
+        """The slow rank of the last report, and its phase; None: no rank was slow."""
         self.saver = Saver(run, self._alive)
         self.reading = LossReader(run.state.losses, run.world, of_all=run.state.of_all)
         self.unsaved = Unsaved(run)
@@ -135,7 +135,18 @@ class Attempt:
         return self
 
     def _regrouped(self, lost: Mapping[int, str], joined: Sequence[int], seconds: Mapping[str, float]) -> None:
-        """Ranks were lost or admitted, and the others have met again."""
+        """Reports the new group of ranks, after a rendezvous without the lost ranks or with admitted ones. All ranks call it.
+
+        A new rank 0 opens the run directory. Rank 0 reports events, metrics, status.json and a console line.
+
+        Args:
+            lost: rank → how it was lost.
+            joined: the ranks that were admitted.
+            seconds: phase → its duration.
+
+        Raises:
+            RestartRequired: rank 0 was lost, and this rank cannot open the run directory.
+        """
         run, world = self.run, self.run.world
         process.forget_broken()
         if world.leader and run.directory is None:
@@ -160,6 +171,7 @@ class Attempt:
         )
         if run.directory is not None:
             assert world.live is not None
+            # The ranks now, and the ranks of the full group, with those that were lost and not replaced.
             run.directory.ranks = [world.size, world.size + len(world.live.lost)]
             run.directory.status(None, "running", run.user_state.steps)
         run.metrics.count("ranks_lost_total", by=len(lost))
@@ -171,14 +183,14 @@ class Attempt:
                 run.console.line(f"{who} {what} after step {run.user_state.steps}: {trains}")
 
     def _lost(self, reason: str) -> None:
-        """A collective of NCCL has failed (`failed` handles all other errors). Runs in its own thread; then the process ends."""
+        """Reports a failed collective of NCCL, in a separate thread; then the process ends. `Run` handles all other errors."""
         self._desynced(reason, first_of_node(self.run.world))
 
     def _desynced(self, reason: str, says: bool | None = None) -> None:
-        """The ranks know that they have parted. Then the process ends.
+        """Reports, before the process ends, that the ranks are no longer at the same step.
 
         Args:
-            says: this rank prints the reason; None: rank 0 does.
+            says: whether this rank prints the reason; None: rank 0 does.
         """
         run = self.run
         run.console.close()
@@ -209,7 +221,7 @@ class Attempt:
             self.saver.close()  # whatever happened, the save under way is finished
 
     def boundary(self) -> bool:
-        """Between two steps: leaves, or saves, where the ranks agreed to. Raises `Ended`.
+        """Leaves or saves between two steps, if the ranks agreed to. Raises `Ended`. Collective.
 
         Returns:
             Whether the script has ended the run for good, on any rank.
@@ -245,7 +257,7 @@ class Attempt:
         return pack({**gathered, "places": {**places, **self.desync.state_dict()}})
 
     def be_at(self, places: Mapping[str, Any]) -> None:
-        """Where the ranks are that have admitted this one."""
+        """Moves this rank to the position of the ranks that have admitted it."""
         self._polls, self._save_agreed = places["polls"], places["save_agreed"]
         self.nonfinite_steps = places["nonfinite_steps"]
         self.unsaved.looks = places["looks"]
@@ -260,7 +272,7 @@ class Attempt:
         self.run.metrics.alive()
 
     def poll(self, save_due: bool = False, score: bool | None = None) -> Decision:
-        """What the ranks agreed on at the boundary before this one; and, of a score, at this one."""
+        """Returns the decision that the ranks made at the previous boundary, and for a score at this boundary. Collective."""
         self._alive()
         self._polls += 1
         if self._steps >= FIRST_STEPS and not self._compared:
@@ -280,7 +292,7 @@ class Attempt:
         return decision
 
     def skip_step(self, reason: str) -> None:
-        """A step was skipped, because its gradient was not finite. Raises `Ended` if the settings end the run then."""
+        """Reports a step that was skipped because its gradient was not finite. Raises `Ended` if the settings end the run then."""
         run, config = self.run, self.run.config
         run.metrics.count("nonfinite_steps_total")
         run.event("nonfinite", step=run.user_state.steps + 1, reason=reason)
@@ -295,11 +307,12 @@ class Attempt:
             )
 
     def step_done(self, lr: float, samples: int, grad_norm: torch.Tensor | None) -> None:
-        """Reports a step that the cursor counts already. Waits for nothing. Raises `Ended` where replicas differ.
+        """Reports a step that the run has counted. Does not wait for the device. Raises `Ended` if replicas differ.
 
         Args:
-            samples: of this rank's part.
-            grad_norm: of the gradient, a scalar on the device; None where it was not computed.
+            lr: the learning rate of the first optimizer.
+            samples: samples of this rank's part.
+            grad_norm: the gradient's norm, a scalar on the device; None: not computed.
         """
         run, state = self.run, self.run.state
         state.clock.end()
@@ -337,7 +350,7 @@ class Attempt:
             self._check_closeness()
 
     def _tell_slow_rank(self) -> None:
-        """Rank 0 has looked at the times of all ranks."""
+        """Reports the slow rank, or its end, if the verdict of `SlowRank` has changed."""
         run, verdict, before = self.run, self.slow.verdict, self._named
         self._named = None if verdict is None else (verdict.rank, verdict.phase)
         run.metrics.slow_rank(None if verdict is None else (verdict.rank, verdict.phase, verdict.share))
@@ -372,7 +385,7 @@ class Attempt:
         return fingerprint(state.model, *([state.ema.average] if state.ema is not None else []))
 
     def _check_buffers(self) -> None:
-        """Raises `Ended` where those differ that no step changes; warns, once, of others. Collective."""
+        """Compares the buffers of all ranks. Raises `Ended` if buffers differ that no step changes; warns once of others. Collective."""
         apart: list[str] = []
         with self._telling("replicas", SAME_BUFFERS):
             apart = self.buffers.check()
@@ -382,7 +395,7 @@ class Attempt:
 
     @contextlib.contextmanager
     def _telling(self, what: str, remedy: str) -> Iterator[None]:
-        """Raises `Ended` in place of `ReplicasDiffer`."""
+        """Turns `ReplicasDiffer` in the block into `Ended`, with the remedy."""
         try:
             yield
         except ReplicasDiffer as error:
@@ -392,17 +405,17 @@ class Attempt:
             ) from error
 
     def _rates(self) -> int:
-        """A whole number from 1 of the learning rates, and the modes in the last step."""
+        """Returns a checksum, from 1, of the learning rates and of the modes in the last step."""
         return 1 + zlib.crc32(repr(learning_rates(self.run.state.optimizers)).encode() + self.modes.last)
 
     def _same_replicas(self) -> bool:
-        """Collective."""
+        """Returns whether all ranks have the same rates, modes and weights. Collective."""
         if self.run.world.size == 1:
             return True
         return is_same_on_all_ranks([self._rates(), self._fingerprint() if self._compares else 0], self.run.world)
 
     def _replicas_differ(self) -> NoReturn:
-        """Their fingerprints do, on all ranks, by learning rates, modes or weights. Raises `Ended`. Collective."""
+        """Finds the learning rate, mode or weight whose difference the fingerprints show. Raises `Ended`. Collective."""
         with self._telling("learning rates", SAME_NUMBER):
             check_same(learning_rates(self.run.state.optimizers), self.run.world)
         with self._telling("modes", SAME_MODE):
@@ -411,7 +424,7 @@ class Attempt:
         raise Ended(EXIT_FAILED, f"the replicas were not the same. {EACH_ALONE}")
 
     def tell_readings(self, wait: bool = False) -> None:
-        """Events `step` of the readings that have arrived; with `wait`, of all. All ranks wait alike, or none."""
+        """Writes an event `step` for each reading that has arrived; with `wait`, for all. All ranks pass the same `wait`."""
         for values in self.reading.poll(wait):
             for name, key in (("loss", "train_loss"), ("grad_norm", "grad_norm")):
                 if None not in (values["train_loss"], values[key]):
@@ -423,9 +436,9 @@ class Attempt:
             self.run.event("step", **values, **times)
 
     def epoch_means(self) -> dict[str, float | None]:
-        """`train_loss` and others of the epoch, over the samples of all ranks; the next epoch's sums begin at zero. Collective.
+        """Returns `train_loss` and the other means of the epoch, over the samples of all ranks. Clears their sums. Collective.
 
-        None where every step was left out (`nonfinite: skip`).
+        A mean is None if every step was skipped (`nonfinite: skip`).
         """
         state = self.run.state
         of_epoch = means(state.user_state.measured, state.over_ranks(state.losses).tolist())
@@ -434,7 +447,7 @@ class Attempt:
         return of_epoch
 
     def save(self) -> None:
-        """Saves a checkpoint.
+        """Saves a checkpoint. Collective.
 
         Raises `Ended` instead if a weight is not finite, or if the replicas differ, so that the newest checkpoint stays usable.
         """
@@ -456,13 +469,13 @@ class Attempt:
         run.goodput.close()
 
     def _before_gather(self) -> None:
-        """What a checkpoint, or a rank that is admitted, gets was true where the cursor stands."""
+        """Finds the buffers and modes at the cursor, for a checkpoint or an admitted rank."""
         self.buffers.find()
         self.modes.find()
         self.run.state.evaluating = self.modes.evaluating()
 
     def leave(self) -> None:
-        """The ranks have agreed to end early: saves, and raises `Ended`."""
+        """Saves, and raises `Ended`, once the ranks have agreed to end early. Collective."""
         self.run.goodput.enter(TimeCategory.ENDING)
         self.saver.leaving()
         self.consensus.settle()

@@ -1,9 +1,9 @@
-"""Looks, once in a start, whether the loss of a batch is the mean over its samples, and whether the function of a step carries a state
-from one batch to the next. Then several ranks, or a resume, may give other weights than one process.
+"""Checks once in a start whether the loss of a batch is the mean over its samples, and whether the function of a step carries a state
+from one batch to the next. If a check fails, several ranks or a resume may give other weights than one process.
 
-The function is called without gradients, in evaluation mode: twice with the same samples and random numbers, once with other random
-numbers, and with each half of the samples. What the calls change is undone. If that is not possible, or the function raises, nothing is
-said.
+The check calls the function without gradients, in evaluation mode: twice with the same samples and random numbers, once with other
+random numbers, and with each half of the samples. It undoes the changes of the calls. If that is not possible, or the function
+raises, there is no warning.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from .step_input import Numbers, StepInput
 from .undo import Undo, Unsafe
 
 CALL = 3
-"""The step of a function in which it is looked at. In the first one a loss may still be the same for all samples."""
+"""The step of a function at which it is checked. In its first step a loss may still be the same for all samples."""
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 3e-5}
-"""Relative difference of losses that are computed in other batches."""
+"""Relative difference between losses of the same samples in different batches, by dtype."""
 _ROUNDING_OF_LOW, _ROUNDING_OF_TF32 = 2e-2, 2e-3
 
 Call = Callable[[StepInput, int, int], tuple[torch.Tensor, Numbers]]
 
 
 class BatchMean:
-    """Looks at each function of an attempt."""
+    """The check of each function of an attempt."""
 
     def __init__(self, run: Run, replica: Replica) -> None:
         self._run, self._replica = run, replica
         self._steps: Counter[Any] = Counter()
-        """The number of steps of each function."""
+        """Steps of each function."""
 
     def look(self, inputs: StepInput, call: Call) -> None:
-        """Counts the step, and warns of its function. Waits for the device, once.
+        """Counts the step, and warns once of its function. Waits for the device at the step of the check.
 
         Args:
-            call: gives the loss of these samples of the rank's.
+            call: returns the loss of these samples of the rank, and the numbers.
         """
         if isinstance(self._run.config, Config) or not self._replica.sync.is_replicated:
             return
@@ -139,7 +139,7 @@ class BatchMean:
 
     @staticmethod
     def _normalises(modules: list[nn.Module]) -> bool:
-        """Whether batch norm has no statistics but those of its batch, in evaluation mode, too: it is that of a rank anyway."""
+        """Returns whether a batch norm has no running statistics. It then normalises each rank's batch anyway, in evaluation mode, too."""
         return any(
             isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None for module in modules
         )

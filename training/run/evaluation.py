@@ -1,8 +1,8 @@
 """Evaluation: every sample counts once, and the result has the same bits at any number of ranks, under every strategy.
 
-The samples are cut into batches, from the first one on, whatever the number of ranks. One rank computes a batch, and what the batches
-gave is added up in their order, in float64. A rank has a contiguous share of them. After a few batches the ranks exchange their results.
-They then divide the missing batches anew, among the ranks that remain.
+The batches do not depend on the number of ranks. One rank computes a batch, and each rank has a contiguous share of the batches. Their
+results are added up in the order of the batches, in float64. After a few batches the ranks exchange their results. If a rank is lost,
+the others divide the missing batches anew.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ..parallel.exchange import all_gather_trees, raise_together
 from ..parallel.world import World
 
 Sums = dict[str, torch.Tensor]
-"""By name, float64, 0-d or 1-d."""
+"""Name → sum, float64, 0-d or 1-d."""
 Form = dict[str, list[int]]
-"""The names and shapes of sums."""
+"""Name → shape of a sum."""
 Load = Callable[[list[int]], Iterator[Any]]
-"""The batches with these numbers, one after another."""
+"""Function that yields the batches with these indices, in order."""
 TOGETHER = 4
-"""Batches of a rank after which the ranks exchange their results: that takes about a millisecond."""
+"""Batches of a rank between two exchanges of results. An exchange takes about a millisecond."""
 ALONE = ""
-"""The name of what a function gives without one."""
+"""The name of a result without a name."""
 _WANTED = (
     "the function of evaluate() gives sums over its samples, each a number, a tensor of at most one dimension, or a dict of "
     "them by names; it gave "
@@ -43,16 +43,16 @@ def summed(
     function: Callable[..., Any], count: int, load: Load, world: World, seed: int,
     boundary: Callable[[], object] = lambda: None,
 ) -> Sums:  # fmt: skip
-    """What the function gives for each of `count` ≥ 1 batches, added up: on the CPU, the same on every rank. Collective.
+    """Returns the sums of a function's results over `count` ≥ 1 batches, on the CPU, the same on every rank. Collective.
 
     Args:
-        function: called with each batch under `no_grad`, gives a number, a tensor of at most one dimension, or a dict of them.
-        load: called for this rank's share, and again where that has changed.
-        seed: of the random numbers that the function draws, with the number of the batch.
+        function: called with each batch under `no_grad`; returns a number, a tensor of at most one dimension, or a dict of them.
+        load: called for this rank's share, and again if the share changes.
+        seed: seeds the function's random numbers, with the index of the batch.
         boundary: called after each batch, on every rank the same number of times.
 
     Raises:
-        TypeError: the function gives something else, or other names or lengths for some batches.
+        TypeError: the function returns another value, or other names or shapes for some batches.
     """
     known: dict[int, Sums] = {}
     form: Form | None = None
@@ -90,7 +90,7 @@ def _call(function: Callable[..., Any], batch: Any) -> Any:
 
 
 def _checked(result: Any) -> Sums:
-    """Raises `TypeError` for what cannot be added up."""
+    """Returns a result as float64 sums by name. Raises `TypeError` for a value that cannot be summed."""
     named = result if isinstance(result, Mapping) else {ALONE: result}
     sums = {}
     for name, value in named.items():
@@ -109,7 +109,7 @@ def _checked(result: Any) -> Sums:
 
 
 def _same_form(form: Form | None, sums: Sums, batch: int) -> Form:
-    """Raises `TypeError`, on all ranks, where the sums of a batch have another form than those before."""
+    """Returns the form of the sums of a batch. Raises `TypeError` on all ranks if it is not `form`, that of the batches before."""
     shapes = {name: list(total.shape) for name, total in sums.items()}
     if form not in (None, shapes):
         raise TypeError(
@@ -135,11 +135,11 @@ def of_dataset(
     function: Callable[..., Any], dataset: Any, size: int, world: World, seed: int, boundary: Callable[[], object],
     workers: int, collate: Callable[[list[Any]], Any] | None,
 ) -> Any:  # fmt: skip
-    """`summed` over batches of `size` samples of any map-style dataset, divided by its length. Collective.
+    """Returns `summed` over batches of `size` samples of any map-style dataset, divided by its length. Collective.
 
     Raises:
-        TypeError: as `summed`; or the dataset is not map-style.
-        UserError: it is empty, or has other lengths on other ranks; or `size` is below 1.
+        TypeError: as `summed`, or the dataset is not map-style.
+        UserError: the dataset is empty or has different lengths on the ranks, or `size` is below 1.
     """
     check_alike(
         dataset, world, seed, workers, "run.evaluate()", "go over any other loader yourself, and add up with run.sum()"

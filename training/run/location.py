@@ -1,4 +1,4 @@
-"""Where a run is kept, as a command is given it: a directory, or the URL of a bucket. Imports no torch."""
+"""The location of a run in a command's arguments: a directory, or the URL of a bucket. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
 
 class Location:
-    """A directory, or the URL that `checkpoint.to` of a run names, with the run as of its last commit. The files of a bucket are fetched
-    into a folder that goes with the process.
+    """A directory, or the URL in `checkpoint.to` of a run, which has the run as of its last commit. The files of a bucket are fetched into
+    a folder that is removed when the process ends.
 
     Raises:
-        UserError: the URL is not a bucket's.
+        UserError: the URL names no bucket.
     """
 
     def __init__(self, name: str) -> None:
         self._bucket = Bucket(name, retries=3) if "://" in name else None
         self._folder = None if self._bucket else Path(name)
         self.name = str(self._folder or name)
-        """For people."""
+        """The name for messages."""
         self._names = set[str]()
-        """The names of the files of the last commit that was shown."""
+        """The names of the files in the last commit that `look` fetched."""
 
     @property
     def path(self) -> Path:
-        """Its directory."""
+        """The run's directory. The first access to a bucket fetches its files."""
         if self._folder is None:
             temporary = tempfile.mkdtemp(prefix="lockstep-")
             atexit.register(_remove, temporary, os.getpid())
@@ -47,7 +47,7 @@ class Location:
 
     @property
     def report(self) -> Path:
-        """Where its report is written to."""
+        """The path to write the report to."""
         return Path(REPORT_FILE) if self._bucket else self.path / REPORT_FILE
 
     def look(self) -> None:
@@ -69,7 +69,7 @@ class Location:
         raise UserError(f"{self.name} has no run, or lacks files of it: give what its checkpoint.to says")
 
     def bring(self, wanted: int | Rule | None = None, warn: Callable[[str], None] = print) -> None:
-        """Has `path` hold a checkpoint: the newest one, that of a step, or the best by a rule. Raises `UserError`."""
+        """Downloads a checkpoint into `path`: the newest, that of a step, or the best by a rule. Raises `UserError`."""
         if self._bucket is None:
             return
         from ..checkpoint.object_store import ObjectStore

@@ -33,36 +33,36 @@ from .run import Run
 from .step_input import Numbers, StepInput
 
 PROCESSOR = "processor"
-"""Named where other things differ, and not compared: many models compute the same bits."""
+"""The key of the processor's model. A difference here alone is no error, since many models compute the same bits."""
 
 
 class LogicalWorkers:
-    """What the steps of an attempt share. All ranks call the same methods in the same order."""
+    """The parts of each step of an attempt, and the sums over them. All ranks call the same methods in the same order."""
 
     def __init__(self, run: Run, replica: Replica, drawing: RngScope) -> None:
         self.run, self.replica, self._drawing = run, replica, drawing
         self._names = {*BATCH_STATISTICS, *replica.sync.settings.options.get("mean", ())}
         self.refused: UserError | None = None
-        """Why this rank refuses the step, such as a buffer that its part has changed and nothing says how to put together. Nothing more
-        needs to be computed: `finish` raises it."""
+        """Why this rank refuses the step, such as a changed buffer without a rule for its mean over the parts. The rank then computes
+        nothing more: `finish` raises the error."""
         self._sum: TreeSum | None = None
         self._epoch = -1
         """The epoch of the last batch."""
         self._told_cost = False
         self._after: torch.Tensor | None = None
-        """The statistics that the last step of the epoch ended with."""
+        """The batch statistics at the end of the last step, in this epoch. `end` sets them; None: no step of the epoch has ended."""
         self._odd = torch.zeros(2, dtype=torch.bool, device=run.world.device)
-        """Since the host has looked: whether some parts moved a count otherwise than others, and whether a rank refuses the step."""
+        """Since the host last read them: whether parts moved a count differently, and whether a rank refuses the step. On the device."""
         self.inside = False
-        """The function of a step is called for a part."""
+        """Whether the function of a step is running for a part."""
         self.proof: Proof | None = None
-        """The proof of the step under way, if it has one."""
+        """The proof of the step under way; None: the step has none. `begin` sets it."""
         self._call_is_first = False
-        """The next call of the function is the first one of a part."""
+        """Whether the next call of the function is the first for its part."""
 
     @property
     def _learning(self) -> list[Exact]:
-        """The strategies whose models learn in the step: under `sync.name=exact` there are no others."""
+        """The strategies of the models that learn in this step, all of `sync.name=exact`."""
         sync = self.replica.sync
         return cast("list[Exact]", sync.learning if isinstance(sync, Several) else [sync])
 
@@ -71,7 +71,7 @@ class LogicalWorkers:
             sync.begin_parts(self._of)
 
     def check_outside(self) -> None:
-        """Raises `RuntimeError` within a function that some ranks call more often than others: they would wait for one another."""
+        """Raises `RuntimeError` inside the function of a step. Ranks call it a different number of times, and a collective would hang."""
         if self.inside:
             raise RuntimeError(
                 "run.sum() and run.loss() need all ranks at once, and under sync.name=exact each rank calls the function of a step for "
@@ -79,22 +79,23 @@ class LogicalWorkers:
             )
 
     def begin_batch(self) -> None:
-        """A batch is there. What was done between two epochs, such as an evaluation, is the script's business."""
+        """Begins a batch. Draws and statistics from between two epochs, such as those of an evaluation, are not checked."""
         if self._epoch != self.run.state.cursor.epoch:
             self._epoch, self._after = self.run.state.cursor.epoch, None
             self._drawing.watch()
 
     def proves(self, after_save: bool) -> bool:
-        """Whether the function of the step is tested in this one. `after_save`: it follows a save, or a start."""
+        """Returns whether this step proves its function. `after_save`: the step follows a save or a start."""
         return after_save or due(self.run.config.seed, self.run.user_state.steps)
 
     def begin(self, part: Part, before: list[torch.Tensor], after_save: bool, looks: bool = True) -> None:
-        """A step over the parts of a global batch, of which `part` has this rank's.
+        """Begins a step over the parts of a global batch, and makes its proof, if one is due.
 
         Args:
-            before: copies of the model's buffers as they are now (`kept_buffers`).
+            part: this rank's range of parts.
+            before: copies of the model's buffers now (`kept_buffers`).
             after_save: as in `proves`.
-            looks: the host may wait for the device.
+            looks: whether the host may wait for the device.
         """
         if not self._told_cost:
             self._told_cost = True
@@ -131,7 +132,7 @@ class LogicalWorkers:
         self._begin_parts()
 
     def _tree(self, sums: int) -> TreeSum:
-        """The sum of the step under way. How many sums a step has is known once its function was called."""
+        """Returns the tree sum of the step under way. The first call of a step begins it, once the number of sums is known."""
         if not self._begun:
             self._begun, self._sections = True, [*self._sections, sums, 1]
             if self._sum is None or self._sum.length != sum(self._sections):
@@ -158,7 +159,7 @@ class LogicalWorkers:
     def prove(
         self, part: int, result: Callable[[], tuple[torch.Tensor, Numbers]], inputs: StepInput, given: Callable[[Any], bool]
     ) -> None:  # fmt: skip
-        """Calls the function for the first part of this rank, and notes what `finish` raises on all ranks.
+        """Proves the function with the first part of this rank. `finish` raises an error of it on all ranks.
 
         Args:
             result: calls the function with the part's first samples.
@@ -182,10 +183,10 @@ class LogicalWorkers:
         self._begin_parts()
 
     def begin_part(self, part: int, sums: bool) -> None:
-        """Puts back the statistics and the generators with which each part begins.
+        """Restores the batch statistics from the start of the step, and seeds the generators of the part.
 
         Args:
-            sums: `take` follows, so that the part has no gradients yet.
+            sums: whether `take` follows, so that the part has no gradients yet.
         """
         self.restore()
         self.draw(part)
@@ -197,8 +198,7 @@ class LogicalWorkers:
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """The function is called inside. The first call in a part is followed by a look for gradients, which no backward pass of ours
-        has made."""
+        """Surrounds a call of the function. After the first call in a part it looks for gradients: no backward pass of ours has run yet."""
         self.inside = True
         try:
             yield
@@ -215,32 +215,32 @@ class LogicalWorkers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """The statistics that the step began with."""
+        """Restores the batch statistics from the start of the step."""
         for name, buffer in self._buffers().items():
             if name in self._before:
                 buffer.copy_(self._before[name])
 
     @staticmethod
     def _values(buffers: dict[str, torch.Tensor]) -> torch.Tensor:
-        """One vector of them, in whole numbers, so that NaN is NaN."""
+        """Returns the buffers as one int64 vector of their float64 bits, so that NaN equals NaN."""
         values = [buffer.detach().double().flatten() for buffer in buffers.values()]
         return torch.cat(values).view(torch.int64) if values else torch.zeros(0)
 
     def end(self) -> None:
-        """The step is over, whether its gradient was used or not."""
+        """Ends the step and records its batch statistics."""
         self._after = self._values({name: buffer for name, buffer in self._buffers().items() if name in self._before})
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """As they are now: a forward pass may have put another tensor in the place of one."""
+        """Returns the buffers that the model has now: a forward pass may have assigned another tensor."""
         return dict(self.replica.model.named_buffers())
 
     @torch.no_grad()
     def take(self, part: int, share: float, sums: torch.Tensor) -> None:
-        """The part is through: its gradients and statistics go into the sums.
+        """Adds the gradients, statistics and sums of a part that is computed.
 
         Args:
-            share: of the global batch's samples.
-            sums: over its samples, float64 (`StepSums.values`).
+            share: the part's fraction of the global batch's samples.
+            sums: the part's sums over its samples, float64 (`StepSums.values`).
         """
         for sync in self._learning:
             sync.accumulate_part(part)
@@ -251,14 +251,19 @@ class LogicalWorkers:
 
     @torch.no_grad()
     def collect(self, share: float, sums: torch.Tensor) -> list[torch.Tensor]:
-        """Gradients and statistics of a part that is being recorded, whose replays `put` takes. Arguments as in `take`."""
+        """Returns the gradients and statistics of a part that is being recorded, for `put` after each replay. Arguments as in `take`."""
         tree = self._tree(len(sums))
         (sync,) = self._learning
         return [*sync.collect(), self._collect(tree, share, sums)]
 
     @torch.no_grad()
     def put(self, part: int, collected: list[torch.Tensor], sums: int) -> None:
-        """In place of `take`, of a part that was replayed: what `collect` gave. `sums`: how many there are."""
+        """Adds the results of a replayed part, as `take` does of a computed one.
+
+        Args:
+            collected: the tensors of `collect`, which the replay has filled.
+            sums: the number of sums over the samples.
+        """
         *gradients, own = collected
         (sync,) = self._learning
         sync.put(part, gradients)
@@ -287,19 +292,20 @@ class LogicalWorkers:
             self.refused = changed(self.replica.sync.refuse, name, name in parameters)
 
     def reduce(self, sums: int) -> list[torch.Tensor]:
-        """Returns what `finish` takes, of all parts. `sums`: how many `take` gets of each part. Collective."""
+        """Returns the totals over all parts, for `finish`. `sums`: the number of sums over the samples. Collective."""
         return [*(total for sync in self._learning for total in sync.reduce()), self._tree(sums).finish()]
 
     @torch.no_grad()
     def finish(self, totals: list[torch.Tensor]) -> torch.Tensor:
-        """Makes the gradients, and puts the statistics together. Returns the sums over all samples, float64. Collective where it raises.
-        In a recording the host does not look at the statistics: the next step that is not replayed does.
+        """Sets the gradients and the batch statistics from the totals. Returns the sums over all samples, float64. Collective if it raises.
+
+        In a recording the host does not check the statistics: the next step that is not replayed checks them.
 
         Args:
-            totals: what `reduce` has given on any rank.
+            totals: the result of `reduce`, of any rank.
 
         Raises:
-            UserError: on all ranks: the function of the step depends on more than its samples, or a buffer cannot be put together.
+            UserError: on all ranks: the function depends on more than its samples, or a buffer has no mean over the parts.
         """
         *gradients, total = totals
         of_gradients = iter(gradients)
@@ -333,14 +339,14 @@ class LogicalWorkers:
 
 
 def check_machine(run: Run, known: set[str]) -> None:
-    """Compares the machines, before the first step of an attempt: same bits are a matter of threads, instruction set and libraries, too.
-    Every checkpoint says what is known of the machine, with a digest of a few operations on fixed numbers. Collective.
+    """Compares the ranks' machines before the first step of an attempt: threads, instruction set and libraries change bits, too.
+    Every checkpoint describes the machine, with a digest of a few operations on fixed numbers. Collective.
 
     Args:
-        known: what the ranks have compared in this attempt.
+        known: the checks of this attempt so far (`Attempt.known`).
 
     Raises:
-        UserError: on all ranks: one differs from the checkpoint or, in a new run, from rank 0. Other bits could follow.
+        UserError: on all ranks: a rank differs from the checkpoint or, in a new run, from rank 0. It could compute other bits.
     """
     if "machine" in known:
         return
@@ -358,14 +364,14 @@ def check_machine(run: Run, known: set[str]) -> None:
 
 
 def check_alone(run: Run) -> None:
-    """Ends this process, which the other ranks have admitted, if it computes other bits: the others then continue without it."""
+    """Kills this process, which the other ranks have admitted, if it computes other bits. The others then continue without it."""
     if run.state.canary and _differences(run.state.canary, machine(run.world.device)):
         run.console.warn("this process computes other bits than the others, which continue without it")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """For people; empty where there are none."""
+    """Returns the differences, for a message; "" if there are none, or in the processor alone."""
     different = [name for name in now if before.get(name) != now[name]]
     if different in ([], [PROCESSOR]):
         return ""
@@ -373,7 +379,7 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What bits depend on, as far as it can be asked for, and a digest of the arithmetic."""
+    """Returns the known properties of the machine that change bits, and a digest of its arithmetic."""
     of_device = {"GPU": torch.cuda.get_device_name(device)} if device.type == "cuda" else {PROCESSOR: _processor()}
     return {
         "torch": torch.__version__,
@@ -406,7 +412,7 @@ def arithmetic(device: torch.device) -> bytes:
 
 
 def _numbers(count: int, device: torch.device) -> torch.Tensor:
-    """Fixed numbers from −1 to 1."""
+    """Returns `count` fixed float32 numbers from −1 to 1, on the device."""
     return torch.arange(count, device=device).mul_(7919).remainder_(2003).float().div_(1001).sub_(1)
 
 

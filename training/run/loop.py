@@ -1,4 +1,4 @@
-"""The loop of a run: its epochs, and the batches of each. Between two batches all ranks save, or end, together."""
+"""The loop of a run: its epochs, and their batches. Between two batches all ranks save or end together."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .step_input import check_name
 
 T = TypeVar("T")
 MOST_LOGGED = 100
-"""Names that a script may log: each is a series of Prometheus on every rank."""
+"""Names that a script may log, at most: each is a series of Prometheus on every rank."""
 
 
 class Loop:
@@ -44,22 +44,22 @@ class Loop:
         self.step = Step(run, self.attempt, replica)
         self._warned_of_collate = False
         self._saved_generators, self._resumed = run.saved_generators, run.resumed
-        """This rank's generators as they were where the run resumes, until the loop is there again."""
+        """This rank's generators at the resume point, until the loop reaches that point and restores them; whether the run resumes."""
         self.epochs_planned: int | None = None
         self.steps_planned: int | None = None
-        """What `epochs` was asked for; both None: it was not called."""
+        """The arguments of `epochs`; both None: the script has not called `epochs`."""
         self._schedules_checked = False
         self._at_beginning: dict[str, Any] = {}
-        """`_marks`, where the run resumes within an epoch and its loop has not begun."""
+        """The result of `_marks` at the start of an epoch that the run resumes within. Empty once its loop has begun."""
         self._left_at_last_step = False
-        """The last step was made in the middle of an epoch, which a start with more steps resumes in."""
+        """Whether the last planned step lies within an epoch. A start with more steps resumes there."""
         self._epoch_is_through = False
-        """The loop over the batches of the epoch under way has ended, in this attempt."""
+        """Whether the loop over the batches of this epoch has ended, in this attempt."""
         self._under_way: Iterator[Any] | None = None
-        """What that loop goes over."""
+        """The iterator of the loop under way; None: no loop is open."""
 
     def begin(self) -> None:
-        """The attempt begins: the state is where the run resumes."""
+        """Begins the attempt, once the state is restored. Collective."""
         run, replica = self.run, self.step.replica
         self.attempt.__enter__()
         if run.world.replacement:
@@ -81,7 +81,7 @@ class Loop:
 
     @property
     def stopped(self) -> str | None:
-        """Why the script has ended the run for good, in this start or an earlier one."""
+        """The reason for which the script has ended the run for good, in this start or an earlier one; None: it has not."""
         reason = self.run.state.history.get("stopped")
         return reason if isinstance(reason, str) else None
 
@@ -125,14 +125,14 @@ class Loop:
                 self._end_epoch()
 
     def _tell_resumed(self) -> None:
-        """Once, where there is something left to be trained."""
+        """Reports once that the run resumes, if something is left to train."""
         run, cursor, resumed, self._resumed = self.run, self.run.state.cursor, self._resumed, False
         if resumed:
             run.event("resumed", step=run.user_state.steps, epoch=cursor.epoch, batch=cursor.step)
             run.console.line(f"Resuming at step {run.user_state.steps} (epoch {cursor.epoch + 1}, batch {cursor.step})")
 
     def _warn_of_schedules(self) -> None:
-        """Once. A schedule of torch's marks the optimizer whose rate it moves; one that is not kept begins anew after a resume."""
+        """Warns once of a learning-rate schedule that no checkpoint has: a resume restarts it. torch's schedules mark their optimizer."""
         checked, self._schedules_checked = self._schedules_checked, True
         if checked or not self.run.world.leader:
             return
@@ -149,7 +149,7 @@ class Loop:
                 )
 
     def _begin_epoch(self) -> None:
-        """The script may draw here what it draws once an epoch, in the middle of an epoch too."""
+        """Restores or captures the generators, so that a draw before the batches of an epoch repeats when the run resumes within it."""
         kept, cursor, device = self.run.user_state, self.run.state.cursor, self.run.world.device
         if kept.epoch_generators is not None:  # the run resumes within this epoch, or before its first batch
             with misfits_explained():
@@ -161,7 +161,7 @@ class Loop:
         kept.epoch_generators = kept.capture(device)
 
     def _marks(self) -> dict[str, Any]:
-        """What stands for what a script may change at the beginning of an epoch."""
+        """Returns the learning rates and a fingerprint of the weights, which a script may change at the start of an epoch."""
         state = self.run.state
         return {**self._rates(), "weights": fingerprint(state.model) if state.sync.is_replicated else 0}
 
@@ -170,7 +170,8 @@ class Loop:
         return {f"the learning rate of {name}": rate for name, rate in rates.items()}
 
     def _warn_of_repeated(self) -> None:
-        """A start that resumes within an epoch does again what the script does before its batches, to what the checkpoint has."""
+        """Warns if the script changes rates or weights before the batches of an epoch. A start that resumes within the epoch repeats
+        the change on the restored state."""
         before, self._at_beginning = self._at_beginning, {}
         now, kept = self._marks() if before else {}, self.run.user_state
         # A rate that is set from the epoch is what it was when the epoch began: steps may have moved it since.
@@ -184,14 +185,14 @@ class Loop:
             )
 
     def _resume_generators(self) -> None:
-        """The loop is where the checkpoint was taken: what it draws from here on is what it would have drawn."""
+        """Restores the generators of the checkpoint where the loop reaches its position: the draws continue as in an unbroken run."""
         self.run.user_state.cursor_generators = None
         if self._saved_generators is not None:
             self.run.user_state.restore(self._saved_generators, self.run.world.device)
             self._saved_generators = None
 
     def _end_epoch(self) -> None:
-        """Tells of the epoch, moves the cursor to the next one, and saves where it is time to. Raises `Ended`."""
+        """Reports the epoch, moves the cursor to the next epoch, and saves if a save is due. Raises `Ended`. Collective."""
         run, state, kept, config = self.run, self.run.state, self.run.user_state, self.run.config
         state.clock.settle()
         self.attempt.tell_readings(wait=True)
@@ -222,7 +223,7 @@ class Loop:
     # The batches of an epoch.
 
     def batches(self, batches: Batches) -> Iterator[Any]:
-        """What is left of the epoch. Raises `UserError` where it was begun with other batches."""
+        """Returns an iterator over the rest of the epoch. Raises `UserError` if the epoch was begun with other batches."""
         self._expect_data(batches.division.describe())
         batches.warn = None if self._warned_of_collate else self._warn_of_collate
         cursor, steps = self.run.state.cursor, batches.division.steps
@@ -234,10 +235,10 @@ class Loop:
         self.run.console.warn(text)
 
     def iterate(self, loader: Iterable[Any], accumulate: int | None) -> Iterator[Any]:
-        """What is left of the epoch: batches, or lists of up to `accumulate`. The cursor counts what is given. Collective.
+        """Returns an iterator over the rest of the epoch: batches, or lists of up to `accumulate`. The cursor counts items. Collective.
 
         Raises:
-            ValueError: the loaders of the ranks have different lengths.
+            ValueError: `accumulate` is no whole number from 1, or the ranks' loaders have different lengths.
         """
         if accumulate is not None and (type(accumulate) is not int or accumulate < 1):
             raise ValueError(f"accumulate is a number of batches from 1, got {accumulate!r}")
@@ -251,8 +252,8 @@ class Loop:
         return self._between_boundaries(((item, None) for item in given), length=length)
 
     def _expect_data(self, about: dict[str, Any]) -> None:
-        """Raises `UserError` where the epoch was begun with other batches, and the run resumes in its middle; `RuntimeError` for
-        a second loop in one epoch."""
+        """Notes how the epoch is divided into batches. Raises `UserError` if the run resumes within an epoch that was divided differently;
+        `RuntimeError` for a second loop in one epoch."""
         if self._epoch_is_through:
             raise RuntimeError(
                 "the batches of this epoch are through: begin each epoch with `for epoch in run.epochs(…)`, and go over the "
@@ -274,10 +275,12 @@ class Loop:
     def _between_boundaries(
         self, given: Iterator[tuple[T, Part | None]], count: int | None = None, length: int | None = None
     ) -> Iterator[T]:
-        """
+        """Yields each item, with a boundary before it and a new batch of `Step` around it. Raises `Ended`. Collective.
+
         Args:
-            count: batches of the epoch, after the last of which its end saves; None: none of them is known to be the last.
-            length: batches of the epoch, for the progress that is shown; None: not known.
+            given: (item, this rank's part of it; None: unknown).
+            count: batches of the epoch; no boundary follows the last, since the end of the epoch saves. None: unknown.
+            length: batches of the epoch, for the progress on the console; None: unknown.
         """
         run, step, clock = self.run, self.step, self.run.state.clock
         if self._under_way is not None:
@@ -333,7 +336,7 @@ class Loop:
             self.run.console.plan(steps)
 
     def part(self, batch: T) -> T:
-        """This rank's contiguous part of a global batch. `step` then knows how many samples it has."""
+        """Returns this rank's contiguous part of a global batch, and gives `step` its number of samples. Collective in the first steps."""
         run = self.run
         if run.world.size > 1 and (run.user_state.steps < FIRST_STEPS or self.attempt.after_save):
             self._meet("run.part()")
@@ -344,7 +347,7 @@ class Loop:
         return mine  # type: ignore[no-any-return]
 
     def go_on(self, call: str) -> None:
-        """Before a collective that the script may call after a loop which other ranks are still in."""
+        """Checks, before a collective of the script, that no other rank is still in a loop."""
         self.step.current.end_step()  # an evaluation begins, or ends
         self._meet(call)
 
@@ -354,10 +357,10 @@ class Loop:
         self.attempt.desync.collective(call)
 
     def boundary(self, call: str = "") -> None:
-        """Leaves where the ranks agreed to, but not within a step: no checkpoint could hold its gradients. Raises `Ended`.
+        """Leaves if the ranks agreed to, except within a step: no checkpoint could hold its gradients. Raises `Ended`. Collective.
 
         Args:
-            call: the script's; "": it is a part of another one.
+            call: the name of the script's call; "": the boundary is a part of another call.
         """
         self.attempt.desync.collective(call)
         if self.attempt.poll().stop and not self.step.pending:
@@ -366,7 +369,7 @@ class Loop:
     # What the run tells.
 
     def log(self, numbers: Mapping[str, float]) -> None:
-        """Raises `ValueError` for a name that no metric can have, or too many; `TypeError` for a value that is not a number."""
+        """Logs numbers as metrics and an event. Raises `ValueError` for an invalid name or too many, `TypeError` for another value."""
         run, kept = self.run, self.run.user_state
         values = {}
         for name, value in numbers.items():
@@ -389,7 +392,7 @@ class Loop:
         run.event("log", step=kept.steps, epoch=run.state.cursor.epoch, **{"values": values})
 
     def end(self, error: BaseException | None) -> Ended:
-        """How the attempt has ended, on all ranks together. Raises `error`, or what came at the end."""
+        """Ends the attempt on all ranks. Returns how it ended. Raises `error`, or an error of the end. Collective."""
         try:
             with contextlib.ExitStack() as stack:
                 stack.push(self.attempt.__exit__)
@@ -406,7 +409,7 @@ class Loop:
             ) from sent
 
     def _finish(self) -> NoReturn:
-        """The script has ended: the last save, and the summary. Raises `Ended`."""
+        """Saves, and writes the summary, after the last epoch. Raises `Ended`. Collective."""
         self.attempt.desync.sync_point(Place.RUN_END)
         self.run.goodput.enter(TimeCategory.ENDING)
         run, saver = self.run, self.attempt.saver
@@ -467,9 +470,9 @@ class Loop:
 
 
 def _check_lengths(loader: Any, world: World) -> int | None:
-    """The number of batches, the same on all ranks; None: a rank's loader does not know it. Collective.
+    """Returns the number of batches, the same on all ranks; None: a rank's loader does not know its length. Collective.
 
-    Raises `ValueError` where the ranks' loaders have different lengths: the ranks would wait for one another.
+    Raises `ValueError` if the ranks' loaders have different lengths: the ranks would wait for one another.
     """
     try:
         length = len(loader)
@@ -486,7 +489,7 @@ def _check_lengths(loader: Any, world: World) -> int | None:
 
 
 def _same_samples(batch: Any, world: World) -> int:
-    """How many samples the batch has where all ranks were given the same one; 0 where they were not, or that cannot be seen. Collective."""
+    """Returns the samples of a batch that is the same on all ranks; 0: the batches differ, or have no array to compare. Collective."""
     if world.size == 1:
         return 0
     try:
@@ -499,7 +502,7 @@ def _same_samples(batch: Any, world: World) -> int:
 
 
 def _arrays(batch: Any) -> list[Any]:
-    """The tensors and arrays of a batch. Raises `ValueError` for a tensor whose values cannot be compared."""
+    """Returns the tensors and arrays of a batch. Raises `ValueError` for a tensor whose values cannot be compared."""
     if isinstance(batch, torch.Tensor):
         tensor = batch.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
         if not has_bytes(tensor):
@@ -511,5 +514,5 @@ def _arrays(batch: Any) -> list[Any]:
 
 
 def _lists(items: Iterator[T], size: int) -> Iterator[list[T]]:
-    """Lists of `size` items; the last one may be shorter."""
+    """Returns an iterator over lists of `size` items; the last list may be shorter."""
     return iter(lambda: list(itertools.islice(items, size)), [])

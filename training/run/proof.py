@@ -1,9 +1,9 @@
 """Proves under `sync.name=exact`, by example, that the function of a step depends on its samples alone.
 
 At some steps every rank calls the function twice more with the samples of its first part. Both calls begin with the same buffers and
-generators. The function must give the same loss twice, leave the weights and buffers alone, and leave the same values in the attributes
-of the modules. After a start or a save it is called once more, to find collectives. The ranks then compare the attributes that the
-second call leaves alone, and the arguments of the function.
+generators. The function must return the same loss twice, must not change weights and buffers, and must leave the same values in the
+attributes of the modules. After a start or a save the rank calls it once more, to find collectives. The ranks then compare the
+attributes that the second call has not assigned, and the arguments of the function.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from ..resilience.closeness import sums_of_bits
 from .undo import Watching
 
 FIRST_STEPS = 3
-"""Steps at the beginning of a run, each with a proof: at the first one a moving average may still equal what it follows."""
+"""First steps of a run, each with a proof: at the very first a moving average may still equal its source."""
 EVERY = 256
-"""Later steps for each proof, on average. A proof takes at most as long as a step, if each rank has one part."""
+"""Later steps per proof, on average. A proof takes at most as long as a step, if each rank has one part."""
 _MOST_BYTES = 1 << 24
-"""Of an attribute that is hashed. Of a larger one the sum of its bits is compared."""
+"""Bytes of an attribute that is hashed, at most. Ranks compare a larger attribute by the sum of its bits."""
 _DEPTH = 5
-"""Levels of lists and dictionaries in an attribute."""
+"""Levels of lists and dictionaries in an attribute that are read."""
 _OF_TORCH = {*vars(nn.Module()), "_flat_weights"}
-"""Attributes that torch keeps for itself."""
+"""Attributes of modules that belong to torch."""
 
 Refuse = Callable[[str, str], UserError]
 Digests = dict[str, str]
 
 
 def due(seed: int, step: int) -> bool:
-    """Whether the seed draws a proof at this step. The same on all ranks, and at every start."""
+    """Returns whether the seed draws a proof at this step. The same on all ranks, and at every start."""
     return step < FIRST_STEPS or order.key(seed, step, order.Salt.PROOF) % EVERY == 0
 
 
@@ -53,7 +53,7 @@ class Proof:
         refuse: makes the error of the strategy.
         alone: the parameters and buffers that no call may change, by name.
         before: the batch statistics that the step began with.
-        after_save: look for collectives, too.
+        after_save: whether to look for collectives, too.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Proof:
         self.model, self._refuse, self._after_save = model, refuse, after_save
         self.alone, self._before = alone, before
         self._states: Digests | None = None
-        """Attributes that the second call has not assigned, and batch statistics. None: this rank has no part."""
+        """Digests of the attributes that the second call has not assigned, and of the batch statistics. None: this rank has no part."""
         self._arguments: list[list[Any]] = []
-        """For each tensor that is cut: the argument's number, its digest, whether it may be a table."""
+        """[number of the argument, digest, whether it may be a table] for each tensor that is cut into parts."""
 
     def look_for_collectives(self, call: Callable[[], torch.Tensor]) -> UserError | None:
-        """Calls the function after a start or a save. Returns which collective it calls, and does not make it."""
+        """Calls the function after a start or a save. Returns the error for its first collective, which does not run; None: none."""
         name = _collective(call) if self._after_save else None
         if name is None:
             return None
@@ -78,7 +78,7 @@ class Proof:
         )
 
     def prove(self, call: Callable[[], torch.Tensor]) -> UserError | None:
-        """Calls the function twice. Returns what is wrong with it."""
+        """Calls the function twice. Returns the error for its first fault; None: the proof holds."""
         alone = {name: tensor for name, tensor in self.alone.items() if has_bytes(tensor)}
         contents = sums_of_bits(alone.values())
         losses = [call().detach().double().view(1)]
@@ -111,7 +111,7 @@ class Proof:
     def look_at_arguments(
         self, batch: tuple[Any, ...], samples: int, total: int, given: Callable[[Any], bool]
     ) -> UserError | None:
-        """Notes what the function is called with. Returns what is wrong with it.
+        """Records the arguments of the function. Returns the error for an argument that is not cut as the samples; None: all are.
 
         Args:
             given: whether `run.batches()` or `run.part()` has given an argument.
@@ -133,11 +133,11 @@ class Proof:
 
     @property
     def record(self) -> Any:
-        """What the ranks compare; None: this rank has no part."""
+        """The record that the ranks compare; None: this rank has no part."""
         return None if self._states is None else [self._states, self._arguments]
 
     def compare(self, records: list[Any], total: int) -> UserError | None:
-        """Returns which attribute is not the same on all ranks, or which argument is: no two ranks have the same samples."""
+        """Returns the error for an attribute that differs between ranks, or an argument that does not: ranks have different samples."""
         of_rank = {rank: record for rank, record in enumerate(records) if record is not None}
         if len(of_rank) < 2:
             return None
@@ -158,14 +158,14 @@ class Proof:
 
 
 def _rows_differ(tensor: torch.Tensor) -> bool:
-    """Whether each row is another one: ones for all samples are no table."""
+    """Returns whether all rows of the tensor differ. A tensor of ones is no table."""
     if not has_bytes(tensor) or not tensor.numel():
         return False
     return len({row.numpy().tobytes() for row in tensor_bytes(tensor).view(len(tensor), -1)}) == len(tensor)
 
 
 def changed(refuse: Refuse, name: str, is_parameter: bool) -> UserError:
-    """A call has changed this parameter or buffer."""
+    """Returns the error for a parameter or buffer that a call has changed."""
     if is_parameter:
         return refuse(
             f"needs weights that a step alone changes, and a forward or backward pass changes {name}",
@@ -179,13 +179,13 @@ def changed(refuse: Refuse, name: str, is_parameter: bool) -> UserError:
 
 
 def attributes(model: nn.Module) -> Digests:
-    """What stands for each attribute of the modules, by name: numbers, texts, tensors, arrays, generators, and what lists and dictionaries
-    hold of them. Parameters and buffers are left out, and so are other objects."""
+    """Returns a text for each attribute of the modules, by name: of numbers, texts, tensors, arrays, generators, and of lists and
+    dictionaries of these. Leaves out parameters, buffers and other objects."""
     return {name: text for name, value in attributes_of(model) if (text := text_of(value)) is not None}
 
 
 def attributes_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the attributes of the modules by name, without parameters, buffers and what torch keeps for itself."""
+    """Yields the attributes of the modules by name, without parameters, buffers and torch's own attributes."""
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -194,10 +194,10 @@ def attributes_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def text_of(value: Any, depth: int = _DEPTH) -> str | None:
-    """What stands for the value of an attribute; None: it is of another kind.
+    """Returns a text that equal values share: a digest, or the `repr`. None: values of this kind are not compared.
 
     Args:
-        depth: of the lists and mappings that are looked into.
+        depth: levels of lists and mappings to read.
     """
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
         return repr(value)
@@ -225,7 +225,7 @@ def text_of(value: Any, depth: int = _DEPTH) -> str | None:
 
 
 def has_bytes(tensor: torch.Tensor) -> bool:
-    """Returns whether `text_of` sees the numbers of the tensor, and not its form alone."""
+    """Returns whether `text_of` reads the numbers of the tensor, not only its shape."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
     return plain and not (tensor.is_nested or tensor.is_meta or tensor.is_conj() or tensor.is_neg())
 
@@ -242,8 +242,8 @@ def _digest(tensor: torch.Tensor) -> str:
 
 @contextlib.contextmanager
 def _assignments(model: nn.Module) -> Iterator[set[str]]:
-    """The attributes of modules that are assigned inside, by name. A pass that assigns an attribute again each time, such as the last
-    attention, passes nothing on to the next one, and the ranks may have other values there."""
+    """Collects the names of the modules' attributes that the block assigns. An attribute that each pass assigns, such as the last
+    attention, carries nothing into the next pass, so ranks may have different values there."""
     assign, names = nn.Module.__setattr__, {id(module): path for path, module in model.named_modules()}
     found: set[str] = set()
 
@@ -259,7 +259,7 @@ def _assignments(model: nn.Module) -> Iterator[set[str]]:
 
 
 def _collective(call: Callable[[], torch.Tensor]) -> str | None:
-    """The first collective that the function calls. It is not made, on any number of ranks."""
+    """Returns the first collective that the function calls, without running it; None: it calls none."""
     watching = Watching()
     with contextlib.suppress(Exception), watching:  # an error of the function's own comes again
         call()

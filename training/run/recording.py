@@ -41,7 +41,7 @@ WARM_UP = 3
 
 
 def obstacle(sync: GradientSync, optimizers: dict[str, torch.optim.Optimizer], world: World) -> str | None:
-    """Why the steps of this run cannot be recorded; None if they can."""
+    """Returns why the steps of this run cannot be recorded; None if they can."""
     if sync.batch_parts is not None and os.environ.get(ENV_LIVE):
         return "under launch --live a rank that comes later has recorded nothing"
     if world.size > 1 and not world.nccl and sync.batch_parts is None:
@@ -55,7 +55,7 @@ def obstacle(sync: GradientSync, optimizers: dict[str, torch.optim.Optimizer], w
 
 
 class CudaGraphs:
-    """Records bodies as CUDA graphs that share one memory pool, without running them; gives back what replays them."""
+    """Recorder of functions as CUDA graphs that share one memory pool. It does not run them, and returns a function that replays one."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -72,33 +72,34 @@ class CudaGraphs:
 
 @dataclass(slots=True)
 class _Recorded:
-    """What replays the step on its input tensors."""
+    """A recorded step: its graphs, and the tensors that they read and write."""
 
     inputs: StepInput
-    """Over the tensors that the recording reads."""
+    """The input whose tensors the recording reads; each step is copied into them."""
     identity: tuple[Any, ...]
     held: list[Any]
-    """What `identity` has the ids of: no other object may get one of them."""
+    """The objects whose ids are in `identity`, kept alive so that no other object gets such an id."""
     gradients: Callable[[], None] | None = None
-    """None where they are part of the update's recording."""
+    """Replays the gradients' graph; None: the update's graph computes them."""
     update: Callable[[], None] = lambda: None
+    """Replays the graph of the update."""
     part: Callable[[], None] | None = None
-    """The forward and backward pass of one part of a batch, with the samples of `inputs`."""
+    """Replays the forward and backward pass of one part of a batch, of as many samples as `inputs`; None without parts."""
     collected: list[torch.Tensor] = field(default_factory=list)
-    """Where `part` leaves its gradients and statistics."""
+    """The tensors in which `part` leaves its gradients and statistics. Each replay overwrites them."""
     sums: list[torch.Tensor] = field(default_factory=list)
-    """Where the sums over all parts are read."""
+    """The tensors from which the update's graph reads the sums over all parts."""
     norm: torch.Tensor | None = None
-    """Where the gradient's norm is left, before the clipping."""
+    """The tensor in which a replay leaves the gradient's norm, before the clipping; None: nothing reads the norm."""
     bytes_sent: int = 0
-    """What one replay hands to collectives."""
+    """Bytes that one replay passes to collectives."""
 
 
 class Recorder:
     """Records the steps of a run after `WARM_UP` steps over the same number of samples, and replays them.
 
-    One size of global batch is recorded, the first that has come so often. So all ranks decide alike whether to record, and no
-    second recording can take the memory of the first.
+    It records one size of global batch: the first that more than `WARM_UP` steps had. So all ranks decide alike whether to record,
+    and no second recording can take the memory of the first.
 
     Args:
         say: called once, with a sentence, if the recording fails.
@@ -111,14 +112,14 @@ class Recorder:
         self._optimizer, self._sync, self._world = optimizer, sync, world
         self._say = say
         self.before: list[torch.Tensor] = []
-        """The batch statistics before the step: the recording fills them."""
+        """Copies of the buffers before the step: the recording fills them."""
         self._points = RecordedPoints(world.device)
         self._times: dict[int | None, int] = {}
         self._recorded: _Recorded | None = None
         self.replays: _Recorded | None = None
-        """Set while a step is replayed."""
+        """The recording that replays the step under way; None: the step runs eagerly. `prepare` sets it, `finish` clears it."""
         self.failure = ""
-        """Why the steps are not recorded."""
+        """Why the recording failed; "": it has not failed."""
 
     @property
     def recorded(self) -> bool:
@@ -126,7 +127,7 @@ class Recorder:
         return self._recorded is not None
 
     def prepare(self, step: Step, inputs: StepInput) -> None:
-        """Before a step: records it where that is due, and has it replayed where it is recorded. Collective where it is due."""
+        """Prepares a step: records it if that is due, and selects the replay if the step is recorded. Collective if a recording is due."""
         self.replays = None  # an error may have ended the step before
         self._optimizer.publish_rates()
         if not self.failure and self._is_due(inputs):
@@ -146,10 +147,11 @@ class Recorder:
             step.run.state.clock.before_replay()
 
     def finish(self) -> None:
+        """Ends the replay of the step."""
         self.replays = None
 
     def _is_due(self, inputs: StepInput) -> bool:
-        """Whether this step is to be recorded now. The same on all ranks."""
+        """Returns whether to record this step now. The same on all ranks."""
         if self._recorded is not None:
             return False
         self._times[inputs.total] = self._times.get(inputs.total, 0) + 1
@@ -233,6 +235,7 @@ class Recorder:
         self._recorded = recorded
 
     def replay_gradients(self) -> torch.Tensor | None:
+        """Replays the gradients' graph. Returns their norm, a scalar; None: the update's graph computes the gradients."""
         recorded = self.replays
         assert recorded is not None
         if recorded.gradients is None:
@@ -242,6 +245,7 @@ class Recorder:
         return recorded.norm
 
     def replay_update(self) -> torch.Tensor | None:
+        """Replays the update's graph. Returns the gradient's norm before the clipping, a scalar; None: nothing reads the norm."""
         recorded = self.replays
         assert recorded is not None
         recorded.update()
@@ -250,7 +254,7 @@ class Recorder:
         return recorded.norm
 
     def replay_part(self, inputs: StepInput, part: int, low: int, high: int) -> bool:
-        """Computes a part of the batch, and adds it to the sums; False where it has another shape than the one that was recorded."""
+        """Replays a part of the batch and adds its results to the sums. Returns False if its shape is not the recorded one."""
         recorded, step = self.replays, self._step
         assert recorded is not None and recorded.part is not None and step.logical_workers is not None
         of_one = inputs.of_samples(low, high)
@@ -262,13 +266,13 @@ class Recorder:
         return True
 
     def take_sums(self, sums: list[torch.Tensor]) -> None:
-        """The sums over all parts, which the update's recording reads."""
+        """Copies the sums over all parts into the tensors that the update's graph reads."""
         assert self.replays is not None
         for kept, total in zip(self.replays.sums, sums, strict=True):
             kept.copy_(total)
 
     def _count_replay(self, recorded: _Recorded) -> None:
-        """Counts what the replay sends, and has its points in time read later. The replay need not have ended."""
+        """Counts the bytes that the replay sends, and queues its time stamps for reading. The replay need not have ended."""
         if recorded.part is not None:
             return  # nothing is sent within a part
         self._sync.bytes_sent += recorded.bytes_sent
@@ -276,7 +280,7 @@ class Recorder:
 
 
 def _closure(inputs: StepInput) -> list[Any]:
-    """What the step's function reads but its arguments and globals."""
+    """Returns the code, the object, the closure and the defaults of the step's function: all that it reads but arguments and globals."""
     compute: Any = inputs.compute
     defaults = getattr(compute, "__defaults__", None) or ()
     cells = [cell.cell_contents for cell in getattr(compute, "__closure__", None) or ()]
@@ -288,7 +292,7 @@ def _trained(step: Step) -> list[torch.Tensor]:
 
 
 def _identity(step: Step, inputs: StepInput, rates: Any) -> tuple[Any, ...]:
-    """What a recording has of the step but its tensors: where it differs, a replay would compute something else."""
+    """Returns everything that a recording fixes, except the tensors' values. A step with another identity runs eagerly."""
     settings = (
         inputs.samples,
         inputs.total,

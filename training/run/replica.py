@@ -1,5 +1,5 @@
-"""The model of a run: as the script wrote it, as the strategy wrapped it, and what optimizes it. And what the steps make of its buffers and
-modes, which the ranks compare."""
+"""The model of a run, as the script wrote it and as the strategy wrapped it, and its optimizers. The ranks compare the buffers and the
+modes that its steps leave."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from ..sync.base import BuildOptimizer, GradientSync, hooks_of, hooks_of_script,
 from .proof import attributes_of
 
 SHORT = 16
-"""Most whole numbers of a list that is no table: a rank may have others, such as its experts, or the ranks of its group."""
+"""A list of at most so many whole numbers is no table: ranks may have different ones, such as their experts or groups."""
 _DERIVED = ("_orig", "_g", "_v")
-"""A parametrization keeps its parameters under a name with one of these endings, and computes the attribute anew in each pass."""
+"""Endings of a parametrization's parameters, from which each pass computes the attribute."""
 
 
 class Several(GradientSync):
-    """The strategies of several models as one: in a step those work whose models learn.
+    """The strategies of several models as one. In a step only those work whose models learn.
 
     `model` holds the models by their names.
     """
@@ -59,7 +59,7 @@ class Several(GradientSync):
 
     @contextlib.contextmanager
     def step_of(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> Iterator[None]:
-        """Inside, the models of these optimizers learn. The others are part of the loss, but get no gradient and send none."""
+        """Makes the models of these optimizers learn in the block. The others are part of the loss, but get no gradient and send none."""
         stepping = {
             parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
         }
@@ -107,9 +107,9 @@ class Replica:
         self._settings, self._world = settings, world
         self._parts: dict[str, GradientSync] = {}
         self.networks: dict[str, nn.Module] = {}
-        """What a script calls, by the models' names."""
+        """The networks that a script calls, by the models' names."""
         self.made: list[Any] = []
-        """The tables of the models, as they were replicated."""
+        """The tables of the models at replication, for `Unsaved.compare_tables`. `Loop.begin` clears the list."""
         self.hooks: set[int] = set()
         """The numbers of the hooks that the strategies have registered (`hooks_of`)."""
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
@@ -119,11 +119,12 @@ class Replica:
         self.sync: GradientSync
 
     def add(self, model: nn.Module, example: Any, name: str) -> nn.Module:
-        """The network to call: on the rank's device, with rank 0's weights.
+        """Returns the network to call, on the rank's device, with rank 0's weights. Collective.
 
         Raises:
             UserError: the strategy does not support the model, or does not support several.
-            TypeError, ValueError: it is no model, or its name is taken.
+            TypeError, ValueError: `model` is no module, the name is taken or invalid, or two models share a parameter.
+            RuntimeError: an optimizer exists already.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"replicate() takes a model, an instance of torch.nn.Module; got {_what(model)}")
@@ -162,7 +163,7 @@ class Replica:
         return self.network
 
     def _part_of(self, network: nn.Module | None) -> str | None:
-        """The name of the model that `network` is, as the script wrote it or as it was wrapped or compiled; None: of none."""
+        """Returns the name of the model that `network` is, in its original, wrapped or compiled form; None: it is no model of the run."""
         inner = None if network is None else unwrapped(network)
         names = (
             name
@@ -172,7 +173,13 @@ class Replica:
         return next(names, None)
 
     def add_optimizer(self, build: BuildOptimizer, name: str, network: nn.Module | None) -> torch.optim.Optimizer:
-        """Over the parameters of `network`, or of all models."""
+        """Makes an optimizer over the parameters of `network`, by default of all models. Returns it.
+
+        Raises:
+            TypeError: `build` is no function that returns an optimizer.
+            ValueError: the name is taken, or `network` is not replicated.
+            UserError: the strategy takes one optimizer.
+        """
         if isinstance(build, torch.optim.Optimizer) or not callable(build):
             raise TypeError(
                 "optimizer() takes a function that makes the optimizer for the parameters that it gets, such as "
@@ -211,16 +218,17 @@ class Replica:
         return tuple(self.optimizers.values())
 
     def known(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> tuple[torch.optim.Optimizer, ...]:
-        """These, or all. Raises `ValueError` for one that no checkpoint would hold, and where all would move a parameter twice."""
+        """Returns the given optimizers, by default all. Raises `ValueError` for an optimizer that no checkpoint would hold, and if all
+        would move a parameter twice."""
         known = tuple(self.optimizers.values())
         if not all(any(optimizer is other for other in known) for optimizer in optimizers):
             raise ValueError("a step takes optimizers that run.optimizer() returned: the state of no other is saved")
         return optimizers or self.together
 
     def parameters_of(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> set[torch.Tensor] | None:
-        """The parameters of these optimizers, whose gradients make the step; None: every one that is trained.
+        """Returns the parameters of these optimizers, whose gradients make the step; None: all trained parameters.
 
-        The others' gradients belong to no step: those of a second network, say, which this one's loss has gone through.
+        Other gradients belong to no step, for example those of a second network that the loss has passed through.
         """
         groups = itertools.chain.from_iterable(map(self.sync.parameter_groups, optimizers))
         of = list(itertools.chain.from_iterable(groups))
@@ -233,7 +241,7 @@ class Replica:
         self.ema = Ema(self.model, decay, every, self.sync.duplicate())
 
     def hook_before_sum(self) -> str | None:
-        """Returns the name of a parameter whose hook, of the script's, gets the gradient of a part of the batch, before that is summed.
+        """Returns the name of a parameter with a hook of the script that gets the gradient of a part of the batch, before the sum.
 
         Raises:
             UserError: a hook is called too early to use a gradient, or never.
@@ -254,15 +262,15 @@ class Replica:
         return before
 
     def training(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> contextlib.AbstractContextManager[None]:
-        """Inside, a step of these optimizers is computed."""
+        """Returns a context in which a step of these optimizers is computed."""
         return self.sync.step_of(optimizers) if isinstance(self.sync, Several) else contextlib.nullcontext()
 
     @torch.no_grad()
     def for_evaluation(self, network: nn.Module | None) -> nn.Module:
-        """A copy with full weights (the average, where there is one) and mean batch statistics. Collective.
+        """Returns a copy with full weights (their average, if there is one) and mean batch statistics, in evaluation mode. Collective.
 
         Raises:
-            ValueError: there are several models, and `network` is not one of them.
+            ValueError: there are several models, and `network` is none of them.
         """
         source = self.ema.average if self.ema else self.model
         if isinstance(self.sync, Several):
@@ -281,7 +289,7 @@ class Replica:
 
 
 class Modes:
-    """Records which modules of a model were in training mode, and which parameters required a gradient, in the last two steps."""
+    """Record of the modules in training mode and of the parameters that require a gradient, in the last two steps."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -295,11 +303,11 @@ class Modes:
         self._held = self.last
 
     def hold(self) -> None:
-        """Takes the modes now for those of the next step. The script may set others until `release`, to evaluate."""
+        """Holds the present modes as those of the next step. Until `release` the script may set others, to evaluate."""
         self._held = self._now()
 
     def release(self) -> None:
-        """Takes the modes that the script has set for those of the next step."""
+        """Ends `hold`: the script's modes are those of the next step."""
         self._held = None
 
     def _now(self) -> bytes:
@@ -310,7 +318,7 @@ class Modes:
 
     @property
     def any_training(self) -> bool:
-        """Whether a module was in training mode in the last step."""
+        """Whether any module was in training mode in the last step."""
         return any(self.last[: len(self._modules)])
 
     def find(self) -> None:
@@ -323,7 +331,7 @@ class Modes:
             self._held = None if self._held is None else self._carried(before, self._held)
 
     def _carried(self, before: Mapping[str, nn.Module], modes: bytes) -> bytes:
-        """Returns recorded modes for the modules that the model has now, and which parameters require a gradient now."""
+        """Returns the recorded modes of the model's present modules, and whether each present parameter requires a gradient."""
         known = dict(zip(before.values(), modes))
         return bytes([known.get(module, module.training) for module in self._modules.values()]) + self._trained()
 
@@ -342,11 +350,11 @@ class Modes:
 
 
 class Buffers:
-    """Compares the buffers that all ranks share: those that no step changes, such as a table; or all. A buffer that no `state_dict`
-    holds, a cache, may differ.
+    """Comparison of the buffers that are the same on all ranks: those that no step changes, such as a table, or all. A buffer that no
+    `state_dict` holds, such as a cache, may differ.
 
     Args:
-        alike: all buffers are the same on all ranks, batch statistics too.
+        alike: whether all buffers are the same on all ranks, batch statistics too.
     """
 
     def __init__(self, model: nn.Module, world: World, alike: bool) -> None:
@@ -422,29 +430,29 @@ def learning_rates(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str,
 
 
 def kept_buffers(model: nn.Module) -> list[torch.Tensor]:
-    """Copies of the buffers, the batch statistics among them: what a forward pass changes."""
+    """Returns copies of the buffers, batch statistics included, which a forward pass changes."""
     return [buffer.clone() for buffer in model.buffers()]
 
 
 @torch.no_grad()
 def put_back(model: nn.Module, before: list[torch.Tensor]) -> None:
-    """Puts back what `kept_buffers` gave; nothing for an empty list."""
+    """Restores the buffers from `kept_buffers`. Does nothing for an empty list."""
     if before:
         for buffer, kept in zip(model.buffers(), before, strict=True):
             buffer.copy_(kept)
 
 
 def _what(value: object) -> str:
-    """A value as an error names it."""
+    """Returns the name of a value, for an error."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"a value of type {type(value).__name__}"
 
 
 def tables_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the tables that modules have in plain attributes, by name: tensors and arrays, such as random features, and long lists of
-    whole numbers, such as a permutation. What shares the memory of a parameter or buffer is none.
+    """Yields the tables in plain attributes of modules, by name: tensors and arrays, such as random features, and long lists of whole
+    numbers, such as a permutation. A tensor that shares the memory of a parameter or buffer is no table.
 
-    `replicate` sends parameters and buffers alone, and so does a checkpoint: a table that is drawn must be the same on each rank and at
-    each start.
+    `replicate` sends parameters and buffers only, and a checkpoint holds only these. So a random table must be the same on each rank
+    and at each start.
     """
     own = storages([*model.parameters(), *model.buffers()])
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -458,7 +466,7 @@ def tables_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_long(value: Any) -> bool:
-    """Whether it is a list of many whole numbers."""
+    """Returns whether the value is a list of more than `SHORT` whole numbers."""
     if not isinstance(value, (list, tuple)) or len(value) <= SHORT:
         return False
     return all(type(item) is int or isinstance(item, np.integer) for item in value)

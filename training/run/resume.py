@@ -1,4 +1,4 @@
-"""What a start resumes from, and whether what the script has made fits it."""
+"""The checkpoint that a start resumes from, and whether it fits the script's objects."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from ..sync.base import GradientSync
 from .replica import named_groups
 
 Groups = dict[str, list[list[str]]]
-"""The parameters in each group of each optimizer, by their names."""
+"""Name of the optimizer → the names of the parameters in each of its groups."""
 
 
 def newest_checkpoint(
     directory: RunDirectory | None, world: World, metrics: Metrics, verified: Path | None
 ) -> Path | None:
-    """This rank's newest verified checkpoint; None where it keeps none. Raises `UserError` where all are corrupt.
+    """Returns this rank's newest verified checkpoint; None: it has none. Raises `UserError` if all are corrupt.
 
     Args:
-        verified: one that was read a moment ago.
+        verified: a checkpoint that was verified a moment ago.
     """
     if directory is None:
         return None
@@ -46,7 +46,7 @@ def newest_checkpoint(
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The gathered state of a checkpoint that verifies. Raises `UserError` where its files hold none."""
+    """Returns the gathered state of a verified checkpoint. Raises `UserError` if its files hold no state."""
     try:
         return dict(store.load(path))
     except (store.CorruptCheckpoint, TypeError, ValueError) as error:
@@ -55,7 +55,7 @@ def load(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def misfits_explained() -> Iterator[None]:
-    """Turns errors into `UserError`: a checkpoint verifies but does not fit the model, whose code has changed."""
+    """Turns errors in the block into `UserError`: the checkpoint verifies but does not fit the model, whose code has changed."""
     try:
         yield
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
@@ -66,7 +66,7 @@ def misfits_explained() -> Iterator[None]:
 
 
 def check_parameters(model: nn.Module, optimizers: dict[str, Any]) -> None:
-    """Raises `ValueError` for a parameter that no checkpoint would have."""
+    """Raises `ValueError` for a parameter of an optimizer that no checkpoint would hold."""
     known = {id(parameter) for parameter in model.parameters()}
     for name, optimizer in optimizers.items():
         if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
@@ -74,7 +74,7 @@ def check_parameters(model: nn.Module, optimizers: dict[str, Any]) -> None:
 
 
 def check_live(world: World, sync: GradientSync, of_rank: Mapping[str, Any]) -> None:
-    """Raises `UserError` if the launcher is to continue without a lost rank, and the other ranks cannot."""
+    """Raises `UserError` if `launch --live` cannot continue this run without a lost rank."""
     if not os.environ.get(ENV_LIVE):
         return
     if sync.batch_parts is None:
@@ -93,7 +93,7 @@ def check_live(world: World, sync: GradientSync, of_rank: Mapping[str, Any]) -> 
 
 
 class Made:
-    """The learning rates and groups of the optimizers as the script has made them, before a checkpoint moves them."""
+    """The learning rates and groups of the optimizers from the script, before a checkpoint changes them."""
 
     def __init__(self, sync: GradientSync, optimizers: dict[str, Any]) -> None:
         self._sync, self._optimizers = sync, optimizers
@@ -105,7 +105,7 @@ class Made:
         return {name: parameter_names(self._sync, optimizer) for name, optimizer in self._optimizers.items()}
 
     def compare(self, kept: UserState, warn: Callable[[str], None]) -> None:
-        """Warns at the start that brings other learning rates or groups than the last: those of the checkpoint hold."""
+        """Warns if the script has other learning rates or groups than at the last start. Those of the checkpoint hold."""
         rates, kept.rates = kept.rates, self._rates
         changed = [
             f"{name}: {rates[name]:g} → {rate:g}" for name, rate in self._rates.items() if rates.get(name, rate) != rate

@@ -1,4 +1,4 @@
-"""A run in this process, from the `with` statement to the exit code: what is opened, resumed from the newest checkpoint, and ended."""
+"""A run in this process, from the `with` statement to the exit code: opens it, resumes the newest checkpoint, and ends it."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ from .replica import Replica
 
 
 class Ended(BaseException):
-    """The attempt ends here, on all ranks: with an exit code, and a sentence. Not an `Exception`: a user's loop that catches exceptions
-    must not continue on one rank."""
+    """The end of the attempt on all ranks, with an exit code and a reason, one sentence. A loop of the script that catches `Exception`
+    must not continue on one rank, so this class is a `BaseException`."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -81,12 +81,12 @@ class Run:
     """One start of a run, in this process. All ranks call `open`, `resume` and `close`, in this order.
 
     Args:
-        fresh: True renames an earlier run in `run_dir` first, but not at a restart by the launcher. A word does so unless the run
-            was begun with the same word. "" does not.
-        handle_signals: False where the script handles signals itself.
+        fresh: True renames an earlier run in `run_dir` first, except at a restart by the launcher. A word renames the earlier run
+            unless that run was begun with the same word. "" renames nothing.
+        handle_signals: False if the script handles signals itself.
         began: `time.perf_counter()` at the start of the process.
-        world: whose ranks have joined; None: `open` joins them.
-        tells_run_dir: the output says where the run is kept, since the script does not.
+        world: a world whose ranks have joined; None: `open` joins them.
+        tells_run_dir: whether the output names the run directory, because the script does not.
     """
 
     world: World
@@ -109,26 +109,26 @@ class Run:
         self._tells_run_dir = tells_run_dir
         self.goodput = GoodputRecorder(os.environ)
         self.form: dict[str, Any] = {}
-        """What the run has decided at its first start where a setting was `auto` (`config.FORM`)."""
+        """The values that the first start has chosen for settings that are `auto` (`config.FORM`)."""
         self._warned: set[str] = set()
         self.signals: Signals | None = None
-        """What the process receives; None where the script handles signals itself."""
+        """The signals that the process receives; None: the script handles signals itself."""
         self.directory: RunDirectory | None = None
-        """The run directory, on the rank that writes."""
+        """The run directory on the rank that writes it; None on all other ranks."""
         self.objects: ObjectStore | None = None
-        """On the rank that writes, where `checkpoint.to` says so."""
+        """The bucket of `checkpoint.to` on the rank that writes; None: the setting is empty, or another rank writes."""
         self.resumed = False
-        """Whether there is a checkpoint, which this start resumes from."""
+        """Whether this start resumes from a checkpoint, or joins ranks that train."""
         self.facts: dict[str, Any] = {}
-        """What run.yaml says of the run besides its settings: `global_batch_size` and `data`, of a run that is resumed at first."""
+        """The facts in run.yaml besides the settings: `global_batch_size` and `data`. A resumed run begins with those of its file."""
         self.saved_generators: dict[str, Any] | None = None
-        """This rank's generators as they were where the run resumes."""
+        """The state of this rank's generators at the resume point; None: the run begins."""
         self.places: dict[str, Any] = {}
-        """Where the other ranks are, which have admitted this one."""
+        """The position of the ranks that have admitted this rank, for `Attempt.be_at`; empty if this rank was not admitted."""
         self.progressed = False
-        """A step was made, or an epoch ended, in this attempt."""
+        """Whether this attempt has made a step or ended an epoch."""
         self._untold: deque[tuple[int, Any, Callable[[RunDirectory], None]]] = deque()
-        """What rank 0 has written of late, or was about to, as this rank would write it."""
+        """Recent writes of rank 0, as (calls done, key, action), which this rank repeats if it takes rank 0's place."""
 
     # What is opened.
 
@@ -166,7 +166,7 @@ class Run:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[None]:
-        """Opens the run directory, serves the metrics, and finds the newest checkpoint. They stay open unless the block raises.
+        """Opens the run directory, serves the metrics, and finds the newest checkpoint. Closes both if the block raises.
         Collective. Raises `UserError` on all ranks if any of them cannot continue."""
         world, settings = self.world, self.config
         kept = settings.checkpoint
@@ -225,12 +225,16 @@ class Run:
     # What is resumed.
 
     def resume(self, replica: Replica, things: Mapping[str, Any], of_rank: Mapping[str, Any]) -> None:
-        """The state of the run from where the run directory says it stands. The model and its optimizers need not be among `things`.
+        """Builds the state of the run, and restores the newest checkpoint, if there is one. Collective.
+
+        Args:
+            things: name → object of the script, saved once. The model and its optimizers need not be among them.
+            of_rank: name → object of the script, saved for each rank.
 
         Raises:
-            UserError: the checkpoint does not fit what the script keeps.
+            UserError: the checkpoint does not fit the script's objects.
             RuntimeError: there is no optimizer yet.
-            TypeError, ValueError: things that cannot be kept.
+            TypeError, ValueError: a checkpoint cannot hold one of the objects.
         """
         if not replica.optimizers:
             raise RuntimeError(
@@ -272,10 +276,10 @@ class Run:
             self.signals.on_second_signal = self.exporter.close
 
     def _restore(self, state: TrainState) -> list[str]:
-        """Gives the state what was saved of it, and counts this attempt. Collective.
+        """Restores the saved state, if there is one, and counts this attempt. Collective.
 
         Returns:
-            The names of the script's generators that begin anew, although they were saved.
+            The names of the script's saved generators that are not restored.
         """
         world, directory, anew = self.world, self.directory, list[str]()
         starts = broadcast_tree([directory.attempt, directory.failures] if directory else None, world)
@@ -298,7 +302,7 @@ class Run:
         return anew
 
     def _admitted(self) -> dict[str, Any]:
-        """The state of the other ranks, which have admitted this one in the place of a lost rank. It waits for that."""
+        """Waits until the other ranks admit this rank in place of a lost one. Returns their state."""
         world = self.world
         world.live = live = Live(world, self.config.collective_timeout)
         gathered: dict[str, Any] = unpack(live.rejoin(lambda: all_gather_trees(None, world)))
@@ -306,7 +310,7 @@ class Run:
         return gathered
 
     def _announce(self) -> None:
-        """Metrics, run.yaml, status.json and the first line say that the attempt begins."""
+        """Reports the start of the attempt in the metrics, run.yaml, status.json and the first line of the console."""
         settings, world, directory, metrics = self.config, self.world, self.directory, self.metrics
         metrics.set("info", 1, settings.title, settings.sync.name, str(world.size), VERSION)
         metrics.set("attempt", self.attempt)
@@ -335,15 +339,15 @@ class Run:
         return self.epoch, self.user_state.steps
 
     def left(self) -> float:
-        """Seconds until this process must have ended; infinite where no signal has come."""
+        """Returns the seconds of the grace period that are left; infinite if no signal has come."""
         since = self.signals.since if self.signals is not None else None
         return math.inf if since is None else since + self.config.preempt.grace_seconds - time.monotonic()
 
     def warn(self, text: str, about: str = "") -> None:
-        """Warns once, on rank 0. All ranks call it, so that one that takes rank 0's place does not repeat it.
+        """Warns once, on rank 0. All ranks call it, so that a rank that takes rank 0's place does not repeat the warning.
 
         Args:
-            about: what counts as the same, if not the text.
+            about: a key; of the warnings with one key only the first is printed. "": the text is the key.
         """
         if (about or text) not in self._warned:
             self._warned.add(about or text)
@@ -354,10 +358,10 @@ class Run:
         self.write(lambda directory: directory.event(kind, **values), _key({"event": kind, **values}))
 
     def write(self, action: Callable[[RunDirectory], None], key: Any = None) -> None:
-        """Rank 0 does it, in the run directory. Where it is lost, the rank in its place does again what may not have been done.
+        """Runs the action on rank 0. If rank 0 is lost, the rank in its place repeats the actions that may be missing.
 
         Args:
-            key: of an event, by which one that is there already is known (`take_over`).
+            key: the key of an event; `take_over` skips an event whose key is in the file. None: repeat the action always.
         """
         if self.directory is not None:
             action(self.directory)
@@ -372,7 +376,7 @@ class Run:
         self._untold.clear()
 
     def take_over(self) -> None:
-        """Rank 0 was lost, and this one is in its place: it has the run directory from here on. Raises `UserError`."""
+        """Opens the run directory on this rank, in place of a lost rank 0, and repeats its missing writes. Raises `UserError`."""
         self.directory = directory = RunDirectory.take_over(self.path, self.attempt, self.state.history["failures"])
         directory.listeners.append(self.console.on_event)
         self.goodput.take_over(directory)
@@ -392,10 +396,10 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None,
         end: Callable[[BaseException | None], Ended] | None,
     ) -> None:  # fmt: skip
-        """Ends the run, after `error` where there is one. Raises `SystemExit` for any exit code but 0.
+        """Ends the run, after `error` if there is one. Raises `SystemExit` for any exit code but 0.
 
         Args:
-            end: says how the loop ends, or raises; None: no loop has begun.
+            end: returns how the loop ends, or raises; None: no loop has begun.
         """
         with user_errors():
             if isinstance(error, SystemExit) and not error.code:
@@ -423,10 +427,10 @@ class Run:
             raise SystemExit(code)
 
     def _code(self, error: BaseException | None, end: Callable[[BaseException | None], Ended] | None) -> int | None:
-        """Ends the attempt. Collective, but for errors of this rank alone.
+        """Ends the attempt. Collective, except after an error of this rank alone.
 
         Returns:
-            The exit code; None where `error` is to be raised.
+            The exit code; None: the caller raises `error`.
         """
         if end is None:
             if error is not None:
@@ -456,7 +460,7 @@ class Run:
                 self.directory.close()
 
     def _conclude(self, ended: Ended) -> int:
-        """The attempt has ended on all ranks: status, last metrics, report. Returns the exit code. Collective."""
+        """Writes status, last metrics and report, once the attempt has ended on all ranks. Returns the exit code. Collective."""
         world = self.world
         if self.signals is not None:
             self.signals.ignore()
@@ -473,7 +477,10 @@ class Run:
         return ended.code
 
     def _write_report(self) -> None:
-        """Rank 0 writes report.html, when the others have written what goes into it. An error here does not change how the run ended."""
+        """Writes report.html on rank 0, if `log.report` is true. The caller waits first until all ranks have written their files.
+
+        A failed report becomes a warning, and the exit code stays. The report has `limits.REPORT_SECONDS` to finish.
+        """
         if self.directory is None or not self.config.log.report:
             return
         path = self.directory.path
@@ -489,11 +496,10 @@ class Run:
         self.directory.disk.run(write, seconds=REPORT_SECONDS)
 
     def _failed(self, error: BaseException) -> int | None:
-        """An error has ended the attempt, perhaps on this rank alone: status and last metrics.
+        """Writes status and last metrics after an error, perhaps of this rank alone.
 
         Returns:
-            1 if a collective failed: a sentence with the cause has been printed, and no traceback is needed. None: raise the
-            error again.
+            1 if a collective failed: a sentence names the cause, and no traceback is needed. None: the caller raises the error again.
         """
         world, step = self.world, self.user_state.steps
         code = EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
@@ -519,7 +525,7 @@ class Run:
 
 
 _KEYS = ("step", "epoch", "batch", "path", "name")
-"""What tells an event of a kind from the others of that kind."""
+"""The fields of an event that distinguish it from the others of its kind."""
 
 
 def _key(event: dict[str, Any]) -> tuple[Any, ...]:
@@ -533,16 +539,17 @@ def _note_corrupt_shard(metrics: Metrics, error: BaseException) -> None:
 
 
 def _not_together(error: BaseException) -> UserError:
-    """Before the first step a collective that fails has no step to be named with."""
+    """Returns the error for a collective that failed before the first step, so that the message has no step to name."""
     lost = UserError(f"the ranks could not start together, one of them or the way to it was lost: {error}")
     lost.code = EXIT_FAILED
     return lost
 
 
 def _failed_collective(world: World, error: BaseException) -> BaseException | None:
-    """The error of a collective that has ended the attempt. Under `launch --live` the script may have raised another one from it.
+    """Returns the error of the collective that has ended the attempt; None: no collective failed.
 
-    After a loss that is also what torch raises itself: the script uses a process group, or a rank, that is gone.
+    Under `launch --live` the script may have raised another error from it. After the loss of a rank, torch's own errors count too:
+    the script uses a process group or a rank that is gone.
     """
     if world.live is None:
         return error if world.size > 1 and is_collective(error) else None
@@ -568,8 +575,8 @@ def _arithmetic(settings: RunSettings) -> None:
 
 @contextlib.contextmanager
 def _stream(config: RunSettings, device: torch.device) -> Iterator[None]:
-    """A separate stream: nothing can be recorded on the default one. Autograd binds a parameter's gradient to the stream that the
-    sync strategy hooked it on. So model, hooks and steps all live on this stream."""
+    """Runs the block on a separate stream, if steps may be recorded: the default stream cannot be recorded. Autograd binds a parameter's
+    gradient to the stream on which the strategy set its hook. So model, hooks and steps all use this stream."""
     if config.capture == "never" or device.type != "cuda":
         yield
         return

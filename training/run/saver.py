@@ -1,8 +1,8 @@
 """When the loop saves, and whether the save succeeded. All ranks call the same methods at the same boundaries.
 
-How often, with `checkpoint.every_seconds: auto`, by Young's and Daly's formula from what the run itself has measured: a save costs
-`cost` seconds of training; a failure costs the work since the last one, half an interval on the average. The two together are least
-where the interval is √(2 · cost · MTBF), with MTBF the mean time between failures.
+`checkpoint.every_seconds: auto` takes the interval from Young's and Daly's formula and the run's own measurements. A save costs `cost`
+seconds of training. A failure costs the work since the last save, half an interval on average. The sum of both is least at an
+interval of √(2 · cost · MTBF), where MTBF is the mean time between failures.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .run import Run
 WRITES = 2.0
 """An interval is at least this many times as long as the writing in the background, which takes part of the disk and the CPU."""
 _LAST = 9
-"""Saves whose median counts."""
+"""Number of last saves whose median counts."""
 _SENDING = Worker("checkpoint-send")
 
 
@@ -73,25 +73,25 @@ class Interval:
         return statistics.median(self._costs) if self._costs else 0.0
 
     def mtbf(self, trained: float) -> float:
-        """Mean seconds between failures. `trained`: seconds of training so far, of all attempts."""
+        """Returns the mean seconds between failures. `trained`: seconds of training so far, of all attempts."""
         return (PRIOR_SECONDS + max(0.0, trained)) / (1 + self.failures)
 
     def seconds(self, trained: float) -> float:
-        """Seconds between two saves. `trained`: as in `mtbf`."""
+        """Returns the seconds between two saves. `trained`: as in `mtbf`."""
         best = math.sqrt(2 * self.cost * self.mtbf(trained))
         least = max(MIN_INTERVAL_SECONDS, WRITES * statistics.median(self._writes) if self._writes else 0.0)
         return min(max(best, least), max(MAX_INTERVAL_SECONDS, least))
 
 
 class _NoAnswer(Exception):
-    """A save has not ended in time. A `TimeoutError` of a network disk is different: that save has failed."""
+    """A save that has not ended in time. A `TimeoutError` of a network disk is different: that save has failed."""
 
 
 class Sender:
-    """Brings the checkpoints of a run directory into the bucket while the training goes on: the newest one, then the best.
+    """Sender of a run directory's checkpoints to the bucket, during the training: the newest first, then the best.
 
-    It reads their files, so it holds no more in memory than the parts under way. Where the bucket is slower than the saves, a checkpoint
-    that waits is passed over for the newer one: the training never waits for a bucket.
+    It reads the checkpoints' files, so its memory holds only the parts under way. If the bucket is slower than the saves, a newer
+    checkpoint replaces the waiting one: the training never waits for a bucket.
     """
 
     def __init__(self, objects: ObjectStore, directory: Path) -> None:
@@ -100,11 +100,11 @@ class Sender:
         _SENDING.begin()
 
     def send(self, step: int, written: Future[SaveResult] | None = None) -> Future[list[SaveResult]]:
-        """Sends in the background what the run has saved up to `step`, once that is written.
+        """Sends the newest and the best checkpoint in the background, once the save of `step` is written.
 
         Returns:
-            The checkpoints that were sent; none where there was nothing to send, or a newer one waits by then.
-            `OSError`: one could not be sent. `TakenOver`: nothing can be sent any more.
+            A future of the checkpoints that were sent; none if nothing was new, or a newer checkpoint waits by then.
+            It raises `OSError` if a checkpoint could not be sent, `TakenOver` if nothing can be sent any more.
         """
         self._step = step
         return _SENDING.run(self._send, step, written)
@@ -144,10 +144,10 @@ class Scores:
         self._step, self._value = -1, math.nan
         """The last score, and the step after which it was measured."""
         self._new = self._unsaved = False
-        """Whether it came after the last boundary; whether it is better than that of any checkpoint."""
+        """Whether the last score came after the last boundary; whether it is better than that of any checkpoint."""
 
     def note(self, numbers: Mapping[str, float], step: int) -> None:
-        """Numbers that were measured on the weights after `step`."""
+        """Records scores among the numbers that were measured on the weights after `step`."""
         for rule in (self.rule, Rule.of(True)):  # the best accuracy is reported, whatever is kept
             if rule.name in numbers:
                 self._raise("best", rule, numbers[rule.name])
@@ -164,16 +164,16 @@ class Scores:
 
     @property
     def best_name(self) -> str:
-        """As `history` and summary.json have it."""
+        """The key of the best score in `history` and summary.json."""
         return f"best_{self.rule.name}"
 
     @property
     def best(self) -> float | None:
-        """The best score of the run so far; None: none was noted."""
+        """The best score of the run so far; None: no score was recorded."""
         return self._history.get(self.best_name)
 
     def asks(self, step: int) -> bool | None:
-        """Returns whether the state after `step` is to be saved for its score. None: no score came since the last call."""
+        """Returns whether to save the state after `step` for its score. None: no score came since the last call."""
         new, self._new = self._new, False
         return self._unsaved and self._step == step if new else None
 
@@ -189,7 +189,7 @@ class Scores:
 
 
 class Saver:
-    """Decides that a checkpoint is due, gathers it, and counts the ones that the disk refused.
+    """Decides when a checkpoint is due, gathers it, and counts failed saves.
 
     Args:
         alive: called while this rank waits for a bucket, which may take long.
@@ -203,21 +203,21 @@ class Saver:
         self.failures = 0
         self._writer: Writer | None = None
         self._taken_over = ""
-        """Another attempt at the run writes from now on: who has found that out."""
+        """The message of the error that found another attempt writing to the bucket; "": none was found."""
         self._lost = False
-        """The last save was made by a rank that was lost, and is not on the disk."""
+        """Whether a lost rank made the last save and the disk lacks it, so that a save is due again."""
         self._future: Future[SaveResult] | None = None
         self._sender: Sender | None = None
         self._sends: list[Future[list[SaveResult]]] = []
-        """What has not been told yet, in order."""
+        """Sends that are not reported yet, in order."""
         self._last_send: Future[list[SaveResult]] | None = None
         self.last_step = run.user_state.steps
-        """The newest state that was saved, or gone on from."""
+        """The step of the newest checkpoint that this run saved or resumed from."""
         self._last_time = time.monotonic()
         self.interval = Interval(run.state.history["failures"])
         self._last_failed = self._hangs = False
         self.saved = run.resumed
-        """Whether there is a save, of this start or of an earlier one, the same on every rank."""
+        """Whether a save exists, of this start or of an earlier one. The same on every rank."""
         self.scores = Scores(run.state.history, settings.keep_best)
         self._begin_writing()
 
@@ -226,13 +226,13 @@ class Saver:
             self._writer = Writer(directory.checkpoints, self.settings.keep, self.settings.keep_best)
             if (objects := self.run.objects) is not None:
                 self._sender = Sender(objects, directory.checkpoints)
-                # What an earlier attempt, or a rank that was lost, could not.
+                # An earlier attempt, or a lost rank, may have left checkpoints unsent.
                 self._last_send = self._sender.send(self.last_step)
                 self._sends = [self._last_send]
                 directory.at_close.append(self._finish)
 
     def take_over(self) -> None:
-        """Rank 0 was lost, and this one writes from here on. A save that the lost rank has not ended is due again."""
+        """Makes this rank write, in place of a lost rank 0. A save that the lost rank has not ended is due again."""
         self._begin_writing()
         assert self.run.directory is not None
         with contextlib.suppress(OSError):
@@ -241,7 +241,7 @@ class Saver:
         self._lost = self.saved and (not newest or store.step_of(newest[0]) < self.last_step)
 
     def due_by_step(self) -> bool:
-        """Whether the step count asks for a save at this boundary: the same on every rank."""
+        """Returns whether the step count asks for a save at this boundary. The same on every rank."""
         interval, steps = self.settings.every_steps, self.run.user_state.steps
         return bool(interval) and steps % interval == 0 and steps > self.last_step
 
@@ -251,7 +251,7 @@ class Saver:
         return self.run.user_state.steps - self.last_step
 
     def due_by_time(self) -> bool:
-        """Whether this rank's clock asks for a save. The ranks then agree on it."""
+        """Returns whether this rank's clock asks for a save. The ranks then agree."""
         interval = self.settings.every_seconds
         if self._lost:
             return True
@@ -260,8 +260,7 @@ class Saver:
         return bool(interval) and self.run.world.leader and time.monotonic() - self._last_time >= interval
 
     def save(self) -> None:
-        """Gathers the state and hands it to the writer, with the score of these weights where they were measured; the disk's part
-        happens in the background. Collective."""
+        """Gathers the state and passes it to the writer's thread, with the score of these weights, if there is one. Collective."""
         self.scores.saved(self.run.user_state.steps)
         self.run.state.clock.settle()
         began = time.perf_counter()
@@ -290,18 +289,18 @@ class Saver:
         self._tell_sent()
 
     def _check_taken_over(self) -> None:
-        """Raises `UserError`, on all ranks. Collective."""
+        """Raises `UserError` on all ranks if another attempt writes to the bucket. Collective."""
         if self.settings.to is not None:
             with failing_together(self.run.world):
                 if self._taken_over:
                     raise UserError(f"{self._taken_over}: this one ends")
 
     def leaving(self) -> None:
-        """The ranks have agreed to leave: every wait from here on ends with the grace."""
+        """Limits every later wait to the grace period, once the ranks have agreed to leave."""
         self._leaving_since = self._leaving_since or time.monotonic()
 
     def durable(self) -> bool:
-        """Waits for the last save. Whether the run directory has it, and the bucket if there is one; true where none was made.
+        """Waits for the last save. Returns whether the run directory has it, and the bucket if there is one; True if none was made.
         Collective."""
         world = self.run.world
         self._reap()
@@ -321,7 +320,7 @@ class Saver:
                 return not failed
 
     def _waits_for_bucket(self) -> bool:
-        """Waits a moment. Whether the bucket may have the last save yet."""
+        """Waits a moment. Returns whether a send is still under way."""
         if self._sends:
             wait(self._sends, max(0.0, min(BUCKET_LOOK_SECONDS, self._left())))
             self._tell_sent()
@@ -331,7 +330,7 @@ class Saver:
         return bool(self._sends)
 
     def _tell_sent(self) -> None:
-        """Records what has come of the uploads that are over."""
+        """Records the results of the uploads that have ended."""
         while self._sends and self._sends[0].done():
             try:
                 results = self._sends.pop(0).result()
@@ -353,7 +352,7 @@ class Saver:
         self.run.event("checkpoint_failed", reason=why, failures=self.failures)
 
     def _result(self, future: Future[SaveResult]) -> SaveResult:
-        """Waits for a save, on the way out no longer than the rest of the grace. Raises `_NoAnswer`, `OSError`."""
+        """Waits for a save; after a signal, at most for the rest of the grace period. Raises `_NoAnswer`, `OSError`."""
         while True:
             remaining = self._left()
             wait([future], max(0.0, min(remaining, SAVE_LOOK_SECONDS)))
@@ -363,7 +362,7 @@ class Saver:
                 raise _NoAnswer(f"the disk did not answer within the grace period of {self._grace:g} s")
 
     def _left(self) -> float:
-        """Seconds of the grace that are left, to wait for a disk or a bucket; infinite where nobody has asked the ranks to leave."""
+        """Returns the seconds of the grace period that are left for a disk or a bucket; infinite if no rank has been asked to leave."""
         since = self._leaving_since
         agreed = math.inf if since is None else since + self._grace - time.monotonic()
         return min(self.run.left(), agreed)
@@ -385,7 +384,7 @@ class Saver:
         self._future = None
 
     def _stands(self, event: str, result: SaveResult) -> None:
-        """A checkpoint is on the disk, or in the bucket."""
+        """Reports a checkpoint that is on the disk, or in the bucket."""
         self.run.event(event, path=result.path.name, seconds=round(result.seconds, 4), bytes=result.bytes)
         if event == "checkpoint_sent" or self._sender is None:  # where it outlives this node
             self.run.metrics.checkpoint_written(result.seconds)
@@ -409,7 +408,7 @@ class Saver:
         )
 
     def _finish(self) -> None:
-        """Commits how the attempt has ended. A bucket that does not answer keeps no process from its end."""
+        """Commits the files of the attempt's end to the bucket. A bucket that does not answer does not block the end of the process."""
         assert self._sender is not None
         future, seconds = self._sender.finish(), max(0.0, min(LAST_COMMIT_SECONDS, self._left()))
         wait([future], seconds)

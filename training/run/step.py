@@ -51,55 +51,59 @@ LOWEST_SCALE = 2.0**-8
 
 
 class Step:
-    """The steps of one attempt, one after another. All ranks call the same methods in the same order."""
+    """The steps of one attempt, one after another. All ranks call the same methods in the same order. The constructor sets the fields
+    whose text names no other writer."""
 
     def __init__(self, run: Run, attempt: Attempt, replica: Replica) -> None:
         self.run, self.attempt, self.replica = run, attempt, replica
         self.looks = run.config.nonfinite != "ignore"
-        """Whether each gradient is looked at before it moves a weight."""
+        """Whether each gradient is checked for NaN and infinity before it moves a weight."""
         cut = replica.sync.batch_parts is not None
         self._drawing = generators.RngScope(run.world.device, every=cut)
         self._cuts = run.world.size > 1 or cut or run.config.micro_batch_size > 0
-        """A backward pass has the gradient of a part of the batch."""
+        """Whether a backward pass may have the gradient of a part of the global batch only."""
         self.logical_workers = LogicalWorkers(run, replica, self._drawing) if cut else None
         self.current = CurrentBatch(run.world, replica.sync.batch_parts)
         self._batch_mean = BatchMean(run, replica)
         self.recorder: Any = None
-        """Replays steps that it has recorded (`recording.Recorder`)."""
+        """The recorder of CUDA graphs (`recording.Recorder`). `Loop.begin` sets it; None: all steps run eagerly."""
         self.pending = False
-        """Whether gradients of the batch have come that no update has used."""
+        """Whether the batch has gradients that no update has used: `backward` sets it, `_end` clears it."""
         self.part: Part | None = None
-        """This rank's part of the global batch under way; None: it is not known."""
+        """This rank's part of the batch; None: unknown. `set_part` sets it, `end_batch` clears it, `_loss` narrows it to a micro-batch."""
         self.same_samples: int | None = None
-        """Samples of a batch that all ranks were given alike, which is right only if each takes its part of them. 0: the ranks were
-        given different ones, or that cannot be seen. None: not checked yet."""
+        """Samples of a first batch that is the same on all ranks, an error unless each rank takes its part. 0: the batches differ, or
+        nothing compares them. None: not checked yet. `Loop` sets it, or `join`; `_check_use` sets 0 once it has warned."""
         self._given = 0
-        """Batches of this attempt."""
+        """Batches of this attempt: `begin_batch` counts."""
         self._micro_batches = False
-        """Backward passes run inside `accumulate`, before the last micro-batch: they send nothing."""
+        """Whether `backward` sends nothing: `accumulate` sets it around each micro-batch but the last."""
         self._total: int | None = None
-        """Samples of all ranks, once the gradients of a step in parts are summed."""
+        """Samples of all ranks: `backward` sets it once the gradients are summed, `_end` clears it."""
         self._versions: list[int] = []
-        """The versions of the gradients after `backward`, where a rank has some of them only. A script that changes one raises it."""
+        """Versions of the gradients after `backward`, if a rank has some of them only. A changed gradient has a higher one in `update`."""
         self._counted = True
-        """Whether the cursor is beyond the batch under way."""
+        """Whether the cursor is beyond the batch under way: `begin_batch` clears it, `_count` sets it."""
         self._stand_in: contextlib.ExitStack | None = None
-        """Open while the batch is not this rank's."""
+        """A context of evaluation mode, open while this rank's part has no sample. `set_part` opens it, `end_batch` or `_end` closes it."""
         self._before: list[torch.Tensor] = []
-        """The batch statistics before the step, should its gradient not be finite."""
+        """Copies of the buffers before the step, to undo it. `begin_batch` makes them, and `take` for a step that is a function."""
         self._as_function = False
-        """The last step was given as a function, which keeps them itself."""
+        """Whether the last step was a function, so that `take` makes `_before`: `take` sets it, `backward` clears it."""
         self._not_summed: UserError | None = None
+        """Why this step's gradient is not summed: `_synchronize` or `update` sets it, `_discard` raises it on all ranks."""
         self.sums = StepSums(run, attempt)
         self._losses: list[torch.Tensor] = []
+        """The losses of this rank's backward passes in the step, detached. `_backpropagate` adds them, `_forget` clears them."""
         self._samples, self._accumulating = 0, False
+        """This rank's samples of the step so far (`_backpropagate` adds, `_forget` clears); whether `accumulate` cuts the batch."""
         self._inputs = StepInput()
-        """The step that `backward` has begun."""
+        """The input of the step that `backward` has begun, for `update`."""
         if not replica.sync.is_replicated:  # no rank gets through its forward pass without the others
             replica.network.register_forward_pre_hook(self._begin_pass)
 
     def join(self) -> None:
-        """This rank comes to others that have begun already, on a machine that computes what theirs do."""
+        """Prepares a rank that the others admit in the middle of the run. Its machine computes the same bits as theirs."""
         self.same_samples = 0 if "batch" in self.attempt.known else None
         if self.logical_workers is not None:
             check_alone(self.run)
@@ -108,14 +112,14 @@ class Step:
         self.attempt.stage = max(self.attempt.stage, 1)
 
     def _forget(self) -> None:
-        """What was added up of the step under way."""
+        """Clears the samples, losses and sums of the step under way."""
         self._samples, self._losses = 0, []
         self.sums.begin()
 
     # The batch under way.
 
     def begin_batch(self, part: Part | None) -> None:
-        """A batch is there."""
+        """Begins the step of a new batch, with this rank's part of it, if known."""
         if self.looks and not self._as_function:
             self._before = kept_buffers(self.replica.model)
         self._given += 1
@@ -127,7 +131,7 @@ class Step:
         self.set_part(part)
 
     def set_part(self, part: Part | None) -> None:
-        """How much of the global batch is this rank's, where that is known."""
+        """Sets this rank's part of the global batch, if known. A rank without a sample runs the network on a stand-in batch."""
         self.part = part
         if not self._given:  # a loop without batches of ours: each part is a batch
             self.sums.begin_batch()
@@ -138,7 +142,7 @@ class Step:
             self._stand_in.enter_context(evaluating(self.replica.model))
 
     def end_batch(self) -> None:
-        """The script is done with it. Raises `RuntimeError` where its gradient is still to be used: no checkpoint could hold it."""
+        """Ends the batch under way. Raises `RuntimeError` if no update has used its gradient: no checkpoint could hold that."""
         if self.pending:
             raise RuntimeError(
                 "a batch had a backward() and no update(): a batch is one step. To accumulate, go over run.iterate(loader, "
@@ -149,17 +153,16 @@ class Step:
         self._end_stand_in()
 
     def _count(self) -> None:
-        """Moves the cursor: at the batch's update, so that a script that leaves there resumes after it."""
+        """Moves the cursor beyond the batch, once: at its update, so that a script that leaves there resumes after it."""
         if not self._counted:
             self._counted = True
             self.run.state.cursor.step += 1
 
     def check_used(self, what: str) -> None:
-        """At the end of an epoch, or of the run. Raises `RuntimeError` where gradients are left, since no checkpoint could hold
-        them, and where no step was ever made.
+        """Checks, at the end of an epoch or of the run, that a step was made and each gradient was used. Raises `RuntimeError`.
 
         Args:
-            what: the epoch, or the run: it is named in the error.
+            what: "epoch" or "run", for the error.
         """
         if (self._given > 1 or self.run.state.cursor.epoch or what == "epoch") and not self.run.user_state.steps:
             raise RuntimeError(
@@ -179,7 +182,7 @@ class Step:
     # A step that is given as a function.
 
     def take(self, compute: Compute, inputs: StepInput) -> None:
-        """One step, `compute(*inputs.batch)` being the loss. Raises as `backward` and `update` do."""
+        """Takes one step, whose loss is `compute(*inputs.batch)`. Raises as `backward` and `update` do. Collective."""
         if self.pending:
             raise RuntimeError("step(function) came after a backward() without update(): call run.update() first")
         inputs = dataclasses.replace(inputs, compute=compute).of_part(self.part)
@@ -213,7 +216,7 @@ class Step:
         self._end(inputs, total(), norm)
 
     def _usable_gradients(self, inputs: StepInput, total: Callable[[], int]) -> tuple[torch.Tensor | None, bool]:
-        """The gradients' norm, and whether they are to move the weights. While the loss scale is too high, they are computed again."""
+        """Returns the gradients' norm, and whether they may move the weights. Computes them again while the loss scale is too high."""
         scale: float | None = None
         while True:
             norm = self.gradients(inputs, total)
@@ -228,8 +231,8 @@ class Step:
             self._redraw()
 
     def gradients(self, inputs: StepInput, total: Callable[[], int]) -> torch.Tensor | None:
-        """Forward, backward, and the sum over the ranks. Returns the gradient's norm, unscaled, a scalar on the device; None where
-        nothing reads it."""
+        """Computes the gradient and sums it over the ranks. Returns its norm without the loss scale, a scalar on the device; None if
+        nothing reads it. Collective."""
         if self.logical_workers is not None:
             self._sum_parts(inputs, self.logical_workers)
         elif not self._replays:
@@ -246,7 +249,7 @@ class Step:
         return self.measure(inputs)
 
     def _sum_parts(self, inputs: StepInput, parts: LogicalWorkers) -> None:
-        """The gradients, statistics and loss of all parts of the batch. Where a rank is lost, the others take all of them again."""
+        """Sums the gradients, statistics and losses of all parts of the batch. If a rank is lost, the others compute all parts again."""
         sync, live, tried = self.replica.sync, self.run.world.live, False
 
         def compute() -> list[torch.Tensor]:
@@ -268,10 +271,10 @@ class Step:
         self.sums.values.copy_(parts.finish(sums))  # of all ranks' samples
 
     def forward_backward(self, inputs: StepInput, sums: bool = True) -> None:
-        """In micro-batches; the last one sends the gradients. Under `sync.name=exact` part by part.
+        """Runs the function and its backward pass in micro-batches; the last one sends the gradients. `exact` cuts parts first.
 
         Args:
-            sums: False where the gradients stay this rank's.
+            sums: whether the gradients are summed over the ranks.
         """
         self._forget()
         part, parts = inputs.part, self.logical_workers
@@ -304,7 +307,7 @@ class Step:
                 self._backpropagate(inputs, loss, numbers, end - first)
 
     def _loss(self, inputs: StepInput, first: int, end: int) -> tuple[torch.Tensor, Numbers]:
-        """What the function gives for these samples of the rank's: `run.batch` has their number meanwhile."""
+        """Returns the function's loss and numbers for these samples of the rank. `self.part` has their number meanwhile."""
         before, part, cut = self.part, inputs.part, self.logical_workers is not None
         if part is not None and part.samples:
             self.part = dataclasses.replace(part, samples=end - first)
@@ -337,8 +340,8 @@ class Step:
         return self.recorder is not None and self.recorder.replays is not None
 
     def measure(self, inputs: StepInput) -> torch.Tensor | None:
-        """Takes the loss scale out of the gradients, and gives their norm. NaN and infinity survive the sum, so every rank reads
-        the same and needs no further collective."""
+        """Divides the gradients by the loss scale and returns their norm, a scalar; None if nothing reads it. NaN and infinity survive
+        the sum, so every rank reads the same norm without a further collective."""
         if not self.looks and inputs.scaler is None:
             return None
         sync = self.replica.sync
@@ -350,7 +353,7 @@ class Step:
         return norm
 
     def move(self, inputs: StepInput, norm: torch.Tensor | None) -> torch.Tensor | None:
-        """Clips the gradients and moves the weights. Returns the norm before."""
+        """Clips the gradients and moves the weights. Returns the norm before the clipping."""
         if self._replays:
             return self.recorder.replay_update()
         if inputs.clip:
@@ -364,7 +367,7 @@ class Step:
     # What a function's step and `update` have in common.
 
     def _moving(self, inputs: StepInput) -> StepInput:
-        """The step, with what moves the weights: its optimizers, or all."""
+        """Returns the step with its optimizers, by default all, and their parameters."""
         optimizers = self.replica.known(inputs.optimizers)
         scaler = inputs.scaler if inputs.scaler is not None and inputs.scaler.is_enabled() else None
         parameters, generation = self.replica.parameters_of(optimizers), self.current.generation
@@ -373,7 +376,7 @@ class Step:
         )
 
     def _is_usable(self, norm: torch.Tensor | None, inputs: StepInput) -> bool:
-        """Whether the gradient is finite, or used all the same."""
+        """Returns whether the gradient is finite, or the settings use it anyway."""
         if norm is None or math.isfinite(norm):
             return True
         return not self.looks and (inputs.scaler is None or inputs.scaler.get_scale() <= LOWEST_SCALE)
@@ -426,7 +429,7 @@ class Step:
         return cause
 
     def _redraw(self) -> None:
-        """What the function draws is a function of the seed, the step and the rank."""
+        """Seeds the function's generators by (seed, step, rank)."""
         run = self.run
         self._drawing.seed(order.key(run.config.seed, run.user_state.steps, run.world.rank, order.Salt.STEP))
 
@@ -443,7 +446,7 @@ class Step:
                 self._micro_batches = False
 
     def backward(self, loss: torch.Tensor, inputs: StepInput) -> None:
-        """Returns with the gradient of the global batch, but of a micro-batch that is not the last one.
+        """Runs a backward pass. After the last micro-batch it sums the gradient over the ranks. Collective then.
 
         Raises `TypeError`, `ValueError` for invalid arguments. Raises `UserError` if the gradient of this step is summed already, and
         `RuntimeError` for a call out of its order."""
@@ -488,11 +491,11 @@ class Step:
         )
 
     def update(self, inputs: StepInput) -> None:
-        """With the optimizers, the clipping and the scaler of `inputs`.
+        """Moves the weights with the optimizers, the clipping and the scaler of `inputs`. Collective.
 
         Raises:
-            Ended: the gradient is not finite, and the run is to end.
-            RuntimeError: there was no `backward`.
+            Ended, UserError: a gradient is not finite and the settings end the run; a gradient on one rank only was changed.
+            RuntimeError: there was no `backward`, or micro-batches or samples are missing.
         """
         if not self.pending:
             raise RuntimeError("update() was called without backward(): there is no gradient")
@@ -529,10 +532,10 @@ class Step:
         self._end(inputs, total, norm)
 
     def _discard(self) -> list[int]:
-        """Takes back the gradient and what the forward passes have changed. Returns the ranks whose loss is not finite. Collective.
+        """Discards the gradient and restores the buffers. Returns the ranks whose loss is not finite. Collective.
 
         Raises:
-            UserError: a gradient was not summed; on all ranks.
+            UserError: a gradient of any rank was not summed; on all ranks.
         """
         self.replica.sync.discard()
         put_back(self.replica.model, self._before)
@@ -549,7 +552,7 @@ class Step:
             self._not_summed = error  # a rank that had another forward pass hears of it where it looks at the NaN
 
     def _end(self, inputs: StepInput, total: int, norm: torch.Tensor | None) -> None:
-        """The step is over, whether it moved a weight or not."""
+        """Ends the step, which may have moved no weight: counts steps and samples, and reports it."""
         run = self.run
         self._end_stand_in()
         self.current.end_step()
@@ -568,13 +571,13 @@ class Step:
         self.attempt.step_done(lr, samples, norm)
 
     def _divide_by(self, total: int) -> None:
-        """The sum of the gradients, which were not divided by the size of the global batch before."""
+        """Divides the summed gradients by `total`, the samples of the global batch. Raises `RuntimeError` for a total of 0."""
         if not total:
             raise RuntimeError("a step without samples: every rank gave samples=0")
         self.replica.sync.scale_gradients(torch.tensor(1.0 / total, device=self.run.world.device))
 
     def _check_use(self, part: Part | None, samples: int) -> None:
-        """Warns where all ranks use all of the same batch. Looks for hooks, at the start and after each save. Raises as `check_lengths`."""
+        """Warns if all ranks use all of the same batch, or of hooks at the start and after a save. Raises as `check_lengths`."""
         self.current.check_lengths()
         if not self.pending and self.attempt.after_save and (self._cuts or not self.replica.sync.is_replicated):
             hooked = self.replica.hook_before_sum()

@@ -1,6 +1,6 @@
-"""The input of one step: the loss of this rank's part of a batch, in micro-batches, and how many samples all ranks have. The step adds up
-the loss over them, and the numbers that its function returns with it (`loss, {"accuracy": hits}`). After a loss the ranks that remain
-share the batch under way (`CurrentBatch`)."""
+"""The input of one step: the loss of this rank's part of a batch, in micro-batches, and the samples of all ranks. The step sums the
+loss over them, and the numbers that its function returns with the loss (`loss, {"accuracy": hits}`). After the loss of a rank the
+ranks that remain share the batch under way (`CurrentBatch`)."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from .attempt import Attempt
 from .run import Run
 
 Numbers = Mapping[str, "float | torch.Tensor"]
-"""What the function of a step returns with its loss: sums over the samples that it is called with, by name."""
+"""The numbers that a step's function returns with its loss: name → sum over the samples of the call."""
 Compute = Callable[..., "torch.Tensor | tuple[torch.Tensor, Numbers]"]
 Divisor = float | torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """The loss of this rank's part, which a step computes, and how the gradient moves the weights. At first it is as the script gives it,
-    later complete with the numbers of the rank's part."""
+    """The loss of this rank's part, and how its gradient moves the weights. The script gives some fields; `of_part`,
+    `in_micro_batches` and `Step` fill in the others."""
 
     compute: Compute | None = None
-    """None: the loss is computed already, and cannot be computed again."""
+    """The function of the step; None: the loss is computed already, and cannot be computed again."""
     batch: tuple[Any, ...] = ()
     given_samples: int | None = None
-    """Samples of this rank, as the script says; None: it does not."""
+    """Samples of this rank by the script's argument; None: no argument."""
     divisor: Divisor = None
-    """The loss is a sum, to be divided by this, of all ranks; None: their mean."""
+    """The divisor of a loss that is a sum, over all ranks; None: the loss is a mean."""
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
-    """Those that step; none: all."""
+    """The optimizers that step; (): all."""
     clip: float = 0.0
     """Largest norm of the gradient; 0: no clipping."""
     scaler: Any = None
@@ -56,22 +56,22 @@ class StepInput:
     """Samples of all ranks; None: not known yet."""
     weight: float = 1.0
     micro_batch_size: int = 0
-    """Samples of a micro-batch, about; 0: all at once."""
+    """Samples of a micro-batch, approximately; 0: all at once."""
     part: Part | None = None
-    """This rank's part of the global batch; None: it is not known."""
+    """This rank's part of the global batch; None: unknown."""
     generation: int = 0
     """The generation of the ranks that share the batch."""
     parameters: set[torch.Tensor] | None = None
-    """Those whose gradients make the step; None: every one that is trained."""
+    """The parameters whose gradients make the step; None: all trained parameters."""
 
     def of_part(self, part: Part | None, whole: bool = True) -> StepInput:
-        """The same with what is known of the rank's part.
+        """Returns a copy with the numbers of the rank's part, if known.
 
         Args:
-            whole: the loss is that of the whole part, not of a micro-batch.
+            whole: whether the loss is that of the whole part, not of a micro-batch.
 
         Raises:
-            TypeError: it is not known how many samples the loss is of.
+            TypeError: the number of samples in the loss is unknown.
             ValueError: the number of samples is negative.
         """
         samples = self.given_samples
@@ -89,7 +89,7 @@ class StepInput:
         return replace(self, samples=samples, total=part.total, weight=part.weight, part=part)
 
     def in_micro_batches(self, size: int, sync: GradientSync) -> StepInput:
-        """The same, cut into micro-batches of about `size` samples; 0: all at once.
+        """Returns a copy in micro-batches of about `size` samples; 0: all at once.
 
         Raises:
             TypeError, RuntimeError, UserError: the step cannot be cut.
@@ -113,10 +113,10 @@ class StepInput:
         return replace(self, samples=int(self.samples), micro_batch_size=size)
 
     def result(self, first: int, end: int, copies: bool) -> tuple[torch.Tensor, Numbers]:
-        """The loss of these samples, and the numbers that the function returns with it.
+        """Returns the loss of these samples, and the numbers that the function returns with it. Raises `TypeError`, `ValueError`.
 
         Args:
-            copies: it gets tensors in memory of their own, also where these are all samples.
+            copies: whether the function gets copies of the tensors, even for all samples.
         """
         uncut = (first, end) == (0, self.samples) and not copies
         assert self.compute is not None
@@ -133,7 +133,7 @@ class StepInput:
         return replace(self, batch=batch, samples=high - low, part=replace(self.part, samples=high - low))
 
     def micro_batches(self, low: int, high: int) -> tuple[tuple[int, int], ...]:
-        """First and last + 1 sample of each micro-batch of these, of about the same size."""
+        """Returns (first, last + 1) sample of each micro-batch in this range. Micro-batches have about the same size."""
         samples, multiple = high - low, self.part.multiple if self.part is not None else 1
         if not self.micro_batch_size or samples <= self.micro_batch_size:
             return ((low, high),)
@@ -146,7 +146,7 @@ _LAST = 64
 
 
 class CurrentBatch:
-    """The batch under way: what the script was given of it, and in which generation of the ranks."""
+    """The batch under way: its item, the pieces that `run.part` has returned, and the generation of the ranks that share it."""
 
     def __init__(self, world: World, cut: order.Parts | None) -> None:
         self._world, self._cut = world, cut
@@ -154,28 +154,28 @@ class CurrentBatch:
         self._item: Any = None
         self._again: Callable[[], tuple[Any, Part | None]] | None = None
         self._wholes: list[tuple[Any, Any]] = []
-        """What `run.part` has given, and of what."""
+        """(part, whole) of each call of `run.part`, under `launch --live`."""
         self._whole: Any = None
         self.wholes = 0
-        """How often `run.part` was given another whole than before, of the batch under way."""
+        """How often `run.part` got another whole than in the call before, in this batch."""
         self._lengths: list[int] = []
-        """The lengths of the wholes since the step before, without those that are equal."""
+        """The different lengths of the wholes since the last step."""
         self._parts: deque[int] = deque(maxlen=_LAST)
-        """The `id` of each of the last ones."""
+        """The `id` of each of the last `_LAST` parts."""
 
     def begin(self, item: Any, given: Iterator[Any]) -> None:
-        """A batch is there: `item`, of these."""
+        """Begins a batch: `item` of the iterator `given`."""
         self._item, self._again = item, given.again if isinstance(given, ElasticBatches) else None
         self.generation, self._wholes = self._world.generation, []
         self._whole, self.wholes = None, 0
         self.end_step()
 
     def end_step(self) -> None:
-        """What is cut next is of another step, or of an evaluation."""
+        """Forgets the lengths of the wholes: the next whole belongs to another step, or to an evaluation."""
         self._lengths = []
 
     def part(self, whole: Any) -> tuple[Any, Part]:
-        """This rank's part of what every rank has, and how it counts."""
+        """Returns this rank's part of a batch that every rank has, and its place in the global batch."""
         mine, part = self._part(whole)
         if len(whole) not in self._lengths:
             self._lengths.append(len(whole))
@@ -189,7 +189,7 @@ class CurrentBatch:
         return mine, part
 
     def gave(self, piece: Any) -> bool:
-        """Whether this very object is of the batch, or was given by `part`."""
+        """Returns whether this object, by identity, is a piece of the batch or a result of `part`."""
         return id(piece) in self._parts or any(piece is given for given, _ in _pairs(self._item, self._item))
 
     def _part(self, whole: Any) -> tuple[Any, Part]:
@@ -197,10 +197,11 @@ class CurrentBatch:
         return whole[slice(*((low, high) if high > low else (0, 1)))], part
 
     def check_lengths(self) -> None:
-        """What belongs to one sample, such as its crops, comes to one rank. `exact` looks at the arguments of the step itself.
+        """Checks that `run.part` cuts all wholes of a step at the same samples, so that the entries of one sample, such as its crops, come
+        to one rank. `exact` checks the arguments of the step instead.
 
         Raises:
-            UserError: on all ranks: wholes of this step have other lengths than the first one, and are cut at other samples.
+            UserError: on all ranks: the lengths of two wholes are cut at different samples.
         """
         size = self._world.size
         for length in self._lengths if self._cut is None else ():
@@ -212,10 +213,10 @@ class CurrentBatch:
                 )
 
     def now(self, inputs: StepInput) -> StepInput:
-        """Returns the same step over this rank's part of the batch now.
+        """Returns the step over this rank's present part of the batch, which changes when a rank is lost.
 
         Raises:
-            RestartRequired: the script has not got a piece of what it was called with from here.
+            RestartRequired: an argument is no piece of the batch and no result of `part`.
             UserError: as `check_lengths`.
         """
         if inputs.generation == self._world.generation:
@@ -253,15 +254,15 @@ class CurrentBatch:
 
 
 def _pairs(item: Any, again: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields each object in a batch, and the one in its place in a batch of the same form."""
+    """Yields each object of a batch with its counterpart in a batch of the same structure."""
     yield item, again
     for (_, child), (_, other) in zip(pytree.children(item), pytree.children(again)):
         yield from _pairs(child, other)
 
 
 def samples_of_all(samples: int, known: int | None) -> Callable[[], int]:
-    """Returns what gives the samples of all ranks in a step, of which this one has `samples`. Where they are not `known`, they are summed
-    meanwhile, and it waits for the sum. Collective."""
+    """Returns a function that returns the samples of all ranks in a step. Unless they are `known`, it waits for a sum over the ranks that
+    begins now. Collective."""
     if known is not None:
         return lambda: known
     total = torch.tensor(samples)
@@ -276,8 +277,8 @@ def samples_of_all(samples: int, known: int | None) -> Callable[[], int]:
 
 
 def divisor_of_all(divisor: Divisor, part: Part | None, world: World) -> Divisor:
-    """Sums a tensor, which is this rank's own count, over the ranks: a float64 scalar on the device, which nothing waits for.
-    A number is that of all ranks already. Collective. Raises `TypeError` for a tensor of another shape."""
+    """Returns the divisor of all ranks. A tensor is this rank's count: its sum over the ranks is a float64 scalar on the device, without a
+    wait. A number counts for all ranks already. Collective. Raises `TypeError` for a tensor of more than one element."""
     if not isinstance(divisor, torch.Tensor):
         return divisor
     if divisor.numel() != 1:
@@ -294,7 +295,7 @@ def divisor_of_all(divisor: Divisor, part: Part | None, world: World) -> Divisor
 
 
 def checked_loss(loss: Any) -> torch.Tensor:
-    """Raises `TypeError` for anything but one number."""
+    """Returns the loss. Raises `TypeError` unless it is a tensor of one element."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TypeError(f"the loss is the mean over this rank's samples, one number; got {what}")
@@ -321,7 +322,7 @@ def _checked_numbers(numbers: Numbers) -> Numbers:
 
 
 def count_scaled_step(inputs: StepInput, overflow: bool, sync: GradientSync) -> None:
-    """The scaler, if there is one, lowers its scale after an overflow, and counts a step without one."""
+    """Tells the scaler, if there is one, whether the step overflowed: it lowers its scale, or counts a step without overflow."""
     if inputs.scaler is None:
         return
     for optimizer in inputs.optimizers:
@@ -341,7 +342,7 @@ def set_scale(scaler: Any, scale: float | None, sync: GradientSync) -> None:
 
 
 class StepSums:
-    """The sums of the step under way, which join those of the epoch (`TrainState.losses`) where the step moves the weights.
+    """The sums of the step under way. If the step moves the weights, `count` adds them to those of the epoch (`TrainState.losses`).
 
     The names of the numbers are those of the first step. All ranks call the same methods in the same order.
     """
@@ -349,25 +350,25 @@ class StepSums:
     def __init__(self, run: Run, attempt: Attempt) -> None:
         self._run, self._attempt = run, attempt
         self.values = torch.zeros_like(run.state.losses)
-        """float64 [2 + names], as in the state; under `exact` those of all ranks, once they are summed."""
+        """float64 [2 + names], as in the state; under `exact` the sums of all ranks, once they are summed."""
         self._seen: dict[int, tuple[int, int, int | None]] = {}
-        """Samples of this rank and of all that each optimizer has stepped on since the batch was given, and of which whole."""
+        """`id` of an optimizer → (samples of this rank, of all ranks, index of the whole) that it has stepped on in this batch."""
         self._named = False
-        """A step of this attempt has shown its names."""
+        """Whether a step of this attempt has shown the names of its numbers."""
 
     def begin(self) -> None:
-        """A step begins, or is computed again."""
+        """Clears the sums: a step begins, or is computed again."""
         self.values.zero_()
 
     def add(
         self, loss: torch.Tensor, numbers: Mapping[str, Any], samples: int, share: float, weight: float
     ) -> None:  # fmt: skip
-        """Adds those of some of this rank's samples. Raises `UserError` for other names than before.
+        """Adds the loss and numbers of some of this rank's samples. Raises `UserError` for other names than before.
 
         Args:
-            samples: 0: they stand in for none, and add nothing.
-            share: multiplies the loss.
-            weight: multiplies the numbers, which are sums over the samples.
+            samples: number of samples; 0: a stand-in batch, which adds nothing.
+            share: factor of the loss.
+            weight: factor of the numbers, which are sums over the samples.
         """
         self._expect(sorted(numbers))
         if not samples:
@@ -394,13 +395,13 @@ class StepSums:
         self._named = True
 
     def agree(self, refused: UserError | None = None) -> None:
-        """Compares the names of all ranks, after the forward passes of an attempt's first step. A rank without samples learns them.
-        The step notes that they are known, once no lost rank can make it compare them again.
+        """Compares the numbers' names on all ranks, after the forward passes of an attempt's first step. A rank without samples learns
+        the names. The step marks them as known once no lost rank can make it compare them again.
 
-        Collective where they are not. Raises `UserError` on all ranks.
+        Collective until then. Raises `UserError` on all ranks.
 
         Args:
-            refused: why this rank has left out its part of the step, so that it does not know the names.
+            refused: why this rank has skipped its part of the step, so that it does not know the names.
         """
         if self._run.world.size == 1 or "numbers" in self._attempt.known:
             return
@@ -418,11 +419,11 @@ class StepSums:
         self._expect(names)
 
     def count(self, samples: float, divisor: Divisor) -> None:
-        """The step has moved the weights: its sums join those of the epoch. They are divided by the divisors, if there are any. A recipe
-        shows the mean over its samples, also if it minimises a sum.
+        """Adds the sums of a step that has moved the weights to those of the epoch. Their weight is the divisor, if there is one. A recipe
+        shows the mean over its samples, even if it minimises a sum.
 
         Args:
-            samples: those of this rank in the step, weighed.
+            samples: this rank's samples in the step, times their weight.
         """
         run = self._run
         weight: float | torch.Tensor = samples
@@ -432,17 +433,19 @@ class StepSums:
         run.state.losses += self.values
 
     def begin_batch(self) -> None:
-        """A batch is there."""
+        """Begins a batch: no optimizer has stepped on it."""
         self._seen.clear()
 
     def new_samples(
         self, optimizers: Iterable[torch.optim.Optimizer], samples: int, total: int, whole: int | None
     ) -> tuple[int, int]:  # fmt: skip
-        """Samples of this rank and of all that this update adds: those of a batch count once, however many networks learn of it.
+        """Returns the samples of this rank and of all ranks that this update adds. Samples of a batch count once, however many networks
+        learn from it.
 
         Args:
-            samples: of this rank in the step, and `total` those of all ranks.
-            whole: the number of what `run.part` has cut last, all of whose part each update is of; None: it may be of a piece.
+            samples: this rank's samples in the step.
+            total: the samples of all ranks in the step.
+            whole: index of the whole that `run.part` has cut last, if each update uses its whole part; None: it may use a piece.
         """
         before = self._most_steps()
         for optimizer in optimizers:
@@ -459,7 +462,7 @@ class StepSums:
         return max((mine for mine, _, _ in seen), default=0), max((every for _, every, _ in seen), default=0)
 
     def mean_loss(self) -> float | None:
-        """Returns the mean loss of all ranks; None where the step moved no weight. Collective."""
+        """Returns the mean loss of all ranks; None if the step moved no weight. Collective."""
         return mean_loss(*self._run.state.over_ranks(self.values[:2]).tolist())
 
 

@@ -1,5 +1,5 @@
-"""Undoes what a call of a script's function changes: tensors that it writes to, and the variables, attributes, lists and dictionaries that
-it reaches. Its generators draw again what they drew.
+"""Undoes the changes of a call of a script's function: to tensors, and to the variables, attributes, lists and dictionaries that it
+reaches. It restores the states of the generators, too.
 
     undo = Undo(function)   # raises `Unsafe` if the function reaches an iterator, a file, a thread, a logger or an unknown package
     with undo.calls():
@@ -28,12 +28,12 @@ from ..parallel.packing import storage
 from ..resilience.closeness import BATCH_STATISTICS
 
 _MOST, _ITEMS, _MOST_BYTES = 30_000, 1000, 1 << 27
-"""Objects that are looked at, items of a container, bytes that are copied of arrays, and of tensors that are written to."""
+"""Limits: objects to inspect, items of a container, bytes to copy of arrays and of tensors that a call writes to."""
 _OUTSIDE = {
     "_contextvars", "_csv", "_io", "_queue", "_thread", "asyncio", "concurrent", "contextvars", "csv", "http", "io", "logging",
     "multiprocessing", "queue", "shelve", "socket", "sqlite3", "subprocess", "threading", "urllib",
 }  # fmt: skip
-"""Python's packages whose objects reach beyond this process, have an order that a call moves, or are of several threads."""
+"""Python's packages whose objects reach beyond this process, have a position that a call moves, or belong to several threads."""
 _KNOWN = {
     "PIL",
     "accelerate",
@@ -50,33 +50,33 @@ _KNOWN = {
     "transformers",
     "triton",
 }
-"""Installed packages that a call may use. Another one may report, or keep what is not seen here."""
+"""Installed packages that a call may use. Other packages may report, or keep a state that `Undo` does not see."""
 _CONTAINERS: tuple[type[Any], ...] = (OrderedDict, dict, list, deque, set, tuple, frozenset)
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.Tensor}
-"""Values that nothing changes, but for tensors, whose writes are seen."""
+"""Types of immutable values, and tensors, whose writes `Watching` sees."""
 _WRITES = {"input", "open", "print", "stderr", "stdout", "system", "write", "write_bytes", "write_text"}
 _OF_SESSION = {"event", "log", "print", "stop", "summary", "values"}
-"""Attributes of a session through which a call does what is not taken back."""
+"""Attributes of a session through which a call makes changes that cannot be undone."""
 _IMPORT = dis.opmap["IMPORT_NAME"]
 
 
 class Unsafe(Exception):
-    """The function reaches what cannot be undone."""
+    """A function reaches an object whose changes cannot be undone."""
 
 
 class Watching(TorchDispatchMode):
-    """Sees each operation inside: makes no collective, and notes a tensor's contents before the first write to it."""
+    """Watcher of each torch operation in the block. It runs no collective, and copies a tensor before the first write to it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.collective: str | None = None
-        """The first collective that was called."""
+        """The last collective that was called, which raised `Unsafe`; None: none was called."""
         self.is_low = False
-        """Some result has 16 bits or less."""
+        """Whether a result has floating-point numbers of 16 bits or less."""
         self._made: set[int | None] = {None}
-        """The memory of results."""
+        """The memory of the block's results, whose writes need no undoing."""
         self._written: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By its memory and shape, a tensor and its contents before."""
+        """(memory, offset, shape, strides, dtype) → (tensor, copy from before the first write)."""
         self._bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,17 +107,20 @@ class Watching(TorchDispatchMode):
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Puts back what was written to."""
+        """Restores the tensors that the block has written to."""
         for tensor, before in reversed(self._written.values()):
             tensor.copy_(before)
         self._written.clear()
 
 
 class Undo:
-    """Everything that a call of the function may change, as it is now.
+    """The present state of everything that a call of the function may change.
 
     Args:
-        batch: what it is called with, which it may change, too.
+        batch: the arguments of the function, which it may change, too.
+
+    Raises:
+        Unsafe: a change of the function could not be undone.
     """
 
     def __init__(self, function: Callable[..., Any], batch: Any = None) -> None:
@@ -144,12 +147,12 @@ class Undo:
             raise Unsafe("a file, or the session's log")
 
     def reaches(self, things: Iterable[Any]) -> bool:
-        """Whether the function reaches one of them."""
+        """Returns whether the function reaches one of these objects."""
         return any(id(thing) in self._seen for thing in things)
 
     @property
     def drew(self) -> bool:
-        """Whether a generator of the script's has drawn since."""
+        """Whether a generator of the script has drawn since the construction."""
         return any(
             generators.comparable(generators.state_of(one)) != generators.comparable(state)
             for one, state in self._generators
@@ -157,7 +160,7 @@ class Undo:
 
     @contextlib.contextmanager
     def calls(self) -> Iterator[None]:
-        """Inside, the function may be called."""
+        """Undoes, at the end of the block, the changes of the function's calls in it."""
         with contextlib.ExitStack() as after:  # the last one first, and each, even if another one fails
             for generator, state in self._generators:
                 after.callback(generators.set_state, generator, state)
@@ -218,7 +221,7 @@ class Undo:
         self._waiting += [value for value in vars(module).values() if type(value) in _CONTAINERS]
 
     def _look_at_object(self, value: Any) -> None:
-        """Its items and attributes, and the classes that it is of."""
+        """Inspects the items and attributes of an object, and its classes."""
         kind = type(value)
         base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
         if base is not None:
@@ -253,7 +256,7 @@ class Undo:
             self._waiting += [*kind.__mro__, *vars(kind).values()]
 
     def _look_at_function(self, function: types.FunctionType) -> None:
-        """What its closure, its defaults, its attributes and its global names hold. Of a library's function, what it wraps."""
+        """Inspects the closure, the defaults, the attributes and the global names of a function; of a library's function those it wraps."""
         cells = [cell for cell in function.__closure__ or () if not _is_empty(cell)]
         if not _is_of_script(_root(function)):
             inner = [cell.cell_contents for cell in cells]
@@ -294,14 +297,14 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _imports(code: types.CodeType) -> list[str]:
-    """Modules that it imports itself."""
+    """Returns the modules that the code imports."""
     if _IMPORT not in code.co_code[::2]:
         return []
     return [one.argval for one in dis.get_instructions(code) if one.opcode == _IMPORT]
 
 
 def _root(value: Any) -> str:
-    """The package of a module, a class, a function, or of an object's class."""
+    """Returns the top-level package of a module, a class, a function, or of an object's class."""
     kind = type(value)
     if issubclass(kind, types.ModuleType):
         name = value.__name__
@@ -321,7 +324,7 @@ def _is_outside(value: Any) -> bool:
 
 @functools.cache
 def _is_of_script(root: str) -> bool:
-    """Whether a package is neither Python's, nor installed, nor ours."""
+    """Returns whether a package is neither Python's, nor installed, nor ours."""
     if root in sys.stdlib_module_names or root in ("lockstep", "builtins"):
         return root == "__main__"
     where = getattr(sys.modules.get(root), "__file__", None) or ""
@@ -337,7 +340,7 @@ def _is_empty(cell: types.CellType) -> bool:
 
 
 def _eager() -> contextlib.AbstractContextManager[Any]:
-    """Inside, what was compiled runs as it was written: other shapes are not compiled anew."""
+    """Returns a context in which compiled functions run eagerly, so that other shapes compile nothing."""
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     eager: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -370,7 +373,7 @@ def _put_back_names(now: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def _put_back_dict(now: Any, before: dict[Any, Any], base: Any) -> None:
-    """Without the methods of a class that is made of `base`."""
+    """Restores a dictionary by the methods of `base`, since its own class may override them."""
     if [*base.keys(now)] != [*before]:
         base.clear(now)
         base.update(now, before)

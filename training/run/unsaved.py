@@ -1,8 +1,8 @@
-"""Names in warnings the state of a script that a save loses. The script trains it outside of its session, or it changes and is in no
-checkpoint, or the ranks do not have it alike.
+"""Warns of state of a script that a save loses: the script trains it outside its session, or it changes and is in no checkpoint, or it
+differs between ranks.
 
-A copy of the weights is a module that is not replicated (a teacher), or a dictionary or list of tensors like the parameters. A
-tensor by itself counts if it is changed in place, such as a centre or a queue. A tensor that is assigned anew may be a batch.
+A copy of the weights is a module that is not replicated (a teacher), or a dictionary or list of tensors like the parameters. A single
+tensor counts if the script changes it in place, such as a centre or a queue. A tensor that is assigned anew may be a batch.
 """
 
 from __future__ import annotations
@@ -35,44 +35,44 @@ from .replica import Several, tables_of
 from .run import Run
 
 SCORES = ("accuracy", "loss")
-"""How the name of a score ends. Other logged numbers may be a rank's own: a time, a rate, the size of its memory."""
+"""Endings of a score's name. Other logged numbers may differ between ranks: a time, a rate, a memory size."""
 MOST, DEPTH, ITEMS = 5000, 3, 100
-"""Objects that are looked at, attributes below a variable, and items of a dictionary or list whose items are looked at."""
+"""Limits: objects to inspect, levels of attributes below a variable, items of a dictionary or list."""
 _OPAQUE = (types.ModuleType, types.FunctionType, type, str, bytes, int, float, torch.Tensor, torch.optim.Optimizer)
 
 
 class Mark(NamedTuple):
-    """What tells whether the value of a variable has moved. It keeps no tensor alive."""
+    """A record of a variable's value, which shows whether the value has moved. It keeps no tensor alive."""
 
     generator: Any
-    """None for tensors."""
+    """The generator; None: the value holds tensors."""
     made: list[Any]
-    """Differs if the value is made anew. Empty for copies of the weights."""
+    """A list that differs if the value is created anew. Empty for copies of the weights."""
     state: list[Any]
-    """Differs if the value moves. Of tensors: each with the number of its changes in place."""
+    """A list that differs if the value moves. For tensors: (tensor, number of changes in place)."""
     is_module: bool = False
 
 
 Marks = dict[str, Mark]
-"""By the name of the variable."""
+"""Name of the variable → its mark."""
 
 
 class Unsaved:
-    """Looks when the loop begins and at each save, and warns of each thing once. The first two saves look at variables."""
+    """The checks at the start of the loop and at each save, which warn of each thing once. The first two saves inspect variables."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self.looks = 0
-        """Saves that have looked."""
+        """Number of saves so far that have run the checks."""
         self._held = _held(run.state)
-        """The marks of the variables as the loop began; after the first save, of copies of the weights that the loop has made."""
+        """The marks of the variables at the start of the loop; after the first save, of copies of the weights that the loop has made."""
         self._settings: dict[str, Any] | None = None
-        """The settings of the models at the first save. A first pass may set what later passes leave, such as the longest sequence."""
+        """The settings in the models' attributes at the first save. Only a first pass may set some, such as the longest sequence."""
         self.logged: dict[str, float] = {}
-        """What this rank has logged since the last save."""
+        """Numbers that this rank has logged since the last save."""
 
     def look(self) -> None:
-        """Collective."""
+        """Runs the checks of a save, and warns. Collective."""
         state, world = self._run.state, self._run.world
         self.looks += 1
         outside = trained_outside(state) if self.looks == 1 else []
@@ -88,7 +88,7 @@ class Unsaved:
             self._run.warn(sentence, about)
 
     def _alike(self) -> dict[str, str]:
-        """What all ranks have alike, by the call that says so."""
+        """Returns the call that requires equal values on all ranks → a digest of its value, or the logged number."""
         kept = self._run.user_state
         objects = {f"run.keep({name}=…)": _print_of(stateful.state_dict()) for name, stateful in kept.objects.items()}
         values = {f"run.values[{name!r}]": _print_of(value) for name, value in kept.values.items()}
@@ -97,7 +97,7 @@ class Unsaved:
         return {**objects, **values, **{f"run.log({name}=…)": f"{value:.4g}" for name, value in logged.items()}}
 
     def _changed_settings(self) -> Iterator[str]:
-        """Yields a sentence for numbers, switches and texts in attributes of the models that have changed, each once."""
+        """Yields a warning for numbers, switches and texts in attributes of the models that have changed, each once."""
         model = self._run.state.model
         now = {
             plain_name(model, name): value
@@ -113,11 +113,10 @@ class Unsaved:
             )
 
     def compare_tables(self, made: Collection[Any]) -> None:
-        """Compares the tables of the ranks, and with those of the start before, and warns where one is another. Collective.
+        """Warns of a table that differs between ranks, or from the last start. Collective.
 
         Args:
-            made: the values that the modules had when they were replicated. A pass since then may have left others, such as the last
-                attention.
+            made: the values in the modules at replication. A later pass may leave other values, such as the last attention.
         """
         model, kept, ids = self._run.state.model, self._run.user_state, {id(value) for value in made}
         tables = {plain_name(model, name): text_of(value) or "" for name, value in tables_of(model) if id(value) in ids}
@@ -137,10 +136,10 @@ class Unsaved:
 
 
 def unequal(of_ranks: Sequence[dict[str, str]]) -> dict[str, str]:
-    """Returns a sentence for each call for which a rank has something else than rank 0. A rank may lack it.
+    """Returns call → warning, for each call whose value on a rank differs from rank 0's. A rank may lack the call.
 
     Args:
-        of_ranks: by the call, what stands for its value, or the value itself where it was logged.
+        of_ranks: for each rank: call → digest of its value, or the logged number.
     """
     sentences = {}
     for call, others in differing_ranks([{**of_ranks[0], **values} for values in of_ranks]).items():
@@ -159,7 +158,7 @@ def unequal(of_ranks: Sequence[dict[str, str]]) -> dict[str, str]:
 
 @torch.no_grad()
 def _print_of(tree: Any) -> str:
-    """What stands for the tensors, arrays, numbers and texts of a state. A tensor that the ranks have in parts is left out."""
+    """Returns a digest of the tensors, arrays, numbers and texts of a state. Leaves out tensors that are sharded over the ranks."""
     leaves = tree_leaves(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not hasattr(leaf, "placements")]
     arrays = [zlib.crc32(leaf.tobytes()) for leaf in leaves if isinstance(leaf, np.ndarray)]
@@ -172,7 +171,7 @@ def _print_of(tree: Any) -> str:
 
 
 def trained_outside(state: TrainState) -> list[str]:
-    """Returns a sentence for each optimizer and weight that a resume loses or that the ranks train apart. Collective."""
+    """Returns a warning for each optimizer and weight that a resume loses or that the ranks train apart. Collective."""
     parameters, optimizers = _alive(state)
     if optimizers:  # one that the script has replaced may wait for the garbage collector
         del parameters, optimizers
@@ -199,7 +198,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
 
 
 def _alive(state: TrainState) -> tuple[list[nn.Parameter], list[torch.optim.Optimizer]]:
-    """All parameters of this process, and the optimizers that no session has made and no wrapper of an optimizer holds."""
+    """Returns all parameters of this process, and the optimizers that no session has made and no wrapper of an optimizer holds."""
     things: list[object] = [
         *state.optimizers.values(),
         *state.user_state.objects.values(),
@@ -223,7 +222,7 @@ def _alive(state: TrainState) -> tuple[list[nn.Parameter], list[torch.optim.Opti
 
 
 def _unused(known: dict[str, nn.Parameter], used: set[torch.Tensor], state: TrainState) -> str:
-    """Names the parameters that require a gradient and are in no optimizer."""
+    """Returns a warning that names the parameters that require a gradient and are in no optimizer; "": there are none."""
     ours = {
         name
         for optimizer in state.optimizers.values()
@@ -240,11 +239,11 @@ def _unused(known: dict[str, nn.Parameter], used: set[torch.Tensor], state: Trai
 
 
 def _weights_outside(learned: set[torch.Tensor], used: set[torch.Tensor], state: TrainState) -> list[str]:
-    """Names the learned weights that differ between the ranks, or that no checkpoint holds. Collective.
+    """Returns a warning for each learned weight that differs between the ranks, or that no checkpoint holds. Collective.
 
     Args:
-        learned: weights of no replicated model.
-        used: those of them that an optimizer moves, and others.
+        learned: learned weights that are in no replicated model.
+        used: all weights that an optimizer moves.
     """
     of_rank = storages(_states_of(state.user_state.rank_objects))
     held = storages([_states_of(state.user_state.objects), dict(state.user_state.values)])
@@ -268,7 +267,7 @@ def _states_of(objects: dict[str, Stateful]) -> list[Any]:
 
 
 def _name_of(thing: object) -> str | None:
-    """The script's name for an optimizer or a weight: of a variable, of an attribute, or within a module."""
+    """Returns the script's name for an optimizer or a weight, by a variable, an attribute, or a module; None: no name is found."""
     for names in _variables():
         for name, value in names.items():
             if value is thing:
@@ -286,11 +285,11 @@ def _name_of(thing: object) -> str | None:
 
 
 def _moved(before: Marks, now: Marks, in_loop: bool = False) -> Iterator[str]:
-    """Yields a sentence for each thing that has moved, and is in no checkpoint. Of tensors by themselves the first is named: one that sums
-    up may be set to zero before it is read.
+    """Yields a warning for each value that has moved and is in no checkpoint. Of single tensors it names only the first: a tensor that
+    accumulates may be set to zero before it is read.
 
     Args:
-        in_loop: the loop has made these things. Copies that it makes again and again are evaluated or compared, and carry nothing on.
+        in_loop: whether the loop has made these values. Copies that it makes again and again are evaluated or compared.
     """
     in_place = False
     for name, mark in before.items():
@@ -316,15 +315,15 @@ def _tensors(mark: Mark) -> set[Any]:
 
 
 def _copies(marks: Marks, known: Marks) -> Marks:
-    """The copies of the weights that the loop has made."""
+    """Returns the copies of the weights that the loop has made."""
     return {
         name: mark for name, mark in marks.items() if name not in known and mark.generator is None and not mark.made
     }
 
 
 def _changed_in_place(copies: Marks) -> Iterator[str]:
-    """Yields a sentence for each copy of the weights that is changed in place, such as the slow weights of a lookahead. A copy that is made
-    anew for each evaluation is written once or never, but for a module."""
+    """Yields a warning for each copy of the weights that changes in place, such as the slow weights of a lookahead. A copy for one
+    evaluation is written at most once, unless it is a module."""
     for name, mark in copies.items():
         if not mark.is_module and any(changes > 1 for _, changes in mark.state):
             yield _moves(name, may_be_set=True)
@@ -343,8 +342,8 @@ def _keeps(name: str) -> str:
 
 
 def _held(state: TrainState) -> Marks:
-    """What the variables hold that is in no checkpoint. It only warns, so it says nothing where an object of the script raises, whatever
-    that is."""
+    """Returns the marks of the variables that no checkpoint holds; {} if an object of the script raises, since the marks only serve
+    warnings."""
     try:
         return dict(_marks(state))
     except Exception:  # noqa: BLE001 - a property, or a subclass of a tensor or a dictionary, may raise anything
@@ -378,7 +377,7 @@ def _marks(state: TrainState) -> Iterator[tuple[str, Mark]]:
 
 
 def _weights(value: Any, models: list[dict[str, nn.Parameter]]) -> list[torch.Tensor]:
-    """The tensors of what may be a copy of the weights of one of these models."""
+    """Returns the tensors of a value that may be a copy of the weights of one of these models; [] for another value."""
     if issubclass(type(value), nn.Module):
         return [*value.parameters(), *value.buffers()] if "_modules" in vars(value) else []
     if not issubclass(type(value), (dict, list, tuple)) or len(value) > len(models[0]):
@@ -401,14 +400,14 @@ def _weights(value: Any, models: list[dict[str, nn.Parameter]]) -> list[torch.Te
 
 
 def _reachable(kept: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the values of the running functions' variables, and attributes and items below them. The content of these kept objects is
-    left out: a state may be made of copies."""
+    """Yields the values of the running functions' variables, and the attributes and items below them. Leaves out the content of these kept
+    objects: a state may consist of copies."""
     named = ((name, value) for names in _variables() for name, value in names.items() if name[:2] != "__")
     yield from _below(named, {id(value): value for _, value in _below(kept.items(), {})})
 
 
 def _below(named: Iterable[tuple[str, Any]], known: dict[int, Any]) -> Iterator[tuple[str, Any]]:
-    """These values, and attributes and items below them, without those that are known."""
+    """Yields these values, and the attributes and items below them, without the known ones."""
     waiting = deque((name, value, 0) for name, value in named)
     seen: dict[int, Any] = {}
     while waiting and len(seen) < MOST:
@@ -428,7 +427,7 @@ def _below(named: Iterable[tuple[str, Any]], known: dict[int, Any]) -> Iterator[
 
 
 def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
-    """The items or attributes of a value."""
+    """Returns the items or attributes of a value, with their names."""
     if issubclass(type(value), dict):
         named = [(key, item) for key, item in dict.items(value) if type(key) in (str, int)]
         return [(f"{name}[{key!r}]", item) for key, item in named[:ITEMS]]
@@ -442,7 +441,7 @@ def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def _variables() -> Iterator[dict[str, Any]]:
-    """The variables of the functions that are running, innermost first, without ours."""
+    """Yields the variables of the running functions, innermost first, without ours."""
     frame = sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]
         if not frame.f_globals.get("__name__", "").startswith("lockstep."):
