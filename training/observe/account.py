@@ -23,32 +23,32 @@ from .. import contract, files
 
 
 class TimeCategory(str, Enum):
-    """The categories of a second. If two apply, the first of them counts."""
+    """The categories of a second. If two apply, the first counts."""
 
     HANG = "hang"
-    """The ranks waited for one that never came: from the last step, or sign of life, to the end of the attempt."""
+    """Wait for a rank that never came: from the last step, or sign of life, to the end of the attempt."""
     REGROUP = "regroup"
-    """A rank was lost or replaced: from the last whole step until the others had met again."""
+    """Loss or replacement of a rank: from the last whole step until the others have met again."""
     TAKEN_AGAIN = "taken_again"
-    """Steps that were lost with an attempt, since the checkpoint that the next one resumed from."""
+    """Steps that were lost with an attempt, after the checkpoint from which the next attempt resumed."""
     CHECKPOINT = "checkpoint"
-    """Training stood while a checkpoint was gathered and copied, or the disk was waited for."""
+    """Stop of the training to gather and copy a checkpoint, or to wait for the disk."""
     EVALUATION = "evaluation"
-    """`evaluate`, `for_evaluation`, and what a script does between the last batch of an epoch and the next one's first."""
+    """`evaluate`, `for_evaluation`, and the script's time between the last batch of an epoch and the first of the next."""
     RESTORED = "restored"
-    """A checkpoint was verified, read and given to the ranks."""
+    """Verification of a checkpoint, its reading and its transfer to the ranks."""
     START = "start"
-    """From the launcher's start to that of the rank's process."""
+    """From the start of the launcher to the start of the rank's process."""
     IMPORTS = "imports"
     """From the start of the rank's process to its session."""
     MEETING = "meeting"
-    """The ranks met."""
+    """The rendezvous of the ranks."""
     PREPARED = "prepared"
-    """Data, model and optimizer were made."""
+    """Creation of data, model and optimizer."""
     FIRST_STEP = "first_step"
     """To the end of the attempt's first step, compiling included."""
     DATA_WAIT = "data_wait"
-    """Steps: for the next batch."""
+    """Steps: the wait for the next batch."""
     RANK_WAIT = "rank_wait"
     """Steps: from the rank's own gradients to the sum over all ranks."""
     PRODUCTIVE = "productive"
@@ -56,9 +56,9 @@ class TimeCategory(str, Enum):
     ENDING = "ending"
     """From the last step, or the decision to leave, to the end of the attempt."""
     DOWN = "down"
-    """From the last line of an attempt to the start of the next one, or to the end of the launcher."""
+    """From the last line of an attempt to the start of the next attempt, or to the end of the launcher."""
     UNKNOWN = "unknown"
-    """A line is missing, or the machine slept."""
+    """Time without a line, or in which the machine slept."""
 
 
 PRECEDENCE = {category: rank for rank, category in enumerate(TimeCategory)}
@@ -72,11 +72,11 @@ STARTING = (
     TimeCategory.FIRST_STEP,
 )
 _LARGEST = 1e12
-"""A number of seconds, steps or ranks from here on is damaged."""
+"""Limit of a number of seconds, steps or ranks: a larger one is damaged."""
 _MAX_BYTES, _LINE_BYTES, _MAX_STRETCHES = 64 << 20, 1 << 14, 8192
 
 Line = dict[str, Any]
-"""time, attempt, boot, since, until, first, step, ranks, seconds; resumed, of the first one of an attempt; code, of its last one."""
+"""Keys: time, attempt, boot, since, until, first, step, ranks, seconds; in an attempt's first line resumed, in its last line code."""
 
 
 @dataclass(slots=True)
@@ -86,25 +86,25 @@ class Stretch:
     attempt: int
     first: int
     last: int
-    """Steps done before it, and after it."""
+    """Steps of the run at the stretch's start (`first`) and end (`last`)."""
     ranks: tuple[int, int]
-    """Ranks that train, and ranks that were started."""
+    """(ranks that train, ranks that were started)."""
     wall: float
     seconds: dict[TimeCategory, float]
-    """They add up to `wall`."""
+    """Seconds by category. Their sum is `wall`."""
 
 
 class Account:
-    """The lines of a run, added up."""
+    """The sum of a run's lines."""
 
     def __init__(self) -> None:
         self.stretches: list[Stretch] = []
         self.last: Line | None = None
         self.began: float | None = None
-        """When the first attempt's launcher was started: seconds since the epoch, by its machine's clock of the wall."""
+        """Start of the first attempt's launcher, in Unix seconds by its machine's clock; None: unknown."""
 
     def add(self, line: Line) -> None:
-        """Raises `ValueError` for what is no line."""
+        """Adds a line of time.jsonl. Raises `ValueError` for an invalid line."""
         since, until, first, step = (_number(line.get(name)) for name in ("since", "until", "first", "step"))
         attempt, ranks, given = line.get("attempt"), line.get("ranks"), line.get("seconds")
         if not isinstance(given, Mapping) or not isinstance(ranks, Sequence) or len(ranks) != 2 or since > until:
@@ -155,7 +155,7 @@ class Account:
 
     @property
     def rank_seconds(self) -> dict[TimeCategory, float]:
-        """Seconds of all ranks: those of rank 0, times the ranks that train. Those of a lost rank without a replacement are `down`."""
+        """Seconds of all ranks: rank 0's seconds times the ranks that train. Those of a lost rank without a replacement are `down`."""
         total: dict[TimeCategory, float] = defaultdict(float)
         for stretch in self.stretches:
             for category, value in stretch.seconds.items():
@@ -169,7 +169,7 @@ class Account:
 
     @property
     def lost_to_restarts(self) -> float:
-        """Seconds: down, taken again, and what every attempt but the first one needed to its first step."""
+        """Seconds that restarts cost: down, taken again, and the time to the first step of every attempt but the first."""
         begun = min((stretch.attempt for stretch in self.stretches), default=0)
         again = [TimeCategory.DOWN, TimeCategory.TAKEN_AGAIN]
         return sum(
@@ -179,11 +179,11 @@ class Account:
         )
 
     def shares(self) -> dict[str, Any]:
-        """In short, for status.json."""
+        """Returns the shares for status.json."""
         return {**_shares([self]), **({"began": round(self.began, 3)} if self.began is not None else {})}
 
     def plain(self) -> dict[str, Any]:
-        """For summary.json."""
+        """Returns the shares and seconds for summary.json."""
         return plain([self])
 
 
@@ -198,7 +198,7 @@ def _shares(accounts: Sequence[Account]) -> dict[str, Any]:
 
 
 def plain(accounts: Sequence[Account]) -> dict[str, Any]:
-    """The shares and seconds of some runs together."""
+    """Returns the shares and seconds of several runs together."""
     wall = sum(account.wall for account in accounts)
     seconds, rank_seconds = (
         {category.value: round(sum(run[category] for run in each), 3) for category in TimeCategory}
@@ -208,7 +208,7 @@ def plain(accounts: Sequence[Account]) -> dict[str, Any]:
 
 
 def launcher_ended(run: Path) -> None:
-    """No rank runs, and the launcher ends: what came after rank 0's last line is the job's time, too. Raises `OSError`."""
+    """Adds a line for the time between rank 0's last line and the end of the launcher, when no rank runs. Raises `OSError`."""
     last, now = of_run(run).last, boot_seconds()
     if last is None or last.get("boot") != boot() or not (started("self") or now) < last["until"] < now:
         return  # no rank of this launcher has written it
@@ -219,12 +219,12 @@ def launcher_ended(run: Path) -> None:
 
 
 def boot_seconds() -> float:
-    """Seconds since the machine was started, those that it slept included, where the system has such a clock (Linux)."""
+    """Returns the seconds since the boot of the machine, including sleep if the system has such a clock (Linux)."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def boot() -> str:
-    """Which clock that is: of this boot of this machine, and this namespace of its clocks."""
+    """Returns an id of the clock of `boot_seconds`: the machine's boot, and the namespace of its clocks."""
     number = clocks = ""
     with contextlib.suppress(OSError):
         number = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
@@ -239,7 +239,7 @@ def started(process: str) -> float | None:
 
 
 def _joined(stretches: list[Stretch]) -> list[Stretch]:
-    """Half as many of them, at best: neighbours of the same attempt and ranks become one."""
+    """Returns at best half as many stretches: it joins pairs of neighbours of the same attempt and ranks."""
     joined: list[Stretch] = []
     whole = True
     for stretch in stretches:
@@ -255,14 +255,14 @@ def _joined(stretches: list[Stretch]) -> list[Stretch]:
 
 
 def _number(value: Any) -> float:
-    """Raises `ValueError` for anything but a number from 0 that is not too large."""
+    """Returns a number from 0 to `_LARGEST`. Raises `ValueError` for another value."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < _LARGEST:
         raise ValueError(f"no number of seconds, steps or ranks: {value!r}")
     return float(value)
 
 
 def of_run(run: Path) -> Account:
-    """The account of a run directory. What is missing, cut off or damaged is left out: the time of such a line is `unknown` or `down`."""
+    """Returns the account of a run directory, without damaged or incomplete lines: their time is `unknown` or `down`."""
     account = Account()
     with contextlib.suppress(OSError), files.regular(run / contract.TIME_FILE) as file:
         while file.tell() < _MAX_BYTES and (text := file.readline(_LINE_BYTES)):

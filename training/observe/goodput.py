@@ -1,13 +1,13 @@
-"""Tells where this rank's seconds go: each is in one `TimeCategory` of `account.py`. Rank 0 appends the sums to time.jsonl.
+"""Counts this rank's seconds: each is in one `TimeCategory` of `account.py`. Rank 0 appends the sums to time.jsonl.
 
-    goodput = GoodputRecorder(environment)      # every rank has one, from the start of its process.
-    goodput.enter(TimeCategory.MEETING)               # from here on the rank meets the others.
-    with goodput.on(TimeCategory.CHECKPOINT): …       # for a while it saves.
+    goodput = GoodputRecorder(environment)      # on every rank, from the start of its process.
+    goodput.enter(TimeCategory.MEETING)         # from here on the rank meets the others.
+    with goodput.on(TimeCategory.CHECKPOINT): … # the block saves.
     goodput.step_done(step, measured)           # moves the waits of the step out of `productive`.
     goodput.end(0)
 
-Sums are of a monotonic clock: a clock that jumps moves nothing. The clock of the boot measures the time between two
-attempts of one boot. A kill loses what came since the last line; the next attempt counts it as `down`.
+The sums use a monotonic clock, so a jump of the wall clock changes nothing. The clock of the boot measures the time between two
+attempts of one boot. A kill loses the seconds since the last line; the next attempt counts them as `down`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     from .rundir import RunDirectory
 
 SHARE = 0.01
-"""Of the attempt so far: the time between two lines, within the bounds of `limits`."""
+"""Time between two lines, as a fraction of the attempt so far, within the bounds of `limits`."""
 _KEPT = 16
-"""Lines that a rank keeps which writes none, should it come to stand in rank 0's place."""
+"""Lines that a rank other than 0 keeps, in case it takes rank 0's place."""
 
 
 class GoodputRecorder:
-    """Where this rank's seconds go, from the start of its process. Rank 0 writes them down once it has the run directory.
+    """The seconds of this rank by category, from the start of its process. Rank 0 writes them once it has the run directory.
 
     Args:
-        env: may name the launcher.
+        env: the environment; `contract.ENV_LAUNCHER` names the launcher's process, if there is one.
     """
 
     _free_since = 0.0
-    """When the last session of this process has ended (clock of the boot): what came before is counted already."""
+    """End of this process's last session (clock of the boot, seconds): earlier seconds are counted already."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         now, self._last = boot_seconds(), time.monotonic()
@@ -49,12 +49,13 @@ class GoodputRecorder:
         launcher = started(env.get(contract.ENV_LAUNCHER, ""))
         self._since = min(launcher or self._began, self._began) if not GoodputRecorder._free_since else self._began
         self._bucket = TimeCategory.IMPORTS
+        """The category that the seconds since `_last` belong to."""
         self._seconds: dict[TimeCategory, float] = defaultdict(float)
         self._seconds[TimeCategory.START] = self._began - self._since
         self._seconds[TimeCategory.IMPORTS] = max(0.0, now - self._began)
         self._boot = boot()
         self._floor = 0.0
-        """What was before is in lines of others."""
+        """Lines of earlier attempts, or of a lost rank 0, cover the time up to here (clock of the boot, seconds)."""
         self._due = math.inf
         self._step_at = self._alive_at = self._last
         self._first = self._step = 0
@@ -64,20 +65,20 @@ class GoodputRecorder:
         self._kept: deque[Line] = deque(maxlen=_KEPT)
         self._run: RunDirectory | None = None
         self.count: Callable[[TimeCategory, float], None] = lambda *_: None
-        """Gets the seconds of each line, for the metrics."""
+        """Adds the seconds of a category to the metrics, called for each category of a line. `Run` sets it."""
         self._idle = False
-        """The run was complete, and this attempt has added no step (yet)."""
+        """Whether the run was complete before this attempt, which has made no step so far. No line is written then."""
 
     # What the rank does.
 
     def enter(self, category: TimeCategory) -> None:
-        """From here on the rank does this."""
+        """Counts the seconds from now on in this category."""
         self._tick()
         self._bucket = category
 
     @contextlib.contextmanager
     def on(self, category: TimeCategory) -> Iterator[None]:
-        """In the block the rank does this, unless it does what comes before it in `TimeCategory`."""
+        """Counts the block's seconds in this category, unless the present category precedes it in `TimeCategory`."""
         before = self._bucket
         if PRECEDENCE[category] < PRECEDENCE[before]:
             self.enter(category)
@@ -87,12 +88,17 @@ class GoodputRecorder:
             self.enter(before)
 
     def train(self) -> None:
-        """The batches of an epoch begin. Until its first step is done, an attempt is in `first_step`."""
+        """Counts seconds as productive when the batches of an epoch begin. An attempt is in `first_step` until its first step is done."""
         if self._step > self._resumed:
             self.enter(TimeCategory.PRODUCTIVE)
 
     def step_done(self, step: int, measured: list[Times]) -> None:
-        """Moves the waits that have become known with this step of the run out of `productive`."""
+        """Moves the waits that have become known with this step out of `productive`.
+
+        Args:
+            step: steps of the run, with this one.
+            measured: times of the steps that have become known.
+        """
         self._tick()
         if self._bucket is TimeCategory.PRODUCTIVE:
             for times in measured:
@@ -102,11 +108,11 @@ class GoodputRecorder:
         self._look(self._last)
 
     def alive(self) -> None:
-        """Closes a line where one is due."""
+        """Closes the line if that is due."""
         self._look(time.monotonic())
 
     def regrouped(self, seconds: float, ranks: int) -> None:
-        """The ranks have met again, so many of them, which took these seconds; in a step, everything since the last one."""
+        """Counts the time in which `ranks` ranks met again: `seconds`, or in a step the whole time since the last step."""
         self._tick()
         stepping = self._bucket is TimeCategory.PRODUCTIVE
         self._move(
@@ -116,8 +122,8 @@ class GoodputRecorder:
         self.ranks = ranks, self.ranks[1]
 
     def failed(self, in_collective: bool) -> None:
-        """Counts an error that ends the attempt. If a collective has waited for long, the time since the last sign of life is a hang.
-        A killed rank ends a collective at once. Else the step under way is lost."""
+        """Counts an error that ends the attempt. If a collective waited for more than `limits.HANG_SECONDS`, the time since the last sign
+        of life is a hang: a killed rank ends a collective at once. Otherwise the step under way is lost."""
         self._tick()
         waited = self._last - self._alive_at
         if in_collective and waited > HANG_SECONDS:
@@ -142,15 +148,15 @@ class GoodputRecorder:
         self._seconds[to] += seconds
         return seconds
 
-    # What is written of it.
+    # The lines of the file.
 
     def begin(self, attempt: int, step: int, ranks: int) -> None:
-        """Begins the lines of an attempt, after this step."""
+        """Begins the lines of an attempt that continues after this step."""
         self._attempt, self._resumed, self._first, self._step, self.ranks = attempt, step, step, step, (ranks, ranks)
         self._due = 0.0
 
     def attach(self, run: RunDirectory) -> None:
-        """This is rank 0, and writes from here on."""
+        """Makes this rank, rank 0, write its lines to the run directory from now on."""
         self._open(run)
         last = self.account.last
         self._idle = last is not None and last.get("code") == contract.EXIT_DONE
@@ -169,14 +175,14 @@ class GoodputRecorder:
         run.goodput = self.account.shares
 
     def take_over(self, run: RunDirectory) -> None:
-        """Continues the file of a lost rank 0, first with the lines that this rank has kept since the last line there."""
+        """Continues the file of a lost rank 0. First it writes the lines that this rank has kept since the file's last line."""
         self._open(run)
         self._floor = self._end_of(self.account.last) or 0.0
         while self._kept:
             self._put(self._kept.popleft())
 
     def close(self, code: int | None = None, resumed: bool = False) -> None:
-        """Ends a line."""
+        """Ends a line, with the exit code if the attempt has ended. `resumed`: it is the first line of the attempt."""
         self._tick()
         if self._idle:
             return
@@ -198,7 +204,7 @@ class GoodputRecorder:
             self._put(line)
 
     def end(self, code: int | None) -> None:
-        """The attempt is over."""
+        """Writes the last line of the attempt."""
         self.close(contract.EXIT_FAILED if code is None else code)
         GoodputRecorder._free_since = boot_seconds()
         self._run, self._due = None, math.inf
@@ -209,7 +215,7 @@ class GoodputRecorder:
             self.close()
 
     def _put(self, line: Line) -> None:
-        """Writes a line, without what others have written of its time already."""
+        """Writes a line, without the time that lines of others cover."""
         since, until = line["since"], line["until"]
         if until <= self._floor:
             return
@@ -222,7 +228,7 @@ class GoodputRecorder:
         self._run.time(line, waits="code" in line)
 
     def _end_of(self, line: Line | None) -> float | None:
-        """Returns when a line ended, by the clock of this boot; None: unknown."""
+        """Returns the end of a line, by the clock of this boot; None: unknown."""
         if line is None:
             return None
         if line.get("boot") == self._boot:

@@ -4,8 +4,8 @@ The console prints a table (a line for each epoch, or every N steps) and a progr
 and warnings (`warn`) are not events: ranks other than 0, which have no events, print theirs, too.
 
 TensorBoard and Weights & Biases get numbers on rank 0 (off by default), under the names of the speedruns' logs: `elapsed`, `train_loss`,
-`val_acc`, `epoch`, `examples_seen`. One that fails is switched off with one warning; the run continues. It has its own thread. A
-service, or a disk, that hangs holds no step up, and the end of the run for the grace period at most.
+`val_acc`, `epoch`, `examples_seen`. A tracker that fails is switched off with one warning; the run continues. Each tracker has a
+thread. A service or a disk that hangs delays no step, and the end of the run by the grace period at most.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from ..parallel.world import World
 from .rundir import Background, RunDirectory
 
 MAX_COLUMNS = 6
-"""Of what is logged, in the table of epochs."""
+"""Most columns of logged numbers in the table of epochs."""
 OTHER_COLUMNS = 50
-"""Width of the others: epoch, step, seconds, loss and speed."""
+"""Width of the other columns: epoch, step, seconds, loss and speed."""
 
 
 class _Bar(Progress):
-    """A progress bar that reads the epoch, the steps and the text with the means whenever it is drawn."""
+    """A progress bar that reads the epoch, the steps and the text of the means each time it is drawn."""
 
     def __init__(self, now: Callable[[], tuple[int, int, str]]) -> None:
         self._now = now
@@ -63,12 +63,12 @@ class _Bar(Progress):
 
 
 class Console:
-    """Rank 0 prints; the others only warnings, and sentences with `log.verbose`.
+    """The console of a rank. Rank 0 prints everything; the others print warnings, and with `log.verbose` sentences.
 
     Args:
         now: returns the epoch of the last step, from 1, and the optimizer steps of the run so far.
-        by_step: lines of `score` events (`log.score_every`) stand in place of the table of epochs.
-        columns: the measurements after each epoch. None: the logged numbers that are known after the first epoch.
+        by_step: whether lines of `score` events (`log.score_every`) replace the table of epochs.
+        columns: the columns of measurements after each epoch. None: the logged numbers that are known after the first epoch.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class Console:
         self._by_step, self._columns = by_step, columns
         self._header = False
         self.planned = 0
-        """Optimizer steps of the whole run; 0 where they are not known (yet)."""
+        """Optimizer steps of the whole run; 0: unknown so far."""
         self._means = ""
-        """The text with the mean loss of all ranks, and the other numbers of training, at the last reading."""
+        """The text of the last reading: the mean loss of all ranks, and the other numbers of training."""
         self._reported: tuple[float, int] | None = None
-        """When progress was last printed, or `progress` was first called, and how far the run was."""
+        """(time, steps of the run) at the last line of progress, or at the first call of `progress`."""
         self._status: tuple[Any, float] = (None, -math.inf)
-        """The status that was printed last, whose changes are printed at once, and when it was printed."""
+        """(the last printed status, its time). A changed status is printed at once."""
         self._bar: _Bar | None = None
         if world.leader and log.format == "table" and sys.stderr.isatty():
             self._bar = _Bar(lambda: (*now(), self._means))
@@ -92,16 +92,16 @@ class Console:
             self._bar.start()
 
     def line(self, text: str) -> None:
-        """A sentence for people; none with `log.format=json`, whose output is for programs."""
+        """Prints a sentence for people; nothing with `log.format=json`, whose output is for programs."""
         if (self.world.leader or self.log.verbose) and self.log.format == "table":
             say(text if self.world.leader else f"[rank {self.world.rank}] {text}")
 
     def warn(self, text: str) -> None:
-        """Always on stderr, whatever the format."""
+        """Prints a warning on stderr, with any format."""
         say(f"warning: rank {self.world.rank}: {text}", sys.stderr)
 
     def plan(self, steps: int) -> None:
-        """Optimizer steps of the whole run are known."""
+        """Sets the optimizer steps of the whole run."""
         self.planned = steps
         if self._bar is not None:
             self._bar.update(self._task, total=steps)
@@ -120,7 +120,7 @@ class Console:
             self._reported = now, done
 
     def on_event(self, event: dict[str, Any]) -> None:
-        """A listener of `RunDirectory`: prints the event as JSON, or a line of the table where it has one."""
+        """Prints an event as JSON, or as a line of the table if it has one. A listener of `RunDirectory`."""
         if event["event"] == "step" and event["train_loss"] is not None:
             self._means = "".join(f", {name} {value:.4g}" for name, value in _trained(event))
             if event["step"] in (1, self.planned) and not self._header and not self._by_step:
@@ -137,7 +137,7 @@ class Console:
             self._epoch(event)
 
     def _is_news(self, status: dict[str, Any]) -> bool:
-        """Whether to print this status.json: a line a minute and at each change, for who sees the log alone, as on Kubernetes."""
+        """Returns whether to print this status.json: a line a minute and at each change, for readers of the log, as on Kubernetes."""
         state, now = (status["code"], status.get("ranks")), time.monotonic()
         if state == self._status[0] and now - self._status[1] < PROGRESS_SECONDS:
             return False
@@ -145,7 +145,7 @@ class Console:
         return True
 
     def _epoch(self, event: dict[str, Any]) -> None:
-        """A line of the table of epochs: what was logged, between the time and the loss."""
+        """Prints a line of the table of epochs, with the logged numbers between the time and the loss."""
         trained = {f"train {name}": value for name, value in _trained(event) if name != "loss"}
         values = {**trained, **event["logged"], "validation accuracy": event["accuracy"]}
         if self._columns is None:
@@ -161,7 +161,7 @@ class Console:
         )
 
     def _fitting(self, names: Iterable[str]) -> list[str]:
-        """Those of what is logged that a line of the terminal has room for."""
+        """Returns the logged names that fit into a line of the terminal."""
         room = shutil.get_terminal_size().columns - OTHER_COLUMNS if self._bar is not None else math.inf
         columns: list[str] = []
         for name in names:
@@ -177,7 +177,7 @@ class Console:
 
 
 def _trained(event: dict[str, Any]) -> list[tuple[str, float | None]]:
-    """The means over the samples that were trained on, by their names."""
+    """Returns (name, mean) over the samples of training."""
     return [(key.removeprefix("train_"), value) for key, value in event.items() if key.startswith("train_")]
 
 
@@ -191,31 +191,31 @@ def _number(value: float | None, width: int) -> str:
 
 
 TENSORBOARD = "tensorboard"
-"""Folder of its event files in the run directory."""
+"""Folder of TensorBoard's event files in the run directory."""
 WANDB_ID = "wandb.json"
 """File of the run directory with the identity of the run at W&B."""
 _NAMES = {"trained_seconds": "elapsed", "accuracy": "val_acc"}
-"""Names that differ: in events → as logged."""
+"""Name in events → name in the trackers, if they differ."""
 _WANTED = ("trained_seconds", "epoch", "examples_seen", "images_per_second", "lr", "grad_norm", "step_duration",
            "sync_wait", "data_wait")  # fmt: skip
-"""What is logged of an event that has it, with all that begins with `train_`. Scores have come with the event `log` before."""
+"""Names of an event that the trackers get, besides all that begin with `train_`. The event `log` has brought the scores."""
 
 
 Values = dict[str, float]
-"""Numbers by their names."""
+"""Name → number."""
 Send = Callable[[Values, int], None]
-"""Takes values and their step."""
+"""Function of values and their step."""
 Close = Callable[[], None]
 
 
 def attach(config: RunSettings, run: RunDirectory, step: int) -> None:
-    """Makes the trackers that the config asks for, and lets them listen to the run.
+    """Creates the trackers of the config as listeners of the run.
 
     Args:
-        step: optimizer steps done. What an earlier attempt logged beyond it is dropped: these steps are taken again.
+        step: optimizer steps done. Later values of an earlier attempt are dropped, since these steps are taken again.
 
     Raises:
-        UserError: one of them is not installed.
+        UserError: a tracker is not installed.
     """
     for name, wanted, make in (
         ("tensorboard", config.log.tensorboard, partial(_tensorboard, run, step)),
@@ -228,7 +228,7 @@ def attach(config: RunSettings, run: RunDirectory, step: int) -> None:
 
 
 def logged(event: dict[str, Any]) -> Values:
-    """The numbers of a `log`, `step`, `score` or `epoch` event, by the names they are logged under."""
+    """Returns the numbers of a `log`, `step`, `score` or `epoch` event, by their names in the trackers."""
     if event["event"] == "log":
         return {_NAMES.get(name, name): float(value) for name, value in event["values"].items()}
     if event["event"] not in ("step", "score", "epoch"):
@@ -238,10 +238,10 @@ def logged(event: dict[str, Any]) -> Values:
 
 
 class _Listener:
-    """Guards a tracker: an error switches the tracker off, and training does not wait for a tracker that hangs.
+    """Guard of a tracker: an error switches the tracker off, and training does not wait for a tracker that hangs.
 
     Args:
-        patience: seconds that the end of the run waits for it.
+        patience: seconds that the end of the run waits for the tracker.
     """
 
     def __init__(self, name: str, make: Callable[[], tuple[Send, Close]], patience: float) -> None:
@@ -292,10 +292,10 @@ def _tensorboard(run: RunDirectory, step: int) -> tuple[Send, Close]:
 
 
 def _wait_for_a_later_second(folder: Path) -> None:
-    """Waits until this second is later than that of every event file in the folder.
+    """Waits until the present second is later than that of every event file in the folder.
 
-    TensorBoard reads its files in the order of their names, events.out.tfevents.SECOND.HOST.PID. Of two starts within one
-    second the earlier could be read last, and what the later one has TensorBoard drop would then stay.
+    TensorBoard reads its files in the order of their names, events.out.tfevents.SECOND.HOST.PID. Of two starts within one second it
+    could read the earlier last, and would keep values that the later start drops.
     """
     names = os.listdir(folder) if folder.is_dir() else []
     stamps = [match[1] for name in names if (match := re.match(r"events\.out\.tfevents\.([0-9]{1,12})\.", name))]

@@ -167,7 +167,7 @@ class Metrics:
         return self._families[name].labels(*self._labels.values(), *values)
 
     def set(self, name: str, value: float, *labels: str) -> None:
-        """A gauge's value.
+        """Sets a gauge's value.
 
         Args:
             labels: values of the gauge's labels.
@@ -179,16 +179,16 @@ class Metrics:
         self._series(name, *labels).inc(by)
 
     def alive(self) -> None:
-        """A sign of life: the rank has ended a step, or a batch of the evaluation."""
+        """Records a sign of life: the rank has ended a step, or a batch of the evaluation."""
         self.alive_at = time.monotonic()
 
     def step_done(self, step: int, measured: list[Times], lr: float, samples: int, bytes_sent: int) -> None:
-        """A step of the run is done.
+        """Records a step of the run that is done.
 
         Args:
             measured: the times of steps that have become known.
-            samples: of this step, that this rank trained on.
-            bytes_sent: of gradients that this rank has handed to collectives in this attempt so far.
+            samples: samples of this step that this rank trained on.
+            bytes_sent: bytes of gradients that this rank has passed to collectives in this attempt so far.
         """
         for times in measured:
             for phase, histogram in self._phases:
@@ -202,7 +202,7 @@ class Metrics:
         self.alive()
 
     def slow_rank(self, verdict: tuple[int, str, float] | None) -> None:
-        """The slow rank, its phase and what it costs; None: there is none. The series has the label of the slow rank."""
+        """Sets the slow rank, its phase and its cost; None: there is none. The series has the label of the slow rank."""
         family = self._families["slow_rank_cost_ratio"]
         family.clear()
         if verdict is not None:
@@ -231,12 +231,12 @@ class Metrics:
         self.set("exit_code", code)
 
     def text(self) -> bytes:
-        """All series in Prometheus' text format."""
+        """Returns all series in Prometheus' text format."""
         return prometheus_client.generate_latest(self.registry)
 
 
 class _Process(Collector):
-    """The metrics that are read when they are scraped."""
+    """The metrics that are read at each scrape."""
 
     def __init__(self, labels: dict[str, str], device: torch.device) -> None:
         self._labels, self._device = labels, device
@@ -264,17 +264,17 @@ class _Process(Collector):
 
 ANY_ADDRESS = "any"
 MAX_CONNECTIONS = 16
-"""At a time; for a further one the oldest that has sent no request yet is closed. The training needs its file descriptors for
-checkpoints and events."""
+"""Most connections at a time. A further one closes the oldest that has sent no request yet. The training needs its file descriptors
+for checkpoints and events."""
 WAITING_CONNECTIONS = 128
-"""For a place among them. A further one is dropped, and comes again after a second."""
+"""Most connections that wait to be accepted. A further one is dropped, and its client tries again after a second."""
 
 
 class Exporter:
-    """The metrics of one rank and all places they go to. `close` ends it, and may be called twice.
+    """The metrics of one rank and all their outputs. `close` ends them, and may be called twice.
 
-    Rank 0 clears the folders of what earlier attempts left, for all, so that it makes its own first. A rank that looked for its own
-    leftovers would list the files of all.
+    Rank 0 removes the files of earlier attempts for all ranks, so its exporter is constructed first. If each rank looked for its own old
+    files, each would list the files of all.
 
     Raises:
         UserError: LOCKSTEP_METRICS_PORT is not a port.
@@ -321,7 +321,7 @@ class Exporter:
                 (folder / path.name).unlink(missing_ok=True)
 
     def begin(self) -> None:
-        """The training begins: textfiles are written from here on. (Of a run that is complete already, the last ones stay.)"""
+        """Begins to write textfiles, when the training begins. (The last textfiles of a complete run stay.)"""
         self._begun = True
         if self.enabled:
             self._write_textfiles()
@@ -329,7 +329,8 @@ class Exporter:
                 threading.Thread(target=self._write_often, name="textfile", daemon=True).start()
 
     def _serve(self, address: str | None, port: int, tells: bool) -> None:
-        """
+        """Starts the server in a thread, on any free port if `port` is taken, and writes its address to the endpoint files.
+
         Args:
             tells: whether to warn of another port: a scraper may expect this port.
         """
@@ -361,7 +362,7 @@ class Exporter:
             self._write_textfiles()
 
     def _write_textfiles(self, last: bool = False) -> None:
-        """One writer at a time. After the `last` state nothing is written."""
+        """Writes the textfiles, one writer at a time. After the `last` state nothing more is written."""
         with self._writing:
             if last or not self._closed.is_set():
                 if not last:
@@ -380,7 +381,7 @@ class Exporter:
             self._warn(str(path.parent), f"cannot write {path}: {error.strerror}")
 
     def _folder(self, path: Path) -> contextlib.AbstractContextManager[Path]:
-        """Yields the folder of a file. In the run directory another user may have made a link; elsewhere the user has named the folder."""
+        """Yields the folder of a file. In the run directory it refuses links of other users; elsewhere the user has named the folder."""
         if path.is_relative_to(self._run_dir):
             return files.opened_folder(path.parent)
         return contextlib.nullcontext(path.parent)
@@ -391,7 +392,7 @@ class Exporter:
             say(f"warning: rank {self._world.rank}: {message}; the run continues", sys.stderr)
 
     def close(self, code: int) -> None:
-        """The attempt has ended: the last textfiles, then the end of the server."""
+        """Writes the last textfiles at the end of the attempt, and ends the server."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -415,7 +416,7 @@ class Exporter:
 
 
 def base_port(settings: configuration.Metrics, env: Mapping[str, str]) -> tuple[int, bool]:
-    """(the port of local rank 0, whether the settings or the environment name it); 0 for any free one. Raises `UserError`."""
+    """Returns (port of local rank 0, whether the settings or the environment name it); port 0: any free port. Raises `UserError`."""
     text = env.get(contract.ENV_METRICS_PORT, "")
     if settings.port is not None or not text:
         return (contract.METRICS_PORT, False) if settings.port is None else (settings.port, True)
@@ -425,13 +426,13 @@ def base_port(settings: configuration.Metrics, env: Mapping[str, str]) -> tuple[
 
 
 def _sweep(size: int, own_file: Path) -> None:
-    """Removes what an earlier attempt left: files of ranks from `size` on, and half-written ones of any. One listing of the folder.
+    """Removes files of an earlier attempt: those of ranks from `size` on, and half-written files of any rank. Lists the folder once.
 
     Args:
         own_file: this rank's file of the kind.
 
     Raises:
-        OSError: the folder is not there, or cannot be changed.
+        OSError: the folder does not exist, or cannot be changed.
     """
     before = re.escape(re.sub(r"\d+$", "", own_file.stem))
     name = re.compile(rf"(?:{before}(\d+){own_file.suffix}|\.{before}\d+{own_file.suffix}\.[0-9a-f]+)")
@@ -442,12 +443,12 @@ def _sweep(size: int, own_file: Path) -> None:
 
 
 class _Server:
-    """Listens from its construction on; `run` serves, in one thread, until `stop`.
+    """HTTP server that listens from its construction on; `run` serves in one thread until `stop`.
 
     Args:
         address: an address or name of this machine; None for every address, IPv4 and IPv6.
-        port: 0 for any free one; `port` of the object says which.
-        stale_seconds: /healthz answers 503 where the rank's last sign of life is older.
+        port: the port; 0 for any free port, which the attribute `port` names.
+        stale_seconds: /healthz answers 503 if the rank's last sign of life is older.
 
     Raises:
         OSError: the address is not this machine's, or the port is taken.
@@ -457,7 +458,7 @@ class _Server:
     def __init__(self, address: str | None, port: int, metrics: Metrics, stale_seconds: float) -> None:
         self._metrics, self._stale_seconds = metrics, stale_seconds
         self.id = secrets.token_hex(8)
-        """An id in the rank's endpoint file and in each answer. A server that has got the port of a dead rank has another id."""
+        """An id in the rank's endpoint file and in each answer. Another server on the port of a dead rank has another id."""
         dual_stack = address is None and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual_stack or ":" in (address or "") else socket.AF_INET
         self.socket = socket.create_server((address or "", port), family=family, dualstack_ipv6=dual_stack)
@@ -484,7 +485,7 @@ class _Server:
         await asyncio.gather(*clients, return_exceptions=True)
 
     def stop(self, thread: threading.Thread) -> None:
-        """Ends `run`, which this thread is in."""
+        """Ends `run`, and the thread that executes it."""
         with contextlib.suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._stopped.set)
         thread.join(REQUEST_SECONDS)
@@ -519,7 +520,7 @@ class _Server:
         await writer.wait_closed()
 
     def _answer(self, method: str, path: str, accept: str) -> tuple[int, str, bytes]:
-        """(status, type, body)"""
+        """Returns (status, content type, body)."""
         metrics = self._metrics
         if method != "GET":
             return 405, "text/plain; charset=utf-8", b"GET\n"

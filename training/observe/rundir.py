@@ -1,15 +1,15 @@
-"""The run directory: opens and locks it, and writes what says how the run is doing. (`report/record.py` reads it again.)
+"""The run directory: opens and locks it, and writes the files that describe the run's state. (`report/record.py` reads them.)
 
     run.yaml       the run's description: config, versions, data, world.
-    status.json    how far the run came, and how it ended.
+    status.json    the run's step, and how it ended.
     events.jsonl   events, a line each; listeners get the same events.
     time.jsonl     where the time went (`goodput.py`).
     summary.json   the final numbers of a complete run.
     checkpoints/   written by training/checkpoint/.
 
-Rank 0 has one.
+Only rank 0 has a `RunDirectory`.
 
-The same command on the same directory resumes. A directory of another config is refused, and nothing in it is touched.
+The same command on the same directory resumes. `open` refuses a directory of another config, and changes nothing in it.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from ..limits import DISK_LOOK_SECONDS, DISK_SECONDS, LOCK_AFTER_RESTART_SECONDS
 from ..parallel.world import World
 
 MAX_TASKS = 10_000
-"""Things that wait for a disk that hangs; further ones are dropped."""
+"""Most tasks that wait for a disk that hangs; further ones are dropped."""
 
 
 class Background:
-    """A thread that runs disk tasks one after the other. Training, and the end of a run, wait for a disk no longer than a bound. A late
-    disk is not waited for again before it answers.
+    """A thread that runs disk tasks one after the other. Training, and the end of a run, wait for a disk no longer than a bound. After a
+    timeout nothing waits for the disk until it answers.
 
     Args:
-        name: of the thread, a daemon: the process can end also where the disk never answers.
-        late: called once when a thing takes too long.
+        name: name of the thread, a daemon: the process can end even if the disk never answers.
+        late: called once when a task takes too long.
     """
 
     def __init__(self, name: str, late: Callable[[], None]) -> None:
@@ -59,11 +59,11 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def run(self, task: Callable[[], None], key: object = None, seconds: float = DISK_SECONDS) -> bool:
-        """Has the task done, which raises nothing, and waits for it. Returns whether everything is done by then.
+        """Queues a task, which must not raise, and waits for it. Returns whether all tasks are done in time.
 
         Args:
-            key: a waiting task of the same key is dropped.
-            seconds: 0 waits for nothing.
+            key: a waiting task with the same key is dropped.
+            seconds: longest wait; 0: none.
         """
         with self._change:
             if len(self._waiting) < MAX_TASKS or key in self._waiting:
@@ -115,29 +115,29 @@ class RunDirectory:
         self.disk = Background("run-directory", lambda: self._warn("the disk does not answer"))
         self.count_attempt()
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
-        """Get every event from now on, each as the mapping that was written, and each status as an event `status`. What they raise ends the
-        run."""
+        """Functions that get every event from now on, as the mapping in the file, and each status as an event `status`. An error in a
+        listener ends the run."""
         self.ranks: list[int] | None = None
-        """How many ranks there are and were, where some were lost and the others train on."""
+        """[ranks now, ranks of the full group] after a loss that the others survived; None: no rank was lost."""
         self.goodput: Callable[[], dict[str, Any] | None] = lambda: None
         """Returns the entry `goodput` of status.json; None: nothing yet."""
         self.slow_rank: dict[str, Any] | None = None
         """The entry `slow_rank` of status.json (`SlowRank.verdict`)."""
         self.at_close: list[Callable[[], None]] = []
-        """Called by `close`, the last one first."""
+        """Functions that `close` calls, the last added first."""
         self.fresh_word: str | None = saved.get("fresh") if saved is not None else None
-        """The word with which the run was begun by `--fresh`, see `open`."""
+        """The word of `--fresh` with which the run was begun (`open`); None: no word."""
 
     @classmethod
     def open(
         cls, path: Path, config: RunSettings, fresh: bool | str, brings: Callable[[Path], None] = lambda _: None
     ) -> RunDirectory:
-        """Locks the directory for this process; makes it where there is none.
+        """Locks the directory for this process, and creates it if there is none.
 
         Args:
             fresh: True moves an earlier run aside first. A word does so only if the run was not begun with the same
-                word. A job gives its own, so that its restarts resume the run that its first start began.
-            brings: puts into the locked directory what is kept elsewhere. Raises `UserError`.
+                word. Each job has its own word, so that its restarts resume the run of its first start.
+                brings: fetches files of the run from a bucket into the locked directory. Raises `UserError`.
 
         Raises:
             UserError: the directory is in use, holds a run of another config, or cannot be written.
@@ -168,7 +168,7 @@ class RunDirectory:
 
     @classmethod
     def take_over(cls, path: Path, attempt: int, failures: int) -> RunDirectory:
-        """Opens the directory in the place of a lost rank 0, for the rest of the attempt. Raises `UserError`."""
+        """Opens the directory in place of a lost rank 0, for the rest of the attempt. Raises `UserError`."""
         path = Path(os.path.realpath(path))
         with _usable(path):
             run = cls(path, _locked(path, LOCK_AFTER_RESTART_SECONDS), read_run(path))
@@ -176,7 +176,7 @@ class RunDirectory:
         return run
 
     def last_events(self) -> list[dict[str, Any]]:
-        """The last ones of events.jsonl, as far as they can be read."""
+        """Returns the last events of events.jsonl that are readable."""
         events = []
         with contextlib.suppress(OSError), open(self.path / contract.EVENTS_FILE, "rb", opener=_no_link) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
@@ -187,7 +187,7 @@ class RunDirectory:
         return events
 
     def count_attempt(self) -> None:
-        """After what status.json says of the one before."""
+        """Sets the number of this attempt and of the failures so far, from status.json of the attempt before."""
         status = files.read_json(self.path / contract.STATUS_FILE)
         before = (
             {name: value for name, value in status.items() if type(value) is int} if isinstance(status, dict) else {}
@@ -206,10 +206,10 @@ class RunDirectory:
     def describe(
         self, config: RunSettings, world: World, facts: dict[str, Any], threads: str
     ) -> None:  # fmt: skip
-        """Writes run.yaml. Raises `UserError` where the directory cannot be written.
+        """Writes run.yaml. Raises `UserError` if the directory cannot be written.
 
         Args:
-            facts: `global_batch_size` and `data` (name and checksum), of a run that knows them.
+            facts: `global_batch_size` and `data` (name and checksum), if the run knows them.
         """
         value = {
             "config": configuration.to_dict(config),
@@ -242,9 +242,9 @@ class RunDirectory:
             raise UserError(f"cannot write {path}: {refused[0]}")
 
     def event(self, kind: str, **values: Any) -> None:
-        """Appends a line to events.jsonl, and gives the same event to the listeners.
+        """Appends a line to events.jsonl, and passes the same event to the listeners.
 
-        A disk that refuses or hangs does not end the run: one warning tells it. A line that a kill has cut off is ended first.
+        A disk that refuses or hangs does not end the run: one warning reports it. If a kill has cut off the last line, a new line begins.
         """
         entry = {"event": kind, "time": round(time.time(), 3), "attempt": self.attempt, **values}
         self._append(contract.EVENTS_FILE, entry)
@@ -252,7 +252,7 @@ class RunDirectory:
             listener(entry)
 
     def time(self, line: dict[str, Any], waits: bool) -> None:
-        """Appends a line to time.jsonl (`goodput.py`). `waits`: until it is written."""
+        """Appends a line to time.jsonl (`goodput.py`). `waits`: whether to wait until it is written."""
         self._append(contract.TIME_FILE, line, DISK_SECONDS if waits else 0.0)
 
     def _append(self, name: str, entry: dict[str, Any], seconds: float = DISK_SECONDS) -> None:
@@ -263,7 +263,7 @@ class RunDirectory:
         restart = os.environ.get(contract.ENV_RESTARTS, "")
         further = {
             "job": os.environ.get(contract.ENV_JOB) or None,
-            # Which start of the job this is, by the launcher's count.
+            # The number of this start of the job, by the launcher's count.
             "restart": int(restart) if restart.isdigit() else None,
             "ranks": self.ranks,
             "goodput": self.goodput(),
@@ -298,7 +298,7 @@ class RunDirectory:
             say(f"warning: {self.path}: {message}; the run continues", sys.stderr)
 
     def close(self) -> None:
-        """Calls what is in `at_close`, and gives the lock back."""
+        """Calls the functions in `at_close`, and releases the lock."""
         while self.at_close:
             self.at_close.pop()()
         self.disk.stop()
@@ -306,7 +306,7 @@ class RunDirectory:
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """run.yaml of a run directory, with `config` as settings. Raises `UserError` where it is missing or malformed."""
+    """Returns run.yaml of a run directory, with `config` as settings. Raises `UserError` if it is missing or malformed."""
     file = path / contract.RUN_FILE
     value = settings.read_yaml(file)
     batch, data = value.get("global_batch_size"), value.get("data")
@@ -319,7 +319,7 @@ def read_run(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _usable(path: Path) -> Iterator[None]:
-    """Raises `UserError` in place of errors of the disk and of the lock."""
+    """Turns errors of the disk and of the lock in the block into `UserError`."""
     try:
         yield
     except filelock.Timeout:
@@ -329,7 +329,7 @@ def _usable(path: Path) -> Iterator[None]:
 
 
 def _refuse_another(path: Path, saved: RunSettings, config: RunSettings) -> None:
-    """Raises `UserError` where the config is of another run than the saved one."""
+    """Raises `UserError` if the config belongs to another run than the saved one."""
     if different := configuration.differences(saved, config):
         renamed = any(difference.startswith("script: ") for difference in different)
         hint = f". Of a script that was renamed, write the new name into {contract.RUN_FILE}" if renamed else ""
@@ -340,7 +340,7 @@ def _refuse_another(path: Path, saved: RunSettings, config: RunSettings) -> None
 
 
 def _locked(path: Path, seconds: float) -> filelock.FileLock:
-    """Takes the lock of the directory that has this name, not of one that was renamed while we waited for it.
+    """Locks the directory that has this name now, not a directory that was renamed during the wait.
 
     Raises `filelock.Timeout`, `OSError`.
     """
@@ -361,7 +361,7 @@ def _no_link(path: str, flags: int) -> int:
 
 
 LAST_BYTES = 1 << 17
-"""The end of events.jsonl that a replacement of rank 0 reads."""
+"""Bytes at the end of events.jsonl that a replacement of rank 0 reads."""
 
 
 def _refuse_links_of_others(path: Path) -> None:
@@ -384,7 +384,7 @@ def _begun_otherwise(path: Path, word: str) -> bool:
 
 
 def _move_aside(path: Path) -> None:
-    """Renames a run that is not in use. Raises `UserError` for a folder that holds something else."""
+    """Renames the folder of a run that is not in use. Raises `UserError` for a folder without a run."""
     if any(path.iterdir()) and not any((path / name).exists() for name in (contract.RUN_FILE, contract.CHECKPOINTS)):
         raise UserError(
             f"{path} does not hold a run of Lockstep, so --fresh does not move it: choose another --run-dir"
@@ -407,7 +407,7 @@ def versions() -> dict[str, str]:
 
 
 def git_revision() -> str:
-    """The revision of the source tree, or of the image; an empty text where neither is known."""
+    """Returns the revision of the source tree, or of the image; "": neither is known."""
     source = Path(__file__).resolve().parents[2]
     if (source / ".git").exists():  # not of the project that this is installed in: its settings are not ours
         command = ["git", "-C", str(source), "rev-parse", "HEAD"]

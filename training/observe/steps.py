@@ -4,13 +4,13 @@ The loop marks the points of a step; `synchronizing` stands around the sync stra
 
     begin ── data_wait ── data_ready ── forward + backward ── grad_ready ── sync_wait ── synced ── optimizer ── end
 
-Where a batch has several updates, the next step begins where the last one ended, and has no wait for data.
+If a batch has several updates, the next step begins at the end of the last one, and has no wait for data.
 
 The time of a script between two steps (`between`) is the rank's own time, too. It counts with `grad_ready` of the next step, in which
 the others wait for the rank.
 
-On a GPU the host only queues work, and its clock does not measure it. There the points are CUDA events, read when they
-have passed. Nothing waits for them.
+On a GPU the host only queues work, so its clock does not measure a step. The points are CUDA events there, read when they have
+passed. Nothing waits for them.
 
 Step time alone hides a slow rank: all ranks wait for it and read the same. A rank's *own* time of a step reaches from one sum over the
 ranks to its part of the next sum. It covers the rest of the step before, the wait for data, and forward and backward. Waiting for others
@@ -20,14 +20,14 @@ slowest rank *costs* in this step.
     slow = SlowRank(world, news)        # on every rank; `step_done` after each step. It calls `news()` where there is some.
     slow.verdict                        # on rank 0: None, or Verdict(rank=3, phase="data", share=0.11).
 
-Where ranks are alike, chance makes each of them the slowest now and then. So the cost of a slow rank is its cost above the mean of the
-others', over the newest looks. A rank is named only if this cost is more than chance explains. It takes no
-collective. Once a second each rank writes the times of its last steps into the store, and rank 0 reads those of all.
+Among equal ranks, chance makes each the slowest now and then. So the cost of a slow rank is its cost above the mean of the others', over
+the newest looks. A rank is named only if this cost is more than chance explains. The check needs no collective. Once a second
+each rank writes the times of its last steps into the store, and rank 0 reads the times of all ranks.
 
     reading.start(losses, names, norm, step=50)     # starts a sum over the ranks, and a copy to the host.
     for values in reading.poll(): …        # {"step": 50, "train_loss": …, "grad_norm": …}, once the copy has arrived.
 
-Losses and norms are read every `log.every` steps. Neither the GPU nor a rank waits. Every rank calls them at the same steps.
+The loop reads losses and norms every `log.every` steps. Neither the GPU nor a rank waits. Every rank calls `start` at the same steps.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Times: TypeAlias = dict[str, float]
 
 
 class RecordedPoints:
-    """`grad_ready` and `synced` inside a recorded step: events that are recorded anew at every replay."""
+    """The points `grad_ready` and `synced` inside a recorded step: CUDA events, which every replay records again."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = (
@@ -65,12 +65,12 @@ class RecordedPoints:
         )
 
     def mark(self, number: int) -> None:
-        """While the step is recorded: point 0 or 1 is here."""
+        """Places point 0 or 1, while the step is recorded."""
         if self._events:
             self._events[number].record()
 
     def seconds_since(self, data: torch.cuda.Event) -> tuple[float, float] | None:
-        """(from `data` to grad_ready, from there to synced); None where the GPU is not that far."""
+        """Returns seconds (from `data` to grad_ready, from grad_ready to synced); None: the GPU has not passed both."""
         if not self._events or not self._events[1].query():
             return None
         return _seconds(data, self._events[0]), _seconds(self._events[0], self._events[1])
@@ -78,19 +78,19 @@ class RecordedPoints:
 
 @dataclass(slots=True)
 class _Step:
-    """The points of a step, and what else was noted of it."""
+    """The points of a step, its waits, and the script's time before it."""
 
     points: list[Any]
-    """begin, data, grad_ready, synced, end."""
+    """Marks of begin, data, grad_ready, synced, end."""
     waits: list[tuple[Any, Any]] = field(default_factory=list)
-    """For other ranks, before grad_ready."""
+    """(start, end) of each wait for other ranks before grad_ready."""
     between: list[tuple[Any, Any]] = field(default_factory=list)
-    """The script's own time since the last step."""
+    """(start, end) of the script's own time since the last step."""
     recorded: tuple[float, float] | None = None
-    """Seconds to grad_ready and from there to synced, where the step is a recording's."""
+    """Seconds (to grad_ready, from grad_ready to synced) of a replayed step; None: the step was not replayed."""
 
     def mark(self, number: int, at: Mark) -> None:
-        """This point is there; none of those after it can be earlier."""
+        """Sets a point, and all later points, which cannot be earlier."""
         self.points[number:] = [at] * (_POINTS - number)
 
     def times(self) -> Times:
@@ -107,10 +107,10 @@ _POINTS = 5
 
 
 class StepClock:
-    """Seconds of each step by phase, as the device saw them.
+    """Seconds of each step by phase, as the device measured them.
 
-    On a GPU `data_wait` is the time that the GPU stood still for data. `sync_wait` is the time that its stream waited for the
-    collectives of the other ranks. Such a step becomes known a few steps later, when its last event has passed.
+    On a GPU `data_wait` is the time in which the GPU was idle for lack of data. `sync_wait` is the time in which its stream waited for
+    the collectives of other ranks. The times of such a step are known a few steps later, when its last event has passed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -134,8 +134,8 @@ class StepClock:
         self._mark(0)
 
     def between(self) -> None:
-        """Counts the script's own time when it comes back for the next batch. It reaches back to the last step, or to the last batch
-        if that brought no step."""
+        """Counts the script's own time, when the script asks for the next batch: since the last step, or since the last batch if that had
+        no step."""
         now, since = time.perf_counter(), self._step.points[0]
         self._between += now - self._since
         self._since = now
@@ -146,21 +146,21 @@ class StepClock:
         self._mark(1)
 
     def grad_ready(self) -> None:
-        """The rank's own gradients are complete: from here on it waits for others."""
+        """Marks that the rank's own gradients are complete, so that it waits for others from now on."""
         self._mark(2)
 
     def synced(self) -> None:
         self._mark(3)
 
     def replayed(self, points: RecordedPoints) -> None:
-        """The gradients of a recorded step are launched. What the host's clock cannot see of it counts as the rank's own time."""
+        """Marks that a replay of the gradients is launched. Time that the host's clock cannot see counts as the rank's own time."""
         self.grad_ready()
         self.synced()
         if self._device.type == "cuda":
             self._replayed = self._step, points
 
     def before_replay(self) -> None:
-        """Saves the times of the last replay, because the next replay records its events anew."""
+        """Reads the times of the last replay, because the next replay records its events again."""
         if self._replayed is not None:
             step, points = self._replayed
             step.recorded = points.seconds_since(step.points[1])
@@ -168,9 +168,9 @@ class StepClock:
 
     @contextlib.contextmanager
     def synchronizing(self, watch: GradientWatch | None) -> Iterator[None]:
-        """Around a strategy's `synchronize`, with its `watch`: marks `grad_ready` and `synced`.
+        """Marks `grad_ready` and `synced` around a strategy's `synchronize`, with its `watch`.
 
-        Where there is no watch, the rank's own gradients are complete when it is entered.
+        Without a watch, the rank's own gradients are complete at the start of the block.
         """
         if watch is None or watch.complete is None:
             self.grad_ready()
@@ -191,7 +191,7 @@ class StepClock:
         self._since, self._between = now, 0.0
 
     def settle(self) -> None:
-        """Waits for the device, and counts that as training: steps end on the host when they are queued."""
+        """Waits for the device, and counts the wait as training: on the host a step ends when it is queued."""
         if self._device.type == "cuda":
             began = time.perf_counter()
             torch.cuda.synchronize()
@@ -203,7 +203,7 @@ class StepClock:
         return len(self._closed)
 
     def measured(self) -> list[Times]:
-        """The closed steps whose seconds have become known since the last call, oldest first."""
+        """Returns the times of the closed steps that have become known since the last call, oldest first."""
         known = []
         while self._closed and (self._device.type != "cuda" or self._closed[0].points[4].query()):
             step = self._closed.popleft()
@@ -214,50 +214,50 @@ class StepClock:
 
 
 def _seconds(first: Any, second: Any) -> float:
-    """Between two marks of one kind."""
+    """Returns the seconds between two marks of one kind."""
     if first is second:
         return 0.0
     return float(second - first if isinstance(first, (int, float)) else first.elapsed_time(second) / 1e3)
 
 
 PHASES: tuple[Literal["data", "compute", "update"], ...] = ("data", "compute", "update")
-"""Of a rank's own time: waiting for its batch; forward and backward, with what a script does between two batches; the rest of the step."""
+"""Phases of a rank's own time: wait for its batch; forward, backward and the script between two batches; rest of the step."""
 BLOCKS = 10
-"""The newest ones, over which the cost of a rank is taken."""
+"""Number of newest blocks of steps that give the cost of a rank."""
 MIN_SHARE = 0.03
-"""Of every step, that a rank costs which is named. It is named until it costs half of that."""
+"""Least fraction of a step that a named rank costs. The rank stays named until it costs half of it."""
 ERRORS = 5.0
-"""Standard errors that the cost of a rank must be above chance."""
+"""Least cost of a named rank above chance, in standard errors."""
 _MAX_STEPS = 4096
-"""That a rank leaves in the store."""
+"""Most steps that a rank writes into the store."""
 _LONGEST = 1e7
-"""Seconds of a phase from here on are damaged."""
+"""Limit of a phase's seconds: a larger value is damaged."""
 _ATTEMPTS = itertools.count()
-"""Of this process, one for each of its script's Sessions."""
+"""Indices of this process's attempts, one for each `Session`."""
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A rank that costs the others."""
+    """A slow rank, which costs the others time."""
 
     rank: int
-    """The number that it was started with."""
+    """The initial number of the rank."""
     phase: str
-    """The one of `PHASES` in which the rank loses most against the second slowest."""
+    """The phase of `PHASES` in which the rank loses most against the second slowest rank."""
     share: float
-    """The part of a step by which this rank is later than the others, 0 to 1, over the steps of the last looks."""
+    """The fraction of a step by which this rank is later than the others, 0 to 1, over the steps of the last looks."""
 
     def plain(self) -> dict[str, Any]:
-        """For status.json and events.jsonl."""
+        """Returns the verdict for status.json and events.jsonl."""
         return {**asdict(self), "share": round(self.share, 4)}
 
 
 class SlowRank:
-    """Finds the rank that the others wait for, in one attempt. Every rank has an instance; rank 0 has the verdict.
+    """Finder of the rank that the others wait for, in one attempt. Every rank has an instance; rank 0 has the verdict.
 
     Args:
-        news: called where all ranks have been looked at, or the others are lost.
+        news: called on rank 0 after each look at all ranks, or when all other ranks are lost.
     """
 
     def __init__(self, world: World, news: Callable[[], None]) -> None:
@@ -268,13 +268,13 @@ class SlowRank:
         self._last = 0
         """The step of the newest row."""
         self._left: int = 0
-        """How many rows were new when they were left in the store."""
+        """Rows since the last write into the store."""
         self._rest = 0.0
         self._due = time.monotonic() + SLOW_LOOK_SECONDS
         self._took: deque[float] = deque([0.0], maxlen=5)
-        """Seconds of the last looks."""
+        """Seconds that the last looks took."""
         self._read = 0
-        """The last step that was read of all ranks."""
+        """The last step that rank 0 has read of all ranks."""
         self.history = History([])
 
     @property
@@ -282,7 +282,7 @@ class SlowRank:
         return self.history.verdict
 
     def step_done(self, last: int, measured: list[Times]) -> None:
-        """Takes the times that have become known with a step, the newest of which are those of step `last`. Waits for nothing."""
+        """Adds the times that have become known with a step, up to those of step `last`. Waits for nothing."""
         if self._world.size == 1:
             others, self.history = self.history.ranks, History([])
             if others:
@@ -309,7 +309,7 @@ class SlowRank:
             self._news()
 
     def _leave(self, store: Any) -> None:
-        """The steps since the last time but one: each rank does this at another step, and what they leave has to overlap."""
+        """Writes the rows since the last write but one into the store. Ranks write at different steps, and their rows must overlap."""
         rows = np.array([(self._world.initial_rank, self._last, 0.0, 0.0), *self._rows])
         store.set(f"{self._key}/{self._world.rank}", rows.tobytes())
         while len(self._rows) > self._left:
@@ -336,7 +336,7 @@ class SlowRank:
 
 
 def _parsed(data: bytes) -> Floats | None:
-    """Returns what a rank has left: a row with its number and its last step, and a row for each step. None for anything else."""
+    """Returns a rank's rows from the store: first its number and its last step, then a row per step. None: the bytes are no rows."""
     row = 8 * (len(PHASES) + 1)
     if len(data) % row or not row <= len(data) <= row * (_MAX_STEPS + 1):
         return None
@@ -351,24 +351,24 @@ def _parsed(data: bytes) -> Floats | None:
 
 
 class History:
-    """The newest looks at the steps of an attempt, and what they say of its ranks.
+    """The newest looks at the steps of an attempt, and their verdict on its ranks.
 
     Args:
-        ranks: their numbers, in the order of the times.
-        verdict: the verdict on these ranks before.
+        ranks: initial numbers of the ranks, in the order of the times.
+        verdict: the verdict on these ranks so far.
     """
 
     def __init__(self, ranks: list[int], verdict: Verdict | None = None) -> None:
         self.ranks, self.verdict = ranks, verdict
         self._blocks: deque[tuple[float, Floats]] = deque(maxlen=BLOCKS)
-        """Seconds of the steps of a look, and what each rank cost in them: seconds [ranks, phases]."""
+        """(seconds of the steps of a look, cost of each rank in them: seconds [ranks, phases])."""
 
     def add(self, own: Floats, seconds: float) -> None:
-        """A block of steps.
+        """Adds a block of steps.
 
         Args:
             own: seconds [steps, ranks, phases] of each rank's own time.
-            seconds: that these steps took.
+            seconds: duration of these steps.
         """
         self._blocks.append((max(seconds, 1e-9), costs(own)))
         if len(self._blocks) == BLOCKS:
@@ -389,14 +389,14 @@ class History:
 
 
 def costs(own: Floats) -> Floats:
-    """What each rank costs the others.
+    """Returns the cost of each rank to the others.
 
     Args:
         own: seconds [steps, ranks, phases].
 
     Returns:
-        Seconds [ranks, phases], over all steps: of the slowest rank of each step, by how much it was slower than the second slowest one.
-        A phase in which it was quicker counts below zero.
+        Seconds [ranks, phases], over all steps: the lead of the second slowest rank over the slowest rank of each step. A phase in which
+        the slowest rank was quicker counts below zero.
     """
     total = own.sum(axis=2)
     slowest, steps = total.argmax(axis=1), np.arange(len(own))
@@ -408,7 +408,7 @@ def costs(own: Floats) -> Floats:
 
 
 def over_the_others(values: Floats) -> Floats:
-    """[…, ranks]: each above the mean of the others. Between two ranks that is how much later one of them comes, on average."""
+    """Returns values […, ranks], each minus the mean of the others. For two ranks: how much later one comes than the other, on average."""
     ranks = values.shape[-1]
     above: Floats = (ranks * values - values.sum(axis=-1, keepdims=True)) / (ranks - 1)
     return above
@@ -416,16 +416,16 @@ def over_the_others(values: Floats) -> Floats:
 
 @dataclass(slots=True)
 class _Copy:
-    """Numbers that are being copied to the host."""
+    """Numbers on their way to the host."""
 
     sums: torch.Tensor
     """float64 [2 + names]: the sum of losses, the number of samples, and other sums of the epoch so far."""
     names: Sequence[str]
     norm: torch.Tensor | None
     summed: dist.Work | None
-    """The sum over the ranks; None where it is that already."""
+    """The sum over the ranks under way; None: `sums` needs no sum over the ranks."""
     arrived: torch.cuda.Event | None
-    """The end of the copy; None on a CPU, where nothing is copied."""
+    """The end of the copy; None: the device is a CPU, so nothing is copied."""
     first_of_epoch: bool
     values: dict[str, Any]
     """Values of `start`, returned with the numbers."""
@@ -436,7 +436,7 @@ class _Copy:
         return self.summed is None or self.summed.is_completed()
 
     def wait(self) -> None:
-        """Raises `RuntimeError` where the sum failed on the way."""
+        """Waits for the numbers. Raises `RuntimeError` if the sum over the ranks failed."""
         if self.arrived is not None:
             self.arrived.synchronize()
         elif self.summed is not None:
@@ -444,12 +444,12 @@ class _Copy:
 
 
 class LossReader:
-    """Turns the epoch's running sums into the means since the last reading, over the samples of all ranks.
+    """Reader of the epoch's running sums as means since the last reading, over the samples of all ranks. The constructor is collective.
 
     Args:
-        losses: float64 [2 + names], this rank's sums in the current epoch (`TrainState.losses`). Read once here, because a resumed
-            run begins in the middle of an epoch. Collective.
-        of_all: they are those of all ranks already.
+        losses: float64 [2 + names], this rank's sums in the current epoch (`TrainState.losses`). A resumed run begins in the middle of
+            an epoch, so the constructor reads them once.
+        of_all: whether the sums are those of all ranks already.
     """
 
     def __init__(self, losses: torch.Tensor, world: World, of_all: bool = False) -> None:
@@ -463,7 +463,7 @@ class LossReader:
         self._copies: deque[_Copy] = deque()
 
     def new_epoch(self) -> None:
-        """The sums start at zero again."""
+        """Notes that the sums start at zero again."""
         self._first = True
 
     @property
@@ -474,13 +474,13 @@ class LossReader:
     def start(
         self, losses: torch.Tensor, names: Sequence[str], norm: torch.Tensor | None, **values: Any
     ) -> None:  # fmt: skip
-        """Starts to read the sums and the norm, as they will be when the work queued so far is done. Collective.
+        """Starts to read the sums and the norm, with their values after the work that is queued so far. Collective.
 
         Args:
-            losses: as in the constructor, of the current epoch.
-            names: of its sums but the first two.
-            norm: of the gradient, a scalar; None where it was not computed.
-            values: come back from `poll` with what was read.
+            losses: sums of the current epoch, as in the constructor.
+            names: names of the sums after the first two.
+            norm: the gradient's norm, a scalar; None: not computed.
+            values: values that `poll` yields with the reading.
         """
         sums = losses.clone()
         norm = None if norm is None else norm.detach().clone()
@@ -498,10 +498,10 @@ class LossReader:
         self._first = False
 
     def poll(self, wait: bool = False) -> Iterator[dict[str, Any]]:
-        """The readings that have arrived, in order; with `wait`, all that `start` has started.
+        """Yields the readings that have arrived, in order; with `wait`, all that `start` has begun.
 
-        Yields the `values` of `start` with `train_loss`, `train_NAME` and `grad_norm`. The first two are the means over all ranks'
-        samples since the last reading, None if there were none.
+        A reading has the `values` of `start`, `train_loss`, `train_NAME` and `grad_norm`. The first two are means over all ranks'
+        samples since the last reading; None: there were no samples.
         """
         while self._copies and (wait or self._copies[0].is_here()):
             copy = self._copies.popleft()
@@ -518,7 +518,7 @@ class LossReader:
 
 
 def means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float | None]:
-    """By the names of events: `train_loss`, and `train_NAME` of each other sum."""
+    """Returns the means by their names in events: `train_loss`, and `train_NAME` for each other sum."""
     loss, samples, *others = sums
     return {
         f"train_{name}": mean_loss(total, samples)

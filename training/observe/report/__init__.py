@@ -33,7 +33,7 @@ from .record import RunRecord, number_of
 
 FOLDER = Path(__file__).parent
 MARK = '<meta name="generator" content="lockstep report">'
-"""Stands near the beginning of every report. A file without this mark is not a report, and is not replaced."""
+"""The mark near the beginning of every report. `write` replaces no file without this mark."""
 _ENVIRONMENT = ("versions", "world", "threads", "git_revision", "global_batch_size", "data", "environment")
 """Parts of run.yaml."""
 
@@ -42,7 +42,7 @@ def write(runs: Sequence[Path], out: Path) -> None:
     """Writes the report of some run directories.
 
     Raises:
-        UserError: one of them does not hold a run, or `out` is not a report or cannot be written.
+        UserError: a directory holds no run, or `out` is not a report or cannot be written.
     """
     if os.path.lexists(out) and not _is_report(out):
         raise UserError(f"{out} exists and is not a report: choose another --out")
@@ -62,7 +62,7 @@ def _is_report(out: Path) -> bool:
 
 
 def page(runs: Sequence[RunRecord]) -> str:
-    """The whole file."""
+    """Returns the whole file as HTML."""
     names = _distinct(runs)
     return _environment().get_template("template.html.j2").render(
         mark=MARK,
@@ -84,7 +84,7 @@ def page(runs: Sequence[RunRecord]) -> str:
 
 @cache
 def _environment() -> jinja2.Environment:
-    """Autoescape is on for every template: names, reasons and settings are text, whatever is in them."""
+    """Returns the templates' environment, with autoescape: names, reasons and settings are plain text."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
@@ -94,7 +94,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _distinct(runs: Sequence[RunRecord]) -> list[str]:
-    """The runs' names; with the folder before them where two have the same one, and a number where that does not help."""
+    """Returns distinct names of the runs: with the parent folder if two names are equal, and with a number if that does not help."""
     names = [run.path.name for run in runs]
     if len(set(names)) < len(names):
         names = [f"{run.path.parent.name}/{run.path.name}" for run in runs]
@@ -102,7 +102,7 @@ def _distinct(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _verdict(run: RunRecord) -> tuple[str, str]:
-    """How a run ended, and what it was."""
+    """Returns how a run ended, and its description."""
     code, reason = number_of(run.status.get("code")), run.status.get("reason", "")
     gone = code is None and _gone(run.path)
     if gone:
@@ -119,7 +119,7 @@ def _verdict(run: RunRecord) -> tuple[str, str]:
 
 
 def _gone(path: Path) -> bool:
-    """Whether a run that has not ended has no process: rank 0 holds a lock, and writes its status every few seconds."""
+    """Returns whether a run without an end has no process: rank 0 holds a lock, and writes its status every few seconds."""
     with contextlib.suppress(OSError):
         silent = time.time() - (path / contract.STATUS_FILE).stat().st_mtime
         return silent > SILENT_RUN_SECONDS and files.is_locked(path / contract.LOCK_FILE) is False
@@ -127,7 +127,7 @@ def _gone(path: Path) -> bool:
 
 
 def _final(summary: dict[str, Any]) -> dict[str, Any]:
-    """Final numbers for people, by their names; those of each class and of a script's loop, too."""
+    """Returns the final numbers for people, by their names, with those of each class and of a script's loop."""
     final = {}
     for group, value in summary.items():
         if group == "goodput":
@@ -140,9 +140,9 @@ def _final(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compared(columns: list[dict[str, Any]], names: list[str], mark: bool = True) -> Table:
-    """Values side by side. With `mark`, rows that differ come first, and say so in words, too.
+    """Returns the values side by side. With `mark`, rows that differ come first, and say so in words, too.
 
-    Variables of the environment are not marked: many are other ones at every start.
+    Variables of the environment are not marked: many differ at every start.
     """
     first: list[TableRow] = []
     rest: list[TableRow] = []

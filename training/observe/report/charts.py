@@ -17,9 +17,9 @@ from .record import RunRecord, number_of, thinned
 _POINTS = 400
 """Most points of a curve."""
 _BARS = 32
-"""Most ranks that are shown one by one. Of more, those that the others wait for; of attempts, the last."""
+"""Most bars of ranks or attempts. Of more ranks, the chart has those that the others wait for; of more attempts, the last."""
 MAX_LOGGED = 12
-"""Most charts of values that users' own loops have logged."""
+"""Most charts of values that users' loops have logged."""
 _MOMENTS = (
     "start", "resumed", "checkpoint_written", "checkpoint_sent", "checkpoint_failed", "preempted", "nonfinite", "corrupt_checkpoint",
     "hang", "rank_lost", "rank_joined", "slow_rank", "slow_rank_over", "done",
@@ -37,13 +37,13 @@ _SPENT = {
     "taken again, hung, regrouped": (TimeCategory.TAKEN_AGAIN, TimeCategory.HANG, TimeCategory.REGROUP),
     "down or unknown": (TimeCategory.DOWN, TimeCategory.UNKNOWN),
 }
-"""Categories of the wall clock, as they are drawn together."""
+"""Name in the chart → categories of the wall clock."""
 Points = list[list[Any]]
 """[x, y] each; of the timeline [seconds, step, what happened or "", why]; of bars [name, length]."""
 
 
 class TableRow(NamedTuple):
-    """A row of a table. One that `differs` is marked: the runs are not alike in it."""
+    """A row of a table. `differs`: the runs have different values, and the row is marked."""
 
     name: str
     cells: list[str]
@@ -57,7 +57,7 @@ class Table(NamedTuple):
 
 @dataclass(slots=True)
 class Line:
-    """`number` is the run's, from 0, or in bars the phase's: it chooses mark, dash and colour."""
+    """A line of a chart. `number`: index of the run from 0, or in bars of the phase; it selects mark, dash and colour."""
 
     label: str
     number: int
@@ -67,7 +67,7 @@ class Line:
 
 @dataclass(slots=True)
 class Chart:
-    """Lines that have points, over what `x` and `y` say, with their units."""
+    """A chart: lines with points, over axes whose labels `x` and `y` have units."""
 
     title: str
     x: str
@@ -76,28 +76,28 @@ class Chart:
     lines: list[Line]
     from_zero: bool = False
     stepped: bool = False
-    """A value holds until the next one."""
+    """Whether a value holds until the next point."""
 
     def __post_init__(self) -> None:
         self.lines = [line for line in self.lines if line.points]
 
     @property
     def drawn(self) -> dict[str, Any]:
-        """What `assets/report.js` reads. `log`: the largest value is so far above the others that they would lie on the axis."""
+        """Returns the chart for `assets/report.js`. `log`: the largest value is so far above the others that they would lie on the axis."""
         values = sorted(point[1] for line in self.lines for point in line.points if self.kind == "line")
         log = bool(values) and values[0] > 0 and values[-1] > 100 * values[len(values) // 2]
         return {**dataclasses.asdict(self), "log": log}
 
     @property
     def table(self) -> Table:
-        """A row for each point; of the timeline, for each that is marked."""
+        """Returns a row for each point; for the timeline, for each marked point."""
         points = [(line.label, point) for line in self.lines for point in line.points if point[2:3] != [""]]
         cells = [[f"{value:.6g}" if isinstance(value, float) else str(value) for value in point] for _, point in points]
         return Table(["", self.x, self.y], [TableRow(label, texts) for (label, _), texts in zip(points, cells)])
 
 
 def of(runs: Sequence[RunRecord], names: list[str]) -> list[Chart]:
-    """The charts of some runs, as they follow on the page; those that would be empty are left out."""
+    """Returns the charts of some runs, in the order of the page, without empty charts."""
     named = list(zip(runs, names))
     timeline = Chart(
         "Progress, checkpoints, restarts and preemptions", "seconds since the run's first start", "steps done", "timeline",
@@ -143,13 +143,13 @@ def _over_steps(events: list[dict[str, Any]], key: str) -> Points:
 
 
 def _curve(label: str, number: int, points: Points, dashed: bool = False) -> Line:
-    """A line through the points that are numbers, with no more points than can be seen."""
+    """Returns a line through the points that are numbers, with at most `_POINTS` points."""
     points = sorted(point for point in points if all(number_of(value) is not None for value in point))
     return Line(label, number, thinned(points, _POINTS, lambda point: float(point[1])), dashed)
 
 
 def _speeds(epochs: list[dict[str, Any]]) -> Points:
-    """[step, samples/s within the epoch that ended there]"""
+    """Returns [step, samples/s within the epoch that ended there]."""
     wanted = ("step", "examples_seen", "trained_seconds")
     known: Points = [[0.0, 0.0, 0.0], *([number_of(event.get(name)) for name in wanted] for event in epochs)]
     return [
@@ -199,7 +199,7 @@ def _by_attempt(named: list[tuple[RunRecord, str]]) -> list[Chart]:
 
 
 def _sizes(run: RunRecord) -> Points:
-    """How many ranks there were, from each start and each loss on; none where that never changed."""
+    """Returns the number of ranks from each start and each loss on; [] if it never changed."""
     known = [(event["time"] - run.began, number_of(event.get("world_size"))) for event in run.of("start", "regrouped")]
     sizes = [[moment, size] for moment, size in known if size is not None]
     if len({size for _, size in sizes}) < 2:
@@ -208,7 +208,7 @@ def _sizes(run: RunRecord) -> Points:
 
 
 def _moments(run: RunRecord) -> Points:
-    """What the timeline shows of a run. Of each kind the bound is its own: what is rare is not crowded out."""
+    """Returns the marks of a run's timeline. Each kind of event has its own bound, so that frequent kinds do not displace rare ones."""
     moments: dict[str, Points] = defaultdict(list)
     step = 0.0
     for event in run.events:

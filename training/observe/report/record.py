@@ -1,7 +1,7 @@
 """Reads a run directory for the report: run.yaml, status.json, summary.json, events.jsonl and the ranks' textfiles.
 
-Every file may be missing, cut off or damaged, and may hold anything: what can be read is used, the rest is left out. A run
-of a million steps has a hundred thousand readings. As mappings they would take a kilobyte each, in columns 24 bytes.
+Every file may be missing, cut off or damaged, and may hold anything: the reader uses the readable part. A run of a million steps has
+a hundred thousand readings. As mappings they would take a kilobyte each, in columns 24 bytes.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from .. import account
 from ..account import Account
 
 _EVENT_BYTES = 128 << 20
-"""Read of events.jsonl, at most: about 600,000 lines. Later lines are left out."""
+"""Most bytes to read of events.jsonl: about 600,000 lines. Later lines are ignored."""
 _EVENT_LINES = 1_500_000
-"""Of them, at most: lines without an event are short, and there could be a hundred million."""
+"""Most lines to read: lines without an event are short, and there could be a hundred million."""
 _LINE_BYTES = 1 << 16
 _READINGS = 4000
-"""Most readings of the loss, and of each value that a loop of one's own has logged, that are kept: those that show."""
+"""Most readings to keep of the loss, and of each value that a user's loop has logged: those that a chart can show."""
 _NAMES = 100
-"""Most names of such values, and kinds of events."""
+"""Most names of logged values, and most kinds of events."""
 _OTHERS = 20_000
-"""Most events of each other kind: every second one is dropped when there are so many, again and again."""
+"""Most events of each other kind: at this number every second event is dropped, again and again."""
 _LARGEST = 1e15
-"""A count or a number of seconds from here on is damaged."""
+"""Limit of a count or a number of seconds: a larger one is damaged."""
 _LATEST = 253_402_300_800.0
 """Unix time at the end of the year 9999, beyond which there are no dates."""
 _SECONDS = re.compile(r"(?m)^training_(\w+_seconds_(?:sum|count))(?:\{.*\})? (\S+)$")
-"""In Prometheus' text: of a hundred lines those that count."""
+"""Lines of the phases' seconds in Prometheus' text."""
 PHASES = ("data_wait", "grad_ready", "sync_wait")
 T = TypeVar("T")
 
@@ -50,31 +50,31 @@ class RunRecord:
 
     path: Path
     about: dict[str, Any]
-    """run.yaml as it stands."""
+    """The content of run.yaml, unchecked."""
     status: dict[str, Any]
     summary: dict[str, Any]
     events: list[dict[str, Any]]
     account: Account
     """The account of the time."""
     ranks: list[dict[str, float]]
-    """By rank: mean seconds a step of each phase and of the `rest`, in the last attempt."""
+    """For each rank: phase, or `rest` → mean seconds per step, in the last attempt."""
 
     def part(self, name: str) -> dict[str, Any]:
-        """A mapping within run.yaml; empty where there is none."""
+        """Returns a mapping within run.yaml; {} if there is none."""
         return _mapping(self.about.get(name))
 
     @property
     def began(self) -> float:
-        """Time of the first event; 0 where there is none."""
+        """Time of the first event; 0: there is none."""
         return float(self.events[0]["time"]) if self.events else 0.0
 
     def of(self, *kinds: str) -> list[dict[str, Any]]:
-        """The events of these kinds."""
+        """Returns the events of these kinds."""
         return [event for event in self.events if event["event"] in kinds]
 
 
 def read(path: Path) -> RunRecord:
-    """Raises `UserError` where `path` is not a run directory."""
+    """Returns the record of a run directory. Raises `UserError` if `path` is no run directory."""
     run_file = path / contract.RUN_FILE
     if not run_file.is_file():
         raise UserError(f"{path} does not hold a run (no {contract.RUN_FILE}): give the run directory, e.g. runs/smoke")
@@ -89,7 +89,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def number_of(value: Any) -> float | None:
-    """A finite number, or None."""
+    """Returns the value as a finite number; None: it is none."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -99,12 +99,12 @@ def number_of(value: Any) -> float | None:
 
 
 def thinned(points: Sequence[T], most: int, height: Callable[[T], float] = lambda _: 0.0) -> list[T]:
-    """At most `most` (4 or more) of the points, in their order: the first, the last, the lowest and the highest of each stretch.
+    """Returns at most `most` (4 or more) of the points, in their order: the first, the last, the lowest and the highest of each stretch.
 
-    A chart that is 500 pixels wide shows no more than the least and the greatest of each pixel's.
+    A chart that is 500 pixels wide shows only the least and the greatest value of each pixel.
 
     Args:
-        height: of a point; infinite where it has none.
+        height: returns the height of a point; infinite: it has none.
     """
     if len(points) <= most:
         return list(points)
@@ -118,7 +118,7 @@ def thinned(points: Sequence[T], most: int, height: Callable[[T], float] = lambd
 
 
 class _Series:
-    """Readings of one number, in the order in which they were made."""
+    """Readings of one number, in the order of their times."""
 
     def __init__(self) -> None:
         self._step, self._time, self._value = array("d"), array("d"), array("d")
@@ -129,7 +129,7 @@ class _Series:
             column.append(-math.inf if known is None else known)  # NaN would have no place in an order
 
     def events(self, kind: str, name: str | None = None) -> Iterator[dict[str, Any]]:
-        """Some of them by step, the least and the greatest among them; of what was read again at the same step, the last."""
+        """Yields some readings by step, with the least and the greatest. If a step was read twice, the last reading counts."""
         steps = self._step
         order = sorted(range(len(steps)), key=steps.__getitem__)
         pairs = itertools.zip_longest(order, order[1:])
@@ -141,7 +141,7 @@ class _Series:
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
-    """The events by time. Of what an attempt lost and a later one took again, the later one's."""
+    """Returns the events by time. For steps that an attempt lost and a later one took again, those of the later attempt."""
     losses = _Series()
     logged: dict[str, _Series] = defaultdict(_Series)
     others: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -166,7 +166,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of the file that have a kind and a time."""
+    """Yields the events of the file that have a kind and a time."""
     try:
         with files.regular(path) as file:
             for _ in range(_EVENT_LINES):
