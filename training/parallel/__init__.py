@@ -1,4 +1,4 @@
-"""The ranks: who they are, how they meet, and small collectives over plain values."""
+"""The ranks: their place in the world, their rendezvous, and small collectives over plain values."""
 
 from .world import World, detect, joined, script
 

@@ -1,8 +1,8 @@
-"""Small collectives over trees of plain values (`packing`), and what all ranks agree on: errors, whether they hold the same, sums.
+"""Small collectives over trees of plain values (`packing`), and agreement of all ranks: on errors, on equal values, on sums.
 
-They take few messages, whatever the number of ranks. A binary tree takes a sum to rank 0 and back: n − 1 messages up and n − 1 down
-for n ranks. It reaches the last rank in 2·log₂ n of them. gloo's own sum goes around a ring, which takes 2·(n − 1) one after the
-other. If a tensor has many elements, it takes n messages from every rank. Rank 0 gathers what all ranks have, and sends it to them.
+They take few messages. A binary tree takes a sum to rank 0 and back: n − 1 messages up and n − 1 down for n ranks. The sum reaches
+the last rank after 2·log₂ n of them. gloo's own sum goes around a ring, which takes 2·(n − 1) one after the other. If a tensor has
+many elements, that sum takes n messages from every rank. Rank 0 gathers the trees of all ranks, and sends them to all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def group_size() -> int:
-    """Ranks of the process group; 1 in a single process that has no group.
+    """Returns the number of ranks in the process group; 1 in a single process without a group.
 
     Raises:
         UserError: the launcher started several ranks, but there is no process group: each would train alone.
@@ -67,14 +67,14 @@ def all_gather_trees(tree: Any, world: World) -> list[Any]:
 
 
 def _gathered_everywhere(packed: torch.Tensor, world: World) -> list[torch.Tensor]:
-    """Returns the packed trees of all ranks. No rank has it before all have come here. Collective."""
+    """Returns the packed trees of all ranks, after all ranks have reached this call. Collective."""
     sizes = [int(size) for size in _tensors_of_all(torch.tensor(packed.numel()), world)]
     padded = F.pad(packed, (0, max(sizes) - packed.numel()))
     return [blob[:size].clone() for blob, size in zip(_tensors_of_all(padded, world), sizes)]
 
 
 def gather_trees(tree: Any, world: World) -> list[Any] | None:
-    """Returns the trees of all ranks on rank 0, None elsewhere. Rank 0's own is not copied. Collective. Raises `TypeError` as `pack`."""
+    """Returns the trees of all ranks on rank 0, None elsewhere. Rank 0's tree is not copied. Collective. Raises `TypeError` as `pack`."""
     if world.size == 1:
         return [tree]
     if world.live is not None:
@@ -90,9 +90,9 @@ def gather_trees(tree: Any, world: World) -> list[Any] | None:
 
 
 def scatter_trees(trees: list[Any] | None, world: World, source: int = 0) -> Any:
-    """Returns this rank's tree out of `trees`, which rank `source` has, by rank. Tensors arrive on the CPU. Collective.
+    """Returns this rank's tree of `trees`, a list by rank on rank `source`. Tensors arrive on the CPU. Collective.
 
-    Each rank gets only its own tree: the bytes sent grow with the number of ranks. With `broadcast_tree` of the list they
+    Each rank gets only its own tree, so the bytes sent grow with the number of ranks. With `broadcast_tree` of the list they
     would grow with its square.
     """
     if world.size == 1:
@@ -117,8 +117,8 @@ def all_reduce(tensor: torch.Tensor, world: World, combine: Combine = torch.add,
 
     Args:
         tensor: on the CPU, of the same shape and type on every rank; it is not changed.
-        combine: of two such tensors, the result; must be associative up to rounding.
-        tag: of the messages: those of another tag, and of torch's collectives, are not taken for them.
+        combine: returns the combination of two such tensors; must be associative up to rounding.
+        tag: tag of the messages, which keeps them apart from those of another tag and of torch's collectives.
     """
     if world.live is None or world.size == 1:
         return _reduced(tensor, world, combine, tag)
@@ -126,7 +126,8 @@ def all_reduce(tensor: torch.Tensor, world: World, combine: Combine = torch.add,
 
 
 def _tensors_of_all(tensor: torch.Tensor, world: World) -> list[torch.Tensor]:
-    """Collectives alone take another time limit than that with which gloo's group was made (torch 2.15): no message does."""
+    """Gathers a tensor of every rank by one collective. In torch 2.15 only a collective takes another time limit than that of gloo's group;
+    a message between two ranks does not."""
     gathered = tensor.new_empty((world.size, *tensor.shape))
     dist.all_gather_into_tensor(gathered.view(-1), tensor.reshape(-1))
     return list(gathered)
@@ -165,7 +166,7 @@ def is_same_on_all_ranks(tree: Any, world: World) -> bool:
 
 @contextlib.contextmanager
 def failing_together(world: World) -> Iterator[None]:
-    """Runs a part that may fail on some ranks; then all raise (`raise_together`), or none does. Collective."""
+    """Runs a block that may fail on some ranks. Then all ranks raise (`raise_together`), or none. Collective."""
     error: Exception | None = None
     try:
         yield
@@ -175,13 +176,13 @@ def failing_together(world: World) -> Iterator[None]:
 
 
 def raise_together(error: Exception | None, world: World) -> None:
-    """Raises on all ranks, or on none, after a step that may fail on some of them. Collective.
+    """Raises on all ranks if any rank has an error. Collective.
 
-    Without it the ranks that succeeded would wait in the next collective for one that is gone.
+    Otherwise ranks without an error would wait in the next collective for a rank that is gone.
 
     Raises:
-        UserError: some rank had one; the message names the ranks unless all of them had the same.
-        RuntimeError: some rank had another error.
+        UserError: a rank has a `UserError`; the message names the ranks unless all have the same error.
+        RuntimeError: a rank has another error.
     """
     if world.size == 1 and error is not None:
         raise error
@@ -210,27 +211,27 @@ def _summary(errors: list[Any]) -> tuple[int, str]:
 
 
 class NotHeardError(UserError):
-    """Ranks that are at work have sent no sign of life for too long: they are gone or hang."""
+    """An error for ranks that still work and have sent no sign of life for too long: they are gone or hang."""
 
     code = EXIT_FAILED
 
 
 @contextlib.contextmanager
 def waiting_for_all(world: World, what: str, seconds: float, silent: float) -> Iterator[None]:
-    """`failing_together`s a part that may take longer on some ranks than a collective may: data that one node prepares and
-    another has already. Every rank takes it once, each in its own time. Collective.
+    """Runs a block as `failing_together` does, if it may take longer on some ranks than a collective may. An example is data that one
+    node prepares and another has already. Collective.
 
-    The others do not wait in a collective, whose time limit is for what hangs. They ask the store, where each rank that is at
-    work says so, and meet in a collective when all are done.
+    The ranks that are done do not wait in a collective, whose time limit serves to find hangs. They read the store, where each working
+    rank reports a sign of life, and meet in a collective when all are done.
 
     Args:
-        what: they do, for the message.
-        seconds: that the others wait, and the setting that says so.
-        silent: seconds without a sign of life from the ranks that are still at work.
+        what: name of the work, for the message.
+        seconds: longest wait for the others.
+        silent: longest time without a sign of life from the ranks that still work, in seconds.
 
     Raises:
-        UserError: as `raise_together`; or the others took longer.
-        NotHeardError: they have sent no sign of life.
+        UserError: as `raise_together`; or the others took longer than `seconds`.
+        NotHeardError: the others have sent no sign of life.
     """
     if world.size == 1:
         yield

@@ -1,10 +1,10 @@
-"""Lets the ranks continue without a lost one: they form a new process group, and finish the call under way or repeat it.
+"""Lets the ranks continue without a lost rank: they form a new process group, and finish the call under way or repeat it.
 
 A *call* is one collective, or several with the computation between them (`Live.retryable`). No rank returns from a call before all ranks
 have reached its last collective, so two ranks are at most one call apart. If a rank is lost, the launcher kills its processes and
-announces the ranks that remain, a *generation*. Each of these shuts its connections to the others, so that the collective under way
-fails at once, and joins a new process group. Some ranks may have finished the call that the others are in. Each rank keeps the result of
-its last call, and sends it to those. Otherwise all ranks repeat the call, and share the lost rank's part of it.
+announces the ranks that remain, a *generation*. Each remaining rank shuts its connections to the others, so that the collective under
+way fails at once, and joins a new process group. Some ranks may have finished the call that the others are in. Each rank keeps the
+result of its last call, and sends the result to the others. If no rank has it, all ranks repeat the call, and share the lost rank's part.
 
 NCCL raises no error in a rank that waits for its GPU. Its communicator is aborted, and the sum under way has arbitrary values. So on
 GPUs the end of a call waits for the GPU and checks for an abort. After torchft's `ProcessGroupNCCL` (its `errored`).
@@ -44,16 +44,16 @@ _ATTEMPTS = itertools.count()
 
 
 class RestartRequired(dist.DistError):
-    """A rank is lost, and the others cannot continue without it: all ranks have to start again."""
+    """The loss of a rank without which the others cannot continue: all ranks have to start again."""
 
 
 class _Superseded(Exception):
-    """A newer generation was announced while the ranks were forming a group."""
+    """The announcement of a newer generation while the ranks form a group."""
 
 
 @dataclass(kw_only=True, eq=False)
 class World:
-    """The place of this process among the ranks. There is one, which is read where it is needed and not copied: `Live` changes it.
+    """The place of this process among the ranks. A process has one object, which callers must not copy, because `Live` changes it.
 
     `rank` counts over all nodes, `local_rank` within `node`.
     """
@@ -65,24 +65,24 @@ class World:
     node: int = 0
     nodes: int = 1
     master: tuple[str, int] | None = None
-    """Where rank 0 serves the store."""
+    """(host, port) at which rank 0 serves the store; None: no launcher names it."""
     launcher: str = "none"
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
     nccl: bool = False
-    """Collectives over tensors on GPUs are NCCL's; False: all are gloo's."""
+    """Whether NCCL runs the collectives over tensors on GPUs; False: gloo runs all collectives."""
     generation: int = 0
-    """How often ranks were lost or admitted, and the others have gone on."""
+    """Number of new process groups so far, after losses and admissions of ranks."""
     initial_rank: int = -1
-    """The rank that this process was started as, which the launcher and the metrics know it by."""
+    """The rank with which this process was started, and by which the launcher and the metrics name it."""
     replacement: int = 0
-    """The number of a replacement among the replacements, from 1, until it takes part. 0: this rank takes part."""
+    """Index of a replacement, from 1, until it takes part. 0: this rank takes part."""
     peers: process.Connections = dataclasses.field(default_factory=dict)
-    """gloo's connections to the other ranks, as the group was opened. If a collective has failed on this rank, this rank shuts them. So the
-    collective fails on all ranks at once, whatever they wait for. Empty with NCCL, whose connections look the same;
-    under `launch --live` NCCL's are among them, as NCCL is aborted before."""
+    """gloo's connections to the other ranks from the opening of the group. If a collective fails on this rank, the rank shuts them, so that
+    the collective fails on all ranks at once. Empty with NCCL, whose connections look the same. Under `launch --live` NCCL's are
+    among them, because NCCL is aborted first."""
 
     live: Live | None = None
-    """Keeps the ranks together where some of them are lost; None: the loss of one ends all."""
+    """Continues the run after the loss of ranks; None: the loss of one rank ends all."""
 
     def __post_init__(self) -> None:
         if self.initial_rank < 0:
@@ -94,7 +94,7 @@ class World:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group of all ranks. Asked of torch each time: held here, it would outlive its end."""
+        """The process group of all ranks. Each access asks torch: a reference here would keep a destroyed group alive."""
         return dist.distributed_c10d._get_default_group()
 
 
@@ -102,31 +102,31 @@ class Live:
     """The ranks of one attempt at a run. Every rank makes the same calls in the same order.
 
     Args:
-        world: its place changes with each generation.
-        timeout: seconds that the ranks wait for one another, as in any collective.
+        world: the place of this process, which changes with each generation.
+        timeout: longest wait of the ranks for one another in seconds, as in any collective.
     """
 
     def __init__(self, world: World, timeout: float) -> None:
         assert world.master is not None
         self.world, self._timeout = world, timeout
         self.regrouped: Callable[[dict[int, str], list[int], dict[str, float]], None] = lambda *_: None
-        """Called after the ranks have met again, with the lost ranks (rank → how it ended), the admitted ranks and the seconds of each
-        phase. Ranks are the numbers that they were started with. Makes no calls."""
+        """Called after the ranks have met again, with the lost ranks (rank → how it ended), the admitted ranks and phase → seconds. Ranks
+        are initial ranks. The function must make no calls."""
         self.rank = world.initial_rank
-        """The number that this rank was started with, and that the launcher knows."""
+        """The initial rank of this process, by which the launcher names it."""
         self.done = 0
-        """Calls that this rank is through with."""
+        """Calls that this rank has completed."""
         self.lost: dict[int, str] = {}
-        """The ranks that were lost and not replaced, and how."""
+        """Lost ranks without a replacement → how each ended."""
         self._gone: dict[int, str] = {}
-        """All that were lost so far."""
+        """All ranks lost so far → how each ended."""
         self._members = [] if world.replacement else list(range(world.size))
         self.admissions = 0
-        """Calls by which replacements were admitted, that this rank is through with."""
+        """Calls with admissions of replacements that this rank has completed."""
         self._admitting = False
-        """The call under way admits replacements."""
+        """Whether the call under way admits replacements."""
         self._newcomers: list[int] = []
-        """Ranks that were admitted, and are not through with a call yet."""
+        """Ranks that were admitted, and have completed no call yet."""
         self._seat = (world.rank, world.size)
         self._result: Results = []
         """The results of the last call that this rank has completed."""
@@ -136,11 +136,11 @@ class Live:
         self._news = threading.Condition()
         self._announced = (0, self._members)
         self._ended = 0
-        """The generation for which the collectives under way have been ended."""
+        """The generation for which this rank has ended its collectives under way."""
         self._store: dist.Store
         self._peers: process.Connections = {}
         self._nccl: Any = None
-        """NCCL's part of the group, until it is aborted: that once, and by one thread."""
+        """NCCL's part of the group; None once it is aborted. One thread aborts it, once."""
         if world.replacement:
             self._store = stores.tcp_store(*world.master, serves=False, seconds=timeout)
         else:
@@ -163,7 +163,7 @@ class Live:
         self._thread.start()
 
     def ready(self) -> None:
-        """Reports that the loss of this rank needs no restart of all ranks any more."""
+        """Reports that the others can continue without this rank from now on."""
         self._store.set(stores.ready(self.rank), "1")
 
     def ends(self, signalled: str) -> bool:
@@ -187,14 +187,14 @@ class Live:
         self._thread.join(CLOSE_SECONDS)
 
     def retryable(self, compute: Callable[[], Results], changes: bool = False) -> Results:
-        """Returns the result of `compute`, the same on every rank. Collective. `compute` is called again if a rank is lost meanwhile,
-        so it has no other effect.
+        """Returns the result of `compute`, the same on every rank. If a rank is lost meanwhile, `compute` is called again, so it must have
+        no other effect. Collective.
 
         Args:
-            changes: the caller modifies the returned tensors.
+            changes: whether the caller modifies the returned tensors.
 
         Raises:
-            RestartRequired: the ranks cannot continue without the lost one.
+            RestartRequired: the ranks cannot continue without the lost rank.
         """
         if self._inside:  # a part of a call
             return compute()
@@ -232,9 +232,9 @@ class Live:
 
     @property
     def wanted(self) -> bool:
-        """Whether replacements of lost ranks wait to be admitted. Asks the store after a loss only.
+        """Returns whether replacements of lost ranks wait to be admitted. Asks the store only after a loss.
 
-        They run the script from its beginning, so that they wait in its first Session: in a later one lost ranks are not replaced.
+        A replacement runs the script from its beginning, so it waits in the first Session. In a later Session lost ranks are not replaced.
         """
         return self._first and bool(self.lost) and int(self._store.add(stores.WAITING, 0)) > self.admissions
 
@@ -242,7 +242,7 @@ class Live:
         """Admits replacements between two steps: the launcher chooses them, and each gets the state. Collective.
 
         Args:
-            state: gives it, as bytes, on the rank in the first place; anything elsewhere. Its collectives are those of `rejoin`.
+            state: returns the state as uint8 [bytes] on the first rank, any tensor elsewhere. Its collectives are those of `rejoin`.
         """
         key = stores.admission(self.admissions + 1)
 
@@ -265,10 +265,11 @@ class Live:
         self.retryable(compute)
 
     def rejoin(self, take_part: Callable[[], object]) -> torch.Tensor:
-        """Returns the state, on a replacement, while the others call `admit`. The rank is alone after that until `activate`.
+        """Returns the state on a replacement, while the others call `admit`. After that the rank makes no call with the others until
+        `activate`.
 
         Args:
-            take_part: the collectives of `state` there.
+            take_part: joins the collectives of `admit`'s `state`.
         """
         world, number = self.world, self.world.replacement
         self._gone = {rank: how for rank in range(len(self._nodes)) if (how := self._ended_how(rank))}
@@ -300,7 +301,7 @@ class Live:
         return state
 
     def activate(self) -> None:
-        """Makes this rank a member: it has reached the step of the others, and makes their calls from here on."""
+        """Makes this rank a member, once it has reached the step of the others. It makes their calls from now on."""
         self.world.replacement = 0
         self.world.rank, self.world.size = self._seat
 
@@ -312,7 +313,10 @@ class Live:
 
     @contextlib.contextmanager
     def not_retryable(self, what: str) -> Iterator[None]:
-        """Inside, collectives combine values of the script, and the values of a lost rank cannot be computed again.
+        """Runs a block whose collectives combine values of the script. The values of a lost rank cannot be computed again.
+
+        Args:
+            what: the name of the block, for the error.
 
         Raises:
             RestartRequired: a rank was lost before.
@@ -329,12 +333,12 @@ class Live:
             self._inside = inside
 
     def check(self) -> None:
-        """Raises `_Superseded` if a newer generation is announced: that ends a call early."""
+        """Raises `_Superseded` if a newer generation is announced, so that the call ends early."""
         if self._announced[0] > self.world.generation:
             raise _Superseded
 
     def why(self, error: BaseException) -> str:
-        """Returns a sentence if this error means that the ranks cannot continue without a lost one, and tells the launcher; else ""."""
+        """Returns a sentence, and tells the launcher, if this error means that the ranks cannot continue without a lost rank; else ""."""
         if isinstance(error, RestartRequired):
             return self._all_again(str(error))
         if not is_collective(error):
@@ -364,7 +368,7 @@ class Live:
         return "; ".join(f"rank {rank} was lost" + (f" ({how})" if how else "") for rank, how in self._gone.items())
 
     def _keep(self, result: Results, changes: bool) -> None:
-        """Keeps the result of this call. All ranks have reached the call, so no rank needs the result of the one before."""
+        """Keeps the result of this call. All ranks have reached the call, so no rank needs the result of the previous call."""
         self.done += 1
         self._through()
         if not changes:
@@ -377,12 +381,12 @@ class Live:
         self._result = self._room
 
     def _through(self) -> None:
-        """Notes the end of a call. Ranks that it has admitted have reached it, too."""
+        """Counts a completed call. Ranks that it has admitted have reached its end, too."""
         self.admissions += self._admitting
         self._admitting, self._newcomers = False, []
 
     def _listen(self) -> None:
-        """Waits for announcements of the launcher, in a thread with a separate connection."""
+        """Waits for the launcher's announcements, in a thread with a separate connection."""
         generation = 0
         with contextlib.suppress(RuntimeError, ValueError):  # the launcher is gone, or this attempt is over
             while True:
@@ -406,8 +410,8 @@ class Live:
                     self._news.notify_all()
 
     def _meet_again(self, failure: BaseException) -> Results | None:
-        """Forms a new process group, and repeats that until it succeeds. Returns the result of the call under way if another rank has it;
-        None: the call has to be repeated."""
+        """Forms a new process group, in several attempts if need be. Returns the result of the call under way from a rank that has it;
+        None: the ranks repeat the call."""
         result: Results | None = None
         lost: dict[int, str] = {}
         joined: list[int] = []
@@ -461,9 +465,10 @@ class Live:
         return stores.said(self._store, key, r"[ -~]+")
 
     def _join_in_time(self, members: list[int]) -> float:
-        """Forms the group in several attempts. Returns when all were there (`time.monotonic`). Raises `_Superseded`, `RestartRequired`.
+        """Forms the group in several attempts. Returns the time (`time.monotonic`) when all ranks had come. Raises `_Superseded`,
+        `RestartRequired`.
 
-        A rank that is lost while gloo connects the others holds them up until that has timed out, so it gets little time at first.
+        If a rank is lost while gloo connects the others, they wait until gloo times out. So the first attempts have little time.
         """
         for attempt in range(ATTEMPTS):
             try:
@@ -483,8 +488,8 @@ class Live:
         """Makes one attempt. Raises `RuntimeError`, too.
 
         Args:
-            prefix: in the store.
-            seconds: for the new process group.
+            prefix: prefix of the group's keys in the store.
+            seconds: time limit of the new process group.
         """
         gpu = self.world.device if self.world.nccl else None
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):
@@ -525,7 +530,7 @@ class Live:
         return began
 
     def _until_said(self, keys: list[str], seconds: float) -> bool:
-        """Returns whether all keys are there in time. Raises `_Superseded`."""
+        """Returns whether the store has all keys in time. Raises `_Superseded`."""
         deadline = time.monotonic() + seconds
         while not self._store.check(keys):
             self.check()

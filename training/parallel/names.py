@@ -1,4 +1,4 @@
-"""Names of a network's tensors as the network has them, compiled and wrapped or not.
+"""Names of a network's tensors, the same whether the network is compiled or wrapped.
 
 Checkpoints, hashes, exported weights and files of weights all use these names.
 """
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 COMPILED = "_orig_mod"
 _HIDDEN = (COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Where torch.compile, FSDP and activation checkpointing keep the module that they wrap."""
+"""Attributes in which torch.compile, FSDP and activation checkpointing keep the wrapped module."""
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-"""They keep it in `module`, a name that a network may also have."""
+"""Wrappers that keep the network in `module`, a name that a network may also use."""
 
 
 def plain_name(model: nn.Module, name: str) -> str:

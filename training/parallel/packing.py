@@ -31,7 +31,7 @@ def split(tree: Any, name: Callable[[tuple[str, ...]], str] | None = None) -> tu
     """Returns (a JSON value with keys in the places of the tensors, the tensors by these keys). Raises `TypeError` for other types.
 
     Args:
-        name: makes a tensor's key of its place, the keys of the mappings and the positions that lead to it; None: they are numbered.
+        name: returns a tensor's key from its path, the keys and positions that lead to it; None: keys are numbers.
     """
     tensors: dict[Any, torch.Tensor] = {}
 
@@ -160,7 +160,7 @@ def broadcast_bytes(packed: torch.Tensor | None, rank: int, source: int = 0) -> 
 
 
 def storage(tensor: torch.Tensor) -> int | None:
-    """The address of its memory. None: it has none, as a tensor that is lazy, sparse, sharded or of a class that wraps others."""
+    """Returns the address of a tensor's memory. None: it has none, because it is lazy, sparse, sharded or wraps other tensors."""
     try:
         return tensor.untyped_storage().data_ptr() or None
     except Exception:  # noqa: BLE001 - they raise nearly anything
@@ -168,5 +168,5 @@ def storage(tensor: torch.Tensor) -> int | None:
 
 
 def storages(tree: Any) -> set[int | None]:
-    """The addresses of its tensors, and None, so that a tensor without one counts as one of them."""
+    """Returns the addresses of a tree's tensors, and None, so that a tensor without an address counts as one of them."""
     return {storage(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)} | {None}

@@ -1,5 +1,5 @@
-"""What this process asks of its system: an allocator that keeps freed memory, its memory, its connections, an end without an abort;
-and which errors come from its connections to other ranks."""
+"""Services of the operating system: an allocator that keeps freed memory, the process's memory and connections, and an end without an
+abort. Also tells which errors come from connections to other ranks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def keep_freed() -> bool:
-    """Tells glibc's allocator not to return memory to the kernel. False where the C library is another one.
+    """Tells glibc's allocator not to return memory to the kernel. Returns False if the C library is not glibc.
 
-    The next step then does not have to ask the kernel for it again. glibc gives every large block back at once. A training
-    step on a CPU frees and takes the same gigabytes of activations each time, and a fifth of its time goes into pages that
-    the kernel hands out and clears anew.
+    By default glibc returns every large block at once. A training step on a CPU frees and allocates the same gigabytes of activations
+    each time, and a fifth of its time goes into pages that the kernel clears again.
 
-    The process then keeps the most memory that it had in use at any one time, plus what fragments in between.
+    Afterwards the process keeps the most memory that it ever had in use, plus fragmentation.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -43,7 +42,7 @@ def keep_freed() -> bool:
 
 
 def end_process() -> NoReturn:
-    """Ends the process with exit code 1, from any thread, whatever the others wait for."""
+    """Ends the process with exit code 1, from any thread, whatever the other threads wait for."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -51,17 +50,17 @@ def end_process() -> NoReturn:
 
 
 def resident_bytes() -> int | None:
-    """Bytes of this process that are in RAM now; None on other systems than Linux."""
+    """Returns the bytes of this process in RAM now; None on systems other than Linux."""
     return _statm(1)
 
 
 def mapped_bytes() -> int:
-    """Bytes of resident memory that are mapped files or shared with other processes; 0 where the system does not say."""
+    """Returns the resident bytes that are mapped files or shared with other processes; 0: unknown."""
     return _statm(2) or 0
 
 
 def _statm(column: int) -> int | None:
-    """Bytes of a column of /proc/self/statm (proc(5)), which counts pages."""
+    """Returns a column of /proc/self/statm (proc(5)) in bytes; the file counts pages. None: there is no such file."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[column]) * os.sysconf("SC_PAGE_SIZE")
@@ -71,11 +70,11 @@ def _statm(column: int) -> int | None:
 
 Address = tuple[str, int]
 Connections = dict[int, tuple[Address, Address]]
-"""File descriptor → (own address, the other end's)."""
+"""File descriptor → (own address, address of the other end)."""
 
 
 def connections() -> Connections:
-    """This process's TCP connections; none where the system does not show them (Linux does)."""
+    """Returns this process's TCP connections; {} on systems that do not show them (Linux does)."""
     ends_by_fd: Connections = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
@@ -86,15 +85,15 @@ def connections() -> Connections:
 
 
 def new_connections(before: Connections) -> Connections:
-    """Those that were opened since."""
+    """Returns the connections that are not in `before`."""
     return {fd: ends for fd, ends in connections().items() if before.get(fd) != ends}
 
 
 def shut(some: Connections) -> None:
-    """Ends these connections, as far as they are still what they were: a file descriptor may have become another one's.
+    """Shuts these connections, unless the file descriptor belongs to another connection by now.
 
-    gloo has no abort that frees a rank which waits for another one; a connection that is shut does (torch 2.15). Its listening sockets
-    must stay: without them it ends the process.
+    gloo has no abort that frees a waiting rank; a shut connection does (torch 2.15). gloo's listening sockets must stay: without them
+    gloo ends the process.
     """
     for fd, ends in some.items():
         with contextlib.suppress(OSError):
@@ -104,22 +103,22 @@ def shut(some: Connections) -> None:
 
 
 def keep_from_children(some: Connections) -> None:
-    """Processes that are forked from this one, such as a loader's, close these. They outlive a rank that is killed by seconds, and the
-    other ranks would wait for it as long."""
+    """Makes forked processes, such as a loader's workers, close these connections. Workers outlive a killed rank by seconds, and the
+    other ranks would wait as long."""
     forget_broken()
     _KEPT.update(some)
 
 
 def forget_broken() -> None:
-    """The ranks have met anew: connections that ended before prove nothing about the new group."""
+    """Forgets connections that have ended, when the ranks have met again: they prove nothing about the new group."""
     for fd in [fd for fd, ends in _KEPT.items() if not _lives(fd, ends)]:
         del _KEPT[fd]
 
 
 def broken() -> bool:
-    """Whether a connection of `keep_from_children` has ended. gloo closes its own after an error or a timeout.
+    """Returns whether a connection of `keep_from_children` has ended. gloo closes its connections after an error or a timeout.
 
-    True where the system does not show connections.
+    Returns True if the system does not show connections.
     """
     return not Path("/proc/self/fd").is_dir() or any(not _lives(fd, ends) for fd, ends in _KEPT.items())
 
@@ -162,14 +161,12 @@ _TASKS = Path("/proc/self/task")
 
 
 def let_gloo_finish() -> None:
-    """For a process whose gloo threads live on: a script that left its group open, or holds a DDP that holds it.
+    """Waits until gloo's threads have released the tensors that they have sent. A script's group may be open still, or a DDP may hold it.
 
-    Returns when gloo's threads have let go of what they have sent. Call it before Python begins to end, without its lock
-    held: `time.sleep` gives it away.
+    The caller must call this function before the interpreter begins to exit. `time.sleep` releases the interpreter's lock meanwhile.
 
-    A thread that comes to drop a tensor while Python ends is ended there, in the middle of C++, and that aborts the process
-    ("terminate called without an active exception", exit code 134). Only Linux shows what its threads do; elsewhere nothing
-    is waited for.
+    If a thread drops a tensor while the interpreter exits, Python ends the thread inside C++. This aborts the process ("terminate called
+    without an active exception", exit code 134). Only Linux shows the states of threads; elsewhere there is no wait.
     """
     deadline = time.monotonic() + FORK_SECONDS
     before = _looked()
@@ -185,7 +182,7 @@ atexit.register(let_gloo_finish)
 
 
 def _looked() -> dict[str, tuple[str, str]]:
-    """Returns for each thread that runs gloo's collectives its state, and how often it has gone to sleep."""
+    """Returns thread → (state, number of sleeps) for each thread that runs gloo's collectives."""
     threads = {}
     with contextlib.suppress(OSError):
         for task in os.listdir(_TASKS):
@@ -202,21 +199,21 @@ def _looked() -> dict[str, tuple[str, str]]:
 
 _TORCH = Path(torch.__file__).parent
 _WAITING_CODE = tuple(str(_TORCH / folder) + os.sep for folder in ("distributed", "nn/parallel", "autograd"))
-"""Python code of torch that calls collectives. DDP's reducer waits inside a backward pass, below autograd."""
+"""Folders of torch's Python code that calls collectives. DDP's reducer waits inside a backward pass, below autograd."""
 _OPS = str(_TORCH / "_ops.py")
-"""Between a functional collective and C++."""
+"""The file of torch between a functional collective and C++."""
 _OF_NCCL = re.compile(r"NCCL (communicator was aborted|operation timed out|Async Error)")
-"""torch's own words where the communicator of a collective was aborted before it (2.15): a plain `RuntimeError`, too."""
+"""torch's message if the communicator was aborted before the collective (2.15), also in a plain `RuntimeError`."""
 _OF_GLOO = re.compile(r"gloo/transport/\S+\] (Timed out|Connection closed|Read error|Write error)")
-"""gloo's own words where another rank did not come, or is gone: also in a process group of the script's."""
+"""gloo's messages if another rank did not come, or is gone, also in a process group of the script."""
 
 
 def is_collective(error: BaseException) -> bool:
-    """Whether an error comes out of a collective or the store, not of this rank's own work: by its type and by where it was raised.
+    """Returns whether an error comes from a collective or the store, and not from this rank's own work: by its type and its place.
 
-    torch has a type for its own errors and NCCL's. gloo throws a plain `RuntimeError`: in a call of torch.distributed, in a `wait()`, or
-    in a backward pass. Other errors are thrown there, too, but only gloo's leaves a connection to another rank broken: one of ours, or
-    of a process group that the script has made, which the message tells.
+    torch has a type for its own errors and NCCL's. gloo raises a plain `RuntimeError`: in a call of torch.distributed, in a `wait()`, or
+    in a backward pass. Other errors occur there, too, but only gloo's leaves a broken connection to another rank. The connection is ours,
+    or that of a process group of the script, which the message tells.
     """
     if type(error) is not RuntimeError:
         return isinstance(error, dist.DistError)
@@ -226,13 +223,13 @@ def is_collective(error: BaseException) -> bool:
 
 
 def _raised_in_waiting(error: BaseException) -> bool:
-    """Whether the innermost frame of Python is in torch's code for collectives, or in a function that calls `wait()`."""
+    """Returns whether the innermost frame of Python is in torch's code for collectives, or in a function that calls `wait()`."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     code = next((frame.f_code for frame in reversed(frames) if frame.f_code.co_filename != _OPS), None)
     return code is not None and (code.co_filename.startswith(_WAITING_CODE) or "wait" in code.co_names)
 
 
 def is_of_torch_distributed(error: BaseException) -> bool:
-    """Whether a function of torch.distributed has raised it, such as for a process group that is gone."""
+    """Returns whether a function of torch.distributed has raised the error, for example for a process group that is gone."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("torch.distributed")

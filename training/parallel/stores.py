@@ -1,7 +1,7 @@
 """Key-value stores in which ranks and nodes meet. They listen on one address, not on every address of the machine.
 
 torch's TCPStore listens on all addresses and authenticates no client: a stranger who reaches the port reads, writes and deletes.
-With a socket that is bound already it listens there alone. No value is unpickled, and `said` checks a value before it is shown.
+With a bound socket it listens on that socket alone. No value is unpickled, and `said` checks a value before anything shows it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import torch.distributed as dist
 from ..limits import LISTEN_SECONDS
 
 BACKLOG = 4096
-"""Connections that may wait; a large job's ranks all come at once."""
+"""Connections that may wait to be accepted; the ranks of a large job come at once."""
 
 SAID = 300
-"""Characters of a text in a store that is shown to a user."""
+"""Most characters of a store's text in a message to users."""
 
 _ABSENT = "\0absent"
 
 
 def tcp_store(host: str, port: int, serves: bool, seconds: float, size: int | None = None) -> dist.TCPStore:
-    """A store at `host:port`, which this process serves or only uses. With port 0 it gets a free one.
+    """Returns a store at `host:port`, which this process serves or only uses. Port 0: any free port.
 
-    Where `host` is this machine's own address, and its only one under that name, nothing listens on another. Else torch
-    decides, and listens on all of them.
+    If `host` is an address of this machine, and the only one of that name, the store listens on it alone. Otherwise torch listens on all
+    addresses.
 
     Args:
-        seconds: bound on each question to the store.
-        size: ranks that use it, where that is known.
+        seconds: time limit of each request to the store.
+        size: number of ranks that use the store; None: unknown.
     """
     timeout = timedelta(seconds=seconds)
     listener = _bound(host, port) if serves else None
@@ -54,7 +54,7 @@ def tcp_store(host: str, port: int, serves: bool, seconds: float, size: int | No
 
 
 def _until_it_listens(host: str, port: int, seconds: float) -> None:
-    """Returns when something listens there, or after this many seconds: torch then reports the error."""
+    """Waits until a process listens there, for this many seconds at most: torch then reports the error."""
     deadline, wait = time.monotonic() + seconds, 0.01
     while (left := deadline - time.monotonic()) > 0:
         try:
@@ -67,7 +67,7 @@ def _until_it_listens(host: str, port: int, seconds: float) -> None:
 
 
 def _bound(host: str, port: int) -> socket.socket | None:
-    """A socket bound to the only address of `host`; None if it has several, or one that means another machine elsewhere."""
+    """Returns a socket bound to the only address of `host`; None: it has several, or an address that means another machine elsewhere."""
     try:
         addresses = {
             (family, place[0]) for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -93,12 +93,12 @@ def _bound(host: str, port: int) -> socket.socket | None:
 
 
 def ended(rank: int) -> str:
-    """The key, in the store without a prefix, under which the launcher says how a rank has ended."""
+    """Returns the key, in the store without a prefix, at which the launcher records how a rank has ended."""
     return f"lockstep/ended/{rank}"
 
 
 NODES = "lockstep/live/nodes"
-"""Under `launch --live`, the key in the store without a prefix under which the launcher says how many ranks each node has (JSON)."""
+"""The key, in the store without a prefix, at which the launcher lists the number of ranks of each node under `--live` (JSON)."""
 
 
 def ready(rank: int) -> str:
@@ -107,16 +107,16 @@ def ready(rank: int) -> str:
 
 
 def generation(number: int) -> str:
-    """The key there at which the launcher says which ranks there are (JSON, by their places), from 1: after a loss or an admission."""
+    """Returns the key there at which the launcher lists the ranks after a loss or an admission (JSON, in order); `number` is from 1."""
     return f"lockstep/live/generation/{number}"
 
 
 WAITING = "lockstep/live/waiting"
-"""The key there at which replacements of lost ranks count themselves, once they are prepared."""
+"""The key there at which prepared replacements of lost ranks count themselves."""
 
 
 def prepared(replacement: int) -> str:
-    """The key there at which a replacement says that it waits to be admitted; they are counted from 1."""
+    """Returns the key there at which a replacement, counted from 1, reports that it waits to be admitted."""
     return f"lockstep/live/prepared/{replacement}"
 
 
@@ -127,27 +127,27 @@ def admission(number: int) -> str:
 
 
 def admitted(replacement: int) -> str:
-    """The key there at which the launcher says to a replacement by which admission, and in which generation, it was admitted."""
+    """Returns the key there at which the launcher tells a replacement by which admission, and in which generation, it is admitted."""
     return f"lockstep/live/admitted/{replacement}"
 
 
 LEAVING = "lockstep/live/leaving"
-"""The key there at which ranks that a signal has reached count themselves, after each has written which signal (`leaving`)."""
+"""The key there at which ranks with a signal count themselves, after each has written its signal (`leaving`)."""
 ENDING = "lockstep/live/ending"
-"""The key there at which the launcher says that such a signal ends all ranks."""
+"""The key there at which the launcher announces that such a signal ends all ranks."""
 
 
 AGAIN = "lockstep/live/again"
-"""The key there at which a rank says that it ends because the ranks cannot continue without a lost one."""
+"""The key there at which a rank reports that it ends because the ranks cannot continue without a lost rank."""
 
 
 def leaving(rank: int) -> str:
-    """The key there at which a rank says which signal has reached it, and `…/alone`, at which the launcher has it leave alone."""
+    """Returns the key there at which a rank reports its signal. At `…/alone` the launcher tells the rank to leave alone."""
     return f"{LEAVING}/{rank}"
 
 
 def read(store: dist.Store, key: str) -> bytes:
-    """Returns the value of a key, and nothing where the store has none.
+    """Returns the value of a key; b"": the store has none.
 
     `get` after `check` waits for the store's timeout if another client deletes the key in between. All threads of this process that use
     the store wait with it. `compare_set` with a value that no client writes never waits, and sets nothing.
@@ -157,33 +157,33 @@ def read(store: dist.Store, key: str) -> bytes:
 
 
 def said(store: dist.Store, key: str, shape: str, most: int = SAID) -> str:
-    """Returns the text of a key, if it has that shape (a regular expression); "" for anything else, and where the store has none.
+    """Returns the text of a key, if it matches `shape`, a regular expression; "": another value or none.
 
     Args:
-        most: characters.
+        most: most characters of the text.
     """
     text = read(store, key).decode(errors="replace")
     return text if len(text) <= most and re.fullmatch(shape, text) else ""
 
 
 def numbers(store: dist.Store, key: str) -> list[int]:
-    """The list that stands under a key that is there. Raises `ValueError` for anything else."""
+    """Returns the list of whole numbers at an existing key. Raises `ValueError` for another value."""
     values: list[int] = json.loads(said(store, key, r"\[[0-9, ]+\]", most=1 << 17))
     return values
 
 
 def without_prefix(store: dist.Store) -> dist.Store:
-    """The store itself, of one that puts the group's name before each key."""
+    """Returns the underlying store of a store that prefixes each key with the group's name."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
 
 
 def meet(store: dist.Store, key: str, count: int, seconds: float, waits: bool = True) -> None:
-    """Counts this rank under the key. Returns when so many ranks were counted there, or after this time.
+    """Counts this rank at the key. Returns when `count` ranks are counted there, or after `seconds`.
 
     Args:
-        waits: False: returns at once. Rank 0 may serve the store, so it ends after the others have read their keys.
+        waits: whether to wait. Rank 0 may serve the store, so it waits until the others have read their keys.
     """
     counted, deadline = store.add(key, 1), time.monotonic() + seconds
     while waits and counted < count and time.monotonic() < deadline:
@@ -192,7 +192,7 @@ def meet(store: dist.Store, key: str, count: int, seconds: float, waits: bool = 
 
 
 def stay_on_this_machine() -> None:
-    """All ranks are on this machine: gloo's and NCCL's sockets listen on the loopback interface, unless the variables are set."""
+    """Makes gloo's and NCCL's sockets listen on the loopback interface, unless their variables are set: all ranks are on this machine."""
     interface = "lo" if sys.platform == "linux" else "lo0"
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, interface)

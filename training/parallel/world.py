@@ -126,7 +126,7 @@ def _from_slurm(env: Mapping[str, str]) -> World:
 
 
 def _from_submitit(env: Mapping[str, str]) -> World:
-    """Tasks of `cluster="local"`: all on this machine."""
+    """Returns the world of a task of `cluster="local"`, whose tasks are all on this machine."""
     names = ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS")
     rank, size = _number(env, names[0]), _number(env, names[1], "submitit sets it")
     local_rank = _number(env, "SUBMITIT_LOCAL_LOCALID", default=rank)
@@ -158,7 +158,7 @@ def _from_mpi(env: Mapping[str, str], launcher: str, names: tuple[str, ...]) -> 
 def _checked(
     rank: int, size: int, local_rank: int, local_size: int, master: tuple[str, int], launcher: str, names: tuple[str, ...],
 ) -> World:  # fmt: skip
-    """Where nothing says more of the nodes, all have as many ranks as this one."""
+    """Checks a world and completes it. Without other information, all nodes have as many ranks as this node."""
     if not 0 <= rank < size:
         raise UserError(f"{names[0]}={rank} but {names[1]}={size}: ranks count from 0 to {names[1]} − 1")
     if not 0 <= local_rank < local_size <= size:
@@ -196,7 +196,7 @@ def _master(env: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """SLURM's compressed counts: `2(x3),1` → [2, 2, 2, 1]. Raises `UserError`."""
+    """Returns the counts of SLURM's compressed form: `2(x3),1` → [2, 2, 2, 1]. Raises `UserError`."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip())
@@ -217,11 +217,11 @@ def first_host(text: str) -> str:
 
 _RANGES = r"\d{1,6}(-\d{1,6})?"
 _HOSTS = rf"(?:[^,\[\]]|\[{_RANGES}(?:,{_RANGES})*\])+"
-"""A name, or the names of several nodes."""
+"""Pattern of one name, or of the names of several nodes."""
 
 
 def cores() -> int:
-    """CPU cores this process may use: its affinity, and the quota of its container."""
+    """Returns the CPU cores that this process may use, by its affinity and the quota of its container."""
     cgroup = Path("/sys/fs/cgroup")
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
@@ -236,13 +236,13 @@ def cores() -> int:
 
 
 def set_threads(world: World, wanted: int, env: Mapping[str, str], exact: bool = False) -> str:
-    """Gives the rank its share of the node's cores, or with `exact` one thread, and returns the sentence that says so.
+    """Sets the rank's threads: its share of the node's cores, or one with `exact`. Returns a sentence about the number.
 
     `wanted` > 0 wins, then LOCKSTEP_THREADS, then OMP_NUM_THREADS – except the 1 that torchrun writes by itself.
 
     Args:
-        exact: the bits must not depend on the number of ranks, and they change with the number of threads. OMP_NUM_THREADS, which
-            clusters set by the cores of a task, does not count then.
+        exact: whether the bits must not depend on the number of ranks; they change with the number of threads. OMP_NUM_THREADS does
+            not count then, because clusters set it by the cores of a task.
     """
     omp = env.get("OMP_NUM_THREADS", "")
     by_torchrun = world.launcher == "torchrun" and omp == "1" and world.local_size > 1
@@ -263,10 +263,10 @@ def set_threads(world: World, wanted: int, env: Mapping[str, str], exact: bool =
 
 
 def choose_device(world: World, wanted: str, shares: bool = False) -> torch.device:
-    """The rank's device, for `wanted` cpu, cuda or auto. Raises `UserError` without a GPU for cuda, or with too few GPUs.
+    """Returns the rank's device, for `wanted` cpu, cuda or auto. Raises `UserError` without a GPU for cuda, or with too few GPUs.
 
     Args:
-        shares: several ranks may have the same GPU.
+        shares: whether several ranks may use the same GPU.
     """
     count = torch.cuda.device_count() if wanted != "cpu" else 0
     if wanted == "cuda" and count == 0:
@@ -288,15 +288,15 @@ def choose_device(world: World, wanted: str, shares: bool = False) -> torch.devi
 def joined(
     world: World | None = None, device: str = "auto", timeout: float = 600.0, backend: str = "auto",
 ) -> Iterator[World]:  # fmt: skip
-    """Joins the process group (of one, where nothing was launched) and leaves it at the end.
+    """Joins the process group (of one rank, without a launcher) and leaves it at the end.
 
-    Without a world, this process's environment says who it is, and it gets its share of the node's cores.
+    Without a world, the function detects it from the environment, and sets the rank's share of the node's cores.
 
     Args:
         backend: `auto`: NCCL for tensors on GPUs. `gloo`: ranks may share a GPU.
 
     Raises:
-        UserError: two ranks share one GPU, or there is none; this process was spawned by a rank of torchrun, or has joined already.
+        UserError: two ranks share one GPU, or there is no GPU; a rank of torchrun has spawned this process, or it has joined already.
         torch.distributed.DistError: the ranks did not meet.
     """
     _refuse_spawned_by_a_rank()
@@ -372,10 +372,10 @@ def joined(
 
 
 _GROUPS = itertools.count()
-"""Of this process: all ranks join as many."""
+"""Indices of this process's groups. All ranks join the same number of groups."""
 _STORES: dict[tuple[str, int, bool], dist.TCPStore] = {}
-"""The stores of this process, by address and whether the process serves it. A later group has the same store. Else a rank that joins
-early reaches the server of the group before, which is about to end."""
+"""(host, port, whether this process serves it) → store. Later groups use the same store. With a new store, a rank that joins early
+would reach the server of the group before, which is about to end."""
 
 
 def _store(world: World, timeout: float) -> dist.Store:
@@ -403,16 +403,16 @@ def _store(world: World, timeout: float) -> dist.Store:
 
 @contextlib.contextmanager
 def script() -> Iterator[World]:
-    """`joined` for a program of one's own: an error that its user can mend is one line, and exit code 2."""
+    """Runs `joined` for a user's program: an error that the user can correct is one line, and exit code 2."""
     with user_errors(), joined() as world:
         yield world
 
 
 def _refuse_spawned_by_a_rank() -> None:
-    """A script that spawns its ranks, started under torchrun, would spawn them once a rank, all at one address.
+    """Raises `UserError` for a script that spawns its ranks under torchrun: each rank would spawn them, all at one address.
 
-    torchrun's own children are no children of multiprocessing, and where it starts functions instead of programs, it is
-    the parent, which has no rank itself.
+    torchrun's own children are no children of multiprocessing. If torchrun starts functions instead of programs, torchrun is the parent
+    process, which has no rank.
     """
     parent = multiprocessing.parent_process()
     if parent is None or "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -427,7 +427,7 @@ def _refuse_spawned_by_a_rank() -> None:
 
 
 def _refuse_shared_gpus(world: World, device: torch.device, store: dist.Store) -> None:
-    """Rank 0 compares all GPUs and says so to all. Over the store: NCCL has no sentence for it, and no error that all get.
+    """Compares the GPUs of all ranks on rank 0, and reports through the store: NCCL raises no clear error for it, and not on all ranks.
 
     Raises:
         UserError: two ranks have the same GPU; on all ranks.
@@ -452,7 +452,7 @@ _SHARED = "ranks {} and {} share one GPU: start one rank a GPU, or set backend=g
 
 
 def _shared(uuids: list[bytes]) -> str:
-    """The sentence about the first rank whose GPU an earlier one has; empty where each has its own."""
+    """Returns a sentence about the first rank whose GPU an earlier rank has; "": each rank has its own GPU."""
     owners: dict[bytes, int] = {}
     for rank, uuid in enumerate(uuids):
         if (first := owners.setdefault(uuid, rank)) != rank:
