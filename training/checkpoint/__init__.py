@@ -1,1 +1,1 @@
-"""Verified checkpoints: what they hold, how they are written and read, and when a run saves one."""
+"""Verified checkpoints: their content, their writing and reading on a disk or in a bucket, and plain files of weights."""

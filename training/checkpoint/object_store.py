@@ -1,6 +1,6 @@
-"""Checkpoints in a bucket, for a run where no disk outlives its node.
+"""Checkpoints in a bucket, for a run whose disks do not outlive their nodes.
 
-Each commit uploads files under new keys, so it overwrites nothing, and then swaps `head` for one that names them. The store swaps
+Each commit uploads files under new keys, so it overwrites nothing, and then swaps `head` for a head that names them. The store swaps
 only the head that was read (If-Match; on GCS the generation). An attempt takes a run over by such a swap. From then on an earlier
 attempt, on a node that was cut off, can commit nothing. No two heads are alike: after a lost answer, reading shows whether
 the swap was done. Neither timestamps nor listings decide anything. A listing serves to remove the files that no head names.
@@ -28,12 +28,12 @@ from .store import KeepBest, Rule, checkpoint_name, chosen
 RECORD = "bucket.json"
 """File of the run directory: the run in the bucket, and the data with which another rank replaces a lost rank 0."""
 MAX_RUN_FILES, MAX_RUN_FILE_BYTES = 8192, 256 << 20
-"""Of the run directory: more files, and more bytes of a file, are not sent."""
+"""Limits of the run directory: most files to send, and most bytes of a file."""
 _UNUSABLE = "checkpoint.to cannot be used"
 
 
 class TakenOver(OSError):
-    """Another attempt at this run writes into the bucket from now on."""
+    """The error after another attempt at this run has taken over the bucket."""
 
 
 def _token() -> str:
@@ -44,7 +44,7 @@ class ObjectStore(Bucket):
     """The checkpoints of one run under `url`. The attempt that calls `acquire` or `take_over` writes them.
 
     Args:
-        keep, keep_best: as of `Writer`.
+        keep, keep_best: as in `Writer`.
     """
 
     def __init__(self, url: str, keep: int = 1, keep_best: KeepBest = False) -> None:
@@ -52,14 +52,14 @@ class ObjectStore(Bucket):
         self._keep, self.keep_best = keep, keep_best
         self._run_dir = Path()
         self._current: tuple[Head, Tag] | None = None
-        """The head as this rank has written it last; None: unknown."""
+        """The head that this rank has written last; None: unknown."""
         self._holders = [_token()]
-        """The holders that are this attempt; the last one is this rank."""
+        """The tokens of this attempt's holders; the last is this rank's."""
         self._damaged = set[int]()
         """Steps of the checkpoints that this attempt could not read at its start."""
 
     def check(self, run_dir: Path, fresh: bool | str) -> None:
-        """Fetches the settings of the run in the bucket, so that others are refused. Changes nothing there.
+        """Fetches the settings of the run in the bucket, so that `RunDirectory` can refuse other settings. Changes nothing in the bucket.
 
         Raises:
             UserError: the bucket holds another run, or cannot be read (exit code 1).
@@ -84,7 +84,7 @@ class ObjectStore(Bucket):
         checkpoint, the best one, and the records of earlier attempts.
 
         Returns:
-            The newest checkpoint of the run directory that verifies; every byte of it was read. None: there is none.
+            The newest checkpoint of the run directory, verified byte by byte. None: there is none.
 
         Raises:
             UserError: the bucket cannot be read or written (exit code 1), or has no checkpoint that verifies.
@@ -128,10 +128,10 @@ class ObjectStore(Bucket):
         files.replace_json(self._run_dir / RECORD, record)
 
     def download(self, run_dir: Path, wanted: int | Rule | None, warn: Callable[[str], None]) -> None:
-        """Downloads a checkpoint for a reader of the run: the newest one that verifies, that of a step, or the best by a rule.
+        """Downloads a checkpoint for a reader of the run: the newest that verifies, that of a step, or the best by a rule.
 
         Raises:
-            UserError: there is none.
+            UserError: there is no such checkpoint.
             OSError: the bucket cannot be read.
         """
         for head in self.heads():
@@ -144,19 +144,19 @@ class ObjectStore(Bucket):
         raise UserError(f"{self.url} has no checkpoint yet, or none that can be read and verified")
 
     def commit(self, path: Path | None) -> int:
-        """Uploads a checkpoint and the current files of the run directory, and reads them back. Then the head names them. Checkpoints that
-        are not kept are removed.
+        """Uploads a checkpoint and the current files of the run directory, and reads them back. Then it writes a head that names them, and
+        removes checkpoints that are not kept.
 
         Args:
-            path: in the run directory's `checkpoints`. It may be removed there meanwhile. None: the files of the run directory alone.
+            path: a folder in the run directory's `checkpoints`, which may disappear meanwhile. None: only the files of the run directory.
 
         Returns:
-            Bytes of the checkpoint; 0: the bucket has it, or would not keep it.
+            Bytes of the checkpoint; 0: the bucket has it already, or would not keep it.
 
         Raises:
             TakenOver: another attempt has started.
-            FileNotFoundError: it is not in the run directory.
-            OSError: it could not be sent, or has arrived damaged. The head is as before.
+            FileNotFoundError: the checkpoint is not in the run directory.
+            OSError: a file could not be sent, or arrived damaged. The head is unchanged.
         """
         current, commit, sent = self._held(), _token(), list[File]()
         head = current[0]
@@ -206,7 +206,7 @@ class ObjectStore(Bucket):
             return kept
 
     def _send_run_files(self, folder: str, previous: dict[str, File], sent: list[File]) -> dict[str, File]:
-        """Uploads the files of the run directory that have changed. Returns all. Raises `OSError`."""
+        """Uploads the changed files of the run directory. Returns all files. Raises `OSError`."""
         result = dict[str, File]()
         for name, data in itertools.islice(_run_files(self._run_dir), MAX_RUN_FILES):
             file, digest = previous.get(name), hashlib.sha256(data).hexdigest()
@@ -222,7 +222,7 @@ class ObjectStore(Bucket):
     def _fetch_first(
         self, entries: Iterable[CheckpointEntry], checkpoints: Path, warn: Callable[[str], None]
     ) -> Path | None:
-        """Downloads the first checkpoint that can be read and verified. Raises `OSError`."""
+        """Downloads the first checkpoint that is readable and verifies. Raises `OSError`."""
         checkpoints.mkdir(exist_ok=True)
         for entry in entries:
             final = checkpoints / checkpoint_name(entry.step)
@@ -249,7 +249,7 @@ class ObjectStore(Bucket):
         return current
 
     def _hold(self, fresh: bool | str) -> Head:
-        """Swaps the head for one of this attempt. Raises `OSError`."""
+        """Swaps the head for a head of this attempt. Raises `OSError`."""
         for _ in range(TRIES):  # another one may start at the same time: the last one has it
             previous, word = self.read_head(), fresh if isinstance(fresh, str) else ""
             head = Head(run=_token(), holder=self._holders[-1], commit=_token(), fresh=word)
@@ -263,7 +263,7 @@ class ObjectStore(Bucket):
         raise OSError(f"several attempts start at once with {self.url}")
 
     def _swap(self, head: Head, previous: tuple[Head, Tag] | None) -> None:
-        """Puts `head` in the place of the head that was read. Raises `TakenOver`, `OSError`."""
+        """Replaces the head `previous`, as it was read, by `head`. Raises `TakenOver`, `OSError`."""
         text, self._current = head.text(), None
         if len(text) > bucket.MAX_HEAD_BYTES:
             raise OSError(f"{self.url}/{HEAD} would have {len(text)} bytes: keep fewer checkpoints (checkpoint.keep)")
@@ -282,7 +282,7 @@ class ObjectStore(Bucket):
             raise TakenOver(f"another attempt has taken {self.url} over")
 
     def _clean(self, head: Head) -> None:
-        """Removes files that earlier attempts have sent and not committed. They cannot commit any more, and this attempt has sent none."""
+        """Removes files that earlier attempts have sent and not committed. They cannot commit any more; this attempt has sent none."""
         with contextlib.suppress(OSError, ValidationError):
             keys = self.keys()
             # After the listing: what another attempt has sent since it took over is not in it.
@@ -294,12 +294,12 @@ class ObjectStore(Bucket):
 
 
 def _starts_over(head: Head, fresh: bool | str) -> bool:
-    """Returns whether `--fresh` replaces the run: not if the run was begun with the same word."""
+    """Returns whether `--fresh` replaces the run, which it does not if the run was begun with the same word."""
     return bool(fresh) and fresh != head.fresh
 
 
 def _run_files(directory: Path) -> Iterator[tuple[str, bytes]]:
-    """Yields the name and the content of each file of a run directory that is sent. No links."""
+    """Yields (name, content) of each file of a run directory to send. Skips links."""
     for place in ("", METRICS):
         with contextlib.suppress(OSError), files.opened_folder(directory / place) as folder:
             for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
@@ -310,7 +310,7 @@ def _run_files(directory: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _begins_with(path: Path, file: File | None) -> bool:
-    """Returns whether a file on the disk has all of `file`, and perhaps more: an attempt on this very disk wrote it."""
+    """Returns whether a file on the disk begins with all of `file`: then an attempt on this disk has written it."""
     if file is None:
         return True
     with contextlib.suppress(OSError), files.regular(path) as here:
@@ -323,7 +323,7 @@ def _score(entry: CheckpointEntry, rule: Rule) -> float | None:
 
 
 def _retained(entries: list[CheckpointEntry], keep: int, keep_best: KeepBest) -> list[CheckpointEntry]:
-    """Returns the newest ones, and the best: what `Writer` keeps on a disk. Newest first."""
+    """Returns the checkpoints that `Writer` keeps on a disk, the newest and the best. Newest first."""
     rule = Rule.of(keep_best)
     newest = sorted(entries, key=lambda entry: -entry.step)
     best = rule.best({entry.step: _score(entry, rule) for entry in newest})

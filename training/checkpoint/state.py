@@ -1,4 +1,4 @@
-"""All that a checkpoint holds, and how it is gathered from the ranks and distributed to them again.
+"""The content of a checkpoint: `gather` collects it from the ranks, and `scatter` distributes it to them again.
 
 A gathered state is `{"shared": …, "ranks": [{"rng", "buffers", "average_buffers", "losses", "sync"}, …]}`. Parameters, optimizer
 and cursor are the same on all ranks; batch statistics, generators and a strategy's own state are not. Parameters, and what
@@ -26,7 +26,7 @@ from ..parallel.world import World
 from ..sync.base import GradientSync
 
 _COUNTS = ("attempts", "failures", "preemptions", "stopped_of")
-"""The names in the history that count something."""
+"""Names of the counters in the history."""
 
 
 _PLAIN = (
@@ -46,7 +46,7 @@ _PLAIN = (
 
 @dataclass(slots=True)
 class Cursor:
-    """Where the run is: `step` steps of epoch `epoch` are done. A resume needs no more than these two integers."""
+    """The position of the run: `step` steps of epoch `epoch` are done. A resume needs only these two integers."""
 
     epoch: int = 0
     step: int = 0
@@ -54,7 +54,7 @@ class Cursor:
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object with a state that can be saved and restored: a scheduler, a loader's cursor, a metric."""
+    """An object whose state can be saved and restored: a scheduler, a loader's cursor, a metric."""
 
     def state_dict(self) -> Any: ...
 
@@ -96,40 +96,40 @@ class UserState:
 
     def __init__(self) -> None:
         self.objects: dict[str, Stateful] = {}
-        """The same on every rank: the states of rank 0 are saved, and all ranks get them back."""
+        """Objects that are the same on every rank: rank 0's states are saved, and all ranks get them back."""
         self.rank_objects: dict[str, Stateful] = {}
-        """Different on each rank: each rank's state is saved, and that rank gets it back."""
+        """Objects that differ between ranks: each rank's state is saved, and the same rank gets it back."""
         self.generators: dict[str, Any] = {}
-        """Random generators of the script: each rank's own, as the program's (`capture`)."""
+        """Random generators of the script. Each rank's states are saved, as those of the program's generators (`capture`)."""
         self.values = Values("run.values")
-        """The same on every rank."""
+        """Values of the script, the same on every rank."""
         self.summary = Values("run.summary")
         """Values of the script for summary.json. The same on every rank."""
         self.steps = self.samples = 0
         """Optimizer steps, and samples of all ranks, since the run began."""
         self.data: dict[str, Any] = {}
-        """How the current epoch is divided into batches: a resume in the middle of the epoch needs the same division."""
+        """The division of the current epoch into batches. A resume within the epoch needs the same division."""
         self.logged: dict[str, float] = {}
         """The last value that the script logged under each name."""
         self.logged_in_epoch: dict[str, float] = {}
-        """The same, of the epoch under way alone."""
+        """The last logged value under each name, of the current epoch only."""
         self.measured: list[str] = []
         """Names of the numbers that the function of a step returns with its loss."""
         self.rates: dict[str, float] = {}
-        """The learning rate of each group as the script made it, by the optimizer's name and the group's number."""
+        """Name of a group (`named_groups`) → its learning rate from the script."""
         self.groups: dict[str, str] = {}
-        """By the optimizer's name, the sha256 of the parameters in its groups as the script made them."""
+        """Name of an optimizer → sha256 of the parameters in its groups from the script."""
         self.tables: dict[str, str] = {}
-        """A digest of each table that a module has in an attribute (`run/replica.py`), as the script made it."""
+        """Name of a table in a module's attribute (`run/replica.py`) → its digest at replication."""
         self.began_with: dict[str, float] = {}
-        """The learning rates with which the batches of the epoch under way began."""
+        """The learning rates at the first batch of the current epoch."""
         self.epoch_generators: dict[str, Any] | None = None
-        """This rank's generators at the start of the epoch under way."""
+        """This rank's generators at the start of the current epoch; None: no epoch is under way."""
         self.cursor_generators: dict[str, Any] | None = None
         """This rank's generators at the cursor; None: the current ones."""
 
     def add(self, objects: Mapping[str, Any], of_rank: bool = False) -> None:
-        """Raises `TypeError` for an object without a state, or whose state no checkpoint can hold; `ValueError` for a name in use."""
+        """Adds objects by name. Raises `TypeError` if no checkpoint can hold an object's state, `ValueError` for a name in use."""
         for name, stateful in objects.items():
             if name in self.objects or name in self.rank_objects or name in self.generators:
                 raise ValueError(f"keep({name}=…) was called twice with this name: give the second one another name")
@@ -162,13 +162,13 @@ class UserState:
             raise ValueError(f"{name} is a generator of another kind than the one that was saved, {error}") from error
 
     def restore_alike(self, states: dict[str, Any], world: World) -> list[str]:
-        """`restore`s the script's generators at another number of ranks: those that all ranks have made alike. Collective.
+        """Restores the script's generators at another number of ranks, if they are the same on all ranks. Collective.
 
         Args:
-            states: None for a generator whose states were not the same on all ranks.
+            states: name → state; None: the saved states were not the same on all ranks.
 
         Returns:
-            The names of the generators that begin anew, although they were saved.
+            The names of the saved generators that are not restored.
         """
         own = {name: generators.state_of(generator) for name, generator in self.generators.items()}
         mine = {name: zlib.crc32(repr(generators.comparable(state)).encode()) for name, state in own.items()}
@@ -182,11 +182,11 @@ class UserState:
         return anew
 
     def has(self, wanted: object) -> bool:
-        """Returns whether this object itself is kept. Then its own state is restored on resume."""
+        """Returns whether this object is kept, by identity, so that a resume restores its state."""
         return any(wanted is kept for kept in (*self.objects.values(), *self.rank_objects.values()))
 
     def shared_state(self) -> dict[str, Any]:
-        """Raises `TypeError` for a value that no checkpoint can hold."""
+        """Returns the shared part of the state, for rank 0. Raises `TypeError` for a value that no checkpoint can hold."""
         for name, values in (("run.values", self.values), ("run.summary", self.summary)):
             check_tree(values, name)  # what lies in a list may have changed since it was set
         return {
@@ -203,7 +203,7 @@ class UserState:
         }
 
     def load(self, shared: dict[str, Any], rank: dict[str, Any] | None) -> None:
-        """Gives the objects their saved states. `rank` is None at another world size than it was saved at.
+        """Restores the objects' states. `rank`: this rank's saved part; None: the checkpoint has another world size.
 
         Raises:
             ValueError: the checkpoint has other objects than the script keeps now.
@@ -233,7 +233,7 @@ def _load(objects: dict[str, Stateful], states: dict[str, Any]) -> None:
 
 
 def check_tree(tree: Any, place: str) -> None:
-    """Raises `TypeError` that names the first value which no checkpoint can hold, and its place."""
+    """Raises a `TypeError` that names the first value that no checkpoint can hold, and its place."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             check_tree(value, f"{place}[{key!r}]")
@@ -264,21 +264,21 @@ class TrainState:
     """float64 [2 + names]: the sum of this rank's losses in the epoch, its number of samples, and the sums that `user_state.measured`
     names. Under `exact` they are those of all ranks."""
     history: dict[str, Any]
-    """Plain values that the run carries along: best and last accuracy, restarts, preemptions."""
+    """Plain values of the run: best and last accuracy, restarts, preemptions."""
     user_state: UserState = field(default_factory=UserState)
     """The state of the script."""
     canary: dict[str, Any] = field(default_factory=dict)
     """Results that show whether another machine computes the same bits (`run/logical_workers.py`); empty: no check is wanted."""
     evaluating: list[str] = field(default_factory=list)
-    """The modules that are in evaluation mode where the cursor stands, for `gather`."""
+    """The modules in evaluation mode at the cursor, for `gather`."""
 
     @property
     def of_all(self) -> bool:
-        """Whether each rank has what all have measured of a step: their losses, and the mean of their batch statistics."""
+        """Whether each rank has the losses of all ranks, and the mean of their batch statistics, after each step."""
         return self.sync.batch_parts is not None
 
     def over_ranks(self, losses: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of `losses` over the ranks, on the CPU. Collective, unless each has that of all."""
+        """Returns the sum of `losses` over the ranks, on the CPU. Collective, unless each rank has the sum already (`of_all`)."""
         losses = losses.cpu().clone()
         if not self.of_all:
             dist.all_reduce(losses)
@@ -346,14 +346,14 @@ def _transient(model: nn.Module) -> list[str]:
 
 
 def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0) -> list[str]:
-    """Gives every rank its part of the gathered state, which rank `source` has read from a checkpoint. Collective.
+    """Restores every rank from its part of the gathered state, which rank `source` has read from a checkpoint. Collective.
 
-    At another world size than it was saved at, every rank gets the mean of the saved batch statistics. Generators keep their fresh
-    values, or under `exact` get those of rank 0. Generators of the script that all ranks have alike get their states. A strategy
-    merges the saved ranks' states as far as it can (`merged_state`).
+    If the world size has changed, every rank gets the mean of the saved batch statistics. Generators keep their fresh values, or under
+    `exact` get those of rank 0. Generators of the script that are the same on all ranks get their states. A strategy merges the saved
+    ranks' states as far as it can (`merged_state`).
 
     Returns:
-        The names of the script's generators that begin anew, although they were saved.
+        The names of the script's saved generators that are not restored.
 
     Raises:
         ValueError: the checkpoint has other parameters, shapes or optimizer groups than this run.
@@ -404,7 +404,7 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0)
 
 
 def _check_forms(shared: dict[str, Any], losses: torch.Tensor, user_state: UserState) -> None:
-    """Raises `ValueError` for what no save has written. Its writer may seal anything, and the run would fail at the first step."""
+    """Raises `ValueError` for values that no save writes. A checkpoint's writer may seal anything, and the first step would fail."""
     (epoch, step), kept, history = shared["cursor"], shared["kept"], shared["history"]
     for name in _PLAIN:
         if type(kept[name]) is not type(getattr(user_state, name)):
@@ -424,9 +424,9 @@ def _check_forms(shared: dict[str, Any], losses: torch.Tensor, user_state: UserS
 
 
 def _merged(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
-    """Returns the state with which every rank starts at another world size. `misfit`: why the saved parts cannot be merged, or None.
+    """Returns the state with which every rank starts at another world size. Its `misfit`: why the saved parts cannot be merged, or None.
 
-    Only the rank that read the checkpoint merges, so that the parts of all saved ranks need not be sent.
+    Only the rank that has read the checkpoint merges, so that the parts of all saved ranks are not sent.
     """
     try:
         losses = [rank["losses"] for rank in ranks]
@@ -448,10 +448,10 @@ def _merged(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
 
 
 def mean_of(buffers: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Returns the mean over the ranks of each floating-point buffer, in its own type; of others (counters), rank 0's value.
+    """Returns the mean over the ranks of each floating-point buffer, in the buffer's type, and rank 0's value of others (counters).
 
     Args:
-        buffers: of each rank, by name; all ranks have the same names and shapes.
+        buffers: for each rank name → buffer; all ranks have the same names and shapes.
     """
     means = {}
     for name, first in buffers[0].items():
@@ -464,7 +464,7 @@ def mean_of(buffers: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def averaged_buffers(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
-    """Copies of the model's buffers, averaged over the ranks in one collective. The model keeps its own."""
+    """Returns copies of the model's buffers, averaged over the ranks. The model's buffers stay unchanged. Collective."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     floating = [buffer for buffer in buffers.values() if buffer.is_floating_point()]
     if world.size > 1 and floating:
@@ -523,7 +523,7 @@ def _by_name(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
 
 
 def _load_optimizers(shared: dict[str, Any], state: TrainState) -> None:
-    """Loads the checkpoint's optimizers with their groups: a script may have added some, or moved a parameter, in the middle of the run.
+    """Loads the checkpoint's optimizers with their groups: a script may add a group, or move a parameter, in the middle of a run.
 
     Raises:
         ValueError: the checkpoint has other optimizers, or an optimizer that does not fit.

@@ -45,9 +45,9 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 TENSORS = "state.safetensors"
 MAX_STATE_BYTES = 64 << 20
-"""Of `STATE`: 7 kB a rank for its generator's state, and 100 bytes a buffer, so 8,000 ranks of a small network."""
+"""Limit of `STATE`: 7 kB a rank for its generator's state, and 100 bytes a buffer, so 8,000 ranks of a small network."""
 MAX_HEADER_BYTES = 100_000_000
-"""Of `TENSORS`, by the safetensors library: about a million tensors."""
+"""Limit of the header of `TENSORS`, by the safetensors library: about a million tensors."""
 FORMAT = 3
 _CHUNK = 8 << 20
 _NAME = re.compile(r"step-(\d{8,12})")
@@ -57,7 +57,7 @@ KeepBest: TypeAlias = "bool | Mapping[str, str]"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The number that is a run's score, and whether it is better where it is higher (1) or lower (-1)."""
+    """The name of a run's score, and whether a higher (1) or a lower (-1) score is better."""
 
     name: str
     sign: int
@@ -69,11 +69,12 @@ class Rule:
         return cls(name, 1 if better == "max" else -1)
 
     def best(self, scores: Mapping[int, float | None]) -> int | None:
-        """Returns the step with the best score, the newest of several. `scores`: by step; None: not measured by this rule."""
+        """Returns the step with the best score, the newest of several; None: no score. `scores`: step → score; None: not measured."""
         measured = {step: self.sign * score for step, score in scores.items() if score is not None}
         return max(measured, key=lambda step: (measured[step], step), default=None)
 
     def better(self, value: float, than: float | None) -> bool:
+        """Returns whether a score is finite and better than another; `than` None: there is no other."""
         return math.isfinite(value) and (than is None or self.sign * value > self.sign * than)
 
 
@@ -82,7 +83,7 @@ class CorruptCheckpoint(Exception):
 
 
 def candidates(directory: Path) -> list[Path]:
-    """Returns the checkpoints in a folder, newest first, verified or not. Raises `OSError` where it cannot be read."""
+    """Returns the checkpoints in a folder, newest first, verified or not. Raises `OSError` if the folder cannot be read."""
     try:
         paths = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
     except FileNotFoundError:
@@ -91,7 +92,7 @@ def candidates(directory: Path) -> list[Path]:
 
 
 def listed(directory: Path) -> list[Path]:
-    """Returns the `candidates`. Raises `UserError`."""
+    """Returns the `candidates`. Raises `UserError` if the folder cannot be read."""
     try:
         return candidates(directory)
     except OSError as error:
@@ -110,10 +111,13 @@ def step_of(path: Path) -> int:
 
 
 def manifest(path: Path, step: int | None = None) -> dict[str, Any]:
-    """Returns the manifest of a checkpoint, whose files are not read. Raises `CorruptCheckpoint`.
+    """Returns the manifest of a checkpoint, checked by its own sha256. Does not read the checkpoint's other files.
 
     Args:
-        step: of a folder whose name does not tell it.
+        step: the expected step, for a folder whose name does not contain it. None: the step in the folder's name.
+
+    Raises:
+        CorruptCheckpoint: the manifest is missing, damaged, of another format, or belongs to another step or other files.
     """
     with files.reading(path / MANIFEST, CorruptCheckpoint):
         about = json.loads(files.read(path / MANIFEST, 1 << 20))
@@ -144,12 +148,12 @@ def verify(path: Path) -> dict[str, Any]:
 def newest_verified(
     directory: Path, warn: Callable[[str], None] = lambda _: None, known: Path | None = None
 ) -> Path | None:
-    """Returns the newest checkpoint whose every byte verifies; each bad one that is newer is reported through `warn`.
+    """Returns the newest checkpoint whose every byte verifies, and reports each newer, corrupt checkpoint through `warn`.
 
-    Returns None where there is no checkpoint at all.
+    Returns None if there is no checkpoint at all.
 
     Args:
-        known: one that has just been verified, and is not read again.
+        known: a checkpoint that was just verified, and is not read again.
 
     Raises:
         UserError: there are checkpoints, and none verifies. Starting over in silence would lose the run.
@@ -187,11 +191,11 @@ class SaveResult:
 
 
 class Worker:
-    """A thread that does one thing after the other, for as long as the process lives.
+    """A thread that calls one function after the other, as long as the process lives.
 
-    A loader forks its workers at the beginning of an epoch, as the last one is saved. A thread that started or ended then could leave
-    a lock held in a worker (`parallel/process.py`), so no save starts or ends a thread. A daemon: the process can end also where the disk
-    never answers; `Writer.wait` is for every other end.
+    A loader forks its workers at the beginning of an epoch, while the last epoch is saved. A thread that started or ended then could
+    leave a lock held in a worker (`parallel/process.py`), so no save starts or ends a thread. The thread is a daemon, so that the process
+    can end even if the disk never answers; `Writer.wait` is for every other end.
     """
 
     def __init__(self, name: str) -> None:
@@ -200,14 +204,15 @@ class Worker:
         self._last: Future[Any] | None = None
 
     def begin(self) -> None:
-        """Starts the thread, once in a process: a forked one has none of its parent's. Another one where a disk holds it for ever."""
+        """Starts the thread, once in a process: a forked process has none of its parent's threads. Starts another thread if a disk blocks
+        the present one."""
         held = self._last is not None and not self._last.done()
         if self._process != os.getpid() or held:
             self._process, self._calls, self._last = os.getpid(), queue.SimpleQueue[Callable[[], None]](), None
             threading.Thread(target=self._work, args=(self._calls,), name=self._name, daemon=True).start()
 
     def run(self, function: Callable[..., R], *arguments: Any) -> Future[R]:
-        """Calls a function after those that wait already."""
+        """Queues a call of a function. Returns a future of its result."""
         if self._process != os.getpid():
             self.begin()
         self._last = future = Future[R]()
@@ -231,12 +236,12 @@ _WRITING, _HASHING = Worker("checkpoint"), Worker("checkpoint-hash")
 
 
 class Writer:
-    """Saves checkpoints of one run in the background, one at a time, and prunes old ones.
+    """Writer of one run's checkpoints in the background, one at a time. It prunes old checkpoints.
 
     Args:
         directory: the run's `checkpoints/`.
-        keep: newest checkpoints to keep.
-        keep_best: also keep the one with the best `score`.
+        keep: number of newest checkpoints to keep.
+        keep_best: whether, and by which rule, to keep the checkpoint with the best `score`, too.
     """
 
     def __init__(self, directory: Path, keep: int, keep_best: KeepBest) -> None:
@@ -250,14 +255,14 @@ class Writer:
         _HASHING.begin()
 
     def save(self, step: int, state: Any, score: float | None = None) -> Future[SaveResult]:
-        """Copies the state now, writes it later. Waits for an earlier save, whose buffer it reuses.
+        """Copies the state now, and writes it later. Waits for an earlier save, whose buffers it reuses.
 
         Args:
             step: optimizer steps done; names the checkpoint.
             state: a tree as in `lockstep.training.parallel.exchange`.
-            score: for `keep_best`; None where the state was not evaluated.
+            score: the score for `keep_best`; None: the state was not evaluated.
 
-        The future raises `OSError` if the checkpoint could not be written or verified.
+            The future raises `OSError` if the checkpoint could not be written or verified.
         """
         self.wait()
         plain, tensors = split(state, _Names())
@@ -266,7 +271,7 @@ class Writer:
         return self._pending
 
     def wait(self) -> None:
-        """Returns when nothing is being written. Does not raise: the future does."""
+        """Waits until the save under way has ended. Does not raise: the future does."""
         if self._pending is not None:
             with contextlib.suppress(Exception):
                 self._pending.result()
@@ -368,7 +373,7 @@ class Writer:
 
 
 def clean(directory: Path) -> None:
-    """Removes what a killed save or removal left behind. Restores a checkpoint that was moved away and not replaced."""
+    """Removes the leftovers of a killed save or removal. Restores a checkpoint that was moved away and not replaced."""
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
             match = re.fullmatch(r"\.(old-|replaced-)?(step-\d{8,12})\.[0-9a-f]+", path.name)
@@ -379,7 +384,7 @@ def clean(directory: Path) -> None:
 
 
 def best(paths: list[Path], rule: Rule) -> Path | None:
-    """Returns the checkpoint with the best score, the newest of several; None where none was measured by that rule."""
+    """Returns the checkpoint with the best score, the newest of several; None: none was measured by that rule."""
     step = rule.best({step_of(path): score_of(path, rule) for path in paths})
     return next((path for path in paths if step_of(path) == step), None)
 
@@ -394,15 +399,15 @@ def score_of(path: Path, rule: Rule) -> float | None:
 def chosen(
     steps: Collection[int], wanted: int | Rule, score: Callable[[int, Rule], float | None], where: object
 ) -> int:
-    """Returns the step of the checkpoint that is wanted: that step itself, or the best by a rule.
+    """Returns the step of the wanted checkpoint: a given step, or the best by a rule.
 
     Args:
-        steps: of all checkpoints that there are.
-        score: of one of them; None: it was not measured by that rule.
-        where: they are, for the error.
+        steps: steps of all checkpoints.
+        score: returns the score of a checkpoint; None: it was not measured by that rule.
+        where: place of the checkpoints, for the error.
 
     Raises:
-        UserError: it is not there. Another one never stands in for it.
+        UserError: there is no such checkpoint. No other checkpoint replaces it.
     """
     there = f"there are {', '.join(map(str, sorted(steps)))}"
     if isinstance(wanted, int):
@@ -416,7 +421,7 @@ def chosen(
 
 
 def seal(value: dict[str, Any]) -> str:
-    """Returns the sha256 of a manifest itself, without which a flipped digit outside the checksums would go unseen."""
+    """Returns the sha256 of the manifest itself, which reveals a flipped digit outside the files' checksums."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -449,7 +454,7 @@ def _write_file(path: Path, pieces: Sequence[Any]) -> dict[str, Any]:
 
 
 def _readable(text: bytes, limit: int, name: str) -> bytes:
-    """Returns `text` if it is small enough to be read again. Raises `OSError` otherwise."""
+    """Returns `text` if it is short enough to read again. Raises `OSError` otherwise."""
     if len(text) > limit:
         raise OSError(errno.EFBIG, f"{name} would have {len(text)} bytes, and at most {limit} are read")
     return text
@@ -458,14 +463,14 @@ def _readable(text: bytes, limit: int, name: str) -> bytes:
 def tensor_file(tensors: dict[str, torch.Tensor], metadata: Mapping[str, str] = MappingProxyType({})) -> list[Any]:
     """Returns the byte pieces of a safetensors file (header, then the data of each tensor), without another copy.
 
-    The largest elements come first, so that each tensor lies at a multiple of the size of its elements. Otherwise all is in the
-    order that it was given in: what the library writes has its metadata in another one each time.
+    The largest elements come first, so that each tensor lies at a multiple of the size of its elements. Otherwise the order is that of the
+    arguments: the library writes its metadata in another order each time.
 
     Args:
         tensors: contiguous, on the CPU, of the types that a tree may hold.
 
     Raises:
-        OSError: the header is larger than what is read again.
+        OSError: the header is too large to read again.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     entries = [(name, DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.nbytes) for name, tensor in ordered]
@@ -480,11 +485,11 @@ _PLACES = ((("shared", "optimizer", "state"), ("optim",)), (("shared",), ()))
 
 
 class _Names:
-    """Names each tensor of a state in the tensor file, so that the name describes it.
+    """Names of a state's tensors in the tensor file, which describe them.
 
         model/conv1.weight                       a parameter.
-        average/conv1.weight                     the average of it.
-        optim/conv1.weight/momentum_buffer       what the optimizer keeps for it.
+        average/conv1.weight                     its average.
+        optim/conv1.weight/momentum_buffer       the optimizer's state for it.
         ranks/0/buffers/norm.running_mean        state of rank 0 alone: buffers, average_buffers, rng, losses, sync.
 
     The plain values around them keep the structure of the state, with `{"$tensor": NAME}` in the place of each tensor.

@@ -26,14 +26,14 @@ from .store import Rule, chosen
 
 SAFETENSORS = ".safetensors"
 ENVELOPES = ("state_dict", "model")
-"""Keys under which training scripts save a state dict, next to an epoch or an optimizer."""
+"""Keys of a state dict in the files of training scripts, beside an epoch or an optimizer."""
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
-    """Returns a state dict. Only tensors are read, no code, and no file takes more memory than it has bytes.
+    """Returns a state dict. Reads only tensors, no code; no file takes more memory than it has bytes.
 
     Raises:
-        UserError: the file is missing, or holds anything but named tensors: bare, or as the one state dict in an envelope.
+        UserError: the file is missing, or holds anything but named tensors, alone or as the one state dict in an envelope.
     """
     with files.reading(path), files.regular(path) as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about files that are refused a line later
@@ -93,7 +93,7 @@ def _refuse_bombs(file: BinaryIO, path: Path) -> None:
 
 
 def _names(file: BinaryIO, pickles: int) -> Iterator[str]:
-    """Yields the names in the first pickles of a file. Of all opcodes that name something, torch follows GLOBAL alone."""
+    """Yields the names in the first pickles of a file. torch follows no opcode with a name but GLOBAL."""
     for _ in range(pickles):
         for code, argument, _ in pickletools.genops(file):
             if code.name == "GLOBAL":
@@ -104,7 +104,7 @@ def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> No
     """Copies weights into a model. Names that wrappers add (`module.`, `_orig_mod.`) make no difference.
 
     Raises:
-        UserError: the weights do not fit: what torch says, and what the model advises (`misfit`). They came from `path`.
+        UserError: the weights of `path` do not fit; the message has torch's reason and the model's advice (`misfit`).
     """
     try:
         state = model.state_dict()
@@ -121,8 +121,8 @@ def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> No
 def from_run(
     run_dir: Path, warn: Callable[[str], None] = print, wanted: int | Rule | None = None
 ) -> tuple[dict[str, torch.Tensor], int, dict[str, Any]]:  # fmt: skip
-    """Returns (the weights that evaluation used, their step, `run.values`) of a checkpoint that verifies. It is the newest, that of a
-    step, or the best by a rule. Raises `UserError`; another one never stands in for the step or the best."""
+    """Returns (weights of the evaluation, their step, `run.values`) of a verified checkpoint: the newest, that of a step, or the best by
+    a rule. Raises `UserError` if there is none; no other checkpoint replaces the step or the best."""
     if wanted is None:
         path = store.newest_verified(run_dir / "checkpoints", warn)
     else:
@@ -145,7 +145,7 @@ def from_run(
 
 
 def evaluated_weights(gathered: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns the weights that evaluation used: the average where there is one, with batch statistics averaged over the ranks.
+    """Returns the weights of the evaluation: their average if there is one, with batch statistics averaged over the ranks.
 
     The names are those of a `state_dict`: a parameter that several modules share has an entry for each of its names.
     """
@@ -162,7 +162,7 @@ def write(weights: dict[str, torch.Tensor], path: Path, values: Mapping[str, Any
 
     Args:
         weights: on the CPU.
-        values: travel in the metadata of a safetensors file, as JSON, those that JSON can hold: a vocabulary, names of classes.
+        values: values for the metadata of a safetensors file, such as a vocabulary or names of classes; those that JSON can hold.
 
     Raises:
         UserError: the file exists, or cannot be written.
