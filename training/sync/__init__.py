@@ -1,4 +1,4 @@
-"""Gradient synchronisation. A strategy is one class: one of ours is a row in `STRATEGIES`, another one is named by its import path."""
+"""Gradient synchronisation. A strategy is one class: a built-in one is a row in `STRATEGIES`, and users name others by import path."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ STRATEGIES = {
     "bf16_compress": "lockstep.training.sync.buckets:Bf16Compress",
     "exact": "lockstep.training.sync.exact:Exact",
 }
-"""Imported when they are used."""
+"""Name → import path of the built-in strategies, which `build` imports on use."""
 
 
 def build(settings: Sync | str) -> GradientSync:
-    """The strategy that `settings` describe, or of that name: one of `STRATEGIES`, or `package.module:Class`.
+    """Returns the strategy that `settings` describe. A text is its name: one of `STRATEGIES`, or `package.module:Class`.
 
     Raises:
         UserError: there is no such strategy or option, or the class is no `GradientSync`, or cuts batches into parts.
@@ -45,7 +45,7 @@ def build(settings: Sync | str) -> GradientSync:
 
 
 def from_words(arguments: list[str]) -> GradientSync:
-    """The strategy that a script's command-line arguments name, NAME [OPTION=VALUE …]: `ddp find_unused=true`.
+    """Returns the strategy that a script's command-line arguments name, NAME [OPTION=VALUE …]: `ddp find_unused=true`.
 
     Raises `UserError` for a name or an option that is unknown.
     """

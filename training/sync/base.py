@@ -1,9 +1,9 @@
-"""The interface of every gradient-sync strategy, and what strategies share, such as autograd's hooks. The training loop uses nothing
-else of a strategy.
+"""The interface of every gradient-sync strategy, and common code of the strategies, such as autograd's hooks. The training loop uses
+only this interface.
 
-The loop backpropagates `local_sum * loss_factor / divisor`. It is the sum of the losses of the rank's own samples,
-divided by the size of the *global* batch (1 for a summed loss). Summed over the ranks that is the gradient of the global
-batch, however unequal the parts are.
+The loop backpropagates `local_sum * loss_factor / divisor`: the sum of the losses of the rank's own samples, divided by the size of the
+*global* batch (1 for a summed loss). The sum of these gradients over the ranks is the gradient of the global batch, however unequal
+the parts are.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ..parallel.world import World
 
 BuildOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Parameters = Collection[torch.Tensor]
-"""A set: what is looked for in it is parameters."""
+"""A set of parameters, for membership tests."""
 
 
 class NotSummed(UserError):
-    """A gradient stayed this rank's own. With `reaches_all` that of all ranks is NaN now, so that all look, and hear of it."""
+    """An error for a gradient that was not summed over the ranks. `reaches_all`: it is NaN on all ranks now, so that all ranks check."""
 
     def __init__(self, message: str, reaches_all: bool) -> None:
         super().__init__(message)
@@ -45,16 +45,16 @@ class NotSummed(UserError):
 
 class GradientSync(ABC):
     model: nn.Module
-    """The module as the user wrote it; set by `wrap`."""
+    """The user's module; `wrap` sets it."""
     world: World
-    """The ranks; set by `wrap`."""
+    """The ranks; `wrap` sets it."""
     Options: ClassVar[type[typed.Section]] = typed.Section
-    """The strategy's own settings (`sync.options`): it has none."""
+    """The strategy's own settings (`sync.options`); by default none."""
     averages_gradients: bool = False
-    """Whether it averages the ranks' gradients, as torch's DDP and FSDP do; else it sums them."""
+    """Whether the strategy averages the ranks' gradients, as torch's DDP and FSDP do; False: it sums them."""
     bytes_sent: int = 0
-    """Payload of the collectives that this rank has joined for its steps so far, in bytes. It has the gradients, and the
-    parameters if a strategy sends those, too."""
+    """Bytes of payload in the collectives that this rank has joined for its steps so far: gradients, and parameters if the strategy
+    sends those, too."""
     capturable: bool = False
     """Whether a step with this strategy can be recorded in a CUDA graph."""
     is_replicated: bool = True
@@ -62,30 +62,30 @@ class GradientSync(ABC):
     shards_gradients: bool = False
     """Whether each rank has the sum of a part of the gradients only."""
     has_memory: bool = False
-    """Whether it stores something of the gradients from step to step (`gradients_rescaled`, `forget_nonfinite`)."""
+    """Whether the strategy stores values of the gradients from step to step (`gradients_rescaled`, `forget_nonfinite`)."""
     compiles: bool = True
     """Whether a recipe may compile the network that `wrap` returns."""
     one_model: bool = False
-    """Whether a run may have one model only."""
+    """Whether a run may have only one model."""
     one_optimizer: bool = False
-    """Whether a run may have one optimizer only."""
+    """Whether a run may have only one optimizer."""
     batch_parts: order.Parts | None = None
-    """How a global batch is cut into parts that a rank computes one by one (`exact.py`); None: a rank computes its samples at once."""
+    """The parts of a global batch that a rank computes one by one (`exact.py`); None: a rank computes its samples at once."""
     watch: GradientWatch | None = None
-    """When the rank's own gradients were complete, where a strategy waits for other ranks before `synchronize`."""
+    """The times of the rank's own gradients, if the strategy waits for other ranks before `synchronize`; None: it does not."""
 
     def __init__(self, settings: Sync) -> None:
-        """Raises `UserError` for an option that the strategy does not have."""
+        """Reads the strategy's options. Raises `UserError` for an unknown option."""
         self.settings = settings
         self.options: Any = typed.build(self.Options, settings.options, f"sync {settings.name}", "sync.options.")
 
     @property
     def loss_factor(self) -> float:
-        """What the loop multiplies the loss by: the world size where the strategy averages, else 1."""
+        """The factor of the loss: the world size if the strategy averages, else 1."""
         return float(self.world.size) if self.averages_gradients else 1.0
 
     def check_summed(self, known: Parameters) -> None:
-        """Raises `UserError` for a parameter that trains and is not among these, which the strategy sums."""
+        """Raises `UserError` for a trained parameter that is not among the parameters that the strategy sums."""
         if not trains_another(self.model, set(map(id, known))):
             return
         for name, parameter in self.model.named_parameters():
@@ -100,17 +100,17 @@ class GradientSync(ABC):
 
     @abstractmethod
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:
-        """The network to call. The replicas have rank 0's parameters and buffers from here on.
+        """Returns the network to call. From now on the replicas have rank 0's parameters and buffers. Collective.
 
-        `example` is a batch that the network accepts; a strategy may run it, and leaves no trace of it. Where it is None,
-        the first batch that the network is called with serves for that.
+        `example` is a batch that the network accepts; a strategy may run it, and must leave no trace of it. None: the strategy uses the
+        first batch of the network.
 
         Raises:
-            UserError: a model, or a world, that the strategy cannot serve.
+            UserError: the strategy cannot serve this model, or this world.
         """
 
     def make_optimizer(self, build: BuildOptimizer) -> torch.optim.Optimizer:
-        """The optimizer over the model's parameters; strategies that shard it change it.
+        """Returns the optimizer over the model's parameters. Strategies that shard its state override this method.
 
         Raises:
             UserError: the strategy cannot work with this optimizer.
@@ -127,37 +127,36 @@ class GradientSync(ABC):
 
     @abstractmethod
     def accumulate(self) -> contextlib.AbstractContextManager[Any]:
-        """Backward passes inside add to the gradients and send nothing; the next one outside sends the sum."""
+        """Returns a context whose backward passes add to the gradients and send nothing. The next pass after it sends the sum."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Returns when every `.grad` that the optimizer reads is the gradient of the global batch.
+        """Makes every `.grad` that the optimizer reads the gradient of the global batch. Collective.
 
-        Called once a step, between the last `backward` and the optimizer's `step`. A parameter without a gradient on any rank
-        has none afterwards, so that the optimizer leaves it alone.
+        The loop calls it once a step, between the last `backward` and the optimizer's `step`. A parameter without a gradient on any rank
+        has none afterwards, so that the optimizer does not change it.
 
-        A NaN or an infinity in one rank's gradient of a parameter leaves its gradient non-finite on every rank that holds it.
-        So `grad_norm` shows it to all. A strategy that scales or compresses must keep the value: a maximum, a
-        clamp or a cast to integers can lose it.
+        A NaN or an infinity in one rank's gradient of a parameter must make its gradient non-finite on every rank that holds it, so that
+        `grad_norm` shows it on all ranks. A strategy that scales or compresses must keep the value: a maximum, a clamp or a cast to
+        integers can lose it.
         """
 
     def discard(self) -> None:
-        """Discards the gradients of this step, and what the strategy has stored from them.
+        """Discards the gradients of this step, and the values that the strategy has stored from them.
 
-        Called after `synchronize`, in place of the optimizer's `step`, where the gradient is not finite. What the strategy
-        remembers from step to step must be as finite afterwards as before that step.
+        The loop calls it after `synchronize`, in place of the optimizer's `step`, if the gradient is not finite. The stored values of the
+        strategy must be as finite afterwards as before the step.
         """
         self.zero_grad()
         self.forget_nonfinite()
 
     def forget_nonfinite(self) -> None:  # noqa: B027 - most strategies remember no gradients
-        """Discards what the strategy has stored from gradients that were not finite: of parameters, say, that no optimizer
-        steps now."""
+        """Discards stored values of gradients that were not finite, for example of parameters that no optimizer steps now."""
 
     # `parameters` in what follows: only the gradients of these parameters; None: of all.
 
     def gradients(self, parameters: Parameters | None = None) -> list[torch.Tensor]:
-        """The synchronised gradients, as far as this rank holds them."""
+        """Returns the synchronised gradients that this rank holds, by default of all parameters."""
         return [
             p.grad for p in self.model.parameters() if p.grad is not None and (parameters is None or p in parameters)
         ]
@@ -168,7 +167,7 @@ class GradientSync(ABC):
             torch._foreach_mul_(grads, factor)
 
     def gradients_rescaled(self, factor: float) -> None:  # noqa: B027 - most strategies remember no gradients
-        """From now on gradients are `factor` times as large (`LossScaler`): the strategy scales what it has stored of them."""
+        """Scales the stored values by `factor`: from now on gradients are `factor` times as large (`LossScaler`)."""
 
     def clip(
         self, max_norm: float, norm: torch.Tensor | None = None, parameters: Parameters | None = None
@@ -176,14 +175,14 @@ class GradientSync(ABC):
         """Scales the gradients to at most `max_norm` (L2, over all of them). Returns the norm before, a scalar tensor [].
 
         Args:
-            norm: what `grad_norm` gave, where it was called: under some strategies it is a collective.
+            norm: the result of `grad_norm`, if it was called: under some strategies it is a collective.
         """
         norm = self.grad_norm(parameters) if norm is None else norm
         self.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0), parameters)  # as nn.utils.clip_grad_norm_
         return norm
 
     def grad_norm(self, parameters: Parameters | None = None) -> torch.Tensor:
-        """The L2 norm of the gradients, a scalar tensor []. The same on every rank; not finite if any rank's gradient is not."""
+        """Returns the L2 norm of the gradients, a scalar tensor []. The same on every rank; not finite if any rank's gradient is not."""
         parts = self.gradients(parameters)
         if not self.shards_gradients:
             return nn.utils.get_total_norm(parts, foreach=True)
@@ -193,32 +192,32 @@ class GradientSync(ABC):
         return squared.sqrt()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's own state, part of the checkpoint. Collective."""
+        """Returns this rank's own state, a part of the checkpoint. Collective."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - most strategies have none
-        """Collective."""
+        """Restores this rank's own state. Collective."""
 
     def merged_state(self, states: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: ARG002 - most strategies have none
-        """Merges the saved states of all ranks into the one that every rank loads at another world size. Called on one rank only.
+        """Returns one state, merged from the saved states of all ranks, for every rank at another world size. Runs on one rank only.
 
-        What all ranks together still have to send must stay the same: one that averages takes the mean of its memories.
+        The total that all ranks still have to send must stay the same: a strategy that averages takes the mean of the ranks' memories.
         """
         return {}
 
     # The methods below are for strategies that shard the parameters or the optimizer's state.
 
     def duplicate(self) -> nn.Module:
-        """A copy of the model, laid out as the model is."""
+        """Returns a copy of the model, in the model's layout."""
         return copy.deepcopy(self.model)
 
     def full_module(self, module: nn.Module) -> nn.Module:
-        """`module` (the model or a duplicate) with full parameters, to be called by this rank alone. Collective."""
+        """Returns `module` (the model or a duplicate) with full parameters, for calls on this rank alone. Collective."""
         return module
 
     def full_parameters(self, module: nn.Module) -> dict[str, torch.Tensor] | None:
-        """The full parameters of `module` (the model or a duplicate) by name, on rank 0; elsewhere it may be None. Collective:
-        they are gathered one after the other."""
+        """Returns the full parameters of `module` (the model or a duplicate) by name, on rank 0; elsewhere perhaps None. Gathers them one
+        after the other. Collective."""
         return dict(module.named_parameters())
 
     def copy_into_shard(self, parameter: torch.Tensor, full: torch.Tensor) -> None:
@@ -226,11 +225,11 @@ class GradientSync(ABC):
         parameter.copy_(full)
 
     def parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
-        """The parameters of each group, in the order in which the whole `state_dict` numbers them."""
+        """Returns the parameters of each group, in the order of their numbers in the whole `state_dict`."""
         return [list(group["params"]) for group in optimizer.param_groups]
 
     def regroup(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-        """Gives the optimizer these groups of parameters. The settings of a group count where the optimizer has none of its number."""
+        """Sets the optimizer's groups of parameters. The settings of a group count if the optimizer has no group of its number."""
         for live, group in zip(optimizer.param_groups, groups):
             live.update({name: group[name] for name in ("params", "param_names") if name in group})
         del optimizer.param_groups[len(groups) :]
@@ -241,7 +240,7 @@ class GradientSync(ABC):
             optimizer.add_param_group({**settings, "params": params})
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """The unsharded `state_dict` of the optimizer, on the ranks and in the way of `full_parameters`."""
+        """Returns the unsharded `state_dict` of the optimizer, on the same ranks as `full_parameters`. Collective."""
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -326,35 +325,35 @@ def trains_another(model: nn.Module, ids: Container[int]) -> bool:
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that require gradients, last layers first: about the order in which backward reaches them."""
+    """Returns the parameters that require gradients, last layers first: roughly the order of the backward pass."""
     return [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
 
 
 def placed(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A view of a piece of a vector with the parameter's shape and strides: channels_last weights get gradients of the same layout. A
-    parameter with gaps in memory, such as a slice of columns, gets one without."""
+    """Returns a view of a piece of a vector with the parameter's shape and strides: channels_last weights get gradients of the same layout.
+    The view of a parameter with gaps in memory, such as a slice of columns, has no gaps."""
     like = parameter if parameter.is_contiguous() else torch.empty_like(parameter, device="meta")
     return piece.as_strided(parameter.shape, like.stride(), piece.storage_offset())
 
 
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A 1-d view of a tensor without gaps, in the order in which its elements lie in memory."""
+    """Returns a 1-d view of a tensor without gaps, in the order of its elements in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def stands_for_none(firsts: torch.Tensor) -> torch.Tensor:
-    """Whether no rank has a gradient, for each first element of a sum: it is -0.0 then (`buckets.py`)."""
+    """Returns, for each first element of a sum, whether no rank has a gradient: the element is -0.0 then (`buckets.py`)."""
     return (firsts.real == 0) & firsts.real.signbit()
 
 
 def refuse_recording(parameter: torch.Tensor, problem: str) -> None:
-    """Raises `RuntimeError` while a CUDA graph is recorded."""
+    """Raises `RuntimeError` if a CUDA graph is being recorded."""
     if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(problem)
 
 
 def nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of the tensor's elements."""
+    """Returns the bytes of the tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -363,7 +362,7 @@ Mark: TypeAlias = "float | torch.cuda.Event"
 
 
 def mark(device: torch.device) -> Mark:
-    """This point of the rank's work, to be handed to a `StepClock` later."""
+    """Returns a mark of this point of the rank's work, for a `StepClock`."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -374,8 +373,8 @@ def mark(device: torch.device) -> Mark:
 def on_grad(parameter: torch.Tensor, method: Callable[[Any], None]) -> None:
     """Calls `method(parameter)` as soon as autograd has the parameter's gradient, while the method's object lives.
 
-    Python's garbage collector does not see a tensor's hooks. Held through them, a strategy and its model would keep each
-    other for ever, and with them a process group that was destroyed.
+    Python's garbage collector does not see a tensor's hooks. With a reference in a hook, a strategy and its model would keep each other
+    alive for ever, and with them a destroyed process group.
     """
     weak = weakref.WeakMethod(method)
 
@@ -388,8 +387,8 @@ def on_grad(parameter: torch.Tensor, method: Callable[[Any], None]) -> None:
 
 
 def hooks_of(model: nn.Module) -> Iterator[tuple[int, str, bool, Any]]:
-    """Yields each hook on a parameter: its number, the parameter's name, whether it is for an accumulated gradient, and the function.
-    No other hook of the process gets the number."""
+    """Yields (number, parameter's name, whether it gets an accumulated gradient, function) of each hook on a parameter. No other hook of
+    the process gets the number."""
     for name, parameter in model.named_parameters():
         for after, hooks in enumerate((parameter._backward_hooks, parameter._post_accumulate_grad_hooks)):
             for number, hook in (hooks or {}).items():
@@ -397,22 +396,22 @@ def hooks_of(model: nn.Module) -> Iterator[tuple[int, str, bool, Any]]:
 
 
 def hooks_of_script(model: nn.Module, of_strategy: Container[int] = ()) -> Iterator[tuple[str, bool]]:
-    """The parameters with a hook that neither torch nor we nor the strategy have registered, and whether it is one for an accumulated
-    gradient."""
+    """Yields (parameter's name, whether the hook gets an accumulated gradient) of each hook that the script has registered, and not torch,
+    Lockstep or the strategy."""
     for number, name, after, hook in hooks_of(model):
         if number not in of_strategy and not is_ours(hook):
             yield name, after
 
 
 def is_ours(hook: Any) -> bool:
-    """Whether torch or we have written the function."""
+    """Returns whether torch or Lockstep defines the function."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return (getattr(hook, "__module__", None) or "").startswith(("torch.", "lockstep."))
 
 
 def is_nested_backward() -> bool:
-    """Whether a backward pass that a layer runs inside of another one has called this hook."""
+    """Returns whether this hook runs in a nested backward pass, which a layer runs inside another one."""
     frame = sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]
         if frame.f_code is BackwardCFunction.apply.__code__:
@@ -421,13 +420,13 @@ def is_nested_backward() -> bool:
 
 
 class GradientWatch:
-    """When all of this rank's own gradients had come, and where it waited for other ranks before that.
+    """The time at which all of this rank's own gradients are complete, and its waits for other ranks before.
 
-    For strategies that wait for the other ranks inside the forward or the backward pass.
-    With any other strategy the own gradients are complete when `synchronize` is called.
+    It serves strategies that wait for other ranks inside the forward or the backward pass. With any other strategy the own gradients are
+    complete at the call of `synchronize`.
 
     Args:
-        unused: some gradients may not come at all. Then the own part ends with the backward pass.
+        unused: whether some gradients may never come. Then the own part ends with the backward pass.
     """
 
     def __init__(self, world: World, unused: bool = False) -> None:
@@ -435,25 +434,25 @@ class GradientWatch:
         self._hooked: set[torch.Tensor] = set()
         self._queued = False
         self.missing: set[torch.Tensor] = set()
-        """Parameters whose gradient has not come yet in this pass."""
+        """Parameters without a gradient so far in this pass."""
         self.announced: set[torch.Tensor] | None = None
-        """Parameters whose next gradient a forward pass has announced to what sums it; None: nothing is to be announced now."""
+        """Parameters whose next gradient a forward pass has announced to the sum; None: no announcement is needed now."""
         self.past: list[torch.Tensor] = []
-        """The parameters whose gradient came first in a backward pass that nothing had announced."""
+        """The parameters whose gradient came first in a backward pass without an announcement."""
         self._is_past = False
         self.clear()
 
     def clear(self) -> None:
-        """Forgets what was noted of this step."""
+        """Forgets the records of this step."""
         self.complete: Mark | None = None
-        """When the last own gradient came."""
+        """The mark of the last own gradient; None: some gradients are missing."""
         self.waits: list[tuple[Mark, Mark]] = []
-        """Waits for other ranks, from … to …, before that."""
+        """(start, end) of each wait for other ranks before `complete`."""
         self._waits_since: list[tuple[Mark, Mark]] = []
-        """Those since then: of no interest, unless a further pass follows."""
+        """(start, end) of each wait after `complete`; they count only if a further pass follows."""
 
     def expect(self, parameters: Iterable[torch.Tensor]) -> None:
-        """A pass begins that gives each of these a gradient."""
+        """Begins a pass that gives each of these parameters a gradient."""
         self.missing = set(parameters)
         for parameter in self.missing - self._hooked:
             on_grad(parameter, self._on_grad)
@@ -494,5 +493,5 @@ class GradientWatch:
         return mark(self._world.device)
 
     def waited(self, since: Mark) -> None:
-        """The rank has waited for other ranks since then. It counts where own gradients come after it."""
+        """Records a wait for other ranks since this mark. It counts if own gradients come later."""
         self._waits_since.append((since, mark(self._world.device)))

@@ -7,8 +7,8 @@ Collectives match by their order alone, and two ranks may get their gradients in
 buckets start strictly in one order, the same on all ranks, each as soon as its gradients are complete. A bucket that is
 complete early waits for its turn, and `synchronize` sends a missing gradient as zero.
 
-A zero has a sign, and a sum is -0.0 only if all its terms are. So the first element of a gradient that did not come is sent as
--0.0, and that of every other gradient as any other number. A sum that begins with -0.0 shows that no rank has a gradient.
+A zero has a sign, and a sum is -0.0 only if all its terms are. So the first element of a missing gradient is sent as -0.0, and that of
+every other gradient as any other number. A sum that begins with -0.0 shows that no rank has a gradient.
 
     autograd has a gradient  →  on_grad (base.py)  →  Reducer.on_gradient  →  Reducer.send  →  dist.all_reduce
 
@@ -44,26 +44,26 @@ from .base import (
 
 @dataclass(slots=True, eq=False)
 class GradientBucket:
-    """Gradients that are sent together: those of one parameter, or of several that share a buffer.
+    """Gradients that one collective sends: those of one parameter, or of several that share a buffer.
 
     Args:
-        buffer: 1-d, the gradients of all `params` one after another. None: of one parameter, whose `.grad` is sent itself.
-        views: the place of each parameter's gradient in the buffer, of the parameter's shape.
+        buffer: 1-d, the gradients of all `params` one after another. None: the bucket has one parameter, and sends its `.grad`.
+        views: views of the buffer for each parameter's gradient, of the parameter's shape.
     """
 
     params: list[nn.Parameter]
     buffer: torch.Tensor | None = None
     views: list[torch.Tensor] | None = None
     missing: int = 0
-    """Parameters whose gradient is not complete yet in this step."""
+    """Number of parameters whose gradient is not complete yet in this step."""
     work: dist.Work | None = None
-    """The collective, while it is under way."""
+    """The collective under way; None: none is."""
     rounded: torch.Tensor | None = None
-    """What is sent in place of the payload, where that is another type."""
+    """The payload in the type that is sent; None: the payload itself is sent."""
     lacking: dict[nn.Parameter, int] = field(default_factory=dict)
-    """Parameters without a gradient on this rank in this step, and where each begins in the payload."""
+    """Parameter without a gradient on this rank in this step → its start in the payload."""
     starts: list[int] = field(init=False)
-    """Where each parameter's gradient begins in the payload."""
+    """Start of each parameter's gradient in the payload."""
     firsts: torch.Tensor = field(init=False)
     """The first element of each gradient in the payload."""
 
@@ -76,7 +76,7 @@ class GradientBucket:
 
     @property
     def payload(self) -> torch.Tensor:
-        """What is summed. A bucket without a buffer has it once its parameter has a gradient."""
+        """The 1-d tensor to sum. A bucket without a buffer has it once its parameter has a gradient."""
         grad = self.params[0].grad if self.buffer is None else self.buffer
         assert grad is not None
         return grad
@@ -86,7 +86,7 @@ class GradientBucket:
         return self.work is None or self.work.is_completed()
 
     def fill(self) -> None:
-        """Zeros stand for a gradient that has not come."""
+        """Puts zeros in the place of missing gradients."""
         for index, parameter in enumerate(self.params):
             if parameter.grad is None:
                 if self.views is None:
@@ -99,22 +99,21 @@ class GradientBucket:
 
 
 class SentAlready(UserError, AssertionError):
-    """A backward pass whose gradient comes too late: that of an earlier one has been sent. (Horovod's scripts expect the latter.)"""
+    """An error for a backward pass after the gradients were sent. (Horovod's scripts expect `AssertionError`.)"""
 
 
 class Reducer:
-    """Sums gradients over the ranks.
+    """The engine that sums gradients over the ranks.
 
     Args:
-        model: its parameters, or names and parameters, in the same order on all ranks. Those without `requires_grad` are left
-            alone until they have it.
-        cut: makes buckets of parameters, last layers first, in the order in which they start; by default one a parameter.
-        mean: the sum is divided by the number of ranks.
+        model: a module, or names and parameters, in the same order on all ranks. A parameter takes part once it has `requires_grad`.
+        cut: returns buckets of parameters, last layers first, in the order of their start; by default one per parameter.
+        mean: whether the sum is divided by the number of ranks.
         passes: backward passes whose gradients are added up before a parameter is sent.
         sent_as: the element type in which gradients are sent; None: their own.
-        owners: the rank of each parameter that alone gets its sum; the others are left with a partial one. None: all get it.
+        owners: parameter → the only rank that gets its sum; the others keep a partial sum. None: all ranks get it.
 
-    `backward` raises `SentAlready` where a parameter gets a gradient in more passes than that, and `UserError` for a sparse
+    `backward` raises `SentAlready` if a parameter gets a gradient in more than `passes` passes, and `UserError` for a sparse
     gradient.
     """
 
@@ -127,12 +126,12 @@ class Reducer:
         self._cut = cut or (lambda params: [GradientBucket([p]) for p in params])
         self.mean, self.passes, self.sent_as, self.owners = mean, passes, sent_as, owners
         self.weight = 1.0
-        """What this rank's gradients are multiplied with before they are summed."""
+        """Factor of this rank's gradients before the sum."""
         self.bytes_sent = 0
         self.paused_now = False
         self.names: dict[nn.Parameter, str] = {}
         self._begun = False
-        """Whether the buckets are those of this step."""
+        """Whether `_begin` has prepared the buckets for this step."""
         self._was_paused = False
         """Whether the step has several backward passes, between which a script may unfreeze a layer."""
         self._group()
@@ -142,7 +141,7 @@ class Reducer:
         return self._model.named_parameters() if isinstance(self._model, nn.Module) else self._model
 
     def _group(self) -> None:
-        """Puts what trains now into buckets, and what has trained before, as far as the model still has it."""
+        """Puts the parameters into buckets that train now, or have trained and are still in the model."""
         before = self.names
         self.names = {p: name for name, p in self._named() if p.requires_grad or p in before}
         self._ids = set(map(id, self.names))  # a tensor's own hash is a function in Python
@@ -153,13 +152,13 @@ class Reducer:
             on_grad(parameter, self.on_gradient)
 
     def _new(self) -> tuple[str, nn.Parameter] | None:
-        """The first parameter that trains and is in no bucket."""
+        """Returns the first parameter that trains and is in no bucket; None: there is none."""
         if isinstance(self._model, nn.Module) and not trains_another(self._model, self._ids):
             return None
         return next(((name, p) for name, p in self._named() if p.requires_grad and id(p) not in self._ids), None)
 
     def _begin(self) -> None:
-        """Before the first gradient of a step: a script may unfreeze, replace or add layers between two steps."""
+        """Prepares the buckets before the first gradient of a step: a script may unfreeze, replace or add layers between two steps."""
         if self._begun:
             return
         self._begun = True
@@ -176,7 +175,7 @@ class Reducer:
         return dist.get_world_size() if dist.is_initialized() else 1
 
     def reset(self) -> None:
-        """Forgets what has come. Nothing may be under way."""
+        """Forgets the gradients of the step. No collective may be under way."""
         self._started = self._finished = 0
         self._begun = self._was_paused = False
         self._passes_left = dict.fromkeys(self._bucket, self.passes)
@@ -210,7 +209,7 @@ class Reducer:
                 self._finish_next()
 
     def _accept(self, parameter: nn.Parameter) -> None:
-        """Puts the gradient into its bucket. Raises where it came too often, or cannot be summed."""
+        """Puts the gradient into its bucket. Raises if it came too often, or cannot be summed."""
         if self._passes_left[parameter] <= 0:  # the bucket is, or may be, under way
             if is_nested_backward():
                 raise UserError(
@@ -225,7 +224,7 @@ class Reducer:
         self._place(parameter)
 
     def _place(self, parameter: nn.Parameter) -> None:
-        """Puts the gradient into its bucket. Raises where it cannot be summed."""
+        """Puts the gradient into its bucket. Raises if it cannot be summed."""
         grad, view = parameter.grad, self._view.get(parameter)
         assert grad is not None
         if grad.is_sparse:
@@ -235,7 +234,7 @@ class Reducer:
             parameter.grad = view
 
     def send(self, bucket: GradientBucket) -> dist.Work | None:
-        """Starts the collective of a bucket that is complete on this rank. None where there is no other rank."""
+        """Starts the collective of a bucket that is complete on this rank. Returns None if there is no other rank."""
         if self.weight != 1.0:
             bucket.payload.mul_(self.weight)
         if self.size == 1:
@@ -268,7 +267,7 @@ class Reducer:
             bucket.payload.mul_(1.0 / self.size)
 
     def synchronize(self) -> None:
-        """Sends the buckets that have not been sent, with zero for missing gradients; returns when all sums are complete."""
+        """Sends the remaining buckets, with zeros for missing gradients, and waits until all sums are complete. Collective."""
         self._begin()
         if self._was_paused and (new := self._new()):
             raise UserError(
@@ -288,7 +287,7 @@ class Reducer:
         self.reset()
 
     def _leave_out(self) -> None:
-        """Parameters that no rank has a gradient of have none. Waits for the device where this rank lacks one."""
+        """Sets the gradient of parameters to None if no rank has one. Waits for the device if this rank lacks a gradient."""
         lacking = [parameter for bucket in self.buckets for parameter in bucket.lacking]
         if lacking and self.size > 1:
             sums = [in_memory(b.payload)[list(b.lacking.values())] for b in self.buckets if b.lacking]
@@ -301,7 +300,7 @@ class Reducer:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Backward passes inside add to the gradients and send nothing."""
+        """Makes backward passes in the block add to the gradients and send nothing."""
         before, self.paused_now = self.paused_now, True  # may be nested
         try:
             yield
@@ -310,7 +309,7 @@ class Reducer:
 
 
 class Bucketed(GradientSync):
-    """A strategy whose gradients a `Reducer` sums. `wrap` or `make_optimizer` sets it."""
+    """A strategy whose gradients a `Reducer` sums. `wrap` or `make_optimizer` sets the reducer."""
 
     reducer: Reducer
 
@@ -359,7 +358,7 @@ class Flat(Bucketed):
         return buckets
 
     def groups(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """The parameters that share a buffer, each group of one element type."""
+        """Returns the groups of parameters that share a buffer, each of one element type."""
         return [[p for p in params if p.dtype == dtype] for dtype in dict.fromkeys(p.dtype for p in params)]
 
     def gradients(self, parameters: Parameters | None = None) -> list[torch.Tensor]:
@@ -379,16 +378,16 @@ class Bf16Compress(Flat):
 
 
 LAST_BYTES = 1e6
-"""Most bytes of the last bucket, unless it is one larger parameter: no computation is left to overlap with its sum."""
+"""Most bytes of the last bucket, unless it is one larger parameter: no computation remains to overlap with its sum."""
 
 
 def cut(
     flat: torch.Tensor, params: list[nn.Parameter], min_bytes: float, small_last: bool = True
 ) -> list[GradientBucket]:
-    """Buckets over the gradients of `params` in `flat` (1-d), each of at least `min_bytes` but the last two.
+    """Returns buckets over the gradients of `params` in `flat` (1-d), each of at least `min_bytes` except the last two.
 
     Args:
-        small_last: keep the last bucket small, because the backward pass reaches its parameters last. The bucket before it
+        small_last: whether to keep the last bucket small, because the backward pass reaches its parameters last. The bucket before it
             holds the rest.
     """
     least, last = (size / flat.element_size() for size in (min_bytes, min(LAST_BYTES, min_bytes)))

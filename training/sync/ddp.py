@@ -24,10 +24,10 @@ _LOCAL_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _NEW else "broadcast
 
 
 class _Network(DistributedDataParallel):
-    """Gives the parameters, buffers and modules by the names of the network that it wraps.
+    """torch's DDP, with parameters, buffers and modules under the names of the wrapped network.
 
-    By these a script chooses what to freeze, and the groups of its optimizer. The state dict is that of torch's DDP, so that a module that
-    holds the network loads what it has saved.
+    By these names a script selects layers to freeze, and the groups of its optimizer. The state dict is that of torch's DDP, so that a
+    module that contains the network can load its own saved state.
     """
 
     def named_parameters(self, *args: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -59,7 +59,7 @@ class Ddp(GradientSync):
     averages_gradients = True
     watch: GradientWatch
     _warm = False
-    """The ranks' first backward passes, after which DDP orders its buckets anew, are over."""
+    """Whether the ranks' first backward pass is over, after which DDP reorders its buckets."""
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:
         self.model, self.world = model, world
@@ -86,7 +86,7 @@ class Ddp(GradientSync):
         return self.network
 
     def _announce(self, *_: Any) -> None:
-        """DDP sums the gradients of one backward pass after this. Those of any other it leaves to the rank, without a word."""
+        """Announces a forward pass: DDP sums the gradients of one backward pass after it, and silently leaves out those of other passes."""
         if torch.is_grad_enabled() and self.network.require_backward_grad_sync:
             self.watch.announced = set(self._names)
 
@@ -102,8 +102,8 @@ class Ddp(GradientSync):
     def _warm_up(self, *args: Any, **named: Any) -> None:
         """Runs one backward pass with these arguments of the network, and restores buffers and gradients.
 
-        torch orders its buckets anew after the first backward pass, and with them the order of summation. Without this
-        a resumed run's first step sums in another order than the uninterrupted run's.
+        torch reorders its buckets after the first backward pass, and with them the order of summation. Without this pass a resumed
+        run's first step sums in another order than the uninterrupted run's.
         """
         announced, self.watch.announced = self.watch.announced, set(self._names)
         with undisturbed(self.model):
@@ -180,8 +180,8 @@ class Ddp(GradientSync):
 
 
 def _match_strides_of_gradient(parameter: nn.Parameter) -> None:
-    """The same memory of a filter with one input channel has two valid strides, contiguous and channels_last, and a
-    convolution's gradient comes with the latter. Where both are equal, DDP neither copies the gradient nor warns."""
+    """Gives a filter with one input channel the strides of its gradient, so that DDP neither copies the gradient nor warns. The same memory
+    has two valid strides, contiguous and channels_last, and a convolution's gradient has the latter."""
     if parameter.ndim == 4 and parameter.shape[1] == 1 and parameter.is_contiguous():
         strides = torch.empty(parameter.shape, device="meta", memory_format=torch.channels_last).stride()
         parameter.data = parameter.data.as_strided(parameter.shape, strides)

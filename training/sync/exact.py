@@ -2,9 +2,9 @@
 
 Each global batch is cut into parts (`data/order.py`), whose number and sizes do not depend on the ranks. A rank computes the parts of its
 contiguous range one by one, each from the same weights, batch statistics and generators (`run/logical_workers.py`). It takes each
-part's gradient out of `.grad`. The parts are added up in a fixed binary tree (`tree.py`), in float32, or float64 if the weights are. A
-rank adds up its whole nodes. Of the rest each rank adds up one chunk of all parameters: the ranks exchange chunks all to all, and then
-gather the sums. If the ranks divide the parts evenly by a power of two, these are the bytes of a ring's all-reduce.
+part's gradient out of `.grad`. A fixed binary tree (`tree.py`) adds up the parts, in float32, or float64 if the weights are. A rank adds
+up its whole nodes. For the other nodes each rank adds up one chunk of all parameters: the ranks exchange chunks all to all, and then
+gather the sums. If the ranks divide the parts evenly by a power of two, the bytes are those of a ring's all-reduce.
 
 The idea of logical workers is that of M. Li et al., "EasyScale: Elastic Training with Consistent Accuracy and Improved Utilization on
 GPUs" (SC 2023). The tree makes the sum independent of which rank holds which part, in memory that grows with its depth alone.
@@ -30,18 +30,18 @@ from .tree import Node, Tree, whole_nodes
 
 @functools.lru_cache(maxsize=64)  # of the few sizes of a run's batches; every sum of a step asks for it
 def nodes_of_ranks(parts: int, size: int) -> tuple[tuple[Node, ...], ...]:
-    """The nodes that each of `size` ranks hands on, where they share so many parts."""
+    """Returns, for each of `size` ranks, the nodes of the tree over `parts` parts that the rank sends."""
     ranges = (order.bounds(parts, rank, size) for rank in range(size))
     return tuple(tuple(whole_nodes(parts, *bounds)) for bounds in ranges)
 
 
 def capturing(tensor: torch.Tensor) -> bool:
-    """Whether operations are being recorded on its device, so that the host cannot look at it."""
+    """Returns whether a recording is under way on the tensor's device, so that the host cannot read the tensor."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class TreeSum:
-    """The sum of a vector over the parts of a batch: of those of all ranks, from those that each rank has.
+    """The sum of a vector over the parts of a batch, from the parts that each rank has.
 
     Args:
         length: elements of the vector.
@@ -50,7 +50,7 @@ class TreeSum:
     def __init__(self, length: int, dtype: torch.dtype, world: World) -> None:
         self.length, self.world = length, world
         self._size = 0
-        """Ranks of the sum under way."""
+        """Number of ranks in the sum under way."""
         self._chunk = 0
         self._dtype = dtype
         self._free: list[torch.Tensor] = []
@@ -58,13 +58,13 @@ class TreeSum:
         self.parts = self.bytes_sent = 0
 
     def begin(self, parts: int) -> None:
-        """A new sum, over so many parts."""
+        """Begins a new sum over this number of parts."""
         if self._size != self.world.size:
             self._size, self._chunk, self._free = self.world.size, -(-self.length // self.world.size), []
         self._tree, self.parts = Tree(parts, self._add), parts
 
     def release(self) -> None:
-        """What the last sum gave is no longer needed: its memory may be used again."""
+        """Releases the memory of the last sum for reuse."""
         if self._tree is not None:
             if self._size == self.world.size:
                 self._free += [value for _, value in self._tree.nodes]
@@ -76,18 +76,18 @@ class TreeSum:
         return left
 
     def leaf(self) -> torch.Tensor:
-        """Zeros [length, and what makes it divisible] for the vector of the next part."""
+        """Returns zeros [length, padded to a multiple of the ranks] for the vector of the next part."""
         if self._free:
             return self._free.pop().zero_()
         return torch.zeros(self._chunk * self._size, dtype=self._dtype, device=self.world.device)
 
     def add(self, part: int, leaf: torch.Tensor) -> None:
-        """The vector of a part. The parts of a rank come in order."""
+        """Adds the vector of a part, and keeps its memory. The caller must add the parts of a rank in order."""
         assert self._tree is not None
         self._tree.push((0, part), leaf)
 
     def finish(self) -> torch.Tensor:
-        """The sum [length, and what makes it divisible], good until `release`. Collective."""
+        """Returns the sum [length, padded to a multiple of the ranks], valid until `release`. Collective."""
         tree, world = self._tree, self.world
         assert tree is not None
         if world.size == 1:
@@ -130,7 +130,7 @@ _SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class Exact(GradientSync):
-    """Parts, one by one, and their sum in a fixed tree. Of a parameter that no part used, no rank has a gradient."""
+    """The strategy of parts, computed one by one and summed in a fixed tree. A parameter that no part used has no gradient."""
 
     Options = Options
     capturable = True
@@ -139,12 +139,12 @@ class Exact(GradientSync):
         super().__init__(settings)
         self.batch_parts = order.Parts(self.options.parts, self.options.min_part)
         self._in_parts = False
-        """Parts of this step were begun."""
+        """Whether `begin_parts` has begun the parts of this step; `apply` clears it."""
         self._grouped: list[int] = []
         """The `id` of each parameter in the groups, in order."""
         self._groups: list[_Group] = []
         self._sent = 0
-        """Bytes that groups before these have sent."""
+        """Bytes that earlier groups have sent."""
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:  # noqa: ARG002 - nothing to warm up
         if is_compiled(model):
@@ -157,7 +157,7 @@ class Exact(GradientSync):
         return model
 
     def _group(self) -> None:
-        """Puts together what is trained now: a script may freeze parameters, and unfreeze them, between two steps."""
+        """Groups the parameters that train now: a script may freeze and unfreeze parameters between two steps."""
         params = trainable(self.model)
         if [*map(id, params)] == self._grouped:
             return
@@ -184,7 +184,7 @@ class Exact(GradientSync):
             group.sum.release()
 
     def begin_parts(self, count: int) -> None:
-        """A step over so many parts begins."""
+        """Begins a step over this number of parts."""
         self._in_parts = True
         self._group()
         for group in self._groups:
@@ -196,16 +196,16 @@ class Exact(GradientSync):
         return any(p.grad is not None for group in self._groups for p in group.params)
 
     def accumulate_part(self, part: int) -> None:
-        """Takes the gradients away, which are those of this part of the batch alone."""
+        """Moves the gradients of this part into its sums, so that `.grad` is None for the next part."""
         for group in self._groups:
             group.sum.add(part, group.collect())
 
     def collect(self) -> list[torch.Tensor]:
-        """Returns what `accumulate_part` adds to the sums of a part, for `put`. A recorded part ends with it."""
+        """Returns the vectors of a part that `accumulate_part` adds to the sums, for `put`. A recorded part ends with this call."""
         return [group.collect() for group in self._groups]
 
     def put(self, part: int, collected: list[torch.Tensor]) -> None:
-        """Adds what `collect` has given, of which it makes a copy, to the sums of this part."""
+        """Adds copies of the tensors of `collect` to the sums of this part. The next replay overwrites those tensors."""
         for group, leaf in zip(self._groups, collected, strict=True):
             group.sum.add(part, group.sum.leaf().copy_(leaf))
 
@@ -216,13 +216,14 @@ class Exact(GradientSync):
         self.apply(iter(self.reduce()))
 
     def reduce(self) -> list[torch.Tensor]:
-        """The first half of `synchronize`: the sums over the parts of all ranks. Collective."""
+        """Returns the sums over the parts of all ranks: the first half of `synchronize`. Collective."""
         return [group.sum.finish() for group in self._groups]
 
     def apply(self, sums: Iterator[torch.Tensor]) -> None:
-        """The second half: makes gradients of what `reduce` has given on any rank, and takes as many of them. It may change the tensors.
+        """Sets the gradients from the sums that `reduce` has returned on any rank: the second half of `synchronize`.
 
-        In a recording it makes those that it made last.
+        It takes one tensor per group from the iterator, and may change them. In a recording it sets the gradients of the same parameters
+        as in the last step whose sums the host has read.
         """
         self._in_parts = False
         for group in self._groups:
@@ -230,13 +231,13 @@ class Exact(GradientSync):
 
 
 class _Group:
-    """Parameters whose gradients are added up in one type: their places in one vector, and for each how many parts have used it."""
+    """Parameters whose gradients are summed in one type: a vector of their gradients, and for each the number of parts that used it."""
 
     def __init__(self, params: list[nn.Parameter], dtype: torch.dtype, world: World) -> None:
         self.params, self._count = params, sum(p.numel() for p in params)
         self.sum = TreeSum(self._count + len(params), dtype, world)
         self._used = [1.0] * len(params)
-        """By how many parts, in the last step whose sums the host has read."""
+        """For each parameter the number of parts that used it, in the last step whose sums the host has read."""
 
     def _places(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Returns the place of each gradient in the vector, laid out as its parameter."""
@@ -245,7 +246,7 @@ class _Group:
 
     @torch.no_grad()
     def collect(self) -> torch.Tensor:
-        """Moves the gradients of a part to a leaf. Zeros stand for one that is missing."""
+        """Moves the gradients of a part to a leaf, which it returns. Zeros replace a missing gradient."""
         leaf = self.sum.leaf()
         # A sum over parts that name different rows is no longer sparse.
         places = zip(self.params, self._places(leaf))

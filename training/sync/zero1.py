@@ -17,11 +17,11 @@ from .buckets import Flat
 
 
 class Zero1(Flat):
-    """The optimizer's state sharded over the ranks: each keeps, and updates, its own part of the parameters.
+    """The strategy with a sharded optimizer state: each rank keeps and updates its own part of the parameters.
 
-    The gradients of a part are summed on its owner alone, while the backward pass still runs. The owner updates its
-    parameters and sends them to the others. A ring moves as many bytes for this as for one all-reduce. The checkpoint holds
-    the full state in the layout of the plain optimizer, so it loads at any world size.
+    Only the owner of a part gets the sum of its gradients, while the backward pass still runs. The owner updates its parameters and sends
+    them to the others. A ring moves as many bytes for this as for one all-reduce. The checkpoint holds the full state in the layout of
+    the plain optimizer, so it loads at any world size.
 
     After S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), stage 1.
     """
@@ -94,7 +94,7 @@ class Zero1(Flat):
 
     @torch.no_grad()
     def _broadcast_parameters(self) -> None:
-        """Every owner sends its parameters to the others."""
+        """Sends every owner's parameters to the other ranks. Collective."""
         if self.world.size == 1:
             return
         broadcasts = []
@@ -145,7 +145,7 @@ class Zero1(Flat):
 
 
 def _assign_owners(params: list[nn.Parameter], size: int) -> dict[nn.Parameter, int]:
-    """Parameter → owner. Each rank owns a contiguous stretch, so that the first stretch is complete early in backward."""
+    """Returns parameter → owner. Each rank owns a contiguous stretch, so that the first stretch is complete early in backward."""
     total, before, owner = max(sum(p.numel() for p in params), 1), 0, {}
     for parameter in params:
         owner[parameter] = min((2 * before + parameter.numel()) * size // (2 * total), size - 1)
@@ -154,9 +154,9 @@ def _assign_owners(params: list[nn.Parameter], size: int) -> dict[nn.Parameter, 
 
 
 def combines(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a parameter's step depends on other parameters, as where the optimizer looks at the norm of all gradients.
+    """Returns whether a parameter's step depends on other parameters, for example by the norm of all gradients.
 
-    Two small parameters are stepped together, and one of them alone. An optimizer that cannot be made by its defaults is trusted.
+    The function steps two small parameters together, and one of them alone. It trusts an optimizer that cannot be made by its defaults.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         return True
@@ -169,7 +169,7 @@ def combines(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, like: torch.Tensor, count: int, drawing: RngScope) -> torch.Tensor:
-    """The first of `count` small parameters after a few steps of such an optimizer; the gradients of the others are large."""
+    """Returns the first of `count` small parameters after a few steps of such an optimizer; the others have large gradients."""
     params = [nn.Parameter(like.new_ones(4, 4) * (number + 1)) for number in range(count)]
     probe = type(optimizer)(params, **optimizer.defaults)
     for step in range(1, 4):
