@@ -1,7 +1,7 @@
 """python -m lockstep.training launch [--ranks N] [--nodes N|MIN:MAX] … run RECIPE …   |   launch … -- COMMAND …
 
-PID 1 of a node: starts the ranks, and starts them again where one has failed. Signals reach the ranks, every line of output carries
-its rank, and the exit code says what the cluster should do next.
+The launcher is PID 1 of a node: it starts the ranks, and restarts them if one fails. It forwards signals to the ranks and prefixes each
+line of output with its rank. Its exit code tells the cluster what to do next.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, nodes: Meeting, attempts: Attempts, hangs: Hangs) -> tuple[int, bool, bool]:
-    """Returns the exit code of the ranks, whether another node has ended the job with this code, and whether this node leaves first.
-    If another node has, no cluster shall start this node again. Raises `NotMet`."""
+    """Returns (exit code of the ranks, whether another node has ended the job with this code, whether this node leaves first). If another
+    node has ended the job, no cluster may restart this node. Raises `NotMet`."""
 
     def final(code: int) -> bool:
         return code == EXIT_FAILED and attempts.used >= args.max_restarts
@@ -146,7 +146,7 @@ def _run(args: argparse.Namespace, nodes: Meeting, attempts: Attempts, hangs: Ha
 
 
 def _parse(argv: list[str], env: Mapping[str, str]) -> argparse.Namespace:
-    """Returns the flags, with the `command` of a rank and the number of `ranks`; whether the ranks are `ours`. Raises `UserError`."""
+    """Returns the flags, with the `command` of a rank, the number of `ranks`, and whether the ranks are `ours`. Raises `UserError`."""
     parser = Parser(
         prog=f"{PROGRAM} launch", description="Starts the ranks of this node and waits for their end.",
         epilog="COMMAND is `run RECIPE …` (any `python -m lockstep.training` command), or `-- PROGRAM …` for your own program.",
@@ -209,7 +209,7 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> argparse.Namespace:
 
 
 def _node_range(text: str) -> tuple[int, int]:
-    """`--nodes`: a number, or MIN:MAX. Raises `UserError`."""
+    """Returns (least, most) nodes of `--nodes`: a number, or MIN:MAX. Raises `UserError`."""
     match = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", text)
     if not match or int(match[2] or match[1]) < int(match[1]):
         raise UserError(f"--nodes must be a number, or MIN:MAX with MIN ≤ MAX; got {text!r}")
@@ -217,7 +217,7 @@ def _node_range(text: str) -> tuple[int, int]:
 
 
 def _meeting(args: argparse.Namespace, secret: str) -> Meeting:
-    """Returns how the nodes meet, from the launcher's flags. Raises `UserError`."""
+    """Returns the rendezvous of the nodes, from the launcher's flags. Raises `UserError`."""
     low, high = _node_range(args.nodes)
     if high == 1:
         return Meeting("", "", uuid.uuid4().hex, "127.0.0.1", 1, 1, args.join_timeout, host=True)
@@ -246,7 +246,7 @@ def _endpoint(env: Mapping[str, str]) -> str:
 
 
 def node_address(env: Mapping[str, str], host: str) -> str:
-    """The host name, in the master's domain where that has one: TrainJob's pods know each other as `host.job` only."""
+    """Returns the host name, in the master's domain if it has one: TrainJob's pods know each other only as `host.job`."""
     master, _, domain = env.get("PET_MASTER_ADDR", "").partition(".")
     return f"{host}.{domain}" if domain and not master.isdigit() and "." not in host else host
 
@@ -256,7 +256,7 @@ def _serves(env: Mapping[str, str]) -> bool | None:
 
 
 def rank_count(text: str, command: list[str]) -> int:
-    """`--ranks`: a number, or `auto` for the visible GPUs, else 2. Raises `UserError`."""
+    """Returns the number of ranks of `--ranks`: a number, or `auto`, the visible GPUs or else 2. Raises `UserError`."""
     if text == "auto":
         return ("device=cpu" not in command and torch.cuda.device_count()) or 2
     if not re.fullmatch(r"[1-9]\d{0,3}", text):
@@ -265,7 +265,7 @@ def rank_count(text: str, command: list[str]) -> int:
 
 
 def _why_not(program: str) -> str:
-    """Why a program cannot be started, and what to do."""
+    """Returns why a program cannot be started, and the remedy."""
     if not os.path.isfile(program):
         return f"there is no program {program!r}"
     if os.access(program, os.X_OK):
@@ -275,10 +275,11 @@ def _why_not(program: str) -> str:
 
 
 def _conclude(note: Path, tells: bool) -> None:
-    """Counts what came after the last line of rank 0 in the time of the run that it has noted there, if it was on this node.
+    """Adds the time after rank 0's last line to the account of the run that rank 0 has noted, if rank 0 was on this node.
 
     Args:
-        tells: say what is saved of the run.
+        note: file in which rank 0 has noted the run directory.
+        tells: whether to print the saved state of the run.
     """
     with contextlib.suppress(OSError):
         run = Path(os.fsdecode(note.read_bytes()))

@@ -1,13 +1,13 @@
-"""The launcher that decides for all nodes: of the only node, or of the one that serves the rendezvous.
+"""The launcher that decides for all nodes: that of the only node, or of the node that serves the rendezvous.
 
-It serves the ranks' store, where it records which ranks have ended, and how. If one fails, all end, and start again from the last
-checkpoint, as often as `--max-restarts` allows. If a node joins an elastic job, all start again, too, uncounted. No node leaves before the
-ranks of all have ended: a cluster ends a job with the first node that leaves, and removes the others.
+It serves the ranks' store, where it records which ranks have ended, and how. If one rank fails, all end, and restart from the last
+checkpoint, as often as `--max-restarts` allows. If a node joins an elastic job, all restart, too, uncounted. No node leaves before the
+ranks of all nodes have ended: a cluster ends a job with the first node that leaves, and removes the others.
 
 Under `launch --live` the other ranks continue if a rank or a node is lost. A rank is lost if a signal that its launcher did
-not send has ended it. It is also lost if it stands stopped while others run, if a signal to it alone asks it to leave, or with its node.
+not send has ended it. It is also lost if it is stopped while others run, if a signal to it alone asks it to leave, or with its node.
 Its launcher kills its process group, whose data loaders hold its sockets. This launcher writes the remaining ranks into the ranks' store:
-a *generation*. The ranks regroup by it (`parallel/live.py`). All else that happens to a rank is as without `--live`.
+a *generation*. The ranks regroup by it (`parallel/live.py`). Every other end of a rank has the same effect as without `--live`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from .workers import Interrupted, WorkerGroup
 
 
 class Coordinator(WorkerGroup):
-    """Says which ranks there are.
+    """The worker group of the first node, which decides which ranks run.
 
     Args:
-        store: in which the nodes meet.
+        store: the store of the rendezvous.
     """
 
     index = 0
@@ -46,16 +46,16 @@ class Coordinator(WorkerGroup):
         super().__init__(args, meeting, attempts, hangs)
         self._nodes = Nodes(store, meeting, ranks=args.ranks, lost_seconds=args.lost_seconds)
         self._waits = True
-        """Not all ranks are there."""
+        """Whether some ranks are still missing."""
         self._stops = False
-        """All are about to end, and perhaps to start again."""
+        """Whether all ranks are about to end, and perhaps to restart."""
         self._for_all = False
-        """A signal that ends the ranks was for all."""
+        """Whether a signal that ends the ranks was for all of them."""
         self._id = uuid.uuid4().hex
-        """Tells its rounds from those of a launcher that it replaces."""
+        """The id that distinguishes the rounds of this launcher from those of a launcher that it replaces."""
 
     def run(self) -> dict[int, int]:
-        """Returns when the ranks have ended for good: rank → exit code, of those that failed.
+        """Runs the ranks until they have ended for good. Returns rank → exit code of the failed ranks.
 
         Raises:
             OSError: a rank cannot be started.
@@ -81,11 +81,11 @@ class Coordinator(WorkerGroup):
             self._end_all()
 
     def part(self, code: int, final: bool, codes: Iterable[int]) -> Ending:
-        """Tells the other nodes how the job has ended.
+        """Announces the end of the job to the other nodes. Returns the announcement.
 
         Args:
-            codes: the ranks that failed. The node of the first of them leaves first, else this node. Clusters end a job with the first
-                node that leaves, and remove the others' logs.
+            codes: the failed ranks. The node of the first failed rank leaves first, else this node. Clusters end a job with the first node
+                that leaves, and remove the others' logs.
         """
         first = next((self._nodes.slots.index(self._slot(rank)) for rank in sorted(codes)), 0)
         ending = Ending(code=code, final=final, first=first)
@@ -113,13 +113,13 @@ class Coordinator(WorkerGroup):
         self._end_if_signalled()
         ranks = size(self._nodes.slots)
         self._running = {rank: WorkerId(rank) for rank in range(ranks)}
-        """The ranks that train, and those that are about to."""
+        """Rank → its process, of the ranks that train or are about to."""
         self._spares: dict[int, WorkerId] = {}
-        """Replacements of lost ranks that the others have not admitted yet."""
+        """Rank → its replacement, which the others have not admitted yet."""
         self._counted = False
-        """The newest loss of this start has counted as a restart: where the others cannot continue after it, it is not another one."""
+        """Whether the newest loss has counted as a restart. If the others cannot continue after it, the loss does not count again."""
         self._regroups = False
-        """All end, and start again, as a node has come."""
+        """Whether all ranks end and restart because a node has joined."""
         self._some_done = self._for_all = False
         self._started_after = self.attempts.times
         self._generation = self._replacements = self._admissions = 0
@@ -127,9 +127,9 @@ class Coordinator(WorkerGroup):
         self._ending, self._answered = False, 0
         self._asked, self._leave = dict[int, float](), dict[int, str]()
         self._with_nodes: dict[int, str] = {}
-        """Ranks that were lost with their nodes: a sentence about that."""
+        """Rank that was lost with its node → a sentence about the loss."""
         self._overdue: set[int] = set()
-        """Ranks that were killed because the grace was over."""
+        """Ranks that were killed at the end of the grace period."""
         self._store = stores.tcp_store(self.meeting.address, 0, serves=True, seconds=STORE_SECONDS)
         self._store.set(stores.NODES, json.dumps([slot.ranks for slot in self._nodes.slots]))
         self._begin()
@@ -142,10 +142,10 @@ class Coordinator(WorkerGroup):
             raise Interrupted(ends[0])
 
     def _announce(self, over: bool = False) -> None:
-        """Has the processes run that are wanted, and no others, on all nodes.
+        """Announces the processes that must run on all nodes, and starts and kills those of this node.
 
         Args:
-            over: all ranks are to end.
+            over: whether all ranks must end.
         """
         workers = [] if over else [*self._running.values(), *self._spares.values()]
         self._sent_signal = self.signalled
@@ -164,14 +164,14 @@ class Coordinator(WorkerGroup):
 
     @property
     def _ending_signal(self) -> int:
-        """The signal that ends the job, if one does."""
+        """The signal that ends the job; 0: there is none."""
         return self.signalled or (signal.SIGTERM if self._ending else 0)
 
     def _slot(self, rank: int) -> NodeSlot:
         return next(slot for slot in self._nodes.slots if rank in slot.span)
 
     def _replace(self, ranks: Iterable[int]) -> None:
-        """Has a process started in the place of each of these, which the others admit when it is prepared. It counts as one restart."""
+        """Starts a replacement for each of these ranks, which the others admit once it is prepared. Counts one restart for all."""
         if self.attempts.left <= 0 or self.signalled is not None:
             return
         self.attempts.restarted()
@@ -181,7 +181,7 @@ class Coordinator(WorkerGroup):
             self._spares[rank] = WorkerId(rank, self._replacements)
 
     def _admit(self) -> None:
-        """Where the ranks ask for replacements, those that are prepared are among them from here on."""
+        """Admits the prepared replacements, if the ranks ask for them."""
         key = stores.admission(self._admissions + 1)
         if not self._generation or not self._store.check([key]):
             return
@@ -209,7 +209,7 @@ class Coordinator(WorkerGroup):
         return f"{len(self._running)} of {size(self._nodes.slots)}"
 
     def _watch(self) -> dict[int, int]:
-        """Returns when all ranks have ended well, or what is left of them has to end: rank → exit code, of those that failed."""
+        """Watches until all ranks have succeeded, or the remaining ones must end. Returns rank → exit code of the failed ranks."""
         live = self.args.live
         while self._running:
             if not live and not self._some_done and self.signalled is None and self._nodes.more:
@@ -241,7 +241,7 @@ class Coordinator(WorkerGroup):
         return {}
 
     def _without_nodes(self, events: NodeEvents, reasons: list[str]) -> dict[int, int]:
-        """Returns the ranks of nodes that are lost: rank → a code for that. Adds to the reasons."""
+        """Returns rank → code of the ranks on lost nodes. Adds to `reasons`."""
         codes: dict[int, int] = {}
         for node in events.lost:
             slot = node.slot
@@ -266,11 +266,11 @@ class Coordinator(WorkerGroup):
         return codes
 
     def _answer_those_who_leave(self, others_signalled: bool) -> None:
-        """A rank that a signal has reached trains on until it hears whether all end, or it alone. All do where the signal was for all, or
+        """Tells ranks with a signal whether all ranks end, or they alone; they train until then. All end if the signal was for all, or if
         the others could not continue.
 
         Args:
-            others_signalled: the launcher of another node has handed on a signal for all.
+            others_signalled: whether another node's launcher has forwarded a signal for all.
         """
         if self._ending:
             return
@@ -293,7 +293,7 @@ class Coordinator(WorkerGroup):
         self._store.set(stores.ENDING, "1")
 
     def _take_newcomers(self) -> None:
-        """Gives the slot of a node that is lost to one that has come since."""
+        """Gives the slots of lost nodes to nodes that have come since."""
         while (
             self._generation and self.signalled is None and self.attempts.left > 0
             and (slot := self._nodes.newcomer()) is not None
@@ -303,7 +303,7 @@ class Coordinator(WorkerGroup):
             self._announce()
 
     def _why_not(self, remaining: int) -> str:
-        """Returns why so many ranks cannot continue without the others; "": they can."""
+        """Returns why this number of ranks cannot continue without the others; "": they can."""
         if not self.args.live:
             return "there is no --live"
         if not self._store.check([stores.ready(rank) for rank in range(size(self._nodes.slots))]):
@@ -313,7 +313,7 @@ class Coordinator(WorkerGroup):
         return "others have ended" if self._some_done else ""
 
     def _continue(self, lost: Iterable[int], with_nodes: Iterable[int], reasons: list[str]) -> bool:
-        """Has the others continue without these ranks, and those lost with their nodes. Returns False where they cannot, and says why."""
+        """Makes the others continue without these lost ranks. Returns False, and reports the reason, if they cannot."""
         if not self.args.live:
             return False
         if why := self._why_not(len(self._running)):
@@ -328,7 +328,7 @@ class Coordinator(WorkerGroup):
         return True
 
     def _look(self) -> tuple[dict[int, tuple[int, bool]], NodeEvents]:
-        """Returns the ranks that have ended: rank → exit code, and whether by a signal that was handed on. And what is new elsewhere."""
+        """Returns (rank → (exit code, whether a forwarded signal ended it) of ranks that have ended, events on the other nodes)."""
         here, events = self._ended(), self._nodes.look()
         if events.signalled and not self.args.live and self.signalled is None:
             end = self._over if events.signalled == signal.SIGALRM else self._forward
@@ -351,9 +351,9 @@ class Coordinator(WorkerGroup):
         return ended, events
 
     def _stopped(self, elsewhere: list[int]) -> dict[int, int]:
-        """Returns the ranks that have stood stopped for too long, while others ran: rank → the code for that.
+        """Returns rank → code of the ranks that were stopped for too long while others ran.
 
-        Time in which this process is stopped itself does not count.
+        Time in which this process itself is stopped does not count.
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, 4 * NODE_LOOK_SECONDS), now
@@ -367,7 +367,7 @@ class Coordinator(WorkerGroup):
         return dict.fromkeys(late, -signal.SIGSTOP)
 
     def _end(self, failed: Mapping[int, int]) -> dict[int, int]:
-        """Ends the ranks that run: rank → exit code, of those that fail at it."""
+        """Ends the running ranks. Returns rank → exit code of those that fail."""
         codes: dict[int, int] = {}
         self._stops = True
 
@@ -402,12 +402,12 @@ class Coordinator(WorkerGroup):
         return {rank: code for rank, code in codes.items() if code}
 
     def _start_again(self, codes: Mapping[int, int], failed: Container[int], left: int) -> bool:
-        """Says how ranks have failed, and returns whether all start again: not where that was final, or a signal has ended them.
+        """Reports how ranks have failed. Returns whether all restart: not after a final code, or a signal that has ended them.
 
         Args:
-            codes: rank → exit code, of all that failed.
-            failed: those that had failed when the launcher was about to end the others.
-            left: restarts that are left.
+            codes: rank → exit code of all failed ranks.
+            failed: ranks that had failed before the launcher ended the others.
+            left: remaining restarts.
         """
         if self.signalled is None:
             self.signalled = self.held.ending(codes.values())  # one that no rank has used for itself

@@ -1,4 +1,4 @@
-"""How ranks and nodes end: the exit code, for people and for clusters; who was killed; how often a job was restarted."""
+"""The end of ranks and nodes: the exit code for people and for clusters, the causes of failures, the count of restarts."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from ..contract import (
 )
 
 FINAL = (EXIT_USAGE, EXIT_PREEMPTED)
-"""Codes of a rank after which the ranks are not started again."""
+"""Exit codes of a rank after which the ranks do not restart."""
 _OURS = (signal.SIGTERM, signal.SIGKILL)
-"""With these the launcher ends the other ranks."""
+"""The signals with which the launcher ends the other ranks."""
 _HINTS: dict[int, str] = {
     signal.SIGKILL: ", by hand or because the memory was used up",
     signal.SIGSTOP: ", stopped for too long",  # it ends no process: so `coordinator.py` names these
 }
 COUNT_FILE = "lockstep-restarts.json"
-"""In the folder of `--restarts-dir`, which may hold other files."""
+"""Name of the count's file in the folder of `--restarts-dir`, which may hold other files."""
 
 
 def exit_code(codes: Collection[int]) -> int:
-    """Those of ranks that failed as one code: wrong usage beats preempted beats failed."""
+    """Returns one code for those of the failed ranks: wrong usage beats preempted beats failed."""
     return next((code for code in FINAL if code in codes), EXIT_FAILED)
 
 
 def cluster_code(code: int, scheme: str, attempt: int, max_restarts: int) -> int:
-    """What the cluster must see. Kubernetes' `restartPolicy: ExitCode` retries codes of 128 and above only.
+    """Returns the code for the cluster. Kubernetes' `restartPolicy: ExitCode` retries only codes of 128 and above.
 
     Args:
-        attempt: how often the job was restarted so far, by its first node and by replacing that.
+        attempt: restarts of the job so far, by its first node and by replacement of that node.
     """
     if scheme == "plain" or code in (EXIT_DONE, EXIT_USAGE):
         return code
@@ -49,20 +49,20 @@ def cluster_code(code: int, scheme: str, attempt: int, max_restarts: int) -> int
 
 
 def without_ended(codes: Mapping[int, int], failed: Mapping[int, int]) -> dict[int, int]:
-    """Drops the 75 of ranks that the launcher has ended because another rank had failed: no signal asked them to save.
+    """Returns the codes without the 75 of ranks that the launcher ended after another rank's failure: no signal asked them to save.
 
     Args:
-        codes: rank → exit code, of all that failed.
-        failed: the same of those that had failed before.
+        codes: rank → exit code of all failed ranks.
+        failed: rank → exit code of the ranks that had failed before.
     """
     asked = not failed or not set(FINAL).isdisjoint(failed.values())
     return {rank: code for rank, code in codes.items() if asked or rank in failed or code != EXIT_PREEMPTED}
 
 
 def too_early(codes: Mapping[int, int], signalled: int | None) -> str:
-    """The signal that was handed on to a rank and ended it: it was importing still, so nothing is lost. Else "".
+    """Returns a sentence about a forwarded signal that ended a rank during its imports, so that nothing is lost; "": there was none.
 
-    A rank that has begun catches all of them.
+    A rank that has begun catches all forwarded signals.
     """
     return signal.Signals(signalled).name if signalled is not None and -signalled in codes.values() else ""
 
@@ -70,14 +70,14 @@ def too_early(codes: Mapping[int, int], signalled: int | None) -> str:
 def deaths(
     codes: Mapping[int, int], signalled: int | None, failed: Container[int] = (), ours: bool = True
 ) -> list[str]:
-    """Returns a sentence for each way in which ranks failed by themselves, signals first. It leaves out the signal that was forwarded to
-    them, and the launcher's, which ends the others. It also leaves out ranks with a `FINAL` code, which report the reason themselves.
+    """Returns a sentence for each way in which ranks failed by themselves, signals first. Leaves out forwarded signals, and the launcher's
+    signal that ends the others. Also leaves out ranks with a `FINAL` code, which report the reason themselves.
 
     Args:
-        codes: rank → exit code, of those that failed.
-        failed: ranks that had failed when the launcher was about to end the others. Empty if the first one failed after
-            that. Then SIGTERM is the launcher's, if another rank ended otherwise.
-        ours: the ranks are `python -m lockstep.training run`, which report themselves why they end with a code.
+        codes: rank → exit code of the failed ranks.
+        failed: ranks that had failed before the launcher ended the others. Empty if the first rank failed after that. SIGTERM is then
+            the launcher's, if another rank ended otherwise.
+        ours: whether the ranks are `python -m lockstep.training run`, which report the reasons of their codes themselves.
     """
     by_itself = any(-code not in _OURS for code in codes.values())
     ends = _OURS if failed else (signal.SIGTERM,) if by_itself else ()
@@ -90,7 +90,7 @@ def deaths(
 
 
 def how(code: int) -> str:
-    """How a process has ended, by its exit code as Python gives it: negative for a signal."""
+    """Returns how a process has ended, by its exit code in Python's form: negative for a signal."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -101,21 +101,21 @@ def how(code: int) -> str:
 
 
 class Attempts:
-    """How often a job was restarted, counted where its replaced first node reads it again; without a folder, as long as the process lives.
+    """The count of a job's restarts, in a file that a replaced first node reads again. Without a folder it lasts as long as the process.
 
-    Kubernetes replaces a failed pod (`restartPolicy: ExitCode`) without counting, and a killed launcher cannot count
-    itself. So the first node, which counts for all, keeps a file on the run's shared storage. If the file says "running" at the
-    start, the launcher before was killed.
+    Kubernetes replaces a failed pod (`restartPolicy: ExitCode`) without counting, and a killed launcher cannot count itself. So the first
+    node, which counts for all, keeps a file on the run's shared storage. If the file has "running" at the start, the previous launcher
+    was killed.
 
     Args:
-        folder: of the job.
-        limit: restarts that are allowed.
+        folder: folder of the file, one for each job; None: no file.
+        limit: allowed restarts.
     """
 
     def __init__(self, folder: Path | None, limit: int) -> None:
         self.limit = limit
         self.used = self.times = 0
-        """Restarts of the job, and those by this launcher."""
+        """Restarts of the job (`used`), and restarts by this launcher (`times`)."""
         self._file = None if folder is None else folder / COUNT_FILE
 
     @property
@@ -123,7 +123,7 @@ class Attempts:
         return self.limit - self.used
 
     def begin(self) -> bool:
-        """Counts a predecessor that was killed. False: the limit is passed, do not start. Raises `UserError`."""
+        """Counts a killed predecessor. Returns False if the limit is passed, so that the ranks must not start. Raises `UserError`."""
         if self._file is None:
             return True
         try:
@@ -144,10 +144,10 @@ class Attempts:
         self._write(running=True, only_known=True)
 
     def end(self, code: int, final: bool = False) -> None:
-        """Settles the count: a preemption costs nothing, a failure one, and with a final ending the job forgets.
+        """Settles the count: a preemption costs nothing, a failure costs one, and a final end resets the count.
 
         Args:
-            final: the job is over, whatever restarts this node has left.
+            final: whether the job is over, even with restarts left.
         """
         if code == EXIT_PREEMPTED:
             self._write(running=False, only_known=True)

@@ -1,8 +1,8 @@
-"""Becomes the program of a rank, which the kernel kills when its launcher dies (Linux).
+"""Executes the program of a rank in this process, which the kernel kills when its launcher dies (Linux).
 
     python -I -S exec_rank.py LAUNCHER PROGRAM ARGUMENT…
 
-The kernel asks for no handler, so a rank that hangs or is stopped ends, too. It forgets this for what the program starts.
+The kernel needs no handler for this, so a rank that hangs or is stopped ends, too. Processes that the program starts do not inherit it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _NO_PROGRAM = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
 
 
 def wrapped(command: list[str]) -> list[str]:
-    """Returns the words that start this command as a rank of this process, from its main thread."""
+    """Returns the arguments that start this command as a rank of this process, from its main thread."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
 def main(launcher: int, command: list[str]) -> None:
-    """Returns only where the launcher is dead already. Exits with 2 where there is no such program, with 1 where it cannot start now.
+    """Executes the command. Returns only if the launcher is dead already. Exits with 2 for an unknown program, with 1 if it cannot start.
 
     Args:
-        launcher: the process that has started this one.
+        launcher: id of the process that has started this process.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError, ImportError):  # a Python without ctypes

@@ -1,4 +1,4 @@
-"""The launcher of each node but the first: it follows the first node's, and tells it what it sees here."""
+"""The launcher of each node but the first: it follows the first node's launcher, and reports the state of its node."""
 
 from __future__ import annotations
 
@@ -30,37 +30,39 @@ from .workers import Interrupted, WorkerGroup
 
 
 class NodeAgent(WorkerGroup):
-    """Follows the first node. Where that one is gone, or takes this one for lost, its ranks end, and it joins again."""
+    """The worker group of a node that follows the first node. If the first node is gone, or counts this node as lost, the ranks here end,
+    and the node joins again."""
 
     def __init__(self, args: argparse.Namespace, meeting: Meeting, attempts: Attempts, hangs: Hangs) -> None:
         super().__init__(args, meeting, attempts, hangs)
         self._report = Report(address=meeting.address, ranks=args.ranks)
         self._lease = LEASE * args.lost_seconds
         self._leaves = False
-        """A signal asked this node to leave, and none of its ranks runs, or the others may continue."""
+        """Whether a signal has asked this node to leave, and none of its ranks runs, or the others may continue."""
         self._signalled = 0
-        """The signal for all ranks that it has handed on."""
+        """The signal for all ranks that this launcher has forwarded; 0: none."""
         self._connecting = False
         self._state: DesiredState | None = None
         self._slot: NodeSlot | None = None
         self._codes: list[tuple[int, int, int, bool]] = []
-        """`ended` of `Report`."""
+        """The entries of `Report.ended`."""
         self._over_since = 0.0
-        """When all ranks were asked to end."""
+        """Time at which all ranks were asked to end (`time.monotonic`); 0: they were not."""
         self._handed_on = False
-        """The first node's signal has reached the ranks."""
+        """Whether the first node's signal was forwarded to the ranks."""
 
     @property
     def index(self) -> int:
-        """Among the nodes; -1: it is none of them."""
+        """The index of this node among the nodes; -1: it has no slot."""
         return -1 if self._state is None or self._slot is None else self._state.seats.index(self._slot)
 
     def run(self, store: SignedStore, number: int) -> Ending:
-        """Returns how the job has ended, or this node's part in it. Raises `NotMet`, `CannotMeet`, `OSError`, `Interrupted`.
+        """Runs the ranks of this node. Returns the end of the job, or of this node's part in it. Raises `NotMet`, `CannotMeet`, `OSError`,
+        `Interrupted`.
 
         Args:
-            store: the first node's.
-            number: of this launcher there.
+            store: the first node's store.
+            number: the number of this launcher in the store.
         """
         while True:
             link = Link(store, number, self._report, pace(self.meeting.max_nodes))
@@ -96,7 +98,7 @@ class NodeAgent(WorkerGroup):
             self._begin_grace(number)
 
     def _follow(self, link: Link) -> Ending | None:
-        """Returns how the job has ended; None: this node has to come anew, or to leave."""
+        """Follows the first node. Returns the end of the job; None: this node has to join again, or to leave."""
         self._state, self._slot, self._codes, self._over_since = None, None, [], 0.0
         while True:
             looked = time.monotonic()
@@ -135,7 +137,7 @@ class NodeAgent(WorkerGroup):
                 return ending
 
     def _take(self, state: DesiredState) -> None:
-        """Does what the first node wants here."""
+        """Applies the first node's desired state to this node."""
         if self._state is None or state.round != self._state.round:
             self._end_all()
             self._codes, self._over_since, self._handed_on = [], 0.0, False
@@ -156,26 +158,26 @@ class NodeAgent(WorkerGroup):
 
 
 class Link:
-    """To the first node, from another one: sends this node's report and reads the desired state, again and again, in a thread.
+    """The connection to the first node: a thread sends this node's report and reads the desired state, again and again.
 
-    torch bounds a connection and not the answer to a question, so nothing here waits for the thread.
+    torch limits the time of a connection, and not of an answer, so nothing here waits for the thread.
 
     Args:
-        store: the first node's.
-        number: of this launcher there.
-        report: the first one.
-        seconds: between two reports.
+        store: the first node's store.
+        number: the number of this launcher in the store.
+        report: the first report.
+        seconds: time between two reports.
     """
 
     def __init__(self, store: SignedStore, number: int, report: Report, seconds: float) -> None:
         self.number, self._store = number, store
         self.foreign = False
-        """What stands there was written with another secret."""
+        """Whether the store holds a value that is signed with another secret."""
         self.state: DesiredState | None = None
         self.taken = time.monotonic()
-        """When the last report that has arrived was sent."""
+        """Time at which the last report that arrived was sent (`time.monotonic`)."""
         self.broken = False
-        """Nothing is at the other end."""
+        """Whether the store does not answer any more."""
         self._report, self._arrived = report, -1
         self._beat, self._seconds = 0, seconds
         self._changed, self._over = threading.Event(), False
@@ -188,15 +190,15 @@ class Link:
         self._report = report
 
     def silent(self, seconds: float) -> bool:
-        """Whether nobody has taken a report for this many seconds."""
+        """Returns whether no report has arrived for this many seconds."""
         return self.broken or time.monotonic() - self.taken > seconds
 
     def heard_before(self, seconds: float) -> None:
-        """Counts as heard this many seconds ago, where that was longer ago: this process was stopped meanwhile."""
+        """Moves the last arrival to at most this many seconds ago, after this process was stopped."""
         self.taken = max(self.taken, time.monotonic() - seconds)
 
     def send(self, seconds: float) -> None:
-        """Returns when what was reported last has arrived, or after this time."""
+        """Waits until the last report has arrived, for this many seconds at most."""
         deadline, wanted = time.monotonic() + seconds, self._beat
         self._changed.set()
         while self._arrived <= wanted and not self.broken and time.monotonic() < deadline:

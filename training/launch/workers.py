@@ -1,7 +1,7 @@
-"""The ranks of one node: processes that are started, watched, signalled and ended, and whose output is copied in whole lines.
+"""The ranks of one node: the launcher starts, watches, signals and ends their processes, and copies their output in whole lines.
 
-`Workers` has the processes. `WorkerGroup` is what the launcher of every node does with them: it has the ranks run that the desired state
-wants, and hands signals on to them. The first node's is the `Coordinator`, which decides. The others' is the `NodeAgent`.
+`Workers` has the processes. `WorkerGroup` is the common part of every node's launcher: it runs the ranks of the desired state, and
+forwards signals to them. On the first node it is the `Coordinator`, which decides, on the others the `NodeAgent`.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from .ending import Attempts, too_early
 from .nodes import DesiredState, Meeting, NodeSlot, WorkerId, size
 
 MAX_LINE = 1 << 16
-"""Characters of a line without an end (a progress bar that never breaks) that are kept back at most."""
+"""Most characters of an unfinished line (a progress bar without line breaks) that wait for their end."""
 _READ_BYTES = 1 << 20
-"""Bytes of one look: a pipe holds no more, so one look takes all that was there."""
+"""Bytes of one read: a pipe holds no more, so one read empties it."""
 
 
 class Workers:
-    """Starts each rank in its own process group, so that its data loaders end with it.
+    """The processes of the ranks, each in its own process group, so that its data loaders end with it.
 
     Args:
-        prefix: their lines begin with the rank.
-        blocked: they inherit that signals wait until they catch them.
+        prefix: whether the lines of output begin with the rank.
+        blocked: whether the ranks inherit blocked signals, until they catch them.
     """
 
     def __init__(self, command: list[str], *, prefix: bool, blocked: bool) -> None:
@@ -66,7 +66,7 @@ class Workers:
         self._running: dict[WorkerId, subprocess.Popen[bytes]] = {}
         self._begun: set[WorkerId] = set()
         self._selector = selectors.DefaultSelector()
-        """Waits for the descriptors of the processes, which can be read when these have ended."""
+        """Selector of the processes' descriptors, which become readable when the processes end."""
         self._at_once = _has_descriptors()
         self._copies = Copies()
 
@@ -76,17 +76,17 @@ class Workers:
 
     @property
     def fresh(self) -> bool:
-        """None was started since the last `finish`."""
+        """Whether no process was started since the last `finish`."""
         return not self._begun
 
     def pids(self) -> list[int]:
         return [process.pid for process in self._running.values()]
 
     def match(self, wanted: Iterable[WorkerId], first: int, env: Mapping[str, str]) -> None:
-        """Kills those that run and are not wanted, and starts those that are wanted and never ran. Raises `OSError`.
+        """Kills the running processes that are not wanted, and starts the wanted processes that never ran. Raises `OSError`.
 
         Args:
-            first: rank of this node, whose local rank is 0.
+            first: the first rank of this node, whose local rank is 0.
         """
         wanted = list(wanted)
         self.kill([worker for worker in self.running if worker not in wanted])
@@ -120,7 +120,7 @@ class Workers:
             self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, worker)
 
     def ended(self, seconds: float) -> dict[WorkerId, int]:
-        """Returns the exit codes, as Python gives them, of processes that have ended: at once, and after this time at the latest."""
+        """Returns process → exit code (Python's form) of processes that have ended, at the first end or after `seconds`."""
         codes: dict[WorkerId, int] = {}
         while workers := self._ended(seconds):
             codes.update(self.kill(workers))
@@ -134,7 +134,7 @@ class Workers:
         return [worker for worker, process in self._running.items() if process.poll() is not None]
 
     def kill(self, workers: Iterable[WorkerId]) -> dict[WorkerId, int]:
-        """Kills the process groups of these, and returns their exit codes. A process that is not waited for keeps its number."""
+        """Kills the process groups of these workers, and returns their exit codes. A process keeps its id until it is waited for."""
         processes = {worker: self._running.pop(worker) for worker in workers}
         for process in processes.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -151,17 +151,17 @@ class Workers:
         return {worker: -signal.SIGKILL if code is None else code for worker, code in codes.items()}
 
     def terminate(self) -> None:
-        """Asks all to end."""
+        """Sends TERM to all processes."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGTERM)
 
     def stopped(self) -> list[int]:
-        """The ranks that stand stopped now; never any on other systems than Linux."""
+        """Returns the ranks that are stopped now; [] on systems other than Linux."""
         return [worker.rank for worker, process in self._running.items() if state_of(process.pid) == "T"]
 
     def finish(self) -> None:
-        """All have ended: returns when what they have written is printed. The next ones are others."""
+        """Waits, once all processes have ended, until their output is printed. Forgets them."""
         self._printed()
         self._begun.clear()
 
@@ -171,7 +171,7 @@ class Workers:
 
 
 def _has_descriptors() -> bool:
-    """Whether the system has descriptors of processes: Linux from 5.3 on."""
+    """Returns whether the system has descriptors of processes: Linux from 5.3 on."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError):
@@ -185,11 +185,11 @@ class _Pipe:
     def __init__(self, rank: int, out: TextIO) -> None:
         self.rank, self._out, self._begun = rank, out, ""
         self.ended = False
-        """Its process has ended."""
+        """Whether the pipe's process has ended."""
         self._decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
 
     def take(self, data: bytes) -> None:
-        """Prints the lines that are complete; with b"", which ends it, also the last one."""
+        """Prints the complete lines; with b"", the end of the pipe, also the last line."""
         *lines, self._begun = (self._begun + self._decoder.decode(data, final=not data)).split("\n")
         if self._begun and (not data or len(self._begun) > MAX_LINE):
             lines, self._begun = [*lines, self._begun], ""
@@ -201,20 +201,20 @@ class _Pipe:
 
 
 class Copies:
-    """Copies what ranks write into their pipes to this process's streams, each line with its rank, in a thread.
+    """Copies the ranks' output from their pipes to this process's streams, each line with its rank, in a thread.
 
-    No output that a rank wrote before its end is lost. The thread waits for no other process that keeps the pipe open.
+    It loses no output that a rank wrote before its end. The thread waits for no other process that keeps the pipe open.
     """
 
     def __init__(self) -> None:
         self._selector, self._changing = selectors.DefaultSelector(), threading.Lock()
         self._pipes: dict[int, list[_Pipe]] = {}
-        """Rank → those of the process that was started last in its place."""
+        """Rank → pipes of its newest process."""
         self._thread: threading.Thread | None = None
-        """None where there is no pipe left."""
+        """The thread that copies; None: there is no pipe left."""
 
     def pipes(self, rank: int) -> tuple[int, int]:
-        """Descriptors for the output and the errors of a rank that is about to start: close them when it has."""
+        """Returns descriptors for the output and the errors of a rank that is about to start. The caller closes them after the start."""
         writes, self._pipes[rank] = [], [_Pipe(rank, out) for out in (sys.stdout, sys.stderr)]
         for pipe in self._pipes[rank]:
             descriptor, other = os.pipe()
@@ -224,19 +224,19 @@ class Copies:
         return writes[0], writes[1]
 
     def begin(self) -> None:
-        """Ranks have started. Call it again when more have: the thread ends with the last pipe."""
+        """Starts the thread after each start of ranks, unless it runs: it ends with the last pipe."""
         with self._changing:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._copy, name="output", daemon=True)
                 self._thread.start()
 
     def ended(self, rank: int) -> None:
-        """The process that was started last in this rank's place writes no more."""
+        """Notes that the newest process of this rank has ended, and writes no more."""
         for pipe in self._pipes.get(rank, ()):
             pipe.ended = True
 
     def finish(self) -> None:
-        """All ranks have ended: returns when what they have written is printed."""
+        """Waits, once all ranks have ended, until their output is printed."""
         for rank in self._pipes:
             self.ended(rank)
         if (thread := self._thread) is not None:
@@ -266,7 +266,7 @@ class Copies:
 
 
 class Interrupted(Exception):
-    """A signal ends the launcher while no rank runs."""
+    """The end of the launcher by a signal while no rank runs."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
@@ -274,13 +274,13 @@ class Interrupted(Exception):
 
 
 class WorkerGroup:
-    """The ranks of this node.
+    """The ranks of this node, and the launcher's handling of signals.
 
     Args:
-        args: the launcher's flags, with the `command` of a rank. `ours`: the ranks are `python -m lockstep.training run`, which saves on
-            a signal, and not an unknown program. `caught`: the signals that are caught. The ranks ignore the signals that this process
+        args: the launcher's flags, with the `command` of a rank. `ours`: whether the ranks are `python -m lockstep.training run`, which
+            saves on a signal, and not an unknown program. `caught`: the caught signals. The ranks ignore the signals that this process
             ignores (nohup), too.
-        hangs: looks for ranks that get no further.
+        hangs: the watcher of ranks that make no progress.
     """
 
     def __init__(self, args: argparse.Namespace, meeting: Meeting, attempts: Attempts, hangs: Hangs) -> None:
@@ -291,18 +291,18 @@ class WorkerGroup:
         self.held = PendingSignals()
         """Signals for ranks that are starting."""
         self._waits = False
-        """Ranks are about to start: a signal that is sent now would miss the last of them."""
+        """Whether ranks are about to start: a signal now would miss the last of them."""
         self._came: list[int] = []
-        """Signals that came meanwhile."""
+        """Signals that came while `_waits` was set."""
         self._reasons: list[str] = []
-        """How ranks have failed, a sentence for each way."""
+        """A sentence for each way in which ranks have failed."""
         self.has_begun = False
-        """The ranks were started, or are about to be."""
+        """Whether the ranks were started, or are about to be."""
         self.starts = attempts.used
-        """How often the ranks were started before, by this launcher or one that it replaced."""
+        """Earlier starts of the ranks, by this launcher or one that it replaced."""
 
     def _begin(self) -> None:
-        """The ranks are about to start."""
+        """Prepares a start of the ranks, and counts it. New signals wait in `held` from now on."""
         os.environ[ENV_RESTARTS] = str(self.starts)
         self.has_begun = True
         self.starts += 1  # a change of membership counts here, and not as a restart
@@ -310,7 +310,7 @@ class WorkerGroup:
         self.held.inherit(earlier)
 
     def _match(self, state: DesiredState, slot: NodeSlot) -> None:
-        """Has the processes run that are wanted on this node, and no others. Their variables are torchrun's. Raises `OSError`."""
+        """Starts and kills processes so that the wanted processes of this node run, with torchrun's variables. Raises `OSError`."""
         world = str(size(state.seats))
         env = {
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": str(slot.ranks),
@@ -326,26 +326,26 @@ class WorkerGroup:
         self.workers.match(wanted, slot.first, env)
 
     def _send_what_came(self) -> None:
-        """The ranks have started."""
+        """Sends the signals that came during the start to the ranks."""
         self._waits = False
         came, self._came = self._came, []
         for number in came:
             self._forward(number, None)
 
     def _ended(self) -> dict[WorkerId, tuple[int, bool]]:
-        """Returns the processes that have ended since the last call: exit code, and whether by a signal that was handed on."""
+        """Returns process → (exit code, whether a forwarded signal ended it), of processes that have ended since the last call."""
         codes = self.workers.ended(NODE_LOOK_SECONDS)
         ended = {worker: (code, -code in self.held.delivered) for worker, code in codes.items()}
         self.held.release(self.workers.pids())
         return ended
 
     def _end_all(self) -> None:
-        """Kills what runs, and prints what it has written."""
+        """Kills all running processes, and prints their output."""
         self.workers.kill(self.workers.running)
         self.workers.finish()
 
     def catch(self, began: float) -> None:
-        """Hands signals on to the ranks. Ends the ranks when the time limit, counted from `began`, is over, as TERM does."""
+        """Forwards signals to the ranks from now on. Ends the ranks, as TERM does, at the time limit, counted from `began`."""
         handle(self.args.caught, self._forward)
         signal.signal(signal.SIGALRM, self._over)
         limit = self.args.time_limit
@@ -357,14 +357,14 @@ class WorkerGroup:
         self.held.send(self.workers.pids(), number)  # without one, for the ranks that start next
 
     def _begin_grace(self, number: int) -> None:
-        """The ranks have this long from the first signal on."""
+        """Begins the grace period of the ranks, at the first signal."""
         if self.signalled is None:
             signal.signal(signal.SIGALRM, self._kill)
             signal.setitimer(signal.ITIMER_REAL, self.args.grace)
         self.signalled = number
 
     def _ends(self, number: int) -> bool:
-        """Returns whether ranks end at this signal: what a program does with a USR1 is unknown."""
+        """Returns whether ranks end at this signal: the effect of USR1 on a user's program is unknown."""
         return self.args.ours or number in (signal.SIGTERM, signal.SIGINT)
 
     def _over(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
@@ -372,17 +372,17 @@ class WorkerGroup:
         self._forward(signal.SIGTERM, frame)
 
     def _kill(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
-        """The grace is over: kills the ranks that still run. Again and again: a rank may just be starting."""
+        """Kills the ranks that still run at the end of the grace period. Repeats it, since a rank may just be starting."""
         signal.setitimer(signal.ITIMER_REAL, 1)
         if pids := self.workers.pids():
             self.held.send(pids, signal.SIGKILL)
 
     def settled(self, code: int, codes: Mapping[int, int]) -> int:
-        """Returns the exit code, where the ranks ended like that: a signal changes nothing any more.
+        """Returns the launcher's exit code after the ranks' end, which no later signal changes.
 
         Args:
-            code: of the ranks together.
-            codes: rank → its exit code, of those that failed.
+            code: the one exit code of the ranks.
+            codes: rank → exit code of the failed ranks.
         """
         handle(self.args.caught, signal.SIG_IGN)
         if self.args.ours and code == EXIT_FAILED and (name := too_early(codes, self.signalled)):
@@ -397,7 +397,7 @@ class WorkerGroup:
         return code
 
     def note(self, code: int, reason: str) -> None:
-        """Completes status.json of the run that rank 0 has noted, if rank 0 was killed before it could.
+        """Completes status.json of the run that rank 0 has noted, if rank 0 was killed first.
 
         Another launcher may have resumed the run: its rank 0 holds the lock then.
         """
@@ -415,7 +415,7 @@ def handle(numbers: tuple[signal.Signals, ...], handler: Callable[..., Any] | si
 
 
 def nothing(number: int, frame: FrameType | None) -> None:
-    """In place of SIG_IGN, which Python complains of where the signal has come already."""
+    """Ignores a signal. Python complains of SIG_IGN if the signal has come already."""
 
 
 def leave_while_waiting(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001

@@ -254,7 +254,7 @@ class GradientSync(ABC):
 
 @torch.no_grad()
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """`load_state_dict`, with every entry laid out in memory as its parameter.
+    """Runs the optimizer's `load_state_dict`, and lays out every entry in memory as its parameter.
 
     torch's fused optimizers use memory addresses: with a channels_last parameter, a contiguous momentum would silently be
     applied to other elements.
