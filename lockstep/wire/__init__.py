@@ -1,5 +1,6 @@
-"""What `jobs` (outside a job) and `training` (inside it) exchange, and the signals that both hold back. Imports no torch.
+"""The exchange between `jobs` (outside a job) and `training` (inside it), and the signals that both hold back. Imports no torch.
 
-`archive`: code that travels. `payload`: what a job hands its ranks. `exec`: a command in a rank's place. `signals`.
-`progress`: what a rank shows of itself. `hangs`: who names the one that gets no further.
+`archive`: the user's code as an archive. `payload`: the options and the code that a job gives its ranks. `exec`: a command in a rank's
+environment. `signals`: signals during a start. `progress`: the progress of a rank, and its stacks. `hangs`: the name of a rank that hangs.
+`status`: entries of status.json. `submitit_api`: the parts of submitit that are not its public interface.
 """

@@ -1,6 +1,6 @@
-"""Code that travels with a job: its identity, the archive that carries it, and unpacking that without harm.
+"""The code of a job: its identity, its archive, and safe unpacking.
 
-`jobs` packs on the machine that submits, the launcher unpacks in the container. Standard library only.
+`jobs` packs the code on the submitting machine, and the launcher unpacks it in the container. Standard library only.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from lockstep.training.contract import UserError
 
 MAX_FILES = 10_000
 MAX_BYTES = 64 << 20
-"""Of all files together, unpacked."""
+"""Most bytes of all unpacked files together."""
 MAX_PACKED = 8 << 20
-"""Of the archive."""
+"""Most bytes of the archive."""
 MAX_PATH = 1024
-"""Bytes of a file's path within the code."""
+"""Most bytes of a file's path within the code."""
 DERIVED = "__pycache__"
 """Files that Python writes next to a module. They are not part of the code; root may write them into a read-only copy."""
 _TAR_LIMIT = MAX_BYTES + 4096 * MAX_FILES
-"""Of the archive without its compression: the files, and a few headers for each."""
+"""Most bytes of the uncompressed archive: the files, and a few headers for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,13 @@ class File:
     """A file of the code."""
 
     path: str
-    """Relative, with `/`."""
+    """The relative path, with `/`."""
     executable: bool
     data: bytes
 
 
 def identity(entries: Iterable[File]) -> str:
-    """64 hex digits over the sorted paths, the executable bits and the bytes, and over nothing else."""
+    """Returns 64 hex digits over the sorted paths, the executable bits and the bytes, and over nothing else."""
     digest = hashlib.sha256()
     for file in sorted(entries, key=attrgetter("path")):
         about = f"{file.path}\0{'x' if file.executable else '-'}\0{len(file.data)}\0"
@@ -58,7 +58,7 @@ def identity(entries: Iterable[File]) -> str:
 
 
 def pack(entries: Iterable[File]) -> bytes:
-    """A compressed archive: the same files give the same bytes, with the same zlib."""
+    """Returns a compressed archive: the same files give the same bytes, with the same zlib."""
     plain = io.BytesIO()
     with tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for file in sorted(entries, key=attrgetter("path")):
@@ -70,10 +70,10 @@ def pack(entries: Iterable[File]) -> bytes:
 
 
 def read(data: bytes, expected: str) -> list[File]:
-    """The files of an archive, which are known to be those of `expected`, the identity.
+    """Returns the files of an archive, after a check that their identity is `expected`.
 
     Raises:
-        UserError: a link, a device, a path that leaves the folder, more than the limits, other files, or no archive.
+        UserError: the data has a link, a device, a path outside the folder, or too many bytes; has other files; or is no archive.
     """
     with files.reading("the code's archive", then=": submit the job again"):
         unzip = zlib.decompressobj(wbits=31)
@@ -113,12 +113,12 @@ def check_path(path: str) -> None:
 
 
 def unpack(data: bytes, expected: str, target: Path) -> Path:
-    """Writes the files of an archive into a new folder, read-only, which gets its name when it is complete.
+    """Writes the files of an archive into a new read-only folder, which gets its name when it is complete. Returns the folder.
 
     If another process was faster, its folder must hold the same code.
 
     Raises:
-        UserError: the archive is damaged or holds other code, it cannot be written, or something else has the name.
+        UserError: the archive is damaged or holds other code, the folder cannot be written, or the name is taken by something else.
     """
     entries = read(data, expected)
     temporary: Path | None = None
@@ -140,7 +140,7 @@ def unpack(data: bytes, expected: str, target: Path) -> Path:
 
 
 def _write(entries: Iterable[File], folder: Path) -> None:
-    """Writes by hand: tarfile has no safe filter before Python 3.11.4, and Debian 12 has 3.11.2."""
+    """Writes the files without tarfile, which has no safe filter before Python 3.11.4; Debian 12 has 3.11.2."""
     folders = {folder}
     for file in entries:
         path = folder / file.path
@@ -154,7 +154,7 @@ def _write(entries: Iterable[File], folder: Path) -> None:
 
 
 def holds(folder: Path, expected: str) -> bool:
-    """Returns whether an unpacked folder is ours, and holds the code of that identity and nothing else."""
+    """Returns whether an unpacked folder belongs to this user, and holds exactly the code of that identity."""
     try:
         status = folder.lstat()  # one call: in a folder that all users write to, no other user can replace ours
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
@@ -182,7 +182,7 @@ def _raised(error: OSError) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Takes away an unpacked folder of ours, which is read-only."""
+    """Removes an unpacked folder of this user, which is read-only."""
     for parent, _, _ in os.walk(folder):
         with contextlib.suppress(OSError):
             os.chmod(parent, 0o700)
@@ -190,7 +190,7 @@ def remove(folder: Path) -> None:
 
 
 def check_identity(text: str) -> str:
-    """Raises `UserError` for anything that is not an identity."""
+    """Returns the text. Raises `UserError` unless it is an identity."""
     if not re.fullmatch(r"[0-9a-f]{64}", text):
         raise UserError(f"{text!r} is not the identity of code: expected 64 hex digits")
     return text

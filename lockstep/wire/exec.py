@@ -35,25 +35,26 @@ from lockstep.wire import hangs
 from .progress import stat_of, variables_of
 
 STACKS = "--stacks"
-"""In place of a command: print what the ranks of the job on this node do, with their stacks. With a word behind it: that rank alone."""
+"""The argument, in place of a command, that prints the activity and the stacks of this node's ranks; with a rank behind it, of one."""
 _OF_THE_RANK = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS, ENV_SESSION, ENV_NOTE)
-"""With the last two a Session of the command would write in the run of the job, and show its progress in the rank's place."""
+"""Variables of a rank that the command must not have. The last two would make a Session of the command write into the run of the job,
+and report its progress as that of the rank."""
 _ABSENT = "{} does not run: it has ended, or has not begun, or is being started again"
 _FROM_SLURM = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
 
 
 def processes() -> Iterator[tuple[int, dict[str, str]]]:
-    """Id and environment of every process of this user on this node."""
+    """Yields (id, environment) of every process of this user on this node."""
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (env := variables_of(int(entry))):
             yield int(entry), env
 
 
 def ranks(here: Mapping[str, str]) -> dict[int, tuple[int, dict[str, str]]]:
-    """The process of each rank on this node, and its environment: the oldest that has it, as the rank's own children inherit it.
+    """Returns rank → (process, environment) on this node. Children of a rank inherit its environment, so the oldest process is the rank.
 
     Args:
-        here: this process's environment. Where it names a job or a launcher, the ranks are of that one.
+        here: this process's environment. If it names a job or a launcher, only ranks of that job or launcher count.
     """
     job_marks = {name: here[name] for name in (ENV_JOB, ENV_LAUNCHER) if name in here}
     candidates = [
@@ -66,7 +67,7 @@ def ranks(here: Mapping[str, str]) -> dict[int, tuple[int, dict[str, str]]]:
 
 
 def _tell_stacks(args: argparse.Namespace) -> int:
-    """A line of JSON for each rank (`hangs.of_process`)."""
+    """Prints a line of JSON for each rank (`hangs.of_process`). Returns the exit code."""
     pids = sorted(
         (rank, pid) for rank, (pid, _) in ranks(os.environ).items() if not args.command[1:] or rank == args.rank
     )
@@ -80,16 +81,16 @@ def _tell_stacks(args: argparse.Namespace) -> int:
 
 
 def _began(pid: int) -> int | None:
-    """When it was started, in clock ticks; None where it has ended."""
+    """Returns the start of a process in clock ticks; None: it has ended."""
     fields = stat_of(pid)
     return None if not fields or fields[0] == "Z" else int(fields[19])
 
 
 def environment(rank_env: Mapping[str, str], args: argparse.Namespace, seen: bool = True) -> dict[str, str]:
-    """The command's variables: the rank's, without those that mark a process of the job.
+    """Returns the command's variables: the rank's, without those that mark a process of the job.
 
     Args:
-        seen: they are the rank's own; else they are this process's, which is another task.
+        seen: whether the variables are the rank's own; False: they are this process's, which is another task.
     """
     env = {name: value for name, value in rank_env.items() if name not in _OF_THE_RANK}
     if seen:  # a recipe reads SLURM's own names
@@ -120,7 +121,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Returns only where the command did not take this process's place."""
+    """Executes the command in this process. Returns an exit code only if that fails, or if there is no command."""
     try:
         args = _parse(argv)
     except UserError as error:

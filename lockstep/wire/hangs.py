@@ -31,12 +31,12 @@ from lockstep.wire.progress import SIGNAL, Frame, RankProgress, children, main_f
 from lockstep.wire.signals import FORWARDED
 
 QUIET_FACTOR = 4.0
-"""A rank is named at the earliest after this multiple of the longest time without progress so far."""
+"""Factor of the longest time without progress so far, after which a rank is named at the earliest."""
 MAX_BYTES, MAX_RANKS = 64 << 20, 1 << 16
-"""Of the file that is read, and of the silent ranks that are named."""
+"""Most bytes to read of the file, and most silent ranks to name."""
 LOADER, STOPPED, DISK = "waits for its data loader", "stands stopped", "waits for a disk or a device"
 STANDS = (LOADER, STOPPED, DISK)
-"""What is a hang also where no rank waits for another one."""
+"""States that are a hang even if no rank waits for another."""
 _OURS = os.fspath(Path(contract.__file__).parent) + os.sep
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class StalledRank:
     rank: int
     what: str
     where: str
-    """Its line and function, the innermost of the user's own; "" where it does not answer."""
+    """The innermost line and function of the user's code; "": the rank does not answer."""
     waits: bool
     """Whether it waits for other ranks."""
     stacks: str = ""
@@ -103,7 +103,7 @@ def _hang(stalled: Iterable[StalledRank], began: float, seconds: float, step: in
 
 
 def _stalled_rank_of(value: dict[str, Any]) -> StalledRank:
-    """Raises `ValueError`, `TypeError`, `KeyError`."""
+    """Returns the rank of an entry. Raises `ValueError`, `TypeError`, `KeyError`."""
     texts = {name: value[name] for name in ("what", "where", "stacks", "loaders") if isinstance(value[name], str)}
     return StalledRank(rank=int(value["rank"]), waits=bool(value["waits"]), **texts)
 
@@ -154,7 +154,7 @@ class _Rank:
 
 @dataclass
 class _Finding:
-    """A hang of the ranks here, until one makes progress."""
+    """A hang of this node's ranks, until one makes progress."""
 
     first: RankProgress
     """One of the ranks."""
@@ -171,10 +171,10 @@ class _Finding:
 
 
 class Hangs:
-    """Watches some ranks of a node.
+    """The watcher of some ranks of a node.
 
     Args:
-        folder: of their progress files.
+        folder: folder of the ranks' progress files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -187,7 +187,7 @@ class Hangs:
         self._disk_answers = True
 
     def look(self, ranks: Collection[int]) -> None:
-        """Looks at the ranks that run here. The caller repeats it."""
+        """Checks the ranks that run here. The caller repeats the call."""
         now = time.monotonic()
         if now < self._next:
             return

@@ -1,6 +1,6 @@
-"""What a job brings its ranks: options for their `Session`, which a recipe's job gets as arguments, and the user's own code.
+"""The payload of a job for its ranks: options for their `Session`, which a recipe's job gets as arguments, and the user's own code.
 
-Code that comes as an archive is unpacked. Its folder is the ranks' working directory and the first one on their path. The
+The launcher unpacks code that comes as an archive. The folder is the ranks' working directory and the first entry of their path. The
 launcher has imported its own packages by then, and its own path does not change.
 """
 
@@ -20,18 +20,18 @@ from lockstep.training.contract import ENV_CODE, ENV_SESSION, RUN_FILE, UserErro
 from lockstep.wire import archive
 
 PART = "part-*"
-"""Pieces of the archive, in the order of their names: a cluster may hold none that is as large as the whole."""
+"""Names of the archive's pieces, in their order: a cluster may not hold a piece as large as the whole."""
 _NAME_DIGITS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
     run_dir: str = ""
-    """Where the run is kept, in place of the script's own folder; "": there."""
+    """The run directory, in place of the script's own; "": the script's."""
     settings: tuple[str, ...] = ()
-    """NAME=VALUE, stronger than the script's own."""
+    """Settings NAME=VALUE, which override the script's own."""
     fresh: str = ""
-    """The word of a start over (`RunDirectory.open`); "": the run resumes."""
+    """The word with which the run starts over (`RunDirectory.open`); "": the run resumes."""
     expected: bool = False
     """Returns whether the job has settings or starts over: a program without a Session ignores both."""
 
@@ -40,7 +40,7 @@ class SessionOptions:
 
     @classmethod
     def of(cls, text: str) -> SessionOptions:
-        """Raises `UserError` for a text that is not `text()`'s."""
+        """Returns the options of a text. Raises `UserError` for a text that `text()` has not made."""
         try:
             values = json.loads(text)
             options = cls(**{**values, "settings": tuple(values.get("settings", ()))})
@@ -52,16 +52,16 @@ class SessionOptions:
 
     @classmethod
     def take(cls, env: MutableMapping[str, str]) -> SessionOptions:
-        """The job's. Only the first call gets them: any further Session has its own folder.
+        """Returns the job's options, in the first call only: any further Session has its own folder.
 
         Raises:
-            UserError: the variable holds something else.
+            UserError: the variable holds no options.
         """
         text = env.pop(ENV_SESSION, None)
         return cls.of(text) if text is not None else cls()
 
     def unused(self) -> str:
-        """A warning if the program has ended and opened no Session with these settings, else ""."""
+        """Returns a warning if the program has ended and opened no Session with these settings, else ""."""
         if not self.expected or not self.run_dir or os.path.exists(Path(self.run_dir, RUN_FILE)):
             return ""
         return (
@@ -71,7 +71,7 @@ class SessionOptions:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of the launcher."""
+    """Adds the launcher's arguments for the payload."""
     parser.add_argument("--session", type=SessionOptions.of, metavar="JSON",
                         help="run directory and settings for the Session that PROGRAM opens")  # fmt: skip
     parser.add_argument("--code", type=archive.check_identity, metavar="IDENTITY",
@@ -84,10 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def enter(args: argparse.Namespace) -> None:
-    """What the ranks inherit: options; the code, which is their folder and comes first on their path.
+    """Sets the environment and the folder that the ranks inherit: the options, and the code, which comes first on their path.
 
     Raises:
-        UserError: the code is not there, is another one, or cannot be unpacked.
+        UserError: the code is missing, has another identity, or cannot be unpacked.
     """
     if args.session is not None:
         os.environ[ENV_SESSION] = args.session.text()
@@ -121,7 +121,7 @@ def environment(folder: Path, identity: str, env: Mapping[str, str], launcher_pa
 
 
 def unpacked(identity: str, parts: Path) -> Path:
-    """The folder in which the code of these pieces lies, unpacked. Raises `UserError`."""
+    """Returns the folder with the unpacked code of these pieces. Raises `UserError`."""
     target = Path(tempfile.gettempdir()) / f"lockstep-code-{identity[:_NAME_DIGITS]}"
     left, data = archive.MAX_PACKED, b""
     try:

@@ -1,7 +1,7 @@
 """The progress of a rank, for its watcher, and the stacks of its threads on demand.
 
 The rank counts its progress in a small mapped file. At a signal it writes the stacks of its threads into a second file. `faulthandler`
-does that in C, so it works also while a library holds the interpreter's lock.
+does so in C, even while a library holds the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from lockstep.training.contract import ENV_NOTE, OF_A_JOB
 from lockstep.training.limits import STACK_LOOK_SECONDS, STACK_SECONDS, WATCHER_SECONDS
 
 SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else 0
-"""Nothing else uses a real-time signal of this number. 0: this system has none."""
+"""The real-time signal that asks for stacks; nothing else uses its number. 0: this system has none."""
 WATCHER = "lockstep.wire.hangs"
-"""The program that watches a rank if no launcher of ours has started it."""
+"""The program that watches a rank if our launcher has not started it."""
 _COUNTS = struct.Struct("<QQQQQ")
 """The counts of `RankProgress`, in its order."""
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.*)')
@@ -46,16 +46,16 @@ class RunInfo:
     """Number of ranks; 0: the number changes (`launch --live`)."""
     attempt: int
     ends: bool
-    """A rank that hangs is killed, so that it is a lost rank like any other."""
+    """Whether the watcher kills a rank that hangs, so that it is a lost rank like any other."""
 
 
 class Progress:
-    """This rank's, as the launcher reads it. Where no launcher of ours has started the rank, this starts a process that watches it.
+    """The progress of this rank, for the launcher. If our launcher has not started the rank, the constructor starts a watcher process.
 
-    A script may have several Sessions that take turns. The newest one that is open is shown, and what any of them gets done counts.
+    A script may have several Sessions that take turns. The file shows the newest open Session, and counts the progress of all.
 
     Args:
-        number: of the rank, as its launcher knows it.
+        number: number of the rank for its launcher.
     """
 
     def __init__(self, number: int, about: RunInfo, environment: Mapping[str, str]) -> None:
@@ -76,7 +76,7 @@ class Progress:
                 self._watcher = _watcher(self._folder, number, environment)
 
     def _show(self) -> None:
-        """Raises `OSError`."""
+        """Opens the files of the rank's progress, and shows this Session. Raises `OSError`."""
         path = self._folder / f"progress-{self._number}"
         self._stacks = _stacks_file(self._folder, self._number).open("ab")  # a loader's process may hold it open
         faulthandler.register(SIGNAL, self._stacks, all_threads=True)
@@ -96,11 +96,11 @@ class Progress:
             self._stacks.close()
 
     def alive(self, steps: int, of_attempt: int) -> None:
-        """Something got done: a step, a batch of an evaluation, a look for signals.
+        """Counts progress: a step, a batch of an evaluation, or a poll for signals.
 
         Args:
-            steps: of the run so far.
-            of_attempt: of this attempt so far.
+            steps: steps of the run so far.
+            of_attempt: steps of this attempt so far.
         """
         self._steps, self._of_attempt = steps, of_attempt
         if self in _OPEN:
@@ -129,11 +129,11 @@ class Progress:
 
 
 _OPEN: list[Progress] = []
-"""The open Sessions of this process, in their order."""
+"""The progress of this process's open Sessions, oldest first."""
 
 
 def _watcher(folder: Path, number: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Starts the watcher, which ends with this process and is no rank itself."""
+    """Starts the watcher, which ends with this process and is not itself a rank."""
     here = os.fspath(Path(__file__).parents[2])
     env = {name: value for name, value in environment.items() if name not in OF_A_JOB}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [here, env.get("PYTHONPATH")]))
@@ -149,7 +149,7 @@ class RankProgress:
     thread: int
     """Identity of its main thread."""
     done: int
-    """Its steps, batches of evaluations and polls, counted."""
+    """Count of the rank's steps, batches of evaluations and polls."""
     steps: int
     """Steps of the run."""
     of_attempt: int
@@ -202,9 +202,9 @@ def stat_of(pid: int | str) -> list[str]:
 
 
 def variables_of(pid: int) -> dict[str, str]:
-    """The environment of a process of this user (Linux); {} where it has ended, or is another user's.
+    """Returns the environment of a process of this user (Linux); {}: it has ended, or belongs to another user.
 
-    Any process may name any job, rank and launcher in its environment, and what to load besides.
+    Any process may name any job, rank and launcher in its environment, and code to load, so callers must not trust the values.
     """
     try:
         # The descriptor belongs to this very process, also after its id is given to another one.

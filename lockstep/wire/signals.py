@@ -23,12 +23,12 @@ from lockstep.training.contract import ENV_LAUNCHER
 from lockstep.training.limits import HOLD_SECONDS, ONE_SIGNAL_SECONDS
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""What the launcher hands on to its ranks."""
+"""The signals that the launcher forwards to its ranks."""
 
 
 @contextlib.contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Blocks the signals in the block. A program that takes this process's place in it gets what has come."""
+    """Blocks the signals during the block. A program that replaces this process in the block gets the pending signals."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     try:
         yield
@@ -63,7 +63,7 @@ def end_with_launcher(env: Mapping[str, str]) -> None:
 
 
 _TORCHRUN = {"TORCHELASTIC_RUN_ID", "RANK"}
-"""Variables that torchrun gives its ranks, and has not itself."""
+"""Variables that torchrun sets for its ranks, and does not have itself."""
 
 
 def _may_be_torchrun(parent: int, env: Mapping[str, str]) -> bool:
@@ -81,7 +81,7 @@ def _may_be_torchrun(parent: int, env: Mapping[str, str]) -> bool:
 
 
 def _adopts(parent: int) -> bool:
-    """Whether this is init, which takes the ranks of a launcher that has died, and not a launcher that is PID 1 itself."""
+    """Returns whether the parent is init, which adopts the ranks of a dead launcher, and not a launcher that is PID 1."""
     try:
         words = Path(f"/proc/{parent}/cmdline").read_bytes()
     except OSError:
@@ -97,8 +97,8 @@ def _libc() -> Any:
 
 
 def starting(pid: int, number: int) -> bool:
-    """Whether this is a Python program that does nothing about such a signal so far. Python always catches INT. Only Linux says
-    what a process does; elsewhere nothing is held back."""
+    """Returns whether the process is a Python program that does not handle this signal so far. Python always catches INT. Only Linux shows
+    the handlers of a process; elsewhere no signal is held back."""
     about = Path(f"/proc/{pid}")
     try:
         if "python" not in os.path.basename(os.readlink(about / "exe")):
@@ -111,25 +111,25 @@ def starting(pid: int, number: int) -> bool:
 
 
 class PendingSignals:
-    """The signals for one start of some ranks.
+    """The pending signals for one start of some ranks.
 
     Args:
-        grace: seconds that a rank has after a signal; half of them are left for saving.
+        grace: seconds that a rank has after a signal; half of them remain for saving.
     """
 
     # A handler calls `send` at any moment, also while one of these methods runs: they iterate over copies.
     def __init__(self, grace: float = 2 * HOLD_SECONDS) -> None:
         self._until = time.monotonic() + min(HOLD_SECONDS, grace / 2)
         self._waiting: dict[tuple[int, int], float] = {}
-        """(process, signal) → when it came."""
+        """(process, signal) → its time."""
         self._missed: set[int] = set()
-        """They came while no rank was there."""
+        """Signals that came while no rank was running."""
         self._gone: set[int] = set()
-        """Those of which a rank was gone already: all may be about to start again."""
+        """Signals that found a rank gone already: all ranks may be about to restart."""
         self.delivered: set[int] = set()
 
     def send(self, pids: Iterable[int], number: int) -> None:
-        """Hands it on to those who can take it, and keeps it for the others. Without a process, for those to come."""
+        """Forwards a signal to processes that can handle it, and keeps it for the others; without a process, for the next start."""
         now, pids = time.monotonic(), list(pids)
         if not pids:
             self._missed.add(number)
@@ -143,7 +143,7 @@ class PendingSignals:
         self._release()
 
     def release(self, pids: Iterable[int]) -> bool:
-        """Call it again and again: hands on what need not wait any more. Whether something waits still."""
+        """Forwards signals that need not wait any more. Returns whether a signal still waits. The caller repeats the call."""
         pids = list(pids)
         while pids and self._missed:
             self.send(pids, self._missed.pop())
@@ -164,26 +164,26 @@ class PendingSignals:
             self._gone.add(number)
 
     def ending(self, codes: Iterable[int]) -> int | None:
-        """The signal that has ended these ranks (exit codes as Python gives them), or that one has not had when it ended."""
+        """Returns the signal that has ended these ranks (exit codes in Python's form), or that a rank had not got when it ended."""
         ended = next((-code for code in codes if -code in self.delivered), None)
         return ended or next((number for _, number in list(self._waiting)), None)
 
     def inherit(self, earlier: PendingSignals) -> None:
-        """What the ranks of an earlier start have not had comes to these."""
+        """Takes over the signals that the ranks of an earlier start have not got."""
         self._missed |= {number for _, number in list(earlier._waiting)} | earlier._missed | earlier._gone
 
 
 _before: dict[int, Any] = {}
-"""The handlers that were there, for as long as `_keep` is in their place."""
+"""Signal → the handler that `_keep` replaces."""
 _came: dict[int, float] = {}
 _ending = _thread.allocate_lock()
-"""Signals end the process in the order of their arrival: the launcher answers the first with its own signal."""
+"""A lock, so that signals end the process in the order of their arrival: the launcher answers the first with its own signal."""
 _no_session = threading.Event()
-"""There is none to wait for, and the main thread, which alone can give handlers back, has not done so."""
+"""Set if there is no Session to wait for, and the main thread, which alone can restore handlers, has not done so."""
 
 
 def keep_for_session(env: Mapping[str, str]) -> None:
-    """In a rank that Lockstep's launcher or SLURM's task has started: what comes from here on waits for the Session."""
+    """Keeps later signals for the Session, in a rank that Lockstep's launcher or SLURM's task has started."""
     if not _launched(env) or threading.current_thread() is not threading.main_thread():
         return
     for number in sorted(FORWARDED, key=signal.SIGTERM.__eq__):  # TERM last: who catches it catches all (`starting`)
@@ -194,15 +194,15 @@ def keep_for_session(env: Mapping[str, str]) -> None:
 
 
 def _launched(env: Mapping[str, str]) -> bool:
-    """Whether the launcher that started this process is its parent, still."""
+    """Returns whether the launcher that started this process is still its parent."""
     return env.get(ENV_LAUNCHER) == str(os.getppid())
 
 
 def taken(replaced: dict[int, Any]) -> list[int]:
-    """Gives the handlers back, in the main thread, and returns the signals that have come: they are the caller's now.
+    """Restores the handlers, in the main thread, and returns the signals that have come, which the caller must handle.
 
     Args:
-        replaced: handlers that the caller has replaced. Where one was ours, the one before it is put in.
+        replaced: handlers that the caller has replaced. In place of our handler, the function enters the handler before it.
     """
     for number, handler in list(_before.items()):
         if replaced.get(number) is _keep:
@@ -216,7 +216,7 @@ def taken(replaced: dict[int, Any]) -> list[int]:
 
 
 def give_back() -> None:
-    """For a program that handles signals itself: what has come comes now."""
+    """Delivers the kept signals now, for a program that handles signals itself."""
     if threading.current_thread() is threading.main_thread():
         for one in taken({}):
             signal.raise_signal(one)

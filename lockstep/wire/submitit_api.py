@@ -1,6 +1,6 @@
-"""submitit, with all of it that is not its public interface: another version is tried here first.
+"""All use of submitit's private interface: a new version is tested with this module first.
 
-The upper bound in pyproject.toml is the newest version that was. It takes long to import, so each function imports it.
+The upper bound in pyproject.toml is the newest tested version. submitit takes long to import, so each function imports it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from lockstep.training.contract import UserError, to_stderr
 from lockstep.training.limits import REQUEUE_SECONDS
 
 PAYLOAD, SCRIPT = "submitted.pkl", "submission.sh"
-"""The ends of the names by which submitit finds a job's files."""
+"""Endings of the names of a job's files in submitit."""
 
 
 def batch_script(folder: PurePath, python: str, parameters: dict[str, Any], elements: int = 1) -> str:
-    """The sbatch script that `AutoExecutor.update_parameters(**parameters)` leads to. Needs no SLURM on this machine.
+    """Returns the sbatch script for `AutoExecutor.update_parameters(**parameters)`. Needs no SLURM on this machine.
 
     Args:
-        folder: where submitit keeps script, payload and logs.
+        folder: submitit's folder of script, payload and logs.
         python: the shell words before `-u -m submitit.core._submit`.
-        elements: above 1: of an array.
+        elements: elements of the job array; 1: no array.
 
     Raises:
         UserError: submitit does not take a parameter.
@@ -51,14 +51,14 @@ def batch_script(folder: PurePath, python: str, parameters: dict[str, Any], elem
 
 
 def parameter_names() -> set[str]:
-    """What `update_parameters` takes, without `slurm_`."""
+    """Returns the parameters of `update_parameters`, without `slurm_`."""
     from submitit.slurm.slurm import SlurmExecutor
 
     return set(SlurmExecutor._valid_parameters())
 
 
 def payload(task: Any, minutes: int) -> bytes:
-    """What submitit unpickles on the nodes."""
+    """Returns the bytes that submitit unpickles on the nodes."""
     from submitit.core import utils
 
     delayed = utils.DelayedSubmission(task)
@@ -67,7 +67,7 @@ def payload(task: Any, minutes: int) -> bytes:
 
 
 def leave_error(result: Path, text: str) -> None:
-    """Writes the error that a caller gets who waits with submitit alone. Raises `OSError`."""
+    """Writes the error for a caller that waits with submitit alone. Raises `OSError`."""
     from submitit.core import utils
 
     with utils.temporary_save_path(result) as temporary:
@@ -84,7 +84,7 @@ class Resumable:
         return self.function(*args, **values)
 
     def checkpoint(self, *args: Any, **values: Any) -> Any:
-        """What submitit asks for."""
+        """Returns the resubmission that submitit asks for."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, *args, **values)

@@ -157,7 +157,7 @@ class Meeting:
 
     @property
     def host_and_port(self) -> tuple[str, int]:
-        """Returns (host, port) of the endpoint. Raises `UserError`."""
+        """(host, port) of the endpoint. Raises `UserError`."""
         try:
             host, port = parse_rendezvous_endpoint(self.endpoint, MASTER_PORT)
             host.encode("idna")
@@ -449,7 +449,7 @@ class Nodes:
 
     @property
     def more(self) -> bool:
-        """Returns whether a node has come that the job has room for."""
+        """Whether a node has come that the job has room for."""
         return len(self.slots) < self._meeting.max_nodes and any(
             self._may_join(other) for number, other in self._others.items() if not self._has_slot(number)
         )
@@ -462,7 +462,7 @@ class Nodes:
 
     @property
     def idle(self) -> bool:
-        """Returns whether no rank of this round runs on another node."""
+        """Whether no rank of this round runs on another node."""
         return all(self._is_idle(other) for number, other in self._others.items() if self._has_slot(number))
 
     def _is_idle(self, other: _Other) -> bool:

@@ -232,7 +232,7 @@ class Live:
 
     @property
     def wanted(self) -> bool:
-        """Returns whether replacements of lost ranks wait to be admitted. Asks the store only after a loss.
+        """Whether replacements of lost ranks wait to be admitted. Asks the store only after a loss.
 
         A replacement runs the script from its beginning, so it waits in the first Session. In a later Session lost ranks are not replaced.
         """

@@ -83,14 +83,14 @@ class Chart:
 
     @property
     def drawn(self) -> dict[str, Any]:
-        """Returns the chart for `assets/report.js`. `log`: the largest value is so far above the others that they would lie on the axis."""
+        """The chart for `assets/report.js`. `log`: the largest value is so far above the others that they would lie on the axis."""
         values = sorted(point[1] for line in self.lines for point in line.points if self.kind == "line")
         log = bool(values) and values[0] > 0 and values[-1] > 100 * values[len(values) // 2]
         return {**dataclasses.asdict(self), "log": log}
 
     @property
     def table(self) -> Table:
-        """Returns a row for each point; for the timeline, for each marked point."""
+        """A table with a row for each point; for the timeline, for each marked point."""
         points = [(line.label, point) for line in self.lines for point in line.points if point[2:3] != [""]]
         cells = [[f"{value:.6g}" if isinstance(value, float) else str(value) for value in point] for _, point in points]
         return Table(["", self.x, self.y], [TableRow(label, texts) for (label, _), texts in zip(points, cells)])
