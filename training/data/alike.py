@@ -1,5 +1,5 @@
-"""Whether a dataset is the same on every rank: its length, and a few samples. File names that are not sorted, or an unseeded shuffle,
-give each rank another order: samples would be trained twice, and others never.
+"""Checks that a dataset is the same on every rank: its length, and a few samples. Unsorted file names, or an unseeded shuffle, give each
+rank another order: the ranks would train some samples twice, and others never.
 
 Draws from a dataset's private generators may differ, and so may the last bits of an image that two machines decode.
 """
@@ -26,13 +26,13 @@ from .pytree import children
 Values = list[Any]
 """The compared values of a sample: [shape, some numbers] of each tensor, or a hash of its texts; None: not comparable."""
 SAMPLES = 16
-"""Samples that are compared: fewer if they load slowly."""
+"""Most samples to compare: fewer if they load slowly."""
 NUMBERS, LEAVES = 64, 32
-"""Numbers of a tensor, and tensors of a sample, that are compared."""
+"""Most numbers of a tensor, and most tensors of a sample, to compare."""
 TOLERANCE = 0.02
-"""Share of the largest number: two decoders may differ by a few of 255 levels."""
+"""Tolerated difference, as a fraction of the largest number: two decoders may differ by a few of 255 levels."""
 _COMPARED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""The datasets that were compared, by their id."""
+"""`id` → dataset that was compared."""
 
 
 def check_alike(dataset: Any, world: World, seed: int, workers: int, who: str, instead: str) -> None:
@@ -69,11 +69,11 @@ def check_alike(dataset: Any, world: World, seed: int, workers: int, who: str, i
 
 
 def check_alike_whole(whole: Any, world: World) -> str:
-    """Compares what each rank cuts its part from. Returns a sentence where numbers differ that a random transform may have made, else "".
-    Collective.
+    """Compares the whole batches from which the ranks cut their parts. Returns a sentence if numbers differ that a random transform may
+    have made, else "". Collective.
 
     Raises:
-        UserError: on all ranks: whole numbers of samples, such as their labels or places in a dataset, are not the same.
+        UserError: on all ranks: whole numbers of samples, such as their labels or indices in a dataset, differ.
     """
     ids = _ids(whole)
     values = _of_leaf(whole) if ids is None and isinstance(whole, (torch.Tensor, np.ndarray)) else None
@@ -95,7 +95,7 @@ def check_alike_whole(whole: Any, world: World) -> str:
 
 
 def _ids(whole: Any) -> bytes | None:
-    """Whole numbers of samples, one each; None: it has none. A text may be a path, which differs between nodes."""
+    """Returns the whole numbers of the samples as bytes; None: there are none. A text may be a path, which differs between nodes."""
     if isinstance(whole, torch.Tensor):
         real = whole.is_floating_point() or whole.is_complex() or whole.is_quantized
         array = None if real or whole.layout is not torch.strided or whole.ndim != 1 else whole.cpu().numpy()
@@ -109,7 +109,7 @@ def _ids(whole: Any) -> bytes | None:
 
 
 def _difference(every: list[list[Values]]) -> str:
-    """Names a rank whose samples differ from those of the first rank that has any; empty if none does."""
+    """Returns a sentence about a rank whose samples differ from those of the first rank with samples; "": there is none."""
     first_rank, first = next(((rank, values) for rank, values in enumerate(every) if values), (0, []))
     for rank, values in enumerate(every):
         for number, (expected, actual) in enumerate(zip(first, values)):
@@ -143,7 +143,7 @@ def _values(dataset: Any, seed: int, workers: int) -> list[Values]:
 
 
 class _Compared(Dataset[Any]):
-    """A dataset of the values that are compared, so that a worker sends no more."""
+    """A dataset of the values to compare, so that a worker sends nothing else."""
 
     def __init__(self, dataset: Seeded) -> None:
         self.dataset = dataset
@@ -176,7 +176,7 @@ def _of_sample(sample: Any) -> Values:
 
 
 def _of_leaf(leaf: Any) -> list[Any] | None:
-    """The shape, and float64 numbers that are spread over the leaf; None: it has none."""
+    """Returns [shape, float64 numbers spread over the leaf]; None: the leaf has no numbers."""
     if isinstance(leaf, torch.Tensor) and (leaf.layout is not torch.strided or leaf.is_complex() or leaf.is_quantized):
         return None
     array = leaf.detach() if isinstance(leaf, torch.Tensor) else np.asarray(leaf)

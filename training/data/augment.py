@@ -3,7 +3,7 @@
 Images stay uint8 [n, h, w, c] until here. Feature vectors are only normalised. Crop, reflection and flip are one gather:
 the row and column of every output pixel are computed and looked up, so no padded copy is made.
 
-The keys of an epoch are whole numbers from the host, or a tensor on the device where a recorded step must read them anew.
+The keys of an epoch are whole numbers from the host, or a tensor on the device for a recorded step, which reads them at each replay.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Keys: TypeAlias = Sequence[int] | torch.Tensor
 
 
 def check_settings(config: Config, shape: tuple[int, ...]) -> None:
-    """Raises `UserError` where the settings do not fit samples of this shape, (h, w, c) or (features,)."""
+    """Raises `UserError` if the settings do not fit samples of this shape, (h, w, c) or (features,)."""
     data, allowed = config.data, (1, shape[-1])
     for name, values in (("mean", data.mean), ("std", data.std)):
         if len(values) not in allowed:
@@ -42,13 +42,13 @@ def check_settings(config: Config, shape: tuple[int, ...]) -> None:
 
 
 def draw_keys(seed: int, epoch: int) -> list[int]:
-    """What all draws of one epoch are keyed by: shift (y, x), flip, first flip, epoch."""
+    """Returns the keys of all draws of one epoch: shift (y, x), flip, first flip, epoch."""
     unchanging = (key(seed, salt) for salt in (Salt.SHIFT_X, Salt.FLIP, Salt.FIRST_FLIP))
     return [key(seed, epoch, Salt.SHIFT), *unchanging, epoch]
 
 
 def draws(keys: Keys, ids: torch.Tensor, crop: int, flip: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dy, dx, flipped) of each sample: shifts in −crop … crop (int64) and a bool, each of shape [len(ids)]."""
+    """Returns (dy, dx, flipped) of each sample: shifts in −crop … crop (int64) and a bool, each of shape [len(ids)]."""
     noise = mix(ids & 0xFFFFFFFF ^ keys[0])
     span = 2 * crop + 1
     dy, dx = noise % span - crop, mix(noise ^ keys[1]) % span - crop
@@ -77,7 +77,7 @@ def normalise(pixels: torch.Tensor, data: Data, dtype: torch.dtype, channels_las
 def _constants(
     mean: tuple[float, ...], std: tuple[float, ...], unit: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(mean, 1 / std) for values in 0…unit, each [c]."""
+    """Returns (mean, 1 / std) for values in 0…unit, each [c]."""
     return (
         torch.tensor(mean, dtype=dtype, device=device) * unit,
         1 / (torch.tensor(std, dtype=dtype, device=device) * unit),
@@ -88,13 +88,13 @@ def augment(
     images: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, data: Data, keys: Keys,
     dtype: torch.dtype = torch.float32, channels_last: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """The augmented, normalised batch [b, c, h, w], or [b, f] of feature vectors.
+    """Returns the augmented, normalised batch [b, c, h, w], or [b, f] of feature vectors.
 
     Args:
         images: uint8 [m, h, w, c] (or float32 [m, f]) on the device, of which the batch is `images[rows]`.
-        rows: int64 [b], where in `images` the samples lie.
-        ids: int64 [b], the samples' global ids, which the draws are keyed by.
-        keys: `draw_keys` of the epoch, as they are or as int64 on the device.
+        rows: int64 [b], the rows of the samples in `images`.
+        ids: int64 [b], the samples' global ids, which key the draws.
+        keys: `draw_keys` of the epoch, or the same as int64 on the device.
     """
     settings = data.augment
     moved = settings.crop or settings.flip != "none"

@@ -1,4 +1,4 @@
-"""The one loader: which samples a rank gets at which step, and how they come from shards or from any map-style dataset.
+"""The one loader: the samples of a rank at each step, from shards or from any map-style dataset.
 
 `order` draws the global batches; `Division` gives a rank its part of each. Samples of shards (`Stored`) stay on the device
 if they fit, and a batch is then a list of row numbers. Else a thread gathers the next batches from the mapped files into
@@ -34,7 +34,7 @@ from .augment import Keys, draw_keys
 from .shards import Samples
 
 DRAWN_AT_ONCE = 4096
-"""Sample ids, of the steps to come."""
+"""Number of sample ids to draw at once for the next steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +42,23 @@ class Part:
     """This rank's part of one global batch."""
 
     samples: int
-    """In this rank's part; 0 where it is empty, and one sample stands in for it."""
+    """Samples in this rank's part; 0: the part is empty, and one sample stands in for it."""
     total: int
-    """In the global batch, which a mean loss is divided by."""
+    """Samples in the global batch, the divisor of a mean loss."""
     weight: float = 1.0
     """Weight of each sample; not 1 if the gradient is the mean of the ranks' means (`uneven=mean`)."""
     multiple: int = 1
-    """Micro-batches are cut in blocks of so many samples."""
+    """Samples of a block; micro-batches are cut between blocks."""
     parts: tuple[tuple[int, int], ...] = ()
-    """Under `sync.name=exact`: first and last + 1 of this rank's samples in each of its parts."""
+    """(first, last + 1) of this rank's samples in each of its parts, under `sync.name=exact`."""
     first: int = 0
-    """The number of the first of them among the parts of the global batch."""
+    """Index of the first entry of `parts` among the parts of the global batch."""
     num_parts: int = 0
-    """Parts of the global batch; 0: it is cut by ranks alone."""
+    """Parts of the global batch; 0: it is cut only by ranks."""
 
 
 def share(total: int, world: World, parts: order.Parts | None, multiple: int = 1) -> tuple[int, int, Part]:
-    """First and last + 1 position of this rank's samples in a global batch of `total`, and how they count."""
+    """Returns (first, last + 1) position of this rank's samples in a global batch of `total`, and their `Part`."""
     if parts is None:
         low, high = order.bounds(total, world.rank, world.size, multiple)
         return low, high, Part(high - low, total, float(high > low), multiple)
@@ -71,7 +71,7 @@ def share(total: int, world: World, parts: order.Parts | None, multiple: int = 1
 
 
 class Division:
-    """Which samples each rank trains at each step: a function of the seed, the epoch and the step.
+    """The division of samples over ranks and steps: a function of the seed, the epoch and the step.
 
     Args:
         count: samples of an epoch.
@@ -98,7 +98,7 @@ class Division:
         self._drawn: tuple[tuple[int, ...], torch.Tensor] = (), torch.empty(0)
 
     def part(self, epoch: int, step: int) -> tuple[torch.Tensor, Part]:
-        """(the ids [≥ 1] of this rank's samples, how they count). An empty part has one sample, which counts nothing."""
+        """Returns (the ids [≥ 1] of this rank's samples, its `Part`). An empty part has one sample, which counts nothing."""
         ids = self._ids(epoch, step)
         if self.uneven == "mean":
             low, high, part = self._whole_share(len(ids))
@@ -107,7 +107,7 @@ class Division:
         return ids[low:high] if part.samples else ids[:1], part
 
     def _whole_share(self, total: int) -> tuple[int, int, Part]:
-        """As `share`, where the ranks take whole batches in turn, as a loop over `i % world_size == rank` does."""
+        """Returns as `share`, if the ranks take whole batches in turn, as a loop over `i % world_size == rank` does."""
         size = self.world.size
         ranges = [order.bounds(self.batch, rank, size, self.multiple) for rank in range(size)]
         ranges = [(low, min(high, total)) for low, high in ranges if low < total]
@@ -117,7 +117,7 @@ class Division:
         return low, high, Part(high - low, total, total / (len(ranges) * (high - low)), self.multiple)
 
     def _ids(self, epoch: int, step: int) -> torch.Tensor:
-        """`order.global_ids`, drawn for many steps at once: that costs hardly more than for one."""
+        """Returns `order.global_ids` of a step, drawn for many steps at once, which costs hardly more than for one."""
         steps = -(-DRAWN_AT_ONCE // self.batch)
         block, at = divmod(step, steps)
         if self._drawn[0] != (epoch, block):
@@ -141,7 +141,7 @@ class Batch:
     keys: Keys
     """Keys of the augmentation (`draw_keys` of the epoch)."""
     filled: list[Keys] = field(default_factory=list)
-    """The keys that `fill` copied last: they change once an epoch, and a copy waits for the device."""
+    """The keys that `fill` has copied last: they change once an epoch, and a copy waits for the device."""
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         images, rows, ids, labels = map(function, (self.images, self.rows, self.ids, self.labels))
@@ -159,7 +159,7 @@ class Batch:
         return len(self.rows)
 
     def cut(self, low: int, high: int) -> Batch:
-        """A micro-batch."""
+        """Returns a micro-batch: samples `low` to `high`."""
         return Batch(self.images, self.rows[low:high], self.ids[low:high], self.labels[low:high], self.keys)
 
     def recorded(self) -> Batch:
@@ -169,7 +169,7 @@ class Batch:
         return Batch(images, self.rows.clone(), self.ids.clone(), self.labels.clone(), keys)
 
     def fill(self, other: Batch) -> bool:
-        """Copies `other` to where a recorded step reads it; False where its shape is another one."""
+        """Copies `other` into the tensors that a recorded step reads. Returns False if its shape differs."""
         if other.rows.shape != self.rows.shape or other.images.shape != self.images.shape:
             return False
         for mine, its in ((self.rows, other.rows), (self.ids, other.ids), (self.labels, other.labels)):
@@ -186,10 +186,10 @@ class Stored:
     """The samples of shards, by their ids: on the device, or read from the mapped files.
 
     Args:
-        seed: of the augmentation.
+        seed: seed of the augmentation.
         resident: `auto` keeps them on the device if they take at most a quarter of its free memory (or of the rank's share of the
             host's). `always`; `never`.
-        ahead: batches that a thread reads ahead where they are not on the device.
+        ahead: batches that a thread reads ahead if the samples are not on the device.
     """
 
     def __init__(self, samples: Samples, world: World, seed: int, resident: str = "auto", ahead: int = 2) -> None:
@@ -209,7 +209,7 @@ class Stored:
 
 
 def fits(samples: Samples, world: World) -> bool:
-    """Whether the samples take at most a quarter of the device's free memory, or of the rank's share of the host's."""
+    """Returns whether the samples take at most a quarter of the device's free memory, or of the rank's share of the host's."""
     if world.device.type == "cuda":
         free = torch.cuda.mem_get_info(world.device)[0]
     else:
@@ -277,10 +277,10 @@ class Batches:
 
 
 class ElasticBatches(Iterator[tuple[Any, Part]]):
-    """Yields the batches of an epoch for this rank. After a loss a new loader gives the rank its share among the ranks that remain.
+    """Iterator over the batches of an epoch for this rank. After the loss of a rank a new loader has the share among the remaining ranks.
 
     Args:
-        first_step: of the epoch.
+        first_step: first step of the epoch to load.
     """
 
     def __init__(self, batches: Batches, world: World, epoch: int, first_step: int) -> None:
@@ -301,7 +301,7 @@ class ElasticBatches(Iterator[tuple[Any, Part]]):
         return self._current
 
     def again(self) -> tuple[Any, Part]:
-        """Returns the batch under way, as the ranks share it now."""
+        """Returns the batch under way and this rank's present part of it."""
         if self._generation != self._world.generation:
             self._step -= 1
             next(self)
@@ -318,7 +318,7 @@ def loader(
     collate: Callable[[list[Any]], Any] | None,
     pins: bool,
 ) -> Iterator[Any]:
-    """The batches with these samples."""
+    """Returns an iterator over the batches with these samples."""
     made: DataLoader[Any] = DataLoader(
         dataset,
         batch_sampler=ids,  # type: ignore[arg-type]
@@ -334,7 +334,7 @@ def of_dataset(
     dataset: Any, world: World, seed: int, batch: int, *, shuffle: bool, uneven: str, workers: int,
     collate: Callable[[list[Any]], Any] | None, parts: order.Parts | None = None,
 ) -> Batches:  # fmt: skip
-    """The batches of a map-style dataset. Raises `UserError` for a division that cannot be."""
+    """Returns the batches of a map-style dataset. Raises `UserError` for an impossible division."""
     if uneven not in ("drop", "pad", "weight"):
         raise UserError(f"uneven is drop | pad | weight, got {uneven!r}")
     if type(batch) is not int or batch < 1:
@@ -344,7 +344,7 @@ def of_dataset(
 
 
 def _ahead(read: Iterator[tuple[Any, Part]], count: int, pins: bool) -> Iterator[tuple[Any, Part]]:
-    """The same, read by a thread that is up to `count` batches ahead, into pinned memory where `pins`."""
+    """Yields the same batches, which a thread reads up to `count` batches ahead, into pinned memory if `pins`."""
 
     def following() -> tuple[Any, Part] | None:
         item = next(read, None)
@@ -361,9 +361,9 @@ def _ahead(read: Iterator[tuple[Any, Part]], count: int, pins: bool) -> Iterator
 
 
 def begun(loader: Iterable[Any]) -> Iterator[Any]:
-    """Returns the loader's iterator. A `DataLoader`'s processes outlive the signals that ask for an early end.
+    """Returns the loader's iterator. A `DataLoader`'s processes survive the signals that ask for an early end.
 
-    A cluster sends them to every process of a job. A loader that lost its processes would fail, and the rank not save.
+    A cluster sends such signals to every process of a job. Without its processes the loader would fail, and the rank would not save.
     """
     if not isinstance(loader, DataLoader) or not loader.num_workers:
         return iter(loader)
@@ -376,7 +376,7 @@ def begun(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 class _IgnoreSignals:
-    """A `worker_init_fn`: of the signals that ask for an early end, only the rank's own TERM, at its end, counts."""
+    """A `worker_init_fn` that ignores the signals for an early end, except the rank's own TERM at its end."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
@@ -394,7 +394,7 @@ class _IgnoreSignals:
 
 
 def _end_with_the_rank(rank: int) -> None:
-    """A handler would not know who has sent the signal."""
+    """Waits in a thread for the rank's TERM, because a handler would not know the sender of a signal."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
         pass
     os._exit(0)
@@ -419,13 +419,13 @@ class _CollateProbe:
 
 
 class Seeded(Dataset[Any]):
-    """A dataset whose samples draw by seed, epoch, id and salt; the program's generators are as they were before."""
+    """A dataset whose samples draw by seed, epoch, id and salt. It restores the program's generators after each batch."""
 
     def __init__(self, dataset: Any, seed: int, epoch: int, salt: order.Salt = order.Salt.SAMPLE) -> None:
         self.dataset, self.seed, self.epoch, self.salt = dataset, seed, epoch, salt
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        """The samples of a batch, as `DataLoader` asks for them."""
+        """Returns the samples of a batch, for `DataLoader`."""
         before = random.getstate(), np.random.get_state(), torch.get_rng_state()
         try:
             return [self._sample(index) for index in indices]

@@ -1,11 +1,11 @@
-"""Image files decoded by several processes, in their order, whatever a file does to its process.
+"""Decodes image files in several processes, in their order, whatever a file does to its process.
 
     with Decoders(224, 224, workers=8) as decoders:
         for item, result in decoders.decode(items):      # bytes: the pixels; str: why there are none.
             …
 
-An image file may take a process' memory, crash it, or never end. Here that happens to one of these processes. A process
-decodes one file at a time, with a deadline, and with bounds of its memory and of the bytes that it answers.
+An image file may exhaust a process' memory, crash it, or block it for ever. Only a decoder process suffers. A process decodes one
+file at a time, with a deadline, and with limits of its memory and of its answer's bytes.
 
 A ProcessPoolExecutor does not do: a file that ends a process breaks the whole pool. If a process is killed while it hands over
 pixels, the pool's thread reads for ever, and Python waits for it at its exit. Workers outlive a rank that is killed (CPython 3.11).
@@ -61,7 +61,7 @@ class Item:
     file: Path
     label: int
     name: str
-    """As messages show it."""
+    """The name for messages."""
     expected_format: str | None = None
     """`JPEG`, `PNG` or `WEBP`, by the suffix of its name; None if any of them is accepted."""
     inside: Path | None = None
@@ -72,7 +72,7 @@ Result: TypeAlias = bytes | str
 
 
 class Decoders:
-    """`workers` decoder processes, each asked by a thread."""
+    """A pool of `workers` decoder processes, each with a thread that sends it requests."""
 
     def __init__(self, height: int, width: int, workers: int) -> None:
         self._processes = [_Process(height, width) for _ in range(workers)]
@@ -83,7 +83,7 @@ class Decoders:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends all processes, also in the middle of their work."""
+        """Ends all processes, even in the middle of their work."""
         for process in self._processes:
             process.close()
         self._threads.shutdown(cancel_futures=True)
@@ -91,11 +91,11 @@ class Decoders:
             process.stop()
 
     def decode(self, items: Iterable[Item]) -> Generator[tuple[Item, Result], None, None]:
-        """Each item, in their order, with its pixels (uint8 RGB [h, w, 3]), or why there are none.
+        """Yields each item, in order, with its pixels (uint8 RGB [h, w, 3]), or the reason why it has none.
 
-        No more than a few batches for each process are on the way at once.
+        At most a few batches for each process are under way at once.
 
-        Raises `RuntimeError` where no process can be started.
+        Raises `RuntimeError` if no process can be started.
         """
         remaining = iter(items)
         waiting: deque[Future[list[tuple[Item, Result]]]] = deque()
@@ -115,7 +115,7 @@ class Decoders:
 
 
 class _Process:
-    """A decoder process, which is started when it is needed, and again after a file has ended it."""
+    """A decoder process. It is started on demand, and again after a file has ended it."""
 
     def __init__(self, height: int, width: int) -> None:
         self._command = [sys.executable, *_PROGRAM, str(height), str(width)]
@@ -124,7 +124,7 @@ class _Process:
         self._closed = False
 
     def decode(self, items: list[Item]) -> list[Result]:
-        """Only an item that ends two processes counts as broken: a machine without memory may kill any process."""
+        """Returns the items' results. An item is broken only if it ends two processes: a machine without memory may kill any process."""
         questions = [(os.path.abspath(item.file), item.expected_format, str(item.inside or "")) for item in items]
         results: list[Result] = []
         suspect = -1
@@ -163,13 +163,13 @@ class _Process:
             raise RuntimeError(f"a decoder process does not start: it ended by {self.stop()}") from None
 
     def _received(self, seconds: float) -> bytes:
-        """The next message. Raises `TimeoutError` where there is none in that time, `EOFError` where the process has ended."""
+        """Returns the next message. Raises `TimeoutError` if none comes in time, `EOFError` if the process has ended."""
         if not self._connection.poll(seconds):
             raise TimeoutError
         return self._connection.recv_bytes(max(self._bytes, 65535))  # a reason is short
 
     def stop(self) -> str:
-        """Ends the process and takes it away; the next image gets a new one. Returns how it had ended, if it had."""
+        """Ends the process; the next image starts a new one. Returns how the process had ended before, if it had."""
         if self._process is None:
             return ""
         self._process.kill()
@@ -179,7 +179,7 @@ class _Process:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def close(self) -> None:
-        """Ends the process from another thread, for good; a thread that waits for an answer gets an error."""
+        """Ends the process for good, from another thread. A thread that waits for an answer gets an error."""
         self._closed = True
         if (process := self._process) is not None:
             process.kill()
@@ -189,10 +189,10 @@ class _Process:
 
 
 def decoded(data: bytes, expected_format: str | None, height: int, width: int) -> bytes:
-    """The pixels of an image file, uint8 RGB [h, w, 3]: upright, scaled to cover h × w, cut at the centre.
+    """Returns the pixels of an image file, uint8 RGB [h, w, 3]: upright, scaled to cover h × w, cut at the centre.
 
     Args:
-        expected_format: `JPEG`, `PNG` or `WEBP`, where the content must be in that format.
+        expected_format: `JPEG`, `PNG` or `WEBP`, if the content must be in that format.
     """
     from PIL import Image, ImageOps
 

@@ -1,4 +1,4 @@
-"""A batch as any loader gives it: a tree of tensors, which comes to the device, is cut into micro-batches, and is recorded."""
+"""Batches of any loader as trees of tensors: functions that move them to the device, cut micro-batches, and copy them for a recording."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _by_itself(item: Any, device: torch.device) -> Any:
 
 
 def _rebuilt(item: Any, change: Callable[[Any], Any]) -> Any:
-    """A mapping, tuple or list of the same type, with changed entries."""
+    """Returns a mapping, tuple or list of the same type, with changed entries."""
     if isinstance(item, tuple):
         make = getattr(item, "_make", type(item))  # a named tuple
         return make(map(change, item))
@@ -56,14 +56,14 @@ def _rebuilt(item: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def leaves(item: Any) -> list[torch.Tensor]:
-    """The tensors of a tree of lists, tuples, mappings and dataclasses, in order."""
+    """Returns the tensors of a tree of lists, tuples, mappings and dataclasses, in order."""
     if isinstance(item, torch.Tensor):
         return [item]
     return [leaf for _, child in children(item) for leaf in leaves(child)]
 
 
 def children(item: Any) -> list[tuple[Any, Any]]:
-    """(key, entry) of each entry of a list, tuple, mapping or dataclass; empty for anything else."""
+    """Returns (key, entry) of each entry of a list, tuple, mapping or dataclass; [] for another value."""
     if isinstance(item, Mapping):
         return list(item.items())
     if isinstance(item, (list, tuple)):
@@ -76,15 +76,15 @@ def children(item: Any) -> list[tuple[Any, Any]]:
 
 
 def _holds_parts(item: Any) -> bool:
-    """Whether the entries are parts of a batch; a list of anything but tensors is a list of samples."""
+    """Returns whether the entries are parts of a batch. A list of other values than tensors is a list of samples."""
     return isinstance(item, (Mapping, tuple)) or (isinstance(item, list) and bool(item) and torch.is_tensor(item[0]))
 
 
 def cut(item: Any, low: int, high: int, count: int, copies: bool = False) -> Any:
-    """Samples `low` to `high` of a batch of `count`: of its tensors, arrays and lists of samples, and of what has a `cut`.
+    """Returns samples `low` to `high` of a batch of `count`: of its tensors, arrays, lists of samples, and objects with a method `cut`.
 
     Args:
-        copies: tensors in memory of their own: some kernels choose another algorithm by where a tensor begins.
+        copies: whether to copy tensors: some kernels choose their algorithm by the address of a tensor.
 
     Raises:
         TypeError: a part of the batch is not one entry a sample.
@@ -112,7 +112,7 @@ def pieces(item: Any) -> list[Any]:
 
 
 def recorded(item: Any) -> Any:
-    """A copy whose tensors a recorded step reads. Raises `TypeError` for a part that is no tensor: a replay would not see it."""
+    """Returns a copy whose tensors a recorded step reads. Raises `TypeError` for a part that is no tensor: a replay would not read it."""
     if hasattr(item, "recorded"):
         return item.recorded()
     if isinstance(item, torch.Tensor):
@@ -125,7 +125,7 @@ def recorded(item: Any) -> Any:
 
 
 def fill(kept: Any, item: Any) -> bool:
-    """Copies `item` into what `recorded` gave; False where it does not fit there."""
+    """Copies `item` into the result of `recorded`. Returns False if it does not fit."""
     if hasattr(kept, "fill") and not isinstance(kept, torch.Tensor):
         return isinstance(item, type(kept)) and kept.fill(item)
     if isinstance(kept, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Makes shards, of a source's pieces.
+"""Writes the shards of a source from its pieces.
 
 manifest = prepare(config.data)                           # finds them, or makes them once a node under a file lock
 """
@@ -44,7 +44,7 @@ def write(
     all samples is both what trains and what tests.
 
     Raises:
-        UserError: it exists already, or cannot be written; or what the source gives cannot be used.
+        UserError: the folder exists already or cannot be written, or a piece of the source cannot be used.
     """
     if directory.exists():
         raise UserError(f"{directory} exists already: choose another folder, or remove it")
@@ -151,7 +151,7 @@ def cache_directory(data: Data) -> Path:
 
 
 def prepare(data: Data) -> Manifest:
-    """The shards. Where they are missing, one process makes them while the others wait, bounded.
+    """Returns the shards' manifest. If they are missing, one process makes them while the others wait, for a bounded time.
 
     Raises:
         UserError: the data is missing or corrupt, the folder cannot be written, or the wait took too long.
@@ -199,18 +199,18 @@ def _stamps(data: Data) -> sources.Stamps:
 
 
 def _usable(directory: Path, data: Data) -> bool:
-    """Returns whether shards of the source's current files exist. Without these files they are all there is."""
+    """Returns whether the folder has shards of the source's current files. If the source's files are gone, its shards count."""
     stamps = _stamps(data) if (directory / MANIFEST).exists() else None
     return stamps is not None and stamps in ([], files.read_json(directory / MADE_FROM))
 
 
 class _Spool:
-    """Samples and labels of one split before they are in shards, on the disk: their number is known only at the end.
+    """A file with the samples of one split before they are in shards: their number is known only at the end.
 
-    Whatever it is, no more than one piece is in memory; of labels, 8 bytes each. The files are to the byte what the safetensors
-    library writes. They are cut from the end, and the spool shrinks with it.
+    At most one piece is in memory, and 8 bytes for each label. The shards have the same bytes as files of the safetensors library. The
+    spool is cut from its end, and shrinks with each cut.
 
-    Raises `OSError` where the disk refuses.
+    Raises `OSError` if the disk refuses.
     """
 
     def __init__(self, path: Path) -> None:
@@ -232,7 +232,7 @@ class _Spool:
         return np.concatenate(self._labels) if self._labels else np.zeros(0, np.int64)
 
     def append(self, samples: np.ndarray, labels: np.ndarray, where: str) -> None:
-        """Takes a piece. Raises `UserError`, which begins with `where`, for one that no shard can hold."""
+        """Appends a piece. Raises a `UserError` that begins with `where` for a piece that no shard can hold."""
         samples, labels = checked(samples, labels, where)
         if not len(labels):
             return
@@ -258,7 +258,7 @@ class _Spool:
             self._values += samples.size
 
     def statistics(self) -> tuple[list[float], list[float]]:
-        """(mean, standard deviation) of each channel for pixels in 0…1; one number each for feature vectors."""
+        """Returns (mean, standard deviation) of each channel for pixels in 0…1; one number each for feature vectors."""
         unit = 255 if self.dtype == np.uint8 else 1
         pairs = zip(np.atleast_1d(self._sum).tolist(), np.atleast_1d(self._squares).tolist())
         means, deviations = [], []
@@ -291,7 +291,7 @@ class _Spool:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def _write(self, path: Path, low: int, labels: np.ndarray) -> str:
-        """One shard, in the safetensors format; returns its sha256."""
+        """Writes one shard, in the safetensors format. Returns its sha256."""
         size = len(labels) * self._sample_bytes
         images = ("images", _KINDS[self.dtype], [len(labels), *self.shape], size)
         digest = hashlib.sha256()

@@ -36,19 +36,19 @@ from ..parallel.process import mapped_bytes
 MANIFEST = "manifest.json"
 SPLITS = ("train", "test")
 MAPPED_BYTES = 128 << 20
-"""Bytes of mapped files that `Samples.take` may add to a process' memory, about; one batch more is possible."""
+"""Approximate bytes of mapped files that `Samples.take` may add to a process' memory; one batch more is possible."""
 MAX_MANIFEST = 16 << 20
 _MAX_HEADER = 1 << 20
-"""Bytes that say which tensors a file holds."""
+"""Most bytes of a file's header, which lists its tensors."""
 _NEAR = 0.02
 """Difference of two means or deviations that changes no training."""
 _MEND = "make the shards again (python -m lockstep.training shard)"
 _FETCHED = "shards/fetched"
-"""Below `data.root`."""
+"""Folder of fetched shards below `data.root`."""
 
 
 class CorruptShard(UserError):
-    """A shard file is not what its manifest says."""
+    """An error for a shard file that does not match its manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +62,22 @@ class _Cache:
     bucket: Bucket
     folder: Path
     max_bytes: int
-    """The least recently used shards go first; those that this run needs stay."""
+    """Most bytes of the cache. The least recently used shards go first; shards that this run needs stay."""
     needed: frozenset[str]
     """sha256 of the shards that this run may need."""
     timeout: float
     """Seconds to wait for another process that fetches the same shard."""
 
     def bring(self, key: str, sha256: str, largest: int, verify: bool) -> Path:
-        """The file of a shard. It is there, or one process of the node fetches it while the others wait.
+        """Returns the file of a shard. If it is missing, one process of the node fetches it while the others wait.
 
         Args:
-            largest: bytes that it can have.
-            verify: read it where it is there; it is fetched again where it is not what it was.
+            largest: most bytes of the shard.
+            verify: whether to read an existing file, and to fetch it again if it has changed.
 
         Raises:
             UserError: the bucket cannot be reached (exit code 1); it has no such shard; the disk refuses; the wait took too long.
-            CorruptShard: it is not what its manifest says, also when it is fetched again.
+            CorruptShard: the file does not match its manifest, even after another fetch.
         """
         path = self.folder / sha256
         with as_user_error("data.shards cannot be used"):
@@ -101,7 +101,7 @@ class _Cache:
         return path
 
     def _fetch(self, key: str, path: Path, largest: int) -> None:
-        """The lock is held."""
+        """Fetches a shard. The caller must hold the lock."""
         files.remove_stale(self.folder, (path.name,))
         size = self.bucket.size(key)
         if size > largest:
@@ -114,7 +114,7 @@ class _Cache:
             raise CorruptShard(str(error)) from None
 
     def _make_room(self, size: int) -> None:
-        """Removes the least recently used shards. A run that trains on them has them mapped."""
+        """Removes the least recently used shards. A run that trains on them keeps them mapped."""
         cached = []
         for entry in os.scandir(self.folder):
             with contextlib.suppress(OSError):
@@ -130,7 +130,7 @@ class _Cache:
 
 
 def _usable(path: Path, sha256: str, verify: bool) -> bool:
-    """Whether it is there; it is used now. Raises `OSError`."""
+    """Returns whether a shard's file exists, and marks it as used now. Raises `OSError`."""
     try:
         with contextlib.suppress(PermissionError):  # another user's
             os.utime(path)
@@ -161,7 +161,7 @@ class Manifest(Section):
     """The content of a folder of shards, or of a prefix in a bucket."""
 
     directory: Path
-    """Folder of the files on this disk, or of those that are fetched."""
+    """Folder of the files on this disk, or of the fetched files."""
     format: Literal[1]
     source: str
     classes: list[str] = Field(min_length=1)
@@ -172,7 +172,7 @@ class Manifest(Section):
     mean: list[float] | None = Field(default=None, min_length=1)
     """Mean of the training samples: of each channel for pixels in 0…1, or one number for vectors. None: with `split` "exercise"."""
     std: list[float] | None = Field(default=None, min_length=1)
-    """The same of their standard deviation."""
+    """Standard deviation of the training samples, in the form of `mean`."""
     left_out: dict[str, str] = Field(default_factory=dict)
     """Name of each of the source's files that could not be used (the first 100), and why."""
     num_left_out: int = 0
@@ -205,7 +205,7 @@ class Manifest(Section):
         return f"{self.num_left_out} of the source's files cannot be used and are left out: {', '.join(first)}{more}"
 
     def fits(self, data: Data) -> bool:
-        """Whether mean and deviation that a recipe normalises with are near those of the samples."""
+        """Returns whether a recipe's mean and deviation are near those of the samples."""
         return all(
             len(configured) in (1, len(measured))
             and all(abs(a - b) < _NEAR for a, b in zip(configured * (len(measured) // len(configured)), measured))
@@ -213,9 +213,9 @@ class Manifest(Section):
         )
 
     def statistics(self, data: Data) -> str:
-        """One line with mean and deviation; where the recipe's values do not fit, it says how to set these.
+        """Returns one line with mean and deviation. If the recipe's values do not fit, the line says how to set them.
 
-        They are not set silently: they are part of what a run is.
+        The code does not set them silently, because they are a part of the run's identity.
         """
         mean, std = (f"[{','.join(f'{number:.4f}' for number in numbers or [])}]" for numbers in (self.mean, self.std))
         measured = f"mean {mean}, standard deviation {std} of the training samples"
@@ -225,7 +225,7 @@ class Manifest(Section):
         return f"{measured}; the recipe {recipe}: set data.mean={mean} data.std={std}"
 
     def describe(self, data: Data) -> Iterator[str]:
-        """Lines about the shards, for people, and about how a recipe's normalisation fits them."""
+        """Yields lines for people about the shards, and about the fit of a recipe's normalisation."""
         files = sum(len(part) for part in self.splits.values())
         kind, layout = "images", "uint8 [height, width, channels]"
         if len(self.shape) == 1:
@@ -250,7 +250,7 @@ class Manifest(Section):
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Raises `UserError` where the manifest is missing or malformed."""
+        """Returns the manifest of a folder. Raises `UserError` if it is missing or malformed."""
         path = directory / MANIFEST
         with files.reading(path, then=f": no shards in {directory}, or {_MEND}"):
             return cls._parsed(files.read(path, MAX_MANIFEST), directory, str(path))
@@ -279,7 +279,7 @@ class Manifest(Section):
         return settings.build(cls, value, f"{place} is malformed ({_MEND})")
 
     def overlapping(self, split: str, low: int, high: int) -> Iterator[tuple[int, Shard]]:
-        """The shards that hold any of the ids `low` … `high` − 1, each with its first id."""
+        """Yields (first id, shard) of the shards that hold any of the ids `low` … `high` − 1."""
         start = 0
         for shard in self.splits[split]:
             if start < high and low < start + shard.count:
@@ -287,10 +287,10 @@ class Manifest(Section):
             start += shard.count
 
     def file(self, shard: Shard, verify: bool = False) -> Path:
-        """Returns a shard's file, which is fetched where it is in a bucket and not on this disk.
+        """Returns a shard's file. Fetches it if it is in a bucket and not on this disk.
 
         Args:
-            verify: read it where it is on this disk.
+            verify: whether to read and check a file that is on this disk.
 
         Raises:
             UserError: it is missing or corrupt, or the bucket cannot be reached.
@@ -331,7 +331,7 @@ class _Mapped:
         return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=self._begin + low).view(shape)
 
     def give_back(self) -> None:
-        """The pages that were read. They are read again, mostly from the kernel's cache, when they are needed."""
+        """Returns the pages that were read to the kernel. A later read brings them back, mostly from the kernel's cache."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -348,7 +348,7 @@ class Samples:
     starts: list[int]
     mapped: list[_Mapped]
     _floor: int = field(default_factory=mapped_bytes)
-    """Bytes of mapped files in the process' memory that are not ours to give back."""
+    """Bytes of mapped files in the process' memory that belong to others."""
 
     def __len__(self) -> int:
         return self.high - self.low
@@ -364,7 +364,7 @@ class Samples:
         return cls(low, high, [start for start, _ in shards], [_opened(manifest, shard) for _, shard in shards])
 
     def take(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(samples [b, …], labels [b]) of global ids, gathered on the CPU."""
+        """Returns (samples [b, …], labels [b]) of global ids, gathered on the CPU."""
         first = self.mapped[0].samples
         if len(self.mapped) == 1:
             rows = ids - self.starts[0]
@@ -380,8 +380,8 @@ class Samples:
         return images, labels
 
     def _give_back(self) -> None:
-        """The pages that were read, where they are more than `MAPPED_BYTES`. How many a read brings in is the kernel's choice (up
-        to a megabyte around it), so it is asked."""
+        """Returns the pages that were read to the kernel, if they exceed `MAPPED_BYTES`. The kernel decides how many pages a read brings in
+        (up to a megabyte around it), so the method asks the kernel."""
         mapped = mapped_bytes()
         if mapped - self._floor > MAPPED_BYTES:
             for file in self.mapped:
@@ -390,7 +390,7 @@ class Samples:
         self._floor = min(self._floor, mapped)
 
     def all(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(images, labels) of all ids in their order; no copy where one file holds them."""
+        """Returns (images, labels) of all ids in their order, without a copy if one file holds them."""
         pieces = []
         for start, images, labels in self._files():
             window = slice(max(self.low - start, 0), min(self.high - start, len(labels)))

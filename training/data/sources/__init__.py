@@ -1,4 +1,4 @@
-"""Where samples come from. A source of ours is one function → Raw, and one row in `SOURCES`. A source that reads files takes (root,
+"""The sources of samples. A built-in source is one function → Raw, and one row in `SOURCES`. A source that reads files takes (root,
 download, **options), and has a row in `FILES`. A source that generates its samples takes (**options).
 
 A source that reads a user's own data (`OWN`) has own settings (`data.options`) and returns a `Stream`: its samples need not fit into
@@ -26,22 +26,22 @@ SOURCES: dict[str, Callable[..., Raw]] = {
     "cifar10": builtin.cifar10, "fashion_mnist": builtin.fashion_mnist,
 }  # fmt: skip
 OWN: dict[str, Any] = {"images": images, "arrays": arrays}
-"""Each a module with `Options`, a section; `open_stream(root, options, workers)` → Stream; `files_of(root, options)` → paths."""
+"""Name → module with `Options`, a section; `open_stream(root, options, workers)` → Stream; `files_of(root, options)` → paths."""
 FILES: dict[str, Callable[[Path], list[Path]]] = {
     "cifar10": builtin.cifar10_files, "fashion_mnist": builtin.fashion_mnist_files,
 }  # fmt: skip
-"""The files that a source of ours reads. The other ones are generated, and need no folder."""
+"""Name of a built-in source → function that lists its files. The other sources are generated, and need no folder."""
 Stamps: TypeAlias = list[Any]
 """[number of a source's files, their bytes, a hash of each one's name, size and time]. If it changes, the shards are made again."""
 
 
 def ours(name: str) -> bool:
-    """Whether reading this source runs no code beyond this package."""
+    """Returns whether this source runs only code of this package."""
     return name in SOURCES or name in OWN
 
 
 def code_of(name: str) -> list[str]:
-    """A hash of the code of a user's own source; empty for a built-in source. Raises `UserError`."""
+    """Returns a hash of the code of a user's own source; [] for a built-in source. Raises `UserError`."""
     return [] if ours(name) else [function.code_of(name)]
 
 
@@ -70,7 +70,7 @@ def stream(data: Data) -> Stream:
 
 
 def load(name: str, root: Path, download: bool, options: dict[str, Any]) -> Raw:
-    """The named source, in memory. Raises `UserError` for an unknown option, and for data that is missing or corrupt."""
+    """Returns the named source in memory. Raises `UserError` for an unknown option, and for missing or corrupt data."""
     return stream(Data(source=name, root=str(root), download=download, options=options)).gathered()
 
 

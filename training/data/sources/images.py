@@ -130,7 +130,7 @@ def _piece(pixels: bytearray, labels: list[int], height: int, width: int) -> Pie
 
 
 def _check_broken(left_out: dict[str, str], total: int, share: float) -> None:
-    """Raises `UserError` where more than a share of all files cannot be used."""
+    """Raises `UserError` if more than a share of all files is unusable."""
     if len(left_out) > share * total:
         first = [f"{name} ({reason})" for name, reason in list(left_out.items())[:5]]
         raise UserError(
@@ -140,7 +140,7 @@ def _check_broken(left_out: dict[str, str], total: int, share: float) -> None:
 
 
 def files_of(root: Path, options: Options) -> list[Path]:
-    """The images, or none where the folders are not there."""
+    """Returns the paths of the images; [] if the folders are missing."""
     paths: list[Path] = []
     for name in (options.train, options.test):
         if name is not None:
@@ -150,7 +150,7 @@ def files_of(root: Path, options: Options) -> list[Path]:
 
 
 def _folder(root: Path, name: str) -> Path:
-    """Raises `UserError` for a folder that the shards would be written into."""
+    """Returns a split's folder. Raises `UserError` for a folder that the shards would be written into."""
     folder = root / name
     if (root / "shards").resolve().is_relative_to(folder.resolve()):
         raise UserError(
@@ -160,14 +160,14 @@ def _folder(root: Path, name: str) -> Path:
 
 
 def _listed(folder: Path, classes: list[str] | None = None, prefix: str = "") -> _Listing:
-    """All images below the class folders of `folder`.
+    """Returns all images below the class folders of `folder`.
 
     Args:
-        classes: those of the training folder, whose labels a test folder shares.
-        prefix: stands before each name where it is shown.
+        classes: classes of the training folder, whose labels a test folder shares.
+        prefix: prefix of each name in messages.
 
     Raises:
-        UserError: it is missing, cannot be read, has no class folder, an empty one, or one that `classes` has not.
+        UserError: the folder is missing, unreadable, without class folders, or has one that is empty or not in `classes`.
     """
     try:
         inside = folder.resolve(strict=True)
@@ -222,5 +222,5 @@ def _files_below(top: Path) -> list[Path]:
 
 
 def _shown(name: str) -> str:
-    """A name as an error or a manifest shows it: one line, whatever it is made of."""
+    """Returns a name for an error or a manifest, as one line."""
     return name if name.isprintable() else ascii(name)

@@ -14,7 +14,7 @@ from ...config import Number
 from ...contract import UserError
 
 Piece: TypeAlias = tuple[np.ndarray, np.ndarray]
-"""(samples, labels [n]): some of a split, in its order."""
+"""(samples, labels [n]) of a part of a split, in order."""
 Share: TypeAlias = Annotated[Number, Field(ge=0, lt=1)]
 """The type of an option."""
 PIECE_BYTES = 4 << 20
@@ -33,7 +33,7 @@ class Raw:
     classes: list[str]
 
     def stream(self) -> Stream:
-        """The same in pieces."""
+        """Returns the data set in pieces."""
 
         def pieces(split: str) -> Generator[Piece, None, None]:
             yield self.train if split == "train" else self.test
@@ -53,7 +53,7 @@ class Stream:
     """Name of each file that could not be used, and why. Complete when the pieces of both splits have been read."""
 
     def gathered(self) -> Raw:
-        """The whole, in memory. Raises `UserError` for a split without a sample."""
+        """Returns the whole data set in memory. Raises `UserError` for a split without a sample."""
         splits = []
         for split in ("train", "test"):
             with contextlib.closing(self.pieces(split)) as pieces:
@@ -67,7 +67,7 @@ class Stream:
 
 
 def numbered(count: int) -> list[str]:
-    """Names of classes that have none."""
+    """Returns names for classes without names: `class 0`, `class 1`, …"""
     return [f"class {number}" for number in range(count)]
 
 
@@ -76,7 +76,7 @@ def rows_of_a_piece(sample_bytes: int) -> int:
 
 
 def cut(samples: Any, labels: Any) -> Generator[Piece, None, None]:
-    """A piece, cut into several where it is a large one. Nothing is checked."""
+    """Yields a piece, cut into several if it is large. Checks nothing."""
     fits = isinstance(samples, np.ndarray) and isinstance(labels, np.ndarray) and samples.ndim
     if not fits or samples.shape[:1] != labels.shape:
         yield samples, labels
@@ -87,9 +87,9 @@ def cut(samples: Any, labels: Any) -> Generator[Piece, None, None]:
 
 
 def checked(samples: Any, labels: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """(uint8 images [n, h, w, c] or float32 vectors [n, f], int64 labels [n]) of a piece.
+    """Returns (uint8 images [n, h, w, c] or float32 vectors [n, f], int64 labels [n]) of a piece.
 
-    Raises `UserError`, which begins with `where`, for one that is neither.
+    Raises a `UserError` that begins with `where` for a piece that is neither.
     """
     if not isinstance(samples, np.ndarray) or not isinstance(labels, np.ndarray):
         kinds = f"({type(samples).__name__}, {type(labels).__name__})"
