@@ -130,7 +130,7 @@ class _Cache:
 
 
 def _usable(path: Path, sha256: str, verify: bool) -> bool:
-    """Returns whether a shard's file exists, and marks it as used now. Raises `OSError`."""
+    """Returns whether a shard's file exists, and with `verify` matches its sha256. Marks it as used now. Raises `OSError`."""
     try:
         with contextlib.suppress(PermissionError):  # another user's
             os.utime(path)
@@ -199,7 +199,7 @@ class Manifest(Section):
         return hashlib.sha256(hashes.encode()).hexdigest()
 
     def left_out_message(self) -> str:
-        """A line about the files that could not be used."""
+        """Returns a line about the files that could not be used."""
         first = [f"{name} ({reason})" for name, reason in self.left_out.items()][:10]
         more = f" and {self.num_left_out - len(first)} more" if self.num_left_out > len(first) else ""
         return f"{self.num_left_out} of the source's files cannot be used and are left out: {', '.join(first)}{more}"

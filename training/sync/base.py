@@ -295,7 +295,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int = 0) -> None:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """A forward pass inside leaves no trace in the model's buffers and in the generators."""
+    """Restores the model's buffers and the generators after a forward pass in the block."""
     buffers = [buffer.clone() for buffer in model.buffers()]
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -306,7 +306,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether `model` comes from `torch.compile`; asks without loading the compiler."""
+    """Returns whether `model` comes from `torch.compile`, without loading the compiler."""
     return COMPILED in model._modules
 
 

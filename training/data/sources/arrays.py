@@ -68,18 +68,18 @@ def open_stream(root: Path, options: Options, workers: int) -> Stream:  # noqa: 
 
 
 def files_of(root: Path, options: Options) -> list[Path]:
-    """The files that there are."""
+    """Returns the existing files of the source."""
     names = (options.train, options.train_labels, options.test, options.test_labels)
     return [root / name for name in names if name is not None and (root / name).exists()]
 
 
 def held_out(count: int, share: float) -> np.ndarray:
-    """bool [n]: which rows test. A row's draw depends on its number alone, so rows that are added change no other's."""
+    """Returns bool [n]: whether a row tests. A row's draw depends only on its number, so added rows change no other row's draw."""
     return (mix(torch.arange(count) ^ _KEY) < int(share * 2**32)).numpy()
 
 
 def _table(root: Path, name: str, labels_name: str | None) -> Piece:
-    """(samples, labels) of one file, or of two. Raises `UserError` for files that are no arrays, or of different lengths."""
+    """Returns (samples, labels) of one file, or of two. Raises `UserError` for files that are no arrays, or of different lengths."""
     path = root / name
     if path.suffix.lower() == ".npz" and labels_name is None:
         labels_path = path
