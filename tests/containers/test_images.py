@@ -185,7 +185,7 @@ def test_an_image_of_ones_own_trains_its_model_as_an_arbitrary_user_on_a_read_on
                  "model_options={width: 8}", "epochs=1", "threads=1")  # fmt: skip
         code, output = run(own, *words, options=options)
         assert code == 0 and "Final validation accuracy" in output, output
-        code, output = run(own, "-c", "touch /opt/x; touch /app/x; touch /runs/x; id -u", options=(
+        code, output = run(own, "-c", "exec 2>&1; touch /opt/x; touch /app/x; touch /runs/x; id -u", options=(
             *options, "--entrypoint", "sh"))  # fmt: skip
         assert output.count("Read-only file system") == 2 and output.endswith("1234567\n"), output
         # The revision is known without git.
