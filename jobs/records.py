@@ -206,14 +206,16 @@ def job_record(folder: Path, name: str, kind: type[R]) -> R | None:
     file = folder / name / JOB
     if not _is_there(folder):
         return None
-    for _ in range(2):  # the first reading may come while another command replaces the folder
+    for _ in range(2):  # the first read may come while another command replaces the folder
+        if not os.path.lexists(file):
+            return None
         with contextlib.suppress(OSError, ValueError), _answering(file):
             check_owner(file.parent)
             if (record := kind.parse(files.parsed(files.read(file, _MAX_BYTES)))) is not None:
                 return record
-        if not os.path.lexists(file):
-            return None
-    raise UserError(f"{file} is damaged, or of another version: remove its folder")
+    if os.path.lexists(file):
+        raise UserError(f"{file} is damaged, or of another version: remove its folder")
+    return None
 
 
 @contextlib.contextmanager
