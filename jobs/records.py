@@ -188,9 +188,18 @@ def locked(folder: Path, seconds: float) -> Iterator[None]:
             raise UserError(f"{folder} is locked by another lockstep command: wait for it") from None
 
 
+# The bounds of amounts in a spec and in the record of a job. They stand here because a supervisor reads records, and no spec.
+MAX_GPUS = 64
+"""Largest number of GPUs in a node."""
+Nodes = Annotated[int, Field(ge=1, le=10000)]
+Gpus = Annotated[int, Field(ge=0, le=MAX_GPUS)]
+RanksPerNode = Annotated[int, Field(ge=1, le=256)]
+MaxRestarts = Annotated[int, Field(ge=0, le=1000)]
+GraceSeconds = Annotated[int, Field(ge=5, le=3600)]
+
 R = TypeVar("R", bound="Record")
 _MAX_BYTES = 4 << 20
-"""Of a record: far above what one has."""
+"""Size of a record at most: far above what one has."""
 _FOR_A_WHILE = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors of a file system, or of a process, that pass. A record that cannot be read for one of them is not damaged."""
 
@@ -203,9 +212,11 @@ def job_record(folder: Path, name: str, kind: type[R]) -> R | None:
         Unreachable: the file system does not answer now.
     """
     check_name(name)
-    file = folder / name / JOB
-    if not _is_there(folder):
-        return None
+    return _read(folder / name / JOB, kind) if _is_there(folder) else None
+
+
+def _read(file: Path, kind: type[R]) -> R | None:
+    """Returns the record of a job in a folder that was checked. Raises as `job_record`."""
     for _ in range(2):  # the first read may come while another command replaces the folder
         if not os.path.lexists(file):
             return None
@@ -234,7 +245,8 @@ def job_records(folder: Path, kind: type[R]) -> Iterator[tuple[str, R]]:
     for name in sorted(os.listdir(folder)) if _is_there(folder) else ():
         if not name.startswith(".") and os.path.lexists(folder / name / JOB):
             try:
-                if (record := job_record(folder, name, kind)) is not None:
+                check_name(name)
+                if (record := _read(folder / name / JOB, kind)) is not None:
                     yield name, record
             except UserError as error:
                 warn(str(error))
@@ -368,17 +380,17 @@ class TaskResult(Record):
 class RecordedSpec(Record):
     """The settings of a submitted job that its status and its end need; any version of Lockstep may have written it.
 
-    The bounds are those of `JobSpec`: by these numbers a status is decided, and its nodes are listed.
+    By these numbers a status is decided, and its nodes are listed. So they have the bounds of the settings.
     """
 
     model_config = ConfigDict(extra="allow")
 
-    nodes: int = Field(ge=1, le=10000)
-    gpus: int = Field(ge=0, le=64)
-    ranks_per_node: int | None = Field(ge=1, le=256)
+    nodes: Nodes
+    gpus: Gpus
+    ranks_per_node: RanksPerNode | None
     recipe: str | None
-    max_restarts: int = Field(ge=0, le=1000)
-    grace_seconds: int = Field(ge=5, le=3600)
+    max_restarts: MaxRestarts
+    grace_seconds: GraceSeconds
     time_limit: str = Field(pattern=r"^[0-9dhms]{2,28}$")
     live: bool = False
 

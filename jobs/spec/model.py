@@ -25,6 +25,7 @@ from lockstep.training.config import settings
 from lockstep.training.contract import METRICS_PORT, UserError
 from lockstep.wire.payload import SessionOptions
 
+from ..records import MAX_GPUS, Gpus, GraceSeconds, MaxRestarts, Nodes, RanksPerNode
 from .types import (
     PLACES,
     AbsolutePathOrBucket,
@@ -50,8 +51,6 @@ from .types import (
 MAX_CHARACTERS = 100_000
 VERSION = 3
 """Version of stored specs. It increases if a setting or a default changes."""
-MAX_GPUS = 64
-"""Largest number of GPUs in a node."""
 CPUS_A_GPU, MEMORY_A_GPU = 4, 16
 """Cores and GiB of memory for each GPU."""
 IN_A_PROFILE = ("slurm", "env", "cpus", "memory", "time_limit", "max_restarts", "grace_seconds", "shards", "gpus")
@@ -87,11 +86,11 @@ class JobSpec(Section):
     """A folder of your own that is sent with the job: `.`. The ranks start in a copy of it."""
     image: Image | None = None
     """Container image, preferably by digest (Kubernetes, Compose)."""
-    nodes: int = Field(default=1, ge=1, le=10000)
+    nodes: Nodes = 1
     """Machines (pods)."""
-    gpus: int = Field(default=0, ge=0, le=MAX_GPUS)
+    gpus: Gpus = 0
     """GPUs per node; 0: train on the CPU."""
-    ranks_per_node: int | None = Field(default=None, ge=1, le=256)
+    ranks_per_node: RanksPerNode | None = None
     """Processes per node; null: one per GPU, or one without a GPU."""
     cpus: float = Field(default=2, gt=0, le=1024)
     """CPU cores per node. Default with GPUs: 4 per GPU."""
@@ -101,14 +100,14 @@ class JobSpec(Section):
     """Shared memory (/dev/shm) per node. NCCL and data loaders need it."""
     time_limit: Duration = "24h"
     """Longest time for the job, with all its restarts. SLURM: longest time for one start; a job that reaches it saves and is requeued."""
-    max_restarts: int = Field(default=3, ge=0, le=1000)
+    max_restarts: MaxRestarts = 3
     """Restarts after failures, per node. Preemptions do not count; on SLURM they count if nothing new was saved."""
     live: bool = False
     """Where a rank or a node is lost, the others go on without it, with sync.name=exact. Unproven on GPUs."""
     join_timeout: Duration | None = None
     """How long a node waits for the others, for example while a pod pulls its image. Waiting is not a failure. Null:
     time_limit less grace_seconds."""
-    grace_seconds: int = Field(default=60, ge=5, le=3600)
+    grace_seconds: GraceSeconds = 60
     """Seconds that a rank has to save after a signal. The cluster waits 30 s longer before it kills the rank."""
     run_dir: AnyPath | None = None
     """Run directory; null: /runs/NAME in a container, runs/jobs/NAME on this machine."""
