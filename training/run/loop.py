@@ -17,7 +17,7 @@ from ..data.alike import check_alike_whole
 from ..data.batches import Batches, ElasticBatches, Part, begun
 from ..data.pytree import children, to_device
 from ..observe.account import TimeCategory
-from ..parallel.exchange import all_gather_trees, broadcast_tree
+from ..parallel.exchange import all_gather_trees, broadcast_tree, is_same_on_all_ranks
 from ..parallel.world import World
 from ..resilience.closeness import fingerprint, sha256
 from ..resilience.desync import Place
@@ -178,8 +178,8 @@ class Loop:
         changed = [name for name, value in before.items() if now.get(name) not in (value, kept.began_with.get(name))]
         if not self.run.state.cursor.step:
             kept.began_with = self._rates()
-        if changed and self.run.world.leader:
-            self.run.console.warn(
+        if changed:
+            self.run.warn(
                 f"the script changes {changed[0]} between the beginning of an epoch and its batches. This start resumes within the epoch, "
                 "so that is done a second time: do it after the batches of the epoch before, or set a value that depends on the epoch alone"
             )
@@ -449,8 +449,7 @@ class Loop:
             epochs = f"{run.state.cursor.epoch} of {self.epochs_planned} epochs"
             so_far = epochs if self.steps_planned is None else f"{run.user_state.steps} of {self.steps_planned} steps"
             reason = f"left after {so_far}: another start resumes"
-            if run.world.leader:
-                run.console.warn(f"{reason}, unless the script ends its run with run.stop(reason) in place of `break`")
+            run.warn(f"{reason}, unless the script ends its run with run.stop(reason) in place of `break`")
             raise Ended(EXIT_DONE, reason)
         raise Ended(EXIT_DONE, f"complete, but {remark}" if remark else "complete")
 
@@ -497,8 +496,8 @@ def _same_samples(batch: Any, world: World) -> int:
         mine = text_of(arrays)
     except Exception:  # noqa: BLE001 - of the batch's own code, which is for the script to judge
         arrays, mine = [], ""
-    digests = all_gather_trees(mine, world)
-    return next((len(array) if array.ndim else 1 for array in arrays), 0) if len(set(digests)) == 1 else 0
+    same = is_same_on_all_ranks(mine, world)
+    return next((len(array) if array.ndim else 1 for array in arrays), 0) if same else 0
 
 
 def _arrays(batch: Any) -> list[Any]:

@@ -73,7 +73,7 @@ class Step:
         """This rank's part of the batch; None: unknown. `set_part` sets it, `end_batch` clears it, `_loss` narrows it to a micro-batch."""
         self.same_samples: int | None = None
         """Samples of a first batch that is the same on all ranks, an error unless each rank takes its part. 0: the batches differ, or
-        nothing compares them. None: not checked yet. `Loop` sets it, or `join`; `_check_use` sets 0 once it has warned."""
+        nothing compares them. None: not checked yet. `Loop` sets it, or `join`."""
         self._given = 0
         """Batches of this attempt: `begin_batch` counts."""
         self._micro_batches = False
@@ -590,10 +590,8 @@ class Step:
                     about="hooks",
                 )
         if part is None and self.same_samples and samples >= self.same_samples:  # fewer: it has taken its share
-            self.same_samples = 0
-            if self.run.world.leader:
-                self.run.console.warn(
-                    "all ranks were given the same batch, and each has used all of it, so a step learns no more than one rank "
-                    "would: give each its own samples, with torch's DistributedSampler or run.batches(), or let it take its "
-                    "part with run.part()"
-                )
+            self.run.warn(
+                "all ranks were given the same batch, and each has used all of it, so a step learns no more than one rank "
+                "would: give each its own samples, with torch's DistributedSampler or run.batches(), or let it take its "
+                "part with run.part()"
+            )
