@@ -185,7 +185,7 @@ class Link:
         self._thread.start()
 
     def report(self, report: Report) -> None:
-        if report != self._report.model_copy(update={"beat": report.beat}):
+        if report != self._report:
             self._changed.set()
         self._report = report
 
