@@ -137,7 +137,7 @@ class RunDirectory:
         Args:
             fresh: True moves an earlier run aside first. A word does so only if the run was not begun with the same
                 word. Each job has its own word, so that its restarts resume the run of its first start.
-                brings: fetches files of the run from a bucket into the locked directory. Raises `UserError`.
+            brings: fetches files of the run from a bucket into the locked directory. Raises `UserError`.
 
         Raises:
             UserError: the directory is in use, holds a run of another config, or cannot be written.
