@@ -79,8 +79,8 @@ class SlurmBackend(Cluster):
     @classmethod
     def preparation(cls, spec: JobSpec) -> tuple[str, object]:
         own = preparation(spec, render.interpreter(spec))
-        script = render.script(own, render.submitit_folder(own.name))
-        return script, {"script": script}
+        (sent,) = cls.manifests(own)
+        return sent["script"], {"script": sent["script"]}
 
     @classmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:  # noqa: ARG003 - this machine is one of it

@@ -1,6 +1,6 @@
 """The sbatch script of a SLURM job, written by submitit: `submit slurm` sends the script that `render slurm` prints.
 
-script(spec, Path("/shared/lockstep/slurm/smoke/submitit"))
+manifests(spec, Path("/shared/lockstep/slurm/smoke/submitit"))[0]["script"]
 
 A task is a rank; of a `live` job it is a node. srun starts `python -m submitit.core._submit FOLDER` for each, which loads a `TrainingTask`.
 The lint rules that read the script are here, too.
@@ -214,13 +214,17 @@ def rank_flags(spec: JobSpec, rank: int) -> list[str]:
     return [word for name, value in values.items() for word in ("--env", f"{name}={value}")]
 
 
-def script(spec: JobSpec, folder: PurePath, after: str | None = None, elements: int = 1) -> str:
-    """Returns the sbatch script. Needs no SLURM on this machine. `elements` above 1: an array. Raises `UserError`."""
-    return str(manifests(spec, folder, after=after, elements=elements)[0]["script"])
-
-
 def manifests(spec: JobSpec, folder: PurePath, after: str | None = None, elements: int = 1) -> list[dict[str, Any]]:
-    """Returns the script and its parameters as an object, which lint reads."""
+    """Returns the sbatch script and its parameters as an object, which lint reads. Needs no SLURM on this machine.
+
+    Args:
+        folder: see `parameters`.
+        after: see `parameters`.
+        elements: above 1, the script is that of an array.
+
+    Raises:
+        UserError: as `parameters` does.
+    """
     values = parameters(spec, folder, after)
     return [
         {

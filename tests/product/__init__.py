@@ -30,7 +30,6 @@ AS_THEY_ARE = {
     "command_line": "jobs.cli.main:main",  # what the program `lockstep` runs; ends with SystemExit
     "copy_of_code": "jobs.snapshots:unpacked",  # identity → the folder that local jobs run it in
     "living": "jobs.local.supervise:living",  # the processes of a submission of a local job
-    "slurm_script": "jobs.slurm.render:script",
     "sweep": "jobs.sweep:expand",
     "EXTRAS": "training.extras:EXTRAS",
     "UserError": "training.contract:UserError",

@@ -153,6 +153,12 @@ def elsewhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("lockstep.jobs.local.backend.living", lambda job, tables: [])
 
 
+def slurm_script(spec: JobSpec, folder: Path, after: str | None = None, elements: int = 1) -> str:
+    """The sbatch script of a job, or of an array with these elements."""
+    (sent,) = Inside("jobs.slurm.render").manifests(spec, folder, after, elements)
+    return str(sent["script"])
+
+
 def slurm_log(folder: Path, job_id: str) -> Iterator[str]:
     """The lines of the first node of a SLURM job that has ended, from the folder with its logs."""
     return iter(Inside("jobs.logs").follow({0: folder / f"{job_id}_0_log.out"}, 0, False, lambda: True, 0.1, None))
