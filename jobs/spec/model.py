@@ -481,14 +481,14 @@ def rank_command(spec: JobSpec, run_dir: str, here: str = IN_A_CONTAINER) -> lis
         return ["--", *spec.command]
     assert spec.recipe is not None
     config = spec.config if spec.gpus or spec.code is not None else None
-    settings = _settings(spec)
+    values = _settings(spec)
     if spec.shards is not None and not set(spec.overrides) & {"data.shards", "shards"}:
-        settings.append(f"data.shards={spec.shard_folder}")
-    settings += _device(spec) if config is None or config.device == "auto" else []
+        values.append(f"data.shards={spec.shard_folder}")
+    values += _device(spec) if config is None or config.device == "auto" else []
     if spec.code is not None and config is not None and not Path(config.data.root).is_absolute():
-        settings.append(f"data.root={Path(here) / config.data.root}")
+        values.append(f"data.root={Path(here) / config.data.root}")
     fresh = ["--fresh-once", spec.fresh] if spec.fresh is not None else []
-    return ["run", spec.recipe, "--run-dir", run_dir, *fresh, "--log-format", "json", "--set", *settings]
+    return ["run", spec.recipe, "--run-dir", run_dir, *fresh, "--log-format", "json", "--set", *values]
 
 
 def session_options(spec: JobSpec, run_dir: str) -> str:
@@ -509,7 +509,7 @@ def _device(spec: JobSpec) -> list[str]:
     return ["device=cuda"] if spec.gpus and "device" not in spec.overrides else []
 
 
-def shard(spec: JobSpec, python: str = "python") -> list[str]:
+def shard(spec: JobSpec, python: str) -> list[str]:
     """Returns the command of `lockstep prepare`, which writes the recipe's shards once. `spec.shards` is set."""
     assert spec.recipe is not None and spec.shards is not None
     command = [python, "-m", "lockstep.training", "shard", spec.recipe, "--out", str(spec.shard_folder)]
