@@ -135,7 +135,7 @@ def _offsets(logs: dict[int, Path], last: int, counts: Callable[[bytes], bool]) 
     return {key: tail(key, quotas[key])[0] if quotas[key] < lines else offset for key, (offset, lines) in tails.items()}
 
 
-def tail_offset(path: Path, count: int, counts: Callable[[bytes], bool] = lambda head: True) -> tuple[int, int]:  # noqa: ARG005
+def tail_offset(path: Path, count: int, counts: Callable[[bytes], bool]) -> tuple[int, int]:
     """Returns (offset of the last `count` lines of a file, their number). Holds two blocks of the file in memory.
 
     Args:
