@@ -90,9 +90,8 @@ def living(job: str, *ancestors: int, tables: list[ProcessTable] | None = None) 
         tables: tables for queries about many jobs at once. The first query that needs a table adds it.
     """
     tables = [] if tables is None else tables
-    for number in range(
-        2
-    ):  # a process that forks and ends while /proc is being read may be missed with its child, but not twice
+    # A process that forks and ends while /proc is being read may be missed with its child, but not twice.
+    for number in range(2):
         if len(tables) == number:
             tables.append(ProcessTable())
         if pids := _of(tables[number], job, ancestors):
