@@ -26,7 +26,7 @@ from lockstep.wire.archive import DERIVED, MAX_BYTES, MAX_FILES, MAX_PACKED, Fil
 from . import records
 from .lint import missing_script
 from .manifest import get
-from .spec.model import JobSpec
+from .spec.model import JobSpec, code_identity
 from .spec.types import Code
 from .status import warn
 
@@ -319,14 +319,14 @@ def packed(identity: str) -> bytes:
     return data
 
 
-def folder(identity: str) -> Path:
-    """Returns the folder of the unpacked code of that identity."""
-    return home() / identity
+def folder_of(spec: JobSpec) -> str:
+    """Returns the folder of the job's unpacked code; "" without code. Raises `UserError` if the code has not been read yet."""
+    return str(home() / code_identity(spec)) if spec.code is not None else ""
 
 
 def unpacked(identity: str) -> Path:
     """Returns the unpacked copy, and creates it if it is missing. Renames a copy that was changed. Raises `UserError`."""
-    target = folder(identity)
+    target = home() / identity
     data = packed(identity)
     if os.path.lexists(target) and not archive.holds(target, identity):
         aside = target.with_name(f".{identity}.changed.{os.getpid()}")

@@ -124,7 +124,7 @@ class LocalBackend(Backend):
     def _command(spec: JobSpec, run_dir: str) -> list[str]:
         if spec.shards_missing_here:
             spec = spec.model_copy(update={"shards": None})  # a path of the cluster; here the job creates the data
-        code = str(snapshots.folder(code_identity(spec))) if spec.code is not None else ""
+        code = snapshots.folder_of(spec)
         command = launch_command(spec, run_dir, sys.executable, code=code, here=str(Path.cwd()))
         return [*command[:4], "--ranks", str(spec.nodes * spec.ranks), "--nodes", "1", *command[4:]]
 

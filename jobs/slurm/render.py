@@ -169,7 +169,7 @@ def training_task(spec: JobSpec, prepared: bool = False, job: str = "") -> Train
         spec = snapshots.snapshot(spec)
         snapshots.unpacked(code_identity(spec))
     run_dir = run_directory(spec)
-    env, code = dict(spec.env), code_folder(spec)
+    env, code = dict(spec.env), snapshots.folder_of(spec)
     if spec.live:
         code = ""  # the launcher gets the code and the session from its words
     elif spec.command is not None:
@@ -260,7 +260,7 @@ def checked_path(path: PurePath) -> str:
 def _setup(spec: JobSpec, folder: PurePath) -> list[str]:
     return [
         f"# each task: {json.dumps(_words(spec))[:2000]}",
-        *([f"# its code: {checked_path(PurePosixPath(code_folder(spec)))}"] if spec.code is not None else []),
+        *([f"# its code: {checked_path(PurePosixPath(snapshots.folder_of(spec)))}"] if spec.code is not None else []),
         # The tasks unpickle files of this folder: no other user may have put them there.
         f'[ -O {folder} ] && [[ "$(stat -c %a {folder})" == *00 ]] || {{ echo "{folder} is not mine alone"; exit 2; }}',
         "lockstep_restarts=${SLURM_RESTART_COUNT:-0}",
@@ -278,7 +278,7 @@ def _words(spec: JobSpec) -> list[str]:
     if not spec.live:
         return rank_command(spec, run_dir, str(base_folder()))
     known = spec.model_copy(update={"join_timeout": spec.join_timeout or JOIN_TIMEOUT})
-    _, _, _, *words = launch_command(known, run_dir, code=code_folder(spec), here=str(base_folder()))
+    _, _, _, *words = launch_command(known, run_dir, code=snapshots.folder_of(spec), here=str(base_folder()))
     return words
 
 
@@ -315,15 +315,10 @@ def _teardown(spec: JobSpec, folder: PurePath) -> list[str]:
     ]
 
 
-def code_folder(spec: JobSpec) -> str:
-    """Returns the copy of the job's code, which the nodes must see; "" without code."""
-    return str(snapshots.folder(code_identity(spec))) if spec.code is not None else ""
-
-
 def _mounts(spec: JobSpec, folder: PurePath) -> list[str]:
     run = PurePosixPath(run_directory(spec)).parent
     own = [str(folder), str(run), *([spec.shards] if spec.shards and not spec.shards_in_a_bucket else [])]
-    own += [f"{code}:{code}:ro"] if (code := code_folder(spec)) else []
+    own += [f"{code}:{code}:ro"] if (code := snapshots.folder_of(spec)) else []
     return list(dict.fromkeys([*own, *spec.slurm.mounts]))
 
 
