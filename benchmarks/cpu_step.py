@@ -55,7 +55,7 @@ def our_step(recipe: str, batch: int, world: World, *settings: str) -> Iterator[
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         size = batch * world.size
         chosen = config.load(recipe, [
-            f"global_batch_size={size}", "epochs=1000000", "checkpoint.every_steps=1000000", "log.report=false",
+            f"global_batch_size={size}", "epochs=1000000", "checkpoint.every_steps=1000000",
             "data.source=synthetic", f"data.options={{n: {32 * size}, n_test: 64}}", f"data.root={folder}",
             "data.resident=always", "metrics.port=0", "log.format=json", *settings,
         ])  # fmt: skip

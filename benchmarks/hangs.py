@@ -134,7 +134,6 @@ def quiet(jobs: int, minutes: float, folder: Path) -> dict[str, Any]:
         "epochs=1000000",
         "evaluate.every=5",
         "checkpoint.every_steps=200",
-        "log.report=false",
         "log.every=1000",
     ]
     with contextlib.ExitStack() as stack:

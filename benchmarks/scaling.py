@@ -116,7 +116,7 @@ def _run(row: Row, args: argparse.Namespace, folder: Path, run: Path) -> None:
     steps = WARM_UP + args.steps + 1
     settings = [
         "data.source=synthetic", f"data.options={{n: {row.batch * steps}, n_test: 16, size: 32}}", f"data.root={folder / 'data'}",
-        f"global_batch_size={row.batch}", "uneven=weight", "epochs=1", f"threads={row.threads}", "log.every=1", "log.report=false",
+        f"global_batch_size={row.batch}", "uneven=weight", "epochs=1", f"threads={row.threads}", "log.every=1",
     ]  # fmt: skip
     launch = [sys.executable, "-m", "lockstep.training", "launch", "--ranks", str(row.ranks), "run", args.recipe]
     words = ["--run-dir", str(run), "--set", *args.assignments, *settings, *row.changes]

@@ -107,7 +107,7 @@ def loss(x):
     time.sleep(DEVICE)
     return found
 
-with Session(run_dir, "log.report=false") as run:
+with Session(run_dir) as run:
     layers = [layer for _ in range(4) for layer in (torch.nn.Linear(256, 256), torch.nn.ReLU())]
     model = run.replicate(torch.nn.Sequential(*layers))
     run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=1e-6))

@@ -62,7 +62,7 @@ class Outcome:
     accuracy: float
 
 
-BARE = ["evaluate.every=1000", "log.report=false", "checkpoint.every_steps=1000000"]
+BARE = ["evaluate.every=1000", "checkpoint.every_steps=1000000"]
 """Settings of ours: one evaluation and one checkpoint, at the end."""
 Run = Callable[[int], Outcome]
 """Trains once with a seed."""

@@ -41,9 +41,9 @@ SUITES = {
     "k8s": Suite("manifests, and an API server and operator emulated over real sockets", SHARED + "tests/kubernetes"),
     "faults": Suite("killed, cut off, starved and hostile runs", SHARED + "tests/faults", "root"),
     "prometheus": Suite(
-        "a real Prometheus, and the report in a real Chromium",
+        "a real Prometheus, and the report",
         SCOPES + "tests/prometheus tests/report",
-        "Debian: prometheus prometheus-node-exporter chromium",
+        "Debian: prometheus prometheus-node-exporter",
     ),
     "objects": Suite(
         "checkpoints in moto's S3 server, behind a proxy that disturbs",

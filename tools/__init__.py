@@ -9,6 +9,7 @@ from lockstep.training.cli import Parser
 
 COMMANDS = {
     "top": "show the ranks of a run live: their steps, where the time goes, and which rank slows the others down",
+    "report": "show one or several runs as one HTML file",
     "goodput": "show where the time of one or several runs went, over all attempts",
 }
 """Commands of `lockstep`, each with a line of help: the module of that name has `main(argv)`."""

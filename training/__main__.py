@@ -1,4 +1,4 @@
-"""python -m lockstep.training run | launch | shard | evaluate | export | report | settings.
+"""python -m lockstep.training run | launch | shard | evaluate | export | settings.
 
 Exit codes: 0 done; 2 wrong usage, config or data (one line says what to do); 75 saved, run the same command again;
 1 anything else.
@@ -37,7 +37,6 @@ from .contract import (
     ENV_DEBUG,
     EXIT_DONE,
     EXIT_NO_READER,
-    REPORT_FILE,
     UserError,
     print_error,
     printable,
@@ -107,13 +106,6 @@ def _parser() -> argparse.ArgumentParser:
                        "default: the newest")  # fmt: skip
     which.add_argument("--step", type=count, metavar="N", help="the checkpoint of step N")
     export.set_defaults(action=_export)
-
-    report = commands.add_parser("report", help=COMMANDS["report"])
-    report.add_argument("runs", type=_location, metavar="RUN", nargs="+", help=f"{_RUN}; several are compared")
-    report.add_argument(
-        "--out", type=Path, help="default: RUN/report.html; report.html here for several runs, and of a bucket"
-    )
-    report.set_defaults(action=_report)
 
     settings = commands.add_parser("settings", help=COMMANDS["settings"])
     settings.add_argument(
@@ -204,16 +196,6 @@ def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: A
     tensors, step, values = weights.from_run(run.path, wanted=wanted)
     weights.write(tensors, args.out, values)
     print(printable(f"{args.out}: {len(tensors)} tensors of step {step}"))
-    return EXIT_DONE
-
-
-def _report(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
-    from .observe import report
-
-    runs: list[Location] = args.runs
-    out = args.out or (runs[0].report if len(runs) == 1 else Path(REPORT_FILE))
-    report.write([run.path for run in runs], out)
-    print(printable(str(out)))
     return EXIT_DONE
 
 

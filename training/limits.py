@@ -17,14 +17,10 @@ LOCK_SECONDS = 10.0
 """Bounds the wait for the lock of a run directory: an earlier process may need this long to exit."""
 LOCK_AFTER_RESTART_SECONDS = 180.0
 """The same after a restart: network file systems keep the lock of a failed node until its lease ends."""
-SILENT_RUN_SECONDS = 60.0
-"""A run is shown as dead when its lock is free and it has written nothing for this time. Another machine may not see the lock."""
 MIN_LINE_SECONDS = 0.2
 """The shortest time between two lines of time.jsonl."""
 MAX_LINE_SECONDS = 60.0
 """The longest time between two lines of time.jsonl: a kill loses no more of the account."""
-REPORT_SECONDS = 60.0
-"""Bounds the report at the end of a run: a large report must not keep the GPUs."""
 STATUS_SECONDS = 10.0
 """Time between two writes of status.json: `lockstep status` reads the step there."""
 

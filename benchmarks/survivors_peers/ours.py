@@ -10,7 +10,7 @@ from job import BATCH, CHECKPOINT_STEPS, Samples, Told, network, optimizer
 from lockstep import Session
 
 told = Told()
-SETTINGS = ["sync.name=exact", "sync.options.parts=8", "log.report=false", f"checkpoint.every_steps={CHECKPOINT_STEPS}"]
+SETTINGS = ["sync.name=exact", "sync.options.parts=8", f"checkpoint.every_steps={CHECKPOINT_STEPS}"]
 with Session(sys.argv[1], *SETTINGS) as run:
     model = run.replicate(network())
     run.optimizer(optimizer)

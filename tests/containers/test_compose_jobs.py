@@ -87,7 +87,7 @@ from pathlib import Path
 import torch
 from lockstep import Session
 
-with Session("run", "sync.name=exact", "checkpoint.every_steps=20", "log.every=1", "log.report=false") as run:
+with Session("run", "sync.name=exact", "checkpoint.every_steps=20", "log.every=1") as run:
     model = run.replicate(torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1)))
     run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
     for _ in run.epochs(1):

@@ -72,7 +72,7 @@ def test_a_run_directory_runs_no_code_unless_it_is_trusted(job: Job, tmp_path: P
         run_file.write_text(was.replace(name, evil).replace("tests.nets:Dying", "fashion_cnn"))
         for words in (["evaluate", str(job.run_dir)], ["export", str(job.run_dir), str(tmp_path / "w.pth")],
                       ["report", str(job.run_dir)]):  # fmt: skip
-            python("-m", "lockstep.training", *words, env=env, cwd=tmp_path)
+            python("-m", "lockstep", *words, env=env, cwd=tmp_path)
         assert not (tmp_path / "bomb-went-off").exists()
 
 

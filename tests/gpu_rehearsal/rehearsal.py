@@ -160,7 +160,7 @@ def settings(data_root: Path, **changes: object) -> list[str]:
     values: dict[str, object] = {
         "data.options": "{n: 96, n_test: 20, size: 8, noise: 1.5}", "model": "tests.nets:SmallConv", "epochs": 2,
         "checkpoint.every_steps": 1000, "optim.name": "nesterov", "ema.decay": 0, "channels_last": "false",
-        "log.report": "false", "metrics.enabled": "false", "device": "cuda",
+        "metrics.enabled": "false", "device": "cuda",
     }  # fmt: skip
     values.update({name.replace("__", "."): value for name, value in changes.items()})
     return runs.settings(data_root, **values)

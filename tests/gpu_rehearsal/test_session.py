@@ -14,7 +14,7 @@ from tests.gpu_rehearsal.test_strategies import LOOK_FOR_NAN, READING
 pytestmark = pytest.mark.promise("gpu-standin")
 
 OWN = str(Path(__file__).parent / "own.py")
-SETTINGS = ["checkpoint.every_steps=2", "metrics.enabled=false", "log.report=false"]
+SETTINGS = ["checkpoint.every_steps=2", "metrics.enabled=false"]
 
 
 def test_pinned_batches_a_scaler_and_micro_batches_that_a_signal_ended_resume_to_the_bits_of_the_cpu(

@@ -96,7 +96,6 @@ def test_the_others_train_on_while_a_lost_pod_is_replaced(backend: Any, running:
     assert found.goodput is not None and found.goodput["restarts"] == 0
     assert sorted(event["rank"] for event in events(run, "rank_lost")) == [2, 3]
     assert len(events(run, "start")) == 1 and running.kubelet.starts["live-worker-0"] == 1, "nobody else was restarted"
-    assert "Ranks that train" in (run / "report.html").read_text()
     assert weights_digest(run) == trained_here(spec, tmp_path / "whole", 1)
 
 

@@ -35,7 +35,6 @@ SETTINGS = [
     "sync.options.parts=4",
     "checkpoint.every_steps=3",
     "checkpoint.keep=1",
-    "log.report=false",
     "metrics.enabled=false",
 ]
 FRESH = os.environ.get("FRESH", "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -52,12 +51,8 @@ def attempts(run_dir: Path) -> list[int]:
 def assert_shown_alike(proxy: Proxy, run_dir: Path, url: str, cwd: Path) -> None:
     """From a folder that holds nothing, with nothing but the credentials. The directory has the name of the prefix."""
     assert goodput(proxy, cwd, url) == goodput(proxy, cwd, str(run_dir))
-    tables, pages = [], []
-    for number, target in enumerate((url, str(run_dir))):
-        tables.append(json.loads(shown(proxy, cwd, "top", target, "--once", "--json")))
-        shown(proxy, cwd, "report", target, "--out", str(cwd / f"{number}.html"))
-        pages.append(re.sub(r"[\d-]+ \d\d:\d\d UTC", "", (cwd / f"{number}.html").read_text()))
-    assert tables[0] == tables[1] and pages[0] == pages[1] and len(pages[0]) > 10_000
+    tables = [json.loads(shown(proxy, cwd, "top", target, "--once", "--json")) for target in (url, str(run_dir))]
+    assert tables[0] == tables[1]
 
 
 def test_a_run_that_another_node_resumes_has_its_whole_history(

@@ -32,7 +32,6 @@ SETTINGS = [
     "sync.name=exact",
     "sync.options.parts=8",
     "log.weights_every=1",
-    "log.report=false",
     "checkpoint.every_steps=4",
     "checkpoint.keep_best=true",
 ]

@@ -73,7 +73,7 @@ def plain(scores, network):  # as anybody would write it
 def pair(samples):
     return torch.stack([x for x, _, _ in samples]), torch.tensor([len(samples)])
 
-with Session(sys.argv[1], "log.report=false", sync=sys.argv[2]) as run:
+with Session(sys.argv[1], sync=sys.argv[2]) as run:
     net = begin(run)
     for epoch in run.epochs(1):
         trained, evaluated = [], []
@@ -124,7 +124,7 @@ def test_every_sample_counts_once_and_the_bits_are_those_of_one_rank(tmp_path: P
 
 
 SIGNAL = """
-with Session(sys.argv[1], "log.report=false", "checkpoint.every_steps=1000", sync="exact") as run:
+with Session(sys.argv[1], "checkpoint.every_steps=1000", sync="exact") as run:
     net = begin(run)
     for epoch in run.epochs(2):
         train(run, net)
@@ -170,7 +170,7 @@ class Broken(TensorDataset):
             raise OSError("no such file")
         return super().__getitem__(index)
 
-with Session(sys.argv[1], "log.report=false") as run:
+with Session(sys.argv[1]) as run:
     net = begin(run)
     told = {}
     cases = {
@@ -226,7 +226,7 @@ def test_an_error_is_raised_on_all_ranks_and_no_rank_waits(tmp_path: Path, ranks
 
 
 LOST = """
-with Session(sys.argv[1], "log.report=false", sync="exact", threads=1) as run:
+with Session(sys.argv[1], sync="exact", threads=1) as run:
     net = begin(run)
     for epoch in run.epochs(2):
         train(run, net)

@@ -24,7 +24,7 @@ import torch
 from lockstep import Session
 
 run_dir, sync, *fate = sys.argv[1:]
-with Session(run_dir, "checkpoint.every_steps=10", "log.report=false", sync=sync) as run:
+with Session(run_dir, "checkpoint.every_steps=10", sync=sync) as run:
     model = run.replicate(torch.nn.Linear(4, 1))
     run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     for _ in run.epochs(2):

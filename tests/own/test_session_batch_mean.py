@@ -38,7 +38,7 @@ class Trainer:
 def main(kind):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Linear(8, 3))
-    with Session(f"{run_dir}/{kind}", "log.report=false", "metrics.enabled=false", sync=sync) as run:
+    with Session(f"{run_dir}/{kind}", "metrics.enabled=false", sync=sync) as run:
         model = run.replicate(net)
         run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
         trainer, seen, totals, printed, others = Trainer(model), [], torch.zeros(2), [], iter(torch.randn(99, 24, 6))

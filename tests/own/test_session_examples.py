@@ -21,7 +21,7 @@ scope = {
     "loader": Loader(zip(*(column.split(220) for column in dataset.tensors))),
     "pretrained": lambda: torch.nn.Linear(4, 3), "predictions": torch.ones(3), "mine": torch.ones(3),
 }
-CHEAP = ("checkpoint.every_steps=1000", "log.report=false")
+CHEAP = ("checkpoint.every_steps=1000",)
 printed = []
 scope["print"] = printed.append
 sys.displayhook = lambda value: None if value is None else printed.append(repr(value))

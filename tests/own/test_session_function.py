@@ -206,7 +206,7 @@ from lockstep import Session
 draws = torch.Generator().manual_seed(1)
 X, Y = torch.randn(44, 8, 6, generator=draws), torch.randint(0, 3, (44, 8), generator=draws)
 Y[torch.rand(44, 8, generator=draws) < 0.4] = -100  # padding, which is no token
-with Session(sys.argv[1], "log.report=false", sync=sys.argv[2], micro_batch_size=int(sys.argv[3])) as run:
+with Session(sys.argv[1], sync=sys.argv[2], micro_batch_size=int(sys.argv[3])) as run:
     torch.manual_seed(0)
     net, plain = run.replicate(torch.nn.Linear(6, 3)), torch.nn.Linear(6, 3)
     plain.load_state_dict(net.state_dict())

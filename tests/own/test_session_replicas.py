@@ -87,7 +87,7 @@ PLATEAU = """
 import sys, torch
 from lockstep import Session
 run_dir, every, sync = sys.argv[1:]
-with Session(run_dir, f"checkpoint.every_steps={every}", f"sync.name={sync}", "log.report=false") as run:
+with Session(run_dir, f"checkpoint.every_steps={every}", f"sync.name={sync}") as run:
     model = run.replicate(torch.nn.Linear(6, 3))
     optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.5))
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
@@ -223,7 +223,7 @@ class Mine(AllReduce):
         return super().wrap(model, world, example)
 sys.modules["mine"] = types.SimpleNamespace(Mine=Mine)
 for sync, kind in (("mine:Mine", ""), ("flat", "register_hook"), ("flat", "register_post_accumulate_grad_hook")):
-    with Session(f"{sys.argv[1]}-{kind}", "log.report=false", f"sync.name={sync}") as run:
+    with Session(f"{sys.argv[1]}-{kind}", f"sync.name={sync}") as run:
         net = torch.nn.Linear(4, 2)
         if kind:
             getattr(net.weight, kind)(lambda it: None)
@@ -270,7 +270,7 @@ class Net(torch.nn.Module):
         if self.training and how != "exact":
             self.seen.lerp_(y.detach().mean(0), 0.1)
         return self.drop(y) * self.scale
-with Session(run_dir, "checkpoint.every_steps=5", f"sync.name={sync}", "log.report=false") as run:
+with Session(run_dir, "checkpoint.every_steps=5", f"sync.name={sync}") as run:
     torch.manual_seed(3)
     data = torch.randn(64, 6)
     net = run.replicate(Net())
@@ -336,7 +336,7 @@ class Net(torch.nn.Module):
 for name, seed, epochs in (("starts", 1, 1), ("starts", 2, 2), ("ranks", int(os.environ["RANK"]), 1)):
     torch.manual_seed(seed)
     net = Net()
-    with Session(f"{sys.argv[1]}/{name}", "log.report=false") as run:
+    with Session(f"{sys.argv[1]}/{name}") as run:
         if name == "ranks" and run.leader:
             net.mask = torch.ones(4)
         model = run.replicate(net)

@@ -107,7 +107,7 @@ AGAIN = """
 import sys, torch
 from lockstep import Session
 def start(what, steps):
-    with Session(f"{sys.argv[1]}/{what}", "log.report=false") as run:
+    with Session(f"{sys.argv[1]}/{what}") as run:
         model = run.replicate(torch.nn.Linear(4, 2))
         optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
         for epoch in run.epochs(steps=steps):
@@ -139,7 +139,7 @@ def test_what_a_script_changes_a_second_time_as_it_resumes_within_an_epoch_is_na
 LOGS = """
 import os, signal, sys, torch
 from lockstep import Session
-with Session(sys.argv[1], "checkpoint.every_steps=100", "log.report=false") as run:
+with Session(sys.argv[1], "checkpoint.every_steps=100") as run:
     model = run.replicate(torch.nn.Linear(4, 2))
     run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     for epoch in run.epochs(2):
@@ -164,7 +164,7 @@ import os, signal, sys, time, torch
 from pathlib import Path
 from lockstep import Session
 here = Path(sys.argv[1])
-with Session(here, "checkpoint.every_steps=0", "checkpoint.on_signal=false", "log.report=false") as run:
+with Session(here, "checkpoint.every_steps=0", "checkpoint.on_signal=false") as run:
     model = run.replicate(torch.nn.Linear(4, 2))
     run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     for epoch in run.epochs(2):

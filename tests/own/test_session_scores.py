@@ -30,7 +30,7 @@ def evaluated(run):
     return 0.4 if run.steps == 6 else None
 
 def train(folder, *words, **settings):
-    with Session(folder, "log.report=false", *words, handle_signals=False, **settings) as run:
+    with Session(folder, *words, handle_signals=False, **settings) as run:
         torch.manual_seed(3)
         model, optimizer = make(run)
         run.values.update(classes=["cat", "Bär"], width=64, seen=torch.ones(2))

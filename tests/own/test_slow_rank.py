@@ -30,7 +30,7 @@ class Samples(torch.utils.data.Dataset):
             time.sleep({DELAY} / {SAMPLES})
         return torch.ones(4)
 
-with Session(sys.argv[1], "log.report=false", "log.every=1", sync="exact") as run:
+with Session(sys.argv[1], "log.every=1", sync="exact") as run:
     model = run.replicate(torch.nn.Linear(4, 1))
     run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.01))
     for _ in run.epochs(1):

@@ -108,7 +108,7 @@ def test_the_wheel_and_the_sdist_hold_the_packages_and_nothing_else(built: Path)
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
 )  # fmt: skip
 def test_the_dispatcher_alone(installed: Installed, tmp_path: Path, words: list[str], said: str) -> None:
-    """Without torch, and with the files that it reads: profiles, recipes, the report's page."""
+    """Without torch, and with the files that it reads: profiles, recipes."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/run.yaml").write_text("config: {recipe: smoke}\n")
     done = ran(installed(), "lockstep", *words, cwd=tmp_path)
@@ -167,7 +167,6 @@ def test_no_second_torch_is_installed_and_the_wheel_trains(installed: Installed,
     words = ["run", "smoke", "--ranks", "1", "--run-dir", "run", "--set", "epochs=1", "threads=1"]
     done = ran(programs, "lockstep", *words, cwd=tmp_path)
     assert done.returncode == 0 and "Final validation accuracy" in done.stdout, done.stdout + done.stderr
-    assert (tmp_path / "run/report.html").stat().st_size > 10_000  # its template and its assets came along
 
 
 THEIRS = """

@@ -41,7 +41,7 @@ AS_THEY_ARE = {
     "doctor_gpu": "tools.doctor:main",  # rows, whether to print JSON, and the Python of its processes
     "leave": "training.__main__:leave",  # ends a rank as the program does: without the interpreter's teardown
     "prepared": "training.data.shard_writer:prepare",  # settings of the group `data` → shards
-    "report": "training.observe.report:write",
+    "report": "tools.report:write",
     "sealed": "training.checkpoint.store:seal",  # the checksum that a manifest carries of itself
     "set_threads": "training.parallel.world:set_threads",
     "user_errors": "training.contract:user_errors",  # what a user is to read becomes one line and an exit code

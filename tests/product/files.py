@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _config = Inside("training.config")
 _files = Inside("training.files")
 _shard_writer = Inside("training.data.shard_writer")
-_record = Inside("training.observe.report.record")
+_report = Inside("tools.report")
 _rundir = Inside("training.observe.rundir")
 _shards = Inside("training.data.shards")
 _sources = Inside("training.data.sources")
@@ -66,8 +66,8 @@ def _read_weights(path: Path, into: Any = None) -> Any:
 
 _READERS: dict[str, Callable[..., Any]] = {
     "recipe": _recipe,
-    "run": lambda path: (_rundir.read_run(path), _record.read(path))[1],
-    "report": lambda path: _record.read(path),
+    "run": lambda path: (_rundir.read_run(path), _report.page([path]))[1],
+    "report": lambda path: _report.page([path]),
     "metrics": lambda path: Inside("tools.ranks").Reader(path).read(),
     "weights": _read_weights,
     "checkpoint": _checkpoint,

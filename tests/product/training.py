@@ -146,7 +146,7 @@ def program(words: list[str]) -> int:
 
 
 def load_for_forks() -> None:
-    """Imports all of training/, and computes what each process would compute anew: the settings' checks, the report's page."""
+    """Imports all of training/, and computes what each process would compute anew: the settings' checks."""
     import importlib
 
     root = Path(__file__).parents[2]
@@ -156,7 +156,6 @@ def load_for_forks() -> None:
             importlib.import_module(name)
     _config.load("smoke", [])
     _config.own_settings("script", {}, {}, ())
-    Inside("training.observe.report")._environment().get_template("template.html.j2")
 
 
 def watch_disk(watched: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

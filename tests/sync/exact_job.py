@@ -26,7 +26,6 @@ SETTINGS = [
     "sync.options.parts=8",
     "log.weights_every=1",
     "checkpoint.every_steps=2",
-    "log.report=false",
 ]
 
 

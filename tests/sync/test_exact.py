@@ -22,7 +22,7 @@ JOB = str(ROOT / "tests/sync/exact_job.py")
 RECIPE = [
     "sync.name=exact", "log.weights_every=1", "checkpoint.every_steps=3", "epochs=2", "data.source=synthetic", "data.num_shards=3",
     "data.options={n: 150, n_test: 23, size: 8, noise: 1.5}", "augment.crop=1", "augment.flip=random", "uneven=weight", "schedule=[]",
-    "log.report=false", "evaluate.batch_size=9",
+    "evaluate.batch_size=9",
 ]  # fmt: skip
 RECIPES = {
     "smoke": [*RECIPE, "global_batch_size=96", "ema.every=2"],

@@ -310,8 +310,6 @@ class Log(Section):
     """Steps between two events `weights` with the sha256 of the model's weights and buffers, which two runs can be compared by; 0: none."""
     verbose: Free[bool] = False
     """Print the messages of all ranks, not only of rank 0."""
-    report: Free[bool] = True
-    """Write report.html into the run directory at the end of every attempt."""
     tensorboard: Free[bool] = False
     """Write TensorBoard event files to `tensorboard` in the run directory; needs tensorboard."""
     wandb: Free[str | None] = None

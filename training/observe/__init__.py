@@ -5,7 +5,6 @@ appends a line to events.jsonl and gives the same mapping to the listeners.
 
     rundir.py     the run directory: run.yaml, status.json, summary.json, and events.jsonl with its listeners.
     listeners.py  the console, TensorBoard, Weights & Biases.
-    report/       reads the files when an attempt has ended, and makes report.html of them.
 
 Metrics are no events: every rank has its own, read while it runs.
 

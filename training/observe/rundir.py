@@ -1,4 +1,4 @@
-"""The run directory: opens and locks it, and writes the files that describe the run's state. (`report/record.py` reads them.)
+"""The run directory: opens and locks it, and writes the files that describe the run's state.
 
     run.yaml       the run's description: config, versions, data, world.
     status.json    the run's step, and how it ended.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..bucket import Bucket, as_user_error
-from ..contract import EXIT_UNREACHABLE, REPORT_FILE, UserError
+from ..contract import EXIT_UNREACHABLE, UserError
 
 if TYPE_CHECKING:
     from ..checkpoint.store import Rule
@@ -44,11 +44,6 @@ class Location:
             self._folder.mkdir()
             self.look()
         return self._folder
-
-    @property
-    def report(self) -> Path:
-        """The path to write the report to."""
-        return Path(REPORT_FILE) if self._bucket else self.path / REPORT_FILE
 
     def look(self) -> None:
         """Updates `path` to the present state of the run. Raises `UserError`."""

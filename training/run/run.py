@@ -32,7 +32,6 @@ from ..contract import (
     EXIT_FAILED,
     EXIT_PREEMPTED,
     EXIT_USAGE,
-    REPORT_FILE,
     VERSION,
     UserError,
     print_error,
@@ -41,7 +40,6 @@ from ..contract import (
 )  # fmt: skip
 from ..data.shards import CorruptShard
 from ..files import keep_out_others
-from ..limits import REPORT_SECONDS
 from ..models.arithmetic import float32_on_gpus
 from ..observe import listeners
 from ..observe.account import TimeCategory
@@ -460,7 +458,7 @@ class Run:
                 self.directory.close()
 
     def _conclude(self, ended: Ended) -> int:
-        """Writes status, last metrics and report, once the attempt has ended on all ranks. Returns the exit code. Collective."""
+        """Writes status and last metrics, once the attempt has ended on all ranks. Returns the exit code. Collective."""
         world = self.world
         if self.signals is not None:
             self.signals.ignore()
@@ -469,31 +467,10 @@ class Run:
         self.console.close()
         if ended.code != EXIT_DONE:
             self.warn(ended.reason)
-        any_rank(False, world)  # every rank has written what goes into the report
-        self._write_report()
         any_rank(False, world)  # when one rank has ended, a launcher may end the others
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         return ended.code
-
-    def _write_report(self) -> None:
-        """Writes report.html on rank 0, if `log.report` is true. The caller waits first until all ranks have written their files.
-
-        A failed report becomes a warning, and the exit code stays. The report has `limits.REPORT_SECONDS` to finish.
-        """
-        if self.directory is None or not self.config.log.report:
-            return
-        path = self.directory.path
-
-        def write() -> None:
-            try:
-                from ..observe import report
-
-                report.write([path], path / REPORT_FILE)
-            except Exception as error:  # noqa: BLE001
-                self.console.warn(f"no {REPORT_FILE}: {error}")
-
-        self.directory.disk.run(write, seconds=REPORT_SECONDS)
 
     def _failed(self, error: BaseException) -> int | None:
         """Writes status and last metrics after an error, perhaps of this rank alone.
