@@ -6,7 +6,6 @@ What the metrics cost: the calls of one step (its clock's among them), and a scr
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -29,12 +28,13 @@ def calls(repeats: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         exporter = Exporter(config.Metrics(port=0), World(), Path(folder), {})
         try:
-            return _calls(exporter.metrics, Path(folder), repeats)
+            assert exporter._server is not None
+            return _calls(exporter.metrics, exporter._server.server_port, repeats)
         finally:
             exporter.close(0)
 
 
-def _calls(metrics: Metrics, run_dir: Path, repeats: int) -> dict[str, Any]:
+def _calls(metrics: Metrics, port: int, repeats: int) -> dict[str, Any]:
     clock = StepClock(World().device)
     metrics.set("info", 1, "smoke", "flat", "2", contract.VERSION)
     for name in ("attempt", "step", "steps_planned", "loss", "grad_norm", "accuracy"):
@@ -52,7 +52,7 @@ def _calls(metrics: Metrics, run_dir: Path, repeats: int) -> dict[str, Any]:
         metrics.step_done(number, clock.measured(), 0.1, 64, number)
         step.append(time.perf_counter() - began)
         if number % 100 == 0:
-            scrape.append(_scraped(run_dir))
+            scrape.append(_scraped(port))
     series = [line for line in metrics.text().decode().splitlines() if not line.startswith("#")]
     cost = statistics.median(step)
     return {
@@ -61,11 +61,10 @@ def _calls(metrics: Metrics, run_dir: Path, repeats: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _scraped(run_dir: Path) -> float:
+def _scraped(port: int) -> float:
     """Seconds of one scrape of rank 0."""
-    where = json.loads(contract.endpoint_file(run_dir, 0).read_text())
     openmetrics = {"Accept": "application/openmetrics-text;version=1.0.0"}
-    request = urllib.request.Request(f"http://127.0.0.1:{where['port']}/metrics", headers=openmetrics)
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=openmetrics)
     began = time.perf_counter()
     with urllib.request.urlopen(request, timeout=10) as answer:
         answer.read()

@@ -177,7 +177,7 @@ def note(rank: Rank) -> str:
         return {0: "done", 2: "wrong usage", 75: "preempted"}.get(rank.exit_code, f"failed ({rank.exit_code})")
     if rank.seconds_since_step is not None and rank.seconds_since_step > STUCK_SECONDS:
         return f"no step for {rank.seconds_since_step:.0f} s"
-    return "from its textfile" if rank.source == "textfile" else ""
+    return ""
 
 
 def _runs(rank: Rank) -> list[tuple[str, str]]:

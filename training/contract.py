@@ -38,8 +38,6 @@ ENV_METRICS_PORT = "LOCKSTEP_METRICS_PORT"
 ENV_METRICS_ADDRESS = "LOCKSTEP_METRICS_ADDRESS"
 """Address that the metrics servers listen on. The images set it to `any`: a container's loopback cannot be reached from
 outside."""
-ENV_FILE_SD = "LOCKSTEP_FILE_SD"
-"""Folder that Prometheus watches for targets (`file_sd_configs`), shared by the nodes of a cluster without discovery."""
 ENV_LAUNCHER = "LOCKSTEP_LAUNCHER"
 """Process id of the launcher, whose death ends its ranks."""
 ENV_RESTARTS = "LOCKSTEP_RESTARTS"
@@ -101,9 +99,6 @@ HANG_FILE = "hang.jsonl"
 REPORT_FILE = "report.html"
 STOP_FILE = "STOP"
 CHECKPOINTS = "checkpoints"
-ENDPOINTS = "endpoints"
-RANK_HEADER = "Lockstep-Rank"
-"""Header of a rank's answers: the `id` in its endpoint file."""
 METRICS = "metrics"
 MOST_NAMED = 8
 """Up to this many ranks a message names one by one; more are shown as ranges."""
@@ -198,11 +193,6 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         return printable(super().__str__())
-
-
-def endpoint_file(run_dir: Path, rank: int) -> Path:
-    """Returns the path of `{host, port, pid}` of a rank's metrics server, for as long as it runs."""
-    return run_dir / ENDPOINTS / f"rank-{rank:05d}.json"
 
 
 def textfile(run_dir: Path, rank: int) -> Path:

@@ -91,7 +91,7 @@ def test_every_rule_metric_code_recipe_variable_and_name_is_on_a_page(pages: dic
             assert f"| {value} | `{name}` |" in pages["reference/exit-codes.md"], name
         if name.startswith("ENV_"):
             assert f"| `{value}` |" in pages["reference/environment.md"], name
-        if name.endswith("_FILE") or name in ("CHECKPOINTS", "ENDPOINTS", "METRICS"):
+        if name.endswith("_FILE") or name in ("CHECKPOINTS", "METRICS"):
             assert f"| `{value}" in pages["reference/run-directory.md"], name
     for path in (ROOT / "training/recipes").glob("*.yaml"):
         assert f"## {path.stem}\n" in pages["reference/recipes.md"]

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import http.server
-import json
 import os
 import struct
-import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests import product
-from tests.jobs.helpers import top
 from tests.product import UserError
 
 pytestmark = pytest.mark.promise("hostile-files")
@@ -143,9 +138,8 @@ def test_behind_every_file_name(tmp_path: Path, put: Callable[[Path], None]) -> 
     run, checkpoint = tmp_path / "run", product.save(tmp_path / "checkpoints", 1, {"shared": {}, "ranks": []})
     (checkpoint / "manifest.json").unlink()
     (run / "metrics").mkdir(parents=True)
-    (run / "endpoints").mkdir()
     (run / "run.yaml").write_text("config: {}\nglobal_batch_size: 3\ndata: {}\n")
-    for name in ("status.json", "summary.json", "events.jsonl", "metrics/rank-00000.prom", "endpoints/rank-00000.json"):
+    for name in ("status.json", "summary.json", "events.jsonl", "metrics/rank-00000.prom"):
         put(run / name)
     for path in (tmp_path / "recipe.yaml", tmp_path / "w.pth", tmp_path / "labels", checkpoint / "manifest.json"):
         put(path)
@@ -156,74 +150,3 @@ def test_behind_every_file_name(tmp_path: Path, put: Callable[[Path], None]) -> 
                 product.read(kind, path)
         assert "no end is recorded" in product.read("report", run)
         assert product.read("metrics", run) == {}
-
-
-class _Metrics(http.server.BaseHTTPRequestHandler):
-    """/metrics of a rank that sends on for ever, or sends elsewhere."""
-
-    server: _Stranger
-
-    def do_GET(self) -> None:
-        self.server.asked.append(self.path)
-        self.send_response(302 if self.server.redirects else 200)
-        self.send_header("Location", "/elsewhere")
-        self.end_headers()
-        with contextlib.suppress(OSError):
-            while not self.server.redirects:
-                self.wfile.write(b"# a line that is followed by another\n")
-                time.sleep(0.01)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
-
-
-class _Stranger(http.server.ThreadingHTTPServer):
-    """Keeps the paths that it was asked for."""
-
-    daemon_threads = True
-
-    def __init__(self, redirects: bool, host: str) -> None:
-        self.redirects, self.asked = redirects, list[str]()
-        super().__init__((host, 0), _Metrics)
-
-
-@contextlib.contextmanager
-def _served(run: Path, redirects: bool, host: str = "127.0.0.1") -> Iterator[tuple[Path, _Stranger]]:
-    """An endpoint of a run, and what serves there."""
-    server = _Stranger(redirects, host)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    (run / "run.yaml").write_text("config: {}\n")
-    (run / "endpoints").mkdir()
-    endpoint = run / "endpoints/rank-00000.json"
-    endpoint.write_text(json.dumps({"host": host, "port": server.server_port, "pid": 1}))
-    try:
-        yield endpoint, server
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def _top(run: Path) -> Any:
-    done = top(run, str(run), "--json")
-    assert "Traceback" not in done.stderr and '"live"' not in done.stdout, done
-
-
-@pytest.mark.parametrize("redirects", [False, True], ids=["endless", "redirect"])
-def test_top_asks_no_longer_and_nowhere_else(tmp_path: Path, redirects: bool) -> None:
-    """What serves at a rank's endpoint sends metrics without an end, or names another address to ask."""
-    with _served(tmp_path, redirects) as (_, server), cheap(30):
-        _top(tmp_path)
-        assert set(server.asked) == {"/metrics"}
-
-
-@pytest.mark.promise("other-users")
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to another user")
-def test_an_endpoint_of_another_user_names_no_other_host(tmp_path: Path) -> None:
-    """`lockstep top` would ask whom he likes, as this user. 127.0.0.2 is none of this machine's own names."""
-    with _served(tmp_path, True, "127.0.0.2") as (endpoint, server):
-        os.chown(endpoint, 4712, -1)
-        _top(tmp_path)
-        assert server.asked == []
-        os.chown(endpoint, 0, -1)
-        _top(tmp_path)
-        assert server.asked

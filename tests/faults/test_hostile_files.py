@@ -170,7 +170,7 @@ def test_odd_files_of_a_run_directory_are_a_value_or_one_line(tmp_path: Path) ->
         changed = run if chance.random() < 0.7 else run["config"]
         changed[chance.choice(list(changed))] = value()
         (tmp_path / "run.yaml").write_text(json.dumps(run))
-        for name in ("status.json", "summary.json", "metrics/rank-00000.prom", "endpoints/rank-00000.json"):
+        for name in ("status.json", "summary.json", "metrics/rank-00000.prom"):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_text(json.dumps(value()))
         event = {"event": "epoch", "time": chance.choice(VALUES), "step": chance.choice(VALUES)}

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.server
 import json
 import os
 import re
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +12,7 @@ import pytest
 
 from tests import product
 from tests.jobs import helpers
-from tests.processes import PYTHON, require
+from tests.processes import PYTHON
 from tests.terminal import SIZE, at_a_terminal, until_shown
 
 TEXT = """# HELP training_step Steps.
@@ -50,9 +44,8 @@ def text(rank: int, *parts: tuple[int, Shares], run: str = "x") -> str:
 
 
 def run_of(folder: Path, *ranks: Shares) -> Path:
-    """A run directory of ranks that serve nothing, after 40 steps."""
-    for name in ("metrics", "endpoints"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
+    """A run directory of ranks after 40 steps."""
+    (folder / "metrics").mkdir(parents=True, exist_ok=True)
     (folder / "run.yaml").write_text("config: {}\n")
     for rank, shares in enumerate(ranks):
         (folder / f"metrics/rank-{rank:05d}.prom").write_text(text(rank, (40, shares)))
@@ -66,35 +59,11 @@ def straggling(folder: Path, **more: object) -> dict[str, Any]:
     return said
 
 
-def endpoint(folder: Path, rank: int, host: object, port: object) -> None:
-    (folder / f"endpoints/rank-{rank:05d}.json").write_text(json.dumps({"host": host, "port": port, "pid": 1}))
-
-
 def top(folder: Path) -> list[dict[str, Any]]:
     done = helpers.top(folder, str(folder), "--json", "--every", "0.2")
     assert (done.returncode, done.stderr) == (0, ""), done
     found: list[dict[str, Any]] = json.loads(done.stdout)
     return found
-
-
-@contextlib.contextmanager
-def serving(*answers: str) -> Iterator[int]:
-    """The port of a rank that gives these answers, one after the other, the last again and again."""
-    left = list(answers)
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write((left.pop(0) if len(left) > 1 else left[0]).encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        yield server.server_address[1]
-        server.shutdown()
 
 
 @pytest.mark.promise("alerts")
@@ -119,29 +88,37 @@ def test_a_damaged_word_of_a_straggler_is_none(tmp_path: Path, damage: dict[str,
 
 def test_what_was_before_does_not_blur_the_picture(tmp_path: Path) -> None:
     """1000 even steps, then 40 in which one rank is slow."""
-    run_of(tmp_path, *SLOW)
-    even = (1000, (0.0, 0.6, 0.3))
-    with contextlib.ExitStack() as servers:
-        for rank, shares in enumerate(SLOW):
-            answers = [text(rank, even), text(rank, even, (40, shares))]
-            endpoint(tmp_path, rank, "127.0.0.1", servers.enter_context(serving(*answers)))
-        ranks = top(tmp_path)
-    assert [(rank["source"], rank["step"]) for rank in ranks] == [("live", 1040), ("live", 1040)]
-    assert ranks[0]["sync_wait"] == pytest.approx(0.875) and ranks[0]["step_seconds"] == pytest.approx(0.1)
-    assert ranks[0]["images_per_second"] == pytest.approx(160)  # from step to step, whenever the two were read
+    reader = product.metrics_reader(run_of(tmp_path, *SLOW))
+    even, readings = (1000, (0.0, 0.6, 0.3)), []
+    for parts in ([[even]] * 2, [[even, (40, shares)] for shares in SLOW]):
+        for rank, part in enumerate(parts):
+            (tmp_path / f"metrics/rank-{rank:05d}.prom").write_text(text(rank, *part))
+            os.utime(tmp_path / f"metrics/rank-{rank:05d}.prom", (1000 + len(readings),) * 2)
+        readings.append(reader.read())
+    ranks = reader.judged(*readings)
+    assert [rank.step for rank in ranks] == [1040, 1040]
+    assert ranks[0].sync_wait == pytest.approx(0.875) and ranks[0].step_seconds == pytest.approx(0.1)
+    assert ranks[0].images_per_second == pytest.approx(160)  # from step to step, whenever the two were written
 
 
-def test_textfiles_do_where_no_rank_answers(tmp_path: Path) -> None:
+def test_a_damaged_textfile_hides_no_other(tmp_path: Path) -> None:
     run_of(tmp_path, *SLOW)
-    endpoint(tmp_path, 0, "127.0.0.1", 1)
-    (tmp_path / "endpoints/rank-00001.json").write_text("half of it")
     (tmp_path / "metrics/rank-00002.prom").write_bytes(b"\xff\xfe not text")
-    (tmp_path / "metrics/rank-x.prom").write_text("")
+    for name in ("rank-x.prom", "rank-²²²²².prom", "rank-00003.prom"):
+        (tmp_path / "metrics" / name).write_text("")
     ranks = top(tmp_path)
-    assert [(rank["rank"], rank["source"]) for rank in ranks] == [(0, "textfile"), (1, "textfile")]
+    assert [rank["rank"] for rank in ranks] == [0, 1]
     assert (ranks[0]["step"], ranks[0]["sync_wait"], ranks[0]["images_per_second"]) == (40, 0.875, 160)
     table = helpers.top(tmp_path, str(tmp_path), "--once", "--every", "0.2").stdout
     assert "ssss" in table
+
+
+def test_a_rank_has_ended_if_its_run_has(tmp_path: Path) -> None:
+    """A killed rank's textfile does not say so, but no process holds the run, and status.json has its code."""
+    run_of(tmp_path, *SLOW)
+    assert [rank["exit_code"] for rank in top(tmp_path)] == [None, None]
+    (tmp_path / "status.json").write_text('{"code": 1, "reason": "killed"}')
+    assert [rank["exit_code"] for rank in top(tmp_path)] == [1, 1]
 
 
 def test_at_a_terminal_it_fits_and_a_hostile_name_moves_no_cursor(
@@ -167,61 +144,6 @@ def test_a_title_that_is_too_long_loses_the_beginning_of_the_path(tmp_path: Path
     assert titles and len(titles[0]) == SIZE[1] and re.fullmatch("….*/run: step 40 of 100, .*samples/s", titles[0]), (
         titles
     )
-
-
-SERVER = """
-import http.server, os, sys
-import encodings.idna, socketserver  # what a bind imports, while they can be read
-os.setuid(int(sys.argv[3]))
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.send_header("Lockstep-Rank", sys.argv[1])
-        self.end_headers()
-        self.wfile.write(sys.argv[2].encode())
-    def log_message(self, *words):
-        pass
-server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-print(server.server_address[1], flush=True)
-server.serve_forever()
-"""
-NOBODY = 65534
-
-
-@pytest.mark.promise("other-users")
-@pytest.mark.parametrize(
-    ("rank_id", "user", "source"),
-    [("ours", None, "live"), ("that of another run of the name", None, "textfile"), ("ours", NOBODY, "textfile")],
-)
-def test_only_the_rank_itself_is_believed(tmp_path: Path, rank_id: str, user: int | None, source: str) -> None:
-    """`top` believes an endpoint that has the rank's id and user. Else another program may have the port, and `top` shows the textfile."""
-    require(user is None or os.geteuid() == 0, "needs root, to act as another user")
-    run_of(tmp_path, SLOW[0])
-    user = os.geteuid() if user is None else user
-    words = [sys.executable, "-c", SERVER, rank_id, text(0, (777, SLOW[0])), str(user)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            where = {"host": "127.0.0.1", "port": int(process.stdout.readline()), "pid": 1, "id": "ours"}
-            (tmp_path / "endpoints/rank-00000.json").write_text(json.dumps(where))
-            (rank,) = top(tmp_path)
-        finally:
-            process.kill()
-    assert (rank["source"], rank["step"]) == (source, 777 if source == "live" else 40), rank
-
-
-def test_an_endpoint_that_is_none_or_anothers_leaves_the_textfile(tmp_path: Path) -> None:
-    """Another run, or another rank, may serve on the port of one that was killed."""
-    with serving("SSH-2.0") as no_metrics, serving(text(2, (777, SLOW[0]), run="y")) as run:
-        places: list[tuple[object, object]] = [
-            ("127.0.0.1", no_metrics), ("127.0.0.1", run), ("x\n", 80), ("." * 80, 80), ("127.0.0.1", 0), ("127.0.0.1", 99999),
-            ([], 80), ("127.0.0.1", 1e300),
-        ]  # fmt: skip
-        run_of(tmp_path, *[SLOW[0]] * len(places))
-        for number, place in enumerate(places):
-            endpoint(tmp_path, number, *place)
-        found = top(tmp_path)
-    assert [(rank["source"], rank["step"]) for rank in found] == [("textfile", 40)] * len(places)
 
 
 @pytest.mark.promise("growth")

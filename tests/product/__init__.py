@@ -39,6 +39,7 @@ AS_THEY_ARE = {
     "goodput": "training.observe.account:of_run",  # run directory → its account
     "data": "training.config:Data",  # the settings of that group, checked
     "doctor_gpu": "tools.doctor:main",  # rows, whether to print JSON, and the Python of its processes
+    "metrics_reader": "tools.ranks:Reader",  # run directory → what reads its ranks' metrics
     "leave": "training.__main__:leave",  # ends a rank as the program does: without the interpreter's teardown
     "prepared": "training.data.shard_writer:prepare",  # settings of the group `data` → shards
     "report": "tools.report:write",

@@ -357,4 +357,4 @@ class RunBegun:
 
     def write_metrics(self) -> None:
         """Returns this rank's file of metrics, which is written every few seconds."""
-        self.loop.run.exporter._write_textfiles()
+        self.loop.run.exporter._write_textfile()

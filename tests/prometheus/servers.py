@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import time
 import urllib.parse
 import urllib.request
@@ -32,8 +33,26 @@ class Prometheus:
 
     def __init__(self, port: int, folder: Path) -> None:
         self.url, self.folder = f"http://127.0.0.1:{port}", folder
-        self.targets, self.textfiles = folder / "targets", folder / "textfiles"
+        self.targets, self.runs = folder / "targets", folder / "runs"
         self.began = time.time()
+
+    def free_ports(self) -> int:
+        """Returns the first of two free ports that follow each other."""
+        while True:
+            port = free_port()
+            with contextlib.suppress(OSError), socket.socket() as next_one:
+                next_one.bind(("127.0.0.1", port + 1))
+                return port
+
+    def scrape(self, run_dir: Path, ports: list[int]) -> None:
+        """Has the ranks on these ports scraped, and the textfiles of their run."""
+        target = [{"targets": [f"127.0.0.1:{port}" for port in ports]}]
+        (self.targets / f"{run_dir.name}.yaml").write_text(json.dumps(target))
+        if not (self.runs / run_dir.name).exists():
+            (self.runs / run_dir.name).symlink_to(run_dir)
+
+    def targets_of(self, run_dir: Path) -> list[str]:
+        return json.loads((self.targets / f"{run_dir.name}.yaml").read_text())[0]["targets"]
 
     def get(self, path: str, **words: Any) -> Any:
         with urllib.request.urlopen(f"{self.url}{path}?{urllib.parse.urlencode(words)}", timeout=60) as answer:
@@ -68,11 +87,11 @@ def quickened(rules: str) -> str:
 
 @contextlib.contextmanager
 def prometheus(folder: Path) -> Iterator[Prometheus]:
-    """Scrapes what stands in `targets` (file_sd) and, through a node exporter, in `textfiles`, once a second."""
+    """Scrapes what stands in `targets` and, through a node exporter, the textfiles of `runs`, once a second."""
     needs("prometheus", "prometheus-node-exporter")
     exporter, port = free_port(), free_port()
     server = Prometheus(port, folder)
-    for path in (server.targets, server.textfiles):
+    for path in (server.targets, server.runs):
         path.mkdir()
     (folder / "rules.yaml").write_text(quickened(RULES.read_text()))
     config = yaml.safe_load((OBSERVABILITY / "prometheus/slurm.yaml").read_text())
@@ -85,7 +104,7 @@ def prometheus(folder: Path) -> Iterator[Prometheus]:
     with (
         started([
             "prometheus-node-exporter", "--collector.disable-defaults", "--collector.textfile",
-            f"--collector.textfile.directory={server.textfiles}", f"--web.listen-address=127.0.0.1:{exporter}",
+            f"--collector.textfile.directory={server.runs}/*/metrics", f"--web.listen-address=127.0.0.1:{exporter}",
         ], env={"PATH": os.environ["PATH"]}) as _,
         started([
             "prometheus", f"--config.file={folder / 'prometheus.yaml'}", f"--storage.tsdb.path={folder / 'tsdb'}",

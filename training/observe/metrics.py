@@ -9,29 +9,25 @@ whose values have no bound (a step, an epoch, a path, a host, a hyper-parameter)
 
     /metrics                        for Prometheus.
     /healthz                        for a supervisor that restarts hanging ranks.
-    RUN/endpoints/rank-00003.json   {"host": "node2", "port": 9471, "pid": 4711, "id": "…"}, while the rank lives.
-    RUN/metrics/rank-00003.prom     the text that the server answers, every few seconds and at the end.
-    TEXTFILES/RUN-rank-00003.prom   a copy of it for a node exporter.
-    FILE_SD/RUN-rank-00003.json     the server's address for Prometheus' file_sd, if the cluster has no discovery.
+    RUN/metrics/rank-00003.prom     the text that the server answers, every few seconds and at the end, for `lockstep top`.
 
-A failure of an output neither ends the training nor delays it: a warning comes once, on stderr. The server runs in a thread of the
-process that trains, so the number of clients and the time of each are bounded.
+A failure of an output neither ends the training nor delays it: a warning comes once, on stderr. The server has a thread for each
+client in the process that trains, so the time of a silent client is bounded.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-import os
 import re
-import secrets
 import socket
+import socketserver
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -263,18 +259,10 @@ class _Process(Collector):
 
 
 ANY_ADDRESS = "any"
-MAX_CONNECTIONS = 16
-"""Most connections at a time. A further one closes the oldest that has sent no request yet. The training needs its file descriptors
-for checkpoints and events."""
-WAITING_CONNECTIONS = 128
-"""Most connections that wait to be accepted. A further one is dropped, and its client tries again after a second."""
 
 
 class Exporter:
-    """The metrics of one rank and all their outputs. `close` ends them, and may be called twice.
-
-    Rank 0 removes the files of earlier attempts for all ranks, so its exporter is constructed first. If each rank looked for its own old
-    files, each would list the files of all.
+    """The metrics of one rank and their outputs. `close` ends them, and may be called twice.
 
     Raises:
         UserError: LOCKSTEP_METRICS_PORT is not a port.
@@ -289,47 +277,35 @@ class Exporter:
         self._warned: set[str] = set()
         self._begun, self._closed, self._writing = False, threading.Event(), threading.Lock()
         self._server: _Server | None = None
-        # Other runs may write into the same folder: file names begin with the name of the run.
-        self._name = re.sub(r"[^A-Za-z0-9.-]", "_", settings.run or run_dir.name)
-        self._file_sd = settings.file_sd or env.get(contract.ENV_FILE_SD)
-        self._endpoint, self._textfiles, self._target = self._files(world.initial_rank)
+        self._textfile = contract.textfile(run_dir, world.initial_rank)
         port, asked = base_port(settings, env)
         if self.enabled:
             if world.leader:
-                for own_file in (self._endpoint, *self._textfiles, *filter(None, [self._target])):
-                    with contextlib.suppress(OSError), self._folder(own_file) as folder:
-                        _sweep(world.size, folder / own_file.name)
+                with contextlib.suppress(OSError), files.opened_folder(self._textfile.parent) as folder:
+                    _sweep(folder, world.size)
             # On one machine the loopback address; on nodes of a cluster Prometheus asks from another machine.
             narrow = world.nodes == 1 and world.launcher != "slurm"
             default = "127.0.0.1" if narrow else ANY_ADDRESS
             address = settings.address or env.get(contract.ENV_METRICS_ADDRESS) or default
             own_port = port + world.local_rank if port else 0
-            self._serve(None if address == ANY_ADDRESS else address, own_port, tells=asked or address != default)
-
-    def _files(self, rank: int) -> tuple[Path, list[Path], Path | None]:
-        """Returns a rank's endpoint file, its textfiles, and its target file for Prometheus, if there is one."""
-        endpoint, textfiles = contract.endpoint_file(self._run_dir, rank), [contract.textfile(self._run_dir, rank)]
-        if self._settings.textfiles is not None:
-            textfiles.append(Path(self._settings.textfiles) / f"{self._name}-{textfiles[0].name}")
-        return endpoint, textfiles, Path(self._file_sd) / f"{self._name}-{endpoint.name}" if self._file_sd else None
+            self._serve("" if address == ANY_ADDRESS else address, own_port, tells=asked or address != default)
 
     def forget(self, rank: int) -> None:
-        """Removes the files of a lost rank: they name a server that is gone."""
-        endpoint, textfiles, target = self._files(rank)
-        for path in (endpoint, *textfiles, *filter(None, [target])) if self.enabled else ():
-            with contextlib.suppress(OSError), self._folder(path) as folder:
-                (folder / path.name).unlink(missing_ok=True)
+        """Removes the textfile of a lost rank."""
+        path = contract.textfile(self._run_dir, rank)
+        with contextlib.suppress(OSError), files.opened_folder(path.parent) as folder:
+            (folder / path.name).unlink(missing_ok=True)
 
     def begin(self) -> None:
-        """Begins to write textfiles, when the training begins. (The last textfiles of a complete run stay.)"""
+        """Begins to write the textfile, when the training begins. (The last textfiles of a complete run stay.)"""
         self._begun = True
         if self.enabled:
-            self._write_textfiles()
+            self._write_textfile()
             if self._settings.textfile_seconds:
                 threading.Thread(target=self._write_often, name="textfile", daemon=True).start()
 
-    def _serve(self, address: str | None, port: int, tells: bool) -> None:
-        """Starts the server in a thread, on any free port if `port` is taken, and writes its address to the endpoint files.
+    def _serve(self, address: str, port: int, tells: bool) -> None:
+        """Starts the server, on any free port if `port` is taken.
 
         Args:
             tells: whether to warn of another port: a scraper may expect this port.
@@ -343,48 +319,28 @@ class Exporter:
             break
         if self._server is None:
             self._warn("serve", f"cannot serve metrics ({reason})")
-            return
-        if tells and port not in (0, self._server.port):
-            self._warn("serve", f"port {port} is not free ({reason}): metrics are on port {self._server.port}")
-        self._thread = threading.Thread(target=self._server.run, name="metrics", daemon=True)
-        self._thread.start()
-        # On these a server can listen, and clients cannot use them as an address.
-        everywhere = self._server.socket.getsockname()[0] in ("0.0.0.0", "::")  # noqa: S104 - compared only
-        host, port = socket.gethostname() if everywhere or not address else address, self._server.port
-        where = {"host": host, "port": port, "pid": os.getpid(), "id": self._server.id}
-        self._publish(self._endpoint, json.dumps(where).encode() + b"\n")
-        if self._target is not None:
-            target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            self._publish(self._target, json.dumps([{"targets": [target], "labels": {}}]).encode() + b"\n")
+        elif tells and port not in (0, self._server.server_port):
+            self._warn("serve", f"port {port} is not free ({reason}): metrics are on port {self._server.server_port}")
 
     def _write_often(self) -> None:
         while not self._closed.wait(self._settings.textfile_seconds):
-            self._write_textfiles()
+            self._write_textfile()
 
-    def _write_textfiles(self, last: bool = False) -> None:
-        """Writes the textfiles, one writer at a time. After the `last` state nothing more is written."""
+    def _write_textfile(self, last: bool = False) -> None:
+        """Writes the textfile, one writer at a time. After the `last` state nothing more is written."""
+        path = self._textfile
         with self._writing:
-            if last or not self._closed.is_set():
-                if not last:
-                    hang = of_run(self._run_dir)
-                    self.metrics.hangs(hang.named[0].rank if hang is not None else None)
-                text = self.metrics.text()
-                for path in self._textfiles:
-                    self._publish(path, text)
-
-    def _publish(self, path: Path, data: bytes) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with self._folder(path) as folder:
-                files.publish(folder / path.name, data)
-        except OSError as error:
-            self._warn(str(path.parent), f"cannot write {path}: {error.strerror}")
-
-    def _folder(self, path: Path) -> contextlib.AbstractContextManager[Path]:
-        """Yields the folder of a file. In the run directory it refuses links of other users; elsewhere the user has named the folder."""
-        if path.is_relative_to(self._run_dir):
-            return files.opened_folder(path.parent)
-        return contextlib.nullcontext(path.parent)
+            if self._closed.is_set() and not last:
+                return
+            if not last:
+                hang = of_run(self._run_dir)
+                self.metrics.hangs(hang.named[0].rank if hang is not None else None)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with files.opened_folder(path.parent) as folder:
+                    files.publish(folder / path.name, self.metrics.text())
+            except OSError as error:
+                self._warn("textfile", f"cannot write {path}: {error.strerror}")
 
     def _warn(self, topic: str, message: str) -> None:
         if topic not in self._warned:
@@ -392,27 +348,18 @@ class Exporter:
             say(f"warning: rank {self._world.rank}: {message}; the run continues", sys.stderr)
 
     def close(self, code: int) -> None:
-        """Writes the last textfiles at the end of the attempt, and ends the server."""
+        """Writes the last textfile at the end of the attempt, and ends the server."""
         if self._closed.is_set():
             return
         self._closed.set()
         self.metrics.ended(code)
-        if self.enabled:
-            last = threading.Thread(target=self._last_files, name="textfile", daemon=True)
+        if self.enabled and (self._begun or self.metrics.found_corrupt):  # a start that was refused writes nothing
+            last = threading.Thread(target=self._write_textfile, args=(True,), name="textfile", daemon=True)
             last.start()
             last.join(DISK_SECONDS)  # no disk that hangs keeps the run from its end
         if self._server is not None:
-            self._server.stop(self._thread)
-
-    def _last_files(self) -> None:
-        if self._begun or self.metrics.found_corrupt:  # a start that was refused writes nothing
-            self._write_textfiles(last=True)
-        with contextlib.suppress(OSError):
-            if self._target is not None:
-                self._target.unlink(missing_ok=True)
-            with self._folder(self._endpoint) as folder:
-                (folder / self._endpoint.name).unlink(missing_ok=True)
-            self._endpoint.parent.rmdir()  # succeeds for the last rank
+            self._server.shutdown()
+            self._server.server_close()
 
 
 def base_port(settings: configuration.Metrics, env: Mapping[str, str]) -> tuple[int, bool]:
@@ -425,29 +372,23 @@ def base_port(settings: configuration.Metrics, env: Mapping[str, str]) -> tuple[
     return int(text), True
 
 
-def _sweep(size: int, own_file: Path) -> None:
-    """Removes files of an earlier attempt: those of ranks from `size` on, and half-written files of any rank. Lists the folder once.
+def _sweep(folder: Path, size: int) -> None:
+    """Removes textfiles of an earlier attempt: those of ranks from `size` on, and half-written ones. No rank writes yet.
 
-    Args:
-        own_file: this rank's file of the kind.
-
-    Raises:
-        OSError: the folder does not exist, or cannot be changed.
+    Raises `OSError`.
     """
-    before = re.escape(re.sub(r"\d+$", "", own_file.stem))
-    name = re.compile(rf"(?:{before}(\d+){own_file.suffix}|\.{before}\d+{own_file.suffix}\.[0-9a-f]+)")
-    for path in own_file.parent.iterdir():
-        match = name.fullmatch(path.name)
+    for path in folder.iterdir():
+        match = re.fullmatch(r"rank-(\d+)\.prom|\.rank-\d+\.prom\.[0-9a-f]+", path.name)
         if match and (match[1] is None or int(match[1]) >= size):
             path.unlink(missing_ok=True)
 
 
-class _Server:
-    """HTTP server that listens from its construction on; `run` serves in one thread until `stop`.
+class _Server(ThreadingHTTPServer):
+    """HTTP server of a rank, in threads of its own from its construction to `shutdown`.
 
     Args:
-        address: an address or name of this machine; None for every address, IPv4 and IPv6.
-        port: the port; 0 for any free port, which the attribute `port` names.
+        address: an address or name of this machine; "" for every IPv4 address.
+        port: the port; 0 for any free port, which the attribute `server_port` names.
         stale_seconds: /healthz answers 503 if the rank's last sign of life is older.
 
     Raises:
@@ -455,81 +396,49 @@ class _Server:
         OverflowError: the port is above 65535.
     """
 
-    def __init__(self, address: str | None, port: int, metrics: Metrics, stale_seconds: float) -> None:
-        self._metrics, self._stale_seconds = metrics, stale_seconds
-        self.id = secrets.token_hex(8)
-        """An id in the rank's endpoint file and in each answer. Another server on the port of a dead rank has another id."""
-        dual_stack = address is None and socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual_stack or ":" in (address or "") else socket.AF_INET
-        self.socket = socket.create_server((address or "", port), family=family, dualstack_ipv6=dual_stack)
-        self.port: int = self.socket.getsockname()[1]
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(lambda *_: None)  # clients may go away at any time
-        self._stopped = asyncio.Event()
-        self._open = 0
-        self._silent: dict[asyncio.StreamWriter, None] = {}
-        """Connections without a whole request so far, the oldest first."""
+    allow_reuse_port = False  # newer Pythons would share the port with another run
+    request_queue_size = 128
 
-    def run(self) -> None:
-        with contextlib.closing(self._loop):
-            self._loop.run_until_complete(self._serve())
+    def __init__(self, address: str, port: int, metrics: Metrics, stale_seconds: float) -> None:
+        self.metrics, self.stale_seconds = metrics, stale_seconds
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        super().__init__((address, port), _Request)
+        threading.Thread(target=self.serve_forever, args=(0.1,), name="metrics", daemon=True).start()
 
-    async def _serve(self) -> None:
-        server = await asyncio.start_server(self._connected, sock=self.socket, backlog=MAX_CONNECTIONS)
-        self.socket.listen(WAITING_CONNECTIONS)
-        await self._stopped.wait()
-        server.close()
-        clients = asyncio.all_tasks() - {asyncio.current_task()}
-        for client in clients:
-            client.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
+    def server_bind(self) -> None:
+        """Binds without a question to a name server, which the base class asks."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
-    def stop(self, thread: threading.Thread) -> None:
-        """Ends `run`, and the thread that executes it."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed already
-            self._loop.call_soon_threadsafe(self._stopped.set)
-        thread.join(REQUEST_SECONDS)
+    def handle_error(self, *_: object) -> None:
+        """Prints nothing: clients may go away at any time."""
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._open >= MAX_CONNECTIONS:  # with none that is silent all are being answered, each for its time at most
-            oldest = next(iter(self._silent), writer)
-            self._silent.pop(oldest, None)
-            oldest.transport.abort()
-        self._open += 1
-        self._silent[writer] = None
-        try:
-            with contextlib.suppress(Exception):  # whatever a client sends: its place is free again
-                await asyncio.wait_for(self._talk(reader, writer), REQUEST_SECONDS)
-        finally:
-            self._silent.pop(writer, None)
-            writer.transport.abort()
-            self._open -= 1
 
-    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        request, *fields = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        self._silent.pop(writer, None)
-        method, path, _ = request.split(" ", 2)
-        headers = {name.lower(): value.strip() for name, _, value in (field.partition(":") for field in fields)}
-        code, kind, body = self._answer(method, path.partition("?")[0], headers.get("accept", ""))
-        lines = [
-            f"HTTP/1.0 {code} {HTTPStatus(code).phrase}", f"Content-Type: {kind}", f"Content-Length: {len(body)}",
-            f"{contract.RANK_HEADER}: {self.id}", "", "",
-        ]  # fmt: skip
-        writer.write("\r\n".join(lines).encode() + body)
-        writer.close()
-        await writer.wait_closed()
+class _Request(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = REQUEST_SECONDS
 
-    def _answer(self, method: str, path: str, accept: str) -> tuple[int, str, bytes]:
+    def do_GET(self) -> None:
+        code, kind, body = self._answer(self.path.partition("?")[0])
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _answer(self, path: str) -> tuple[HTTPStatus, str, bytes]:
         """Returns (status, content type, body)."""
-        metrics = self._metrics
-        if method != "GET":
-            return 405, "text/plain; charset=utf-8", b"GET\n"
+        metrics = self.server.metrics
         if path == "/metrics":
-            encode, content_type = choose_encoder(accept)
-            return 200, content_type, encode(metrics.registry)
+            encode, kind = choose_encoder(self.headers.get("Accept", ""))
+            return HTTPStatus.OK, kind, encode(metrics.registry)
         if path == "/healthz":
             age = time.monotonic() - metrics.alive_at
-            well = metrics.finished or age <= self._stale_seconds
+            well = metrics.finished or age <= self.server.stale_seconds
             body = {"ok": well, "seconds_since_progress": round(age, 3), "finished": metrics.finished}
-            return 200 if well else 503, "application/json", json.dumps(body).encode() + b"\n"
-        return 404, "text/plain; charset=utf-8", b"/metrics or /healthz\n"
+            code = HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE
+            return code, "application/json", json.dumps(body).encode() + b"\n"
+        return HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", b"/metrics or /healthz\n"
+
+    def log_message(self, *_: object) -> None:
+        """Prints nothing: the output is the training's."""

@@ -192,11 +192,9 @@ class Run:
                     if self.objects is not None and self.directory is not None:
                         verified = self.objects.acquire(fresh, lambda text: say(f"warning: {text}", sys.stderr))
                         self.directory.count_attempt()
-            # Only now: a directory that is refused stays untouched. First where it is cleared of what earlier attempts left.
-            for first in (True, False):
-                with failing_together(world):
-                    if world.leader == first:
-                        exporter = Exporter(settings.metrics, world, self.path, os.environ)
+            # Only now: a directory that is refused stays untouched.
+            with failing_together(world):
+                exporter = Exporter(settings.metrics, world, self.path, os.environ)
             assert exporter is not None
             self.exporter, self.metrics = exporter, exporter.metrics
             with self.goodput.on(TimeCategory.RESTORED):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import urllib.error
 import urllib.request
@@ -100,10 +99,6 @@ def _serving(folder: Path, *args: object, **settings: object) -> Iterator[Export
         made.close(0)
 
 
-def _endpoint(run_dir: Path) -> dict[str, object]:
-    return json.loads((run_dir / "endpoints/rank-00000.json").read_text())
-
-
 def _get(port: object, path: str, accept: str = "") -> tuple[int, str, str]:
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers={"Accept": accept})
     try:
@@ -114,25 +109,28 @@ def _get(port: object, path: str, accept: str = "") -> tuple[int, str, str]:
             return error.code, error.headers["Content-Type"], error.read().decode()
 
 
-def test_a_rank_serves_and_says_where(tmp_path: Path) -> None:
+def _port(exporter: Exporter) -> int:
+    assert exporter._server is not None
+    return exporter._server.server_port
+
+
+def test_a_rank_serves_its_metrics_and_leaves_them_in_a_file(tmp_path: Path) -> None:
     made = _exporter(tmp_path / "run", textfile_seconds=0)
-    where = _endpoint(tmp_path / "run")
-    assert where == {"host": "127.0.0.1", "port": where["port"], "pid": os.getpid(), "id": where["id"]}
-    code, kind, text = _get(where["port"], "/metrics")
+    port = _port(made)
+    code, kind, text = _get(port, "/metrics")
     assert code == 200 and kind.startswith("text/plain") and 'run="run"' in text
-    code, kind, text = _get(where["port"], "/metrics", "application/openmetrics-text;version=1.0.0")
+    code, kind, text = _get(port, "/metrics", "application/openmetrics-text;version=1.0.0")
     assert kind.startswith("application/openmetrics-text") and text.endswith("# EOF\n")
     assert "training_step_duration_seconds" in {family.name for family in parse_openmetrics(text)}
-    assert _get(where["port"], "/elsewhere")[0] == 404
+    assert _get(port, "/elsewhere")[0] == 404
     made.begin()
     made.close(75)
     with pytest.raises(urllib.error.URLError):
-        _get(where["port"], "/metrics")
-    assert not list((tmp_path / "run").glob("endpoints/*"))
+        _get(port, "/metrics")
     assert "training_exit_code" in (tmp_path / "run/metrics/rank-00000.prom").read_text()
     made = _exporter(tmp_path / "wrong words")
     made.close(2)
-    assert list((tmp_path / "wrong words").iterdir()) == []
+    assert not (tmp_path / "wrong words").exists()
     _exporter(tmp_path / "off", enabled=False).close(1)
     assert not (tmp_path / "off").exists()
 
@@ -153,7 +151,7 @@ def test_on_one_machine_no_other_host_is_served(
 ) -> None:
     with _serving(tmp_path, world, env, **({"address": address} if address else {})) as made:
         assert made._server is not None
-        assert (made._server.socket.getsockname()[0] == "127.0.0.1") == narrow
+        assert (made._server.server_address[0] == "127.0.0.1") == narrow
 
 
 def test_an_obstacle_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,11 +161,11 @@ def test_an_obstacle_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixt
         taken.listen()
         port = taken.getsockname()[1]
         with _serving(tmp_path, World(), {"LOCKSTEP_METRICS_PORT": str(port)}, textfile_seconds=0.01) as made:
-            found = _endpoint(tmp_path)["port"]
+            found = _port(made)
             assert found != port and _get(found, "/metrics")[0] == 200
             made.begin()
             for _ in range(3):
-                made._write_textfiles()
+                made._write_textfile()
     said = capsys.readouterr().err
     assert said.count(f"port {port} is not free") == said.count("rank-00000.prom") == 1 and "the run continues" in said
     for text in ("x", "-1", "65536", "9470 "):
@@ -183,57 +181,37 @@ def test_a_second_run_on_a_machine_takes_another_port_without_a_word(
         with contextlib.suppress(OSError):  # another run has it
             taken.bind(("127.0.0.1", 9470))
             taken.listen()
-        with _serving(tmp_path, port=None):
-            assert _endpoint(tmp_path)["port"] != 9470
+        with _serving(tmp_path, port=None) as made:
+            assert _port(made) != 9470
     assert capsys.readouterr().err == ""
 
 
 def test_ranks_of_a_larger_world_are_forgotten(tmp_path: Path) -> None:
-    """In the run directory, and in folders that runs share; files half written are removed."""
-    folder, run = tmp_path / "shared", tmp_path / "run"
-    others = {
-        f"{name}"
-        for name in ("run-rank-00001.json", "run-2-rank-00009.json", "xrun-rank-00009.json", "run-rank-x.json")
-    }
-    gone = {"run-rank-00002.json", "run-rank-00009.json", "run-rank-00009.prom"}
-    mine = {
-        "endpoints/rank-00007.json",
-        "metrics/rank-00007.prom",
-        "metrics/rank-00001.prom",
-        "metrics/.rank-00000.prom.9f",
-    }
-    for path in (*(folder / name for name in others | gone), *(run / name for name in mine)):
-        path.parent.mkdir(exist_ok=True, parents=True)
-        path.write_text("{}")
-    with _serving(run, World(size=2, local_size=2), textfiles=str(folder), file_sd=str(folder)) as made:
-        assert {path.name for path in folder.iterdir()} == {*others, "run-rank-00000.json"}
+    """Files half written are removed, and those of others stay."""
+    (tmp_path / "metrics").mkdir()
+    for name in ("rank-00007.prom", "rank-00001.prom", ".rank-00000.prom.9f", "rank-x.prom"):
+        (tmp_path / "metrics" / name).write_text("")
+    with _serving(tmp_path, World(size=2, local_size=2)) as made:
         made.begin()
-    assert sorted(path.name for path in run.glob("*/*")) == ["rank-00000.prom", "rank-00001.prom"]
+    left = sorted(path.name for path in (tmp_path / "metrics").iterdir())
+    assert left == ["rank-00000.prom", "rank-00001.prom", "rank-x.prom"]
 
 
-def test_textfiles_elsewhere_and_file_sd(tmp_path: Path) -> None:
-    """The user's own link in the run directory is followed. A folder that several runs share holds their names."""
+def test_the_users_own_link_in_the_run_directory_is_followed(tmp_path: Path) -> None:
     run, elsewhere = tmp_path / "my run", tmp_path / "elsewhere"
     elsewhere.mkdir()
     run.mkdir()
     (run / "metrics").symlink_to(elsewhere)
-    shared = {"textfiles": str(tmp_path / "all")}
-    with _serving(run, World(), {"LOCKSTEP_FILE_SD": str(tmp_path / "targets")}, **shared) as made:
-        where = _endpoint(run)
-        (target,) = (tmp_path / "targets").iterdir()
-        assert json.loads(target.read_text()) == [{"targets": [f"{where['host']}:{where['port']}"], "labels": {}}]
+    with _serving(run) as made:
         made.begin()
-    assert list((tmp_path / "targets").iterdir()) == []
-    text = (tmp_path / "all/my_run-rank-00000.prom").read_text()
-    assert 'run="my run"' in text and (elsewhere / "rank-00000.prom").read_text() == text
+    assert 'run="my run"' in (elsewhere / "rank-00000.prom").read_text()
 
 
-def test_idle_connections_keep_no_client_out(tmp_path: Path) -> None:
-    """129 of them, from before: the oldest is closed."""
-    with _serving(tmp_path), contextlib.ExitStack() as stack:
-        port = _endpoint(tmp_path)["port"]
-        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 10)) for _ in range(129)]
+def test_idle_connections_keep_no_client_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.training.observe.metrics._Request.timeout", 0.5)
+    with _serving(tmp_path) as made, contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", _port(made)), 10)) for _ in range(129)]
         for _ in range(5):
-            assert _get(port, "/healthz")[0] == 200
+            assert _get(_port(made), "/healthz")[0] == 200
         silent[0].settimeout(10)
-        assert silent[0].recv(1) == b""
+        assert silent[0].recv(1) == b"", "a client that says nothing is cut off"
