@@ -31,13 +31,13 @@ def calls(repeats: int) -> dict[str, Any]:
             assert exporter._server is not None
             return _calls(exporter.metrics, exporter._server.server_port, repeats)
         finally:
-            exporter.close(0)
+            exporter.close()
 
 
 def _calls(metrics: Metrics, port: int, repeats: int) -> dict[str, Any]:
     clock = StepClock(World().device)
     metrics.set("info", 1, "smoke", "flat", "2", contract.VERSION)
-    for name in ("attempt", "step", "steps_planned", "loss", "grad_norm", "accuracy"):
+    for name in ("attempt", "step", "steps_planned", "loss", "grad_norm"):
         metrics.set(name, 0.5)
     metrics.checkpoint_written(0.1)
     step, scrape = [], []

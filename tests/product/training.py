@@ -321,7 +321,7 @@ class RunBegun:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.loop.run.exporter.close(0)
+        self.loop.run.exporter.close()
         self.loop.attempt.saver.close()
         if self.loop.run.directory is not None:
             self.loop.run.directory.close()

@@ -33,7 +33,7 @@ from typing import Any, Literal, NamedTuple
 
 import prometheus_client
 import torch
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -74,12 +74,9 @@ TABLE: dict[str, Spec] = {
     "steps_planned": Spec("gauge", "Optimizer steps of the whole run.", since="later"),
     "last_step_timestamp_seconds": Spec("gauge", "Unix time of the end of the last optimizer step; of the start, before it."),
     "finished": Spec("gauge", "1 once this attempt has ended, however it ended."),
-    "exit_code": Spec("gauge", "Exit code of this attempt: 0 done, 1 failed, 2 wrong usage or data, 75 preempted. Absent while it runs.",
-                     since="later"),
     "loss": Spec("gauge", "Mean training loss of all ranks' samples between the last two readings.", since="later"),
     "grad_norm": Spec("gauge", "L2 norm of the gradient of the global batch, before clipping, at the last reading.", since="later"),
     "learning_rate": Spec("gauge", "Learning rate of the last step."),
-    "accuracy": Spec("gauge", "Share of the test images that the last evaluation got right, 0 to 1.", since="later"),
     "logged": Spec("gauge", "A number that a loop of one's own has logged last.", {"name": ()}, since="later"),
     "samples_total": Spec("counter", "Samples this rank has trained on in this attempt."),
     "sync_bytes_total": Spec("counter", "Bytes of gradient this rank has handed to collectives in this attempt."),
@@ -92,7 +89,6 @@ TABLE: dict[str, Spec] = {
         "counter", "Files that did not have their checksum and were not used.", {"kind": ("checkpoint", "shard")}
     ),
     "ranks": Spec("gauge", "Ranks that train, as this one knows it."),
-    "ranks_lost_total": Spec("counter", "Ranks that were lost while the others went on (launch --live)."),
     "hung_rank": Spec("gauge", "The rank that the others wait for (of several the lowest), while none gets further.", since="later"),
     "checkpoint_last_success_timestamp_seconds": Spec(
         "gauge", "Unix time at which the newest checkpoint was on the disk, or in the bucket if there is one.", since="later"
@@ -109,11 +105,8 @@ TABLE: dict[str, Spec] = {
                                        since="later"),
     "time_seconds_total": Spec("counter", "Seconds of this rank in this attempt, each in one bucket; on rank 0 with those before it.",
                               {"bucket": TIME_CATEGORIES}, since="later"),
-    "process_cpu_seconds_total": Spec("counter", "User and system CPU seconds of the rank's process.", since="scrape"),
     "process_resident_memory_bytes": Spec("gauge", "Resident memory of the rank's process.", since="scrape"),
-    "rank_gpu_info": Spec("gauge", "The rank's GPU, always 1: joins the series of dcgm-exporter on UUID.", {"UUID": ()}, since="scrape"),
     "gpu_memory_allocated_bytes": Spec("gauge", "GPU memory in tensors.", since="scrape"),
-    "gpu_memory_reserved_bytes": Spec("gauge", "GPU memory that the process has reserved for tensors.", since="scrape"),
     "gpu_memory_peak_bytes": Spec("gauge", "Most GPU memory in tensors at one time so far.", since="scrape"),
 }  # fmt: skip
 """Every metric, without its prefix. docsite/reference.py makes the page of the metrics from it."""
@@ -220,11 +213,10 @@ class Metrics:
         else:
             self._families["hung_rank"].clear()
 
-    def ended(self, code: int) -> None:
+    def ended(self) -> None:
         self.hangs(None)
         self.finished = True
         self.set("finished", 1)
-        self.set("exit_code", code)
 
     def text(self) -> bytes:
         """Returns all series in Prometheus' text format."""
@@ -236,25 +228,18 @@ class _Process(Collector):
 
     def __init__(self, labels: dict[str, str], device: torch.device) -> None:
         self._labels, self._device = labels, device
-        self._uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
     def collect(self) -> Iterator[Metric]:
-        yield self._family("process_cpu_seconds_total", time.process_time())
         resident = resident_bytes()
         if resident is not None:
             yield self._family("process_resident_memory_bytes", resident)
         if self._device.type == "cuda":
-            uuid = self._uuid if self._uuid.startswith("GPU-") else f"GPU-{self._uuid}"  # as dcgm-exporter writes it
-            yield self._family("rank_gpu_info", 1, UUID=uuid)
             yield self._family("gpu_memory_allocated_bytes", torch.cuda.memory_allocated(self._device))
-            yield self._family("gpu_memory_reserved_bytes", torch.cuda.memory_reserved(self._device))
             yield self._family("gpu_memory_peak_bytes", torch.cuda.max_memory_allocated(self._device))
 
-    def _family(self, name: str, value: float, **more: str) -> Metric:
-        labels = {**self._labels, **more}
-        family_class = CounterMetricFamily if TABLE[name].kind == "counter" else GaugeMetricFamily
-        family = family_class(PREFIX + name, TABLE[name].help, labels=list(labels))
-        family.add_metric(list(labels.values()), value)
+    def _family(self, name: str, value: float) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, TABLE[name].help, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
         return family
 
 
@@ -347,12 +332,12 @@ class Exporter:
             self._warned.add(topic)
             say(f"warning: rank {self._world.rank}: {message}; the run continues", sys.stderr)
 
-    def close(self, code: int) -> None:
+    def close(self) -> None:
         """Writes the last textfile at the end of the attempt, and ends the server."""
         if self._closed.is_set():
             return
         self._closed.set()
-        self.metrics.ended(code)
+        self.metrics.ended()
         if self.enabled and (self._begun or self.metrics.found_corrupt):  # a start that was refused writes nothing
             last = threading.Thread(target=self._write_textfile, args=(True,), name="textfile", daemon=True)
             last.start()

@@ -174,7 +174,6 @@ class Attempt:
             # The ranks now, and the ranks of the full group, with those that were lost and not replaced.
             run.directory.ranks = [world.size, world.size + len(world.live.lost)]
             run.directory.status(None, "running", run.user_state.steps)
-        run.metrics.count("ranks_lost_total", by=len(lost))
         run.metrics.set("ranks", world.size)
         trains = "1 rank trains on" if world.size == 1 else f"{world.size} ranks train on"
         for ranks, what in ((sorted(lost), "lost"), (joined, "replaced")):

@@ -387,8 +387,6 @@ class Loop:
         run.state.history.update({name: values[name] for name in ("accuracy", "test_loss") if name in values})
         for name, value in values.items():
             run.metrics.set("logged", value, name)
-        if "accuracy" in values:
-            run.metrics.set("accuracy", values["accuracy"])
         run.event("log", step=kept.steps, epoch=run.state.cursor.epoch, **{"values": values})
 
     def end(self, error: BaseException | None) -> Ended:

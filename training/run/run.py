@@ -212,7 +212,7 @@ class Run:
             code = EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
             if exporter is not None:
                 _note_corrupt_shard(exporter.metrics, error)
-                exporter.close(code)
+                exporter.close()
             if self.directory is not None:
                 self.directory.status(code, str(error) or type(error).__name__, self.directory.step_before)
                 self.directory.close()
@@ -269,7 +269,7 @@ class Run:
         if self._tells_run_dir:
             self.console.line(f"This run is kept in {self.path}")
         if self.signals is not None:
-            self.signals.on_second_signal = self.exporter.close
+            self.signals.on_second_signal = lambda _: self.exporter.close()
 
     def _restore(self, state: TrainState) -> list[str]:
         """Restores the saved state, if there is one, and counts this attempt. Collective.
@@ -431,7 +431,7 @@ class Run:
         if end is None:
             if error is not None:
                 return None  # what was opened is closed
-            self.exporter.close(EXIT_DONE)
+            self.exporter.close()
             if self.directory is not None:
                 self.directory.close()
             return EXIT_DONE
@@ -461,7 +461,7 @@ class Run:
         if self.signals is not None:
             self.signals.ignore()
         self.write(lambda directory: directory.status(ended.code, ended.reason, self.user_state.steps))
-        self.exporter.close(ended.code)
+        self.exporter.close()
         self.console.close()
         if ended.code != EXIT_DONE:
             self.warn(ended.reason)
@@ -480,7 +480,7 @@ class Run:
         code = EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
         self.console.close()
         _note_corrupt_shard(self.metrics, error)
-        self.exporter.close(code)
+        self.exporter.close()
         collective = _failed_collective(world, error)
         if collective is None:
             reason = str(error) if code == EXIT_USAGE else f"{type(error).__name__}: {error}"

@@ -35,7 +35,6 @@ def _filled() -> Metrics:
         metrics.step_done(number, measured, lr=0.1, samples=64, bytes_sent=sent)
     metrics.set("loss", 1.5)
     metrics.set("grad_norm", 2.5)
-    metrics.set("accuracy", 0.75)
     metrics.count("nonfinite_steps_total")
     metrics.count("preemptions_total")
     metrics.checkpoint_written(0.2)
@@ -43,7 +42,7 @@ def _filled() -> Metrics:
     metrics.corrupt_file("shard")
     for bucket in TABLE["time_seconds_total"].labels["bucket"]:
         metrics.count("time_seconds_total", bucket, by=1.5)
-    metrics.ended(75)
+    metrics.ended()
     return metrics
 
 
@@ -58,19 +57,19 @@ def _samples(text: str) -> dict[str, float]:
 def test_every_row_of_the_table_is_a_series_and_nothing_else_is() -> None:
     text = _filled().text().decode()
     families = {family.name: family for family in parse(text)}
-    expected = {PREFIX + name.removesuffix("_total") for name in TABLE if not name.startswith(("rank_gpu", "gpu_"))}
+    expected = {PREFIX + name.removesuffix("_total") for name in TABLE if not name.startswith("gpu_")}
     assert families.keys() == expected and all(family.documentation for family in families.values())
     labels = [sample.labels for family in families.values() for sample in family.samples]
     assert {(one["run"], one["rank"]) for one in labels} == {("cifar", "3")}
     values = _samples(text)
     told = {
         "step": 13, "samples_total": 128, "sync_bytes_total": 1500, "preemptions_total": 2, "step_duration_seconds_count": 2,
-        "exit_code": 75, "grad_ready_seconds_bucket[0.03]": 2, "grad_ready_seconds_bucket[0.01]": 0,
+        "finished": 1, "grad_ready_seconds_bucket[0.03]": 2, "grad_ready_seconds_bucket[0.01]": 0,
         "corrupt_files_total[shard]": 1, "corrupt_files_total[checkpoint]": 0,
     }  # fmt: skip
     assert {name: values[PREFIX + name] for name in told} == told
     series = [line for line in text.splitlines() if not line.startswith("#")]
-    assert len(series) + 4 <= 100, "a GPU adds four"
+    assert len(series) + 2 <= 100, "a GPU adds two"
     assert not any("_created" in line for line in series)
 
 
@@ -96,7 +95,7 @@ def _serving(folder: Path, *args: object, **settings: object) -> Iterator[Export
     try:
         yield made
     finally:
-        made.close(0)
+        made.close()
 
 
 def _get(port: object, path: str, accept: str = "") -> tuple[int, str, str]:
@@ -124,14 +123,14 @@ def test_a_rank_serves_its_metrics_and_leaves_them_in_a_file(tmp_path: Path) -> 
     assert "training_step_duration_seconds" in {family.name for family in parse_openmetrics(text)}
     assert _get(port, "/elsewhere")[0] == 404
     made.begin()
-    made.close(75)
+    made.close()
     with pytest.raises(urllib.error.URLError):
         _get(port, "/metrics")
-    assert "training_exit_code" in (tmp_path / "run/metrics/rank-00000.prom").read_text()
+    assert "training_finished" in (tmp_path / "run/metrics/rank-00000.prom").read_text()
     made = _exporter(tmp_path / "wrong words")
-    made.close(2)
+    made.close()
     assert not (tmp_path / "wrong words").exists()
-    _exporter(tmp_path / "off", enabled=False).close(1)
+    _exporter(tmp_path / "off", enabled=False).close()
     assert not (tmp_path / "off").exists()
 
 
