@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -132,18 +131,6 @@ def test_at_a_terminal_it_fits_and_a_hostile_name_moves_no_cursor(
         process.kill()
     assert b"x\x1b[2J" not in shown and b"d\x1b[2J" not in shown and b"[/x]" in shown and b"STRAGGLER" in shown, shown
     assert shown.count(b"\r\n") < SIZE[0]
-
-
-def test_a_title_that_is_too_long_loses_the_beginning_of_the_path(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "a-folder-with-a-long-name" / "and-another-one" / "run", *SLOW)
-    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    with at_a_terminal([PYTHON, "-c", product.PROGRAM, "top", str(run), "--every", "0.2"], env) as (process, ours, _):
-        shown = until_shown(ours, b"the rest", 60).decode()
-        process.kill()
-    titles = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in shown.split("\r\n") if "samples/s" in line]
-    assert titles and len(titles[0]) == SIZE[1] and re.fullmatch("….*/run: step 40 of 100, .*samples/s", titles[0]), (
-        titles
-    )
 
 
 @pytest.mark.promise("growth")
