@@ -165,8 +165,8 @@ def lint_rules() -> str:
 def metrics() -> str:
     """Returns the page of the metrics that every rank serves, with their labels and values."""
     parts = [
-        "# Metrics\n\n[Every rank serves](../metrics.md) them, with the labels `run` (the run directory's name, or "
-        f"`metrics.run`) and `rank`. Histograms have the buckets {', '.join(f'{bound:g}' for bound in BUCKETS)} s. "
+        "# Metrics\n\n[Every rank serves](../metrics.md) them, with the labels `run` (the run directory's name) "
+        f"and `rank`. Histograms have the buckets {', '.join(f'{bound:g}' for bound in BUCKETS)} s. "
         "Loss and gradient norm are read every `log.every` steps.\n\n"
         f"| `{PREFIX}…` | kind | labels | meaning |\n|---|---|---|---|"
     ]

@@ -70,8 +70,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--fresh-once", metavar="WORD", help="start over unless the run was started with this WORD; for jobs, which "
                      "may be started again with the same words")  # fmt: skip
-    run.add_argument("--verbose", action="append_const", const="log.verbose=true", dest="assignments",
-                     help="print the messages of all ranks")  # fmt: skip
     run.add_argument("--check-closeness", action="append", dest="assignments", metavar="every=N",
                      type=lambda text: f"check_closeness={text.removeprefix('every=')}",
                      help="compare the ranks' parameters every N steps")  # fmt: skip

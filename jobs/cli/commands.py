@@ -439,7 +439,7 @@ def logs(
         if status.state in ("pending", "queued", "unschedulable"):
             raise UserError(f"{name} has no log yet: {status.state} ({status.reason}); logs -f waits for it")
     if rank and printed_nothing and tail != 0:
-        note(f"rank {rank} has printed nothing: of ranks above 0 only warnings come, unless log.verbose=true")
+        note(f"rank {rank} has printed nothing: ranks above 0 print only warnings")
 
 
 def execute(

@@ -16,9 +16,8 @@ from tests import product
 from tests.events import events
 from tests.nets import DyingPlain
 from tests.own.job import OwnJob, assert_weights, script
-from tests.processes import PYTHON, Result, clean_env
+from tests.processes import Result, clean_env
 from tests.ranks import gang
-from tests.terminal import at_a_terminal, until_shown
 from tests.warm.gang import python
 
 COUNT, BATCH = 190, 41
@@ -371,21 +370,6 @@ with Session(sys.argv[1]) as run:
     assert done.code == 2 and counts == [1, 3, 1] and done.output.count(f": {lengths}") == 3, done.output
     assert [done.output.count(f": {some}\n") for some in ([3, 6], [3], [7], [3] * 8)] == [3, 3, 2, 3], done.output
     assert "not writable" not in done.output, done.output
-
-
-def test_the_table_of_epochs_fits_the_terminal(tmp_path: Path) -> None:
-    """What is logged besides is in the report."""
-    lines = """
-with Session(sys.argv[1]) as run:
-    m, o = make(run)
-    for _ in run.epochs(1):
-        for b in run.batches(DATA, 16): step(run, m, b)
-        run.log(accuracy=0.5, error_rate_of_the_words=0.25, wer=0.125)
-"""
-    env = {name: value for name, value in clean_env(LOCKSTEP_THREADS="1").items() if name != "COLUMNS"}
-    with at_a_terminal([PYTHON, "-c", SCRIPT + lines, str(tmp_path / "run")], env) as (_, ours, _):
-        shown = until_shown(ours, b"0.1250", 60).decode()
-    assert re.search("epoch +step +seconds +accuracy +wer +train loss +samples/s\r\n", shown), shown
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_reported_once_in_the_words_of_a_script(tmp_path: Path) -> None:

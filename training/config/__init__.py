@@ -308,8 +308,6 @@ class Log(Section):
     """Steps between two lines `step N | train_loss | test_loss | step time`, instead of one line per epoch; 0: one line per epoch."""
     weights_every: Free[Count] = 0
     """Steps between two events `weights` with the sha256 of the model's weights and buffers, which two runs can be compared by; 0: none."""
-    verbose: Free[bool] = False
-    """Print the messages of all ranks, not only of rank 0."""
     tensorboard: Free[bool] = False
     """Write TensorBoard event files to `tensorboard` in the run directory; needs tensorboard."""
     wandb: Free[str | None] = None
@@ -319,8 +317,6 @@ class Log(Section):
 class Metrics(Section):
     enabled: Free[bool] = True
     """Serve every rank's metrics for Prometheus, and write them to a textfile."""
-    run: Free[str | None] = None
-    """Label `run` of all metrics; null: the name of the run directory."""
     port: Free[Annotated[int, Field(ge=0, le=65535)] | None] = None
     """Port of local rank 0, the others follow; null: LOCKSTEP_METRICS_PORT, else 9470. 0: any free port. A taken port is replaced."""
     address: Free[str | None] = None

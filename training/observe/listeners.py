@@ -1,7 +1,7 @@
 """The listeners of a run's events: the console, TensorBoard, and Weights & Biases. They show what events.jsonl holds.
 
-The console prints a table (a line for each epoch, or every N steps) and a progress bar, or the events as JSON lines. Sentences (`line`)
-and warnings (`warn`) are not events: ranks other than 0, which have no events, print theirs, too.
+The console prints a table (a line for each epoch, or every N steps), or the events as JSON lines. Sentences (`line`)
+and warnings (`warn`) are not events: ranks other than 0, which have no events, print their warnings, too.
 
 TensorBoard and Weights & Biases get numbers on rank 0 (off by default), under the names of the speedruns' logs: `elapsed`, `train_loss`,
 `val_acc`, `epoch`, `examples_seen`. A tracker that fails is switched off with one warning; the run continues. Each tracker has a
@@ -13,17 +13,13 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from rich.console import RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .. import config as configuration
 from .. import files
@@ -36,34 +32,10 @@ from .rundir import Background, RunDirectory
 
 MAX_COLUMNS = 6
 """Most columns of logged numbers in the table of epochs."""
-OTHER_COLUMNS = 50
-"""Width of the other columns: epoch, step, seconds, loss and speed."""
-
-
-class _Bar(Progress):
-    """A progress bar that reads the epoch, the steps and the text of the means each time it is drawn."""
-
-    def __init__(self, now: Callable[[], tuple[int, int, str]]) -> None:
-        self._now = now
-        shown = (
-            TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(20),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[pace]}"),
-        )
-        super().__init__(*shown, transient=True, redirect_stdout=True)
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        epoch, done, means = self._now()
-        for task in self.tasks:
-            pace = f"{task.speed:.3g} steps/s{means}" if task.speed else ""
-            self.update(task.id, completed=done, epoch=epoch, pace=pace)
-        return super().get_renderables()
 
 
 class Console:
-    """The console of a rank. Rank 0 prints everything; the others print warnings, and with `log.verbose` sentences.
+    """The console of a rank. Rank 0 prints everything; the others print warnings.
 
     Args:
         now: returns the epoch of the last step, from 1, and the optimizer steps of the run so far.
@@ -85,31 +57,18 @@ class Console:
         """(time, steps of the run) at the last line of progress, or at the first call of `progress`."""
         self._status: tuple[Any, float] = (None, -math.inf)
         """(the last printed status, its time). A changed status is printed at once."""
-        self._bar: _Bar | None = None
-        if world.leader and log.format == "table" and sys.stderr.isatty():
-            self._bar = _Bar(lambda: (*now(), self._means))
-            self._task = self._bar.add_task("train", total=None, epoch=1, pace="")
-            self._bar.start()
 
     def line(self, text: str) -> None:
         """Prints a sentence for people; nothing with `log.format=json`, whose output is for programs."""
-        if (self.world.leader or self.log.verbose) and self.log.format == "table":
-            say(text if self.world.leader else f"[rank {self.world.rank}] {text}")
+        if self.world.leader and self.log.format == "table":
+            say(text)
 
     def warn(self, text: str) -> None:
         """Prints a warning on stderr, with any format."""
         say(f"warning: rank {self.world.rank}: {text}", sys.stderr)
 
-    def plan(self, steps: int) -> None:
-        """Sets the optimizer steps of the whole run."""
-        self.planned = steps
-        if self._bar is not None:
-            self._bar.update(self._task, total=steps)
-
     def progress(self) -> None:
-        """Prints a line a minute, unless there is a progress bar. Called every few seconds."""
-        if self._bar is not None:
-            return
+        """Prints a line a minute. Called every few seconds."""
         (epoch, done), now = self._now(), time.monotonic()
         since, before = self._reported or (now, done)
         if now - since >= PROGRESS_SECONDS:
@@ -149,7 +108,7 @@ class Console:
         trained = {f"train {name}": value for name, value in _trained(event) if name != "loss"}
         values = {**trained, **event["logged"], "validation accuracy": event["accuracy"]}
         if self._columns is None:
-            self._columns = self._fitting({**trained, **event["logged"]})
+            self._columns = list({**trained, **event["logged"]})[:MAX_COLUMNS]
         if not self._header:
             self._header = True
             columns = "".join(f"{name:>{_width(name)}}" for name in self._columns)
@@ -159,21 +118,6 @@ class Console:
             f"{event['epoch']:5d} {event['step']:8d} {event['trained_seconds']:10.2f}{numbers}"
             f"{_number(event['train_loss'], 13)}{event['images_per_second']:12.0f}"
         )
-
-    def _fitting(self, names: Iterable[str]) -> list[str]:
-        """Returns the logged names that fit into a line of the terminal."""
-        room = shutil.get_terminal_size().columns - OTHER_COLUMNS if self._bar is not None else math.inf
-        columns: list[str] = []
-        for name in names:
-            if _width(name) <= room and len(columns) < MAX_COLUMNS:
-                columns.append(name)
-                room -= _width(name)
-        return columns
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
 
 
 def _trained(event: dict[str, Any]) -> list[tuple[str, float | None]]:

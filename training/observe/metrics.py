@@ -257,7 +257,7 @@ class Exporter:
         self, settings: configuration.Metrics, world: World, run_dir: Path, env: Mapping[str, str]
     ) -> None:  # fmt: skip
         self._run_dir = run_dir = run_dir.resolve()
-        self.metrics = Metrics(settings.run or run_dir.name, world.initial_rank, world.device)
+        self.metrics = Metrics(run_dir.name, world.initial_rank, world.device)
         self.enabled, self._world, self._settings = settings.enabled, world, settings
         self._warned: set[str] = set()
         self._begun, self._closed, self._writing = False, threading.Event(), threading.Lock()

@@ -192,7 +192,6 @@ class Attempt:
             says: whether this rank prints the reason; None: rank 0 does.
         """
         run = self.run
-        run.console.close()
         run.goodput.failed(in_collective=True)
         run.goodput.end(EXIT_FAILED)
         if run.directory is not None:

@@ -333,7 +333,7 @@ class Loop:
     def _plan(self, steps_an_epoch: int) -> None:
         if steps := self.steps_planned or (self.epochs_planned or 0) * steps_an_epoch:
             self.run.metrics.set("steps_planned", steps)
-            self.run.console.plan(steps)
+            self.run.console.planned = steps
 
     def part(self, batch: T) -> T:
         """Returns this rank's contiguous part of a global batch, and gives `step` its number of samples. Collective in the first steps."""

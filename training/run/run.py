@@ -462,7 +462,6 @@ class Run:
             self.signals.ignore()
         self.write(lambda directory: directory.status(ended.code, ended.reason, self.user_state.steps))
         self.exporter.close()
-        self.console.close()
         if ended.code != EXIT_DONE:
             self.warn(ended.reason)
         any_rank(False, world)  # when one rank has ended, a launcher may end the others
@@ -478,7 +477,6 @@ class Run:
         """
         world, step = self.world, self.user_state.steps
         code = EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
-        self.console.close()
         _note_corrupt_shard(self.metrics, error)
         self.exporter.close()
         collective = _failed_collective(world, error)
