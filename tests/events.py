@@ -38,7 +38,6 @@ def assert_adds_up(run_dir: Path, began: float | None = None) -> None:
     seconds = account.seconds
     assert sum(seconds.values()) == pytest.approx(account.wall, rel=0.001), seconds
     assert all(value >= 0 for value in seconds.values()) and seconds["unknown"] <= 0.02 * account.wall, seconds
-    assert sum(account.rank_seconds.values()) >= account.wall * 0.999
     if began is not None:
         outside = (run_dir / "time.jsonl").stat().st_mtime - began
         assert 0.99 * outside - STARTED_SECONDS <= account.wall <= outside + 0.1, (outside, seconds)

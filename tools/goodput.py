@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     runs: list[Location] = args.runs
     accounts = [of_run(run.path) for run in runs]
     for run, account in zip(runs, accounts):
-        if not account.stretches:
+        if not account.attempts:
             raise UserError(f"{run.name} has no {TIME_FILE} that can be read: give a run directory whose run has begun")
     total = plain(accounts)
     if args.json:
@@ -34,9 +34,10 @@ def main(argv: list[str]) -> int:
         print(printable(f"{run.name}: {goodput_line(account.shares())}, of {account.wall:.0f} s"))
     if len(runs) > 1:
         print(f"{len(runs)} runs: {goodput_line(total)}, of {total['wall_seconds']:.0f} s")
-    print(f"{'':12} {'SECONDS':>12} {'SHARE':>7} {'RANK-SECONDS':>14}")
+    print(f"{'':12} {'SECONDS':>12} {'SHARE':>7}")
     for name, seconds in sorted(total["seconds"].items(), key=lambda item: -item[1]):
-        share, of_ranks = seconds / max(total["wall_seconds"], 1e-9), total["rank_seconds"][name]
-        if seconds or of_ranks or name == TimeCategory.UNKNOWN:
-            print(f"{name.replace('_', ' '):12} {seconds:12.1f} {100 * share:5.1f} % {of_ranks:14.1f}")
+        if seconds or name == TimeCategory.UNKNOWN:
+            print(
+                f"{name.replace('_', ' '):12} {seconds:12.1f} {100 * seconds / max(total['wall_seconds'], 1e-9):5.1f} %"
+            )
     return EXIT_DONE

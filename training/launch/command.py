@@ -44,7 +44,6 @@ from ..contract import (
     to_stderr,
 )  # fmt: skip
 from ..limits import LOST_LIVE_SECONDS, LOST_SECONDS
-from ..observe import account
 from ..parallel.world import cores
 from . import exec_rank
 from .coordinator import Coordinator
@@ -82,7 +81,8 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
             note = Path(folder) / "run"
             os.environ[ENV_NOTE] = str(note)
             code, final, first = _run(args, nodes, attempts, Hangs(Path(folder)))
-            _conclude(note, tells=code == EXIT_FAILED and args.exit_codes == "plain")
+            if code == EXIT_FAILED and args.exit_codes == "plain":
+                _tell_saved(note)
     except NotMet as error:
         to_stderr(f"launch: {error}: giving up")
         attempts.end(EXIT_FAILED, final=True)
@@ -274,18 +274,11 @@ def _why_not(program: str) -> str:
     return f"{program} is not executable: put its interpreter before it, as in -- {interpreter} {program}"
 
 
-def _conclude(note: Path, tells: bool) -> None:
-    """Adds the time after rank 0's last line to the account of the run that rank 0 has noted, if rank 0 was on this node.
-
-    Args:
-        note: file in which rank 0 has noted the run directory.
-        tells: whether to print the saved state of the run.
-    """
+def _tell_saved(note: Path) -> None:
+    """Prints which step of the run is saved, if rank 0 was on this node and has written the run directory into the file `note`."""
     with contextlib.suppress(OSError):
-        run = Path(os.fsdecode(note.read_bytes()))
-        account.launcher_ended(run)
-        if tells:
-            from ..checkpoint import store
+        from ..checkpoint import store
 
-            for newest in store.candidates(run / CHECKPOINTS)[:1]:
-                to_stderr(f"launch: step {store.step_of(newest)} is saved: the same command resumes there")
+        run = Path(os.fsdecode(note.read_bytes()))
+        for newest in store.candidates(run / CHECKPOINTS)[:1]:
+            to_stderr(f"launch: step {store.step_of(newest)} is saved: the same command resumes there")

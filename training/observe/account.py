@@ -1,8 +1,8 @@
 """The account of a job's time, from the lines of its time.jsonl. Imports no torch.
 
 The job's wall clock is that of rank 0, over all attempts. Every second of it is in exactly one category. A line has the seconds of each
-category since the line before. Steps after the resume point count as lost: they are
-`taken_again`. No line is ever changed.
+category since the line before, by a monotonic clock, and the time of day at its end. A gap between two lines is `down` before an
+attempt, and `unknown` within one. Steps after the resume point count as lost: they are `taken_again`. No line is ever changed.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -56,7 +56,7 @@ class TimeCategory(str, Enum):
     ENDING = "ending"
     """From the last step, or the decision to leave, to the end of the attempt."""
     DOWN = "down"
-    """From the last line of an attempt to the start of the next attempt, or to the end of the launcher."""
+    """From the last line of an attempt to the start of the next attempt, by the time of day."""
     UNKNOWN = "unknown"
     """Time without a line, or in which the machine slept."""
 
@@ -72,111 +72,80 @@ STARTING = (
     TimeCategory.FIRST_STEP,
 )
 _LARGEST = 1e12
-"""Limit of a number of seconds, steps or ranks: a larger one is damaged."""
-_MAX_BYTES, _LINE_BYTES, _MAX_STRETCHES = 64 << 20, 1 << 14, 8192
+"""Limit of a number of seconds or steps: a larger one is damaged."""
+_MAX_BYTES, _LINE_BYTES, _RECENT = 64 << 20, 1 << 14, 4096
+"""Most bytes of the file and of a line, and most lines whose steps may count as lost later."""
 
 Line = dict[str, Any]
-"""Keys: time, attempt, boot, since, until, first, step, ranks, seconds; in an attempt's first line resumed, in its last line code."""
+"""Keys: time, attempt, first, step, seconds; in an attempt's first line resumed, in its last line code."""
 
 
 @dataclass(slots=True)
 class Stretch:
-    """A stretch of an attempt."""
+    """The steps of the run at a line's start (`first`) and end (`last`), and its seconds by category."""
 
-    attempt: int
-    first: int
-    last: int
-    """Steps of the run at the stretch's start (`first`) and end (`last`)."""
-    ranks: tuple[int, int]
-    """(ranks that train, ranks that were started)."""
-    wall: float
+    first: float
+    last: float
     seconds: dict[TimeCategory, float]
-    """Seconds by category. Their sum is `wall`."""
 
 
 class Account:
     """The sum of a run's lines."""
 
     def __init__(self) -> None:
-        self.stretches: list[Stretch] = []
+        self.seconds: dict[TimeCategory, float] = defaultdict(float)
+        """Seconds of the job's wall clock, by category."""
+        self.lost_to_restarts = 0.0
+        """Seconds that restarts cost: down, taken again, and the time to the first step of every attempt but the first."""
+        self.attempts = set[int]()
         self.last: Line | None = None
         self.began: float | None = None
-        """Start of the first attempt's launcher, in Unix seconds by its machine's clock; None: unknown."""
+        """Start of the first attempt's launcher, in Unix seconds by its machine's clock; None: no line."""
+        self._recent: deque[Stretch] = deque(maxlen=_RECENT)
 
     def add(self, line: Line) -> None:
-        """Adds a line of time.jsonl. Raises `ValueError` for an invalid line."""
-        since, until, first, step = (_number(line.get(name)) for name in ("since", "until", "first", "step"))
-        attempt, ranks, given = line.get("attempt"), line.get("ranks"), line.get("seconds")
-        if not isinstance(given, Mapping) or not isinstance(ranks, Sequence) or len(ranks) != 2 or since > until:
-            raise ValueError("no line of time.jsonl")
-        seconds = {TimeCategory(name): _number(value) for name, value in given.items()}
-        number, count = int(_number(attempt)), (int(_number(ranks[0])), int(_number(ranks[1])))
-        if self.last is None and line.get("time") is not None:
-            self.began = _number(line["time"]) - (until - since)
-        last, self.last = self.last, line
-        before = _number(last["until"]) if last is not None and last.get("boot") == line.get("boot") else since
-        missing = 0.0 if last is None or last.get("code") == contract.EXIT_DONE else max(0.0, since - before)
-        known = sum(seconds.values())
-        wall = max(until - since + missing, known)
-        seconds[TimeCategory.UNKNOWN] = seconds.get(TimeCategory.UNKNOWN, 0.0) + wall - known
+        """Adds a line of time.jsonl. Raises `ValueError`, `KeyError`, `TypeError` for an invalid line."""
+        ended, first, step, number = (_number(line.get(name)) for name in ("time", "first", "step", "attempt"))
+        seconds = {TimeCategory(name): _number(value) for name, value in dict(line["seconds"]).items()}
+        since = ended - sum(seconds.values())
+        if self.last is None:
+            self.began = since
+        elif self.last.get("code") != contract.EXIT_DONE:
+            gap = TimeCategory.UNKNOWN if number == self.last["attempt"] else TimeCategory.DOWN
+            seconds[gap] = seconds.get(gap, 0.0) + max(0.0, since - self.last["time"])
         if line.get("resumed") is not None:
             self._lose(_number(line["resumed"]))
-        self.stretches.append(Stretch(number, int(first), int(step), count, wall, seconds))
-        if len(self.stretches) > _MAX_STRETCHES:
-            self.stretches[: _MAX_STRETCHES // 2] = _joined(self.stretches[: _MAX_STRETCHES // 2])
+        self.last = line
+        self.attempts.add(int(number))
+        restart = (TimeCategory.DOWN, TimeCategory.TAKEN_AGAIN, *(STARTING if len(self.attempts) > 1 else ()))
+        self.lost_to_restarts += sum(seconds.get(category, 0.0) for category in restart)
+        for category, value in seconds.items():
+            self.seconds[category] += value
+        self._recent.append(Stretch(first, step, seconds))
 
     def _lose(self, resumed: float) -> None:
         """Counts the steps after `resumed` as lost."""
-        for stretch in reversed(self.stretches):
+        for stretch in reversed(self._recent):
             if stretch.last <= resumed and stretch.last > stretch.first:
                 return
-            if stretch.last > max(stretch.first, resumed):
-                share = (stretch.last - max(stretch.first, resumed)) / (stretch.last - stretch.first)
+            begin = max(stretch.first, resumed)
+            if stretch.last > begin:
+                share = (stretch.last - begin) / (stretch.last - stretch.first)
                 for category in STEPS:
                     lost = share * stretch.seconds.get(category, 0.0)
                     stretch.seconds[category] = stretch.seconds.get(category, 0.0) - lost
-                    stretch.seconds[TimeCategory.TAKEN_AGAIN] = (
-                        stretch.seconds.get(TimeCategory.TAKEN_AGAIN, 0.0) + lost
-                    )
-                stretch.last = max(stretch.first, int(resumed))
+                    self.seconds[category] = max(0.0, self.seconds[category] - lost)
+                    self.seconds[TimeCategory.TAKEN_AGAIN] += lost
+                    self.lost_to_restarts += lost
+                stretch.last = begin
 
     @property
     def wall(self) -> float:
-        return sum(stretch.wall for stretch in self.stretches)
-
-    @property
-    def seconds(self) -> dict[TimeCategory, float]:
-        """Seconds of the job's wall clock, by category."""
-        total: dict[TimeCategory, float] = defaultdict(float)
-        for stretch in self.stretches:
-            for category, value in stretch.seconds.items():
-                total[category] += value
-        return total
-
-    @property
-    def rank_seconds(self) -> dict[TimeCategory, float]:
-        """Seconds of all ranks: rank 0's seconds times the ranks that train. Those of a lost rank without a replacement are `down`."""
-        total: dict[TimeCategory, float] = defaultdict(float)
-        for stretch in self.stretches:
-            for category, value in stretch.seconds.items():
-                total[category] += value * stretch.ranks[0]
-            total[TimeCategory.DOWN] += stretch.wall * max(0, stretch.ranks[1] - stretch.ranks[0])
-        return total
+        return sum(self.seconds.values())
 
     @property
     def restarts(self) -> int:
-        return max(0, len({stretch.attempt for stretch in self.stretches}) - 1)
-
-    @property
-    def lost_to_restarts(self) -> float:
-        """Seconds that restarts cost: down, taken again, and the time to the first step of every attempt but the first."""
-        begun = min((stretch.attempt for stretch in self.stretches), default=0)
-        again = [TimeCategory.DOWN, TimeCategory.TAKEN_AGAIN]
-        return sum(
-            stretch.seconds.get(category, 0.0)
-            for stretch in self.stretches
-            for category in (again if stretch.attempt == begun else [*again, *STARTING])
-        )
+        return max(0, len(self.attempts) - 1)
 
     def shares(self) -> dict[str, Any]:
         """Returns the shares for status.json."""
@@ -199,65 +168,26 @@ def _shares(accounts: Sequence[Account]) -> dict[str, Any]:
 
 def plain(accounts: Sequence[Account]) -> dict[str, Any]:
     """Returns the shares and seconds of several runs together."""
-    wall = sum(account.wall for account in accounts)
-    seconds, rank_seconds = (
-        {category.value: round(sum(run[category] for run in each), 3) for category in TimeCategory}
-        for each in ([account.seconds for account in accounts], [account.rank_seconds for account in accounts])
-    )
-    return {**_shares(accounts), "wall_seconds": round(wall, 3), "seconds": seconds, "rank_seconds": rank_seconds}
+    seconds = {
+        category.value: round(sum(account.seconds[category] for account in accounts), 3) for category in TimeCategory
+    }
+    return {
+        **_shares(accounts), "wall_seconds": round(sum(account.wall for account in accounts), 3), "seconds": seconds
+    }  # fmt: skip
 
 
-def launcher_ended(run: Path) -> None:
-    """Adds a line for the time between rank 0's last line and the end of the launcher, when no rank runs. Raises `OSError`."""
-    last, now = of_run(run).last, boot_seconds()
-    if last is None or last.get("boot") != boot() or not (started("self") or now) < last["until"] < now:
-        return  # no rank of this launcher has written it
-    category = TimeCategory.ENDING if "code" in last else TimeCategory.DOWN
-    line = {name: value for name, value in last.items() if name != "resumed"}
-    line |= {"time": round(time.time(), 3), "since": last["until"], "until": round(now, 4), "first": last["step"]}
-    files.append(run / contract.TIME_FILE, {**line, "seconds": {category.value: round(now - last["until"], 4)}})
-
-
-def boot_seconds() -> float:
-    """Returns the seconds since the boot of the machine, including sleep if the system has such a clock (Linux)."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-def boot() -> str:
-    """Returns an id of the clock of `boot_seconds`: the machine's boot, and the namespace of its clocks."""
-    number = clocks = ""
-    with contextlib.suppress(OSError):
-        number = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
-        clocks = os.readlink("/proc/self/ns/time").removeprefix("time:").strip("[]")
-    return f"{number}/{clocks}"
-
-
-def started(process: str) -> float | None:
-    """Returns the start of a process ("self": the current process), by the clock of the boot; None: unknown."""
+def age_of(process: str) -> float | None:
+    """Returns the seconds since the start of a process ("self": the current process); None: unknown."""
     fields = stat_of(process or "-")
-    return int(fields[19]) / os.sysconf("SC_CLK_TCK") if len(fields) > 19 else None
-
-
-def _joined(stretches: list[Stretch]) -> list[Stretch]:
-    """Returns at best half as many stretches: it joins pairs of neighbours of the same attempt and ranks."""
-    joined: list[Stretch] = []
-    whole = True
-    for stretch in stretches:
-        last = joined[-1] if joined else stretch
-        if whole or (last.attempt, last.ranks) != (stretch.attempt, stretch.ranks):
-            joined.append(stretch)
-            whole = False
-            continue
-        last.last, last.wall, whole = stretch.last, last.wall + stretch.wall, True
-        for category, value in stretch.seconds.items():
-            last.seconds[category] = last.seconds.get(category, 0.0) + value
-    return joined
+    if len(fields) <= 19:
+        return None
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
 
 
 def _number(value: Any) -> float:
     """Returns a number from 0 to `_LARGEST`. Raises `ValueError` for another value."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < _LARGEST:
-        raise ValueError(f"no number of seconds, steps or ranks: {value!r}")
+        raise ValueError(f"no number of seconds or steps: {value!r}")
     return float(value)
 
 

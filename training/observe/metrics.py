@@ -63,7 +63,9 @@ class Spec(NamedTuple):
     Or the series is read from the process and its GPU when the metrics are scraped."""
 
 
-TIME_CATEGORIES = tuple(category.value for category in TimeCategory if category is not TimeCategory.UNKNOWN)
+TIME_CATEGORIES = tuple(
+    category.value for category in TimeCategory if category not in (TimeCategory.DOWN, TimeCategory.UNKNOWN)
+)
 
 
 TABLE: dict[str, Spec] = {
@@ -103,7 +105,7 @@ TABLE: dict[str, Spec] = {
                                 {"phase": PHASES}, since="later"),
     "checkpoint_duration_seconds": Spec("summary", "Seconds from handing a checkpoint to the writer until it was verified on the disk.",
                                        since="later"),
-    "time_seconds_total": Spec("counter", "Seconds of this rank in this attempt, each in one bucket; on rank 0 with those before it.",
+    "time_seconds_total": Spec("counter", "Seconds of this rank in this attempt, each in one bucket.",
                               {"bucket": TIME_CATEGORIES}, since="later"),
     "process_resident_memory_bytes": Spec("gauge", "Resident memory of the rank's process.", since="scrape"),
     "gpu_memory_allocated_bytes": Spec("gauge", "GPU memory in tensors.", since="scrape"),

@@ -164,7 +164,7 @@ class Attempt:
             run.event("rank_lost", step=run.user_state.steps, rank=rank, how=how)
         for rank in joined:
             run.event("rank_joined", step=run.user_state.steps, rank=rank)
-        run.goodput.regrouped(sum(seconds.values()), world.size)
+        run.goodput.regrouped(sum(seconds.values()))
         phases = {name: round(value, 4) for name, value in seconds.items()}
         run.event(
             "regrouped", step=run.user_state.steps, world_size=world.size, generation=world.generation, seconds=phases

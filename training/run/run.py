@@ -317,7 +317,7 @@ class Run:
             if directory is not None:
                 directory.describe(settings, world, self.facts, self.threads)
                 listeners.attach(settings, directory, self.user_state.steps)
-        self.goodput.begin(self.attempt, self.user_state.steps, world.size)
+        self.goodput.begin(self.attempt, self.user_state.steps)
         self.goodput.count = lambda bucket, seconds: metrics.count("time_seconds_total", bucket.value, by=seconds)
         if directory is not None:
             self.goodput.attach(directory)
