@@ -19,7 +19,6 @@ import itertools
 import json
 import os
 import platform
-import subprocess
 import sys
 import threading
 import time
@@ -218,7 +217,7 @@ class RunDirectory:
             "data": facts.get("data") or {},
             "versions": versions(),
             "threads": threads,
-            "git_revision": git_revision(),
+            "git_revision": os.environ.get(contract.ENV_REVISION, ""),
             "world": {
                 "size": world.size,
                 "nodes": world.nodes,
@@ -331,29 +330,22 @@ def _usable(path: Path) -> Iterator[None]:
 def _refuse_another(path: Path, saved: RunSettings, config: RunSettings) -> None:
     """Raises `UserError` if the config belongs to another run than the saved one."""
     if different := configuration.differences(saved, config):
-        renamed = any(difference.startswith("script: ") for difference in different)
-        hint = f". Of a script that was renamed, write the new name into {contract.RUN_FILE}" if renamed else ""
         raise UserError(
             f"{path} holds a run with another config ({'; '.join(different)}): "
-            f"choose another --run-dir, undo the change, or start over with --fresh{hint}"
+            "choose another --run-dir, undo the change, or start over with --fresh"
         )
 
 
 def _locked(path: Path, seconds: float) -> filelock.FileLock:
-    """Locks the directory that has this name now, not a directory that was renamed during the wait.
-
-    Raises `filelock.Timeout`, `OSError`.
-    """
-    deadline = time.monotonic() + seconds
-    while True:
-        path.mkdir(parents=True, exist_ok=True)
-        waited_for = path.stat().st_ino
-        lock = filelock.FileLock(path / contract.LOCK_FILE, timeout=max(0.0, deadline - time.monotonic()))
-        lock.acquire()
-        with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_ino == waited_for:
-                return lock
+    """Locks the directory. Raises `filelock.Timeout`, also if another start renames the directory meanwhile, and `OSError`."""
+    path.mkdir(parents=True, exist_ok=True)
+    waited_for = path.stat().st_ino
+    lock = filelock.FileLock(path / contract.LOCK_FILE, timeout=seconds)
+    lock.acquire()
+    if not path.exists() or path.stat().st_ino != waited_for:
         lock.release()
+        raise filelock.Timeout(str(path))
+    return lock
 
 
 def _no_link(path: str, flags: int) -> int:
@@ -404,15 +396,3 @@ def versions() -> dict[str, str]:
         "lockstep": contract.VERSION, "torch": str(torch.__version__), "python": platform.python_version(),
         "cuda": torch.version.cuda or "", "platform": platform.platform(),
     }  # fmt: skip
-
-
-def git_revision() -> str:
-    """Returns the revision of the source tree, or of the image; "": neither is known."""
-    source = Path(__file__).resolve().parents[2]
-    if (source / ".git").exists():  # not of the project that this is installed in: its settings are not ours
-        command = ["git", "-C", str(source), "rev-parse", "HEAD"]
-        env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=5, check=True)
-            return done.stdout.strip()
-    return os.environ.get(contract.ENV_REVISION, "")

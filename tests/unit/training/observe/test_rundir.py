@@ -24,13 +24,10 @@ def test_a_lock_is_of_the_directory_that_has_the_name(tmp_path: Path, monkeypatc
                 path.rename(aside)
             return taken
 
-    with monkeypatch.context() as patched:
-        patched.setattr(filelock, "FileLock", Renamed)
-        lock = rundir._locked(path, 10.0)
+    monkeypatch.setattr(filelock, "FileLock", Renamed)
     with pytest.raises(filelock.Timeout):
-        filelock.FileLock(path / ".lock", timeout=0).acquire()
+        rundir._locked(path, 10.0)
     filelock.FileLock(aside / ".lock", timeout=0).acquire().lock.release()
-    lock.release()
 
 
 STARVED = """
