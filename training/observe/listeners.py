@@ -4,21 +4,19 @@ The console prints a table (a line for each epoch, or every N steps), or the eve
 and warnings (`warn`) are not events: ranks other than 0, which have no events, print their warnings, too.
 
 TensorBoard and Weights & Biases get numbers on rank 0 (off by default), under the names of the speedruns' logs: `elapsed`, `train_loss`,
-`val_acc`, `epoch`, `examples_seen`. A tracker that fails is switched off with one warning; the run continues. Each tracker has a
-thread. A service or a disk that hangs delays no step, and the end of the run by the grace period at most.
+`val_acc`, `epoch`, `examples_seen`. A tracker that fails is switched off with one warning; the run continues. Both write in a thread
+or process of their own. A service that hangs delays the end of the run by the grace period at most.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import re
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from .. import config as configuration
@@ -28,7 +26,7 @@ from ..contract import UserError, say
 from ..files import json_text
 from ..limits import PROGRESS_SECONDS
 from ..parallel.world import World
-from .rundir import Background, RunDirectory
+from .rundir import RunDirectory
 
 MAX_COLUMNS = 6
 """Most columns of logged numbers in the table of epochs."""
@@ -149,7 +147,8 @@ Values = dict[str, float]
 """Name → number."""
 Send = Callable[[Values, int], None]
 """Function of values and their step."""
-Close = Callable[[], None]
+Tracker = tuple[Send, Callable[[], None]]
+"""Its function of values, and the function that ends it."""
 
 
 def attach(config: RunSettings, run: RunDirectory, step: int) -> None:
@@ -182,48 +181,47 @@ def logged(event: dict[str, Any]) -> Values:
 
 
 class _Listener:
-    """Guard of a tracker: an error switches the tracker off, and training does not wait for a tracker that hangs.
+    """Guard of a tracker: an error switches the tracker off with one warning, and the end of the run waits for it with a bound.
 
     Args:
         patience: seconds that the end of the run waits for the tracker.
     """
 
-    def __init__(self, name: str, make: Callable[[], tuple[Send, Close]], patience: float) -> None:
+    def __init__(self, name: str, make: Callable[[], Tracker], patience: float) -> None:
         self._name, self._patience = name, patience
-        self._on = True
-        self._tracker: tuple[Send, Close]
-        self._thread = Background(name, self._late)
-        self._guarded(lambda: setattr(self, "_tracker", make()))
+        self._tracker: Tracker | None = self._guarded(make)
 
     def on_event(self, event: dict[str, Any]) -> None:
-        if self._on and (values := logged(event)):
-            self._thread.run(lambda: self._guarded(lambda: self._tracker[0](values, event["step"])), seconds=0)
+        if self._tracker is not None and (values := logged(event)):
+            self._guarded(self._tracker[0], values, event["step"])
 
     def close(self) -> None:
-        if self._on:
-            self._thread.run(lambda: self._guarded(self._tracker[1]), seconds=self._patience)
+        if self._tracker is not None:
+            last = threading.Thread(target=self._guarded, args=(self._tracker[1],), name=self._name, daemon=True)
+            last.start()
+            last.join(self._patience)
+            if last.is_alive():
+                say(
+                    f"warning: {self._name} has not taken everything within {self._patience:g} s; the run ends",
+                    sys.stderr,
+                )
 
-    def _late(self) -> None:
-        say(f"warning: {self._name} has not taken everything within {self._patience:g} s; the run ends", sys.stderr)
-
-    def _guarded(self, action: Callable[[], None]) -> None:
-        if not self._on:
-            return
+    def _guarded(self, action: Callable[..., Any], *values: Any) -> Any:
+        """Returns the action's result; None: it failed, and the tracker is off."""
         try:
-            action()
+            return action(*values)
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a service's client raises
-            self._on = False
+            self._tracker = None
             say(f"warning: {self._name} is off: {error}; the run continues", sys.stderr)
 
 
-def _tensorboard(run: RunDirectory, step: int) -> tuple[Send, Close]:
+def _tensorboard(run: RunDirectory, step: int) -> Tracker:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise UserError("log.tensorboard=true needs tensorboard: pip install tensorboard, or set it to false") from None
-    _wait_for_a_later_second(run.path / TENSORBOARD)
     writer = SummaryWriter(str(run.path / TENSORBOARD), purge_step=step + 1)
 
     def log(values: Values, step: int) -> None:
@@ -235,20 +233,7 @@ def _tensorboard(run: RunDirectory, step: int) -> tuple[Send, Close]:
     return log, writer.close
 
 
-def _wait_for_a_later_second(folder: Path) -> None:
-    """Waits until the present second is later than that of every event file in the folder.
-
-    TensorBoard reads its files in the order of their names, events.out.tfevents.SECOND.HOST.PID. Of two starts within one second it
-    could read the earlier last, and would keep values that the later start drops.
-    """
-    names = os.listdir(folder) if folder.is_dir() else []
-    stamps = [match[1] for name in names if (match := re.match(r"events\.out\.tfevents\.([0-9]{1,12})\.", name))]
-    last = max(map(int, stamps), default=0)
-    while 0 <= last - int(time.time()) <= 1:  # further ahead is another machine's clock, which no wait mends
-        time.sleep(0.05)
-
-
-def _wandb(config: RunSettings, run: RunDirectory) -> tuple[Send, Close]:
+def _wandb(config: RunSettings, run: RunDirectory) -> Tracker:
     try:
         import wandb
     except ImportError:
