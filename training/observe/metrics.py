@@ -25,7 +25,7 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -33,9 +33,7 @@ from typing import Any, Literal, NamedTuple
 
 import prometheus_client
 import torch
-from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
 
 from lockstep.wire.hangs import of_run
 
@@ -58,9 +56,8 @@ class Spec(NamedTuple):
     help: str
     labels: dict[str, tuple[str, ...]] = {}  # noqa: RUF012 - never changed
     """Further labels than `run` and `rank` → all values of each. An empty tuple: one value a process, known later."""
-    since: Literal["start", "later", "scrape"] = "start"
-    """Begin of a series: the start, as 0, or its first value. (The age of a checkpoint on ranks that write none raises an alert.)
-    Or the series is read from the process and its GPU when the metrics are scraped."""
+    since: Literal["start", "later"] = "start"
+    """Begin of a series: the start, as 0, or its first value. (The age of a checkpoint on ranks that write none raises an alert.)"""
 
 
 TIME_CATEGORIES = tuple(
@@ -107,9 +104,9 @@ TABLE: dict[str, Spec] = {
                                        since="later"),
     "time_seconds_total": Spec("counter", "Seconds of this rank in this attempt, each in one bucket.",
                               {"bucket": TIME_CATEGORIES}, since="later"),
-    "process_resident_memory_bytes": Spec("gauge", "Resident memory of the rank's process.", since="scrape"),
-    "gpu_memory_allocated_bytes": Spec("gauge", "GPU memory in tensors.", since="scrape"),
-    "gpu_memory_peak_bytes": Spec("gauge", "Most GPU memory in tensors at one time so far.", since="scrape"),
+    "process_resident_memory_bytes": Spec("gauge", "Resident memory of the rank's process.", since="later"),
+    "gpu_memory_allocated_bytes": Spec("gauge", "GPU memory in tensors.", since="later"),
+    "gpu_memory_peak_bytes": Spec("gauge", "Most GPU memory in tensors at one time so far.", since="later"),
 }  # fmt: skip
 """Every metric, without its prefix. docsite/reference.py makes the page of the metrics from it."""
 
@@ -128,15 +125,18 @@ class Metrics:
         self._labels = {"run": run, "rank": str(rank)}
         self._families: dict[str, Any] = {}
         for name, row in TABLE.items():
-            if row.since != "scrape":
-                options = {"buckets": BUCKETS} if row.kind == "histogram" else {}
-                self._families[name] = _KINDS[row.kind](
-                    PREFIX + name, row.help, [*self._labels, *row.labels], registry=self.registry, **options
-                )
-                values = next(iter(row.labels.values()), ("",)) if row.since == "start" else ()
-                for value in values:
-                    self._series(name, *filter(None, [value]))
-        self.registry.register(_Process(self._labels, device))
+            options = {"buckets": BUCKETS} if row.kind == "histogram" else {}
+            self._families[name] = _KINDS[row.kind](
+                PREFIX + name, row.help, [*self._labels, *row.labels], registry=self.registry, **options
+            )
+            values = next(iter(row.labels.values()), ("",)) if row.since == "start" else ()
+            for value in values:
+                self._series(name, *filter(None, [value]))
+        if resident_bytes() is not None:
+            self._series("process_resident_memory_bytes").set_function(lambda: resident_bytes() or 0)
+        if device.type == "cuda":
+            self._series("gpu_memory_allocated_bytes").set_function(lambda: torch.cuda.memory_allocated(device))
+            self._series("gpu_memory_peak_bytes").set_function(lambda: torch.cuda.max_memory_allocated(device))
         now = time.time()
         self.set("start_timestamp_seconds", now)
         self.set("last_step_timestamp_seconds", now)
@@ -223,26 +223,6 @@ class Metrics:
     def text(self) -> bytes:
         """Returns all series in Prometheus' text format."""
         return prometheus_client.generate_latest(self.registry)
-
-
-class _Process(Collector):
-    """The metrics that are read at each scrape."""
-
-    def __init__(self, labels: dict[str, str], device: torch.device) -> None:
-        self._labels, self._device = labels, device
-
-    def collect(self) -> Iterator[Metric]:
-        resident = resident_bytes()
-        if resident is not None:
-            yield self._family("process_resident_memory_bytes", resident)
-        if self._device.type == "cuda":
-            yield self._family("gpu_memory_allocated_bytes", torch.cuda.memory_allocated(self._device))
-            yield self._family("gpu_memory_peak_bytes", torch.cuda.max_memory_allocated(self._device))
-
-    def _family(self, name: str, value: float) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, TABLE[name].help, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
 
 
 ANY_ADDRESS = "any"
