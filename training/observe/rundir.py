@@ -22,6 +22,7 @@ import platform
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,6 @@ from ..contract import UserError, say
 from ..limits import DISK_LOOK_SECONDS, DISK_SECONDS, LOCK_AFTER_RESTART_SECONDS, LOCK_SECONDS, RUN_FILE_SECONDS
 from ..parallel.world import World
 
-MAX_TASKS = 10_000
-"""Most tasks that wait for a disk that hangs; further ones are dropped."""
-
 
 class Background:
     """A thread that runs disk tasks one after the other. Training, and the end of a run, wait for a disk no longer than a bound. After a
@@ -53,20 +51,18 @@ class Background:
     def __init__(self, name: str, late: Callable[[], None]) -> None:
         self._name, self._late = name, late
         self._change = threading.Condition()
-        self._waiting: dict[object, Callable[[], None]] = {}
+        self._waiting: deque[Callable[[], None]] = deque()
         self._running = self._is_late = False
         self._thread: threading.Thread | None = None
 
-    def run(self, task: Callable[[], None], key: object = None, seconds: float = DISK_SECONDS) -> bool:
+    def run(self, task: Callable[[], None], seconds: float = DISK_SECONDS) -> bool:
         """Queues a task, which must not raise, and waits for it. Returns whether all tasks are done in time.
 
         Args:
-            key: a waiting task with the same key is dropped.
             seconds: longest wait; 0: none.
         """
         with self._change:
-            if len(self._waiting) < MAX_TASKS or key in self._waiting:
-                self._waiting[key if key is not None else object()] = task
+            self._waiting.append(task)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
@@ -99,7 +95,7 @@ class Background:
                 self._change.notify_all()
                 while not self._waiting:
                     self._change.wait()
-                task = self._waiting.pop(next(iter(self._waiting)))
+                task = self._waiting.popleft()
                 self._running = True
             task()
 
@@ -255,7 +251,7 @@ class RunDirectory:
         self._append(contract.TIME_FILE, line, DISK_SECONDS if waits else 0.0)
 
     def _append(self, name: str, entry: dict[str, Any], seconds: float = DISK_SECONDS) -> None:
-        self._write(name, lambda path: files.append(path, entry), seconds=seconds)
+        self._write(name, lambda path: files.append(path, entry), seconds)
 
     def status(self, code: int | None, reason: str, step: int) -> None:
         """Replaces status.json, which backends trust above exit codes. `code` None: running."""
@@ -272,24 +268,22 @@ class RunDirectory:
             "code": code, "reason": reason, "step": step, "attempt": self.attempt, "failures": self.failures,
             **{name: value for name, value in further.items() if value is not None},
         }  # fmt: skip
-        self._write(contract.STATUS_FILE, lambda path: files.replace_json(path, status), contract.STATUS_FILE)
+        self._write(contract.STATUS_FILE, lambda path: files.replace_json(path, status))
         for listener in self.listeners:
             listener({"event": "status", "time": round(time.time(), 3), **status})
 
     def summary(self, values: dict[str, Any]) -> None:
         """Replaces summary.json."""
-        self._write(contract.SUMMARY_FILE, lambda path: files.replace_json(path, values), contract.SUMMARY_FILE)
+        self._write(contract.SUMMARY_FILE, lambda path: files.replace_json(path, values))
 
-    def _write(
-        self, name: str, write: Callable[[Path], None], key: str | None = None, seconds: float = DISK_SECONDS
-    ) -> None:  # fmt: skip
+    def _write(self, name: str, write: Callable[[Path], None], seconds: float = DISK_SECONDS) -> None:
         def guarded() -> None:
             try:
                 write(self.path / name)
             except OSError as error:
                 self._warn(f"cannot write {name}: {error.strerror}")
 
-        self.disk.run(guarded, key, seconds)
+        self.disk.run(guarded, seconds)
 
     def _warn(self, message: str) -> None:
         if not self._warned:
