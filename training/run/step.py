@@ -20,13 +20,11 @@ from typing import Any, TypeVar
 import torch
 
 from .. import generators
-from ..contract import UserError
 from ..data import order
 from ..data.batches import Part
 from ..models.arithmetic import evaluating
-from ..parallel.exchange import all_gather_trees, raise_together
+from ..parallel.exchange import all_gather_trees
 from ..resilience import divergence
-from ..sync.base import NotSummed
 from .attempt import Attempt
 from .batch_mean import BatchMean
 from .logical_workers import LogicalWorkers, check_alone, check_machine
@@ -90,8 +88,6 @@ class Step:
         """Copies of the buffers before the step, to undo it. `begin_batch` makes them, and `take` for a step that is a function."""
         self._as_function = False
         """Whether the last step was a function, so that `take` makes `_before`: `take` sets it, `backward` clears it."""
-        self._not_summed: UserError | None = None
-        """Why this step's gradient is not summed: `_synchronize` or `update` sets it, `_discard` raises it on all ranks."""
         self.sums = StepSums(run, attempt)
         self._losses: list[torch.Tensor] = []
         """The losses of this rank's backward passes in the step, detached. `_backpropagate` adds them, `_forget` clears them."""
@@ -238,7 +234,7 @@ class Step:
         elif not self._replays:
             self.forward_backward(inputs)
             with self.run.state.clock.synchronizing(self.replica.sync.watch):
-                self._synchronize()
+                self.replica.sync.synchronize()
             self.sums.agree()
             self.attempt.known.add("numbers")
             if inputs.total is None and inputs.divisor is None:
@@ -478,7 +474,7 @@ class Step:
             return
         sync = self.replica.sync
         with self.run.state.clock.synchronizing(sync.watch):
-            self._synchronize()
+            self.replica.sync.synchronize()
         self._total = samples_of_all(self._samples, inputs.total)()
         if inputs.total is None and inputs.divisor is None:
             self._divide_by(self._total)
@@ -513,14 +509,10 @@ class Step:
                 "Micro-batches are cut from the part; batches of several parts need samples of their own, without run.part()"
             )
         if self._versions_now() != self._versions:
-            self._not_summed = sync.refuse(
+            raise sync.refuse(
                 "sums each gradient on one rank only, and the gradients were changed between backward() and update()",
                 "clip them with run.update(clip=…), or use sync.name=flat",
             )
-            if not self.looks:
-                raise self._not_summed
-            for gradient in sync.gradients():
-                gradient.fill_(math.nan)  # so that the other ranks look, and hear of it
         norm = self.measure(inputs)
         if self._is_usable(norm, inputs):
             norm = self._use(inputs, norm)
@@ -532,24 +524,11 @@ class Step:
         self._end(inputs, total, norm)
 
     def _discard(self) -> list[int]:
-        """Discards the gradient and restores the buffers. Returns the ranks whose loss is not finite. Collective.
-
-        Raises:
-            UserError: a gradient of any rank was not summed; on all ranks.
-        """
+        """Discards the gradient and restores the buffers. Returns the ranks whose loss is not finite. Collective."""
         self.replica.sync.discard()
         put_back(self.replica.model, self._before)
-        raise_together(self._not_summed, self.run.world)
         finite = all(bool(torch.isfinite(loss).all()) for loss in self._losses)
         return [rank for rank, is_finite in enumerate(all_gather_trees(finite, self.run.world)) if not is_finite]
-
-    def _synchronize(self) -> None:
-        try:
-            self.replica.sync.synchronize()
-        except NotSummed as error:
-            if not (error.reaches_all and self.looks):
-                raise
-            self._not_summed = error  # a rank that had another forward pass hears of it where it looks at the NaN
 
     def _end(self, inputs: StepInput, total: int, norm: torch.Tensor | None) -> None:
         """Ends the step, which may have moved no weight: counts steps and samples, and reports it."""
@@ -564,7 +543,7 @@ class Step:
         run.user_state.samples += new
         if self.replica.ema is not None:
             self.replica.ema.update(run.user_state.steps)
-        self.pending, self._accumulating, self._not_summed, self._samples, self._losses = False, False, None, 0, []
+        self.pending, self._accumulating, self._samples, self._losses = False, False, 0, []
         self._total = None
         self._count()
         lr = float(next(iter(self.replica.optimizers.values())).param_groups[0]["lr"])

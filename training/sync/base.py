@@ -35,14 +35,6 @@ Parameters = Collection[torch.Tensor]
 """A set of parameters, for membership tests."""
 
 
-class NotSummed(UserError):
-    """An error for a gradient that was not summed over the ranks. `reaches_all`: it is NaN on all ranks now, so that all ranks check."""
-
-    def __init__(self, message: str, reaches_all: bool) -> None:
-        super().__init__(message)
-        self.reaches_all = reaches_all
-
-
 class GradientSync(ABC):
     model: nn.Module
     """The user's module; `wrap` sets it."""
@@ -437,9 +429,8 @@ class GradientWatch:
         """Parameters without a gradient so far in this pass."""
         self.announced: set[torch.Tensor] | None = None
         """Parameters whose next gradient a forward pass has announced to the sum; None: no announcement is needed now."""
-        self.past: list[torch.Tensor] = []
-        """The parameters whose gradient came first in a backward pass without an announcement."""
-        self._is_past = False
+        self.past: torch.Tensor | None = None
+        """The first parameter whose gradient came without an announcement; None: there is none."""
         self.clear()
 
     def clear(self) -> None:
@@ -464,10 +455,8 @@ class GradientWatch:
         if self.announced is not None:
             if parameter in self.announced:
                 self.announced.discard(parameter)
-            elif not self._is_past:
-                self._is_past = True
-                self.past.append(parameter)
-                torch.autograd.Variable._execution_engine.queue_callback(self._past_ends)
+            elif self.past is None:
+                self.past = parameter
         if not self._unused:
             if not self.missing:
                 self._completed()
@@ -485,9 +474,6 @@ class GradientWatch:
         self.complete = mark(self._world.device)
         self.waits += self._waits_since
         self._waits_since.clear()
-
-    def _past_ends(self) -> None:
-        self._is_past = False
 
     def now(self) -> Mark:
         return mark(self._world.device)
