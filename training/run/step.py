@@ -119,7 +119,6 @@ class Step:
         if self.looks and not self._as_function:
             self._before = kept_buffers(self.replica.model)
         self._given += 1
-        self.sums.begin_batch()
         self.attempt.buffers.begin()
         self._counted, self.attempt.stage = False, 0
         if self.logical_workers is not None:
@@ -129,8 +128,6 @@ class Step:
     def set_part(self, part: Part | None) -> None:
         """Sets this rank's part of the global batch, if known. A rank without a sample runs the network on a stand-in batch."""
         self.part = part
-        if not self._given:  # a loop without batches of ours: each part is a batch
-            self.sums.begin_batch()
         if part is not None and part.samples == 0 and not part.num_parts and not self._stand_in:
             self._stand_in = contextlib.ExitStack()
             # The rank still runs the network, to join the collectives of backward: a stand-in batch times zero, which must move no
@@ -209,7 +206,7 @@ class Step:
             self.logical_workers.end()
         if self.recorder is not None:
             self.recorder.finish()
-        self._end(inputs, total(), norm)
+        self._end(total(), norm)
 
     def _usable_gradients(self, inputs: StepInput, total: Callable[[], int]) -> tuple[torch.Tensor | None, bool]:
         """Returns the gradients' norm, and whether they may move the weights. Computes them again while the loss scale is too high."""
@@ -521,7 +518,7 @@ class Step:
             if not self._lower_scale(inputs, bad):
                 self._skip(inputs, bad, None if inputs.scaler is None else inputs.scaler.get_scale())
         sync.zero_grad()
-        self._end(inputs, total, norm)
+        self._end(total, norm)
 
     def _discard(self) -> list[int]:
         """Discards the gradient and restores the buffers. Returns the ranks whose loss is not finite. Collective."""
@@ -530,7 +527,7 @@ class Step:
         finite = all(bool(torch.isfinite(loss).all()) for loss in self._losses)
         return [rank for rank, is_finite in enumerate(all_gather_trees(finite, self.run.world)) if not is_finite]
 
-    def _end(self, inputs: StepInput, total: int, norm: torch.Tensor | None) -> None:
+    def _end(self, total: int, norm: torch.Tensor | None) -> None:
         """Ends the step, which may have moved no weight: counts steps and samples, and reports it."""
         run = self.run
         self._end_stand_in()
@@ -538,9 +535,7 @@ class Step:
         self.attempt.stage = 0
         run.user_state.steps += 1
         run.progressed = True
-        whole = None if self.part is None else self.current.wholes
-        samples, new = self.sums.new_samples(inputs.optimizers, self._samples, total, whole)
-        run.user_state.samples += new
+        samples, run.user_state.samples = self._samples, run.user_state.samples + total
         if self.replica.ema is not None:
             self.replica.ema.update(run.user_state.steps)
         self.pending, self._accumulating, self._samples, self._losses = False, False, 0, []
