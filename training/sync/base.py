@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import sys
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -21,7 +20,6 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import BackwardCFunction
 
 from ..config import Sync
 from ..config import settings as typed
@@ -400,15 +398,6 @@ def is_ours(hook: Any) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     return (getattr(hook, "__module__", None) or "").startswith(("torch.", "lockstep."))
-
-
-def is_nested_backward() -> bool:
-    """Returns whether this hook runs in a nested backward pass, which a layer runs inside another one."""
-    frame = sys._getframe()
-    while frame := frame.f_back:  # type: ignore[assignment]
-        if frame.f_code is BackwardCFunction.apply.__code__:
-            return True
-    return False
 
 
 class GradientWatch:
