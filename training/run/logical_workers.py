@@ -24,7 +24,7 @@ from ..generators import RngScope
 from ..parallel.exchange import all_gather_trees, raise_together
 from ..parallel.packing import tensor_bytes
 from ..resilience.closeness import BATCH_STATISTICS
-from ..sync.exact import Exact, TreeSum, capturing, nodes_of_ranks
+from ..sync.exact import Exact, TreeSum, capturing
 from .proof import Proof, changed, due
 from .replica import Replica, Several
 from .run import Run
@@ -43,7 +43,6 @@ class LogicalWorkers:
         self._sum: TreeSum | None = None
         self._epoch = -1
         """The epoch of the last batch."""
-        self._told_cost = False
         self._after: torch.Tensor | None = None
         """The batch statistics at the end of the last step, in this epoch. `end` sets them; None: no step of the epoch has ended."""
         self._odd = torch.zeros(2, dtype=torch.bool, device=run.world.device)
@@ -92,9 +91,6 @@ class LogicalWorkers:
             after_save: as in `proves`.
             looks: whether the host may wait for the device.
         """
-        if not self._told_cost:
-            self._told_cost = True
-            self._tell_cost(part)
         if self._drawing.drawn_between:
             self.run.warn(
                 "the script draws random numbers between two steps. Under sync.name=exact what is drawn for the samples of a batch belongs "
@@ -139,17 +135,6 @@ class LogicalWorkers:
 
     def _note_versions(self, others: Mapping[str, torch.Tensor]) -> None:
         self._others = {name: (id(tensor), tensor._version) for name, tensor in others.items()}
-
-    def _tell_cost(self, part: Part) -> None:
-        world = self.run.world
-        shares = [order.bounds(part.num_parts, rank, world.size) for rank in range(world.size)]
-        most = max(high - low for low, high in shares)
-        nodes = sum(map(len, nodes_of_ranks(part.num_parts, world.size))) / world.size
-        sends = f", and sends {(nodes + 1) / 2:.3g} × the bytes of sync.name=flat" if world.size > 1 else ""
-        self.run.console.line(
-            f"sync.name=exact: batches of {part.total} in {part.num_parts} part{'s' * (part.num_parts > 1)}; "
-            f"a rank computes up to {most} of them, {most * world.size / part.num_parts:.3g} × an even share{sends}"
-        )
 
     def prove(
         self, part: int, result: Callable[[], tuple[torch.Tensor, Numbers]], inputs: StepInput, given: Callable[[Any], bool]
