@@ -157,7 +157,6 @@ LOOP = "m, o = make(run)\n    for _ in run.epochs(1):\n        "
 WRONG = {
     "no replicate": ("run.keep()", "RuntimeError", "replicate(model)"),
     "no optimizer": ("run.replicate(torch.nn.Linear(1, 1)); run.keep()", "RuntimeError", "run.optimizer("),
-    "a class in place of a model": ("run.replicate(torch.nn.Linear)", "TypeError", "replicate()"),
     "a parameter from elsewhere": (
         "run.replicate(torch.nn.Linear(1, 1)); "
         "run.optimizer(lambda p: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 1.0)); run.keep()", "ValueError", "optimizer"),
