@@ -204,8 +204,6 @@ class Step:
             self.replica.sync.zero_grad()
         if self.logical_workers is not None:
             self.logical_workers.end()
-        if self.recorder is not None:
-            self.recorder.finish()
         self._end(total(), norm)
 
     def _usable_gradients(self, inputs: StepInput, total: Callable[[], int]) -> tuple[torch.Tensor | None, bool]:
@@ -217,9 +215,7 @@ class Step:
                 return norm, True
             if scale is None and inputs.scaler is not None:
                 scale = inputs.scaler.get_scale()
-            bad = self._discard()
-            if not self._lower_scale(inputs, bad):
-                self._skip(inputs, bad, scale)
+            if not self._reject(inputs, scale):
                 return norm, False
             self._redraw()
 
@@ -383,26 +379,31 @@ class Step:
         count_scaled_step(inputs, False, self.replica.sync)
         return norm
 
-    def _lower_scale(self, inputs: StepInput, bad: list[int]) -> bool:
-        """Lowers the loss scale where it may be the cause of a gradient that is not finite. Returns whether it did.
+    def _reject(self, inputs: StepInput, scale: float | None) -> bool:
+        """Discards a gradient that is not finite, and restores the buffers. Lowers the loss scale if that may be the cause, else skips the
+        step. Collective.
 
         Args:
-            bad: the ranks whose loss is not finite.
-        """
-        if inputs.scaler is None or bad or inputs.scaler.get_scale() <= LOWEST_SCALE:
-            return False
-        count_scaled_step(inputs, True, self.replica.sync)
-        return True
+            scale: the loss scale before the step, which a skipped step keeps; None: the loss is not scaled.
 
-    def _skip(self, inputs: StepInput, bad: list[int], scale: float | None) -> None:
-        """Leaves the weights as they are, and the loss scale as it was before the step. Collective.
+        Returns:
+            Whether the scale is lower now.
 
         Raises:
             Ended: `nonfinite` or its limit ends the run.
         """
+        sync = self.replica.sync
+        sync.discard()
+        put_back(self.replica.model, self._before)
+        finite = all(bool(torch.isfinite(loss).all()) for loss in self._losses)
+        bad = [rank for rank, is_finite in enumerate(all_gather_trees(finite, self.run.world)) if not is_finite]
+        if inputs.scaler is not None and not bad and inputs.scaler.get_scale() > LOWEST_SCALE:
+            count_scaled_step(inputs, True, sync)
+            return True
         if self.looks:
             self.attempt.skip_step(f"step {self.run.user_state.steps + 1}: {self._cause(inputs, bad)}")
-        set_scale(inputs.scaler, scale, self.replica.sync)
+        set_scale(inputs.scaler, scale, sync)
+        return False
 
     def _cause(self, inputs: StepInput, bad: list[int]) -> str:
         """Returns the cause of a gradient that is not finite. `bad`: the ranks whose loss is not. Collective."""
@@ -514,18 +515,9 @@ class Step:
         if self._is_usable(norm, inputs):
             norm = self._use(inputs, norm)
         else:
-            bad = self._discard()
-            if not self._lower_scale(inputs, bad):
-                self._skip(inputs, bad, None if inputs.scaler is None else inputs.scaler.get_scale())
+            self._reject(inputs, None if inputs.scaler is None else inputs.scaler.get_scale())
         sync.zero_grad()
         self._end(total, norm)
-
-    def _discard(self) -> list[int]:
-        """Discards the gradient and restores the buffers. Returns the ranks whose loss is not finite. Collective."""
-        self.replica.sync.discard()
-        put_back(self.replica.model, self._before)
-        finite = all(bool(torch.isfinite(loss).all()) for loss in self._losses)
-        return [rank for rank, is_finite in enumerate(all_gather_trees(finite, self.run.world)) if not is_finite]
 
     def _end(self, total: int, norm: torch.Tensor | None) -> None:
         """Ends the step, which may have moved no weight: counts steps and samples, and reports it."""
