@@ -133,6 +133,10 @@ class LogicalWorkers:
         assert self._sum is not None
         return self._sum
 
+    def _totals(self, sums: int) -> list[TreeSum]:
+        """Returns the sums over the parts: of the gradients, and of statistics, losses and numbers."""
+        return [*(total for sync in self._learning for total in sync.sums), self._tree(sums)]
+
     def _note_versions(self, others: Mapping[str, torch.Tensor]) -> None:
         self._others = {name: (id(tensor), tensor._version) for name, tensor in others.items()}
 
@@ -222,19 +226,16 @@ class LogicalWorkers:
             share: the part's fraction of the global batch's samples.
             sums: the part's sums over its samples, float64 (`StepSums.values`).
         """
-        for sync in self._learning:
-            sync.accumulate_part(part)
         if part == self._last:
             self._look_at_others(self._buffers())
-        tree = self._tree(len(sums))
-        tree.add(part, self._collect(tree, share, sums))
+        for total, leaf in zip(self._totals(len(sums)), self.collect(share, sums), strict=True):
+            total.add(part, leaf)
 
     @torch.no_grad()
     def collect(self, share: float, sums: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the gradients and statistics of a part that is being recorded, for `put` after each replay. Arguments as in `take`."""
-        tree = self._tree(len(sums))
-        (sync,) = self._learning
-        return [*sync.collect(), self._collect(tree, share, sums)]
+        """Returns the gradients and statistics of a part. A recorded part ends with this call. Arguments as in `take`."""
+        gradients = [leaf for sync in self._learning for leaf in sync.collect()]
+        return [*gradients, self._collect(self._tree(len(sums)), share, sums)]
 
     @torch.no_grad()
     def put(self, part: int, collected: list[torch.Tensor], sums: int) -> None:
@@ -244,11 +245,8 @@ class LogicalWorkers:
             collected: the tensors of `collect`, which the replay has filled.
             sums: the number of sums over the samples.
         """
-        *gradients, own = collected
-        (sync,) = self._learning
-        sync.put(part, gradients)
-        tree = self._tree(sums)
-        tree.add(part, tree.leaf().copy_(own))
+        for total, leaf in zip(self._totals(sums), collected, strict=True):
+            total.add(part, total.leaf().copy_(leaf))  # the next replay overwrites it
 
     def _collect(self, tree: TreeSum, share: float, sums: torch.Tensor) -> torch.Tensor:
         buffers, before = self._buffers(), self._before
@@ -273,7 +271,7 @@ class LogicalWorkers:
 
     def reduce(self, sums: int) -> list[torch.Tensor]:
         """Returns the totals over all parts, for `finish`. `sums`: the number of sums over the samples. Collective."""
-        return [*(total for sync in self._learning for total in sync.reduce()), self._tree(sums).finish()]
+        return [total.finish() for total in self._totals(sums)]
 
     @torch.no_grad()
     def finish(self, totals: list[torch.Tensor]) -> torch.Tensor:
