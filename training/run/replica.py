@@ -368,13 +368,7 @@ class Buffers:
         if self._alike or self._world.size == 1:  # no comparison needs them
             self._before = {}
             return
-        self._before = {
-            buffer_name: (buffer, buffer._version)
-            for buffer_name, module, name in self._places
-            if buffer_name not in self._moved
-            and (buffer := module._buffers.get(name)) is not None
-            and not buffer.is_inference()
-        }
+        self._before = {name: (buffer, buffer._version) for name, buffer in self._tensors() if name not in self._moved}
 
     def end(self) -> None:
         """Leaves out the buffers that the step has changed."""

@@ -379,12 +379,12 @@ class Step:
         count_scaled_step(inputs, False, self.replica.sync)
         return norm
 
-    def _reject(self, inputs: StepInput, scale: float | None) -> bool:
+    def _reject(self, inputs: StepInput, scale: float | None = None) -> bool:
         """Discards a gradient that is not finite, and restores the buffers. Lowers the loss scale if that may be the cause, else skips the
         step. Collective.
 
         Args:
-            scale: the loss scale before the step, which a skipped step keeps; None: the loss is not scaled.
+            scale: the loss scale before the step, which a skipped step restores; None: the scale is unchanged.
 
         Returns:
             Whether the scale is lower now.
@@ -402,7 +402,8 @@ class Step:
             return True
         if self.looks:
             self.attempt.skip_step(f"step {self.run.user_state.steps + 1}: {self._cause(inputs, bad)}")
-        set_scale(inputs.scaler, scale, sync)
+        if scale is not None:
+            set_scale(inputs.scaler, scale, sync)
         return False
 
     def _cause(self, inputs: StepInput, bad: list[int]) -> str:
@@ -515,7 +516,7 @@ class Step:
         if self._is_usable(norm, inputs):
             norm = self._use(inputs, norm)
         else:
-            self._reject(inputs, None if inputs.scaler is None else inputs.scaler.get_scale())
+            self._reject(inputs)
         sync.zero_grad()
         self._end(total, norm)
 
