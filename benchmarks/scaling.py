@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_low
 
+import yaml
+
 from lockstep.training import config as configuration
 from lockstep.training import sync
 from lockstep.training.cli import add_set, positive
@@ -85,7 +87,9 @@ def main() -> None:
     rows = [Row("batch fixed", size, batch, threads) for size in ranks]
     rows += [Row("batch grows", size, batch * size // ranks[0], threads) for size in ranks[1:]]
     for name in list(sync.STRATEGIES) if args.strategies == "all" else filter(None, args.strategies.split(",")):
-        chosen = sync.from_words(name.split()).settings
+        strategy, *words = name.split()
+        options = {option: yaml.safe_load(value) for option, value in (word.split("=", 1) for word in words)}
+        chosen = sync.build({"name": strategy, "options": options}).settings
         size = 1 if chosen.name.endswith(":DataParallel") else most  # one process, on the threads of all
         changes = (f"sync.name={chosen.name}", f"sync.options={json.dumps(chosen.options)}")
         rows.append(Row(name.rpartition(":")[2], size, batch, threads * most // size, changes))

@@ -32,7 +32,7 @@ API = (
     "jobs.status.say", "jobs.status.columns",
     "training.parallel.world.script", "training.parallel.world.joined", "training.parallel.world.detect",
     "training.parallel.world.World",
-    "training.sync.build", "training.sync.from_words", "training.sync.base.GradientSync",
+    "training.sync.build", "training.sync.base.GradientSync",
     "training.data.order.key", "training.data.order.permute", "training.data.order.bounds",
     "training.data.sources.load", "training.data.sources.raw.Raw", "training.models.bag_of_tricks.BagOfTricks",
     "training.models.resnet9.ResNet9", "training.contract.UserError", "training.contract.user_errors",

@@ -8,6 +8,7 @@ import sys
 import plain
 import torch
 import torch.nn.functional as F
+import yaml
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -31,7 +32,9 @@ def main(me):
     digits = load_digits()
     images, labels = torch.tensor(digits.images).float()[:, None] / 16, torch.tensor(digits.target)
     model = Net()
-    strategy = sync.from_words(sys.argv[1:])
+    name, *words = sys.argv[1:]
+    options = {option: yaml.safe_load(value) for option, value in (word.split("=", 1) for word in words)}
+    strategy = sync.build({"name": name, "options": options})
     net = strategy.wrap(model, me, images[:2])
     optimizer = strategy.make_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
     for epoch in range(3):

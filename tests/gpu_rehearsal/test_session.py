@@ -41,5 +41,5 @@ def test_pinned_batches_a_scaler_and_micro_batches_that_a_signal_ended_resume_to
             "copy cpu->cuda pinned by data/pytree.py:to_device": 2 * (finite + overflowed),  # images and labels
             LOOK_FOR_NAN: finite + overflowed,
             "cudaStreamSynchronize by run/step.py:<genexpr>": 2 * overflowed,  # the losses of two micro-batches
-            "cudaStreamSynchronize by run/step.py:_lower_scale": overflowed,
+            "cudaStreamSynchronize by run/step.py:_reject": overflowed,
         }

@@ -88,7 +88,7 @@ class BatchMean:
             whole, again = loss(low, high, seeds[0]), loss(low, high, seeds[0])
             if undo.drew:
                 raise Unsafe("numbers of its own")
-            near = self._rounding(dtypes, undo) * max(1.0, abs(whole), abs(again))
+            near = _rounding(dtypes, undo) * max(1.0, abs(whole), abs(again))
             if abs(whole - again) > near:
                 if undo.reaches([*kept.objects.values(), *kept.rank_objects.values()]):
                     return ""  # a checkpoint has the state
@@ -101,45 +101,43 @@ class BatchMean:
             half = (high - low) // 2 // multiple
             middle = low + (half - 1 + half % 2 or half) * multiple
             noisy = abs(loss(low, high, seeds[1]) - whole) > near
-            if noisy or middle == low or not inputs.batch or self._normalises(undo.modules):
+            if noisy or middle == low or not inputs.batch or _normalises(undo.modules):
                 return ""
             halves = loss(low, middle, seeds[0]), loss(middle, high, seeds[0])
         is_sum = inputs.divisor is not None
         shares = (1.0, 1.0) if is_sum else ((middle - low) / (high - low), (high - middle) / (high - low))
         mean = sum(share * half for share, half in zip(shares, halves))
-        near = self._rounding(dtypes, undo) * max(1.0, *map(abs, (whole, *halves)))
+        near = _rounding(dtypes, undo) * max(1.0, *map(abs, (whole, *halves)))
         if not math.isfinite(near) or abs(whole - mean) <= near:
             return ""
         kind = "sum" if is_sum else "mean"
         return (
             f"the loss of a batch is not the {kind} over its samples: {high - low} samples give {whole:.6g}, and their two halves "
-            f"{mean:.6g}. So N ranks minimise another loss than one. {self._advice(inputs, whole, halves, near)}"
+            f"{mean:.6g}. So N ranks minimise another loss than one. {_advice(inputs, whole, halves, near)}"
         )
 
-    @staticmethod
-    def _advice(inputs: StepInput, whole: float, halves: tuple[float, float], near: float) -> str:
-        if inputs.divisor is not None:
-            return (
-                "With divisor=… return the sum over the samples, without a mean and without a term that is not theirs"
-            )
-        if abs(whole - sum(halves)) <= near:
-            return "It is a sum: give its divisor, run.step(function, …, divisor=…)"
-        return (
-            "Return a mean over the samples, or a sum with divisor=… (tokens, class weights). A loss that compares samples sees those of "
-            "its rank alone"
-        )
 
-    @staticmethod
-    def _rounding(dtypes: set[torch.dtype], undo: Undo) -> float:
-        if undo.watching.is_low:
-            return _ROUNDING_OF_LOW
-        if torch.cuda.is_initialized() and (torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32):
-            return _ROUNDING_OF_TF32
-        return max(_ROUNDING.get(dtype, _ROUNDING_OF_LOW) for dtype in dtypes)
+def _advice(inputs: StepInput, whole: float, halves: tuple[float, float], near: float) -> str:
+    if inputs.divisor is not None:
+        return "With divisor=… return the sum over the samples, without a mean and without a term that is not theirs"
+    if abs(whole - sum(halves)) <= near:
+        return "It is a sum: give its divisor, run.step(function, …, divisor=…)"
+    return (
+        "Return a mean over the samples, or a sum with divisor=… (tokens, class weights). A loss that compares samples sees those of "
+        "its rank alone"
+    )
 
-    @staticmethod
-    def _normalises(modules: list[nn.Module]) -> bool:
-        """Returns whether a batch norm has no running statistics. It then normalises each rank's batch anyway, in evaluation mode, too."""
-        return any(
-            isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None for module in modules
-        )
+
+def _rounding(dtypes: set[torch.dtype], undo: Undo) -> float:
+    if undo.watching.is_low:
+        return _ROUNDING_OF_LOW
+    if torch.cuda.is_initialized() and (torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32):
+        return _ROUNDING_OF_TF32
+    return max(_ROUNDING.get(dtype, _ROUNDING_OF_LOW) for dtype in dtypes)
+
+
+def _normalises(modules: list[nn.Module]) -> bool:
+    """Returns whether a batch norm has no running statistics. It then normalises each rank's batch anyway, in evaluation mode, too."""
+    return any(
+        isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None for module in modules
+    )

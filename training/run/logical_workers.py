@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import platform
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -26,14 +24,11 @@ from ..generators import RngScope
 from ..parallel.exchange import all_gather_trees, raise_together
 from ..parallel.packing import tensor_bytes
 from ..resilience.closeness import BATCH_STATISTICS
-from ..sync.exact import Exact, TreeSum, capturing, nodes_of_ranks
+from ..sync.exact import Exact, TreeSum, capturing
 from .proof import Proof, changed, due
 from .replica import Replica, Several
 from .run import Run
 from .step_input import Numbers, StepInput
-
-PROCESSOR = "processor"
-"""The key of the processor's model. A difference here alone is no error, since many models compute the same bits."""
 
 
 class LogicalWorkers:
@@ -48,7 +43,6 @@ class LogicalWorkers:
         self._sum: TreeSum | None = None
         self._epoch = -1
         """The epoch of the last batch."""
-        self._told_cost = False
         self._after: torch.Tensor | None = None
         """The batch statistics at the end of the last step, in this epoch. `end` sets them; None: no step of the epoch has ended."""
         self._odd = torch.zeros(2, dtype=torch.bool, device=run.world.device)
@@ -97,9 +91,6 @@ class LogicalWorkers:
             after_save: as in `proves`.
             looks: whether the host may wait for the device.
         """
-        if not self._told_cost:
-            self._told_cost = True
-            self._tell_cost(part)
         if self._drawing.drawn_between:
             self.run.warn(
                 "the script draws random numbers between two steps. Under sync.name=exact what is drawn for the samples of a batch belongs "
@@ -142,19 +133,12 @@ class LogicalWorkers:
         assert self._sum is not None
         return self._sum
 
+    def _totals(self, sums: int) -> list[TreeSum]:
+        """Returns the sums over the parts: of the gradients, and of statistics, losses and numbers."""
+        return [*(total for sync in self._learning for total in sync.sums), self._tree(sums)]
+
     def _note_versions(self, others: Mapping[str, torch.Tensor]) -> None:
         self._others = {name: (id(tensor), tensor._version) for name, tensor in others.items()}
-
-    def _tell_cost(self, part: Part) -> None:
-        world = self.run.world
-        shares = [order.bounds(part.num_parts, rank, world.size) for rank in range(world.size)]
-        most = max(high - low for low, high in shares)
-        nodes = sum(map(len, nodes_of_ranks(part.num_parts, world.size))) / world.size
-        sends = f", and sends {(nodes + 1) / 2:.3g} × the bytes of sync.name=flat" if world.size > 1 else ""
-        self.run.console.line(
-            f"sync.name=exact: batches of {part.total} in {part.num_parts} part{'s' * (part.num_parts > 1)}; "
-            f"a rank computes up to {most} of them, {most * world.size / part.num_parts:.3g} × an even share{sends}"
-        )
 
     def prove(
         self, part: int, result: Callable[[], tuple[torch.Tensor, Numbers]], inputs: StepInput, given: Callable[[Any], bool]
@@ -242,19 +226,16 @@ class LogicalWorkers:
             share: the part's fraction of the global batch's samples.
             sums: the part's sums over its samples, float64 (`StepSums.values`).
         """
-        for sync in self._learning:
-            sync.accumulate_part(part)
         if part == self._last:
             self._look_at_others(self._buffers())
-        tree = self._tree(len(sums))
-        tree.add(part, self._collect(tree, share, sums))
+        for total, leaf in zip(self._totals(len(sums)), self.collect(share, sums), strict=True):
+            total.add(part, leaf)
 
     @torch.no_grad()
     def collect(self, share: float, sums: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the gradients and statistics of a part that is being recorded, for `put` after each replay. Arguments as in `take`."""
-        tree = self._tree(len(sums))
-        (sync,) = self._learning
-        return [*sync.collect(), self._collect(tree, share, sums)]
+        """Returns the gradients and statistics of a part. A recorded part ends with this call. Arguments as in `take`."""
+        gradients = [leaf for sync in self._learning for leaf in sync.collect()]
+        return [*gradients, self._collect(self._tree(len(sums)), share, sums)]
 
     @torch.no_grad()
     def put(self, part: int, collected: list[torch.Tensor], sums: int) -> None:
@@ -264,11 +245,8 @@ class LogicalWorkers:
             collected: the tensors of `collect`, which the replay has filled.
             sums: the number of sums over the samples.
         """
-        *gradients, own = collected
-        (sync,) = self._learning
-        sync.put(part, gradients)
-        tree = self._tree(sums)
-        tree.add(part, tree.leaf().copy_(own))
+        for total, leaf in zip(self._totals(sums), collected, strict=True):
+            total.add(part, total.leaf().copy_(leaf))  # the next replay overwrites it
 
     def _collect(self, tree: TreeSum, share: float, sums: torch.Tensor) -> torch.Tensor:
         buffers, before = self._buffers(), self._before
@@ -293,7 +271,7 @@ class LogicalWorkers:
 
     def reduce(self, sums: int) -> list[torch.Tensor]:
         """Returns the totals over all parts, for `finish`. `sums`: the number of sums over the samples. Collective."""
-        return [*(total for sync in self._learning for total in sync.reduce()), self._tree(sums).finish()]
+        return [total.finish() for total in self._totals(sums)]
 
     @torch.no_grad()
     def finish(self, totals: list[torch.Tensor]) -> torch.Tensor:
@@ -340,7 +318,7 @@ class LogicalWorkers:
 
 def check_machine(run: Run, known: set[str]) -> None:
     """Compares the ranks' machines before the first step of an attempt: threads, instruction set and libraries change bits, too.
-    Every checkpoint describes the machine, with a digest of a few operations on fixed numbers. Collective.
+    Every checkpoint has the description of the machine. Collective.
 
     Args:
         known: the checks of this attempt so far (`Attempt.known`).
@@ -371,28 +349,19 @@ def check_alone(run: Run) -> None:
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Returns the differences, for a message; "" if there are none, or in the processor alone."""
-    different = [name for name in now if before.get(name) != now[name]]
-    if different in ([], [PROCESSOR]):
-        return ""
-    return ", ".join(f"{name}: {before.get(name)} → {now[name]}" for name in different)
+    """Returns the differences, for a message; "" if there are none."""
+    return ", ".join(f"{name}: {before.get(name)} → {now[name]}" for name in now if before.get(name) != now[name])
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Returns the known properties of the machine that change bits, and a digest of its arithmetic."""
-    of_device = {"GPU": torch.cuda.get_device_name(device)} if device.type == "cuda" else {PROCESSOR: _processor()}
+    """Returns the properties of the machine that change bits. The digest shows the instruction set and the libraries' settings."""
+    places = {torch.device("cpu"), device}  # samples are prepared on the CPU
+    results = b"".join(arithmetic(place) for place in sorted(places, key=str))
     return {
         "torch": torch.__version__,
-        **of_device,
+        "GPU": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
         "threads": torch.get_num_threads(),
-        "instruction set": torch.backends.cpu.get_cpu_capability(),
-        "ONEDNN_MAX_CPU_ISA": os.environ.get("ONEDNN_MAX_CPU_ISA", "not set"),
-        "MKL_ENABLE_INSTRUCTIONS": os.environ.get("MKL_ENABLE_INSTRUCTIONS", "not set"),
-        "oneDNN": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
-        "numbers below the normal range": "kept"
-        if float(torch.tensor(1e-20) * torch.tensor(1e-20))
-        else "flushed to zero",
-        "results on fixed numbers": hashlib.sha256(arithmetic(device)).hexdigest()[:16],
+        "results on fixed numbers": hashlib.sha256(results).hexdigest()[:16],
     }
 
 
@@ -414,11 +383,3 @@ def arithmetic(device: torch.device) -> bytes:
 def _numbers(count: int, device: torch.device) -> torch.Tensor:
     """Returns `count` fixed float32 numbers from −1 to 1, on the device."""
     return torch.arange(count, device=device).mul_(7919).remainder_(2003).float().div_(1001).sub_(1)
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()

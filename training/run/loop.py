@@ -402,8 +402,8 @@ class Loop:
             return ended
         except SentAlready as sent:  # of the script's own `backward`: `run.backward` says it otherwise
             raise RuntimeError(
-                f"a backward() came whose step before had no run.update(): {STEPS}. Where torch.utils.checkpoint calls a layer again, "
-                "give it use_reentrant=False"
+                f"a gradient came a second time: the step before had no run.update() ({STEPS}), or torch.utils.checkpoint calls a layer "
+                "again: give it use_reentrant=False"
             ) from sent
 
     def _finish(self) -> NoReturn:

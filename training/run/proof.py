@@ -69,11 +69,14 @@ class Proof:
 
     def look_for_collectives(self, call: Callable[[], torch.Tensor]) -> UserError | None:
         """Calls the function after a start or a save. Returns the error for its first collective, which does not run; None: none."""
-        name = _collective(call) if self._after_save else None
-        if name is None:
+        watching = Watching()
+        if self._after_save:
+            with contextlib.suppress(Exception), watching:  # an error of the function's own comes again
+                call()
+        if watching.collective is None:
             return None
         return self._refuse(
-            f"takes no collective inside the function of a step, and this one calls {name}",
+            f"takes no collective inside the function of a step, and this one calls {watching.collective}",
             "each rank calls the function for each of its own parts. Compare samples within a part, or use sync.name=flat",
         )
 
@@ -256,11 +259,3 @@ def _assignments(model: nn.Module) -> Iterator[set[str]]:
         yield found
     finally:
         nn.Module.__setattr__ = assign  # type: ignore[method-assign]
-
-
-def _collective(call: Callable[[], torch.Tensor]) -> str | None:
-    """Returns the first collective that the function calls, without running it; None: it calls none."""
-    watching = Watching()
-    with contextlib.suppress(Exception), watching:  # an error of the function's own comes again
-        call()
-    return watching.collective

@@ -117,18 +117,13 @@ class Recorder:
         self._times: dict[int | None, int] = {}
         self._recorded: _Recorded | None = None
         self.replays: _Recorded | None = None
-        """The recording that replays the step under way; None: the step runs eagerly. `prepare` sets it, `finish` clears it."""
+        """The recording that replays the step under way; None: the step runs eagerly. `prepare` sets it."""
         self.failure = ""
         """Why the recording failed; "": it has not failed."""
 
-    @property
-    def recorded(self) -> bool:
-        """Whether a step is recorded."""
-        return self._recorded is not None
-
     def prepare(self, step: Step, inputs: StepInput) -> None:
         """Prepares a step: records it if that is due, and selects the replay if the step is recorded. Collective if a recording is due."""
-        self.replays = None  # an error may have ended the step before
+        self.replays = None
         self._optimizer.publish_rates()
         if not self.failure and self._is_due(inputs):
             with step.run.goodput.on(TimeCategory.FIRST_STEP):
@@ -145,10 +140,6 @@ class Recorder:
         elif pytree.fill(recorded.inputs.batch, list(inputs.batch)):
             self.replays = recorded
             step.run.state.clock.before_replay()
-
-    def finish(self) -> None:
-        """Ends the replay of the step."""
-        self.replays = None
 
     def _is_due(self, inputs: StepInput) -> bool:
         """Returns whether to record this step now. The same on all ranks."""

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -123,17 +123,13 @@ class Replica:
 
         Raises:
             UserError: the strategy does not support the model, or does not support several.
-            TypeError, ValueError: `model` is no module, the name is taken or invalid, or two models share a parameter.
+            ValueError: the name is taken, or two models share a parameter.
             RuntimeError: an optimizer exists already.
         """
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"replicate() takes a model, an instance of torch.nn.Module; got {_what(model)}")
         if name in self._parts:
             raise ValueError(
                 f'replicate() was called twice with the name "{name}": give the second model another, replicate(model, name="…")'
             )
-        if not name.isidentifier() or hasattr(nn.ModuleDict, name):
-            raise ValueError(f'replicate(name="{name}") cannot be the name of a module: use a word such as "generator"')
         if {*model.parameters()} & {p for part in self._parts.values() for p in part.model.parameters()}:
             raise ValueError(
                 f"replicate({name}) has parameters of a model that was replicated before, and they would be summed twice: "
@@ -176,30 +172,19 @@ class Replica:
         """Makes an optimizer over the parameters of `network`, by default of all models. Returns it.
 
         Raises:
-            TypeError: `build` is no function that returns an optimizer.
             ValueError: the name is taken, or `network` is not replicated.
             UserError: the strategy takes one optimizer.
         """
-        if isinstance(build, torch.optim.Optimizer) or not callable(build):
-            raise TypeError(
-                "optimizer() takes a function that makes the optimizer for the parameters that it gets, such as "
-                f"lambda parameters: torch.optim.SGD(parameters, lr=0.1); got {_what(build)}"
-            )
         if name in self.optimizers:
             raise ValueError(f"optimizer({name}) was called twice with this name: give the second one another name")
         if self.optimizers and self.sync.one_optimizer:
             raise self.sync.refuse("takes one optimizer", "use sync.name=flat or ddp for several")
-
-        def checked(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-            optimizer = build(parameters)
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise TypeError(f"the function of optimizer() returns a torch.optim.Optimizer; got {_what(optimizer)}")
-            return optimizer
-
         part = self._part_of(network)
         if network is not None and part is None:
-            raise ValueError(f"optimizer(model=…) takes a network that replicate() returned; got {_what(network)}")
-        self.optimizers[name] = (self.sync if part is None else self._parts[part]).make_optimizer(checked)
+            raise ValueError(
+                f"optimizer(model=…) takes a network that replicate() returned; got a {type(network).__name__}"
+            )
+        self.optimizers[name] = (self.sync if part is None else self._parts[part]).make_optimizer(build)
         return self.optimizers[name]
 
     @functools.cached_property
@@ -383,13 +368,7 @@ class Buffers:
         if self._alike or self._world.size == 1:  # no comparison needs them
             self._before = {}
             return
-        self._before = {
-            buffer_name: (buffer, buffer._version)
-            for buffer_name, module, name in self._places
-            if buffer_name not in self._moved
-            and (buffer := module._buffers.get(name)) is not None
-            and not buffer.is_inference()
-        }
+        self._before = {name: (buffer, buffer._version) for name, buffer in self._tensors() if name not in self._moved}
 
     def end(self) -> None:
         """Leaves out the buffers that the step has changed."""
@@ -440,11 +419,6 @@ def put_back(model: nn.Module, before: list[torch.Tensor]) -> None:
     if before:
         for buffer, kept in zip(model.buffers(), before, strict=True):
             buffer.copy_(kept)
-
-
-def _what(value: object) -> str:
-    """Returns the name of a value, for an error."""
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a value of type {type(value).__name__}"
 
 
 def tables_of(model: nn.Module) -> Iterator[tuple[str, Any]]:

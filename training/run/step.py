@@ -20,13 +20,11 @@ from typing import Any, TypeVar
 import torch
 
 from .. import generators
-from ..contract import UserError
 from ..data import order
 from ..data.batches import Part
 from ..models.arithmetic import evaluating
-from ..parallel.exchange import all_gather_trees, raise_together
+from ..parallel.exchange import all_gather_trees
 from ..resilience import divergence
-from ..sync.base import NotSummed
 from .attempt import Attempt
 from .batch_mean import BatchMean
 from .logical_workers import LogicalWorkers, check_alone, check_machine
@@ -90,8 +88,6 @@ class Step:
         """Copies of the buffers before the step, to undo it. `begin_batch` makes them, and `take` for a step that is a function."""
         self._as_function = False
         """Whether the last step was a function, so that `take` makes `_before`: `take` sets it, `backward` clears it."""
-        self._not_summed: UserError | None = None
-        """Why this step's gradient is not summed: `_synchronize` or `update` sets it, `_discard` raises it on all ranks."""
         self.sums = StepSums(run, attempt)
         self._losses: list[torch.Tensor] = []
         """The losses of this rank's backward passes in the step, detached. `_backpropagate` adds them, `_forget` clears them."""
@@ -123,7 +119,6 @@ class Step:
         if self.looks and not self._as_function:
             self._before = kept_buffers(self.replica.model)
         self._given += 1
-        self.sums.begin_batch()
         self.attempt.buffers.begin()
         self._counted, self.attempt.stage = False, 0
         if self.logical_workers is not None:
@@ -133,8 +128,6 @@ class Step:
     def set_part(self, part: Part | None) -> None:
         """Sets this rank's part of the global batch, if known. A rank without a sample runs the network on a stand-in batch."""
         self.part = part
-        if not self._given:  # a loop without batches of ours: each part is a batch
-            self.sums.begin_batch()
         if part is not None and part.samples == 0 and not part.num_parts and not self._stand_in:
             self._stand_in = contextlib.ExitStack()
             # The rank still runs the network, to join the collectives of backward: a stand-in batch times zero, which must move no
@@ -211,9 +204,7 @@ class Step:
             self.replica.sync.zero_grad()
         if self.logical_workers is not None:
             self.logical_workers.end()
-        if self.recorder is not None:
-            self.recorder.finish()
-        self._end(inputs, total(), norm)
+        self._end(total(), norm)
 
     def _usable_gradients(self, inputs: StepInput, total: Callable[[], int]) -> tuple[torch.Tensor | None, bool]:
         """Returns the gradients' norm, and whether they may move the weights. Computes them again while the loss scale is too high."""
@@ -224,9 +215,7 @@ class Step:
                 return norm, True
             if scale is None and inputs.scaler is not None:
                 scale = inputs.scaler.get_scale()
-            bad = self._discard()
-            if not self._lower_scale(inputs, bad):
-                self._skip(inputs, bad, scale)
+            if not self._reject(inputs, scale):
                 return norm, False
             self._redraw()
 
@@ -238,7 +227,7 @@ class Step:
         elif not self._replays:
             self.forward_backward(inputs)
             with self.run.state.clock.synchronizing(self.replica.sync.watch):
-                self._synchronize()
+                self.replica.sync.synchronize()
             self.sums.agree()
             self.attempt.known.add("numbers")
             if inputs.total is None and inputs.divisor is None:
@@ -390,26 +379,32 @@ class Step:
         count_scaled_step(inputs, False, self.replica.sync)
         return norm
 
-    def _lower_scale(self, inputs: StepInput, bad: list[int]) -> bool:
-        """Lowers the loss scale where it may be the cause of a gradient that is not finite. Returns whether it did.
+    def _reject(self, inputs: StepInput, scale: float | None = None) -> bool:
+        """Discards a gradient that is not finite, and restores the buffers. Lowers the loss scale if that may be the cause, else skips the
+        step. Collective.
 
         Args:
-            bad: the ranks whose loss is not finite.
-        """
-        if inputs.scaler is None or bad or inputs.scaler.get_scale() <= LOWEST_SCALE:
-            return False
-        count_scaled_step(inputs, True, self.replica.sync)
-        return True
+            scale: the loss scale before the step, which a skipped step restores; None: the scale is unchanged.
 
-    def _skip(self, inputs: StepInput, bad: list[int], scale: float | None) -> None:
-        """Leaves the weights as they are, and the loss scale as it was before the step. Collective.
+        Returns:
+            Whether the scale is lower now.
 
         Raises:
             Ended: `nonfinite` or its limit ends the run.
         """
+        sync = self.replica.sync
+        sync.discard()
+        put_back(self.replica.model, self._before)
+        finite = all(bool(torch.isfinite(loss).all()) for loss in self._losses)
+        bad = [rank for rank, is_finite in enumerate(all_gather_trees(finite, self.run.world)) if not is_finite]
+        if inputs.scaler is not None and not bad and inputs.scaler.get_scale() > LOWEST_SCALE:
+            count_scaled_step(inputs, True, sync)
+            return True
         if self.looks:
             self.attempt.skip_step(f"step {self.run.user_state.steps + 1}: {self._cause(inputs, bad)}")
-        set_scale(inputs.scaler, scale, self.replica.sync)
+        if scale is not None:
+            set_scale(inputs.scaler, scale, sync)
+        return False
 
     def _cause(self, inputs: StepInput, bad: list[int]) -> str:
         """Returns the cause of a gradient that is not finite. `bad`: the ranks whose loss is not. Collective."""
@@ -478,7 +473,7 @@ class Step:
             return
         sync = self.replica.sync
         with self.run.state.clock.synchronizing(sync.watch):
-            self._synchronize()
+            self.replica.sync.synchronize()
         self._total = samples_of_all(self._samples, inputs.total)()
         if inputs.total is None and inputs.divisor is None:
             self._divide_by(self._total)
@@ -513,45 +508,19 @@ class Step:
                 "Micro-batches are cut from the part; batches of several parts need samples of their own, without run.part()"
             )
         if self._versions_now() != self._versions:
-            self._not_summed = sync.refuse(
+            raise sync.refuse(
                 "sums each gradient on one rank only, and the gradients were changed between backward() and update()",
                 "clip them with run.update(clip=…), or use sync.name=flat",
             )
-            if not self.looks:
-                raise self._not_summed
-            for gradient in sync.gradients():
-                gradient.fill_(math.nan)  # so that the other ranks look, and hear of it
         norm = self.measure(inputs)
         if self._is_usable(norm, inputs):
             norm = self._use(inputs, norm)
         else:
-            bad = self._discard()
-            if not self._lower_scale(inputs, bad):
-                self._skip(inputs, bad, None if inputs.scaler is None else inputs.scaler.get_scale())
+            self._reject(inputs)
         sync.zero_grad()
-        self._end(inputs, total, norm)
+        self._end(total, norm)
 
-    def _discard(self) -> list[int]:
-        """Discards the gradient and restores the buffers. Returns the ranks whose loss is not finite. Collective.
-
-        Raises:
-            UserError: a gradient of any rank was not summed; on all ranks.
-        """
-        self.replica.sync.discard()
-        put_back(self.replica.model, self._before)
-        raise_together(self._not_summed, self.run.world)
-        finite = all(bool(torch.isfinite(loss).all()) for loss in self._losses)
-        return [rank for rank, is_finite in enumerate(all_gather_trees(finite, self.run.world)) if not is_finite]
-
-    def _synchronize(self) -> None:
-        try:
-            self.replica.sync.synchronize()
-        except NotSummed as error:
-            if not (error.reaches_all and self.looks):
-                raise
-            self._not_summed = error  # a rank that had another forward pass hears of it where it looks at the NaN
-
-    def _end(self, inputs: StepInput, total: int, norm: torch.Tensor | None) -> None:
+    def _end(self, total: int, norm: torch.Tensor | None) -> None:
         """Ends the step, which may have moved no weight: counts steps and samples, and reports it."""
         run = self.run
         self._end_stand_in()
@@ -559,12 +528,10 @@ class Step:
         self.attempt.stage = 0
         run.user_state.steps += 1
         run.progressed = True
-        whole = None if self.part is None else self.current.wholes
-        samples, new = self.sums.new_samples(inputs.optimizers, self._samples, total, whole)
-        run.user_state.samples += new
+        samples, run.user_state.samples = self._samples, run.user_state.samples + total
         if self.replica.ema is not None:
             self.replica.ema.update(run.user_state.steps)
-        self.pending, self._accumulating, self._not_summed, self._samples, self._losses = False, False, None, 0, []
+        self.pending, self._accumulating, self._samples, self._losses = False, False, 0, []
         self._total = None
         self._count()
         lr = float(next(iter(self.replica.optimizers.values())).param_groups[0]["lr"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
@@ -155,9 +155,6 @@ class CurrentBatch:
         self._again: Callable[[], tuple[Any, Part | None]] | None = None
         self._wholes: list[tuple[Any, Any]] = []
         """(part, whole) of each call of `run.part`, under `launch --live`."""
-        self._whole: Any = None
-        self.wholes = 0
-        """How often `run.part` got another whole than in the call before, in this batch."""
         self._lengths: list[int] = []
         """The different lengths of the wholes since the last step."""
         self._parts: deque[int] = deque(maxlen=_LAST)
@@ -167,7 +164,6 @@ class CurrentBatch:
         """Begins a batch: `item` of the iterator `given`."""
         self._item, self._again = item, given.again if isinstance(given, ElasticBatches) else None
         self.generation, self._wholes = self._world.generation, []
-        self._whole, self.wholes = None, 0
         self.end_step()
 
     def end_step(self) -> None:
@@ -179,8 +175,6 @@ class CurrentBatch:
         mine, part = self._part(whole)
         if len(whole) not in self._lengths:
             self._lengths.append(len(whole))
-        self.wholes += whole is not self._whole
-        self._whole = whole
         self._parts.append(id(mine))
         if self._again is None and not self._wholes:
             self.generation = self._world.generation
@@ -351,8 +345,6 @@ class StepSums:
         self._run, self._attempt = run, attempt
         self.values = torch.zeros_like(run.state.losses)
         """float64 [2 + names], as in the state; under `exact` the sums of all ranks, once they are summed."""
-        self._seen: dict[int, tuple[int, int, int | None]] = {}
-        """`id` of an optimizer → (samples of this rank, of all ranks, index of the whole) that it has stepped on in this batch."""
         self._named = False
         """Whether a step of this attempt has shown the names of its numbers."""
 
@@ -431,35 +423,6 @@ class StepSums:
             weight = divisor if run.world.leader or run.state.of_all else 0.0
         self.values[1].fill_(weight)
         run.state.losses += self.values
-
-    def begin_batch(self) -> None:
-        """Begins a batch: no optimizer has stepped on it."""
-        self._seen.clear()
-
-    def new_samples(
-        self, optimizers: Iterable[torch.optim.Optimizer], samples: int, total: int, whole: int | None
-    ) -> tuple[int, int]:  # fmt: skip
-        """Returns the samples of this rank and of all ranks that this update adds. Samples of a batch count once, however many networks
-        learn from it.
-
-        Args:
-            samples: this rank's samples in the step.
-            total: the samples of all ranks in the step.
-            whole: index of the whole that `run.part` has cut last, if each update uses its whole part; None: it may use a piece.
-        """
-        before = self._most_steps()
-        for optimizer in optimizers:
-            mine, everywhere, last = self._seen.get(id(optimizer), (0, 0, None))
-            if whole is None or whole != last:
-                mine, everywhere = mine + samples, everywhere + total
-            self._seen[id(optimizer)] = mine, everywhere, whole
-        mine, everywhere = self._most_steps()
-        return mine - before[0], everywhere - before[1]
-
-    def _most_steps(self) -> tuple[int, int]:
-        """Returns the samples of this rank and of all ranks, by the optimizer that has stepped on most."""
-        seen = self._seen.values()
-        return max((mine for mine, _, _ in seen), default=0), max((every for _, every, _ in seen), default=0)
 
     def mean_loss(self) -> float | None:
         """Returns the mean loss of all ranks; None if the step moved no weight. Collective."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import gc
+import re
 import sys
 import types
 import warnings
@@ -34,22 +36,9 @@ _OUTSIDE = {
     "multiprocessing", "queue", "shelve", "socket", "sqlite3", "subprocess", "threading", "urllib",
 }  # fmt: skip
 """Python's packages whose objects reach beyond this process, have a position that a call moves, or belong to several threads."""
-_KNOWN = {
-    "PIL",
-    "accelerate",
-    "datasets",
-    "einops",
-    "lockstep",
-    "numpy",
-    "peft",
-    "scipy",
-    "sklearn",
-    "timm",
-    "torch",
-    "torchvision",
-    "transformers",
-    "triton",
-}
+_KNOWN = re.compile(
+    "PIL|accelerate|datasets|einops|lockstep|numpy|peft|scipy|sklearn|timm|torch|torchvision|transformers|triton"
+)
 """Installed packages that a call may use. Other packages may report, or keep a state that `Undo` does not see."""
 _CONTAINERS: tuple[type[Any], ...] = (OrderedDict, dict, list, deque, set, tuple, frozenset)
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.Tensor}
@@ -57,7 +46,8 @@ _PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.Tensor}
 _WRITES = {"input", "open", "print", "stderr", "stdout", "system", "write", "write_bytes", "write_text"}
 _OF_SESSION = {"event", "log", "print", "stop", "summary", "values"}
 """Attributes of a session through which a call makes changes that cannot be undone."""
-_IMPORT = dis.opmap["IMPORT_NAME"]
+_HOLDERS = (functools.partial, types.MethodType, types.BuiltinFunctionType, staticmethod, classmethod, property)
+"""Types of immutable objects that hold a function or an object."""
 
 
 class Unsafe(Exception):
@@ -87,7 +77,7 @@ class Watching(TorchDispatchMode):
         if func._schema.is_mutable:
             for place, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._note(args[place] if place < len(args) else kwargs.get(argument.name))
+                    self.note(args[place] if place < len(args) else kwargs.get(argument.name))
         results = func(*args, **kwargs)
         if not any(result.alias_info for result in func._schema.returns):
             for result in results if isinstance(results, (list, tuple)) else [results]:
@@ -96,7 +86,8 @@ class Watching(TorchDispatchMode):
                     self.is_low |= result.is_floating_point() and result.element_size() < 4
         return results
 
-    def _note(self, written: Any) -> None:
+    def note(self, written: Any) -> None:
+        """Copies a tensor, or each of several, before a write to it."""
         for tensor in written if isinstance(written, (list, tuple)) else [written]:
             if not isinstance(tensor, torch.Tensor) or (memory := storage(tensor)) in self._made:
                 continue
@@ -126,7 +117,7 @@ class Undo:
     def __init__(self, function: Callable[..., Any], batch: Any = None) -> None:
         self.modules: list[nn.Module] = []
         self.watching = Watching()
-        self._put_back: list[Callable[[], None]] = []
+        self._put_back: list[Callable[[], object]] = []
         self._generators: list[tuple[Any, Any]] = []
         self._names: set[str] = set()
         self._bytes = 0
@@ -179,11 +170,11 @@ class Undo:
             self._look_at_module(value)
         elif issubclass(kind, torch.Tensor):
             grad = value.grad if value.is_leaf else None
-            self._keep(functools.partial(_put_back_tensor, value, value.detach(), value.requires_grad, grad))
+            self._keep(_put_back_tensor, value, value.detach(), value.requires_grad, grad)
         elif issubclass(kind, np.ndarray):
             if value.flags.writeable:
                 self._bytes = _added(self._bytes, value.nbytes)
-                self._keep(functools.partial(_put_back_array, value, value.copy()))
+                self._keep(np.copyto, value, value.copy())
         elif generators.is_generator(value):
             self._generators.append((value, generators.state_of(value)))
         elif hasattr(kind, "__next__") or kind in (bytearray, memoryview) or _is_outside(value):
@@ -192,28 +183,26 @@ class Undo:
             self._look_at_function(value)
         elif issubclass(kind, type):
             self._look_at_class(value)
-        elif kind is functools.partial:
-            self._waiting += [value.func, *value.args, *value.keywords.values()]
-        elif kind is types.MethodType:
-            self._waiting += [value.__self__, value.__func__]
-        elif kind is types.BuiltinFunctionType:
-            self._waiting.append(value.__self__)
-        elif kind in (staticmethod, classmethod, property):
-            self._waiting.append(value.fget if kind is property else value.__wrapped__)
+        elif kind is types.CellType:
+            for contents in gc.get_referents(value):  # none where the variable has no value yet
+                self._keep(setattr, value, "cell_contents", contents)
+                self._waiting.append(contents)
+        elif kind in _HOLDERS:
+            self._waiting += gc.get_referents(value)
         elif not issubclass(kind, types.ModuleType) and not kind.__module__.startswith("lockstep."):
             self._look_at_object(value)
 
-    def _keep(self, put_back: Callable[[], None]) -> None:
-        self._put_back.append(put_back)
+    def _keep(self, put_back: Callable[..., object], *arguments: Any) -> None:
+        self._put_back.append(functools.partial(put_back, *arguments))
 
     def _keep_dict(self, value: dict[Any, Any], base: type[Any] = dict) -> None:
-        self._keep(functools.partial(_put_back_dict, value, dict(base.items(value)), base))
+        self._keep(_put_back_dict, value, dict(base.items(value)), base)
 
     def _look_at_module(self, module: nn.Module) -> None:
         self.modules.append(module)
         for name, buffer in module._buffers.items():
             if name in BATCH_STATISTICS and buffer is not None:  # torch does not say that batch norm writes to them
-                self._keep(functools.partial(_put_back_statistics, buffer, buffer.clone()))
+                self.watching.note(buffer)
         if _is_of_script(_root(module)):
             self._look_at_object(module)
             return
@@ -245,41 +234,35 @@ class Undo:
         if issubclass(base, dict):
             self._keep_dict(value, base)
         elif base not in (tuple, frozenset):
-            self._keep(functools.partial(_put_back_items, value, items, base))
+            self._keep(_put_back_items, value, items, base)
         if len(items) > _ITEMS and any(type(one) not in _PLAIN for one in items[:_ITEMS]):
             raise Unsafe("a long container")
         self._waiting += items[:_ITEMS]
 
     def _look_at_class(self, kind: type[Any]) -> None:
         if _is_of_script(_root(kind)):
-            self._keep(functools.partial(_put_back_class, kind, dict(vars(kind))))
+            self._keep(_put_back_class, kind, dict(vars(kind)))
             self._waiting += [*kind.__mro__, *vars(kind).values()]
 
     def _look_at_function(self, function: types.FunctionType) -> None:
         """Inspects the closure, the defaults, the attributes and the global names of a function; of a library's function those it wraps."""
-        cells = [cell for cell in function.__closure__ or () if not _is_empty(cell)]
+        cells = function.__closure__ or ()
         if not _is_of_script(_root(function)):
-            inner = [cell.cell_contents for cell in cells]
+            inner = gc.get_referents(*cells)
             self._waiting += [one for one in inner if isinstance(one, (types.FunctionType, nn.Module))]
             return
-        for cell in cells:
-            self._keep(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
-        self._waiting += [cell.cell_contents for cell in cells]
-        self._waiting += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), function.__dict__]
+        self._waiting += [*cells, function.__defaults__, function.__kwdefaults__, function.__dict__]
         codes = [*_codes(function.__code__)]
         names = {name for code in codes for name in code.co_names}
         self._names |= names
-        spaces = [vars(sys.modules[name]) for code in codes for name in _imports(code) if name in sys.modules]
-        self._waiting += [sys.modules[name] for code in codes for name in _imports(code) if name in sys.modules]
-        spaces += [
-            vars(one)
-            for name in names & function.__globals__.keys()
-            if type(one := function.__globals__[name]) is types.ModuleType
-        ]
-        for space in [function.__globals__, *spaces]:
+        used = [function.__globals__[name] for name in names & function.__globals__.keys()]
+        imports = [one for code in codes for one in dis.get_instructions(code) if one.opname == "IMPORT_NAME"]
+        used += [sys.modules[one.argval] for one in imports if one.argval in sys.modules]
+        self._waiting += used
+        for space in [function.__globals__, *(vars(one) for one in used if type(one) is types.ModuleType)]:
             if _is_of_script(str(space.get("__name__")).partition(".")[0]):
                 kept = {name: space[name] for name in names & space.keys()}
-                self._keep(functools.partial(_put_back_names, space, kept))
+                self._keep(space.update, kept)
                 self._waiting += kept.values()
 
 
@@ -294,13 +277,6 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             yield from _codes(inner)
-
-
-def _imports(code: types.CodeType) -> list[str]:
-    """Returns the modules that the code imports."""
-    if _IMPORT not in code.co_code[::2]:
-        return []
-    return [one.argval for one in dis.get_instructions(code) if one.opcode == _IMPORT]
 
 
 def _root(value: Any) -> str:
@@ -319,7 +295,7 @@ def _is_outside(value: Any) -> bool:
     root = _root(value)
     if root in _OUTSIDE or type(value).__module__.startswith(("torch.utils.tensorboard", "torch.profiler")):
         return True
-    return not (root in _KNOWN or root in sys.stdlib_module_names or _is_of_script(root))
+    return not (_KNOWN.fullmatch(root) or root in sys.stdlib_module_names or _is_of_script(root))
 
 
 @functools.cache
@@ -329,14 +305,6 @@ def _is_of_script(root: str) -> bool:
         return root == "__main__"
     where = getattr(sys.modules.get(root), "__file__", None) or ""
     return "site-packages" not in where and "dist-packages" not in where
-
-
-def _is_empty(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return True
-    return False
 
 
 def _eager() -> contextlib.AbstractContextManager[Any]:
@@ -354,22 +322,8 @@ def _put_back_tensor(
     if storage(tensor) != storage(before) or tensor.shape != before.shape:
         tensor.data = before
     if tensor.is_leaf:
-        if tensor.requires_grad != requires_grad:
-            tensor.requires_grad_(requires_grad)
-        if tensor.grad is not grad:
-            tensor.grad = grad
-
-
-@torch.no_grad()
-def _put_back_statistics(now: torch.Tensor, before: torch.Tensor) -> None:
-    if not torch.equal(now, before):
-        now.copy_(before)
-
-
-def _put_back_names(now: dict[str, Any], before: dict[str, Any]) -> None:
-    for name, value in before.items():
-        if now.get(name, now) is not value:
-            now[name] = value
+        tensor.requires_grad_(requires_grad)
+        tensor.grad = grad
 
 
 def _put_back_dict(now: Any, before: dict[Any, Any], base: Any) -> None:
@@ -385,11 +339,8 @@ def _put_back_dict(now: Any, before: dict[Any, Any], base: Any) -> None:
 def _put_back_items(now: Any, before: list[Any], base: Any) -> None:
     if base.__len__(now) == len(before) and all(one is other for one, other in zip(base.__iter__(now), before)):
         return
-    if base is list:
-        list.__setitem__(now, slice(None), before)
-    else:
-        base.clear(now)
-        (base.update if base is set else base.extend)(now, before)
+    base.clear(now)
+    (base.update if base is set else base.extend)(now, before)
 
 
 def _put_back_class(kind: type[Any], before: dict[str, Any]) -> None:
@@ -399,8 +350,3 @@ def _put_back_class(kind: type[Any], before: dict[str, Any]) -> None:
     for name in vars(kind).keys() - before.keys():
         if name[:2] != "__":
             delattr(kind, name)
-
-
-def _put_back_array(now: np.ndarray[Any, Any], before: np.ndarray[Any, Any]) -> None:
-    if now.tobytes() != before.tobytes():
-        now[...] = before

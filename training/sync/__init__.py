@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from typing import Any
 
 from ..config import Sync
 from ..config import settings as typed
@@ -20,14 +22,17 @@ STRATEGIES = {
 """Name → import path of the built-in strategies, which `build` imports on use."""
 
 
-def build(settings: Sync | str) -> GradientSync:
-    """Returns the strategy that `settings` describe. A text is its name: one of `STRATEGIES`, or `package.module:Class`.
+def build(settings: Sync | Mapping[str, Any] | str) -> GradientSync:
+    """Returns the strategy that `settings` describe. A text is its name: one of `STRATEGIES`, or `package.module:Class`. A mapping has
+    its name and options: `{"name": "exact", "options": {"parts": 4}}`.
 
     Raises:
         UserError: there is no such strategy or option, or the class is no `GradientSync`, or cuts batches into parts.
     """
     if isinstance(settings, str):
-        settings = typed.build(Sync, {"name": settings}, "sync", "sync.")
+        settings = {"name": settings}
+    if not isinstance(settings, Sync):
+        settings = typed.build(Sync, dict(settings), "sync", "sync.")
     target = STRATEGIES.get(settings.name, settings.name)
     factory = imported(target, "sync.name")
     if not (isinstance(factory, type) and issubclass(factory, GradientSync)) or inspect.isabstract(factory):
@@ -42,21 +47,3 @@ def build(settings: Sync | str) -> GradientSync:
             "that name, or leave batch_parts out of the class"
         )
     return strategy
-
-
-def from_words(arguments: list[str]) -> GradientSync:
-    """Returns the strategy that a script's command-line arguments name, NAME [OPTION=VALUE …]: `ddp find_unused=true`.
-
-    Raises `UserError` for a name or an option that is unknown.
-    """
-    if not arguments:
-        raise UserError(
-            f"no strategy is given: name one of {', '.join(STRATEGIES)}, or package.module:Class, and its options as NAME=VALUE"
-        )
-    options = {}
-    for argument in arguments[1:]:
-        option, equals, value = argument.partition("=")
-        if not equals or not option:
-            raise UserError(f"an option of a strategy is NAME=VALUE, got {argument!r}")
-        options[option] = typed.parse_yaml(value, option)
-    return build(typed.build(Sync, {"name": arguments[0], "options": options}, "sync", "sync."))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import sys
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -21,7 +20,6 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import BackwardCFunction
 
 from ..config import Sync
 from ..config import settings as typed
@@ -33,14 +31,6 @@ from ..parallel.world import World
 BuildOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Parameters = Collection[torch.Tensor]
 """A set of parameters, for membership tests."""
-
-
-class NotSummed(UserError):
-    """An error for a gradient that was not summed over the ranks. `reaches_all`: it is NaN on all ranks now, so that all ranks check."""
-
-    def __init__(self, message: str, reaches_all: bool) -> None:
-        super().__init__(message)
-        self.reaches_all = reaches_all
 
 
 class GradientSync(ABC):
@@ -410,15 +400,6 @@ def is_ours(hook: Any) -> bool:
     return (getattr(hook, "__module__", None) or "").startswith(("torch.", "lockstep."))
 
 
-def is_nested_backward() -> bool:
-    """Returns whether this hook runs in a nested backward pass, which a layer runs inside another one."""
-    frame = sys._getframe()
-    while frame := frame.f_back:  # type: ignore[assignment]
-        if frame.f_code is BackwardCFunction.apply.__code__:
-            return True
-    return False
-
-
 class GradientWatch:
     """The time at which all of this rank's own gradients are complete, and its waits for other ranks before.
 
@@ -437,9 +418,8 @@ class GradientWatch:
         """Parameters without a gradient so far in this pass."""
         self.announced: set[torch.Tensor] | None = None
         """Parameters whose next gradient a forward pass has announced to the sum; None: no announcement is needed now."""
-        self.past: list[torch.Tensor] = []
-        """The parameters whose gradient came first in a backward pass without an announcement."""
-        self._is_past = False
+        self.past: torch.Tensor | None = None
+        """The first parameter whose gradient came without an announcement; None: there is none."""
         self.clear()
 
     def clear(self) -> None:
@@ -464,10 +444,8 @@ class GradientWatch:
         if self.announced is not None:
             if parameter in self.announced:
                 self.announced.discard(parameter)
-            elif not self._is_past:
-                self._is_past = True
-                self.past.append(parameter)
-                torch.autograd.Variable._execution_engine.queue_callback(self._past_ends)
+            elif self.past is None:
+                self.past = parameter
         if not self._unused:
             if not self.missing:
                 self._completed()
@@ -485,9 +463,6 @@ class GradientWatch:
         self.complete = mark(self._world.device)
         self.waits += self._waits_since
         self._waits_since.clear()
-
-    def _past_ends(self) -> None:
-        self._is_past = False
 
     def now(self) -> Mark:
         return mark(self._world.device)

@@ -32,7 +32,6 @@ from .base import (
     Parameters,
     broadcast_module,
     in_memory,
-    is_nested_backward,
     nbytes,
     on_grad,
     placed,
@@ -211,15 +210,11 @@ class Reducer:
     def _accept(self, parameter: nn.Parameter) -> None:
         """Puts the gradient into its bucket. Raises if it came too often, or cannot be summed."""
         if self._passes_left[parameter] <= 0:  # the bucket is, or may be, under way
-            if is_nested_backward():
-                raise UserError(
-                    f"{self.names[parameter]} got its gradient more than once in one backward pass, since a layer runs another backward "
-                    "pass inside: give torch.utils.checkpoint use_reentrant=False, or use sync.name=exact"
-                )
             raise SentAlready(
                 f"{self.names[parameter]} got a gradient in more than {self.passes} backward passes since the last "
                 "synchronize(), and has been sent: run all passes of a step but the last inside accumulate() (no_sync() of "
-                "a wrapped module, backward_passes_per_step of Horovod's optimizer), and synchronize() after it"
+                "a wrapped module, backward_passes_per_step of Horovod's optimizer), and synchronize() after it. "
+                "torch.utils.checkpoint needs use_reentrant=False"
             )
         self._place(parameter)
 

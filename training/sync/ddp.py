@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 from collections.abc import Iterator
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..config.settings import Section
 from ..contract import UserError
 from ..parallel.world import World
-from .base import GradientSync, GradientWatch, NotSummed, nbytes, undisturbed
+from .base import GradientSync, GradientWatch, nbytes, undisturbed
 
 _KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
 _NEW = "forward_sync_buffers" in _KNOWN  # torch 2.15 renamed it
@@ -58,8 +57,6 @@ class Ddp(GradientSync):
     Options = DdpOptions
     averages_gradients = True
     watch: GradientWatch
-    _warm = False
-    """Whether the ranks' first backward pass is over, after which DDP reorders its buckets."""
 
     def wrap(self, model: nn.Module, world: World, example: torch.Tensor | None) -> nn.Module:
         self.model, self.world = model, world
@@ -112,7 +109,7 @@ class Ddp(GradientSync):
             ]
             (torch.stack([tensor.sum() for tensor in outputs]).sum() * 0.0).backward()
         self._check_all_used()
-        self.watch.announced, self._warm = announced, True
+        self.watch.announced = announced
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -135,34 +132,17 @@ class Ddp(GradientSync):
         self.watch.expect(self._names)
 
     def synchronize(self) -> None:
-        if self.watch.past:
-            self._refuse_past()
+        if self.watch.past is not None:
+            raise self.refuse(
+                f"has not summed the gradient of {self._names[cast(nn.Parameter, self.watch.past)]} over the ranks, since the forward "
+                "pass went past the network that replicate() or wrap() returned, or an earlier backward() has used it up",
+                "call that network, once for each backward(), or use sync.name=flat, which sums whatever has come",
+            )
         self.check_summed(self._names)
         self._check_all_used()  # DDP itself has waited within the backward pass
         self.watch.announced = set()
         self._begin()
         self.bytes_sent += self._step_bytes if self.world.size > 1 else 0
-
-    def _refuse_past(self) -> NoReturn:
-        """Raises `NotSummed`. Ranks that went through DDP wait for this rank's gradients, and get NaN for them."""
-        name, passes = self._names[cast(nn.Parameter, self.watch.past[0])], len(self.watch.past)
-        self.watch.past = []
-        for _ in range(passes if self._warm else 0):  # as DDP itself does for a rank that has no more batches (`Join`)
-            buckets = self.network.reducer._get_zeros_like_grad_buckets()
-            for bucket in buckets:
-                bucket.buffer().fill_(math.nan)
-            for work in [self.network.reducer._run_comm_hook(bucket) for bucket in buckets]:
-                work.wait()
-            if self.options.find_unused:
-                self.network._match_unused_params_allreduce()
-        for parameter in self._names:
-            parameter.grad = torch.full_like(parameter, math.nan)
-        refusal = self.refuse(
-            f"has not summed the gradient of {name} over the ranks, since the forward pass went past the network that "
-            "replicate() or wrap() returned, or an earlier backward() has used it up",
-            "call that network, once for each backward(), or use sync.name=flat, which sums whatever has come",
-        )
-        raise NotSummed(str(refusal), reaches_all=self._warm)
 
     def _check_all_used(self) -> None:
         """Raises `UserError` if a parameter got no gradient: DDP would wait for it, here in the next step, on other ranks in this one.

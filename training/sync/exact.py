@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -163,64 +163,53 @@ class Exact(GradientSync):
             return
         self._grouped = [*map(id, params)]
         self._sent = self.bytes_sent
-        self._groups = [_Group(params, dtype, self.world) for dtype, params in self._by_type(params).items()]
-
-    def _by_type(self, params: Iterable[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
         by_type: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in params:
             by_type.setdefault(_SUMMED_AS.get(parameter.dtype, parameter.dtype), []).append(parameter)
-        return by_type
+        self._groups = [_Group(params, dtype, self.world) for dtype, params in by_type.items()]
+
+    @property
+    def sums(self) -> list[TreeSum]:
+        """The sums of the step, one for each element type. Each adds up the vectors that `collect` returns of the parts."""
+        return [group.sum for group in self._groups]
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
-        return self._sent + sum(group.sum.bytes_sent for group in self._groups)
+        return self._sent + sum(total.bytes_sent for total in self.sums)
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()  # nothing is sent before `synchronize`
 
     def zero_grad(self) -> None:
         super().zero_grad()
-        for group in self._groups:
-            group.sum.release()
+        for total in self.sums:
+            total.release()
 
     def begin_parts(self, count: int) -> None:
         """Begins a step over this number of parts."""
         self._in_parts = True
         self._group()
-        for group in self._groups:
-            group.sum.begin(count)
+        for total in self.sums:
+            total.begin(count)
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a parameter has a gradient that `accumulate_part` has not taken away."""
+        """Whether a parameter has a gradient that `collect` has not taken away."""
         return any(p.grad is not None for group in self._groups for p in group.params)
 
-    def accumulate_part(self, part: int) -> None:
-        """Moves the gradients of this part into its sums, so that `.grad` is None for the next part."""
-        for group in self._groups:
-            group.sum.add(part, group.collect())
-
     def collect(self) -> list[torch.Tensor]:
-        """Returns the vectors of a part that `accumulate_part` adds to the sums, for `put`. A recorded part ends with this call."""
+        """Moves the gradients of a part into vectors, one for each of `sums`. `.grad` is None for the next part."""
         return [group.collect() for group in self._groups]
-
-    def put(self, part: int, collected: list[torch.Tensor]) -> None:
-        """Adds copies of the tensors of `collect` to the sums of this part. The next replay overwrites those tensors."""
-        for group, leaf in zip(self._groups, collected, strict=True):
-            group.sum.add(part, group.sum.leaf().copy_(leaf))
 
     def synchronize(self) -> None:
         if not self._in_parts:  # a loop that cuts nothing: each rank has one part
             self.begin_parts(self.world.size)
-            self.accumulate_part(self.world.rank)
-        self.apply(iter(self.reduce()))
-
-    def reduce(self) -> list[torch.Tensor]:
-        """Returns the sums over the parts of all ranks: the first half of `synchronize`. Collective."""
-        return [group.sum.finish() for group in self._groups]
+            for total, leaf in zip(self.sums, self.collect()):
+                total.add(self.world.rank, leaf)
+        self.apply(iter([total.finish() for total in self.sums]))
 
     def apply(self, sums: Iterator[torch.Tensor]) -> None:
-        """Sets the gradients from the sums that `reduce` has returned on any rank: the second half of `synchronize`.
+        """Sets the gradients from the totals of `sums`, which any rank may have computed.
 
         It takes one tensor per group from the iterator, and may change them. In a recording it sets the gradients of the same parameters
         as in the last step whose sums the host has read.
