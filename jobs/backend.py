@@ -18,7 +18,6 @@ import importlib
 import json
 import operator
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,6 @@ from typing_extensions import Self
 from lockstep.training import contract, files
 from lockstep.training.config import settings
 from lockstep.training.contract import UserError
-from lockstep.wire.exec import STACKS
 
 from . import records, snapshots
 from .lint import Finding, Rules, refuse
@@ -66,7 +64,6 @@ Sent = list[SubmitResult]
 Manifests = list[Manifest]
 Checks = list[Check]
 Findings = list[Finding]
-Standings = list[records.StalledRank]
 QUERY_SECONDS = 2.0
 """Seconds for the last query, after the end of a wait."""
 SUMMARY_LINES = 1000
@@ -415,29 +412,6 @@ class Backend(abc.ABC):
         if absent:
             raise UserError(f"{name} {absent}")
         return self.exec(known, rank, command, streams or Streams())
-
-    def stacks(self, name: str, rank: int | None = None) -> Standings:
-        """Returns the current activity of one rank or of each rank of a running job.
-
-        Raises:
-            UserError: there is no such job or rank, the job is not ours, or the rank has not started or has ended.
-            Unreachable: the connection was lost.
-        """
-        known = self._ours(name)
-        of_node = known.spec.ranks if known.spec is not None else 1
-        standings: dict[int, records.StalledRank] = {}
-        for first in range(0, known.world_size, of_node) if rank is None else [rank]:
-            with tempfile.TemporaryFile() as answer, open(os.devnull) as nothing:
-                words = [STACKS, *([str(rank)] if rank is not None else [])]
-                code = self.execute(name, words, first, Streams(nothing.fileno(), answer.fileno(), 2))
-                answer.seek(0)
-                for line in answer.read().splitlines() if not code else []:
-                    with contextlib.suppress(ValueError):
-                        if (one := records.StalledRank.parse(files.parsed(line))) is not None:
-                            standings[one.rank] = one
-        if not standings:
-            raise UserError(f"no rank of {name} has shown what it does")
-        return [standings[number] for number in sorted(standings)]
 
     def wait(self, name: str, timeout: float, seen: StatusCallback | None = None) -> Status:
         """Returns the final status, or the status at the timeout (seconds). `seen` gets every status during the wait, and the last.

@@ -322,19 +322,6 @@ class RunStatus(Record):
     """A sentence about the rank that makes no progress (hang.jsonl)."""
 
 
-class StalledRank(Record):
-    """The position of a rank, as its node reports it (`lockstep.wire.hangs`)."""
-
-    rank: int
-    what: str
-    where: str
-    waits: bool
-    stacks: str
-    loaders: str
-    pid: int
-    step: int | None
-
-
 class Process(Record):
     """A supervisor or a launcher, which can be signalled: never a group (0, −1, …) nor init."""
 

@@ -459,25 +459,6 @@ def execute(
     raise typer.Exit(place.open(backend, name).execute(name, command, rank))
 
 
-def stacks(
-    backend: Backend,
-    name: Name,
-    place: ClusterOptions,
-    rank: Annotated[int | None, typer.Option(help="Only this global rank.", min=0)] = None,
-    as_json: Json = False,
-) -> None:
-    """Print what each rank of a running job does now: what it waits for, where, and its Python stacks."""
-    standings = place.open(backend, name).stacks(name, rank)
-    lines: list[str] = []
-    for one in standings:
-        where = f" ({one.where})" if one.where else ""
-        step = f", step {one.step}" if one.step is not None else ""
-        lines.append(f"rank {one.rank} {one.what}{where} [process {one.pid}{step}]")
-        texts = (*one.stacks.splitlines(), *one.loaders.splitlines())
-        lines += [f"  {text}".rstrip() for text in texts]
-    answer(as_json, [one.model_dump() for one in standings], lines)
-
-
 def wait(
     backend: Backend,
     name: NameOrFile,

@@ -156,7 +156,6 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "status": (commands.status, "Example: lockstep status k8s smoke --json"),
     "logs": (commands.logs, "Example: lockstep logs k8s smoke --rank 5 --tail 100 --follow"),
     "exec": (commands.execute, "Example: lockstep exec k8s smoke --rank 5 -- nvidia-smi"),
-    "stacks": (commands.stacks, "Example: lockstep stacks k8s smoke --rank 5"),
     "wait": (commands.wait, "Example: lockstep wait k8s smoke --timeout 3600"),
     "cancel": (commands.cancel, "Example: lockstep cancel k8s smoke"),
     "list": (commands.list_jobs, "Example: lockstep list k8s"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -30,12 +29,9 @@ from lockstep.training.contract import (
     rank_of,
     to_stderr,
 )
-from lockstep.wire import hangs
 
 from .progress import stat_of, variables_of
 
-STACKS = "--stacks"
-"""The argument, in place of a command, that prints the activity and the stacks of this node's ranks; with a rank behind it, of one."""
 _OF_THE_RANK = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS, ENV_SESSION, ENV_NOTE)
 """Variables of a rank that the command must not have. The last two would make a Session of the command write into the run of the job,
 and report its progress as that of the rank."""
@@ -64,20 +60,6 @@ def ranks(here: Mapping[str, str]) -> dict[int, tuple[int, dict[str, str]]]:
     ]  # fmt: skip
     youngest_first = sorted(candidates, key=lambda item: item[:2], reverse=True)
     return {int(rank): (pid, env) for _, pid, env in youngest_first if (rank := rank_of(env)).isdecimal()}
-
-
-def _tell_stacks(args: argparse.Namespace) -> int:
-    """Prints a line of JSON for each rank (`hangs.of_process`). Returns the exit code."""
-    pids = sorted(
-        (rank, pid) for rank, (pid, _) in ranks(os.environ).items() if not args.command[1:] or rank == args.rank
-    )
-    for rank, pid in pids:
-        print(json.dumps(hangs.of_process(rank, pid)), flush=True)
-    if pids:
-        return 0
-    return _refuse(
-        "the ranks' processes are not to be seen from here" if args.env else _ABSENT.format(f"rank {args.rank}")
-    )
 
 
 def _began(pid: int) -> int | None:
@@ -134,8 +116,6 @@ def main(argv: list[str]) -> int:
         return 0
     if not os.path.isdir("/proc/self"):
         return _refuse("the processes of this machine are not to be seen: /proc is Linux's")
-    if args.command[:1] == [STACKS]:
-        return _tell_stacks(args)
     rank_process = ranks(os.environ).get(args.rank)
     if rank_process is None and not args.env:
         return _refuse(_ABSENT.format(f"rank {args.rank}"))

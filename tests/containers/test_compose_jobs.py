@@ -117,9 +117,6 @@ def test_a_rank_and_a_container_are_lost_and_the_others_train_on(jobs: Jobs, tmp
         return len(jobs.events(spec, "step")) >= 2
 
     poll(begun, BOUND, "steps of all ranks")
-    stacks = jobs.backend.stacks(spec.name)
-    assert [one.rank for one in stacks] == [0, 1, 2, 3], stacks
-    assert all("most recent call first" in one.stacks for one in stacks), stacks
     kill = "for p in /proc/[0-9]*; do grep -qs 'LOCAL_RANK=1' $p/environ && kill -KILL ${p#/proc/}; done; true"
     docker("exec", jobs.container(spec, 0), "sh", "-c", kill)
     docker("kill", jobs.container(spec, 1))
