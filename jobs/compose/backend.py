@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import re
 import secrets
 import time
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -201,12 +199,10 @@ class ComposeBackend(Cluster):
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
         spec = known.spec or JobSpec.recorded(known.name, known.plain)
         (place,) = self._ids(known, rank)
-        token = uuid.uuid4().hex
         terminal = ["--tty"] if streams.terminal else []
         words = ["docker", "exec", "--interactive", *terminal, place]
-        words += exec_command("python", rank, command, spec.run_directory, "--token", token)
-        # Without a terminal the engine passes no signals on.
-        return run(words, streams, interrupt=functools.partial(engine.send_signal, place, token))
+        words += exec_command("python", rank, command, spec.run_directory)
+        return run(words, streams)
 
     def stop(self, known: JobRecord) -> Status:
         name, nodes, spec = known.name, known.handle, known.spec

@@ -14,7 +14,6 @@ from typing import Any
 from lockstep.training.contract import UserError
 
 from ..logs import BLOCK, STAMPED, LineSplitter
-from ..process import signal_command
 from ..status import Unreachable
 
 _INSIDE = "/volume"
@@ -179,12 +178,6 @@ def write_volume(volume: str, image: str, name: str, data: bytes, label: str) ->
         docker("cp", "-", f"{container}:{_INSIDE}", stdin=stream.getvalue())
     finally:
         docker("rm", "--force", container)
-
-
-def send_signal(container: str, token: str, number: int) -> None:
-    """Sends a signal to the processes that were started in a container with that token. Raises `EngineError`."""
-
-    docker("exec", container, *signal_command("python", token, number))
 
 
 def log_lines(container: str, since: str) -> Iterator[tuple[str, str]]:

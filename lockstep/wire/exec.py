@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 
 from lockstep.training.cli import Parser
 from lockstep.training.contract import (
-    ENV_EXEC,
     ENV_JOB,
     ENV_LAUNCHER,
     ENV_NOTE,
@@ -81,8 +80,6 @@ def environment(rank_env: Mapping[str, str], args: argparse.Namespace, seen: boo
         env |= dict(text.split("=", 1) for text in args.env)
     if args.run_dir:
         env[ENV_RUN_DIR] = args.run_dir
-    if args.token:
-        env[ENV_EXEC] = args.token
     if "TERM" in os.environ:  # of the terminal that the command is typed in
         env["TERM"] = os.environ["TERM"]
     return env
@@ -94,8 +91,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--run-dir", default="", help=f"{ENV_RUN_DIR} of the command")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE",
                         help="where the rank's process is not to be seen: what is known of it, given once or more")  # fmt: skip
-    parser.add_argument("--token", default="", help="what --signal finds the command by")
-    parser.add_argument("--signal", type=int, help="only send this signal to the command with that token")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args(argv)
     args.command = args.command[1:] if args.command[:1] == ["--"] else args.command
@@ -108,12 +103,6 @@ def main(argv: list[str]) -> int:
         args = _parse(argv)
     except UserError as error:
         return _refuse(str(error))
-    if args.signal is not None:
-        for pid, env in processes():
-            if args.token and env.get(ENV_EXEC) == args.token:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, args.signal)
-        return 0
     if not os.path.isdir("/proc/self"):
         return _refuse("the processes of this machine are not to be seen: /proc is Linux's")
     rank_process = ranks(os.environ).get(args.rank)
