@@ -56,8 +56,8 @@ BACKENDS = {
 }
 """Name → package with a module `backend`, whose `BACKEND` is a `Backend`."""
 ALIASES = {"kubernetes": "k8s"}
-Mode = Literal["attach", "replace", "new"]
-"""Action if a job has the name: attach to the same job, replace a finished job, or take a numbered name."""
+Mode = Literal["attach", "replace"]
+"""Action if a job has the name: attach to the same job, or replace a finished job."""
 Lines = list[str]  # named here, because `list` is a method of every backend
 Specs = list[JobSpec]
 Sent = list[SubmitResult]
@@ -125,8 +125,6 @@ class Submission:
     """Elements of an array; empty for a single job."""
     manifests: Manifests = field(default_factory=list)
     findings: Findings = field(default_factory=list)
-    original: JobSpec | None = None
-    """The spec before the backend resolved a part of it; None if the backend resolves nothing."""
 
 
 class _Decision(NamedTuple):
@@ -249,8 +247,6 @@ class Backend(abc.ABC):
         Raises:
             UserError: no run was submitted; or the cluster refused a run, and a warning names the runs before it.
         """
-        if mode == "new":
-            raise UserError("--new does not work with --sweep, whose runs are numbered already: choose another --name")
         if not self.arrays:
             return self._submit(specs, mode)
         specs = snapshots.snapshot_all(specs)
@@ -320,19 +316,14 @@ class Backend(abc.ABC):
     def _resolve_existing(self, job: Submission, mode: Mode) -> _Decision:
         """Decides whether a submission attaches, replaces or creates a job. Changes nothing. Raises `UserError` if another job has the
         name."""
-        spec = job.spec
-        known, status = self._existing(spec, mode)
-        if known is not None and mode == "new":
-            name = records.next_name(spec.name, self._taken)
-            copy = (job.original or spec).model_copy(update={"name": name, "run_dir": None})
-            return _Decision(self.prepared(copy), None)
+        known, status = self._existing(job.spec, mode)
         return _Decision(job, known, attaches=status is not None and not status.final)
 
     def _existing(self, spec: JobSpec, mode: Mode) -> tuple[JobRecord | None, Status | None]:
         """Returns the job of that name, and its status if that matters. Raises `UserError` if the job prevents the submission."""
         known = self.find(spec.name, submitting=True)
-        if known is None or mode == "new":
-            return known, None
+        if known is None:
+            return None, None
         if known.hash is None:
             raise UserError(f"{spec.name} exists, and lockstep did not make it: choose another name")
         status = self.observe(known)
@@ -342,14 +333,14 @@ class Backend(abc.ABC):
         if not known.same(spec, self.name) or started_over:
             changed = "; ".join(known.differences(spec)[:8]) or "an earlier version of the same settings"
             raise UserError(
-                f"{spec.name} exists with another spec ({changed}): choose another name, --new for a numbered one, "
+                f"{spec.name} exists with another spec ({changed}): choose another name, "
                 "or cancel it and submit with --replace"
             )
         if status.final and status.state not in RESUMABLE:
             why = f" ({status.reason})" if status.reason else ""
             raise UserError(
                 f"{spec.name} has already finished: {status.state}{why}: "
-                "--replace submits it again under this name (its run directory stays), --new under a numbered one"
+                "--replace submits it again under this name (its run directory stays)"
             )
         return known, status
 
@@ -362,21 +353,12 @@ class Backend(abc.ABC):
             known, status = self._existing(job.spec, mode)
             if status is not None and not status.final:
                 return [Check("job", "note", f"is there already, with the same spec: {status.state}")]
-            place = "new" if known is None or mode == "new" else "takes the place of an earlier one"
+            place = "new" if known is None else "takes the place of an earlier one"
             return [Check("job", "ok", place), *self.preflight(job)]
         except Unreachable:
             raise
         except UserError as error:
             return [Check("job", "missing", str(error))]
-
-    def _taken(self, name: str) -> bool:
-        """Returns whether a new job cannot have that name."""
-        try:
-            return self.find(name, submitting=True) is not None
-        except Unreachable:
-            raise
-        except UserError:
-            return True
 
     def require(self, name: str) -> JobRecord:
         """Returns the job of that name. Raises `UserError` if there is none."""

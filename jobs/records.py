@@ -12,12 +12,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
-import itertools
 import os
 import re
 import stat
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -429,13 +428,6 @@ def check_name(name: str) -> None:
     """Raises `UserError` if `name` cannot be a job's name."""
     if not re.fullmatch(r"[a-z][a-z0-9-]{0,62}", name):
         raise UserError(f"{name!r} is not a job name (lower-case letters, digits and -)")
-
-
-def next_name(name: str, taken: Callable[[str], bool]) -> str:
-    """Returns `name-v2`, or the name with the first number that is free. `name-2` is the name of a run of a sweep."""
-    versions = (f"-v{number}" for number in itertools.count(2))
-    free = (f"{name[: 63 - len(end)].rstrip('-')}{end}" for end in versions)
-    return next(numbered for numbered in free if not taken(numbered))
 
 
 def restarts(reported: RunStatus | None) -> int:

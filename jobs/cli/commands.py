@@ -305,7 +305,6 @@ def submit(
     replace: Annotated[
         bool, typer.Option("--replace", help="Delete a finished job of this name, and submit again.")
     ] = False,
-    new: Annotated[bool, typer.Option("--new", help="Use a numbered name (NAME-v2) if the name is taken.")] = False,
     run_dir: Annotated[
         str | None, typer.Option("--run-dir", help="Run directory; a run that is there is resumed.")
     ] = None,
@@ -321,19 +320,14 @@ def submit(
     as_json: Json = False,
 ) -> None:
     """Submit a job. The same job again attaches to it, or resumes it where it was interrupted."""
-    if replace and new:
-        raise UserError("give --replace or --new, not both")
-    replace = replace or (fresh and not new)
     try:
         # A word with which no run has begun.
         spec = job.spec(backend, run_dir=run_dir, fresh=uuid.uuid4().hex[:12] if fresh else None)
     except _EndedThere as ending:
-        if new:
-            note(f"the name that --new chose is not remembered here: commands about the job need --host {ending.host}")
-        elif not dry_run:
+        if not dry_run:
             ending.remember(sweep)
         raise
-    mode: Mode = "replace" if replace else "new" if new else "attach"
+    mode: Mode = "replace" if replace or fresh else "attach"
     if dry_run and (sweep or wait is not None):
         raise UserError("--dry-run is of one job, and waits for none: leave out --sweep and --wait")
     if sweep:

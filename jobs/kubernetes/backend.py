@@ -135,7 +135,7 @@ class KubernetesBackend(Cluster):
     def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = (), kind: str | None = None) -> Submission:
         own = self._with_kind(spec, kind)
         manifests = render.manifests(own, uuid.uuid4().hex[:8])
-        return Submission(own, runs, manifests, RULES.apply(own, manifests), original=spec)
+        return Submission(own, runs, manifests, RULES.apply(own, manifests))
 
     def prepared_all(self, specs: Sequence[JobSpec]) -> Sequence[Submission]:
         """Returns the submissions. New runs have the kind of the last run, whose name is the longest."""

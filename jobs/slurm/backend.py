@@ -103,7 +103,7 @@ class SlurmBackend(Cluster):
         if old is not None and old.same(whole, self.name) and old.run_dir != sent["run_dir"]:
             raise UserError(
                 f"{whole.name} has run in {old.run_dir}: submit it from the folder it was submitted from to resume it, or "
-                "with --new to start over here"
+                "choose another --name to start over here"
             )
         if whole.code is not None:
             snapshots.unpacked(code_identity(whole))

@@ -200,7 +200,7 @@ def test_control_codes_reach_no_terminal(server: ApiServer, tmp_path: Path) -> N
         ("submit nowhere --recipe smoke", "'nowhere'"), ("list lokal", "did you mean 'local'"), ("render k8s missing.yaml", "missing.yaml"),
         ("render k8s --recipe smok", "did you mean 'smoke'"), ("render k8s --recipe smoke --set nodse=2", "did you mean 'nodes'"),
         ("render k8s --recipe smoke --set overrides.lrr=2", "did you mean 'lr'"), ("render local --recipe smoke", "k8s, slurm and compose"),
-        ("render slurm --recipe smoke --profile none", "'none'"), ("submit local --recipe smoke --new --replace", "not both"),
+        ("render slurm --recipe smoke --profile none", "'none'"),
         ("status local nothing", "nothing"), ("status slurm nothing", "nothing"), ("list local --namespace x", "--namespace"),
         ("exec local long ls -l", "No such option"),
         ("list local --host x", "--host"), ("status slurm a --host -oProxyCommand=x", "slurm.host"), ("status k8s", "Missing argument"),

@@ -47,15 +47,6 @@ def k8s(folder: Path, command: str, *words: str) -> subprocess.CompletedProcess[
     return lockstep(folder, command, "k8s", *words, *job)
 
 
-def test_a_numbered_job_takes_no_name_of_a_sweeps_run(server: ApiServer, tmp_path: Path) -> None:
-    """`other-2` is the third run of a sweep of `other`."""
-    for words in ([["--new"]] * 3) + [["--sweep", "lr=0.1,0.2,0.3"]]:
-        done = k8s(tmp_path, "submit", "--name", "other", *words)
-        assert done.returncode == 0 and "is there already" not in done.stdout, done
-    names = [row["name"] for row in json.loads(k8s(tmp_path, "list", "--json").stdout)]
-    assert {f"other-{run}" for run in range(3)} <= {*names}, names
-
-
 def test_a_sweep_on_kubernetes_has_its_table_from_the_logs(server: ApiServer, tmp_path: Path) -> None:
     """A job for each run, all or none of them."""
     sweep = ("--sweep", "lr=0.1,0.2,0.3")
