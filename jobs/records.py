@@ -1,7 +1,6 @@
 """Records of jobs in $LOCKSTEP_HOME, in folders that only the user can write.
 
-Jobs are executed and unpickled from these folders, so only the user may write to them and to their parents. Then a path that was
-checked can be opened by its name.
+Jobs are executed and unpickled from these folders, so each of them must belong to the user, with mode 700.
 
 A record is validated before use. A full disk, another version or another program may have written it, and one damaged file must not
 hide other jobs.
@@ -81,9 +80,9 @@ def place_of(backend: str, name: str) -> dict[str, str]:
 def make(folder: Path) -> Path:
     """Creates the folder if it is missing, checks it, and returns it. Raises `UserError`."""
     with keeping(folder):
-        _check_parents(folder.absolute().parent, make=True)
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.mkdir(exist_ok=True, mode=0o700)
-        check_owner(folder)
+        check(folder)
     return folder
 
 
@@ -106,12 +105,6 @@ def make_parents(run_dir: Path) -> None:
 
 def check(folder: Path) -> None:
     """Refuses a folder that another user could have put a payload into. Raises `UserError`, `OSError`."""
-    _check_parents(folder.absolute().parent)
-    check_owner(folder)
-
-
-def check_owner(folder: Path) -> None:
-    """Checks a folder like `check`, but not its parents, which were checked before. Raises `UserError`, `OSError`."""
     about = folder.lstat()
     mode = stat.S_IMODE(about.st_mode)
     if not stat.S_ISDIR(about.st_mode):
@@ -124,54 +117,6 @@ def check_owner(folder: Path) -> None:
         )
     if mode & 0o077:
         raise UserError(f"{folder} can be changed by other users (mode {mode:o}): chmod 700 it")
-
-
-def _check_parents(folder: Path, make: bool = False) -> None:
-    """Checks every folder from / to this one, and the folders that links on the path lead to. Raises `UserError`, `OSError`.
-
-    The check begins at /, so no other user can replace a checked folder while the next one is checked.
-
-    Args:
-        make: whether to create missing folders.
-    """
-    for parent in (*reversed(folder.parents), folder):
-        if make and not os.path.lexists(parent):
-            parent.mkdir(mode=0o700, exist_ok=True)
-        about = parent.lstat()
-        _check_parent(parent, about)
-        if stat.S_ISLNK(about.st_mode):
-            with contextlib.suppress(FileNotFoundError):
-                parent.stat()  # raises if links form a circle
-            _check_parents(parent.parent / os.readlink(parent), make)
-
-
-def _check_parent(folder: Path, about: os.stat_result) -> None:
-    """Refuses a folder in which another user could rename entries. Raises `UserError`."""
-    me, mode = os.geteuid(), stat.S_IMODE(about.st_mode)
-    if about.st_uid not in (0, me):
-        raise UserError(
-            f"{folder} belongs to user {about.st_uid}, who can put other jobs in the place of yours: set LOCKSTEP_HOME to a "
-            "folder below such as only you and root can write"
-        )
-    if stat.S_ISLNK(about.st_mode) or mode & stat.S_ISVTX:
-        return  # with the sticky bit, only the folder's owner renames other users' files
-    if mode & 0o002 or (mode & 0o020 and not _is_private_group(about.st_gid, me)):
-        raise UserError(
-            f"{folder} can be changed by other users (mode {mode:o}), who can put other jobs in the place of yours: "
-            f"chmod go-w {folder}, or set LOCKSTEP_HOME to a folder below such as only you and root can write"
-        )
-
-
-def _is_private_group(group: int, me: int) -> bool:
-    """Returns whether `group` is this user's private group. Many systems give one to each user, with a umask of 002."""
-    import grp
-    import pwd
-
-    try:
-        user, named = pwd.getpwuid(me), grp.getgrgid(group)
-    except KeyError:
-        return False
-    return me != 0 and user.pw_gid == group and named.gr_name == user.pw_name and {*named.gr_mem} <= {user.pw_name}
 
 
 @contextlib.contextmanager
@@ -220,7 +165,7 @@ def _read(file: Path, kind: type[R]) -> R | None:
         if not os.path.lexists(file):
             return None
         with contextlib.suppress(OSError, ValueError), _answering(file):
-            check_owner(file.parent)
+            check(file.parent)
             if (record := kind.parse(files.parsed(files.read(file, _MAX_BYTES)))) is not None:
                 return record
     if os.path.lexists(file):
