@@ -251,8 +251,8 @@ def render(
 
     kind = cluster(backend, "render")
     spec, code = snapshots.resolve(job.spec(backend))
-    for line in code.lines() if code is not None else []:
-        note(line)
+    if code is not None:
+        note(f"code {code.identity}: {len(code.files)} files, {len(code.packed)} bytes packed")
     runs = _runs(spec, sweep)
     for item in kind.lint(spec):
         warn(f"{item.id}: {item.message}")
