@@ -367,11 +367,6 @@ class JobSpec(Section):
             place = f"{where}, line {line}" if line else where
             raise UserError(f"{place}: {str(error).replace('--set', 'overrides')}") from None
 
-    def given_elsewhere(self, backend: str) -> list[str]:
-        """Returns the dotted names of settings that were set for other backends."""
-        given = self.plain()
-        return [f"{name}.{key}" for name in PLACES if name != backend for key in sorted(given.get(name, {}))]
-
 
 def _without_places(values: dict[str, Any]) -> dict[str, Any]:
     """Returns the plain settings without those of a job's place, which are no part of its identity."""

@@ -162,14 +162,6 @@ def test_where_a_job_goes_is_remembered_and_no_part_of_what_it_is(server: ApiSer
     assert "submitted from here" not in lockstep(tmp_path, "status", "k8s", "smoke").stderr
 
 
-def test_a_registry_of_the_documentation_is_refused_and_still_rendered(server: ApiServer, tmp_path: Path) -> None:
-    words = ["k8s", job(tmp_path), "--image", "registry.example/team/a:cpu", "--gpus", "1"]
-    shown = lockstep(tmp_path, "render", *words)
-    assert shown.returncode == 0 and "warning: LJ001: " in shown.stderr and "warning: LJ002: " in shown.stderr, shown
-    refused = lockstep(tmp_path, "submit", *words)
-    assert refused.returncode == 2 and "LJ001" in refused.stderr and server.cluster.all("pytorchjobs") == [], refused
-
-
 def test_lint_the_rules_and_the_schema(tmp_path: Path) -> None:
     done = lockstep(tmp_path, "lint", job(tmp_path, "name: a\nrecipe: smoke\n"), "--set", "env.API_TOKEN=x")
     assert (done.returncode, re.findall(r"L\w\d\d\d", done.stdout)) == (1, ["LJ006"]), (

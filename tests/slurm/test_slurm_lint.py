@@ -28,8 +28,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS112", {"shards": "/not/there"}),
     ("LS113", {"env": {"WORLD_SIZE": "8"}}),
     ("LS113", {"env": {"SLURM_NTASKS": "8"}}),
-    ("LJ001", {"slurm": {"container": "pyxis", "image": "registry.example/a:1"}}),
-    ("LJ002", {"slurm": {"container": "pyxis", "image": "localhost:5000/a:cpu"}}),
 ]
 
 
