@@ -375,7 +375,7 @@ class Backend(abc.ABC):
         """Yields the lines of one rank, or of all with `[rank 5] ` before each line. With `follow`, ends with the job.
 
         Args:
-            last: begin this many lines before the end of that rank's lines, or of all ranks' lines together.
+            last: begin this many lines before the end of each log: of a pod, a container, a task, or the local job.
         """
         known = self.require(name)
         _check_rank(known, rank)

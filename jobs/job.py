@@ -37,7 +37,7 @@ class Job:
 
         Args:
             follow: whether to wait for new lines until the job ends.
-            last: begin this many lines before the end.
+            last: begin this many lines before the end of each log.
 
         Examples:
             >>> lines = list(job.logs(rank=0, last=20))

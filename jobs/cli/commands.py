@@ -411,8 +411,8 @@ def logs(
         typer.Option(
             min=0,
             metavar="N",
-            help="Only the last N lines: of one rank with --rank, else of all ranks together by time "
-            "(SLURM logs have no times: an equal share for each rank). With -f also all later lines.",
+            help="Only the last N lines of each log: of each pod or container, on SLURM of each rank, on this machine of the job. "
+            "With -f also all later lines.",
         ),
     ] = None,
     as_json: Json = False,

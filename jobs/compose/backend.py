@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ from lockstep.wire import hangs
 
 from .. import records, snapshots
 from ..backend import Checks, Cluster, JobRecord, Lines, Manifests, Submission
-from ..logs import Stamped, merge_tail, of_rank
+from ..logs import Stamped, of_rank
 from ..manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
 from ..process import Streams, exec_command, run
 from ..spec.model import GRACE_MARGIN, JobSpec, code_identity
@@ -179,10 +180,8 @@ class ComposeBackend(Cluster):
         while True:
             ended = not follow or self.status(known.name).final  # queried before the read, so that no line is missed
             sources = [_unseen(id, seen, rank) for id in seen]
-            if last is None:
-                yield from (line for source in sources for _, line in source)
-            else:
-                yield from (line for _, line in merge_tail(sources, last))
+            for source in sources:
+                yield from (line for _, line in (source if last is None else deque(source, last)))
             if ended:
                 return
             last = None

@@ -276,7 +276,7 @@ def test_the_last_lines(bench: Bench) -> None:
         for count in (0, 3, 1000):
             assert [*backend.logs("counts", 1, follow, count)] == own[30 - min(count, 30) :]
         both = [*backend.logs("counts", None, follow, 8)]
-        assert len(both) == 8 and len({*both}) == 8, both
+        assert len({*both}) == len(both) >= 8, both  # eight of each log
         for rank in (0, 1):  # the last of each, in their order
             found = [line for line in both if line.startswith(f"[rank {rank}] ")]
             assert found == [f"[rank {rank}] {number} of {rank}" for number in range(30 - len(found), 30)], both
