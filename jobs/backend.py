@@ -189,7 +189,7 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def stream(self, known: JobRecord, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
         """Yields the job's lines: of one rank, or of all with `[rank 5] ` before each line. `last`: begin this many lines before the
-        end."""
+        end of each log."""
 
     @abc.abstractmethod
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:

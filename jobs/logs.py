@@ -18,52 +18,37 @@ HEAD = 64
 Stamped = tuple[str, str]
 """(time, line); times sort as text."""
 PREFIX = re.compile(r"\[rank (\d+)\] ")
-_PREFIX = re.compile(PREFIX.pattern.encode())
 CHUNK = 1 << 20
 """Bytes of one log that are read at once."""
-STAMPED = re.compile(rb"\S{1,64} (\[rank \d+\] )?")
-"""Beginning of a line from an engine or Kubernetes: its time and its rank."""
 LAST_BYTES = 1 << 14
 """Bytes at the end of a log in which `last_error` searches."""
 LONGEST = 1 << 20
-"""Bytes of the longest line. A longer line (a progress bar without newlines) is split into pieces of about this size."""
+"""Bytes of the longest line. A longer line (a progress bar without newlines) is cut."""
 
 
 _ERROR = re.compile(r"(?P<whose>\[rank \d+\] )?(?:error: |(?P<kind>(\w+\.)*\w*(Error|Exception|Interrupt)\b))")
 
 
 class LineSplitter:
-    """Splits the chunks of a log into lines. Holds one piece of a line, and looks at each byte once.
+    """Splits the chunks of a log into lines. Cuts a line that is longer than `LONGEST`."""
 
-    Args:
-        head: pattern of a line's beginning, with its rank and time. Every piece of a long line begins with the same text.
-    """
-
-    def __init__(self, head: re.Pattern[bytes]) -> None:
-        self._head = head
-        self._kept: list[bytes] = []
-        self._size = 0
+    def __init__(self) -> None:
+        self._kept = b""
 
     def of(self, chunk: bytes) -> Iterator[bytes]:
-        """Yields the lines that end in this chunk, and the pieces of a longer line."""
-        lines = chunk.split(b"\n")
-        for line in lines[:-1]:
-            self._kept.append(line)
-            yield self.rest()
-        self._kept.append(lines[-1])
-        self._size += len(lines[-1])
-        if self._size > LONGEST:
-            piece = self.rest()
-            if (head := self._head.match(piece)) is not None:
-                self._kept.append(piece[: head.end()])
-            yield piece
+        """Yields the lines that end in this chunk."""
+        *lines, last = (self._kept + chunk).split(b"\n")
+        self._kept = last[: LONGEST + 1]
+        yield from map(_cut, lines)
 
     def rest(self) -> bytes:
         """Returns the text after the last newline, and forgets this text."""
-        line = b"".join(self._kept)
-        self._kept.clear()
-        self._size = 0
-        return line
+        line, self._kept = self._kept, b""
+        return _cut(line)
+
+
+def _cut(line: bytes) -> bytes:
+    return line if len(line) <= LONGEST else line[:LONGEST] + b"... (cut: a line above 1 MiB)"
 
 
 def of_rank(line: str, rank: int | None) -> str | None:
@@ -93,7 +78,7 @@ def follow(
         return line.startswith(mark) and not (noise is not None and noise.match(line))
 
     offsets = {key: 0 if last is None else tail_offset(path, last, counts) for key, path in logs.items()}
-    splitters = {key: LineSplitter(_PREFIX) for key in logs}
+    splitters = {key: LineSplitter() for key in logs}
     while True:
         try:
             over = ended()  # queried before the read, so that no line is missed

@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.training.contract import UserError
 
-from ..logs import BLOCK, STAMPED, LineSplitter
+from ..logs import BLOCK, LineSplitter
 from ..status import Unreachable
 
 _INSIDE = "/volume"
@@ -186,7 +186,7 @@ def log_lines(container: str, since: str) -> Iterator[tuple[str, str]]:
     process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     try:
-        pieces = LineSplitter(STAMPED)
+        pieces = LineSplitter()
         while chunk := os.read(process.stdout.fileno(), BLOCK):
             yield from map(_stamped, pieces.of(chunk))
         if rest := pieces.rest():

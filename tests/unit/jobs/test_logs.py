@@ -1,4 +1,4 @@
-"""Where the last lines of a log begin, lines in pieces, and several logs in one."""
+"""Where the last lines of a log begin, lines that are too long, and the last error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.jobs import logs
-from lockstep.jobs.logs import STAMPED, LineSplitter
+from lockstep.jobs.logs import LineSplitter
 
 
 @pytest.mark.parametrize("end", ["\n", ""], ids=["ended", "unended"])
@@ -30,21 +30,15 @@ def test_where_the_last_lines_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 assert own == (wanted[-count:] if count else [])
 
 
-def test_pieces_of_a_line_begin_as_the_line_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an engine's log, in which each line has its time; however the chunks fall."""
-    whole = b"2026-01-01T00:00:00Z [rank 3] " + b"y" * 5000 + b"\nshort line\n\nunended"
+def test_a_line_that_is_too_long_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the chunks fall."""
+    monkeypatch.setattr(logs, "LONGEST", 100)
+    whole = b"y" * 5000 + b"\nshort line\n\nunended"
     for size in (1, 7, 64, 10_000):
-        chunks = [whole[at : at + size] for at in range(0, len(whole), size)]
-        plain = LineSplitter(STAMPED)
-        assert [line for chunk in chunks for line in plain.of(chunk)] == whole.split(b"\n")[:-1]
-        with monkeypatch.context() as patch:
-            patch.setattr(logs, "LONGEST", 100)
-            pieces = LineSplitter(STAMPED)
-            found = [piece for chunk in chunks for piece in pieces.of(chunk)]
-        *long, short, empty = found
-        assert (short, empty, pieces.rest()) == (b"short line", b"", b"unended")
-        assert all(piece.startswith(b"2026-01-01T00:00:00Z [rank 3] ") for piece in long)
-        assert sum(piece.count(b"y") for piece in long) == 5000
+        splitter = LineSplitter()
+        lines = [line for at in range(0, len(whole), size) for line in splitter.of(whole[at : at + size])]
+        assert lines[1:] == [b"short line", b""] and splitter.rest() == b"unended"
+        assert lines[0].startswith(b"y" * 100 + b"... (cut")
 
 
 def test_the_last_error_of_a_log_is_found_behind_an_earlier_start(tmp_path: Path) -> None:
