@@ -515,10 +515,9 @@ class Cluster(Backend):
         """Writes the recipe's shards, or submits the job that writes them. Raises `UserError`."""
 
     @classmethod
-    def render(cls, spec: JobSpec, runs: Specs) -> tuple[str, object]:  # noqa: ARG003 - for a backend with arrays
-        """Returns the output of `lockstep render` for a job, or for the runs of a sweep: as text, and as plain values."""
-        manifests = [manifest for run in runs for manifest in cls.manifests(run)]
-        return to_yaml(manifests), manifests
+    def render(cls, spec: JobSpec, runs: Specs) -> str:  # noqa: ARG003 - for a backend with arrays
+        """Returns the output of `lockstep render` for a job, or for the runs of a sweep."""
+        return to_yaml([manifest for run in runs for manifest in cls.manifests(run)])
 
     @classmethod
     def lint(cls, spec: JobSpec) -> Findings:

@@ -241,10 +241,6 @@ def render(
     backend: Backend,
     job: Job,
     sweep: Sweep = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write to this file instead of standard output.")
-    ] = None,
-    as_json: Json = False,
 ) -> None:
     """Print the manifest that submit would apply. No cluster is needed."""
     from .. import snapshots
@@ -256,17 +252,7 @@ def render(
     runs = _runs(spec, sweep)
     for item in kind.lint(spec):
         warn(f"{item.id}: {item.message}")
-    text, objects = kind.render(spec, runs)
-    if as_json:
-        show(objects)
-        return
-    if out is None:
-        print(text, end="", flush=True)
-    else:
-        try:
-            out.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write {out}: {error.strerror}") from None
+    print(kind.render(spec, runs), end="", flush=True)
 
 
 def lint(

@@ -99,7 +99,7 @@ class KubernetesBackend(Cluster):
         return render.manifests(spec)
 
     @classmethod
-    def render(cls, spec: JobSpec, runs: Sequence[JobSpec]) -> tuple[str, object]:
+    def render(cls, spec: JobSpec, runs: Sequence[JobSpec]) -> str:
         if spec.k8s.kind == "auto":
             note(f"k8s.kind auto: rendered as {render.kind_of(spec)}, submit takes the kind that the cluster has")
         return super().render(spec, [*runs])
@@ -108,7 +108,7 @@ class KubernetesBackend(Cluster):
     def preparation(cls, spec: JobSpec) -> tuple[str, object]:
         own = cls._preparation(spec)
         refuse({own.name: cls.lint(own)}, cls.name)
-        return cls.render(own, [own])
+        return cls.render(own, [own]), cls.manifests(own)
 
     @staticmethod
     def _preparation(spec: JobSpec) -> JobSpec:

@@ -70,10 +70,10 @@ class SlurmBackend(Cluster):
         return render.manifests(spec, render.submitit_folder(spec.name))
 
     @classmethod
-    def render(cls, spec: JobSpec, runs: Specs) -> tuple[str, object]:
-        """Returns the batch script, and the same script with its parameters as plain values."""
+    def render(cls, spec: JobSpec, runs: Specs) -> str:
+        """Returns the batch script."""
         (sent,) = render.manifests(spec, render.submitit_folder(spec.name), elements=len(runs))
-        return sent["script"], {"script": sent["script"], "parameters": sent["parameters"]}
+        return str(sent["script"])
 
     @classmethod
     def preparation(cls, spec: JobSpec) -> tuple[str, object]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from k8s_cluster import Fault
 from k8s_server import ApiServer
 
@@ -62,15 +63,15 @@ SCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable
 
 
 def test_render_is_what_submit_applies(server: ApiServer, tmp_path: Path) -> None:
-    shown = process(tmp_path, "render", "k8s", job(tmp_path), "--json")
+    shown = process(tmp_path, "render", "k8s", job(tmp_path))
     flags = ["--name", "smoke", "--recipe", "smoke", "--image", "localhost:5000/a:1", "--nodes", "2"]
-    assert lockstep(tmp_path, "render", "k8s", *flags, "--json").stdout == shown.stdout, "flags and file are one job"
+    assert lockstep(tmp_path, "render", "k8s", *flags).stdout == shown.stdout, "flags and file are one job"
     done = process(tmp_path, "submit", "k8s", job(tmp_path), "--json")
     assert done.returncode == 0 and json.loads(done.stdout).keys() == {"name", "created", "where", "restarted"}, done
     assert "warning: LS" in done.stderr
     sent, policy = [body for method, _, _, body in server.cluster.requests if method == "POST"]
     assert sent["spec"]["runPolicy"].pop("suspend") is True, "until its policy is there"
-    for found, rendered in zip((policy, sent), json.loads(shown.stdout), strict=True):
+    for found, rendered in zip((policy, sent), yaml.safe_load_all(shown.stdout), strict=True):
         assert (found["apiVersion"], found["spec"]) == (rendered["apiVersion"], rendered["spec"])
         assert rendered["metadata"]["labels"] == found["metadata"]["labels"]
 

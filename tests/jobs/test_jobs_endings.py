@@ -116,7 +116,7 @@ def test_a_submitted_job_has_its_own_directory(backend: Any, tmp_path: Path) -> 
         done = run([PYTHON, "-m", "lockstep.training", "run", "smoke", "--set", *words], clean_env(), cwd=tmp_path)
         assert done.code == 0, done
         overrides = [f"overrides.{text}" for text in words]
-        submit = ["submit", "local", "--recipe", "smoke", "--wait", "100", "--set", *overrides]
+        submit = ["submit", "local", "--recipe", "smoke", "--wait", "100", *(f"--set={one}" for one in overrides)]
         told = lockstep(tmp_path, *submit)
         assert told.returncode == 0 and len(events(tmp_path / "runs/jobs/smoke", "epoch")) == 1, told
         told = lockstep(tmp_path, *submit, "--fresh", "--run-dir", "runs/smoke")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.jobs.helpers import lockstep
 from tests.product import JobSpec, UserError, words_of_rank
@@ -58,16 +59,16 @@ def test_null_in_a_file_is_a_value_and_an_empty_heading_an_empty_group(tmp_path:
 
 
 def _set(folder: Path, *words: str) -> Any:
-    return lockstep(folder, "render", "compose", "--set", "recipe=smoke", "image=a:1", *words)
+    return lockstep(folder, "render", "compose", *(f"--set={word}" for word in ("recipe=smoke", "image=a:1", *words)))
 
 
 def test_set_reads_as_that_of_a_recipe(tmp_path: Path) -> None:
     """Short names, text as it stands, all else as YAML."""
     words = ["queue=gpu", "memory=8Gi", "time_limit=2h", "nodes=2", "container=null",
              "overrides.optim.lr=1e-3", "overrides.epochs=2", 'env.A="5"', "slurm.patch.a.b=[1]"]  # fmt: skip
-    told = _set(tmp_path, *words, "--json")
+    told = _set(tmp_path, *words)
     assert told.returncode == 0, told
-    (file,) = json.loads(told.stdout)
+    file = yaml.safe_load(told.stdout)
     record = json.loads(file["services"]["node-0"]["labels"]["lockstep/spec"].replace("$$", "$"))
     spec = JobSpec.of({
         "name": "smoke", "recipe": "smoke", "image": "a:1", "memory": "8Gi", "time_limit": "2h", "nodes": 2, "env": {"A": "5"},

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 from k8s_server import ApiServer
 
 from tests.jobs.helpers import lockstep
@@ -50,7 +51,7 @@ def k8s(folder: Path, command: str, *words: str) -> subprocess.CompletedProcess[
 def test_a_sweep_on_kubernetes_has_its_table_from_the_logs(server: ApiServer, tmp_path: Path) -> None:
     """A job for each run, all or none of them."""
     sweep = ("--sweep", "lr=0.1,0.2,0.3")
-    rendered = json.loads(k8s(tmp_path, "render", *sweep, "--json").stdout)
+    rendered = yaml.safe_load_all(k8s(tmp_path, "render", *sweep).stdout)
     names = [item["metadata"]["name"] for item in rendered if item["kind"] == "PyTorchJob"]
     assert names == ["smoke-0", "smoke-1", "smoke-2"]
     refused = lockstep(tmp_path, "submit", "k8s", "--recipe", "smoke", "--image", "lockstep:1", "--nodes", "2", *sweep)
