@@ -245,8 +245,6 @@ class Goodput(Record):
     lost_to_restarts: float
     """The part of the wall clock that restarts have lost."""
     restarts: int
-    began: float | None = None
-    """Seconds since the epoch, by the clock of its machine, at which the first attempt's launcher was started."""
 
 
 class RunStatus(Record):
@@ -408,25 +406,11 @@ def step(reported: RunStatus) -> str:
     return f"step {reported.step}{lost}"
 
 
-def about_time(reported: RunStatus | None, submitted: float | None, placed: float | None = None) -> dict[str, Any]:
-    """Returns the goodput and the slow rank from a run's status.json, and how long the first start took. None if the run reports nothing
-    (yet).
-
-    The run sums a monotonic clock. The seconds here are differences between wall clocks of several machines, so no sum contains them.
-
-    Args:
-        submitted: time of the submission, in seconds since the epoch. A run that is older than its job began in an earlier job.
-        placed: time at which the job had its machines. A time that is not between submission and start belongs to a later start.
-    """
+def about_time(reported: RunStatus | None) -> dict[str, Any]:
+    """Returns the goodput and the slow rank from a run's status.json. None if the run reports nothing (yet)."""
     if reported is None:
         return {"goodput": None, "slow_rank": None}
-    shares: dict[str, Any] | None = None
-    if reported.goodput is not None:
-        shares, began = reported.goodput.model_dump(exclude={"began"}), reported.goodput.began
-        if began is not None and submitted is not None and began >= submitted:
-            shares["before_start"] = round(began - submitted, 1)
-            if placed is not None and int(submitted) <= placed <= began:  # clusters report whole seconds
-                shares["queued"] = round(max(0.0, placed - submitted), 1)
+    shares = None if reported.goodput is None else reported.goodput.model_dump()
     return {"goodput": shares, "slow_rank": slow_rank_of({"slow_rank": reported.slow_rank})}
 
 

@@ -157,8 +157,8 @@ class ComposeBackend(Cluster):
         nodes, spec = known.handle, known.spec
         cancelled = bool(engine.volumes(f"{CANCELLED}={known.name}"))
         run_status = self._run_status(nodes, spec)
-        about = records.about_time(run_status, moment(nodes[0].get("Created")))
-        return dataclasses.replace(status_from_containers(nodes, spec, run_status, cancelled), **about)
+        status = status_from_containers(nodes, spec, run_status, cancelled)
+        return dataclasses.replace(status, **records.about_time(run_status))
 
     def _run_status(self, nodes: Nodes, spec: JobSpec | None) -> records.RunStatus | None:
         """Returns status.json of this job, which takes precedence over exit codes; None if an earlier job wrote the file."""

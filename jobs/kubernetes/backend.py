@@ -23,7 +23,7 @@ from .. import records, snapshots
 from ..backend import Checks, Cluster, JobRecord, Lines, Manifests, Submission
 from ..lint import errors, refuse, volume_of
 from ..logs import PREFIX
-from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, seconds_of, spec_in
+from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, spec_in
 from ..process import Streams
 from ..spec.model import JobSpec, check_preparation, code_identity, preparation
 from ..status import FINAL, Check, JobSummary, Status, SubmitResult, Unreachable, note, warn
@@ -37,7 +37,6 @@ from .observe import (
     of_each_kind,
     outdated,
     owned_by,
-    scheduled_at,
     seen_at,
     state_of,
     status_from_pods,
@@ -339,12 +338,8 @@ class KubernetesBackend(Cluster):
         with contextlib.suppress(UserError):  # the status without progress is enough
             reported = self._printed_status(known)
             if reported is not None:
-                created = seconds_of(get(known.handle, "metadata", "creationTimestamp"))
-                about = records.about_time(
-                    reported, created, scheduled_at(self._pod(known.handle, hosts(known.handle)[0]))
-                )
                 more = f", {records.progress(reported)}" if status.state == "running" else ""
-                return replace(status, reason=f"{status.reason}{more}", **about)
+                return replace(status, reason=f"{status.reason}{more}", **records.about_time(reported))
         return status
 
     def _printed_status(self, known: JobRecord) -> records.RunStatus | None:

@@ -6,7 +6,6 @@ $LOCKSTEP_HOME/local/NAME/   job.json  running.json  ended.json  log.txt      (d
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import shutil
 import signal
@@ -144,13 +143,12 @@ class LocalBackend(Backend):
         supervised = supervised or (not (folder / ENDED).exists() and bool(living(record.job, tables=tables)))
         ended = records.LocalEnd.read(folder / ENDED)
         cancelled = (folder / "cancelled").exists()
-        created = datetime.datetime.fromisoformat(record.created).timestamp()
 
         reported = records.reported(Path(record.run_dir), record.job)
 
         def answer(state: State, reason: str, code: int | None = None) -> Status:
             node = NodeStatus("this machine", list(range(total)), state, restarts=records.restarts(reported))
-            return Status(state, reason, [node], code, **records.about_time(reported, created))
+            return Status(state, reason, [node], code, **records.about_time(reported))
 
         if ended is None or ended.job != record.job:  # the end of an earlier submission does not count
             if record.host != here():
