@@ -25,7 +25,7 @@ from ..manifest import (
     changes,
     get,
     holds,
-    patched,
+    merge,
     spec_text,
     without_none,
 )
@@ -62,7 +62,7 @@ def node_name(spec: JobSpec, index: int) -> str:
 
 def render(spec: JobSpec) -> Manifest:
     """Returns the Compose file, with `compose.patch` merged into it."""
-    rendered = patched(file(spec), _long_form(spec.compose.patch), MERGED_BY)
+    rendered = merge(file(spec), _long_form(spec.compose.patch), MERGED_BY)
     services = rendered.get("services")
     for node in services.values() if isinstance(services, dict) else []:
         if get(node, "network_mode") is not None:

@@ -27,7 +27,7 @@ from ..manifest import (
     changes,
     get,
     mappings,
-    patched,
+    merge,
     spec_text,
     without_none,
 )
@@ -97,7 +97,7 @@ def of_hash(spec: JobSpec, value: str) -> JobSpec:
 
 def manifests(spec: JobSpec, submission: str = RENDERED) -> list[Manifest]:
     """Returns [NetworkPolicy, PyTorchJob or TrainJob]: the objects of a job without those of its code, with `patch`."""
-    return [network_policy(spec, submission), patched(job(spec, submission), spec.k8s.patch, MERGED_BY)]
+    return [network_policy(spec, submission), merge(job(spec, submission), spec.k8s.patch, MERGED_BY)]
 
 
 def job(spec: JobSpec, submission: str = RENDERED) -> Manifest:
@@ -420,7 +420,7 @@ class Subject(lint.Subject):
         if not self.spec.k8s.patch:
             return []
         plain = job(self.spec)  # without a submission: a patch changes every submission alike
-        return [*changes(plain, patched(plain, self.spec.k8s.patch, MERGED_BY))]
+        return [*changes(plain, merge(plain, self.spec.k8s.patch, MERGED_BY))]
 
     @cached_property
     def environment(self) -> dict[str, Any]:

@@ -299,8 +299,7 @@ class Kubernetes(Section):
     """How long a finished job stays before the cluster deletes it."""
     patch: Values = Field(default_factory=dict)
     """Patch on the rendered job, for fields that have no setting here: mappings merge, and the items of a list (containers, volumes,
-    env, ports) by their `name`, volumeMounts by their `mountPath`. Other lists are replaced; null removes a key, `$patch: delete` an
-    item."""
+    env, ports) by their `name`, volumeMounts by their `mountPath`. Other lists are replaced; null removes a key."""
 
     @model_validator(mode="after")
     def _complete(self) -> Kubernetes:
