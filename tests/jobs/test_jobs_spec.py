@@ -78,7 +78,7 @@ def test_set_reads_as_that_of_a_recipe(tmp_path: Path) -> None:
     assert record == spec.record()
     for word, named in {
         "image_pul_policy=Never": "did you mean 'image_pull_policy'", "k8s={queue: gpu}": "'k8s'",
-        "socket_interface=eth0": "k8s.socket_interface, slurm.socket_interface", "nodes=[1": "--set nodes", "env=3": "env",
+        "patch={}": "k8s.patch, slurm.patch, compose.patch", "nodes=[1": "--set nodes", "env=3": "env",
     }.items():  # fmt: skip
         told = _set(tmp_path, word)
         assert (told.returncode, told.stderr.count("\n")) == (2, 1) and named in told.stderr, told
@@ -87,8 +87,8 @@ def test_set_reads_as_that_of_a_recipe(tmp_path: Path) -> None:
 def test_live_reaches_the_launcher(tmp_path: Path) -> None:
     """And a job without it is recorded as it was before there was the setting."""
     for words, live in ((), False), (("live=true", "overrides.sync.name=exact"), True):
-        told = _set(tmp_path, *words, "--json")
-        node = json.loads(told.stdout)[0]["services"]["node-0"]
+        told = _set(tmp_path, *words)
+        node = yaml.safe_load(told.stdout)["services"]["node-0"]
         assert ("--live" in node["command"]) == live == ("live" in json.loads(node["labels"]["lockstep/spec"])), told
 
 
@@ -132,7 +132,7 @@ def test_a_stored_spec_is_read_by_the_version_that_stored_it() -> None:
     sparse: dict[str, Any] = {"name": "old", "recipe": "smoke", "gpus": 4, "k8s": {"queue": "gpu"}}
     new = JobSpec.of(sparse)
     assert JobSpec.recorded("new", new.record()) == new
-    for version in (2, 4, "2", None, [1]):
+    for version in (2, 5, "2", None, [1]):
         with pytest.raises(UserError, match="is of version"):
             JobSpec.recorded("old", {**sparse, "version": version})
 

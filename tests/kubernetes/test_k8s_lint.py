@@ -12,7 +12,7 @@ from tests.product import JobSpec
 
 GOOD: dict[str, Any] = {
     "name": "good", "recipe": "resnet18", "image": "localhost:5000/a@sha256:" + "b" * 64, "nodes": 2, "gpus": 4,
-    "shards": "/data/cifar10", "k8s": {"socket_interface": "eth0"},
+    "shards": "/data/cifar10", "k8s": {},
     "volumes": [{"claim": "runs", "path": "/runs"}, {"claim": "data", "path": "/data", "read_only": True}],
 }  # fmt: skip
 pytestmark = pytest.mark.promise("k8s-render")
