@@ -23,8 +23,8 @@ def test_a_sweep_of_this_machine_ends_in_a_table(
     """One run trains, the other one finds its data unusable."""
     for name, value in (("PYTHONPATH", str(ROOT)), ("LOCKSTEP_HOME", str(tmp_path / "home"))):
         monkeypatch.setenv(name, value)
-    settings = [f"overrides.{text}" for text in [*tiny, "epochs=1"]]
-    words = ["--recipe", "smoke", "--run-dir", str(tmp_path / "runs"), "--set", "ranks_per_node=1", *settings]
+    settings = ["ranks_per_node=1", *(f"overrides.{text}" for text in [*tiny, "epochs=1"])]
+    words = ["--recipe", "smoke", "--run-dir", str(tmp_path / "runs"), *(f"--set={text}" for text in settings)]
     sweep = ["--sweep", "data.source=synthetic,images"]
     try:
         done = lockstep(tmp_path, "submit", "local", *words, *sweep, "--wait", "120", "--json")
