@@ -62,7 +62,7 @@ def node_name(spec: JobSpec, index: int) -> str:
 
 def render(spec: JobSpec) -> Manifest:
     """Returns the Compose file, with `compose.patch` merged into it."""
-    rendered = merge(file(spec), _long_form(spec.compose.patch), MERGED_BY)
+    rendered: Manifest = merge(file(spec), _long_form(spec.compose.patch), MERGED_BY)
     services = rendered.get("services")
     for node in services.values() if isinstance(services, dict) else []:
         if get(node, "network_mode") is not None:
