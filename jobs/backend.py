@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
@@ -125,15 +125,6 @@ class Submission:
     """Elements of an array; empty for a single job."""
     manifests: Manifests = field(default_factory=list)
     findings: Findings = field(default_factory=list)
-
-
-class _Decision(NamedTuple):
-    """The effect of a submission under a name."""
-
-    job: Submission
-    known: JobRecord | None
-    """The existing job of that name. The submission attaches to this job, or replaces it."""
-    attaches: bool = False
 
 
 class Backend(abc.ABC):
@@ -255,14 +246,13 @@ class Backend(abc.ABC):
         with self.exclusive():
             if self.find(name) is not None:
                 raise UserError(f"{name} is already the name of a job: choose another --name for the sweep")
-            placed = [self._resolve_existing(Submission(spec), mode) for spec in specs]
-            there = [item for item in placed if item.attaches]
+            placed = [(Submission(spec), *self._existing(spec, mode)) for spec in specs]
+            there = [item for item in placed if item[2] is not None]
             if len(there) == len(specs):
-                return [self._place(item) for item in there]
+                return [self._place(*item) for item in there]
             if there:
-                raise UserError(
-                    f"{there[0].job.spec.name} of this sweep is running already: wait for it, or choose another --name"
-                )
+                name = there[0][0].spec.name
+                raise UserError(f"{name} of this sweep is running already: wait for it, or choose another --name")
             self.check_secrets(whole.spec)
             self.create(whole, None)
             for spec in specs:
@@ -288,22 +278,21 @@ class Backend(abc.ABC):
         jobs, done = self.prepared_all(specs), list[SubmitResult]()
         refuse({job.spec.name: job.findings for job in jobs}, self.name)
         with self.exclusive():
-            decided = [self._resolve_existing(job, mode) for job in jobs]
-            for item in decided:
-                if not item.attaches:
-                    self.check_secrets(item.job.spec)
+            decided = [(job, *self._existing(job.spec, mode)) for job in jobs]
+            for job, _, under_way in decided:
+                if under_way is None:
+                    self.check_secrets(job.spec)
             try:
                 for item in decided:
-                    done.append(self._place(item))
+                    done.append(self._place(*item))
             except UserError:
                 if done:
                     warn(f"submitted before the error: {', '.join(one.name for one in done)}")
                 raise
         return done
 
-    def _place(self, decided: _Decision) -> SubmitResult:
-        job, known, attaches = decided
-        placed = self.attach(job, known) if known is not None and attaches else self.create(job, known)
+    def _place(self, job: Submission, known: JobRecord | None, under_way: Status | None) -> SubmitResult:
+        placed = self.create(job, known) if known is None or under_way is None else self.attach(job, known)
         records.remember(self.name, placed.name, self.given_place)
         return placed
 
@@ -313,14 +302,13 @@ class Backend(abc.ABC):
         if missing and self.secrets_from is not None:
             raise UserError(f"the job needs the secret {missing[0]}: {self.secrets_from}")
 
-    def _resolve_existing(self, job: Submission, mode: Mode) -> _Decision:
-        """Decides whether a submission attaches, replaces or creates a job. Changes nothing. Raises `UserError` if another job has the
-        name."""
-        known, status = self._existing(job.spec, mode)
-        return _Decision(job, known, attaches=status is not None and not status.final)
-
     def _existing(self, spec: JobSpec, mode: Mode) -> tuple[JobRecord | None, Status | None]:
-        """Returns the job of that name, and its status if that matters. Raises `UserError` if the job prevents the submission."""
+        """Returns the job of that name, and its status if it is under way: then the submission attaches to it, otherwise it replaces it.
+        Changes nothing.
+
+        Raises:
+            UserError: the job prevents the submission.
+        """
         known = self.find(spec.name, submitting=True)
         if known is None:
             return None, None
@@ -328,7 +316,7 @@ class Backend(abc.ABC):
             raise UserError(f"{spec.name} exists, and lockstep did not make it: choose another name")
         status = self.observe(known)
         if mode == "replace" and status.final:
-            return known, status
+            return known, None
         started_over = spec.fresh is not None and not status.final and known.plain.get("fresh") != spec.fresh
         if not known.same(spec, self.name) or started_over:
             changed = "; ".join(known.differences(spec)[:8]) or "an earlier version of the same settings"
@@ -342,7 +330,7 @@ class Backend(abc.ABC):
                 f"{spec.name} has already finished: {status.state}{why}: "
                 "--replace submits it again under this name (its run directory stays)"
             )
-        return known, status
+        return known, None if status.final else status
 
     def dry_run(self, spec: JobSpec, mode: Mode = "attach") -> Checks:
         """Returns checks that say whether the job would start, when, and why not. Sends nothing. Raises `Unreachable`."""
@@ -351,7 +339,7 @@ class Backend(abc.ABC):
             refuse({job.spec.name: job.findings}, self.name)
             self.check_secrets(job.spec)
             known, status = self._existing(job.spec, mode)
-            if status is not None and not status.final:
+            if status is not None:
                 return [Check("job", "note", f"is there already, with the same spec: {status.state}")]
             place = "new" if known is None else "takes the place of an earlier one"
             return [Check("job", "ok", place), *self.preflight(job)]

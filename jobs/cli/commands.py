@@ -203,12 +203,11 @@ def check_flags(kind: type[JobBackend], flags: Mapping[str, str | None]) -> None
 
 def cluster(name: str, command: str) -> type[Cluster]:
     """Returns a backend that renders. Raises `UserError` for a backend that `command` does not support."""
-    from ..backend import BACKENDS, Cluster, backend_of
+    from ..backend import Cluster, backend_of
 
     kind = backend_of(name)
     if not issubclass(kind, Cluster):
-        others = [other for other in BACKENDS if issubclass(backend_of(other), Cluster)]
-        raise UserError(f"{command} knows {', '.join(others[:-1])} and {others[-1]}, got {name!r}")
+        raise UserError(f"{command} knows k8s, slurm and compose, got {name!r}")
     return kind
 
 
