@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -56,8 +57,10 @@ def run(command: Sequence[str], streams: Streams, env: Mapping[str, str] | None 
         raise UserError(f"cannot start {command[0]}: {error.strerror}") from None
 
     def forward(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the handler's signature
-        if not (typed and number in OF_THE_TERMINAL):
-            child.send_signal(number)
+        if typed and number in OF_THE_TERMINAL:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, number) if typed else os.killpg(child.pid, number)
 
     ours = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, forward) for number in FORWARDED} if ours else {}
