@@ -192,13 +192,8 @@ def _runs(spec: JobSpec, sweep: list[str] | None) -> list[JobSpec]:
 
 def check_flags(kind: type[JobBackend], flags: Mapping[str, str | None]) -> None:
     """Raises `UserError` for a flag that names the place of another backend's cluster."""
-    from ..backend import BACKENDS, backend_of
-
-    for flag in (name for name, value in flags.items() if value is not None and name not in kind.places):
-        owner = next(other for name in BACKENDS if flag in (other := backend_of(name)).places)
-        owned = " and ".join(f"--{name}" for name in owner.places)
-        verb = "is" if len(owner.places) == 1 else "are"
-        raise UserError(f"{owned} {verb} for {owner.name}, not for {kind.name}")
+    if foreign := next((name for name, value in flags.items() if value is not None and name not in kind.places), None):
+        raise UserError(f"--{foreign} is not for {kind.name}")
 
 
 def cluster(name: str, command: str) -> type[Cluster]:
