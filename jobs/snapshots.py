@@ -299,7 +299,9 @@ def unpacked(identity: str) -> Path:
     target = home() / identity
     data = packed(identity)
     if os.path.lexists(target) and not archive.holds(target, identity):
-        raise UserError(f"{target} was changed since it was written: remove it, and submit again")
+        raise UserError(
+            f"{target} was changed since it was written: remove it (chmod -R u+w, then rm -r), and submit again"
+        )
     return target if target.exists() else archive.unpack(data, identity, target)
 
 
