@@ -101,11 +101,11 @@ endif
 
 generate: $(READY) ## write the files that come from the code: examples in deploy/, Kubernetes' alert rules, the settings of a Session
 	$(RUN) -m docsite.reference > docs/reference/session-settings.md
-	$(VENV)/bin/lockstep render k8s job.yaml -o deploy/k8s/example-pytorchjob.yaml
-	$(VENV)/bin/lockstep render k8s examples/rdma.yaml -o deploy/k8s/example-rdma.yaml
+	$(VENV)/bin/lockstep render k8s job.yaml > deploy/k8s/example-pytorchjob.yaml
+	$(VENV)/bin/lockstep render k8s examples/rdma.yaml > deploy/k8s/example-rdma.yaml
 	LOCKSTEP_HOME=/shared/lockstep $(VENV)/bin/lockstep render slurm job.yaml --profile gpu-cluster --gpus 4 \
 	  --set slurm.python=/shared/venv/bin/python --set run_dir=/shared/runs/smoke \
-	  --set cpus=32 --set memory=256Gi -o deploy/slurm/example.sbatch
+	  --set cpus=32 --set memory=256Gi > deploy/slurm/example.sbatch
 	@cd deploy/observability && { sed '/^spec:/q' kubernetes/rules.yaml; sed -n '/^groups:/,$$p' prometheus/rules.yaml | sed '/./s/^/  /'; } > build.tmp \
 	  && mv build.tmp kubernetes/rules.yaml
 

@@ -62,12 +62,11 @@ def push(name: str, revision: str) -> None:
 
 def find(revision: str, job: str, *given: str) -> None:
     """Raises `UserError`: no image of this revision was pushed that the job could run in."""
-    from lockstep.jobs.lint import is_documentation
     from lockstep.jobs.spec.model import JobSpec
     from lockstep.training.config.settings import assignments
 
     spec = JobSpec.load(Path(job), dict(assignments(JobSpec, given)))
-    if spec.image is not None and not is_documentation(spec.image):
+    if spec.image is not None and not spec.image.startswith("registry.example/"):
         return
     pushed = notes().get(revision, {})
     image = pushed.get("cuda") if spec.gpus else pushed.get("cpu") or pushed.get("cuda")

@@ -56,9 +56,10 @@ class Smoke:
         settings = [f"ranks_per_node={args.ranks}", f"run_dir=/runs/{RECIPE}", "grace_seconds=20"]
         settings += [f"overrides.{one}" for one in ("threads=1", *args.set.split())]
         words = ["--name", self.name, "--recipe", RECIPE, "--image", args.image, "--nodes", str(args.nodes)]
+        words += [f"--set={one}" for one in settings]
         python = ("run", "--rm", "--network", "none", "--entrypoint", "python", args.image)
         began = time.monotonic()
-        rendered = self.docker(*python, "-m", "lockstep", "render", "compose", *words, "--set", *settings)
+        rendered = self.docker(*python, "-m", "lockstep", "render", "compose", *words)
         if args.timeout is None:
             args.timeout = self.measured(time.monotonic() - began)
         self.docker("volume", "create", f"{self.project}-runs")  # as `lockstep submit` does

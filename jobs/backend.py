@@ -18,19 +18,17 @@ import importlib
 import json
 import operator
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
 from lockstep.training import contract, files
 from lockstep.training.config import settings
 from lockstep.training.contract import UserError
-from lockstep.wire.exec import STACKS
 
 from . import records, snapshots
 from .lint import Finding, Rules, refuse
@@ -58,15 +56,14 @@ BACKENDS = {
 }
 """Name → package with a module `backend`, whose `BACKEND` is a `Backend`."""
 ALIASES = {"kubernetes": "k8s"}
-Mode = Literal["attach", "replace", "new"]
-"""Action if a job has the name: attach to the same job, replace a finished job, or take a numbered name."""
+Mode = Literal["attach", "replace"]
+"""Action if a job has the name: attach to the same job, or replace a finished job."""
 Lines = list[str]  # named here, because `list` is a method of every backend
 Specs = list[JobSpec]
 Sent = list[SubmitResult]
 Manifests = list[Manifest]
 Checks = list[Check]
 Findings = list[Finding]
-Standings = list[records.StalledRank]
 QUERY_SECONDS = 2.0
 """Seconds for the last query, after the end of a wait."""
 SUMMARY_LINES = 1000
@@ -128,17 +125,6 @@ class Submission:
     """Elements of an array; empty for a single job."""
     manifests: Manifests = field(default_factory=list)
     findings: Findings = field(default_factory=list)
-    original: JobSpec | None = None
-    """The spec before the backend resolved a part of it; None if the backend resolves nothing."""
-
-
-class _Decision(NamedTuple):
-    """The effect of a submission under a name."""
-
-    job: Submission
-    known: JobRecord | None
-    """The existing job of that name. The submission attaches to this job, or replaces it."""
-    attaches: bool = False
 
 
 class Backend(abc.ABC):
@@ -194,7 +180,7 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def stream(self, known: JobRecord, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
         """Yields the job's lines: of one rank, or of all with `[rank 5] ` before each line. `last`: begin this many lines before the
-        end."""
+        end of each log."""
 
     @abc.abstractmethod
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
@@ -252,8 +238,6 @@ class Backend(abc.ABC):
         Raises:
             UserError: no run was submitted; or the cluster refused a run, and a warning names the runs before it.
         """
-        if mode == "new":
-            raise UserError("--new does not work with --sweep, whose runs are numbered already: choose another --name")
         if not self.arrays:
             return self._submit(specs, mode)
         specs = snapshots.snapshot_all(specs)
@@ -262,14 +246,13 @@ class Backend(abc.ABC):
         with self.exclusive():
             if self.find(name) is not None:
                 raise UserError(f"{name} is already the name of a job: choose another --name for the sweep")
-            placed = [self._resolve_existing(Submission(spec), mode) for spec in specs]
-            there = [item for item in placed if item.attaches]
+            placed = [(Submission(spec), *self._existing(spec, mode)) for spec in specs]
+            there = [item for item in placed if item[2] is not None]
             if len(there) == len(specs):
-                return [self._place(item) for item in there]
+                return [self._place(*item) for item in there]
             if there:
-                raise UserError(
-                    f"{there[0].job.spec.name} of this sweep is running already: wait for it, or choose another --name"
-                )
+                name = there[0][0].spec.name
+                raise UserError(f"{name} of this sweep is running already: wait for it, or choose another --name")
             self.check_secrets(whole.spec)
             self.create(whole, None)
             for spec in specs:
@@ -295,22 +278,21 @@ class Backend(abc.ABC):
         jobs, done = self.prepared_all(specs), list[SubmitResult]()
         refuse({job.spec.name: job.findings for job in jobs}, self.name)
         with self.exclusive():
-            decided = [self._resolve_existing(job, mode) for job in jobs]
-            for item in decided:
-                if not item.attaches:
-                    self.check_secrets(item.job.spec)
+            decided = [(job, *self._existing(job.spec, mode)) for job in jobs]
+            for job, _, under_way in decided:
+                if under_way is None:
+                    self.check_secrets(job.spec)
             try:
                 for item in decided:
-                    done.append(self._place(item))
+                    done.append(self._place(*item))
             except UserError:
                 if done:
                     warn(f"submitted before the error: {', '.join(one.name for one in done)}")
                 raise
         return done
 
-    def _place(self, decided: _Decision) -> SubmitResult:
-        job, known, attaches = decided
-        placed = self.attach(job, known) if known is not None and attaches else self.create(job, known)
+    def _place(self, job: Submission, known: JobRecord | None, under_way: Status | None) -> SubmitResult:
+        placed = self.create(job, known) if known is None or under_way is None else self.attach(job, known)
         records.remember(self.name, placed.name, self.given_place)
         return placed
 
@@ -320,41 +302,35 @@ class Backend(abc.ABC):
         if missing and self.secrets_from is not None:
             raise UserError(f"the job needs the secret {missing[0]}: {self.secrets_from}")
 
-    def _resolve_existing(self, job: Submission, mode: Mode) -> _Decision:
-        """Decides whether a submission attaches, replaces or creates a job. Changes nothing. Raises `UserError` if another job has the
-        name."""
-        spec = job.spec
-        known, status = self._existing(spec, mode)
-        if known is not None and mode == "new":
-            name = records.next_name(spec.name, self._taken)
-            copy = (job.original or spec).model_copy(update={"name": name, "run_dir": None})
-            return _Decision(self.prepared(copy), None)
-        return _Decision(job, known, attaches=status is not None and not status.final)
-
     def _existing(self, spec: JobSpec, mode: Mode) -> tuple[JobRecord | None, Status | None]:
-        """Returns the job of that name, and its status if that matters. Raises `UserError` if the job prevents the submission."""
+        """Returns the job of that name, and its status if it is under way: then the submission attaches to it, otherwise it replaces it.
+        Changes nothing.
+
+        Raises:
+            UserError: the job prevents the submission.
+        """
         known = self.find(spec.name, submitting=True)
-        if known is None or mode == "new":
-            return known, None
+        if known is None:
+            return None, None
         if known.hash is None:
             raise UserError(f"{spec.name} exists, and lockstep did not make it: choose another name")
         status = self.observe(known)
         if mode == "replace" and status.final:
-            return known, status
+            return known, None
         started_over = spec.fresh is not None and not status.final and known.plain.get("fresh") != spec.fresh
         if not known.same(spec, self.name) or started_over:
             changed = "; ".join(known.differences(spec)[:8]) or "an earlier version of the same settings"
             raise UserError(
-                f"{spec.name} exists with another spec ({changed}): choose another name, --new for a numbered one, "
+                f"{spec.name} exists with another spec ({changed}): choose another name, "
                 "or cancel it and submit with --replace"
             )
         if status.final and status.state not in RESUMABLE:
             why = f" ({status.reason})" if status.reason else ""
             raise UserError(
                 f"{spec.name} has already finished: {status.state}{why}: "
-                "--replace submits it again under this name (its run directory stays), --new under a numbered one"
+                "--replace submits it again under this name (its run directory stays)"
             )
-        return known, status
+        return known, None if status.final else status
 
     def dry_run(self, spec: JobSpec, mode: Mode = "attach") -> Checks:
         """Returns checks that say whether the job would start, when, and why not. Sends nothing. Raises `Unreachable`."""
@@ -363,23 +339,14 @@ class Backend(abc.ABC):
             refuse({job.spec.name: job.findings}, self.name)
             self.check_secrets(job.spec)
             known, status = self._existing(job.spec, mode)
-            if status is not None and not status.final:
+            if status is not None:
                 return [Check("job", "note", f"is there already, with the same spec: {status.state}")]
-            place = "new" if known is None or mode == "new" else "takes the place of an earlier one"
+            place = "new" if known is None else "takes the place of an earlier one"
             return [Check("job", "ok", place), *self.preflight(job)]
         except Unreachable:
             raise
         except UserError as error:
             return [Check("job", "missing", str(error))]
-
-    def _taken(self, name: str) -> bool:
-        """Returns whether a new job cannot have that name."""
-        try:
-            return self.find(name, submitting=True) is not None
-        except Unreachable:
-            raise
-        except UserError:
-            return True
 
     def require(self, name: str) -> JobRecord:
         """Returns the job of that name. Raises `UserError` if there is none."""
@@ -396,7 +363,7 @@ class Backend(abc.ABC):
         """Yields the lines of one rank, or of all with `[rank 5] ` before each line. With `follow`, ends with the job.
 
         Args:
-            last: begin this many lines before the end of that rank's lines, or of all ranks' lines together.
+            last: begin this many lines before the end of each log: of a pod, a container, a task, or the local job.
         """
         known = self.require(name)
         _check_rank(known, rank)
@@ -415,29 +382,6 @@ class Backend(abc.ABC):
         if absent:
             raise UserError(f"{name} {absent}")
         return self.exec(known, rank, command, streams or Streams())
-
-    def stacks(self, name: str, rank: int | None = None) -> Standings:
-        """Returns the current activity of one rank or of each rank of a running job.
-
-        Raises:
-            UserError: there is no such job or rank, the job is not ours, or the rank has not started or has ended.
-            Unreachable: the connection was lost.
-        """
-        known = self._ours(name)
-        of_node = known.spec.ranks if known.spec is not None else 1
-        standings: dict[int, records.StalledRank] = {}
-        for first in range(0, known.world_size, of_node) if rank is None else [rank]:
-            with tempfile.TemporaryFile() as answer, open(os.devnull) as nothing:
-                words = [STACKS, *([str(rank)] if rank is not None else [])]
-                code = self.execute(name, words, first, Streams(nothing.fileno(), answer.fileno(), 2))
-                answer.seek(0)
-                for line in answer.read().splitlines() if not code else []:
-                    with contextlib.suppress(ValueError):
-                        if (one := records.StalledRank.parse(files.parsed(line))) is not None:
-                            standings[one.rank] = one
-        if not standings:
-            raise UserError(f"no rank of {name} has shown what it does")
-        return [standings[number] for number in sorted(standings)]
 
     def wait(self, name: str, timeout: float, seen: StatusCallback | None = None) -> Status:
         """Returns the final status, or the status at the timeout (seconds). `seen` gets every status during the wait, and the last.
@@ -559,10 +503,9 @@ class Cluster(Backend):
         """Writes the recipe's shards, or submits the job that writes them. Raises `UserError`."""
 
     @classmethod
-    def render(cls, spec: JobSpec, runs: Specs) -> tuple[str, object]:  # noqa: ARG003 - for a backend with arrays
-        """Returns the output of `lockstep render` for a job, or for the runs of a sweep: as text, and as plain values."""
-        manifests = [manifest for run in runs for manifest in cls.manifests(run)]
-        return to_yaml(manifests), manifests
+    def render(cls, spec: JobSpec, runs: Specs) -> str:  # noqa: ARG003 - for a backend with arrays
+        """Returns the output of `lockstep render` for a job, or for the runs of a sweep."""
+        return to_yaml([manifest for run in runs for manifest in cls.manifests(run)])
 
     @classmethod
     def lint(cls, spec: JobSpec) -> Findings:

@@ -37,7 +37,7 @@ class Job:
 
         Args:
             follow: whether to wait for new lines until the job ends.
-            last: begin this many lines before the end.
+            last: begin this many lines before the end of each log.
 
         Examples:
             >>> lines = list(job.logs(rank=0, last=20))
@@ -90,7 +90,7 @@ def submit(spec: JobSpec, backend: str | Backend = "local", mode: Mode = "attach
 
     Args:
         backend: `"local"`, `"compose"`, `"k8s"`, `"slurm"`, or a backend as an object.
-        mode: if a job of that name has ended: `"attach"` refuses, `"replace"` submits it again, `"new"` takes another name.
+        mode: if a job of that name has ended: `"attach"` refuses, `"replace"` submits it again.
 
     Raises:
         UserError: lint errors, a name in use, no answer from the cluster.

@@ -23,8 +23,6 @@ from .status import note, warn
 Level = Literal["error", "warning", "note"]
 SECRET = re.compile(r"(^|_)(TOKEN|PASSWORD|PASSWD|SECRET|SECRET_KEY|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS?)($|_)")
 """Names of variables that look like a secret's."""
-_DOCUMENTATION = re.compile(r"(.*\.)?(example|test|invalid|example\.(com|net|org))(:\d+)?", re.IGNORECASE)
-"""Hosts of documentation, which cannot be registered (RFC 2606)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,37 +135,6 @@ class Rules(Generic[S]):
 
 COMMON = Rules(Subject)
 """Rules that `lockstep lint` applies for every backend."""
-
-
-def is_documentation(image: str) -> bool:
-    """Returns whether the image's registry is a name that cannot be registered."""
-    host, slash, _ = image.partition("/")
-    return bool(slash and _DOCUMENTATION.fullmatch(host))
-
-
-@COMMON.rule("LJ001")
-def documented_registry(subject: Subject) -> Iterator[str]:
-    """A registry whose name is kept for documentation has no image."""
-    if is_documentation(subject.image or ""):
-        yield (
-            f"image {subject.image}: the registry's name is one for documentation, and leads nowhere (RFC 2606): "
-            "push the image to yours (make push IMAGE=registry/name), and name it: --image registry/name@sha256:…"
-        )
-
-
-def tag_of(image: str) -> str:
-    """Returns the tag of an image; "" if it has none."""
-    return image.partition("@")[0].rpartition("/")[2].partition(":")[2]
-
-
-@COMMON.rule("LJ002")
-def cpu_image(subject: Subject) -> Iterator[str]:
-    """In the CPU image torch finds no GPU."""
-    if subject.spec.gpus and re.fullmatch(r"(.*-)?cpu", tag_of(subject.image or "")):
-        yield (
-            f"image {subject.image} is built for CPUs, and the job asks for {subject.spec.gpus} GPUs a node: "
-            "take the CUDA image (make image), or --gpus 0"
-        )
 
 
 @COMMON.rule("LJ005")

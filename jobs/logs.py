@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
 import re
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lockstep.training import files
@@ -20,52 +18,37 @@ HEAD = 64
 Stamped = tuple[str, str]
 """(time, line); times sort as text."""
 PREFIX = re.compile(r"\[rank (\d+)\] ")
-_PREFIX = re.compile(PREFIX.pattern.encode())
 CHUNK = 1 << 20
 """Bytes of one log that are read at once."""
-STAMPED = re.compile(rb"\S{1,64} (\[rank \d+\] )?")
-"""Beginning of a line from an engine or Kubernetes: its time and its rank."""
 LAST_BYTES = 1 << 14
 """Bytes at the end of a log in which `last_error` searches."""
 LONGEST = 1 << 20
-"""Bytes of the longest line. A longer line (a progress bar without newlines) is split into pieces of about this size."""
+"""Bytes of the longest line. A longer line (a progress bar without newlines) is cut."""
 
 
 _ERROR = re.compile(r"(?P<whose>\[rank \d+\] )?(?:error: |(?P<kind>(\w+\.)*\w*(Error|Exception|Interrupt)\b))")
 
 
 class LineSplitter:
-    """Splits the chunks of a log into lines. Holds one piece of a line, and looks at each byte once.
+    """Splits the chunks of a log into lines. Cuts a line that is longer than `LONGEST`."""
 
-    Args:
-        head: pattern of a line's beginning, with its rank and time. Every piece of a long line begins with the same text.
-    """
-
-    def __init__(self, head: re.Pattern[bytes]) -> None:
-        self._head = head
-        self._kept: list[bytes] = []
-        self._size = 0
+    def __init__(self) -> None:
+        self._kept = b""
 
     def of(self, chunk: bytes) -> Iterator[bytes]:
-        """Yields the lines that end in this chunk, and the pieces of a longer line."""
-        lines = chunk.split(b"\n")
-        for line in lines[:-1]:
-            self._kept.append(line)
-            yield self.rest()
-        self._kept.append(lines[-1])
-        self._size += len(lines[-1])
-        if self._size > LONGEST:
-            piece = self.rest()
-            if (head := self._head.match(piece)) is not None:
-                self._kept.append(piece[: head.end()])
-            yield piece
+        """Yields the lines that end in this chunk."""
+        *lines, last = (self._kept + chunk).split(b"\n")
+        self._kept = last[: LONGEST + 1]
+        yield from map(_cut, lines)
 
     def rest(self) -> bytes:
         """Returns the text after the last newline, and forgets this text."""
-        line = b"".join(self._kept)
-        self._kept.clear()
-        self._size = 0
-        return line
+        line, self._kept = self._kept, b""
+        return _cut(line)
+
+
+def _cut(line: bytes) -> bytes:
+    return line if len(line) <= LONGEST else line[:LONGEST] + b"... (cut: a line above 1 MiB)"
 
 
 def of_rank(line: str, rank: int | None) -> str | None:
@@ -86,7 +69,7 @@ def follow(
         logs: log files by rank; with `prefixed`, by any number.
         prefixed: whether the lines have `[rank N] ` already.
         ended: returns whether the job has ended, or no caller waits for its end.
-        last: begin this many lines before the end. The lines have no times, so each log has an equal share.
+        last: begin this many lines before the end of each log.
         noise: pattern of lines that are left out.
     """
     mark = b"[rank %d] " % rank if prefixed and rank is not None else b""
@@ -94,8 +77,8 @@ def follow(
     def counts(line: bytes) -> bool:
         return line.startswith(mark) and not (noise is not None and noise.match(line))
 
-    offsets = dict.fromkeys(logs, 0) if last is None else _offsets(logs, last, counts)
-    splitters = {key: LineSplitter(_PREFIX) for key in logs}
+    offsets = {key: 0 if last is None else tail_offset(path, last, counts) for key, path in logs.items()}
+    splitters = {key: LineSplitter() for key in logs}
     while True:
         try:
             over = ended()  # queried before the read, so that no line is missed
@@ -121,35 +104,20 @@ def follow(
             time.sleep(interval)
 
 
-def _offsets(logs: dict[int, Path], last: int, counts: Callable[[bytes], bool]) -> dict[int, int]:
-    """Returns the offset from which each log is read, for `last` lines in total."""
-
-    def tail(key: int, count: int) -> tuple[int, int]:
-        try:
-            return tail_offset(logs[key], count, counts)
-        except OSError:
-            return 0, 0
-
-    tails = {key: tail(key, last) for key in logs}
-    quotas = dict(zip(logs, split_quota([lines for _, lines in tails.values()], last)))
-    return {key: tail(key, quotas[key])[0] if quotas[key] < lines else offset for key, (offset, lines) in tails.items()}
-
-
-def tail_offset(path: Path, count: int, counts: Callable[[bytes], bool]) -> tuple[int, int]:
-    """Returns (offset of the last `count` lines of a file, their number). Holds two blocks of the file in memory.
+def tail_offset(path: Path, count: int, counts: Callable[[bytes], bool]) -> int:
+    """Returns the offset of the last `count` lines of a file; 0 for a file that cannot be read. Holds two blocks of the file in memory.
 
     Args:
         counts: returns whether a line counts, from its first bytes, at most `HEAD`. Other lines may stand between.
-
-    Raises:
-        OSError: the file is not there, or is not a regular file.
     """
-    with files.regular(path) as file:
-        end = file.seek(0, 2)
-        if count <= 0:
-            return end, 0
-        count_of, at, after = 0, end, b""
-        while at > 0:
+    try:
+        file = files.regular(path)
+    except OSError:
+        return 0
+    with file:
+        end = at = file.seek(0, 2)
+        after = b""
+        while at > 0 and count > 0:
             size = min(BLOCK, at)
             at -= size
             file.seek(at)
@@ -158,14 +126,12 @@ def tail_offset(path: Path, count: int, counts: Callable[[bytes], bool]) -> tupl
             place = block.rfind(b"\n", 0, size if at + size < end else size - 1)
             while place >= 0:
                 if counts(block[place + 1 : place + 1 + HEAD].partition(b"\n")[0]):
-                    count_of += 1
-                    if count_of == count:
-                        return at + place + 1, count_of
+                    count -= 1
+                    if count == 0:
+                        return at + place + 1
                 place = block.rfind(b"\n", 0, place)
             after = block[:HEAD]
-        if end and counts(after.partition(b"\n")[0]):
-            count_of += 1
-        return 0, count_of
+        return 0 if count else end
 
 
 def last_error(path: Path, since: int = 0) -> str:
@@ -178,27 +144,3 @@ def last_error(path: Path, since: int = 0) -> str:
         return ""
     error = next(filter(_ERROR.match, reversed(lines)), "")
     return "".join(filter(str.isprintable, _ERROR.sub(r"\g<whose>\g<kind>", error, count=1)))[:300]
-
-
-def merge_tail(sources: Iterable[Iterable[Stamped]], count: int) -> list[Stamped]:
-    """Returns the last `count` lines of several logs by their times. Each log keeps its own order.
-
-    All logs are read to their ends; at most `count` lines of each log are in memory.
-    """
-    return list(deque(heapq.merge(*(deque(source, count) for source in sources), key=_time), count))
-
-
-def split_quota(available: list[int], count: int) -> list[int]:
-    """Returns the number of lines for each of several logs without times: `count` in total, as evenly as possible."""
-    quotas = [0] * len(available)
-    while count > 0 and (short := [index for index, number in enumerate(available) if quotas[index] < number]):
-        each = max(1, count // len(short))
-        for index in short[:count]:
-            more = min(each, available[index] - quotas[index])
-            quotas[index] += more
-            count -= more
-    return quotas
-
-
-def _time(item: Stamped) -> str:
-    return item[0]

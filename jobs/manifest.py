@@ -50,8 +50,7 @@ def merge(target: Any, patch: Any, keys: Sequence[str] = ()) -> Any:
     """Applies a JSON merge patch (RFC 7386): null removes, mappings merge, any other value replaces.
 
     Args:
-        keys: lists whose items all have one of these keys merge by it, as in kubectl's strategic merge. There `$patch: delete`
-            in an item removes the item.
+        keys: lists whose items all have one of these keys merge by it, as in kubectl's strategic merge.
     """
     if isinstance(patch, list) and isinstance(target, list):
         return _merge_lists(target, patch, keys)
@@ -75,33 +74,8 @@ def _merge_lists(target: list[Any], patch: list[Any], keys: Sequence[str]) -> li
         raise UserError(f"patch: the {key} of a list's item must be a text or a number, got {str(wrong[0])[:60]}")
     result = {item[key]: item for item in target}
     for item in patch:
-        if item.get("$patch") == "delete":
-            result.pop(item[key], None)
-        else:
-            result[item[key]] = merge(result.get(item[key]), item, keys)
+        result[item[key]] = merge(result.get(item[key]), item, keys)
     return list(result.values())
-
-
-def patched(rendered: Manifest, patch: Manifest, keys: Sequence[str]) -> Manifest:
-    """Returns a rendered manifest with the job's patch merged into it. Raises `UserError`."""
-    if not patch:
-        return rendered
-    merged: Manifest = merge(rendered, patch, keys)
-    _check_directives(merged)
-    return merged
-
-
-def _check_directives(value: Any) -> None:
-    """Raises `UserError` if a merge has left a `$patch`: kubectl knows more directives than `merge`."""
-    if isinstance(value, dict):
-        if "$patch" in value:
-            raise UserError(
-                f"patch: $patch: {str(value['$patch'])[:60]} has no effect here: expected `$patch: delete` in an item of a list whose "
-                "items have all one of the keys that lists merge by; null removes any other key"
-            )
-        value = list(value.values())
-    for inner in value if isinstance(value, list) else []:
-        _check_directives(inner)
 
 
 def without_none(value: Manifest) -> Manifest:

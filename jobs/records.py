@@ -1,7 +1,6 @@
 """Records of jobs in $LOCKSTEP_HOME, in folders that only the user can write.
 
-Jobs are executed and unpickled from these folders, so only the user may write to them and to their parents. Then a path that was
-checked can be opened by its name.
+Jobs are executed and unpickled from these folders, so each of them must belong to the user, with mode 700.
 
 A record is validated before use. A full disk, another version or another program may have written it, and one damaged file must not
 hide other jobs.
@@ -12,12 +11,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
-import itertools
 import os
 import re
 import stat
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -82,9 +80,9 @@ def place_of(backend: str, name: str) -> dict[str, str]:
 def make(folder: Path) -> Path:
     """Creates the folder if it is missing, checks it, and returns it. Raises `UserError`."""
     with keeping(folder):
-        _check_parents(folder.absolute().parent, make=True)
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.mkdir(exist_ok=True, mode=0o700)
-        check_owner(folder)
+        check(folder)
     return folder
 
 
@@ -107,12 +105,6 @@ def make_parents(run_dir: Path) -> None:
 
 def check(folder: Path) -> None:
     """Refuses a folder that another user could have put a payload into. Raises `UserError`, `OSError`."""
-    _check_parents(folder.absolute().parent)
-    check_owner(folder)
-
-
-def check_owner(folder: Path) -> None:
-    """Checks a folder like `check`, but not its parents, which were checked before. Raises `UserError`, `OSError`."""
     about = folder.lstat()
     mode = stat.S_IMODE(about.st_mode)
     if not stat.S_ISDIR(about.st_mode):
@@ -125,54 +117,6 @@ def check_owner(folder: Path) -> None:
         )
     if mode & 0o077:
         raise UserError(f"{folder} can be changed by other users (mode {mode:o}): chmod 700 it")
-
-
-def _check_parents(folder: Path, make: bool = False) -> None:
-    """Checks every folder from / to this one, and the folders that links on the path lead to. Raises `UserError`, `OSError`.
-
-    The check begins at /, so no other user can replace a checked folder while the next one is checked.
-
-    Args:
-        make: whether to create missing folders.
-    """
-    for parent in (*reversed(folder.parents), folder):
-        if make and not os.path.lexists(parent):
-            parent.mkdir(mode=0o700, exist_ok=True)
-        about = parent.lstat()
-        _check_parent(parent, about)
-        if stat.S_ISLNK(about.st_mode):
-            with contextlib.suppress(FileNotFoundError):
-                parent.stat()  # raises if links form a circle
-            _check_parents(parent.parent / os.readlink(parent), make)
-
-
-def _check_parent(folder: Path, about: os.stat_result) -> None:
-    """Refuses a folder in which another user could rename entries. Raises `UserError`."""
-    me, mode = os.geteuid(), stat.S_IMODE(about.st_mode)
-    if about.st_uid not in (0, me):
-        raise UserError(
-            f"{folder} belongs to user {about.st_uid}, who can put other jobs in the place of yours: set LOCKSTEP_HOME to a "
-            "folder below such as only you and root can write"
-        )
-    if stat.S_ISLNK(about.st_mode) or mode & stat.S_ISVTX:
-        return  # with the sticky bit, only the folder's owner renames other users' files
-    if mode & 0o002 or (mode & 0o020 and not _is_private_group(about.st_gid, me)):
-        raise UserError(
-            f"{folder} can be changed by other users (mode {mode:o}), who can put other jobs in the place of yours: "
-            f"chmod go-w {folder}, or set LOCKSTEP_HOME to a folder below such as only you and root can write"
-        )
-
-
-def _is_private_group(group: int, me: int) -> bool:
-    """Returns whether `group` is this user's private group. Many systems give one to each user, with a umask of 002."""
-    import grp
-    import pwd
-
-    try:
-        user, named = pwd.getpwuid(me), grp.getgrgid(group)
-    except KeyError:
-        return False
-    return me != 0 and user.pw_gid == group and named.gr_name == user.pw_name and {*named.gr_mem} <= {user.pw_name}
 
 
 @contextlib.contextmanager
@@ -221,7 +165,7 @@ def _read(file: Path, kind: type[R]) -> R | None:
         if not os.path.lexists(file):
             return None
         with contextlib.suppress(OSError, ValueError), _answering(file):
-            check_owner(file.parent)
+            check(file.parent)
             if (record := kind.parse(files.parsed(files.read(file, _MAX_BYTES)))) is not None:
                 return record
     if os.path.lexists(file):
@@ -301,8 +245,6 @@ class Goodput(Record):
     lost_to_restarts: float
     """The part of the wall clock that restarts have lost."""
     restarts: int
-    began: float | None = None
-    """Seconds since the epoch, by the clock of its machine, at which the first attempt's launcher was started."""
 
 
 class RunStatus(Record):
@@ -320,19 +262,6 @@ class RunStatus(Record):
     slow_rank: dict[str, Any] | None = None
     hang: str = ""
     """A sentence about the rank that makes no progress (hang.jsonl)."""
-
-
-class StalledRank(Record):
-    """The position of a rank, as its node reports it (`lockstep.wire.hangs`)."""
-
-    rank: int
-    what: str
-    where: str
-    waits: bool
-    stacks: str
-    loaders: str
-    pid: int
-    step: int | None
 
 
 class Process(Record):
@@ -444,13 +373,6 @@ def check_name(name: str) -> None:
         raise UserError(f"{name!r} is not a job name (lower-case letters, digits and -)")
 
 
-def next_name(name: str, taken: Callable[[str], bool]) -> str:
-    """Returns `name-v2`, or the name with the first number that is free. `name-2` is the name of a run of a sweep."""
-    versions = (f"-v{number}" for number in itertools.count(2))
-    free = (f"{name[: 63 - len(end)].rstrip('-')}{end}" for end in versions)
-    return next(numbered for numbered in free if not taken(numbered))
-
-
 def restarts(reported: RunStatus | None) -> int:
     """Returns how often the launcher has started the ranks again, from a run's status.json."""
     return max(0, reported.restart or 0) if reported is not None else 0
@@ -484,25 +406,11 @@ def step(reported: RunStatus) -> str:
     return f"step {reported.step}{lost}"
 
 
-def about_time(reported: RunStatus | None, submitted: float | None, placed: float | None = None) -> dict[str, Any]:
-    """Returns the goodput and the slow rank from a run's status.json, and how long the first start took. None if the run reports nothing
-    (yet).
-
-    The run sums a monotonic clock. The seconds here are differences between wall clocks of several machines, so no sum contains them.
-
-    Args:
-        submitted: time of the submission, in seconds since the epoch. A run that is older than its job began in an earlier job.
-        placed: time at which the job had its machines. A time that is not between submission and start belongs to a later start.
-    """
+def about_time(reported: RunStatus | None) -> dict[str, Any]:
+    """Returns the goodput and the slow rank from a run's status.json. None if the run reports nothing (yet)."""
     if reported is None:
         return {"goodput": None, "slow_rank": None}
-    shares: dict[str, Any] | None = None
-    if reported.goodput is not None:
-        shares, began = reported.goodput.model_dump(exclude={"began"}), reported.goodput.began
-        if began is not None and submitted is not None and began >= submitted:
-            shares["before_start"] = round(began - submitted, 1)
-            if placed is not None and int(submitted) <= placed <= began:  # clusters report whole seconds
-                shares["queued"] = round(max(0.0, placed - submitted), 1)
+    shares = None if reported.goodput is None else reported.goodput.model_dump()
     return {"goodput": shares, "slow_rank": slow_rank_of({"slow_rank": reported.slow_rank})}
 
 

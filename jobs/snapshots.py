@@ -53,9 +53,6 @@ _SECRETS = (
 """Patterns of a file's name in small letters, or of its path."""
 _HARMLESS = ".example"
 """End of the name of a file with sample values, not real ones."""
-_LFS = b"version https://git-lfs.github.com/spec/"
-_LFS_BYTES = 1024
-"""No pointer is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +68,6 @@ class Bundle:
     @property
     def paths(self) -> set[str]:
         return {file.path for file in self.files}
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(len(file.data) for file in self.files)
-
-    def lines(self) -> list[str]:
-        """Returns the list of files for people: one line for each file, then the total and the identity."""
-        rows = [f"{len(file.data):>9}  {file.path}{' (executable)' if file.executable else ''}" for file in self.files]
-        total = f"{len(self.files)} files, {self.size} bytes, {len(self.packed)} packed"
-        return [*rows, f"code {self.identity}: {total}"]
 
 
 def collect(folder: Path) -> Bundle:
@@ -105,11 +91,6 @@ def collect(folder: Path) -> Bundle:
         ]
     except OSError as error:
         raise UserError(f"code: {error.filename} cannot be read: {error.strerror}") from None
-    for file in contents:
-        if len(file.data) <= _LFS_BYTES and file.data.startswith(_LFS):
-            raise UserError(
-                f"code: {file.path} is a pointer of git-lfs, not the file: git lfs pull, or name it in {IGNORE_FILE}"
-            )
     packed = archive.pack(contents)
     if len(packed) > MAX_PACKED:
         raise _too_large(sizes, f"{len(packed)} bytes in an archive", f"{MAX_PACKED >> 20} MiB")
@@ -285,24 +266,13 @@ def home() -> Path:
 
 
 def store(identity: str, packed: bytes) -> None:
-    """Saves the archive, and replaces a damaged one. Raises `UserError`."""
+    """Saves the archive. Raises `UserError`."""
     place = records.make(home()) / f"{archive.check_identity(identity)}.tar.gz"
     try:
-        if _is_whole(place, identity):
-            os.utime(place)  # the copy is in use again
-        else:
-            files.replace(place, packed)
+        files.replace(place, packed)
     except OSError as error:
         raise UserError(f"cannot keep the code in {place.parent}: {error.strerror}; set LOCKSTEP_HOME") from None
     _remove_unused()
-
-
-def _is_whole(place: Path, identity: str) -> bool:
-    try:
-        archive.read(files.read(place, archive.MAX_PACKED), identity)
-    except (OSError, UserError):
-        return False
-    return True
 
 
 def packed(identity: str) -> bytes:
@@ -325,16 +295,13 @@ def folder_of(spec: JobSpec) -> str:
 
 
 def unpacked(identity: str) -> Path:
-    """Returns the unpacked copy, and creates it if it is missing. Renames a copy that was changed. Raises `UserError`."""
+    """Returns the unpacked copy, and creates it if it is missing. Raises `UserError`, also for a copy that was changed."""
     target = home() / identity
     data = packed(identity)
     if os.path.lexists(target) and not archive.holds(target, identity):
-        aside = target.with_name(f".{identity}.changed.{os.getpid()}")
-        warn(f"{target} was changed since it was written: it is moved to {aside.name}")
-        try:
-            target.rename(aside)
-        except OSError as error:
-            raise UserError(f"{target} was changed, and cannot be moved away: {error.strerror}") from None
+        raise UserError(
+            f"{target} was changed since it was written: remove it (chmod -R u+w, then rm -r), and submit again"
+        )
     return target if target.exists() else archive.unpack(data, identity, target)
 
 

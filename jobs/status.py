@@ -89,8 +89,7 @@ class Status:
     ranks: list[NodeStatus] = field(default_factory=list)
     exit_code: int | None = None
     goodput: dict[str, Any] | None = None
-    """Goodput of the run, over all attempts: `fraction`, `lost_to_restarts`, `restarts`; None: not known. If the run began in this
-    job, also `before_start`, seconds from submission to start, and `queued`, seconds from submission until the job had its machines."""
+    """Goodput of the run, over all attempts: `fraction`, `lost_to_restarts`, `restarts`; None: not known."""
     slow_rank: dict[str, Any] | None = None
     """Rank that the others wait for: `rank`, `phase`, `share` of every step; None if no rank is slow."""
 

@@ -192,23 +192,17 @@ def _runs(spec: JobSpec, sweep: list[str] | None) -> list[JobSpec]:
 
 def check_flags(kind: type[JobBackend], flags: Mapping[str, str | None]) -> None:
     """Raises `UserError` for a flag that names the place of another backend's cluster."""
-    from ..backend import BACKENDS, backend_of
-
-    for flag in (name for name, value in flags.items() if value is not None and name not in kind.places):
-        owner = next(other for name in BACKENDS if flag in (other := backend_of(name)).places)
-        owned = " and ".join(f"--{name}" for name in owner.places)
-        verb = "is" if len(owner.places) == 1 else "are"
-        raise UserError(f"{owned} {verb} for {owner.name}, not for {kind.name}")
+    if foreign := next((name for name, value in flags.items() if value is not None and name not in kind.places), None):
+        raise UserError(f"--{foreign} is not for {kind.name}")
 
 
 def cluster(name: str, command: str) -> type[Cluster]:
     """Returns a backend that renders. Raises `UserError` for a backend that `command` does not support."""
-    from ..backend import BACKENDS, Cluster, backend_of
+    from ..backend import Cluster, backend_of
 
     kind = backend_of(name)
     if not issubclass(kind, Cluster):
-        others = [other for other in BACKENDS if issubclass(backend_of(other), Cluster)]
-        raise UserError(f"{command} knows {', '.join(others[:-1])} and {others[-1]}, got {name!r}")
+        raise UserError(f"{command} knows k8s, slurm and compose, got {name!r}")
     return kind
 
 
@@ -241,32 +235,18 @@ def render(
     backend: Backend,
     job: Job,
     sweep: Sweep = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write to this file instead of standard output.")
-    ] = None,
-    as_json: Json = False,
 ) -> None:
     """Print the manifest that submit would apply. No cluster is needed."""
     from .. import snapshots
 
     kind = cluster(backend, "render")
     spec, code = snapshots.resolve(job.spec(backend))
-    for line in code.lines() if code is not None else []:
-        note(line)
+    if code is not None:
+        note(f"code {code.identity}: {len(code.files)} files, {len(code.packed)} bytes packed")
     runs = _runs(spec, sweep)
     for item in kind.lint(spec):
         warn(f"{item.id}: {item.message}")
-    text, objects = kind.render(spec, runs)
-    if as_json:
-        show(objects)
-        return
-    if out is None:
-        print(text, end="", flush=True)
-    else:
-        try:
-            out.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write {out}: {error.strerror}") from None
+    print(kind.render(spec, runs), end="", flush=True)
 
 
 def lint(
@@ -305,7 +285,6 @@ def submit(
     replace: Annotated[
         bool, typer.Option("--replace", help="Delete a finished job of this name, and submit again.")
     ] = False,
-    new: Annotated[bool, typer.Option("--new", help="Use a numbered name (NAME-v2) if the name is taken.")] = False,
     run_dir: Annotated[
         str | None, typer.Option("--run-dir", help="Run directory; a run that is there is resumed.")
     ] = None,
@@ -321,19 +300,14 @@ def submit(
     as_json: Json = False,
 ) -> None:
     """Submit a job. The same job again attaches to it, or resumes it where it was interrupted."""
-    if replace and new:
-        raise UserError("give --replace or --new, not both")
-    replace = replace or (fresh and not new)
     try:
         # A word with which no run has begun.
         spec = job.spec(backend, run_dir=run_dir, fresh=uuid.uuid4().hex[:12] if fresh else None)
     except _EndedThere as ending:
-        if new:
-            note(f"the name that --new chose is not remembered here: commands about the job need --host {ending.host}")
-        elif not dry_run:
+        if not dry_run:
             ending.remember(sweep)
         raise
-    mode: Mode = "replace" if replace else "new" if new else "attach"
+    mode: Mode = "replace" if replace or fresh else "attach"
     if dry_run and (sweep or wait is not None):
         raise UserError("--dry-run is of one job, and waits for none: leave out --sweep and --wait")
     if sweep:
@@ -417,8 +391,8 @@ def logs(
         typer.Option(
             min=0,
             metavar="N",
-            help="Only the last N lines: of one rank with --rank, else of all ranks together by time "
-            "(SLURM logs have no times: an equal share for each rank). With -f also all later lines.",
+            help="Only the last N lines of each log: of each pod or container, on SLURM of each rank, on this machine of the job. "
+            "With -f also all later lines.",
         ),
     ] = None,
     as_json: Json = False,
@@ -457,25 +431,6 @@ def execute(
     2 if the job or the rank is not running, 69 if the connection is lost.
     """
     raise typer.Exit(place.open(backend, name).execute(name, command, rank))
-
-
-def stacks(
-    backend: Backend,
-    name: Name,
-    place: ClusterOptions,
-    rank: Annotated[int | None, typer.Option(help="Only this global rank.", min=0)] = None,
-    as_json: Json = False,
-) -> None:
-    """Print what each rank of a running job does now: what it waits for, where, and its Python stacks."""
-    standings = place.open(backend, name).stacks(name, rank)
-    lines: list[str] = []
-    for one in standings:
-        where = f" ({one.where})" if one.where else ""
-        step = f", step {one.step}" if one.step is not None else ""
-        lines.append(f"rank {one.rank} {one.what}{where} [process {one.pid}{step}]")
-        texts = (*one.stacks.splitlines(), *one.loaders.splitlines())
-        lines += [f"  {text}".rstrip() for text in texts]
-    answer(as_json, [one.model_dump() for one in standings], lines)
 
 
 def wait(

@@ -71,23 +71,19 @@ def run(
     live: Annotated[
         bool, typer.Option("--live", help="If a rank is killed the others continue; needs sync.name=exact, on CPUs.")
     ] = False,
-    log_format: Annotated[str | None, typer.Option(help="table or json.")] = None,
     prefix: Annotated[bool, typer.Option(help="Put the rank at the beginning of every line.")] = False,
 ) -> None:
     """Train on this machine, in the foreground."""
     settings = list(assignments or [])
     settings += [f"check_closeness={check_closeness.removeprefix('every=')}"] if check_closeness else []
     own = "--" in sys.argv
-    if log_format not in (None, "table", "json"):
-        raise UserError(f"--log-format must be table or json, got {log_format!r}")
     if not own and program:
         raise UserError(f"one recipe, got {recipe} and {program[0]}: your own program goes after --")
-    words = _program(recipe, program or [], run_dir, settings, fresh, log_format) if own else ["run", recipe]
+    words = _program(recipe, program or [], run_dir, settings, fresh) if own else ["run", recipe]
     if not own:
         from lockstep.training import config as configuration
 
         configuration.load(recipe, settings)  # a typing error costs no start-up
-        words += ["--log-format", log_format] if log_format else []
         words += ["--run-dir", str(run_dir)] if run_dir else []
         words += ["--fresh"] if fresh else []
         words += ["--set", *settings] if settings else []
@@ -105,14 +101,11 @@ def run(
     os.execve(command[0], command, environment)  # noqa: S606 - the launcher takes this process's place, and its signals
 
 
-def _program(
-    name: str, arguments: list[str], run_dir: Path | None, settings: list[str], fresh: bool, log_format: str | None
-) -> list[str]:  # fmt: skip
+def _program(name: str, arguments: list[str], run_dir: Path | None, settings: list[str], fresh: bool) -> list[str]:
     """Returns the words of the user's own program, whose Session takes the options. Raises `UserError`."""
     from lockstep.training import config as configuration
     from lockstep.wire.payload import SessionOptions
 
-    settings = settings + ([f"log.format={log_format}"] if log_format else [])
     configuration.check_overrides(settings)
     options = SessionOptions(
         str(run_dir.absolute()) if run_dir else "", tuple(settings), uuid.uuid4().hex[:12] if fresh else "",
@@ -156,7 +149,6 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "status": (commands.status, "Example: lockstep status k8s smoke --json"),
     "logs": (commands.logs, "Example: lockstep logs k8s smoke --rank 5 --tail 100 --follow"),
     "exec": (commands.execute, "Example: lockstep exec k8s smoke --rank 5 -- nvidia-smi"),
-    "stacks": (commands.stacks, "Example: lockstep stacks k8s smoke --rank 5"),
     "wait": (commands.wait, "Example: lockstep wait k8s smoke --timeout 3600"),
     "cancel": (commands.cancel, "Example: lockstep cancel k8s smoke"),
     "list": (commands.list_jobs, "Example: lockstep list k8s"),
@@ -213,21 +205,6 @@ def app_of(command: str = "") -> typer.Typer:
     return app
 
 
-def expand_set(words: list[str]) -> list[str]:
-    """Returns the words with `--set a=1 b=2` as `--set a=1 --set b=2`, because `python -m lockstep.training` accepts both forms."""
-    expanded: list[str] = []
-    assigning = False
-    for number, word in enumerate(words):
-        if word == "--":
-            return expanded + words[number:]
-        if assigning and expanded[-1] != "--set" and re.match(r"[A-Za-z_][\w.-]*=", word):
-            expanded.append("--set")
-        elif word.startswith("-") or (assigning and expanded[-1] != "--set"):
-            assigning = word == "--set"
-        expanded.append(word)
-    return expanded
-
-
 def main() -> NoReturn:
     """Runs the command line. Prints an error that the user can correct in one line, and ends with code 2."""
     for stream in (sys.stdout, sys.stderr):
@@ -246,7 +223,7 @@ def _main() -> NoReturn:
             os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
         with extras.explained(), signals_held_back() if command == "run" else contextlib.nullcontext():
             # Outside standalone mode typer returns the code of an Exit instead of raising it.
-            code = app_of(command)(expand_set(sys.argv[1:]), standalone_mode=False)
+            code = app_of(command)(sys.argv[1:], standalone_mode=False)
     except UserError as error:
         print_error(error)
         sys.exit(EXIT_UNREACHABLE if isinstance(error, Unreachable) else error.code)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import re
 import secrets
 import time
-import uuid
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +23,7 @@ from lockstep.wire import hangs
 
 from .. import records, snapshots
 from ..backend import Checks, Cluster, JobRecord, Lines, Manifests, Submission
-from ..logs import Stamped, merge_tail, of_rank
+from ..logs import Stamped, of_rank
 from ..manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
 from ..process import Streams, exec_command, run
 from ..spec.model import GRACE_MARGIN, JobSpec, code_identity
@@ -158,8 +157,8 @@ class ComposeBackend(Cluster):
         nodes, spec = known.handle, known.spec
         cancelled = bool(engine.volumes(f"{CANCELLED}={known.name}"))
         run_status = self._run_status(nodes, spec)
-        about = records.about_time(run_status, moment(nodes[0].get("Created")))
-        return dataclasses.replace(status_from_containers(nodes, spec, run_status, cancelled), **about)
+        status = status_from_containers(nodes, spec, run_status, cancelled)
+        return dataclasses.replace(status, **records.about_time(run_status))
 
     def _run_status(self, nodes: Nodes, spec: JobSpec | None) -> records.RunStatus | None:
         """Returns status.json of this job, which takes precedence over exit codes; None if an earlier job wrote the file."""
@@ -181,10 +180,8 @@ class ComposeBackend(Cluster):
         while True:
             ended = not follow or self.status(known.name).final  # queried before the read, so that no line is missed
             sources = [_unseen(id, seen, rank) for id in seen]
-            if last is None:
-                yield from (line for source in sources for _, line in source)
-            else:
-                yield from (line for _, line in merge_tail(sources, last))
+            for source in sources:
+                yield from (line for _, line in (source if last is None else deque(source, last)))
             if ended:
                 return
             last = None
@@ -201,12 +198,10 @@ class ComposeBackend(Cluster):
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
         spec = known.spec or JobSpec.recorded(known.name, known.plain)
         (place,) = self._ids(known, rank)
-        token = uuid.uuid4().hex
         terminal = ["--tty"] if streams.terminal else []
         words = ["docker", "exec", "--interactive", *terminal, place]
-        words += exec_command("python", rank, command, spec.run_directory, "--token", token)
-        # Without a terminal the engine passes no signals on.
-        return run(words, streams, interrupt=functools.partial(engine.send_signal, place, token))
+        words += exec_command("python", rank, command, spec.run_directory)
+        return run(words, streams)
 
     def stop(self, known: JobRecord) -> Status:
         name, nodes, spec = known.name, known.handle, known.spec

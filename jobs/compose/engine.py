@@ -13,8 +13,7 @@ from typing import Any
 
 from lockstep.training.contract import UserError
 
-from ..logs import BLOCK, STAMPED, LineSplitter
-from ..process import signal_command
+from ..logs import BLOCK, LineSplitter
 from ..status import Unreachable
 
 _INSIDE = "/volume"
@@ -181,19 +180,13 @@ def write_volume(volume: str, image: str, name: str, data: bytes, label: str) ->
         docker("rm", "--force", container)
 
 
-def send_signal(container: str, token: str, number: int) -> None:
-    """Sends a signal to the processes that were started in a container with that token. Raises `EngineError`."""
-
-    docker("exec", container, *signal_command("python", token, number))
-
-
 def log_lines(container: str, since: str) -> Iterator[tuple[str, str]]:
     """Yields (time, line) of a container's output from that time on, both streams; "": from its start."""
     words = ["docker", "logs", "--timestamps", *(["--since", since] if since else []), container]
     process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     try:
-        pieces = LineSplitter(STAMPED)
+        pieces = LineSplitter()
         while chunk := os.read(process.stdout.fileno(), BLOCK):
             yield from map(_stamped, pieces.of(chunk))
         if rest := pieces.rest():

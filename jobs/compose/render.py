@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.training.contract import ENV_METRICS_PORT, ENV_SECRET, MASTER_PORT, METRICS_PORT, UserError
 
 from .. import lint
-from ..lint import tag_of, volume_of
+from ..lint import volume_of
 from ..manifest import (
     HASH,
     JOB,
@@ -25,7 +25,7 @@ from ..manifest import (
     changes,
     get,
     holds,
-    patched,
+    merge,
     spec_text,
     without_none,
 )
@@ -62,7 +62,7 @@ def node_name(spec: JobSpec, index: int) -> str:
 
 def render(spec: JobSpec) -> Manifest:
     """Returns the Compose file, with `compose.patch` merged into it."""
-    rendered = patched(file(spec), _long_form(spec.compose.patch), MERGED_BY)
+    rendered: Manifest = merge(file(spec), _long_form(spec.compose.patch), MERGED_BY)
     services = rendered.get("services")
     for node in services.values() if isinstance(services, dict) else []:
         if get(node, "network_mode") is not None:
@@ -280,12 +280,5 @@ def owner(subject: Subject) -> Iterator[str]:
 def image_tag(subject: Subject) -> Iterator[str]:
     """A name without a tag means another image tomorrow."""
     name = subject.spec.image or ""
-    if name and "@sha256:" not in name and tag_of(name) in ("", "latest"):
+    if name and "@sha256:" not in name and name.rpartition("/")[2].partition(":")[2] in ("", "latest"):
         yield f"image {name} has no fixed tag: use a tag, or better a digest (name@sha256:…)"
-
-
-@RULES.rule("LC013", "warning")
-def ignored_settings(subject: Subject) -> Iterator[str]:
-    """A setting that has no meaning here is better not there."""
-    if given := subject.spec.given_elsewhere("compose"):
-        yield f"{given[0]} has no meaning for Compose and is left out (compose.patch changes the file)"

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lockstep.training.contract import UserError
 
-from ..logs import STAMPED, LineSplitter
+from ..logs import LineSplitter
 from ..manifest import get
 from ..status import LoggedOut, Unreachable, seconds_to_answer
 from .observe import ApiError, Failing, Gone
@@ -378,7 +378,7 @@ class Api:
     def log(self, path: str, seconds: float, **query: Any) -> Iterator[str]:
         """Yields the lines of a container's log. Ends if the stream ends, breaks, or is silent for `seconds`."""
         response = self._send("GET", path, query, seconds, stream=True)
-        pieces = LineSplitter(STAMPED)
+        pieces = LineSplitter()
         try:
             for chunk in response.stream(1 << 16, decode_content=True):
                 yield from (line.decode(errors="replace") for line in pieces.of(chunk))

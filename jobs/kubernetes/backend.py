@@ -23,7 +23,7 @@ from .. import records, snapshots
 from ..backend import Checks, Cluster, JobRecord, Lines, Manifests, Submission
 from ..lint import errors, refuse, volume_of
 from ..logs import PREFIX
-from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, seconds_of, spec_in
+from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, spec_in
 from ..process import Streams
 from ..spec.model import JobSpec, check_preparation, code_identity, preparation
 from ..status import FINAL, Check, JobSummary, Status, SubmitResult, Unreachable, note, warn
@@ -37,7 +37,6 @@ from .observe import (
     of_each_kind,
     outdated,
     owned_by,
-    scheduled_at,
     seen_at,
     state_of,
     status_from_pods,
@@ -99,7 +98,7 @@ class KubernetesBackend(Cluster):
         return render.manifests(spec)
 
     @classmethod
-    def render(cls, spec: JobSpec, runs: Sequence[JobSpec]) -> tuple[str, object]:
+    def render(cls, spec: JobSpec, runs: Sequence[JobSpec]) -> str:
         if spec.k8s.kind == "auto":
             note(f"k8s.kind auto: rendered as {render.kind_of(spec)}, submit takes the kind that the cluster has")
         return super().render(spec, [*runs])
@@ -108,7 +107,7 @@ class KubernetesBackend(Cluster):
     def preparation(cls, spec: JobSpec) -> tuple[str, object]:
         own = cls._preparation(spec)
         refuse({own.name: cls.lint(own)}, cls.name)
-        return cls.render(own, [own])
+        return cls.render(own, [own]), cls.manifests(own)
 
     @staticmethod
     def _preparation(spec: JobSpec) -> JobSpec:
@@ -135,7 +134,7 @@ class KubernetesBackend(Cluster):
     def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = (), kind: str | None = None) -> Submission:
         own = self._with_kind(spec, kind)
         manifests = render.manifests(own, uuid.uuid4().hex[:8])
-        return Submission(own, runs, manifests, RULES.apply(own, manifests), original=spec)
+        return Submission(own, runs, manifests, RULES.apply(own, manifests))
 
     def prepared_all(self, specs: Sequence[JobSpec]) -> Sequence[Submission]:
         """Returns the submissions. New runs have the kind of the last run, whose name is the longest."""
@@ -339,12 +338,8 @@ class KubernetesBackend(Cluster):
         with contextlib.suppress(UserError):  # the status without progress is enough
             reported = self._printed_status(known)
             if reported is not None:
-                created = seconds_of(get(known.handle, "metadata", "creationTimestamp"))
-                about = records.about_time(
-                    reported, created, scheduled_at(self._pod(known.handle, hosts(known.handle)[0]))
-                )
                 more = f", {records.progress(reported)}" if status.state == "running" else ""
-                return replace(status, reason=f"{status.reason}{more}", **about)
+                return replace(status, reason=f"{status.reason}{more}", **records.about_time(reported))
         return status
 
     def _printed_status(self, known: JobRecord) -> records.RunStatus | None:

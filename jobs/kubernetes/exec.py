@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import threading
-import uuid
 from collections.abc import Sequence
 
 from lockstep.training.contract import UserError
 
-from ..process import CHUNK, Streams, exec_command, run, signal_command
+from ..process import CHUNK, Streams, exec_command, run
 from ..status import Unreachable
 
 _ENDED = b"command terminated with exit code "
 """Line by which kubectl reports that the exit code is the command's and not kubectl's."""
-_SIGNAL_SECONDS = 30.0
 _NOT_STARTED = re.compile(r"\(NotFound\)|executing command in container|container not found|cannot exec into")
 """Errors after which no command runs in the container."""
 
@@ -36,31 +33,12 @@ def beside(
     """
     if shutil.which(kubectl[0]) is None:
         raise UserError(f"{kubectl[0]} is not on PATH, and runs the command in the pod: install it, then try again")
-    token, inside = uuid.uuid4().hex, [pod, "--container", container, "--"]
 
-    def interrupt(number: int) -> None:  # without a terminal kubectl passes no signal on
-        words = [*kubectl, "exec", *inside, *signal_command("python", token, number)]
-        nothing = subprocess.DEVNULL
-        try:
-            done = subprocess.run(
-                words,
-                stdin=nothing,
-                stdout=nothing,
-                stderr=subprocess.PIPE,
-                timeout=_SIGNAL_SECONDS,
-                start_new_session=True,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise UserError(f"signal {number} was not passed on to {pod}: {error}") from None
-        if done.returncode:
-            why = done.stderr.decode(errors="replace").strip().splitlines() or [f"kubectl ended with {done.returncode}"]
-            raise UserError(f"signal {number} was not passed on to {pod}: {why[-1][:500]}")
-
-    words = [*kubectl, "exec", "--stdin", *(["--tty"] if streams.terminal else []), *inside]
-    words += exec_command("python", rank, command, run_dir, "--token", token)
+    words = [*kubectl, "exec", "--stdin", *(["--tty"] if streams.terminal else []), pod]
+    words += ["--container", container, "--", *exec_command("python", rank, command, run_dir)]
     errors = _Errors(streams.stderr)
     try:
-        code = run(words, Streams(streams.stdin, streams.stdout, errors.target), interrupt=interrupt)
+        code = run(words, Streams(streams.stdin, streams.stdout, errors.target))
     finally:
         errors.close()
     if code == 0 or errors.text.rstrip().endswith(f"{_ENDED.decode()}{code}"):

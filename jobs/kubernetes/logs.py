@@ -6,6 +6,7 @@ import queue
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -13,7 +14,7 @@ from typing import Any
 
 from lockstep.training.contract import UserError
 
-from ..logs import PREFIX, Stamped, merge_tail, of_rank
+from ..logs import PREFIX, Stamped, of_rank
 from ..manifest import get
 from ..status import Unreachable
 from .api import Api
@@ -63,17 +64,18 @@ class Reader:
         yield from self._follow_all(hosts, rank, {})
 
     def tail(self, hosts: list[str], rank: int | None, follow: bool, count: int) -> Iterator[str]:
-        """Yields the last `count` lines of `hosts` by their times, of one rank or of all; with `follow`, also all later lines."""
+        """Yields the last `count` lines of each of `hosts`, of one rank or of all; with `follow`, also all later lines."""
         seen: dict[str, LogCursor] = {}
         pods = sorted(self._of(hosts), key=_age)  # the newest of a host comes last
 
-        def own(pod: dict[str, Any]) -> Iterator[Stamped]:
+        def own(pod: dict[str, Any]) -> Iterator[str]:
             # The server knows no ranks, so all lines are read to find those of one rank.
             for stamp, line in self._once(pod, False, "", max(count, 1) if rank is None else None):
                 seen[host(pod)] = LogCursor(str(get(pod, "metadata", "uid")), stamp)
-                yield from ((stamp, picked) for picked in _pick(iter((line,)), host(pod), rank))
+                yield from _pick(iter((line,)), host(pod), rank)
 
-        yield from (line for _, line in merge_tail(map(own, pods), count))
+        for pod in pods:
+            yield from deque(own(pod), count)
         if follow:
             yield from self._follow_all(hosts, rank, seen)
 

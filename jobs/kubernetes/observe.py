@@ -145,12 +145,6 @@ def owned_by(pod: Object, job: Object) -> bool:
     return (f"{get(job, 'metadata', 'name')}-node-0" in [owner.get("name") for owner in owners]) and made >= since
 
 
-def scheduled_at(pod: Object | None) -> float | None:
-    """Returns when the pod had its node, in seconds since the epoch; None if it has none."""
-    scheduled = condition(pod or {}, "PodScheduled")
-    return seconds_of(get(scheduled, "lastTransitionTime"))
-
-
 def host(pod: Object) -> str:
     """Returns the name under which the pod's launcher joins the others."""
     return str(get(pod, "spec", "hostname") or get(pod, "metadata", "name"))

@@ -27,7 +27,7 @@ from ..manifest import (
     changes,
     get,
     mappings,
-    patched,
+    merge,
     spec_text,
     without_none,
 )
@@ -97,7 +97,7 @@ def of_hash(spec: JobSpec, value: str) -> JobSpec:
 
 def manifests(spec: JobSpec, submission: str = RENDERED) -> list[Manifest]:
     """Returns [NetworkPolicy, PyTorchJob or TrainJob]: the objects of a job without those of its code, with `patch`."""
-    return [network_policy(spec, submission), patched(job(spec, submission), spec.k8s.patch, MERGED_BY)]
+    return [network_policy(spec, submission), merge(job(spec, submission), spec.k8s.patch, MERGED_BY)]
 
 
 def job(spec: JobSpec, submission: str = RENDERED) -> Manifest:
@@ -196,12 +196,7 @@ def _pod_metadata(spec: JobSpec) -> Manifest:
     annotations = {"sidecar.istio.io/inject": "false"}  # a mesh's proxy never ends, so the pod would not end
     # If one pod is evicted, all pods start again.
     annotations |= {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
-    if spec.k8s.topology:
-        annotations[f"kueue.x-k8s.io/podset-{spec.k8s.topology}-topology"] = spec.k8s.topology_level
-    return {
-        "labels": {**spec.k8s.pod_labels, **labels(spec)},
-        "annotations": {**annotations, **spec.k8s.pod_annotations},
-    }
+    return {"labels": labels(spec), "annotations": annotations}
 
 
 def pod_spec(spec: JobSpec, submission: str) -> Manifest:
@@ -214,7 +209,6 @@ def pod_spec(spec: JobSpec, submission: str) -> Manifest:
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": spec.grace_seconds + GRACE_MARGIN,
             "priorityClassName": settings.priority_class,
-            "schedulerName": settings.scheduler_name,
             "nodeSelector": dict(sorted(settings.node_selector.items())) or None,
             "tolerations": [item.model_dump(exclude_none=True) for item in settings.tolerations] or None,
             "affinity": _affinity(spec),
@@ -271,13 +265,10 @@ def environment(spec: JobSpec) -> list[Manifest]:
         "OMP_NUM_THREADS": None if spec.gpus else str(max(1, int(spec.cpus / spec.ranks))),
     }
     if spec.gpus:
-        values["NCCL_DEBUG"] = spec.k8s.nccl_debug
+        values["NCCL_DEBUG"] = "WARN"
         values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
-        values["NCCL_SOCKET_IFNAME"] = spec.k8s.socket_interface
-        values["NCCL_IB_HCA"] = spec.k8s.ib_hca
         if any(name.endswith("/efa") for name in spec.k8s.rdma):
             values["FI_PROVIDER"] = "efa"
-    values["GLOO_SOCKET_IFNAME"] = spec.k8s.socket_interface  # gloo sends CPU tensors, also in a job with GPUs
     values |= spec.env
     items: list[Manifest] = [
         {"name": name, "value": _literal(value)}
@@ -420,7 +411,7 @@ class Subject(lint.Subject):
         if not self.spec.k8s.patch:
             return []
         plain = job(self.spec)  # without a submission: a patch changes every submission alike
-        return [*changes(plain, patched(plain, self.spec.k8s.patch, MERGED_BY))]
+        return [*changes(plain, merge(plain, self.spec.k8s.patch, MERGED_BY))]
 
     @cached_property
     def environment(self) -> dict[str, Any]:
@@ -498,7 +489,7 @@ def changed(subject: Subject) -> Iterator[str]:
 def trainjob_limits(subject: Subject) -> Iterator[str]:
     """What a TrainJob's pods get beyond a patch is set in the runtime."""
     given = subject.spec.plain().get("k8s", {}) if subject.kind == "TrainJob" else {}
-    for name in ("priority_class", "scheduler_name", "image_pull_policy", "ttl"):
+    for name in ("priority_class", "image_pull_policy", "ttl"):
         if name in given:
             yield f"a TrainJob cannot set k8s.{name}: put it into the runtime that k8s.runtime names, or use k8s.kind PyTorchJob"
 

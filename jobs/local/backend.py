@@ -6,7 +6,6 @@ $LOCKSTEP_HOME/local/NAME/   job.json  running.json  ended.json  log.txt      (d
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import shutil
 import signal
@@ -29,7 +28,7 @@ from ..spec.model import GRACE_MARGIN, JobSpec, code_identity, launch_command
 from ..spec.types import size_in_bytes
 from ..status import Check, JobSummary, NodeStatus, State, Status, SubmitResult, warn
 from . import supervise
-from .supervise import ENDED, RUNNING, ProcessTable, alive, here, living, record_end, start_ticks
+from .supervise import ENDED, RUNNING, alive, descendants, here, record_end, start_ticks
 
 SUPERVISOR = "supervisor.json"
 POLL_SECONDS = 0.1
@@ -67,8 +66,6 @@ class LocalBackend(Backend):
         if spec.gpus:
             gpus, needed = len(list(Path("/dev").glob("nvidia[0-9]*"))), spec.nodes * spec.gpus
             checks.append(Check("gpus", "ok" if needed <= gpus else "missing", f"{needed} of {gpus}"))
-        if closed := self._closed(spec.run_directory_here):
-            checks.append(Check("run_dir", "missing", closed))
         return [*checks, Check("start", "ok", "at once")]
 
     def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:
@@ -77,8 +74,6 @@ class LocalBackend(Backend):
         # The same job resumes in its run directory, from whatever folder it is submitted.
         run_dir = old.handle.run_dir if old is not None and old.hash == spec.hash() else spec.run_directory_here
         records.make_parents(Path(run_dir))
-        if closed := self._closed(run_dir):
-            raise UserError(f"run_dir: {closed}: choose another run_dir")
         if spec.code is not None:
             snapshots.unpacked(code_identity(spec))
         if old is not None:
@@ -104,13 +99,6 @@ class LocalBackend(Backend):
         return SubmitResult(spec.name, True, str(folder))
 
     @staticmethod
-    def _closed(run_dir: str) -> str:
-        """Returns why the run cannot create its directory; "" if it can."""
-        place = next(folder for folder in (Path(run_dir), *Path(run_dir).parents) if os.path.lexists(folder))
-        writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
-        return "" if writable else f"{place} is not a folder that this user may write to"
-
-    @staticmethod
     def _clear(folder: Path) -> None:
         """Removes the folder of a submission that was interrupted before its record was written. Raises `UserError` for any other
         folder."""
@@ -129,28 +117,19 @@ class LocalBackend(Backend):
         return [*command[:4], "--ranks", str(spec.nodes * spec.ranks), "--nodes", "1", *command[4:]]
 
     def observe(self, known: JobRecord) -> Status:
-        return self._answer(known, *self._before(known), [])
-
-    def _before(self, known: JobRecord) -> tuple[bool, bool]:
-        """Returns whether the job is being submitted, and whether its supervisor or its launcher lives."""
-        folder = self.folder / known.name
-        return self._being_submitted(folder), bool(self._processes(folder))
-
-    def _answer(self, known: JobRecord, being_submitted: bool, supervised: bool, tables: list[ProcessTable]) -> Status:
-        """Returns the status. `tables` are read after `_before`, so they include processes that have begun or ended meanwhile."""
         record, folder = known.handle, self.folder / known.name
         total = known.world_size
         # In the order of a job's life: a change between two of these queries is visible in the second one.
-        supervised = supervised or (not (folder / ENDED).exists() and bool(living(record.job, tables=tables)))
+        being_submitted = self._being_submitted(folder)
+        supervised = bool(self._processes(folder))
         ended = records.LocalEnd.read(folder / ENDED)
         cancelled = (folder / "cancelled").exists()
-        created = datetime.datetime.fromisoformat(record.created).timestamp()
 
         reported = records.reported(Path(record.run_dir), record.job)
 
         def answer(state: State, reason: str, code: int | None = None) -> Status:
             node = NodeStatus("this machine", list(range(total)), state, restarts=records.restarts(reported))
-            return Status(state, reason, [node], code, **records.about_time(reported, created))
+            return Status(state, reason, [node], code, **records.about_time(reported))
 
         if ended is None or ended.job != record.job:  # the end of an earlier submission does not count
             if record.host != here():
@@ -190,6 +169,12 @@ class LocalBackend(Backend):
         """Returns the live processes of these records; without `files`, the job's supervisor and its launcher."""
         known = [records.Process.read(folder / file) for file in files or (SUPERVISOR, RUNNING)]
         return [process.pid for process in known if process is not None and alive(process.pid, process.ticks)]
+
+    def _rest(self, folder: Path) -> list[int]:
+        """Returns the live processes that end with the job. The supervisor ends by itself, after it has recorded the end."""
+        supervisor = self._processes(folder, SUPERVISOR)
+        launcher = [] if supervisor else self._processes(folder, RUNNING)
+        return launcher + [pid for root in supervisor or launcher for pid in descendants(root)]
 
     @staticmethod
     def _check_here(known: JobRecord, advice: str) -> None:
@@ -233,31 +218,26 @@ class LocalBackend(Backend):
             deadline += supervise.KILL_SECONDS  # the supervisor kills, after the grace
         signalled = False
         while not self.status(known.name).final and time.monotonic() < deadline:
-            launcher = records.Process.read(folder / RUNNING)
-            if launcher is not None and not signalled:
+            if not signalled and (folder / RUNNING).exists():
                 signalled = True
-                # If both are gone, ranks may still live.
-                supervise.send(self._processes(folder)[:1] or living(record.job), signal.SIGTERM)
+                supervise.send(self._processes(folder)[:1], signal.SIGTERM)
             time.sleep(POLL_SECONDS)
-        supervisor = self._processes(folder, SUPERVISOR)
         if not self.status(known.name).final:
-            supervise.kill(record.job, *supervisor)
+            supervise.kill(lambda: self._rest(folder))
         status = self.wait(known.name, supervise.KILL_SECONDS)
         if not status.final:
-            left = living(record.job, *supervisor) or supervisor
+            left = ", ".join(map(str, self._rest(folder) or self._processes(folder)))
             raise UserError(
-                f"{known.name} has not ended: {supervise.described(left)} is still running (state D: the kernel holds it, often "
-                f"for a disk or a GPU; T: it is stopped). Once it is gone, `lockstep status local {known.name}` says so"
+                f"{known.name} has not ended: its processes {left} are still running, often because the kernel holds them for a disk "
+                f"or a GPU. Once they are gone, `lockstep status local {known.name}` says so"
             )
         return status
 
     def list(self) -> list[JobSummary]:
-        every = [self._known(*job) for job in records.job_records(self.folder, records.LocalJob)]
-        jobs = [(known, self._before(known)) for known in every]
-        rows, tables = [], list[ProcessTable]()  # one pair of tables for all jobs
-        for known, before in jobs:
+        rows = []
+        for known in (self._known(*job) for job in records.job_records(self.folder, records.LocalJob)):
             try:
-                state = self._answer(known, *before, tables).state
+                state = self.observe(known).state
                 rows.append(JobSummary(known.name, state, known.plain.get("nodes", 1), known.handle.created))
             except UserError as error:
                 warn(str(error))

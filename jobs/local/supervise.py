@@ -3,9 +3,8 @@
 The supervisor collects the exit code long after the command that submitted the job has ended. It forwards TERM and INT to the
 launcher, and kills the processes that live after the grace period.
 
-Three things tie a process to its job (Linux). Its environment names the job, which a program may clear. It descends from the
-launcher, also in its own session. And if its parent ends, it becomes a child of the job's supervisor instead of init's
-(`adopt_orphans`).
+A process of the job descends from the supervisor (Linux), also in its own session. If its parent ends, it becomes a child of the
+supervisor instead of init's (`adopt_orphans`). Without a supervisor, the processes below the launcher are left to a command.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lockstep.training import contract, files
 from lockstep.training.cli import search_path
-from lockstep.wire.progress import stat_of, variables_of
+from lockstep.wire.progress import stat_of
 
 from .. import records  # at the start: the version that ran a job must record its end
 
@@ -64,63 +63,26 @@ def alive(pid: int, ticks: int | None) -> bool:
     return ticks is None or start_ticks(pid) == ticks
 
 
-class ProcessTable:
-    """A list of all processes at one moment: their states, their children, and the processes whose environment names a job."""
-
-    def __init__(self) -> None:
-        self.states: dict[int, str] = {}
-        self.children: dict[int, list[int]] = {}
-        self.jobs: dict[str, list[int]] = {}
-        for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
-            fields = stat_of(int(entry)) if entry.isdigit() else []
-            if fields:
-                pid = int(entry)
-                self.states[pid] = fields[0]
-                self.children.setdefault(int(fields[1]), []).append(pid)
-                if job := _job(pid):
-                    self.jobs.setdefault(job, []).append(pid)
-
-
-def living(job: str, *ancestors: int, tables: list[ProcessTable] | None = None) -> list[int]:
-    """Returns the live processes of a job: processes with its identity in the environment, and their descendants and those of `ancestors`.
-
-    Leaves out this process, `ancestors` themselves, and other jobs that these processes have submitted.
-
-    Args:
-        tables: tables for queries about many jobs at once. The first query that needs a table adds it.
-    """
-    tables = [] if tables is None else tables
+def descendants(root: int) -> list[int]:
+    """Returns the live processes below `root`, without other jobs that these processes have submitted."""
     # A process that forks and ends while /proc is being read may be missed with its child, but not twice.
-    for number in range(2):
-        if len(tables) == number:
-            tables.append(ProcessTable())
-        if pids := _of(tables[number], job, ancestors):
-            return pids
-    return []
+    return _below(root) or _below(root)
 
 
-def _of(table: ProcessTable, job: str, ancestors: Sequence[int]) -> list[int]:
-    pids = [*ancestors, *table.jobs.get(job, ())]
-    for pid in pids:  # the list grows during the loop
-        pids += [child for child in table.children.get(pid, ()) if child not in pids and not _another_job(child, job)]
-    apart = {os.getpid(), *ancestors}
-    return [pid for pid in dict.fromkeys(pids) if table.states.get(pid, "Z") != "Z" and pid not in apart]
+def _below(root: int) -> list[int]:
+    names = os.listdir("/proc") if os.path.isdir("/proc") else []
+    table = {int(name): fields for name in names if name.isdigit() and (fields := stat_of(int(name)))}
+    pids = [root]
+    for parent in pids:  # the list grows during the loop
+        pids += [pid for pid, fields in table.items() if int(fields[1]) == parent and not _is_supervisor(pid)]
+    return [pid for pid in pids[1:] if table[pid][0] != "Z"]
 
 
-def _job(pid: int) -> str:
-    """Returns the job that a process's environment names; "" if it names none, or the process is another user's."""
-    return variables_of(pid).get(contract.ENV_JOB, "")
-
-
-def _another_job(pid: int, job: str) -> bool:
-    return _job(pid) not in ("", job) or MODULE.encode() in _read(pid, "cmdline").split(b"\0")
-
-
-def _read(pid: int, name: str) -> bytes:
+def _is_supervisor(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
+        return MODULE.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:  # the process has ended, or is another user's
-        return b""
+        return False
 
 
 def send(pids: Sequence[int], number: int) -> None:
@@ -129,22 +91,12 @@ def send(pids: Sequence[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def kill(job: str, *ancestors: int) -> None:
-    """Sends KILL until no process of the job lives, for `KILL_SECONDS` at most."""
+def kill(rest: Callable[[], list[int]]) -> None:
+    """Sends KILL until `rest` returns no process, for `KILL_SECONDS` at most."""
     deadline = time.monotonic() + KILL_SECONDS
-    while (rest := living(job, *ancestors)) and time.monotonic() < deadline:
-        send(rest, signal.SIGKILL)  # in every round: processes may fork between the listing and the signal
+    while (pids := rest()) and time.monotonic() < deadline:
+        send(pids, signal.SIGKILL)  # in every round: processes may fork between the listing and the signal
         time.sleep(POLL_SECONDS)
-
-
-def described(pids: Sequence[int]) -> str:
-    """Returns `process 123 (python3, state D)` for each process that still lives."""
-    texts = []
-    for pid in pids:
-        name, state = _read(pid, "comm").decode(errors="replace").strip(), stat_of(pid)[:1]
-        if state:
-            texts.append(f"process {pid} ({name}, state {state[0]})")
-    return ", ".join(texts[:8])
 
 
 def record_end(folder: Path, run_dir: str, job: str, code: int | None, timed_out: bool = False) -> records.LocalEnd:
@@ -183,12 +135,12 @@ def main(folder: Path) -> int:
     launcher = subprocess.Popen(job["command"], env=env, start_new_session=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # not before: the launcher would inherit it
     records.Process(pid=launcher.pid, ticks=start_ticks(launcher.pid)).write(folder / RUNNING)
-    code, timed_out = wait_for_end(launcher, job["job"], job["time_limit"], job["grace"])
+    code, timed_out = wait_for_end(launcher, job["time_limit"], job["grace"])
     record_end(folder, job["run_dir"], job["job"], code, timed_out)
     return 0
 
 
-def wait_for_end(launcher: subprocess.Popen[bytes], job: str, time_limit: float, grace: float) -> tuple[int, bool]:
+def wait_for_end(launcher: subprocess.Popen[bytes], time_limit: float, grace: float) -> tuple[int, bool]:
     """Waits until no process of the job lives. Returns the launcher's exit code, and whether the time limit ended the job.
 
     A request to end and the time limit begin the grace period. The processes that a killed launcher left have it, too.
@@ -199,7 +151,7 @@ def wait_for_end(launcher: subprocess.Popen[bytes], job: str, time_limit: float,
         _reap(launcher)
         now, rest = time.monotonic(), []
         if launcher.returncode is not None:
-            rest = living(job, os.getpid())
+            rest = descendants(os.getpid())
             if not rest:
                 return launcher.returncode, timed_out
             deadline = min(deadline, now + grace)
@@ -211,7 +163,9 @@ def wait_for_end(launcher: subprocess.Popen[bytes], job: str, time_limit: float,
             deadline = now + grace
             send([launcher.pid], signal.SIGTERM)
         if now >= deadline:
-            kill(job, os.getpid())  # the loop waits for processes that survive this: until then the job has not ended
+            kill(
+                lambda: descendants(os.getpid())
+            )  # the loop waits for processes that survive this: until then the job has not ended
         # The end of a process that is no child sends no notification.
         seconds = POLL_SECONDS if rest else max(POLL_SECONDS, (deadline if asked else limit) - now)
         received = signal.sigtimedwait(_SIGNALS, seconds)

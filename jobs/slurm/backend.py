@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from lockstep.wire import submitit_api
 from .. import process, records, snapshots
 from ..backend import Checks, Cluster, JobRecord, Lines, Manifests, Specs, Submission
 from ..logs import follow as follow_logs
-from ..process import Streams, exec_command, signal_command
+from ..process import Streams, exec_command
 from ..records import SlurmJob
 from ..spec.model import JobSpec, check_preparation, code_identity, preparation, preparation_name, prepares
 from ..status import JobSummary, Status, SubmitResult, Unreachable, warn
@@ -71,10 +70,10 @@ class SlurmBackend(Cluster):
         return render.manifests(spec, render.submitit_folder(spec.name))
 
     @classmethod
-    def render(cls, spec: JobSpec, runs: Specs) -> tuple[str, object]:
-        """Returns the batch script, and the same script with its parameters as plain values."""
+    def render(cls, spec: JobSpec, runs: Specs) -> str:
+        """Returns the batch script."""
         (sent,) = render.manifests(spec, render.submitit_folder(spec.name), elements=len(runs))
-        return sent["script"], {"script": sent["script"], "parameters": sent["parameters"]}
+        return str(sent["script"])
 
     @classmethod
     def preparation(cls, spec: JobSpec) -> tuple[str, object]:
@@ -104,7 +103,7 @@ class SlurmBackend(Cluster):
         if old is not None and old.same(whole, self.name) and old.run_dir != sent["run_dir"]:
             raise UserError(
                 f"{whole.name} has run in {old.run_dir}: submit it from the folder it was submitted from to resume it, or "
-                "with --new to start over here"
+                "choose another --name to start over here"
             )
         if whole.code is not None:
             snapshots.unpacked(code_identity(whole))
@@ -260,27 +259,18 @@ class SlurmBackend(Cluster):
         python = render.interpreter(spec)
         if rank // spec.ranks >= len(hosts):
             raise UserError(f"{spec.name} has {len(hosts)} nodes, too few for rank {rank}")
-        token = uuid.uuid4().hex
         options, words = render.container(spec, Path(record.submitit))
-        # Quiet: at Ctrl-C srun would report its tasks, while the signal reaches the command another way.
-        step = ["srun", f"--jobid={job_id}", "--overlap", "--quiet", "--nodes=1", "--ntasks=1"]
+        # Without a status srun forwards the first Ctrl-C to the command.
+        step = ["srun", f"--jobid={job_id}", "--overlap", "--quiet", "--disable-status", "--nodes=1", "--ntasks=1"]
         step += [f"--nodelist={hosts[rank // spec.ranks]}", "--job-name=lockstep-exec", *options]
         # The job's mark in the environment says whose ranks to look for.
-        cleared = ["-u", contract.ENV_LAUNCHER, "-u", contract.ENV_EXEC]
-        inside = [*words, "env", *cleared, f"{contract.ENV_JOB}={record.job}"]
+        inside = [*words, "env", "-u", contract.ENV_LAUNCHER, f"{contract.ENV_JOB}={record.job}"]
         flags = render.rank_flags(spec, rank) if spec.slurm.container is not None else []
-        own = exec_command(python, rank, command, record.run_dir, "--token", token, *flags)
-
-        def interrupt(number: int) -> None:
-            sent = observe.run_slurm(*step, *inside, *signal_command(python, token, number))
-            if sent.returncode:
-                raise UserError(f"cannot send signal {number} to the command: {observe.one_line(sent.stderr)}")
+        own = exec_command(python, rank, command, record.run_dir, *flags)
 
         terminal = ["--pty"] if streams.terminal else []
-        env = {
-            name: value for name, value in os.environ.items() if name not in (contract.ENV_EXEC, render.FOLDER_VARIABLE)
-        }
-        code = process.run([*step, *terminal, *inside, *own], streams, env, interrupt)
+        env = {name: value for name, value in os.environ.items() if name != render.FOLDER_VARIABLE}
+        code = process.run([*step, *terminal, *inside, *own], streams, env)
         if code:
             observe.query(job_id)  # raises `Unreachable`: then the code is not the command's
         return code

@@ -381,7 +381,7 @@ _OF_NODES = {"NODE_FAIL": "a node failed", "BOOT_FAIL": "a node did not boot", "
 def status_from_slurm(job: Evidence) -> Status:
     """Returns the status of a job. This function is pure."""
     state, reason, code = _classify(job)
-    about = records.about_time(job.reported, job.since, job.info.started)
+    about = records.about_time(job.reported)
     return Status(state, reason, _parts(job, state), code, **about)
 
 

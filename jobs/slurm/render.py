@@ -97,8 +97,6 @@ def parameters(spec: JobSpec, folder: PurePath, after: str | None = None) -> dic
         {
             "requeue": True,
             "output": f"{checked_path(folder)}/%j_batch.out",
-            "reservation": settings.reservation,
-            "licenses": settings.licenses,
             "kill-on-invalid-dep": "yes" if after is not None else None,
             "no-kill": True if spec.live else None,
         }
@@ -120,8 +118,6 @@ def parameters(spec: JobSpec, folder: PurePath, after: str | None = None) -> dic
         "slurm_account": settings.account,
         "slurm_qos": settings.qos,
         "slurm_constraint": settings.constraint,
-        "slurm_exclude": settings.exclude,
-        "slurm_exclusive": True if settings.exclusive else None,
         "slurm_dependency": f"afterok:{after}" if after is not None else None,
         "slurm_array_parallelism": settings.array_parallelism,
         "slurm_setup": _setup(spec, folder),
@@ -134,7 +130,7 @@ def parameters(spec: JobSpec, folder: PurePath, after: str | None = None) -> dic
         "slurm_additional_parameters": more,
     }
     # Without `slurm_wckey` submitit sends its own key, which most sites refuse.
-    return {"slurm_wckey": settings.wckey, **without_none(values)}
+    return {"slurm_wckey": None, **without_none(values)}
 
 
 def slurm_parameters(spec: JobSpec) -> dict[str, Any]:
@@ -285,12 +281,6 @@ def _words(spec: JobSpec) -> list[str]:
 def _environment(spec: JobSpec) -> list[str]:
     # Variables of an outer launcher do not belong to this job.
     lines = ["unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID"]
-    for name, value in (
-        ("NCCL_SOCKET_IFNAME", spec.slurm.socket_interface), ("GLOO_SOCKET_IFNAME", spec.slurm.socket_interface),
-        ("NCCL_IB_HCA", spec.slurm.ib_hca), ("NCCL_DEBUG", spec.slurm.nccl_debug),
-    ):  # fmt: skip
-        if value is not None and name not in spec.env:
-            lines.append(f"export {name}={shlex.quote(value)}")
     lines += [f"module load {shlex.quote(name)}" for name in spec.slurm.modules]
     return [*lines, *spec.slurm.setup]
 
@@ -395,8 +385,8 @@ def shared_folder(subject: Subject) -> Iterator[str]:
 def slurm_interface(subject: Subject) -> Iterator[str]:
     """NCCL may choose an interface that the other nodes cannot reach."""
     spec = subject.spec
-    if spec.gpus and spec.nodes > 1 and not spec.slurm.socket_interface and "NCCL_SOCKET_IFNAME" not in spec.env:
-        yield "NCCL_SOCKET_IFNAME is not set: on nodes with several interfaces set slurm.socket_interface (or --profile)"
+    if spec.gpus and spec.nodes > 1 and "NCCL_SOCKET_IFNAME" not in spec.env:
+        yield "NCCL_SOCKET_IFNAME is not set: on nodes with several interfaces set it in env (or --profile)"
 
 
 @rule("LS108", "warning")

@@ -126,8 +126,6 @@ def run(host: str, words: Sequence[str], spec: JobSpec | None = None, file: str 
     own, data = _without(words, ("--host",) if spec is None else OF_THE_SPEC, file), b""
     verb = next((word for word in own if not word.startswith("-")), "")
     if spec is not None:
-        if writes := next((word for word in own if re.match("-o|--out(=|$)", word)), None):
-            raise UserError(f"{writes} would write a file of {host}: leave it out, and redirect the output (> FILE)")
         submits = verb in ("submit", "prepare") and "--dry-run" not in own
         sent = _packed(spec, submits)
         # The other commands only check whether there is a value.
@@ -153,16 +151,15 @@ def run(host: str, words: Sequence[str], spec: JobSpec | None = None, file: str 
 def _without(words: Sequence[str], options: Sequence[str], file: str | None) -> list[str]:
     """Returns the words without these options and their values, and without the job file."""
     kept: list[str] = []
-    value, values = False, False
+    value = False
     for number, word in enumerate(words):
         if word == "--":
             return [*kept, *words[number:]]
-        if value or (values and re.match(r"[A-Za-z_][\w.-]*=", word)):  # --set takes several
+        if value:
             value = False
         elif word.partition("=")[0] in options:
-            value, values = "=" not in word, word == "--set"
+            value = "=" not in word
         elif file is None or Path(word) != Path(file):
-            values = False
             kept.append(word)
     return kept
 

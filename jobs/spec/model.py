@@ -49,7 +49,7 @@ from .types import (
 )
 
 MAX_CHARACTERS = 100_000
-VERSION = 3
+VERSION = 4
 """Version of stored specs. It increases if a setting or a default changes."""
 CPUS_A_GPU, MEMORY_A_GPU = 4, 16
 """Cores and GiB of memory for each GPU."""
@@ -367,11 +367,6 @@ class JobSpec(Section):
             place = f"{where}, line {line}" if line else where
             raise UserError(f"{place}: {str(error).replace('--set', 'overrides')}") from None
 
-    def given_elsewhere(self, backend: str) -> list[str]:
-        """Returns the dotted names of settings that were set for other backends."""
-        given = self.plain()
-        return [f"{name}.{key}" for name in PLACES if name != backend for key in sorted(given.get(name, {}))]
-
 
 def _without_places(values: dict[str, Any]) -> dict[str, Any]:
     """Returns the plain settings without those of a job's place, which are no part of its identity."""
@@ -528,7 +523,7 @@ def preparation(spec: JobSpec, python: str = "python") -> JobSpec:
             "time_limit": f"{max(1, min(spec.deadline_seconds, 6 * 3600) // 60)}m", "join_timeout": None,
             "volumes": [volume.model_copy(update={"read_only": False}) for volume in spec.volumes],
             "run_dir": None if spec.shards_in_a_bucket else spec.shards,
-            "k8s": spec.k8s.model_copy(update={"rdma": {}, "topology": None, "hugepages": None, "patch": {}}),
+            "k8s": spec.k8s.model_copy(update={"rdma": {}, "hugepages": None, "patch": {}}),
         }
     )  # fmt: skip
 

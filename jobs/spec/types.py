@@ -25,14 +25,11 @@ IMAGE = r"^[a-z0-9]([a-zA-Z0-9._/:@-]{0,510}[a-zA-Z0-9])?$"
 RESOURCE = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
 LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$"
 WORD = r"^[A-Za-z0-9_][A-Za-z0-9_.,@+=-]{0,254}$"
-HOST_LIST = r"^[A-Za-z0-9][A-Za-z0-9_.,\[\]-]{0,1023}$"
 CONSTRAINT = r"^[A-Za-z0-9_][A-Za-z0-9_.,@+=*&|()\[\]!-]{0,254}$"
-LICENSES = r"^[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,63}(:[1-9][0-9]{0,5})?(,[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,63}(:[1-9][0-9]{0,5})?){0,15}$"
 MODULE = r"^[A-Za-z0-9_][A-Za-z0-9_./+-]{0,254}$"
 MOUNT = r"^/[A-Za-z0-9._/-]*(:/[A-Za-z0-9._/-]*(:ro)?)?$"
 CONTAINER_IMAGE = r"^[A-Za-z0-9/.][A-Za-z0-9._/:@#+-]{0,511}$"
 SSH_HOST = r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,99}@)?[A-Za-z0-9][A-Za-z0-9_.-]{0,149}(:/[A-Za-z0-9._/+-]{1,249})?$"
-DEVICE = r"^[A-Za-z0-9_^=][A-Za-z0-9_,:.=-]{0,127}$"
 
 
 class Section(settings.Section):
@@ -135,15 +132,12 @@ LabelValue = Annotated[
     str, _check(LABEL_VALUE, "a label value of letters, digits, - _ and ., at most 63", 63), _schema(LABEL_VALUE)
 ]
 Word = Annotated[str, _check(WORD, "one word of letters, digits and _ . , @ + = -", 255), _schema(WORD)]
-Device = Annotated[str, _check(DEVICE, "a device list such as eth0 or mlx5_0,mlx5_1", 128), _schema(DEVICE)]
 SshHost = Annotated[
     str,
     _check(SSH_HOST, "a host of ssh such as login.example, me@login.example or login.example:/venv/bin/python", 500),
     _schema(SSH_HOST),
 ]
-HostList = Annotated[str, _check(HOST_LIST, "a list of nodes such as gpu[01-03],gpu7", 1024), _schema(HOST_LIST)]
 Constraint = Annotated[str, _check(CONSTRAINT, "features such as a100&nvlink", 255), _schema(CONSTRAINT)]
-Licenses = Annotated[str, _check(LICENSES, "licenses such as matlab:2,ansys", 1024), _schema(LICENSES)]
 Module = Annotated[str, _check(MODULE, "an environment module such as cuda/12.4", 255), _schema(MODULE)]
 Mount = Annotated[str, _check(MOUNT, "/path, /path:/inside or /path:/inside:ro", 2048), _schema(MOUNT)]
 ContainerImage = Annotated[
@@ -168,8 +162,6 @@ def _no_dots(path: str) -> str:
 
 PLACES: dict[str, tuple[str, ...]] = {"k8s": ("namespace", "context"), "slurm": ("host",), "compose": ()}
 """Section → its settings that name the place of a job. They are no part of the job's identity."""
-RESERVED_MARKS = ("lockstep/", "app.kubernetes.io/managed-by", "container.apparmor.", "prometheus.io/")
-"""Beginnings of labels and annotations that only Lockstep gives to a job's pods."""
 
 
 class Code(Section):
@@ -228,15 +220,6 @@ class Toleration(Section):
         return self
 
 
-def _free(key: str) -> str:
-    if key.startswith(RESERVED_MARKS):
-        raise ValueError(f"{key} is Lockstep's own: leave it out")
-    return key
-
-
-Mark = Annotated[LabelKey, AfterValidator(_free)]
-
-
 class Kubernetes(Section):
     kind: Literal["PyTorchJob", "TrainJob", "auto"] = "auto"
     """Which custom resource to submit: training-operator v1 or Kubeflow Trainer v2 (2.3 or later). `auto`: the one that the cluster
@@ -249,21 +232,9 @@ class Kubernetes(Section):
     """ClusterTrainingRuntime that a TrainJob refers to."""
     queue: Label | None = None
     """Kueue LocalQueue."""
-    topology: Literal["required", "preferred"] | None = None
-    """Kueue topology-aware scheduling: the whole job within one `topology_level`, or as near as possible."""
-    topology_level: LabelKey = "cloud.provider.com/topology-rack"
-    """Node label of the level that `topology` refers to."""
     priority_class: Subdomain | None = None
     """PriorityClass of a PyTorchJob's pods: which pods are scheduled first, and which may be evicted for others. Null: the
     cluster's default."""
-    scheduler_name: Subdomain | None = None
-    """Scheduler of a PyTorchJob's pods, e.g. `volcano`. Null: the cluster's default."""
-    pod_labels: dict[Mark, LabelValue] = Field(default_factory=dict, max_length=50)
-    """Further labels of the pods."""
-    pod_annotations: dict[Mark, Text] = Field(default_factory=dict, max_length=50)
-    """Further annotations of the pods. Unless these say otherwise, the pods ask autoscalers to leave them where they are
-    (`karpenter.sh/do-not-disrupt`, `cluster-autoscaler.kubernetes.io/safe-to-evict`): all ranks would start again with one
-    of them."""
     service_account: Subdomain | None = None
     """ServiceAccount of the pods; its token is not mounted. Null: the namespace's `default`."""
     image_pull_secrets: list[Subdomain] = Field(default_factory=list, max_length=20)
@@ -283,12 +254,6 @@ class Kubernetes(Section):
     """RDMA devices per node, e.g. `{rdma/hca_shared: 1}` or `{vpc.amazonaws.com/efa: 4}`."""
     hugepages: Size | None = None
     """hugepages-2Mi per node; EFA needs 5120Mi."""
-    socket_interface: Device | None = None
-    """Network interface of NCCL and gloo (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), e.g. `eth0`; null: they choose."""
-    ib_hca: Device | None = None
-    """InfiniBand or RoCE adapters that NCCL uses (NCCL_IB_HCA), e.g. `mlx5_0,mlx5_1`; null: it chooses."""
-    nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] = "WARN"
-    """How much NCCL logs (NCCL_DEBUG), where the job has GPUs: `WARN`, errors only; `INFO`, also which network it uses."""
     run_as_user: int | None = Field(default=1000, ge=1, le=2**31 - 1)
     """User id of the container, not root. Null: the cluster assigns one (OpenShift, from the namespace's range)."""
     fs_group: int | None = Field(default=1000, ge=1, le=2**31 - 1)
@@ -299,13 +264,10 @@ class Kubernetes(Section):
     """How long a finished job stays before the cluster deletes it."""
     patch: Values = Field(default_factory=dict)
     """Patch on the rendered job, for fields that have no setting here: mappings merge, and the items of a list (containers, volumes,
-    env, ports) by their `name`, volumeMounts by their `mountPath`. Other lists are replaced; null removes a key, `$patch: delete` an
-    item."""
+    env, ports) by their `name`, volumeMounts by their `mountPath`. Other lists are replaced; null removes a key."""
 
     @model_validator(mode="after")
     def _complete(self) -> Kubernetes:
-        if self.topology and not self.queue:
-            raise ValueError("topology is Kueue's, and does nothing without a queue: set queue, or remove topology")
         if self.hugepages is None and any(name.endswith("/efa") for name in self.rdma):
             raise ValueError("EFA without huge pages falls back to sockets: set hugepages to 5120Mi")
         return self
@@ -326,26 +288,10 @@ class Slurm(Section):
     """Quality of service, which sets priority and limits (`--qos`); null: SLURM's default for the account."""
     constraint: Constraint | None = None
     """Features that the nodes must have (`--constraint`), e.g. `a100&nvlink`; null: any node of the partition."""
-    reservation: Word | None = None
-    """Reservation whose nodes the job uses (`--reservation`); null: nodes that are not reserved."""
-    licenses: Licenses | None = None
-    """Licenses that the job waits for, with their number (`--licenses`), e.g. `matlab:2,ansys`; null: none."""
-    exclude: HostList | None = None
-    """Nodes not to use, e.g. `gpu[03-05],gpu9`."""
-    exclusive: bool = False
-    """Use whole nodes: no other job runs on them."""
     gpu_type: Word | None = None
     """Name of the GPUs in the cluster's GRES, e.g. `a100`; null: any."""
     array_parallelism: int = Field(default=256, ge=1, le=100000)
     """Runs of a sweep that may run at the same time."""
-    wckey: Word | None = None
-    """Workload characterisation key, for clusters that require one. Other clusters refuse jobs that have one."""
-    socket_interface: Device | None = None
-    """Network interface of NCCL and gloo (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), e.g. `eth0`; null: they choose."""
-    ib_hca: Device | None = None
-    """InfiniBand or RoCE adapters that NCCL uses (NCCL_IB_HCA), e.g. `mlx5_0,mlx5_1`; null: it chooses."""
-    nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
-    """How much NCCL logs (NCCL_DEBUG): `INFO` says which network it uses; null: as the cluster has set it."""
     python: AbsolutePath | None = None
     """Python interpreter on the nodes; null: the one that submits the job, and `python` in a container."""
     modules: list[Module] = Field(default_factory=list, max_length=50)

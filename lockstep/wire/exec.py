@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -18,7 +17,6 @@ from collections.abc import Iterator, Mapping
 
 from lockstep.training.cli import Parser
 from lockstep.training.contract import (
-    ENV_EXEC,
     ENV_JOB,
     ENV_LAUNCHER,
     ENV_NOTE,
@@ -30,12 +28,9 @@ from lockstep.training.contract import (
     rank_of,
     to_stderr,
 )
-from lockstep.wire import hangs
 
 from .progress import stat_of, variables_of
 
-STACKS = "--stacks"
-"""The argument, in place of a command, that prints the activity and the stacks of this node's ranks; with a rank behind it, of one."""
 _OF_THE_RANK = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS, ENV_SESSION, ENV_NOTE)
 """Variables of a rank that the command must not have. The last two would make a Session of the command write into the run of the job,
 and report its progress as that of the rank."""
@@ -66,20 +61,6 @@ def ranks(here: Mapping[str, str]) -> dict[int, tuple[int, dict[str, str]]]:
     return {int(rank): (pid, env) for _, pid, env in youngest_first if (rank := rank_of(env)).isdecimal()}
 
 
-def _tell_stacks(args: argparse.Namespace) -> int:
-    """Prints a line of JSON for each rank (`hangs.of_process`). Returns the exit code."""
-    pids = sorted(
-        (rank, pid) for rank, (pid, _) in ranks(os.environ).items() if not args.command[1:] or rank == args.rank
-    )
-    for rank, pid in pids:
-        print(json.dumps(hangs.of_process(rank, pid)), flush=True)
-    if pids:
-        return 0
-    return _refuse(
-        "the ranks' processes are not to be seen from here" if args.env else _ABSENT.format(f"rank {args.rank}")
-    )
-
-
 def _began(pid: int) -> int | None:
     """Returns the start of a process in clock ticks; None: it has ended."""
     fields = stat_of(pid)
@@ -99,8 +80,6 @@ def environment(rank_env: Mapping[str, str], args: argparse.Namespace, seen: boo
         env |= dict(text.split("=", 1) for text in args.env)
     if args.run_dir:
         env[ENV_RUN_DIR] = args.run_dir
-    if args.token:
-        env[ENV_EXEC] = args.token
     if "TERM" in os.environ:  # of the terminal that the command is typed in
         env["TERM"] = os.environ["TERM"]
     return env
@@ -112,8 +91,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--run-dir", default="", help=f"{ENV_RUN_DIR} of the command")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE",
                         help="where the rank's process is not to be seen: what is known of it, given once or more")  # fmt: skip
-    parser.add_argument("--token", default="", help="what --signal finds the command by")
-    parser.add_argument("--signal", type=int, help="only send this signal to the command with that token")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args(argv)
     args.command = args.command[1:] if args.command[:1] == ["--"] else args.command
@@ -126,16 +103,8 @@ def main(argv: list[str]) -> int:
         args = _parse(argv)
     except UserError as error:
         return _refuse(str(error))
-    if args.signal is not None:
-        for pid, env in processes():
-            if args.token and env.get(ENV_EXEC) == args.token:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, args.signal)
-        return 0
     if not os.path.isdir("/proc/self"):
         return _refuse("the processes of this machine are not to be seen: /proc is Linux's")
-    if args.command[:1] == [STACKS]:
-        return _tell_stacks(args)
     rank_process = ranks(os.environ).get(args.rank)
     if rank_process is None and not args.env:
         return _refuse(_ABSENT.format(f"rank {args.rank}"))

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from lockstep.training import contract, files
 from lockstep.training.contract import named, to_stderr
 from lockstep.training.limits import DISK_SECONDS, FIRST_STEP_SECONDS, HANG_LOOK_SECONDS, HANG_SECONDS, SETTLE_SECONDS
-from lockstep.wire.progress import SIGNAL, Frame, RankProgress, children, main_frames, place_of, seen, stacks, state_of
+from lockstep.wire.progress import SIGNAL, Frame, RankProgress, children, main_frames, seen, stacks, state_of
 from lockstep.wire.signals import FORWARDED
 
 QUIET_FACTOR = 4.0
@@ -130,17 +130,6 @@ def _sentence(ranks: list[StalledRank], size: int) -> str:
     if silent:
         return f"{said} waits for others, and nothing is heard of rank {named(silent)}"
     return f"all ranks wait for others: {said}"
-
-
-def of_process(rank: int, pid: int) -> dict[str, Any]:
-    """Returns what the process of a rank does now: the fields of `StalledRank`, its process and its step."""
-    if (progress := place_of(pid)) is None:
-        nothing = StalledRank(rank, "shows nothing: it has not begun its steps, or has ended them", "", waits=False)
-        return {**asdict(nothing), "pid": pid, "step": None}
-    folder, number, shown = progress
-    standing = _stalled_rank(rank, shown, stacks(folder, {number: shown})[number])
-    loaders = stacks(folder, {number: shown}, of_loaders=True)[number] if children(pid) else ""
-    return {**asdict(standing), "loaders": loaders, "pid": pid, "step": shown.steps}
 
 
 @dataclass

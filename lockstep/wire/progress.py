@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lockstep.training.contract import ENV_NOTE, OF_A_JOB
@@ -166,20 +166,6 @@ def seen(folder: Path, rank: int) -> RankProgress | None:
     except (OSError, struct.error, ValueError, TypeError):
         return None
     return RankProgress(pid, thread, done, steps, of_attempt, about) if pid else None
-
-
-def place_of(pid: int) -> tuple[Path, int, RankProgress] | None:
-    """Returns the folder, the number and the progress of the rank that this process is; None: it is no rank now."""
-    with contextlib.suppress(OSError):
-        for descriptor in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                link = os.readlink(f"/proc/{pid}/fd/{descriptor}")
-                if (match := re.fullmatch(r"(/.*)/progress-(\d+)\.stacks", link)) is not None:
-                    folder, number = Path(f"/proc/{pid}/root{match[1]}"), int(match[2])
-                    if (progress := seen(folder, number)) is not None:
-                        # In its own namespace the process may have another id.
-                        return folder, number, replace(progress, pid=pid)
-    return None
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,8 @@ def slow_rank_line(found: Mapping[str, Any]) -> str:
 
 
 def goodput_line(shares: Mapping[str, Any]) -> str:
-    """Returns a sentence about `goodput` of a run's status.json, or of a job's status, which has `before_start`, too."""
+    """Returns a sentence about `goodput` of a run's status.json, or of a job's status."""
     text = f"goodput {100 * shares['fraction']:.1f} %"
     if count := shares["restarts"]:
         text += f", {100 * shares['lost_to_restarts']:.1f} % lost to {count} restart{'s' if count > 1 else ''}"
-    if "before_start" in shares:
-        queued = f", {shares['queued']:.0f} s of them queued" if "queued" in shares else ""
-        text += f"; before that {shares['before_start']:.0f} s from submission to start{queued} (by the clocks of the machines)"
     return text

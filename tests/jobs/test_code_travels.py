@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import re
 import shutil
 import socket
 import subprocess
@@ -239,7 +238,6 @@ def _written(name: str, content: str) -> Callable[[], object]:
         (lambda: os.mkfifo(".gitignore"), ".gitignore: it is not a regular file"), (_written(".lockstepignore", "!"), ".lockstepignore"),
         (lambda: Path(os.fsdecode(b"\xed\xb2\x80")).touch(), "is not UTF-8"),
         (lambda: os.mkfifo("p\n\x1b[2Jx"), r"p\x0a\x1b[2Jx is not"),
-        (_written("c", "version https://git-lfs.github.com/spec/v1\noid sha256:00\n"), "c is a pointer of git-lfs"),
     ],
 )  # fmt: skip
 def test_what_cannot_travel_is_refused_in_one_line(
@@ -262,14 +260,6 @@ def test_what_cannot_travel_is_refused_in_one_line(
         assert not (tmp_path / "home/code").exists() and not (tmp_path / "home/local").exists()
     finally:
         subprocess.run(["rm", "-rf", str(folder)], check=True, cwd="/")  # Python's own recursion is not deep enough
-
-
-def test_a_name_cannot_write_a_line_of_the_list(folder: Path, write: Write) -> None:
-    write("train.py", "a\n        1  other.py\x1b[2J")
-    write("job.yaml", content=JOB)
-    done = lockstep(folder, "render", "slurm", "job.yaml")
-    assert done.returncode == 0, done
-    assert len(re.findall("(?m)^ +[0-9]+  ", done.stderr)) == 3 and "\x1b" not in done.stderr + done.stdout, done
 
 
 def test_what_is_too_large_is_refused_with_the_largest_files(folder: Path, write: Write) -> None:

@@ -107,7 +107,7 @@ PROVOKED: list[tuple[str, dict[str, Any]]] = [
     ("LJ005", {"image": None}), ("LJ006", {"env": {"WANDB_API_KEY": "hunter2"}}),
     ("LJ007", {"run_dir": "runs/x"}), ("LJ007", {"volumes": [{"claim": "runs", "path": "/runs", "read_only": True}]}),
     ("LJ008", {"shards": "/data"}), ("LC011", {"volumes": [{"claim": "scratch", "path": "/scratch"}]}),
-    ("LC012", {"image": "lockstep:latest"}), ("LC013", {"k8s": {"queue": "gpu"}}), ("LJ009", {"live": True, "nodes": 1}),
+    ("LC012", {"image": "lockstep:latest"}), ("LJ009", {"live": True, "nodes": 1}),
 ]  # fmt: skip
 
 

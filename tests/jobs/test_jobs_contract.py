@@ -138,9 +138,8 @@ def test_a_job_from_submit_to_summary(bench: Bench) -> None:
     assert backend.cancel("hello").state == "succeeded", "what has ended stays as it is"
     with pytest.raises(UserError, match="--replace"):
         backend.submit(spec)
-    assert backend.submit(spec, "new").name == "hello-v2"
     assert backend.submit(spec, "replace").created
-    assert {backend.wait(name, BOUND).state for name in ("hello", "hello-v2")} == {"succeeded"}
+    assert backend.wait("hello", BOUND).state == "succeeded"
     asked: tuple[Callable[[str], object], ...] = (
         backend.status, backend.logs, backend.cancel, backend.require, backend.summary, lambda name: backend.wait(name, 1),
     )  # fmt: skip
@@ -264,41 +263,6 @@ def test_a_command_in_a_rank(bench: Bench) -> None:
         backend.execute("long", ["true"])
 
 
-STANDS = """
-import time, torch
-from lockstep import Session
-def stands(): time.sleep(600)
-with Session("of-the-job", sync="flat") as run:
-    model = run.replicate(torch.nn.Linear(2, 1))
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    for _ in run.epochs(1):
-        for x in run.batches(torch.ones(64, 2), 8):
-            run.step(model(x).sum())
-            if run.rank == 1: stands()
-"""
-
-
-@pytest.mark.promise("named-rank")
-def test_what_each_rank_does_now(bench: Bench) -> None:
-    backend = bench.backend
-    backend.submit(bench.spec("stands", STANDS))
-
-    def stacks(rank: int | None = None) -> list[Any]:
-        try:
-            return backend.stacks("stands", rank)  # type: ignore[no-any-return]
-        except UserError:  # not yet
-            return []
-
-    poll(lambda: [one.where.endswith("in stands") for one in stacks()] == [False, True], BOUND, "one to stand")
-    poll(lambda: stacks(0) and stacks(0)[0].waits, BOUND, "the other to wait for it")
-    (one,) = stacks(1)
-    assert (one.rank, one.waits, one.what) == (1, False, "waits") and one.step >= 0, one
-    assert "most recent call first" in one.stacks and " in stands\n" in one.stacks, one
-    with pytest.raises(UserError, match=r"has the ranks 0 … 1, got 2"):
-        backend.stacks("stands", 2)
-    backend.cancel("stands")
-
-
 COUNTS = "import os\nfor n in range(30): print(n, 'of', os.environ['RANK'], flush=True)"
 
 
@@ -312,7 +276,7 @@ def test_the_last_lines(bench: Bench) -> None:
         for count in (0, 3, 1000):
             assert [*backend.logs("counts", 1, follow, count)] == own[30 - min(count, 30) :]
         both = [*backend.logs("counts", None, follow, 8)]
-        assert len(both) == 8 and len({*both}) == 8, both
+        assert len({*both}) == len(both) >= 8, both  # eight of each log
         for rank in (0, 1):  # the last of each, in their order
             found = [line for line in both if line.startswith(f"[rank {rank}] ")]
             assert found == [f"[rank {rank}] {number} of {rank}" for number in range(30 - len(found), 30)], both

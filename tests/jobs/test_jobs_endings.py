@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests import product
 from tests.events import events
 from tests.jobs.conftest import launched
 from tests.jobs.helpers import lockstep
@@ -44,6 +44,15 @@ def _submitted(backend: Any, tmp_path: Path, ranks: int, fate: str = "WAIT") -> 
     return spec
 
 
+def _lives(job: str) -> bool:
+    """Whether a process names the job in its environment."""
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"LOCKSTEP_JOB={job}".encode() in file.read_bytes().split(b"\0"):
+                return True
+    return False
+
+
 @pytest.mark.parametrize(
     ("killed", "ranks", "ending"), [("running", 2, ("failed", 1)), ("supervisor", 1, ("preempted", 75))]
 )
@@ -66,7 +75,7 @@ def test_a_job_whose_launcher_or_supervisor_is_killed_ends_once_and_when_no_rank
     deadline = time.monotonic() + BOUND
     while time.monotonic() < deadline:
         said = backend.status("held").state
-        if not product.living(job):
+        if not _lives(job):
             break
         states.add(said)  # a rank lived on
         time.sleep(0.01)
@@ -116,7 +125,7 @@ def test_a_submitted_job_has_its_own_directory(backend: Any, tmp_path: Path) -> 
         done = run([PYTHON, "-m", "lockstep.training", "run", "smoke", "--set", *words], clean_env(), cwd=tmp_path)
         assert done.code == 0, done
         overrides = [f"overrides.{text}" for text in words]
-        submit = ["submit", "local", "--recipe", "smoke", "--wait", "100", "--set", *overrides]
+        submit = ["submit", "local", "--recipe", "smoke", "--wait", "100", *(f"--set={one}" for one in overrides)]
         told = lockstep(tmp_path, *submit)
         assert told.returncode == 0 and len(events(tmp_path / "runs/jobs/smoke", "epoch")) == 1, told
         told = lockstep(tmp_path, *submit, "--fresh", "--run-dir", "runs/smoke")

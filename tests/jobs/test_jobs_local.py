@@ -59,8 +59,6 @@ def test_a_run_directory_that_cannot_be_made_is_refused_at_once(backend: Any, tm
     with pytest.raises(UserError, match=r"run_dir: cannot make .*/file/run: "):
         backend.submit(job)
     assert not backend.list()
-    rows = {row.name: row.result for row in backend.dry_run(job)}
-    assert rows["run_dir"] == "missing", rows
 
 
 def test_a_folder_of_something_else_is_not_touched(backend: Any) -> None:
@@ -113,7 +111,7 @@ def test_a_locale_without_our_letters_ends_no_command(backend: Any, tmp_path: Pa
 DAMAGED = ["", "null", "[]", "{}", "3", '"x"', "{", "[" * 10_000, '{"pid": "x", "ticks": null}', '{"pid": 1}', '{"pid": null, "ticks": 3}',
            '{"pid": -1, "ticks": null}', '{"pid": 1e400, "ticks": 1}', '{"code": "0", "reason": 3}', '{"code": 0}',
            '{"code": true}', '{"code": 0, "reason": "", "job": "done"}',
-           '{"spec": {"version": 3, "name": "done", "warp_drive": 9}}']  # fmt: skip
+           '{"spec": {"version": 4, "name": "done", "warp_drive": 9}}']  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*RECORDS, "status.json"])
@@ -144,7 +142,7 @@ def test_status_says_which_rank_holds_the_others_up(backend: Any, done: Path) ->
 
 
 @pytest.mark.promise("growth")
-def test_500_jobs_are_listed_at_one_look_at_the_processes(backend: Any, done: Path) -> None:
+def test_500_jobs_are_listed_without_a_look_at_all_processes(backend: Any, done: Path) -> None:
     """Also those whose processes are gone without a word. Counted in calls, which no busy machine can falsify."""
     for number in range(499):
         folder = backend.folder / f"done-{number}"

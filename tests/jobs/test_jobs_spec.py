@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.jobs.helpers import lockstep
 from tests.product import JobSpec, UserError, words_of_rank
@@ -58,16 +59,16 @@ def test_null_in_a_file_is_a_value_and_an_empty_heading_an_empty_group(tmp_path:
 
 
 def _set(folder: Path, *words: str) -> Any:
-    return lockstep(folder, "render", "compose", "--set", "recipe=smoke", "image=a:1", *words)
+    return lockstep(folder, "render", "compose", *(f"--set={word}" for word in ("recipe=smoke", "image=a:1", *words)))
 
 
 def test_set_reads_as_that_of_a_recipe(tmp_path: Path) -> None:
     """Short names, text as it stands, all else as YAML."""
     words = ["queue=gpu", "memory=8Gi", "time_limit=2h", "nodes=2", "container=null",
              "overrides.optim.lr=1e-3", "overrides.epochs=2", 'env.A="5"', "slurm.patch.a.b=[1]"]  # fmt: skip
-    told = _set(tmp_path, *words, "--json")
+    told = _set(tmp_path, *words)
     assert told.returncode == 0, told
-    (file,) = json.loads(told.stdout)
+    file = yaml.safe_load(told.stdout)
     record = json.loads(file["services"]["node-0"]["labels"]["lockstep/spec"].replace("$$", "$"))
     spec = JobSpec.of({
         "name": "smoke", "recipe": "smoke", "image": "a:1", "memory": "8Gi", "time_limit": "2h", "nodes": 2, "env": {"A": "5"},
@@ -77,7 +78,7 @@ def test_set_reads_as_that_of_a_recipe(tmp_path: Path) -> None:
     assert record == spec.record()
     for word, named in {
         "image_pul_policy=Never": "did you mean 'image_pull_policy'", "k8s={queue: gpu}": "'k8s'",
-        "socket_interface=eth0": "k8s.socket_interface, slurm.socket_interface", "nodes=[1": "--set nodes", "env=3": "env",
+        "patch={}": "k8s.patch, slurm.patch, compose.patch", "nodes=[1": "--set nodes", "env=3": "env",
     }.items():  # fmt: skip
         told = _set(tmp_path, word)
         assert (told.returncode, told.stderr.count("\n")) == (2, 1) and named in told.stderr, told
@@ -86,8 +87,8 @@ def test_set_reads_as_that_of_a_recipe(tmp_path: Path) -> None:
 def test_live_reaches_the_launcher(tmp_path: Path) -> None:
     """And a job without it is recorded as it was before there was the setting."""
     for words, live in ((), False), (("live=true", "overrides.sync.name=exact"), True):
-        told = _set(tmp_path, *words, "--json")
-        node = json.loads(told.stdout)[0]["services"]["node-0"]
+        told = _set(tmp_path, *words)
+        node = yaml.safe_load(told.stdout)["services"]["node-0"]
         assert ("--live" in node["command"]) == live == ("live" in json.loads(node["labels"]["lockstep/spec"])), told
 
 
@@ -131,7 +132,7 @@ def test_a_stored_spec_is_read_by_the_version_that_stored_it() -> None:
     sparse: dict[str, Any] = {"name": "old", "recipe": "smoke", "gpus": 4, "k8s": {"queue": "gpu"}}
     new = JobSpec.of(sparse)
     assert JobSpec.recorded("new", new.record()) == new
-    for version in (2, 4, "2", None, [1]):
+    for version in (2, 5, "2", None, [1]):
         with pytest.raises(UserError, match="is of version"):
             JobSpec.recorded("old", {**sparse, "version": version})
 

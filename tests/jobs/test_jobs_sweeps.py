@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 from k8s_server import ApiServer
 
 from tests.jobs.helpers import lockstep
@@ -22,8 +23,8 @@ def test_a_sweep_of_this_machine_ends_in_a_table(
     """One run trains, the other one finds its data unusable."""
     for name, value in (("PYTHONPATH", str(ROOT)), ("LOCKSTEP_HOME", str(tmp_path / "home"))):
         monkeypatch.setenv(name, value)
-    settings = [f"overrides.{text}" for text in [*tiny, "epochs=1"]]
-    words = ["--recipe", "smoke", "--run-dir", str(tmp_path / "runs"), "--set", "ranks_per_node=1", *settings]
+    settings = ["ranks_per_node=1", *(f"overrides.{text}" for text in [*tiny, "epochs=1"])]
+    words = ["--recipe", "smoke", "--run-dir", str(tmp_path / "runs"), *(f"--set={text}" for text in settings)]
     sweep = ["--sweep", "data.source=synthetic,images"]
     try:
         done = lockstep(tmp_path, "submit", "local", *words, *sweep, "--wait", "120", "--json")
@@ -47,19 +48,10 @@ def k8s(folder: Path, command: str, *words: str) -> subprocess.CompletedProcess[
     return lockstep(folder, command, "k8s", *words, *job)
 
 
-def test_a_numbered_job_takes_no_name_of_a_sweeps_run(server: ApiServer, tmp_path: Path) -> None:
-    """`other-2` is the third run of a sweep of `other`."""
-    for words in ([["--new"]] * 3) + [["--sweep", "lr=0.1,0.2,0.3"]]:
-        done = k8s(tmp_path, "submit", "--name", "other", *words)
-        assert done.returncode == 0 and "is there already" not in done.stdout, done
-    names = [row["name"] for row in json.loads(k8s(tmp_path, "list", "--json").stdout)]
-    assert {f"other-{run}" for run in range(3)} <= {*names}, names
-
-
 def test_a_sweep_on_kubernetes_has_its_table_from_the_logs(server: ApiServer, tmp_path: Path) -> None:
     """A job for each run, all or none of them."""
     sweep = ("--sweep", "lr=0.1,0.2,0.3")
-    rendered = json.loads(k8s(tmp_path, "render", *sweep, "--json").stdout)
+    rendered = yaml.safe_load_all(k8s(tmp_path, "render", *sweep).stdout)
     names = [item["metadata"]["name"] for item in rendered if item["kind"] == "PyTorchJob"]
     assert names == ["smoke-0", "smoke-1", "smoke-2"]
     refused = lockstep(tmp_path, "submit", "k8s", "--recipe", "smoke", "--image", "lockstep:1", "--nodes", "2", *sweep)

@@ -90,8 +90,7 @@ def test_a_job_beyond_its_time_limit_leaves_no_process(backend: Any, tmp_path: P
 
 
 def test_a_job_without_its_supervisor_is_ended_by_the_command(backend: Any, tmp_path: Path) -> None:
-    """The supervisor is gone. `cancel` ends every process with the job's environment, or below its launcher. A process that has left both
-    lives on."""
+    """The supervisor is gone. `cancel` ends the launcher and every process below it. A process that has left it lives on."""
     pids = _submitted(backend, tmp_path)
     os.kill(_supervisor(backend), signal.SIGKILL)
     assert backend.cancel("deaf").state == "cancelled"

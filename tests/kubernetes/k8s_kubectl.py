@@ -1,7 +1,7 @@
 """A stand-in for `kubectl exec`: the container of a pod is an environment and a folder of this machine.
 
 It acts as kubectl 1.32 did against a server. Standard error ends in a line with an exit code that is not 0. Its own failures end with
-1 and one line. Without a terminal it forwards no signal, and with one Ctrl-C is a key of the command's terminal.
+1 and one line. Without a terminal a signal ends it, and with one Ctrl-C is a key of the command's terminal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if not place.exists():
 pod = json.loads(place.read_text())
 if pod["shows"]: print(pod["shows"], flush=True)
 if pod["fails"]: sys.exit(pod["fails"])
-signal.signal(signal.SIGINT, lambda *_: None)
+if given.tty: signal.signal(signal.SIGINT, lambda *_: None)
 words = [sys.executable if command[0] == "python" else command[0], *command[1:]]
 how = dict(stderr=1) if given.tty else dict(start_new_session=True)
 code = subprocess.run(words, env=pod["env"], cwd=pod["folder"], stdin=None if given.stdin else subprocess.DEVNULL, **how).returncode

@@ -19,7 +19,7 @@ from tests.jobs.helpers import lockstep
 
 pytestmark = [pytest.mark.promise("bad-input"), pytest.mark.promise("k8s-states")]
 COMMANDS = (
-    ("submit", "k8s", "job.yaml"), ("submit", "k8s", "job.yaml", "--replace"), ("submit", "k8s", "job.yaml", "--new"),
+    ("submit", "k8s", "job.yaml"), ("submit", "k8s", "job.yaml", "--replace"),
     ("status", "k8s", "smoke"), ("status", "k8s", "smoke", "--json"), ("list", "k8s"), ("list", "k8s", "--json"),
     ("logs", "k8s", "smoke"), ("logs", "k8s", "smoke", "--rank", "1", "--tail", "2"),
     ("wait", "k8s", "smoke", "--timeout", "0.2"), ("doctor", "k8s", "job.yaml"), ("cancel", "k8s", "smoke"),

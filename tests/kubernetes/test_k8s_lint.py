@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from tests.product import JobSpec
 
 GOOD: dict[str, Any] = {
     "name": "good", "recipe": "resnet18", "image": "localhost:5000/a@sha256:" + "b" * 64, "nodes": 2, "gpus": 4,
-    "shards": "/data/cifar10", "k8s": {"socket_interface": "eth0"},
+    "shards": "/data/cifar10", "k8s": {},
     "volumes": [{"claim": "runs", "path": "/runs"}, {"claim": "data", "path": "/data", "read_only": True}],
 }  # fmt: skip
 pytestmark = pytest.mark.promise("k8s-render")
@@ -39,15 +38,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LJ008", {"shards": "/elsewhere"}),
     ("LJ009", {"live": True, "nodes": 1}),
     ("LJ010", {"recipe": None, "shards": None, "command": ["python", "other.py"], "code_folder": True}),
-    *(("LJ001", {"image": f"{host}/a@sha256:{'a' * 64}"}) for host in ("registry.example", "a.invalid:5000", "example.com")),
-    *(("LJ002", {"image": f"localhost:5000/a:{tag}"}) for tag in ("cpu", "0123-cpu", "cpu@sha256:" + "a" * 64)),
     ("LS042", {"image": "lockstep:cuda"}),
     ("LS028", {"patch": {"kind": "Job"}}),
     ("LS028", {"patch": {"metadata": {"labels": None}}}),
     ("LS028", {"patch": {"metadata": {"name": "other"}}}),
     ("LS028", {"patch": {"spec": {"runPolicy": None}}}),
     ("LS028", {"patch": worker(metadata={"labels": {"lockstep/job": "other"}})}),
-    ("LS028", {"patch": container(**{"$patch": "delete"})}),
     ("LS046", {"patch": worker(spec={"hostNetwork": True})}),
 ]  # fmt: skip
 AT = "spec.pytorchReplicaSpecs.Worker.template.spec"
@@ -61,7 +57,6 @@ ONE_FIELD: list[tuple[dict[str, Any], str]] = [
     (container(workingDir="/workspace"), '.containers[pytorch].workingDir: "/workspace"'),
     (container(volumeMounts=[{"mountPath": "/runs", "subPath": "x"}]), '.containers[pytorch].volumeMounts[/runs].subPath: "x"'),
     (worker(spec={"volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}}]}), '.volumes[tmp].emptyDir.sizeLimit: "1Gi"'),
-    (worker(spec={"volumes": [{"name": "tmp", "$patch": "delete"}]}), ".volumes[tmp]: null"),
     (worker(spec={"hostNetwork": True}), ".hostNetwork: true"),
 ]  # fmt: skip
 
@@ -74,16 +69,9 @@ def test_a_patch_of_one_field_changes_one_field_and_is_shown(patch: dict[str, An
         assert [(id, item.message) for id, item in found.items()] == [("LS046", f"k8s.patch sets {AT}{told}")]
 
 
-@pytest.mark.parametrize(
-    ("patch", "told"),
-    [
-        (worker(spec={"containers": [{"name": {}}]}), "the name of a list's item must be a text or a number, got {}"),
-        (container(**{"$patch": "replace"}), "$patch: replace has no effect here"),
-        (worker(spec={"tolerations": [{"key": "a", "$patch": "delete"}]}), "$patch: delete has no effect here"),
-    ],
-)
-def test_a_patch_that_would_not_merge_is_refused(patch: dict[str, Any], told: str) -> None:
-    with pytest.raises(product.UserError, match=re.escape(told)):
+def test_a_patch_that_would_not_merge_is_refused() -> None:
+    patch = worker(spec={"containers": [{"name": {}}]})
+    with pytest.raises(product.UserError, match="the name of a list's item must be a text or a number, got {}"):
         product.manifests("k8s", JobSpec.of({**GOOD, "k8s": {**GOOD["k8s"], "patch": patch}}))
 
 

@@ -28,21 +28,14 @@ pytestmark = pytest.mark.promise("k8s-render")
 GPU: dict[str, Any] = {
     "name": "big", "recipe": "bag_of_tricks", "image": "localhost:5000/lockstep@sha256:" + "a" * 64, "nodes": 2, "gpus": 4,
     "cpus": 16, "memory": "64Gi", "shm": "16Gi", "time_limit": "2h", "shards": "/data",
-    "secrets": {"WANDB_API_KEY": {"secret": "wandb", "key": "key"}}, "env": {"EXPERIMENT": "1e3"},
+    "secrets": {"WANDB_API_KEY": {"secret": "wandb", "key": "key"}}, "env": {"EXPERIMENT": "1e3", "NCCL_SOCKET_IFNAME": "eth0"},
     "volumes": [{"claim": "runs", "path": "/runs"}, {"claim": "data", "path": "/data", "read_only": True}],
-    "k8s": {"namespace": "team", "socket_interface": "eth0", "priority_class": "high", "image_pull_secrets": ["pull"]},
+    "k8s": {"namespace": "team", "priority_class": "high", "image_pull_secrets": ["pull"]},
 }  # fmt: skip
 SPECS: dict[str, dict[str, Any]] = {
     "gpu": GPU,
     "cpu": {"name": "small", "recipe": "smoke", "image": "localhost:5000/lockstep:1", "ranks_per_node": 2, "run_dir": "/tmp/run"},
-    "marked": {
-        **GPU, "name": "marked",
-        "k8s": {
-            **GPU["k8s"], "scheduler_name": "volcano", "pod_labels": {"example.com/team": "vision"},
-            "pod_annotations": {"karpenter.sh/do-not-disrupt": "false", "example.com/note": "a b"},
-        },
-    },
-    "kueue": {**GPU, "name": "queued", "k8s": {**GPU["k8s"], "queue": "gpu-queue", "topology": "required"}},
+    "kueue": {**GPU, "name": "queued", "k8s": {**GPU["k8s"], "queue": "gpu-queue"}},
     "efa": {
         **GPU, "name": "efa", "k8s": {**GPU["k8s"], "rdma": {"vpc.amazonaws.com/efa": 4}, "hugepages": "5120Mi"},
     },
@@ -215,7 +208,6 @@ spec_values = st.fixed_dictionaries(
             {},
             optional={
                 "kind": st.sampled_from(["PyTorchJob", "PyTorchJob", "TrainJob"]), "queue": st.just("q"),
-                "topology": st.sampled_from(["required", "preferred"]),
                 "spread": st.sampled_from(["required", "preferred", "none"]),
                 "rdma": st.dictionaries(st.sampled_from(["rdma/a", "vpc.amazonaws.com/efa"]), st.integers(0, 4), max_size=2),
                 "hugepages": sizes, "node_selector": st.dictionaries(st.just("pool"), word, max_size=1),

@@ -202,7 +202,7 @@ PLAIN = {"name": "old", "recipe": "smoke", "image": "localhost:5000/a:1", "nodes
 def test_settings_of_another_backend_make_no_other_job_and_no_policy_that_selects_nothing(
     backend: Any, cluster: Cluster
 ) -> None:
-    old = JobSpec.of({**PLAIN, "slurm": {"wckey": "lockstep"}})
+    old = JobSpec.of({**PLAIN, "slurm": {"qos": "high"}})
     (_, job), _ = product.manifests("k8s", old)
     cluster.put("pytorchjobs", job)
     for spec in (JobSpec.of(PLAIN), old):

@@ -90,7 +90,7 @@ def test_settings_that_a_program_without_a_session_does_not_see_are_reported(
 @pytest.mark.promise("session-refuses", "bad-input")
 def test_options_of_lockstep_run_reach_the_session_or_are_refused(lockstep: Lockstep, tmp_path: Path) -> None:
     leave_earlier_run(tmp_path / "here")
-    options = ("--set", "config.lr=0.5", "seed=4", "--fresh", "--log-format", "json")
+    options = ("--set", "config.lr=0.5", "--set", "seed=4", "--fresh")
     lockstep("run", "--ranks", "1", "--run-dir", "here", *options, "--", "python", "tiny.py")
     assert not (tmp_path / "elsewhere").exists() and len(list(tmp_path.glob("here.*"))) == 1
     assert yaml.safe_load((tmp_path / "here/run.yaml").read_text())["config"]["seed"] == 4

@@ -164,7 +164,7 @@ def test_no_second_torch_is_installed_and_the_wheel_trains(installed: Installed,
     programs = installed(*TRAINS)
     site = next(programs.parent.glob("lib/python*/site-packages"))
     assert (site / "torch").is_symlink() and not (site / "lockstep").is_symlink()
-    words = ["run", "smoke", "--ranks", "1", "--run-dir", "run", "--set", "epochs=1", "threads=1"]
+    words = ["run", "smoke", "--ranks", "1", "--run-dir", "run", "--set", "epochs=1", "--set", "threads=1"]
     done = ran(programs, "lockstep", *words, cwd=tmp_path)
     assert done.returncode == 0 and "Final validation accuracy" in done.stdout, done.stdout + done.stderr
 

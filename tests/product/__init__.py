@@ -29,7 +29,6 @@ AS_THEY_ARE = {
     "backend": "jobs.backend:backend_of",  # by its name on the command line
     "command_line": "jobs.cli.main:main",  # what the program `lockstep` runs; ends with SystemExit
     "copy_of_code": "jobs.snapshots:unpacked",  # identity → the folder that local jobs run it in
-    "living": "jobs.local.supervise:living",  # the processes of a submission of a local job
     "sweep": "jobs.sweep:expand",
     "EXTRAS": "training.extras:EXTRAS",
     "UserError": "training.contract:UserError",

@@ -150,7 +150,6 @@ def elsewhere(patch: pytest.MonkeyPatch) -> None:
     """The local backend as on another machine that shares the home folder: no process number means anything there."""
     patch.setattr("lockstep.jobs.local.backend.here", lambda: "other pid:[1]")
     patch.setattr("lockstep.jobs.local.backend.alive", lambda pid, ticks: False)
-    patch.setattr("lockstep.jobs.local.backend.living", lambda job, tables: [])
 
 
 def slurm_script(spec: JobSpec, folder: Path, after: str | None = None, elements: int = 1) -> str:

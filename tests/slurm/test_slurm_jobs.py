@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from typing import Any
 
@@ -129,11 +128,6 @@ def test_a_rank_that_hangs_is_named_though_each_task_sees_its_own_rank_alone(ben
     spec = bench.command("hung", "", command=[PYTHON, "-u", str(script), str(run), "held"], nodes=2, ranks_per_node=1)
     bench.backend.submit(spec)
     bench.becomes("hung", "running", 120, ": rank 1 waits (hanging.py:")
-    done = lockstep("stacks", "slurm", "hung")
-    assert done.returncode == 0 and re.search(
-        r"(?m)^rank 1 waits \(hanging.py:\d+ in hang\) \[process \d+, step ", done.stdout
-    ), done
-    assert re.search(r"(?m)^rank 0 waits for others \(", done.stdout) and "most recent call first" in done.stdout, done
     (run / "GO").touch()
     assert bench.wait("hung").state == "succeeded", list(bench.backend.logs("hung"))
     assert any("hang: rank 1 gets further again" in line for line in bench.backend.logs("hung")), list(

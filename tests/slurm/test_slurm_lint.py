@@ -13,14 +13,14 @@ from tests.jobs.helpers import lockstep
 
 GOOD: dict[str, Any] = {
     "name": "good", "recipe": "resnet18", "nodes": 2, "gpus": 4, "cpus": 16, "memory": "64Gi", "run_dir": "/shared/runs/good",
-    "slurm": {"socket_interface": "ib0"},
+    "env": {"NCCL_SOCKET_IFNAME": "ib0"}, "slurm": {},
 }  # fmt: skip
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS102", {"time_limit": "2m"}),
     ("LS102", {"time_limit": "10m", "grace_seconds": 600}),
     ("LS103", {"run_dir": "/tmp/run"}),
     ("LS104", {"home": "/tmp/home"}),
-    ("LS105", {"slurm": {}}),
+    ("LS105", {"env": {}}),
     ("LJ006", {"env": {"WANDB_API_KEY": "abc"}}),
     ("LS108", {"max_restarts": 0}),
     ("LS110", {"slurm": {"container": "pyxis"}}),
@@ -28,8 +28,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS112", {"shards": "/not/there"}),
     ("LS113", {"env": {"WORLD_SIZE": "8"}}),
     ("LS113", {"env": {"SLURM_NTASKS": "8"}}),
-    ("LJ001", {"slurm": {"container": "pyxis", "image": "registry.example/a:1"}}),
-    ("LJ002", {"slurm": {"container": "pyxis", "image": "localhost:5000/a:cpu"}}),
 ]
 
 

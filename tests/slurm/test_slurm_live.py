@@ -63,9 +63,7 @@ def test_a_rank_then_a_node_is_lost_and_the_others_continue(bench: Bench, undist
     os.kill(launcher, signal.SIGKILL)
     found = job.ends_like(undisturbed)
     assert found.ranks[0].restarts == 0 and job.attempts() == 1, found
-    assert found.goodput is not None and 0 <= found.goodput["queued"] <= found.goodput["before_start"] < 90, (
-        found.goodput
-    )
+    assert found.goodput is not None and found.goodput["restarts"] == 0, found
     assert [event["rank"] for event in events(job.run, "rank_lost")] == [2, 3], events(job.run)
     whole = list(bench.backend.logs("going"))
     assert any(line.startswith("launch: rank 2 was ended by SIGKILL") for line in whole), whole

@@ -22,9 +22,9 @@ GOLDEN = Path(__file__).parent / "golden"
 FOLDER = Path("/shared/lockstep/slurm/big/submitit")
 BIG: dict[str, Any] = {
     "name": "big", "recipe": "bag_of_tricks", "nodes": 2, "gpus": 4, "cpus": 32, "memory": "64Gi", "time_limit": "2h",
-    "run_dir": "/shared/runs/big", "shards": "/shared/shards", "env": {"EXPERIMENT": "1e3"}, "max_restarts": 5,
+    "run_dir": "/shared/runs/big", "shards": "/shared/shards", "env": {"EXPERIMENT": "1e3", "NCCL_SOCKET_IFNAME": "ib0"}, "max_restarts": 5,
     "slurm": {
-        "partition": "gpu", "account": "team", "python": "/shared/venv/bin/python", "gpu_type": "a100", "socket_interface": "ib0",
+        "partition": "gpu", "account": "team", "python": "/shared/venv/bin/python", "gpu_type": "a100",
         "modules": ["cuda/12.4"], "setup": ["ulimit -l unlimited"], "patch": {"mail_user": "a@example.org", "begin": "now+1hour"},
     },
 }  # fmt: skip
@@ -91,7 +91,7 @@ def test_the_script_takes_no_payload_from_a_folder_that_others_can_write(tmp_pat
 
 
 def test_the_options_that_slurm_must_get() -> None:
-    spec = JobSpec.of({**BIG, "slurm": {**BIG["slurm"], "licenses": "matlab@server:2,ansys"}})
+    spec = JobSpec.of({**BIG, "slurm": {**BIG["slurm"], "patch": {"licenses": "matlab@server:2,ansys"}}})
     text = product.slurm_script(spec, FOLDER)
     flags = dict(re.findall(r"#SBATCH --([a-z-]+)(?:=(\S+))?", text))
     expected = {

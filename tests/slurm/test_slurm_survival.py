@@ -29,7 +29,7 @@ def test_preempted_and_out_of_time_more_often_than_it_may_fail(bench: Bench, und
     restart."""
     job = Training(bench, "moved", max_restarts=0)
     job.hold.reached()
-    urgent = {"partition": "urgent", "exclusive": True}
+    urgent = {"partition": "urgent", "patch": {"exclusive": True}}
     bench.backend.submit(bench.command("high", "print('urgent work')", nodes=2, ranks_per_node=1, slurm=urgent))
     job.saves(1)
     job.hold.at(6)  # where the next start stands still

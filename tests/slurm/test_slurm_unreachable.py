@@ -216,7 +216,7 @@ def test_what_sbatch_takes_is_no_reason_against_a_job(site: Site) -> None:
     for name, answer in {**DOCTOR, "sbatch": STARTS}.items():
         (site.folder / "bin" / name).write_text(f"#!/bin/sh\n{answer}\n")
         (site.folder / "bin" / name).chmod(0o755)
-    done = site.run("submit", "slurm", site.file, "--dry-run", "--json", "--new", "--set", "slurm.account=team")
+    done = site.run("submit", "slurm", site.file, "--dry-run", "--json", "--set", "slurm.account=team")
     found = json.loads(done.stdout)
     assert (done.returncode, found["would"]) == (0, "start"), done
     assert ("account", "warning") in {(row["name"], row["result"]) for row in found["checks"]}, done

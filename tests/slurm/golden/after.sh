@@ -3,7 +3,7 @@
 # Parameters
 #SBATCH --account=team
 #SBATCH --begin=now+1hour
-#SBATCH --comment=lockstep:a79a47607cfb043d
+#SBATCH --comment=lockstep:7295755de4685b88
 #SBATCH --cpus-per-task=8
 #SBATCH --dependency=afterok:4711
 #SBATCH --gres=gpu:a100:4
@@ -27,8 +27,6 @@ lockstep_restarts=${SLURM_RESTART_COUNT:-0}
 lockstep_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
 (
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID
-export NCCL_SOCKET_IFNAME=ib0
-export GLOO_SOCKET_IFNAME=ib0
 module load cuda/12.4
 ulimit -l unlimited
 

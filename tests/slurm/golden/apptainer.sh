@@ -1,7 +1,7 @@
 #!/bin/bash
 
 # Parameters
-#SBATCH --comment=lockstep:53720b27d65f1d60
+#SBATCH --comment=lockstep:d09d31ffb019f6fa
 #SBATCH --constraint='nvlink&a100'
 #SBATCH --cpus-per-task=8
 #SBATCH --gpus-per-node=4

@@ -1,7 +1,7 @@
 #!/bin/bash
 
 # Parameters
-#SBATCH --comment=lockstep:d62877a65d33501d
+#SBATCH --comment=lockstep:df1d5534bed3bfc1
 #SBATCH --cpus-per-task=8
 #SBATCH --gpus-per-node=4
 #SBATCH --job-name=big

@@ -1,4 +1,4 @@
-"""Where the last lines of a log begin, lines in pieces, and several logs in one."""
+"""Where the last lines of a log begin, lines that are too long, and the last error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.jobs import logs
-from lockstep.jobs.logs import STAMPED, LineSplitter
+from lockstep.jobs.logs import LineSplitter
 
 
 @pytest.mark.parametrize("end", ["\n", ""], ids=["ended", "unended"])
@@ -24,42 +24,21 @@ def test_where_the_last_lines_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for mark in ("", "[rank 1] "):
             wanted = [line for line in texts if line.startswith(mark)]
             for count in (0, 1, 2, 5, 100):
-                start, found = logs.tail_offset(path, count, lambda head, mark=mark: head.startswith(mark.encode()))
+                start = logs.tail_offset(path, count, lambda head, mark=mark: head.startswith(mark.encode()))
                 rest = text[start:].removesuffix("\n")
                 own = [line for line in (rest.split("\n") if rest else []) if line.startswith(mark)]
-                assert own == (wanted[-count:] if count else []) and found == len(own)
+                assert own == (wanted[-count:] if count else [])
 
 
-def test_pieces_of_a_line_begin_as_the_line_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an engine's log, in which each line has its time; however the chunks fall."""
-    whole = b"2026-01-01T00:00:00Z [rank 3] " + b"y" * 5000 + b"\nshort line\n\nunended"
+def test_a_line_that_is_too_long_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the chunks fall."""
+    monkeypatch.setattr(logs, "LONGEST", 100)
+    whole = b"y" * 5000 + b"\nshort line\n\nunended"
     for size in (1, 7, 64, 10_000):
-        chunks = [whole[at : at + size] for at in range(0, len(whole), size)]
-        plain = LineSplitter(STAMPED)
-        assert [line for chunk in chunks for line in plain.of(chunk)] == whole.split(b"\n")[:-1]
-        with monkeypatch.context() as patch:
-            patch.setattr(logs, "LONGEST", 100)
-            pieces = LineSplitter(STAMPED)
-            found = [piece for chunk in chunks for piece in pieces.of(chunk)]
-        *long, short, empty = found
-        assert (short, empty, pieces.rest()) == (b"short line", b"", b"unended")
-        assert all(piece.startswith(b"2026-01-01T00:00:00Z [rank 3] ") for piece in long)
-        assert sum(piece.count(b"y") for piece in long) == 5000
-
-
-def test_logs_are_merged_by_their_times_and_shares_are_even() -> None:
-    first, second = [(f"{n:03}", f"a{n}") for n in range(0, 100, 2)], [(f"{n:03}", f"b{n}") for n in range(1, 20, 2)]
-    assert logs.merge_tail([iter(first), iter(second)], 3) == first[-3:]
-    assert logs.merge_tail([first[:5], second[:5]], 4) == [("006", "a6"), ("007", "b7"), ("008", "a8"), ("009", "b9")]
-    late = [("5", "x"), ("4", "y")]  # written in this order, by two streams
-    assert [text for _, text in logs.merge_tail([late, [("3", "z")]], 9)] == ["z", "x", "y"]
-    for lengths, count, wanted in (
-        ([10, 10, 10], 8, [3, 3, 2]),
-        ([1, 10, 0], 8, [1, 7, 0]),
-        ([2, 2], 100, [2, 2]),
-        ([5, 5], 0, [0, 0]),
-    ):
-        assert logs.split_quota(lengths, count) == wanted
+        splitter = LineSplitter()
+        lines = [line for at in range(0, len(whole), size) for line in splitter.of(whole[at : at + size])]
+        assert lines[1:] == [b"short line", b""] and splitter.rest() == b"unended"
+        assert lines[0].startswith(b"y" * 100 + b"... (cut")
 
 
 def test_the_last_error_of_a_log_is_found_behind_an_earlier_start(tmp_path: Path) -> None:

@@ -1,54 +1,11 @@
-"""The permitted owners of a folder above the jobs, and the report on a run."""
+"""Records that cannot be read, and the report on a run."""
 
 from __future__ import annotations
 
-import grp
-import os
-import pwd
-import stat
-from contextlib import nullcontext
 from pathlib import Path
 
-import pytest
-
 from lockstep.jobs import records
-from lockstep.training.contract import UserError
 from tests.processes import PYTHON, run
-
-
-def test_a_users_private_group_has_no_other_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each user has one, folders are made with 775."""
-    me = pwd.struct_passwd(("ann", "x", 1000, 1000, "", "/home/ann", "/bin/sh"))
-    monkeypatch.setattr(pwd, "getpwuid", lambda uid: me)
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    for members, name, private in (
-        ([], "ann", True),
-        (["ann"], "ann", True),
-        (["ben"], "ann", False),
-        ([], "staff", False),
-    ):
-        monkeypatch.setattr(grp, "getgrgid", lambda gid, group=(name, "x", 1000, members): grp.struct_group(group))
-        for mode, refused in ((0o775, not private), (0o777, True), (0o755, False), (0o1777, False)):
-            about = os.stat_result((stat.S_IFDIR | mode, 0, 0, 1, 1000, 1000, 0, 0, 0, 0))
-            with pytest.raises(UserError, match="can be changed by other users") if refused else nullcontext():
-                records._check_parent(Path("/home/ann"), about)
-
-
-def test_a_link_leads_to_no_folder_that_others_can_write(tmp_path: Path) -> None:
-    """And what is missing is made, behind links, too."""
-    tmp_path.chmod(0o700)
-    (tmp_path / "shared/mine").mkdir(parents=True, mode=0o700)
-    (tmp_path / "way").symlink_to("shared/../shared/mine")
-    assert records.make(tmp_path / "way/a/jobs").is_dir()
-    (tmp_path / "emptied").symlink_to("later")
-    assert records.make(tmp_path / "emptied/jobs").is_dir()
-    (tmp_path / "shared").chmod(0o777)
-    for folder in (tmp_path / "way/a/jobs", tmp_path / "way/jobs"):
-        with pytest.raises(UserError, match=r"shared can be changed by other users \(mode 777\)"):
-            records.make(folder)
-    (tmp_path / "round").symlink_to("round")
-    with pytest.raises(UserError, match="Too many levels of symbolic links"):
-        records.make(tmp_path / "round/jobs")
 
 
 def test_why_an_attempt_has_ended_that_another_may_follow() -> None:
