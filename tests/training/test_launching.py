@@ -176,7 +176,6 @@ BAD = {
     "no GPU": ([*SET, "device=cuda"], {"CUDA_VISIBLE_DEVICES": ""}, "no GPU is visible"),
     "batch too large": ([*SET, "global_batch_size=4096", "uneven=drop"], {}, "is larger than the 1438"),
     "batch and ghost norm": ([*SET, "global_batch_size=40", "uneven=drop"], {}, "blocks of 32"),
-    "a model of other classes": ([*SET, "model=torch.nn:LazyLinear", "model_options={out_features: 7}"], {}, "expected [n, 10]"),
     "no weights": ([*SET, "init_from=/no-such-folder.pth"], {}, "cannot read /no-such-folder.pth"),
     "run dir is a file": (["run", "smoke", "--run-dir", "Makefile"], {}, "Makefile: File exists"),
     "nothing to launch": (["launch", "--ranks", "2"], {}, "nothing to launch"),

@@ -30,7 +30,6 @@ from ..models.arithmetic import (
     arithmetic_of,
     autocast,
     compiled,
-    evaluating,
     form_on,
     no_compiler,
     real_type,
@@ -300,27 +299,5 @@ def _build(config: Config, world: World, manifest: Manifest) -> nn.Module:
         raise UserError(f"model {config.model} has no parameter that requires a gradient: there is nothing to train")
     if not model.training:
         model.train()
-    if not models.ours(config.model):
-        _check_outputs(model, config.model, manifest)
     model.to(device=world.device, dtype=real_type(config.precision))
     return model.to(memory_format=torch.channels_last) if config.channels_last is True else model
-
-
-@torch.no_grad()
-def _check_outputs(model: nn.Module, name: str, manifest: Manifest) -> None:
-    """One score a class, for two samples: else the first step would fail with a message of the loss function."""
-    shape = manifest.shape
-    count = 2 * models.batch_multiple(model)
-    samples = torch.zeros(count, shape[2], *shape[:2]) if len(shape) == 3 else torch.zeros(count, *shape)
-    expected = f"[n, {len(manifest.classes)}] (n samples, one score a class)"
-    try:
-        with evaluating(model):
-            output = model(samples)
-    except Exception:  # noqa: BLE001 - the first step fails in the same way, with the place in the user's own code
-        return
-    scores = isinstance(output, torch.Tensor) and output.ndim == 2 and len(output) == count
-    if not scores or output.shape[1] < len(manifest.classes):  # more than needed do no harm
-        description = (
-            f"of shape {list(output.shape)}" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
-        )
-        raise UserError(f"model {name} gives {description} for {count} samples, expected {expected}")
