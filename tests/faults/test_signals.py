@@ -53,13 +53,9 @@ def test_a_signal_to_one_rank_ends_all_together(job: Job, undisturbed: Undisturb
 
 NEVER = {"checkpoint.every_steps": 0}
 """None before the end of the first epoch, after 8 steps."""
-OFF = {"checkpoint.on_signal": "false"}
 TABLE: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "TERM before the first checkpoint": ("1:3:TERM", NEVER, 75, ""),
     "STOP": ("", {}, 75, "STOP file"),
-    "none on signal": ("1:6:TERM", OFF, 75, "saved at step"),
-    "none on signal, and none before": ("1:3:TERM", {**NEVER, **OFF}, 1, "checkpoint.on_signal"),
-    "none on STOP, and none before": ("", {**NEVER, **OFF}, 1, "nothing is saved"),
 }
 """Fate of a rank, settings, exit code, and what the last line says."""
 

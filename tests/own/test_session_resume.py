@@ -159,32 +159,6 @@ def test_the_ranks_save_together_where_one_alone_logs_after_the_evaluation_that_
     assert product.checkpoint_steps(tmp_path / "run")[0] == 8
 
 
-LOSES = """
-import os, signal, sys, time, torch
-from pathlib import Path
-from lockstep import Session
-here = Path(sys.argv[1])
-with Session(here, "checkpoint.every_steps=0", "checkpoint.on_signal=false", "log.report=false") as run:
-    model = run.replicate(torch.nn.Linear(4, 2))
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    for epoch in run.epochs(2):
-        for x in run.batches(torch.ones(800 if epoch else 8, 4), 4):
-            run.step(lambda x: model(x).square().mean(), x)
-            if epoch and run.leader and not (here / "away").exists():
-                time.sleep(0.05)
-                if "checkpoint_written" in (here / "events.jsonl").read_text():
-                    (here / "checkpoints").rename(here / "away")
-                    (here / "checkpoints").touch()
-                    os.kill(os.getpid(), signal.SIGTERM)
-"""
-
-
-def test_a_disk_that_fails_after_the_last_save_takes_no_checkpoint_away(tmp_path: Path) -> None:
-    """The run leaves by what it has saved, and asks the disk for nothing."""
-    done = script(2, LOSES, tmp_path / "run")
-    assert done.code == 75 and "saved at step 2" in done.output and "Traceback" not in done.output, done.output
-
-
 CHANGED = """
 import hashlib, sys, torch
 from lockstep import Session

@@ -483,22 +483,13 @@ class Attempt:
         run, state = self.run, self.run.state
         state.clock.settle()
         state.history["preemptions"] = state.history.get("preemptions", 0) + 1
-        if run.config.checkpoint.on_signal:
-            self.save()
-        durable, step, last = self.saver.durable(), run.user_state.steps, self.saver.last_step
-        saved = durable and self.saver.saved
+        self.save()
+        durable, step = self.saver.durable(), run.user_state.steps
         who = next(filter(None, all_gather_trees(self.consensus.reason, run.world)), "another rank")
-        run.event("preempted", step=step, reason=who, saved=saved)
+        run.event("preempted", step=step, reason=who, saved=durable)
         if not durable:
             raise Ended(EXIT_FAILED, f"ended early by {who} at step {step}, and could not save (see the warnings)")
-        if not saved:
-            raise Ended(
-                EXIT_FAILED,
-                f"ended early by {who} at step {step}, and nothing is saved: there was no checkpoint yet, and "
-                "checkpoint.on_signal is false",
-            )
         run.metrics.count("preemptions_total")
         # It must not stop the next start, too.
         run.write(lambda directory: (directory.path / contract.STOP_FILE).unlink(missing_ok=True))
-        where = f"at step {step}" + (f", saved at step {last}" if last != step else "")
-        raise Ended(EXIT_PREEMPTED, f"ended early by {who} {where}: {RUN_AGAIN}")
+        raise Ended(EXIT_PREEMPTED, f"ended early by {who} at step {step}: {RUN_AGAIN}")
