@@ -17,7 +17,6 @@ import os
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -92,7 +91,7 @@ class Attempt:
         """Whether the ranks have agreed to save. The next boundary saves, since an evaluation has no boundary."""
         self._told = time.monotonic()
         """Time of the last report of the step to status.json and the console (monotonic, seconds)."""
-        self.consensus = Consensus(run.world, run.signals, self._stop_file)
+        self.consensus = Consensus(run.world, run.signals)
         about = RunInfo(
             os.path.abspath(run.path), 0 if os.environ.get(contract.ENV_LIVE) else run.world.size, run.attempt,
             run.config.end_hangs,
@@ -104,10 +103,6 @@ class Attempt:
         self.saver = Saver(run, self._alive)
         self.reading = LossReader(run.state.losses, run.world, of_all=run.state.of_all)
         self.unsaved = Unsaved(run)
-
-    @property
-    def _stop_file(self) -> Path | None:
-        return None if self.run.directory is None else self.run.directory.path / contract.STOP_FILE
 
     @property
     def after_save(self) -> bool:
@@ -157,7 +152,6 @@ class Attempt:
             assert run.directory is not None
             listeners.attach(run.config, run.directory, run.user_state.steps)
             self.saver.take_over()
-            self.consensus.stop_file = self._stop_file
         for rank, how in lost.items():
             if world.leader:
                 run.exporter.forget(rank)
@@ -490,6 +484,4 @@ class Attempt:
         if not durable:
             raise Ended(EXIT_FAILED, f"ended early by {who} at step {step}, and could not save (see the warnings)")
         run.metrics.count("preemptions_total")
-        # It must not stop the next start, too.
-        run.write(lambda directory: (directory.path / contract.STOP_FILE).unlink(missing_ok=True))
         raise Ended(EXIT_PREEMPTED, f"ended early by {who} at step {step}: {RUN_AGAIN}")
