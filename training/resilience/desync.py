@@ -8,7 +8,7 @@ A rank that waits at a sync point writes into the store which one. A rank that i
 A rank whose collective has failed or timed out reports itself in the store. The ranks that do not report within a few seconds are gone,
 stopped or stuck (`describe_failed_collective`). The launcher records in the store which ranks have exited, and the other ranks do not wait
 for these. What the stuck ones do is the verdict of `lockstep.wire.hangs`. gloo raises in the thread that waits. With NCCL this thread waits
-for the GPU, and torch's watchdog aborts the process. `naming_the_missing` prints the sentence before.
+for the GPU, and torch's watchdog aborts the process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -233,41 +233,6 @@ def describe_failed_collective(world: World, step: int, error: BaseException, ru
     if world.live is not None and world.generation:
         return f"step {step}: {world.live.of_gone_group(cause)}"
     return f"step {step}: a collective failed, although every rank is present ({cause})"
-
-
-@contextlib.contextmanager
-def naming_the_missing(
-    world: World, step: Callable[[], int], say: Callable[[str], None], run_dir: Path
-) -> Iterator[None]:
-    """Inside, reports a collective of NCCL that fails or times out in a sentence, and ends the process with 1.
-
-    A torch without abort hooks (before 2.15) aborts the process itself. `lockstep.wire.hangs` has named the rank by then.
-
-    Args:
-        step: returns the number of steps.
-        say: gets the sentence, in another thread than this one.
-    """
-    nccl = world.size > 1 and world.nccl and world.live is None  # under `--live` the ranks look for themselves
-    backend = world.group._get_backend(world.device) if nccl else None
-    if not getattr(backend, "supports_abort_hooks", False):
-        yield
-        return
-    telling, left = threading.Lock(), threading.Event()
-
-    def end() -> None:
-        with telling:
-            if not left.is_set():
-                error = RuntimeError("a collective of NCCL failed or timed out")
-                say(describe_failed_collective(world, step(), error, run_dir))
-                end_process()  # the thread that waits for the GPU cannot be raised in
-
-    backend.register_abort_hook(id(left), end)  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        with telling:  # a thread that is reporting ends the process
-            left.set()
-        backend.unregister_abort_hook(id(left))  # type: ignore[union-attr]
 
 
 def first_of_node(world: World) -> bool:

@@ -53,7 +53,7 @@ from ..resilience.closeness import (
     fingerprint,
     sha256,
 )
-from ..resilience.desync import DesyncDetector, first_of_node, naming_the_missing
+from ..resilience.desync import DesyncDetector
 from ..resilience.preempt import Consensus, Decision
 from .replica import Buffers, Modes, learning_rates
 from .run import Ended, Run
@@ -122,8 +122,6 @@ class Attempt:
         preprocessing = time.perf_counter() - run.began
         run.event("prepared", seconds=preprocessing)
         run.console.line(f"Preprocessing: {preprocessing:.2f} seconds")
-        self._naming = naming_the_missing(run.world, lambda: run.user_state.steps, self._lost, run.path)
-        self._naming.__enter__()
         self.desync = DesyncDetector(
             run.world, lambda: 4 * (self._polls + run.user_state.steps) + self.stage, lambda: run.user_state.steps, self._desynced
         )  # fmt: skip
@@ -176,23 +174,15 @@ class Attempt:
                 who = f"Ranks {named(list(ranks))} were" if len(ranks) > 1 else f"Rank {ranks[0]} was"
                 run.console.line(f"{who} {what} after step {run.user_state.steps}: {trains}")
 
-    def _lost(self, reason: str) -> None:
-        """Reports a failed collective of NCCL, in a separate thread; then the process ends. `Run` handles all other errors."""
-        self._desynced(reason, first_of_node(self.run.world))
-
-    def _desynced(self, reason: str, says: bool | None = None) -> None:
-        """Reports, before the process ends, that the ranks are no longer at the same step.
-
-        Args:
-            says: whether this rank prints the reason; None: rank 0 does.
-        """
+    def _desynced(self, reason: str) -> None:
+        """Reports, before the process ends, that the ranks are no longer at the same step."""
         run = self.run
         run.console.close()
         run.goodput.failed(in_collective=True)
         run.goodput.end(EXIT_FAILED)
         if run.directory is not None:
             run.directory.status(EXIT_FAILED, reason, run.user_state.steps)
-        if run.world.leader if says is None else says:
+        if run.world.leader:
             run.console.warn(reason)
         self.saver.close()
 
@@ -211,7 +201,6 @@ class Attempt:
                 with contextlib.suppress(RuntimeError):  # the first error counts
                     self.consensus.settle()
         finally:
-            self._naming.__exit__(None, None, None)
             self.saver.close()  # whatever happened, the save under way is finished
 
     def boundary(self) -> bool:
