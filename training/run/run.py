@@ -410,9 +410,7 @@ class Run:
                 atexit.register(self.signals.ignore)
             code = self._code(error, end)
             if code is None:
-                if error is not None:
-                    desync.print_once(self.world, error)
-                if isinstance(error, UserError):
+                if isinstance(error, UserError) and desync.prints(self.world, error):
                     print_error(error)  # before a launcher's TERM ends this process again
                 self._stack.__exit__(kind, error, trace)
                 if end is None and error is not None and is_collective(error):
@@ -512,9 +510,7 @@ class Run:
         else:
             process.shut(world.peers)  # also where the attempt had ended before
             code, why = EXIT_FAILED, "" if world.live is None else world.live.why(collective)
-            reason = (
-                f"step {step}: {why}" if why else desync.describe_failed_collective(world, step, collective, self.path)
-            )
+            reason = f"step {step}: {why}" if why else desync.describe_failed_collective(world, step, collective)
         if self.directory is not None:
             self.directory.status(code, reason, step)
         if collective is None:
