@@ -177,7 +177,7 @@ with Session(sys.argv[1], "log.report=false") as run:
         "raises": (failing, DATA), "cannot be read": (len, Broken(X)), "names": (other_names, DATA), "lengths": (other_length, DATA),
         "type": (lambda x, y, ids: None, DATA), "matrix": (lambda x, y, ids: {"x": x}, DATA), "text": (lambda *_: {"x": "1"}, DATA),
         "number": (lambda *_: {1: 1}, DATA), "nothing": (lambda *_: {}, DATA), "empty": (len, []), "iterable": (len, iter(X)),
-        "shares": (len, X[run.rank :]), "order": (len, X.flip(0) if run.rank else X),
+        "shares": (len, X[run.rank :]), "order": (len, Y.flip(0) if run.rank else Y),
         "collective": (lambda *_: run.sum(1)[0], DATA), "boundary": (lambda *_: run.boundary(), DATA),
     }
     for name, (function, data) in cases.items():

@@ -340,8 +340,7 @@ class Loop:
         run = self.run
         if run.world.size > 1 and (run.user_state.steps < FIRST_STEPS or self.attempt.after_save):
             self._meet("run.part()")
-            if sentence := check_alike_whole(batch, run.world):
-                run.warn(sentence, "run.part()")
+            check_alike_whole(batch, run.world)
         mine, part = self.step.current.part(batch)
         self.step.set_part(part)
         return mine  # type: ignore[no-any-return]
