@@ -82,8 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     shard.set_defaults(action=_shard)
 
     evaluate = commands.add_parser("evaluate", help=COMMANDS["evaluate"])
-    evaluate.add_argument("target", type=_location, metavar="RUN|FILE", help=f"{_RUN}, or a file of weights")
-    evaluate.add_argument("--recipe", help="the recipe that a FILE of weights belongs to")
+    evaluate.add_argument("target", type=_location, metavar="RUN", help=_RUN)
     _add_set(evaluate, "data.root=DIR")
     evaluate.add_argument(
         "--trust-model",
@@ -175,11 +174,11 @@ def _evaluate(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     from .recipe import evaluate as scoring
 
     run: Location = args.target
-    config, checksum = scoring.config_of(run.path, args.recipe, args.assignments, args.trust_model)
+    config, checksum = scoring.config_of(run.path, args.assignments, args.trust_model)
     run.bring(warn=to_stderr)
     with world.joined(world.detect(env), config.device, config.collective_timeout, config.backend) as joined:
         world.set_threads(joined, config.threads, env)
-        score = scoring.score_target(run.path, config, checksum, joined)
+        score = scoring.score_run(run.path, config, checksum, joined)
         if joined.leader:
             print(f"accuracy {score.accuracy:.4f} ({score.correct} of {score.count}), loss {score.loss:.4f}")
     return EXIT_DONE

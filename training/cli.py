@@ -18,7 +18,7 @@ PROGRAM = os.environ.get(ENV_PROGRAM, "python -m lockstep.training")
 COMMANDS = {
     "run": "train a recipe, or resume it",
     "shard": "preprocess a data set once into shard files",
-    "evaluate": "score a run, or a file of weights, on the test split",
+    "evaluate": "score a run on the test split",
     "export": "write a run's weights as a plain file",
     "report": "show one or several runs as one HTML file",
     "settings": "list every setting with its meaning and default, or a recipe's",
