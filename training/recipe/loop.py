@@ -20,7 +20,7 @@ from torch import nn
 from .. import generators, models, optim, sync
 from ..checkpoint import weights
 from ..config import Config
-from ..contract import MOST_NAMED, UserError, named
+from ..contract import UserError
 from ..data.augment import augment, check_settings, draw_keys, normalise
 from ..data.batches import Batch, Batches, Division, Stored
 from ..data.order import Parts
@@ -38,10 +38,9 @@ from ..observe.account import TimeCategory
 from ..observe.goodput import GoodputRecorder
 from ..optim import set_rates
 from ..parallel.exchange import (
+    all_gather_trees,
     broadcast_tree,
     failing_together,
-    gather_trees,
-    is_same_on_all_ranks,
     waiting_for_all,
 )
 from ..parallel.world import World
@@ -259,24 +258,17 @@ def _shards(config: Config, world: World) -> Manifest:
 
 def _check_same_data(manifest: Manifest, saved: dict[str, str] | None, world: World) -> None:
     """Every rank has the data that the run began with. Collective."""
-    if not is_same_on_all_ranks(manifest.checksum, world):
-        checksums = gather_trees(manifest.checksum, world)
-        raise UserError(broadcast_tree(None if checksums is None else _different_data(checksums), world))
+    checksums = all_gather_trees(manifest.checksum, world)
+    for rank, checksum in enumerate(checksums):
+        if checksum != checksums[0]:
+            raise UserError(
+                f"the ranks see different data: rank 0: {checksums[0][:12]}…, rank {rank}: {checksum[:12]}…"
+            )
     if saved and saved.get("checksum") != manifest.checksum:
         raise UserError(
             f"{manifest.place} holds other data than this run began with (sha256 {manifest.checksum[:12]}…, "
             f"the run's {str(saved.get('checksum'))[:12]}…): restore it, or choose another --run-dir"
         )
-
-
-def _different_data(checksums: list[str]) -> str:
-    """Which ranks see which data, in the order of the lowest of them."""
-    ranks: dict[str, list[int]] = {}
-    for rank, checksum in enumerate(checksums):
-        ranks.setdefault(checksum, []).append(rank)
-    groups = [f"rank {named(group)}: {checksum[:12]}…" for checksum, group in ranks.items()]
-    more = f" and {len(groups) - MOST_NAMED} more" if len(groups) > MOST_NAMED else ""
-    return f"the ranks see different data: {', '.join(groups[:MOST_NAMED])}{more}"
 
 
 def _batches(

@@ -168,11 +168,11 @@ class Attempt:
             run.directory.status(None, "running", run.user_state.steps)
         run.metrics.count("ranks_lost_total", by=len(lost))
         run.metrics.set("ranks", world.size)
-        trains = "1 rank trains on" if world.size == 1 else f"{world.size} ranks train on"
         for ranks, what in ((sorted(lost), "lost"), (joined, "replaced")):
             if ranks:
-                who = f"Ranks {named(list(ranks))} were" if len(ranks) > 1 else f"Rank {ranks[0]} was"
-                run.console.line(f"{who} {what} after step {run.user_state.steps}: {trains}")
+                run.console.line(
+                    f"Rank {named(ranks)} was {what} after step {run.user_state.steps}. Ranks that train now: {world.size}"
+                )
 
     def _desynced(self, reason: str) -> None:
         """Reports, before the process ends, that the ranks are no longer at the same step."""

@@ -402,10 +402,6 @@ class Saver:
             "checkpoint_interval", seconds=round(seconds, 3), cost_seconds=round(interval.cost, 6), mtbf_seconds=round(mtbf, 1),
             failures=interval.failures,
         )  # fmt: skip
-        self.run.console.line(
-            f"Checkpoints every {seconds:.0f} s (every_seconds: auto): a save costs {interval.cost:.3g} s, and a failure is "
-            f"expected every {mtbf / 3600:.3g} h ({interval.failures} so far)"
-        )
 
     def _finish(self) -> None:
         """Commits the files of the attempt's end to the bucket. A bucket that does not answer does not block the end of the process."""
