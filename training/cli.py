@@ -41,9 +41,8 @@ def answering() -> Iterator[None]:
         try:
             yield
         finally:  # what is left to be written at Python's own end is lost without a word
-            if (
-                sys.__stdout__ is not None
-            ):  # it is where standard output is closed; sys.stdout may be typer's, which hides errors
+            # It is None if standard output is closed. sys.stdout may be typer's, which hides errors.
+            if sys.__stdout__ is not None:
                 sys.__stdout__.flush()
     except (BrokenPipeError, SystemExit) as error:
         # typer makes an exit with 1 of a reader that has left, and 1 says that a job failed.

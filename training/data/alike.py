@@ -26,7 +26,7 @@ from .batches import Seeded, loader
 from .pytree import children
 
 Values = list[Any]
-"""[whether it has whole numbers alone, digest] of each leaf of a sample; None: the leaf is drawn anew each time."""
+"""[whether it has whole numbers alone, shape, digest] of each leaf of a sample; None: the leaf is drawn anew each time."""
 SAMPLES = 16
 """Most samples to compare: fewer if they load slowly."""
 LEAVES = 32
@@ -131,7 +131,7 @@ class _Compared(Dataset[Any]):
     def __getitems__(self, ids: list[int]) -> list[Values]:
         began, rows = time.monotonic(), []
         for index in ids:
-            first, second = (_of_sample(*self.dataset.__getitems__([index])) for _ in range(2))
+            first, second = (digests(*self.dataset.__getitems__([index])) for _ in range(2))
             same = len(first) == len(second)  # else the sample draws from an unseeded generator
             rows.append([one if one == other else None for one, other in zip(first, second)] if same else [])
             if time.monotonic() - began > COMPARE_SECONDS:
@@ -139,7 +139,8 @@ class _Compared(Dataset[Any]):
         return rows
 
 
-def _of_sample(sample: Any) -> Values:
+def digests(sample: Any) -> Values:
+    """Returns the values of a sample, or of a batch. Leaves out texts beside numbers: they may be paths."""
     numbers: list[list[Any]] = []
     texts, waiting = hashlib.sha256(), [sample]
     while waiting and len(numbers) < LEAVES:
@@ -150,13 +151,11 @@ def _of_sample(sample: Any) -> Values:
             waiting += [entry for _, entry in entries]
         elif (values := _of_leaf(leaf)) is not None:
             numbers.append(values)
-    return [*numbers] or [
-        [True, texts.hexdigest()]
-    ]  # a text next to numbers may be a path, which differs between nodes
+    return [*numbers] or [[True, [], texts.hexdigest()]]
 
 
 def _of_leaf(leaf: Any) -> list[Any] | None:
-    """Returns [whether the leaf has whole numbers alone, digest]; None: the leaf has no numbers. Pixels are no whole numbers."""
+    """Returns [whether the leaf has whole numbers alone, shape, digest]; None: the leaf has no numbers. Pixels are no whole numbers."""
     if isinstance(leaf, torch.Tensor):
         if leaf.layout is not torch.strided or leaf.is_complex() or leaf.is_quantized:
             return None
@@ -166,5 +165,4 @@ def _of_leaf(leaf: Any) -> list[Any] | None:
         if data.dtype.kind not in "biuf":
             return None
         whole = data.dtype.kind != "f" and data.dtype != np.uint8
-    shape = getattr(leaf, "shape", data.shape)
-    return [whole, hashlib.sha256(repr([*shape]).encode() + data.tobytes()).hexdigest()]
+    return [whole, [*getattr(leaf, "shape", data.shape)], hashlib.sha256(data.tobytes()).hexdigest()]

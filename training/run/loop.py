@@ -8,14 +8,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
-import numpy as np
-import torch
-
 from .. import contract, files
 from ..contract import EXIT_DONE, EXIT_FAILED, UserError
-from ..data.alike import check_alike_whole
+from ..data.alike import check_alike_whole, digests
 from ..data.batches import Batches, ElasticBatches, Part, begun
-from ..data.pytree import children, to_device
+from ..data.pytree import to_device
 from ..observe.account import TimeCategory
 from ..parallel.exchange import all_gather_trees, broadcast_tree, is_same_on_all_ranks
 from ..parallel.world import World
@@ -23,7 +20,6 @@ from ..resilience.closeness import fingerprint, sha256
 from ..resilience.desync import Place
 from ..sync.buckets import SentAlready
 from .attempt import FIRST_STEPS, Attempt
-from .proof import has_bytes, text_of
 from .recording import Recorder, obstacle
 from .replica import Replica, learning_rates
 from .resume import misfits_explained
@@ -482,25 +478,11 @@ def _same_samples(batch: Any, world: World) -> int:
     """Returns the samples of a batch that is the same on all ranks; 0: the batches differ, or have no array to compare. Collective."""
     if world.size == 1:
         return 0
-    try:
-        arrays = _arrays(batch)
-        mine = text_of(arrays)
-    except Exception:  # noqa: BLE001 - of the batch's own code, which is for the script to judge
-        arrays, mine = [], ""
+    mine: list[Any] = []
+    with contextlib.suppress(Exception):  # of the batch's own code, which is for the script to judge
+        mine = digests(batch)
     same = is_same_on_all_ranks(mine, world)
-    return next((len(array) if array.ndim else 1 for array in arrays), 0) if same else 0
-
-
-def _arrays(batch: Any) -> list[Any]:
-    """Returns the tensors and arrays of a batch. Raises `ValueError` for a tensor whose values cannot be compared."""
-    if isinstance(batch, torch.Tensor):
-        tensor = batch.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
-        if not has_bytes(tensor):
-            raise ValueError("a tensor without bytes")
-        return [tensor]
-    if isinstance(batch, np.ndarray):
-        return [] if batch.dtype.hasobject else [batch]
-    return [array for _, child in children(batch) for array in _arrays(child)]
+    return next((shape[0] for _, shape, _ in mine if shape), 0) if same else 0
 
 
 def _lists(items: Iterator[T], size: int) -> Iterator[list[T]]:
