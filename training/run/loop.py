@@ -42,7 +42,6 @@ class Loop:
         self.epochs_planned: int | None = None
         self.steps_planned: int | None = None
         """The arguments of `epochs`; both None: the script has not called `epochs`."""
-        self._schedules_checked = False
         self._at_beginning: dict[str, Any] = {}
         """The result of `_marks` at the start of an epoch that the run resumes within. Empty once its loop has begun."""
         self._left_at_last_step = False
@@ -124,23 +123,6 @@ class Loop:
         if resumed:
             run.event("resumed", step=run.user_state.steps, epoch=cursor.epoch, batch=cursor.step)
             run.console.line(f"Resuming at step {run.user_state.steps} (epoch {cursor.epoch + 1}, batch {cursor.step})")
-
-    def _warn_of_schedules(self) -> None:
-        """Warns once of a learning-rate schedule that no checkpoint has: a resume restarts it. torch's schedules mark their optimizer."""
-        checked, self._schedules_checked = self._schedules_checked, True
-        if checked or not self.run.world.leader:
-            return
-        kept = [
-            getattr(thing, "optimizer", None)
-            for thing in (*self.run.user_state.objects.values(), *self.run.user_state.rank_objects.values())
-        ]
-        for name, optimizer in self.step.replica.optimizers.items():
-            moved = any("initial_lr" in group for group in optimizer.param_groups)
-            if moved and not any(one is optimizer for one in kept):
-                self.run.console.warn(
-                    f"a learning-rate schedule moves the rate of {name}, and no checkpoint has its place: run.keep(schedule=…) before "
-                    "the loop, or a start that resumes trains with other rates"
-                )
 
     def _begin_epoch(self) -> None:
         """Restores or captures the generators, so that a draw before the batches of an epoch repeats when the run resumes within it."""
@@ -284,7 +266,6 @@ class Loop:
             )
         self._under_way = given
         self._tell_resumed()
-        self._warn_of_schedules()
         self._warn_of_repeated()
         self._resume_generators()
         run.goodput.train()
