@@ -182,9 +182,7 @@ def trained_outside(state: TrainState, reached: Variables) -> list[str]:
         elif issubclass(type(value), nn.Module) and "_modules" in vars(value):  # else it is not constructed
             for inner, parameter in value.named_parameters():
                 names.setdefault(parameter, f"{name}.{inner}")
-        elif issubclass(type(value), torch.optim.Optimizer) and not hasattr(
-            value, "sync"
-        ):  # else a session has made it
+        elif issubclass(type(value), torch.optim.Optimizer) and not hasattr(value, "sync"):  # no session has made it
             moved = {p for group in getattr(value, "param_groups", ()) for p in group["params"] if p.requires_grad}
             used |= moved
             if moved and not user_state.has(value):
