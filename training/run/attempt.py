@@ -234,7 +234,7 @@ class Attempt:
         if gathered is None:
             return torch.empty(0)
         gathered["ranks"] = [rank for rank in gathered["ranks"] if rank is not None]
-        places = {"polls": self._polls, "last_step": self.saver.last_step, "saved": self.saver.saved, "save_agreed": self._save_agreed,
+        places = {"polls": self._polls, "last_step": self.saver.last_step, "save_agreed": self._save_agreed,
                   "nonfinite_steps": self.nonfinite_steps, "looks": self.unsaved.looks,
                   "modes": self.modes.last, "known": sorted(self.known)}  # fmt: skip
         return pack({**gathered, "places": {**places, **self.desync.state_dict()}})
@@ -245,7 +245,7 @@ class Attempt:
         self.nonfinite_steps = places["nonfinite_steps"]
         self.unsaved.looks = places["looks"]
         self.modes.last, self.known = places["modes"], set(places["known"])
-        self.saver.last_step, self.saver.saved = places["last_step"], places["saved"]
+        self.saver.last_step = places["last_step"]
         self._compared = True
         self.desync.load_state_dict(places)
 
