@@ -117,7 +117,7 @@ class Counts:
 
 def calls(world: World, state: states.TrainState) -> dict[str, tuple[Callable[[], object], int]]:
     """Name → (a collective call, how often). `state` is that of a run before its first step."""
-    consensus = Consensus(world, None, None)
+    consensus = Consensus(world, None)
     gathered: list[Any] = []
 
     def resized() -> object:

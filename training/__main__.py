@@ -22,11 +22,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from lockstep.wire.signals import FORWARDED, end_with_launcher
 
-from .cli import check_words, command_of
-
 # Else a lost store is a warning with a stack, around the sentence that names the rank.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-if __name__ == "__main__" and command_of(sys.argv[1:])[:1] in (["run"], ["launch"]):
+if __name__ == "__main__" and sys.argv[1:2] in (["run"], ["launch"]):
     # First of all: what is imported now takes its time. Until `Signals`, or the launcher, catches them. A PID 1 without
     # handlers would not get them at all.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
@@ -34,7 +32,6 @@ if __name__ == "__main__" and command_of(sys.argv[1:])[:1] in (["run"], ["launch
 from . import extras
 from .cli import COMMANDS, PROGRAM, Parser, add_set, answering, count
 from .contract import (
-    ENV_DEBUG,
     EXIT_DONE,
     EXIT_NO_READER,
     UserError,
@@ -57,8 +54,6 @@ _RUN = "a run directory, or what its checkpoint.to says (s3://…)"
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog=PROGRAM, description="What runs inside the job, one process a rank.")
-    parser.add_argument("--debug", action="store_true", help=f"show tracebacks, too (as {ENV_DEBUG}=1 does)")
-    parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # torch.distributed.launch adds it
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
     run = commands.add_parser("run", help=COMMANDS["run"], description="Trains a recipe, or resumes it.")
@@ -86,8 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     shard.set_defaults(action=_shard)
 
     evaluate = commands.add_parser("evaluate", help=COMMANDS["evaluate"])
-    evaluate.add_argument("target", type=_location, metavar="RUN|FILE", help=f"{_RUN}, or a file of weights")
-    evaluate.add_argument("--recipe", help="the recipe that a FILE of weights belongs to")
+    evaluate.add_argument("target", type=_location, metavar="RUN", help=_RUN)
     _add_set(evaluate, "data.root=DIR")
     evaluate.add_argument(
         "--trust-model",
@@ -172,11 +166,11 @@ def _evaluate(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     from .recipe import evaluate as scoring
 
     run: Location = args.target
-    config, checksum = scoring.config_of(run.path, args.recipe, args.assignments, args.trust_model)
+    config, checksum = scoring.config_of(run.path, args.assignments, args.trust_model)
     run.bring(warn=to_stderr)
     with world.joined(world.detect(env), config.device, config.collective_timeout, config.backend) as joined:
         world.set_threads(joined, config.threads, env)
-        score = scoring.score_target(run.path, config, checksum, joined)
+        score = scoring.score_run(run.path, config, checksum, joined)
         if joined.leader:
             print(f"accuracy {score.accuracy:.4f} ({score.correct} of {score.count}), loss {score.loss:.4f}")
     return EXIT_DONE
@@ -217,30 +211,17 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
     argv = sys.argv[1:] if argv is None else argv
     env = os.environ if env is None else env
     end_with_launcher(env)
-    if "--debug" in argv[: len(argv) - len(command_of(argv))]:
-        os.environ[ENV_DEBUG] = "1"  # the ranks that a launcher starts have it, too
     try:
-        check_words(argv)
         keep_out_others()
         with extras.explained():
-            command, *arguments = command_of(argv) or [""]
-            if command == "launch":  # it parses its own arguments
-                _import_torch_silently()
-                return int(importlib.import_module("lockstep.training.launch.command").main(arguments))
+            if argv[:1] == ["launch"]:  # it parses its own arguments
+                return int(importlib.import_module("lockstep.training.launch.command").main(argv[1:]))
             args = _parser().parse_args(argv)
             action: Callable[[argparse.Namespace, Mapping[str, str]], int] = args.action
             return action(args, env)
     except UserError as error:
         print_error(error)
         return error.code
-
-
-def _import_torch_silently() -> None:
-    """A launcher says itself that the store of the first node is gone: no error of torch, with a stack, around that."""
-    name = "TORCH_CPP_LOG_LEVEL"
-    level, os.environ[name] = os.environ[name], "FATAL"
-    importlib.import_module("torch")  # which reads it once
-    os.environ[name] = level  # for the ranks
 
 
 def leave(code: int) -> NoReturn:
@@ -261,7 +242,7 @@ if __name__ == "__main__":
         if isinstance(output, io.TextIOWrapper):  # None where it is closed
             output.reconfigure(errors="backslashreplace")  # a locale without a letter of ours ends no training
     # A run whose lines cannot be written continues, and ends with its own code.
-    trains = command_of(sys.argv[1:])[:1] in (["run"], ["launch"])
+    trains = sys.argv[1:2] in (["run"], ["launch"])
     try:
         with contextlib.nullcontext() if trains else answering():
             ended = main()

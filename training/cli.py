@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
-from .contract import ENV_PROGRAM, EXIT_NO_READER, EXIT_USAGE, UserError, to_stderr
+from .contract import ENV_PROGRAM, EXIT_NO_READER, UserError
 
 PROGRAM = os.environ.get(ENV_PROGRAM, "python -m lockstep.training")
 COMMANDS = {
     "run": "train a recipe, or resume it",
     "shard": "preprocess a data set once into shard files",
-    "evaluate": "score a run, or a file of weights, on the test split",
+    "evaluate": "score a run on the test split",
     "export": "write a run's weights as a plain file",
     "settings": "list every setting with its meaning and default, or a recipe's",
     "launch": "start the ranks of a node and wait for their end",
@@ -34,41 +33,22 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
-def command_of(words: list[str]) -> list[str]:
-    """The command and its arguments, without `--debug` and what torch.distributed.launch puts before them."""
-    while words and (words[0] == "--debug" or words[0].startswith(("--local-rank=", "--local_rank="))):
-        words = words[1:]
-    return words
-
-
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """Wraps a command whose result is its output. Ends the process with 141 if the reader has left (`| head`).
-
-    Ends it with one line and 2 if the output cannot be written, as on a full disk.
-    """
+    """Wraps a command whose result is its output. Ends the process with 141 if the reader has left (`| head`)."""
     try:
         try:
             yield
         finally:  # what is left to be written at Python's own end is lost without a word
-            if (
-                sys.__stdout__ is not None
-            ):  # it is where standard output is closed; sys.stdout may be typer's, which hides errors
+            # It is None if standard output is closed. sys.stdout may be typer's, which hides errors.
+            if sys.__stdout__ is not None:
                 sys.__stdout__.flush()
-    except (OSError, SystemExit) as error:
+    except (BrokenPipeError, SystemExit) as error:
         # typer makes an exit with 1 of a reader that has left, and 1 says that a job failed.
-        cause = error.__context__ if isinstance(error, SystemExit) else error
-        if not isinstance(cause, OSError) or cause.filename is not None or cause.errno not in _UNWRITTEN:
+        if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try once more at its end
-        if isinstance(cause, BrokenPipeError):
-            sys.exit(EXIT_NO_READER)
-        to_stderr(f"error: the answer could not be written: {cause.strerror}")
-        sys.exit(EXIT_USAGE)
-
-
-_UNWRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
-"""Errors of a write; those of other files are caught where these are written."""
+        sys.exit(EXIT_NO_READER)
 
 
 def add_set(parser: argparse.ArgumentParser, help_text: str) -> None:
@@ -93,12 +73,3 @@ def positive(text: str) -> int:
 def search_path(env: Mapping[str, str]) -> str:
     """PATH of a job's `command:`, in which `python` is this very interpreter: the one that has torch and Lockstep."""
     return os.pathsep.join([os.path.dirname(sys.executable), env.get("PATH", os.defpath)])
-
-
-def check_words(arguments: Sequence[str]) -> None:
-    """Raises `UserError` for a command-line argument that is not UTF-8: it could not be written to the run's files."""
-    for argument in arguments:
-        try:
-            argument.encode()
-        except UnicodeEncodeError:
-            raise UserError(f"{argument!r} is not UTF-8: give the file or folder another name") from None

@@ -77,7 +77,7 @@ OF_A_JOB = (
 )
 """Variables that mark the processes of a job. A job that these processes submit does not inherit them."""
 ENV_DEBUG = "LOCKSTEP_DEBUG"
-"""With any value, an error of one line has its traceback before it. `--debug` sets it."""
+"""With any value, an error of one line has its traceback before it."""
 ENV_REVISION = "LOCKSTEP_REVISION"
 """The source's revision, where it was installed without its history (container images)."""
 
@@ -95,7 +95,6 @@ SUMMARY_FILE = "summary.json"
 HANG_FILE = "hang.jsonl"
 """The verdicts on ranks that hang (`lockstep/wire/hangs.py`)."""
 REPORT_FILE = "report.html"
-STOP_FILE = "STOP"
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics"
 MOST_NAMED = 8

@@ -188,7 +188,7 @@ def reading(path: Path | str, refused: type[Exception] = UserError, then: str = 
     """Wraps the parser of a file from outside: every error becomes one line.
 
     A damaged or hostile file makes a parser raise nearly anything, also MemoryError and RecursionError. The panic of a library
-    in Rust is no `Exception`. The error keeps its cause, which `--debug` shows.
+    in Rust is no `Exception`. The error keeps its cause, which `LOCKSTEP_DEBUG` shows.
 
     Args:
         refused: the error that is raised instead. If it is raised inside already, it goes through, and so does a `UserError`.

@@ -85,7 +85,7 @@ DESYNC_LOOK_SECONDS = 1.0
 KNOW_SECONDS = 3.0
 """Bounds the time in which all ranks read in the store why they end, before the first one ends."""
 VERDICT_SECONDS = 5.0
-"""Bounds the wait of a failed collective for the verdict on who hangs."""
+"""Bounds the wait of a failed collective for the other ranks to report it."""
 RAISED_SECONDS = 2.0
 """Ranks that run into the same error of the script do so within this time."""
 SLOW_LOOK_SECONDS = 1.0

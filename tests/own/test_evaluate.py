@@ -177,7 +177,7 @@ with Session(sys.argv[1]) as run:
         "raises": (failing, DATA), "cannot be read": (len, Broken(X)), "names": (other_names, DATA), "lengths": (other_length, DATA),
         "type": (lambda x, y, ids: None, DATA), "matrix": (lambda x, y, ids: {"x": x}, DATA), "text": (lambda *_: {"x": "1"}, DATA),
         "number": (lambda *_: {1: 1}, DATA), "nothing": (lambda *_: {}, DATA), "empty": (len, []), "iterable": (len, iter(X)),
-        "shares": (len, X[run.rank :]), "order": (len, X.flip(0) if run.rank else X),
+        "shares": (len, X[run.rank :]), "order": (len, Y.flip(0) if run.rank else Y),
         "collective": (lambda *_: run.sum(1)[0], DATA), "boundary": (lambda *_: run.boundary(), DATA),
     }
     for name, (function, data) in cases.items():
@@ -200,9 +200,9 @@ with Session(sys.argv[1]) as run:
 """
 WANTED = {
     "raises": "sample 3 is broken", "cannot be read": "no such file",
-    "names": "los and hits [2] for one batch, and loss and hits [2] for batch",
-    "lengths": "a value [8] for one batch, and a value [5] for batch 12", "type": "it gave a NoneType", "matrix": "a tensor [8, 40] as 'x'",
-    "text": "a str as 'x'", "number": "the name 1", "nothing": "an empty dict", "empty": "got one without samples",
+    "names": "{'los': [], 'hits': [2]} for one batch, and {'loss': [], 'hits': [2]} for batch",
+    "lengths": "{'': [8]} for one batch, and {'': [5]} for batch 12", "type": "it gave a NoneType", "matrix": "{'x': [8, 40]}",
+    "text": "it gave a dict (", "number": "{1: []}", "nothing": "it gave {}", "empty": "got one without samples",
     "iterable": "needs a dataset with a length", "shares": "it has [101, 100] samples, by rank",
     "order": "rank 1 has other samples than rank 0",
     "collective": "calls what needs all ranks at once", "boundary": "calls what needs all ranks at once", "size": "from 1, got 0",

@@ -159,32 +159,6 @@ def test_the_ranks_save_together_where_one_alone_logs_after_the_evaluation_that_
     assert product.checkpoint_steps(tmp_path / "run")[0] == 8
 
 
-LOSES = """
-import os, signal, sys, time, torch
-from pathlib import Path
-from lockstep import Session
-here = Path(sys.argv[1])
-with Session(here, "checkpoint.every_steps=0", "checkpoint.on_signal=false") as run:
-    model = run.replicate(torch.nn.Linear(4, 2))
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    for epoch in run.epochs(2):
-        for x in run.batches(torch.ones(800 if epoch else 8, 4), 4):
-            run.step(lambda x: model(x).square().mean(), x)
-            if epoch and run.leader and not (here / "away").exists():
-                time.sleep(0.05)
-                if "checkpoint_written" in (here / "events.jsonl").read_text():
-                    (here / "checkpoints").rename(here / "away")
-                    (here / "checkpoints").touch()
-                    os.kill(os.getpid(), signal.SIGTERM)
-"""
-
-
-def test_a_disk_that_fails_after_the_last_save_takes_no_checkpoint_away(tmp_path: Path) -> None:
-    """The run leaves by what it has saved, and asks the disk for nothing."""
-    done = script(2, LOSES, tmp_path / "run")
-    assert done.code == 75 and "saved at step 2" in done.output and "Traceback" not in done.output, done.output
-
-
 CHANGED = """
 import hashlib, sys, torch
 from lockstep import Session
@@ -278,38 +252,17 @@ def test_at_another_number_of_ranks_generators_that_are_alike_resume(tmp_path: P
     assert two["1 begins"][2] == first["1 begins"][2] != two["0 begins"][2]
 
 
-LATER = """
-import sys, torch
-from lockstep import Session
-for name in ("first", "second", "third"):
-    try:
-        with Session(f"{sys.argv[1]}-{name}") as run:
-            if name != "first":
-                raise ValueError("in the " + name)
-        print("a done", flush=True)
-    except ValueError:
-        if name == "third":
-            raise
-"""
-
-
-def test_an_error_that_all_ranks_raise_is_printed_once(tmp_path: Path) -> None:
-    """And each rank's own where they differ."""
+def test_a_mistake_of_the_user_that_all_ranks_find_is_printed_once(tmp_path: Path) -> None:
+    """And each rank's own where they differ. Any other error has its traceback on each rank."""
     code = """
 import sys, torch
 from lockstep import Session
+from tests.product import UserError
 with Session(sys.argv[1]) as run:
-    model = run.replicate(torch.nn.Linear(4, 2))
-    if sys.argv[2] == "same" or run.rank == 1:
-        model(torch.ones(3))
-    raise ValueError("another")
+    raise ValueError("a bug") if sys.argv[2] == "bug" else UserError(sys.argv[2] or f"of rank {run.rank}")
 """
-    done = script(3, code, tmp_path / "same", "same")
-    assert done.code == 1 and done.output.count("Traceback") == 1, done.output
-    assert [done.output.count(f"rank {rank}: RuntimeError: ") for rank in range(3)] == [0, 1, 1], done.output
-    done = script(3, LATER, tmp_path / "later")
-    assert done.code == 1 and done.output.count("Traceback") == 1 and done.output.count("a done") == 3, done.output
-    assert done.output.count("ValueError: in the third (the same as on rank 0)") == 2, done.output
-    done = script(3, code, tmp_path / "different", "different")
-    assert done.code == 1 and done.output.count("Traceback") == 2, done.output
-    assert done.output.count("rank 2: ValueError: another (the same as on rank 0)") == 1, done.output
+    for what, count in (("the same", 1), ("", 3)):
+        done = script(3, code, tmp_path / "run", what)
+        assert done.code == 2 and done.output.count("error: ") == count, done.output
+    done = script(3, code, tmp_path / "run", "bug")
+    assert done.code == 1 and done.output.count("Traceback") == 3, done.output

@@ -134,12 +134,8 @@ def test_shard_then_train_from_the_shards_then_evaluate_and_export(tiny: list[st
     moved = out.rename(tmp_path / "elsewhere")
     done = training("evaluate", str(run_dir), "--trust-model", "--set", f"data.shards={moved}")
     assert done.code == 0 and f"accuracy {reached:.4f} (" in done.output, done.output
-    done = training("evaluate", str(run_dir), "--trust-model", "--set", "lr=1")
-    assert done.code == 2 and "optim.lr: 0.05 → 1" in done.output, done.output
     moved.rename(out)
     assert training("export", str(run_dir), str(weights)).code == 0
-    done = training("evaluate", str(weights), "--recipe", "smoke", "--set", *tiny, *words)
-    assert f"accuracy {reached:.4f} (" in done.output, done.output
     assert training("export", str(run_dir), str(weights)).code == 2, "nothing is overwritten"
 
 
@@ -176,7 +172,6 @@ BAD = {
     "no GPU": ([*SET, "device=cuda"], {"CUDA_VISIBLE_DEVICES": ""}, "no GPU is visible"),
     "batch too large": ([*SET, "global_batch_size=4096", "uneven=drop"], {}, "is larger than the 1438"),
     "batch and ghost norm": ([*SET, "global_batch_size=40", "uneven=drop"], {}, "blocks of 32"),
-    "a model of other classes": ([*SET, "model=torch.nn:LazyLinear", "model_options={out_features: 7}"], {}, "expected [n, 10]"),
     "no weights": ([*SET, "init_from=/no-such-folder.pth"], {}, "cannot read /no-such-folder.pth"),
     "run dir is a file": (["run", "smoke", "--run-dir", "Makefile"], {}, "Makefile: File exists"),
     "nothing to launch": (["launch", "--ranks", "2"], {}, "nothing to launch"),

@@ -1,4 +1,4 @@
-"""Plain weight files: `training export` writes them, `init_from` and `training evaluate FILE` read them."""
+"""Plain weight files: `training export` writes them, `init_from` reads them."""
 
 from __future__ import annotations
 

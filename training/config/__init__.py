@@ -284,8 +284,6 @@ class Checkpoint(Section):
     keep_best: Free[KeepBest] = True
     """Also keep the weights with the best score so far. true: the highest accuracy. `{val_loss: min}`: the lowest `val_loss`, or
     `max` or `min` of another number that is logged. false: none."""
-    on_signal: Free[bool] = True
-    """Save when a signal or a STOP file ends the run early."""
     to: Free[BucketUrl | None] = None
     """Also keep the checkpoints in a bucket, from which the run resumes on any node: `s3://BUCKET/PREFIX`, `gs://…` or
     `az://CONTAINER/PREFIX`. Needs obstore."""

@@ -1,5 +1,5 @@
 """Exact evaluation: every test image is counted once, at every world size, without padding. And `training evaluate`: the score
-of a run's newest checkpoint, or of a file of plain weights."""
+of a run's newest checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..data.augment import check_settings, normalise
 from ..data.batches import fits
 from ..data.shard_writer import prepare
 from ..data.shards import Manifest, Samples
-from ..models.arithmetic import autocast, form_on, real_type
+from ..models.arithmetic import autocast, real_type
 from ..observe.rundir import read_run
 from ..parallel.exchange import failing_together, waiting_for_all
 from ..parallel.world import World
@@ -134,71 +134,41 @@ def augmented(logits: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, t
     return mirrored(x) / 2 + moved / 4
 
 
-def config_of(
-    target: Path, recipe: str | None, assignments: list[str], trust_model: bool = False
-) -> tuple[Config, str | None]:
-    """(the config that RUN, a run directory, or FILE, weights of `recipe`, belongs to; the checksum of RUN's data).
+def config_of(run_dir: Path, assignments: list[str], trust_model: bool = False) -> tuple[Config, str | None]:
+    """Returns the run's config with these changes, and the checksum of its data.
 
     Raises:
         UserError: there is no such run; or it names a user's model or data function, which runs code, without
             `trust_model`.
     """
-    if not target.exists():
-        raise UserError(f"{target}: there is no such run or file")
-    if target.is_dir():
-        if recipe:
-            raise UserError(f"{target} is a run, and its config is used: remove --recipe")
-        run = read_run(target)
-        if not isinstance(run["config"], Config):
-            raise UserError(
-                f"{target} holds a run of {run['config'].script}, not of a recipe: evaluating it needs its own script"
-            )
-        config = _elsewhere(run["config"], assignments, target)
-        model = config.model
-        if not trust_model and not models.ours(model):
-            raise UserError(
-                f"{target} names the model {model}, and importing it runs code: add --trust-model if you trust the author of the run"
-            )
-        source = config.data.source
-        if not trust_model and not sources.ours(source) and config.data.shards is None:
-            raise UserError(
-                f"{target} names the source {source}, and reading it runs code: add --trust-model if you trust the author of the run, or "
-                "name its shards with --set data.shards=DIR"
-            )
-        return config, run["data"].get("checksum")
-    if recipe is None:
-        raise UserError(f"{target}: name the recipe that these weights belong to with --recipe")
-    return configuration.load(recipe, assignments), None
-
-
-def _elsewhere(config: Config, assignments: list[str], target: Path) -> Config:
-    """The run's config where its data lies elsewhere now. Raises `UserError` for settings that make it another run."""
-    values = settings.override(configuration.to_dict(config), Config, assignments)
-    changed = settings.build(Config, values, f"{target} with --set")
-    if different := configuration.differences(config, changed):
+    run = read_run(run_dir)
+    if not isinstance(run["config"], Config):
         raise UserError(
-            f"{target} was trained with other settings ({'; '.join(different)}): --set may change what a resume may change, such as "
-            "data.root and evaluate.batch_size"
+            f"{run_dir} holds a run of {run['config'].script}, not of a recipe: evaluating it needs its own script"
         )
-    return changed
+    values = settings.override(configuration.to_dict(run["config"]), Config, assignments)
+    config = settings.build(Config, values, f"{run_dir} with --set")
+    model, source = config.model, config.data.source
+    if not trust_model and not models.ours(model):
+        raise UserError(
+            f"{run_dir} names the model {model}, and importing it runs code: add --trust-model if you trust the author of the run"
+        )
+    if not trust_model and not sources.ours(source) and config.data.shards is None:
+        raise UserError(
+            f"{run_dir} names the source {source}, and reading it runs code: add --trust-model if you trust the author of the run, or "
+            "name its shards with --set data.shards=DIR"
+        )
+    return config, run["data"].get("checksum")
 
 
-def decided_on(device: torch.device, config: Config) -> Config:
-    """Returns the config with a run's decisions on this device for settings that are `auto`. A run's config has them, a file of
-    weights has not."""
-    wanted = {name: decide for name, decide in form_on(device).items() if getattr(config, name) == "auto"}
-    return config.model_copy(update={name: decide() for name, decide in wanted.items()})
-
-
-def score_target(target: Path, config: Config, checksum: str | None, world: World) -> Score:
-    """Scores RUN or FILE on the test split. Collective. Raises `UserError`."""
+def score_run(run_dir: Path, config: Config, checksum: str | None, world: World) -> Score:
+    """Scores the run's newest checkpoint on the test split. Collective. Raises `UserError`."""
 
     def warn(message: str) -> None:
         to_stderr(f"warning: {message}")
 
-    config = decided_on(world.device, config)
     with failing_together(world):
-        tensors = weights.from_run(target, warn)[0] if target.is_dir() else weights.read(target)
+        tensors = weights.from_run(run_dir, warn)[0]
     with waiting_for_all(world, "prepare the data", config.data.prepare_timeout, config.collective_timeout):
         manifest = prepare(config.data)
         for shard in manifest.splits["test"][world.local_rank :: world.local_size]:
@@ -206,9 +176,9 @@ def score_target(target: Path, config: Config, checksum: str | None, world: Worl
     with failing_together(world):
         check_settings(config, manifest.shape)
         if checksum is not None and checksum != manifest.checksum:
-            raise UserError(f"{manifest.place} holds other data than {target} was trained on: restore it")
+            raise UserError(f"{manifest.place} holds other data than {run_dir} was trained on: restore it")
         model = models.build(config.model, config.model_options, len(manifest.classes), manifest.shape)
-        weights.assign(model, tensors, target)
+        weights.assign(model, tensors, run_dir)
         model.to(device=world.device, dtype=real_type(config.precision))
     with failing_together(world):
         evaluator = Evaluator(config, world, manifest)

@@ -20,7 +20,7 @@ from torch import nn
 from .. import generators, models, optim, sync
 from ..checkpoint import weights
 from ..config import Config
-from ..contract import MOST_NAMED, UserError, named
+from ..contract import UserError
 from ..data.augment import augment, check_settings, draw_keys, normalise
 from ..data.batches import Batch, Batches, Division, Stored
 from ..data.order import Parts
@@ -30,7 +30,6 @@ from ..models.arithmetic import (
     arithmetic_of,
     autocast,
     compiled,
-    evaluating,
     form_on,
     no_compiler,
     real_type,
@@ -39,10 +38,9 @@ from ..observe.account import TimeCategory
 from ..observe.goodput import GoodputRecorder
 from ..optim import set_rates
 from ..parallel.exchange import (
+    all_gather_trees,
     broadcast_tree,
     failing_together,
-    gather_trees,
-    is_same_on_all_ranks,
     waiting_for_all,
 )
 from ..parallel.world import World
@@ -260,24 +258,17 @@ def _shards(config: Config, world: World) -> Manifest:
 
 def _check_same_data(manifest: Manifest, saved: dict[str, str] | None, world: World) -> None:
     """Every rank has the data that the run began with. Collective."""
-    if not is_same_on_all_ranks(manifest.checksum, world):
-        checksums = gather_trees(manifest.checksum, world)
-        raise UserError(broadcast_tree(None if checksums is None else _different_data(checksums), world))
+    checksums = all_gather_trees(manifest.checksum, world)
+    for rank, checksum in enumerate(checksums):
+        if checksum != checksums[0]:
+            raise UserError(
+                f"the ranks see different data: rank 0: {checksums[0][:12]}…, rank {rank}: {checksum[:12]}…"
+            )
     if saved and saved.get("checksum") != manifest.checksum:
         raise UserError(
             f"{manifest.place} holds other data than this run began with (sha256 {manifest.checksum[:12]}…, "
             f"the run's {str(saved.get('checksum'))[:12]}…): restore it, or choose another --run-dir"
         )
-
-
-def _different_data(checksums: list[str]) -> str:
-    """Which ranks see which data, in the order of the lowest of them."""
-    ranks: dict[str, list[int]] = {}
-    for rank, checksum in enumerate(checksums):
-        ranks.setdefault(checksum, []).append(rank)
-    groups = [f"rank {named(group)}: {checksum[:12]}…" for checksum, group in ranks.items()]
-    more = f" and {len(groups) - MOST_NAMED} more" if len(groups) > MOST_NAMED else ""
-    return f"the ranks see different data: {', '.join(groups[:MOST_NAMED])}{more}"
 
 
 def _batches(
@@ -300,27 +291,5 @@ def _build(config: Config, world: World, manifest: Manifest) -> nn.Module:
         raise UserError(f"model {config.model} has no parameter that requires a gradient: there is nothing to train")
     if not model.training:
         model.train()
-    if not models.ours(config.model):
-        _check_outputs(model, config.model, manifest)
     model.to(device=world.device, dtype=real_type(config.precision))
     return model.to(memory_format=torch.channels_last) if config.channels_last is True else model
-
-
-@torch.no_grad()
-def _check_outputs(model: nn.Module, name: str, manifest: Manifest) -> None:
-    """One score a class, for two samples: else the first step would fail with a message of the loss function."""
-    shape = manifest.shape
-    count = 2 * models.batch_multiple(model)
-    samples = torch.zeros(count, shape[2], *shape[:2]) if len(shape) == 3 else torch.zeros(count, *shape)
-    expected = f"[n, {len(manifest.classes)}] (n samples, one score a class)"
-    try:
-        with evaluating(model):
-            output = model(samples)
-    except Exception:  # noqa: BLE001 - the first step fails in the same way, with the place in the user's own code
-        return
-    scores = isinstance(output, torch.Tensor) and output.ndim == 2 and len(output) == count
-    if not scores or output.shape[1] < len(manifest.classes):  # more than needed do no harm
-        description = (
-            f"of shape {list(output.shape)}" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
-        )
-        raise UserError(f"model {name} gives {description} for {count} samples, expected {expected}")

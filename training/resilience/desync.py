@@ -7,8 +7,8 @@ A rank that waits at a sync point writes into the store which one. A rank that i
 
 A rank whose collective has failed or timed out reports itself in the store. The ranks that do not report within a few seconds are gone,
 stopped or stuck (`describe_failed_collective`). The launcher records in the store which ranks have exited, and the other ranks do not wait
-for these. What the stuck ones do is the verdict of `lockstep.wire.hangs`. gloo raises in the thread that waits. With NCCL this thread waits
-for the GPU, and torch's watchdog aborts the process. `naming_the_missing` prints the sentence before.
+for these. `lockstep.wire.hangs` has said before what the stuck ones do. gloo raises in the thread that waits. With NCCL this thread waits
+for the GPU, and torch's watchdog aborts the process.
 """
 
 from __future__ import annotations
@@ -17,24 +17,17 @@ import contextlib
 import enum
 import hashlib
 import itertools
-import os
 import re
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
-from pathlib import Path
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lockstep.wire import hangs
-
-from ..contract import ENV_NOTE, ENV_RESTARTS, UserError, to_stderr
+from ..contract import UserError
 from ..limits import DESYNC_LOOK_SECONDS, KNOW_SECONDS, RAISED_SECONDS, VERDICT_SECONDS
 from ..parallel import stores
 from ..parallel.exchange import all_reduce
@@ -43,7 +36,7 @@ from ..parallel.world import World
 
 _TAG = 4  # of the messages of a sync point
 _RANKS = 1 << 20  # more than there are
-_ATTEMPTS = itertools.count()
+_ATTEMPTS, _RAISED = itertools.count(), itertools.count()  # a process may have several runs over one store
 _SHAPE = r"(\d{1,18}) (\d{1,18}) (\d{1,9}) ([0-3]) (\d{1,18}) (-?\d{1,9})"
 CALLS = (
     "", "run.sum()", "run.gather()", "run.loss()", "run.for_evaluation()", "run.evaluate()", "run.boundary()", "run.part()",
@@ -113,7 +106,7 @@ class DesyncDetector:
         self._outside = False
         """The script has left the loop over its batches."""
         self._over, self._ending = threading.Event(), threading.Lock()
-        self._key = f"lockstep/loop/{next(_ATTEMPTS)}"  # a process may have several runs over one store
+        self._key = f"lockstep/loop/{next(_ATTEMPTS)}"
         if world.size > 1:
             threading.Thread(target=self._watch, name="desync", daemon=True).start()
 
@@ -221,11 +214,11 @@ def _parted(behind: int, rank: int, ahead: int, other: int) -> str:
     return f"rank {rank} {one.words} before rank {other} did: {_REMEDY}"
 
 
-def describe_failed_collective(world: World, step: int, error: BaseException, run_dir: Path) -> str:
-    """Returns a sentence for an error of a collective: the ranks that did not report, and why."""
+def describe_failed_collective(world: World, step: int, error: BaseException) -> str:
+    """Returns a sentence for an error of a collective: the ranks that did not report, and how they have ended."""
     cause = _SOURCE.sub("", (str(error) or type(error).__name__).splitlines()[0]).split(". ")[0][:200]
     try:
-        missing = _missing(world, run_dir)
+        missing = _missing(world)
     except (RuntimeError, ValueError):  # torch's DistError and DistStoreError among them
         return f"step {step}: lost rank 0, which holds the store, or the network to it ({cause})"
     if missing:
@@ -235,69 +228,19 @@ def describe_failed_collective(world: World, step: int, error: BaseException, ru
     return f"step {step}: a collective failed, although every rank is present ({cause})"
 
 
-@contextlib.contextmanager
-def naming_the_missing(
-    world: World, step: Callable[[], int], say: Callable[[str], None], run_dir: Path
-) -> Iterator[None]:
-    """Inside, reports a collective of NCCL that fails or times out in a sentence, and ends the process with 1.
-
-    A torch without abort hooks (before 2.15) aborts the process itself. `lockstep.wire.hangs` has named the rank by then.
-
-    Args:
-        step: returns the number of steps.
-        say: gets the sentence, in another thread than this one.
-    """
-    nccl = world.size > 1 and world.nccl and world.live is None  # under `--live` the ranks look for themselves
-    backend = world.group._get_backend(world.device) if nccl else None
-    if not getattr(backend, "supports_abort_hooks", False):
-        yield
-        return
-    telling, left = threading.Lock(), threading.Event()
-
-    def end() -> None:
-        with telling:
-            if not left.is_set():
-                error = RuntimeError("a collective of NCCL failed or timed out")
-                say(describe_failed_collective(world, step(), error, run_dir))
-                end_process()  # the thread that waits for the GPU cannot be raised in
-
-    backend.register_abort_hook(id(left), end)  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        with telling:  # a thread that is reporting ends the process
-            left.set()
-        backend.unregister_abort_hook(id(left))  # type: ignore[union-attr]
-
-
 def first_of_node(world: World) -> bool:
-    """Returns whether this rank is the first of its node that asks. It prints for all why they end. Under another launcher every rank
-    prints it if rank 0 is lost, which holds the store."""
-    if note := os.environ.get(ENV_NOTE):
-        try:
-            Path(f"{note}.failed-{os.environ.get(ENV_RESTARTS)}").touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        except OSError:
-            pass
-        return True
+    """Returns whether this rank is the first of its node that asks. It prints for all why they end. If rank 0 is lost, and the store
+    with it, every rank prints."""
     with contextlib.suppress(RuntimeError):
         return bool(_get_default_store().add(f"lockstep/failed/node/{world.node}", 1) == 1)
     return True
 
 
-def _missing(world: World, run_dir: Path) -> list[str]:
-    """Returns a sentence for each rank that did not report a failed collective within a few seconds: how it has ended, or what it does."""
-    store, stalled = _get_default_store(), dict[int, str]()
+def _missing(world: World) -> list[str]:
+    """Returns a sentence for each rank that did not report a failed collective within a few seconds, and how it has ended."""
+    store = _get_default_store()
     launchers = stores.without_prefix(store)
     store.set(f"lockstep/failed/{world.rank}", "1")
-
-    def read() -> None:
-        if (hang := hangs.of_run(run_dir)) is not None:
-            stalled.update((one.rank, one.activity) for one in hang.named)
-
-    # A disk that hangs is waited for no longer than the ranks.
-    threading.Thread(target=read, name="verdict", daemon=True).start()
     missing = []
     deadline = time.monotonic() + VERDICT_SECONDS
     for rank in range(world.size):
@@ -306,40 +249,19 @@ def _missing(world: World, run_dir: Path) -> list[str]:
         while not (reported := store.check(key)) and time.monotonic() < deadline and not launchers.check([ended]):
             time.sleep(0.05)
         if not reported:
-            why = stores.said(launchers, ended, r"[ -~]+") or stalled.get(rank, "")
+            why = stores.said(launchers, ended, r"[ -~]+")
             missing.append(f"rank {rank} did not arrive{f': {why}' if why else ''}")
     stores.meet(store, "lockstep/failed/know", world.size - len(missing), RAISED_SECONDS, waits=world.leader)
     return missing
 
 
-def print_once(world: World, error: BaseException) -> None:
-    """Has the traceback printed on rank 0 alone, and a line on every other rank that raises the same error in the same place. A
-    `UserError` is printed on rank 0 alone."""
-    shared = isinstance(error, UserError) and error.shared
-    if world.size == 1 or shared or isinstance(error, (SystemExit, KeyboardInterrupt)):
-        return
-    digest = hashlib.sha256("".join(traceback.format_exception(error)).encode(errors="replace")).hexdigest()
-    key, deadline, same = "lockstep/raised", time.monotonic() + RAISED_SECONDS, False
-    with contextlib.suppress(RuntimeError):  # the store is gone, and rank 0 with it
-        store = _get_default_store()
-        if world.leader:
-            store.set(key, digest)
-        while not store.check([key]) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        same = stores.said(store, key, "[0-9a-f]{64}") == digest
-        stores.meet(store, f"{key}/know", world.size, RAISED_SECONDS, waits=world.leader)
-    if isinstance(error, UserError):
-        error.shared = same
-        return
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
-        if raised is error:
-            to_stderr(
-                f"rank {world.rank}: {kind.__name__}: {str(raised).partition(chr(10))[0]} (the same as on rank 0)"
-            )
-        else:
-            before(kind, raised, trace)
-
-    if same and not world.leader:
-        sys.excepthook = hook
+def prints(world: World, error: UserError) -> bool:
+    """Returns whether this rank prints the error: of the ranks that raise the same error, one prints it."""
+    if world.size > 1 and not error.shared:
+        key = f"lockstep/raised/{next(_RAISED)}"
+        with contextlib.suppress(RuntimeError):  # the store is gone, and rank 0 with it
+            store = _get_default_store()
+            first = store.add(f"{key}/{hashlib.sha256(str(error).encode()).hexdigest()}", 1) == 1
+            stores.meet(store, f"{key}/know", world.size, RAISED_SECONDS, waits=world.leader)
+            return first
+    return True

@@ -6,8 +6,7 @@ and the batch, so every rank takes its backward pass once more without sending, 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -24,35 +23,21 @@ def finite_everywhere(model: nn.Module, world: World) -> bool:
     return not any_rank(not finite, world)
 
 
-def diagnose(sync: GradientSync, network: nn.Module, compute: Callable[[], list[torch.Tensor]]) -> str:
+def diagnose(sync: GradientSync, compute: Callable[[], list[torch.Tensor]]) -> str:
     """One sentence that names every rank whose own loss or gradient is not finite. Collective; clears the gradients.
 
     Args:
-        compute: calls `network`, computes the gradients of the step, and gives its losses.
+        compute: computes the gradients of the step, and gives its losses.
     """
-    model = sync.full_module(sync.model)
     sync.zero_grad()
     try:
-        with sync.accumulate(), _calling(model if model is not sync.model else network, network):
+        with sync.accumulate():
             losses = compute()
-        problem = _first_bad(model, losses)
+        problem = _first_bad(sync.model, losses)
     finally:
         sync.zero_grad()
     sentences = [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_trees(problem, sync.world)) if text]
     return "; ".join(sentences) or "every rank's own gradient is finite, but their sum overflows"
-
-
-@contextlib.contextmanager
-def _calling(model: nn.Module, network: nn.Module) -> Iterator[None]:
-    """Calls of `network` are calls of `model` inside: the whole one, where each rank holds a part and would send."""
-    if model is network:
-        yield
-        return
-    network._compiled_call_impl = model.__call__  # what `Module.compile` sets: calls go there, past all hooks
-    try:
-        yield
-    finally:
-        network._compiled_call_impl = None
 
 
 def _first_bad(model: nn.Module, losses: list[torch.Tensor]) -> str | None:

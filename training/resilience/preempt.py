@@ -7,7 +7,6 @@ every rank leaves at the same boundary even where one alone saw the signal.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -15,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -150,11 +148,10 @@ class Consensus:
 
     Args:
         signals: what the process received; None where the embedding script keeps its own handlers.
-        stop_file: a file whose appearance asks for the end; rank 0 looks for it once a second.
     """
 
-    def __init__(self, world: World, signals: Signals | None, stop_file: Path | None) -> None:
-        self.world, self.signals, self.stop_file = world, signals, stop_file
+    def __init__(self, world: World, signals: Signals | None) -> None:
+        self.world, self.signals = world, signals
         self.reason: str | None = None
         self.final: str | None = None
         """Why the script ends the run for good, on this rank."""
@@ -162,7 +159,6 @@ class Consensus:
         """A digest of this rank's replica or learning rates. The next `poll` compares it with the others' and forgets it. 0: none."""
         self.replicas_differ = False
         """Whether one was not the same on all ranks, as far as the results have been read."""
-        self._looked = -1.0
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
         self.some_without_score = False
         """A best score was given by some ranks only, so the ranks could not save its weights together."""
@@ -171,13 +167,6 @@ class Consensus:
         received, live = self.signals.received if self.signals is not None else None, self.world.live
         if self.reason is None and received and (live is None or live.ends(received)):
             self.reason = f"{received} on rank {self.world.rank}"
-        if self.reason is None and self.stop_file is not None and self.world.leader:
-            now = time.monotonic()
-            if now - self._looked >= 1.0:
-                self._looked = now
-                with contextlib.suppress(OSError):
-                    if self.stop_file.exists():
-                        self.reason = f"{self.stop_file.name} file"
         return self.reason is not None
 
     def poll(self, save_due: bool = False, score: bool | None = None) -> Decision:

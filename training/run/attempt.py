@@ -17,7 +17,6 @@ import os
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -54,7 +53,7 @@ from ..resilience.closeness import (
     fingerprint,
     sha256,
 )
-from ..resilience.desync import DesyncDetector, first_of_node, naming_the_missing
+from ..resilience.desync import DesyncDetector
 from ..resilience.preempt import Consensus, Decision
 from .replica import Buffers, Modes, learning_rates
 from .run import Ended, Run
@@ -92,7 +91,7 @@ class Attempt:
         """Whether the ranks have agreed to save. The next boundary saves, since an evaluation has no boundary."""
         self._told = time.monotonic()
         """Time of the last report of the step to status.json and the console (monotonic, seconds)."""
-        self.consensus = Consensus(run.world, run.signals, self._stop_file)
+        self.consensus = Consensus(run.world, run.signals)
         about = RunInfo(
             os.path.abspath(run.path), 0 if os.environ.get(contract.ENV_LIVE) else run.world.size, run.attempt,
             run.config.end_hangs,
@@ -104,10 +103,6 @@ class Attempt:
         self.saver = Saver(run, self._alive)
         self.reading = LossReader(run.state.losses, run.world, of_all=run.state.of_all)
         self.unsaved = Unsaved(run)
-
-    @property
-    def _stop_file(self) -> Path | None:
-        return None if self.run.directory is None else self.run.directory.path / contract.STOP_FILE
 
     @property
     def after_save(self) -> bool:
@@ -127,8 +122,6 @@ class Attempt:
         preprocessing = time.perf_counter() - run.began
         run.event("prepared", seconds=preprocessing)
         run.console.line(f"Preprocessing: {preprocessing:.2f} seconds")
-        self._naming = naming_the_missing(run.world, lambda: run.user_state.steps, self._lost, run.path)
-        self._naming.__enter__()
         self.desync = DesyncDetector(
             run.world, lambda: 4 * (self._polls + run.user_state.steps) + self.stage, lambda: run.user_state.steps, self._desynced
         )  # fmt: skip
@@ -157,7 +150,6 @@ class Attempt:
             assert run.directory is not None
             listeners.attach(run.config, run.directory, run.user_state.steps)
             self.saver.take_over()
-            self.consensus.stop_file = self._stop_file
         for rank, how in lost.items():
             if world.leader:
                 run.exporter.forget(rank)
@@ -175,28 +167,20 @@ class Attempt:
             run.directory.ranks = [world.size, world.size + len(world.live.lost)]
             run.directory.status(None, "running", run.user_state.steps)
         run.metrics.set("ranks", world.size)
-        trains = "1 rank trains on" if world.size == 1 else f"{world.size} ranks train on"
         for ranks, what in ((sorted(lost), "lost"), (joined, "replaced")):
             if ranks:
-                who = f"Ranks {named(list(ranks))} were" if len(ranks) > 1 else f"Rank {ranks[0]} was"
-                run.console.line(f"{who} {what} after step {run.user_state.steps}: {trains}")
+                run.console.line(
+                    f"Rank {named(ranks)} was {what} after step {run.user_state.steps}. Ranks that train now: {world.size}"
+                )
 
-    def _lost(self, reason: str) -> None:
-        """Reports a failed collective of NCCL, in a separate thread; then the process ends. `Run` handles all other errors."""
-        self._desynced(reason, first_of_node(self.run.world))
-
-    def _desynced(self, reason: str, says: bool | None = None) -> None:
-        """Reports, before the process ends, that the ranks are no longer at the same step.
-
-        Args:
-            says: whether this rank prints the reason; None: rank 0 does.
-        """
+    def _desynced(self, reason: str) -> None:
+        """Reports, before the process ends, that the ranks are no longer at the same step."""
         run = self.run
         run.goodput.failed(in_collective=True)
         run.goodput.end(EXIT_FAILED)
         if run.directory is not None:
             run.directory.status(EXIT_FAILED, reason, run.user_state.steps)
-        if run.world.leader if says is None else says:
+        if run.world.leader:
             run.console.warn(reason)
         self.saver.close()
 
@@ -215,7 +199,6 @@ class Attempt:
                 with contextlib.suppress(RuntimeError):  # the first error counts
                     self.consensus.settle()
         finally:
-            self._naming.__exit__(None, None, None)
             self.saver.close()  # whatever happened, the save under way is finished
 
     def boundary(self) -> bool:
@@ -249,7 +232,7 @@ class Attempt:
         if gathered is None:
             return torch.empty(0)
         gathered["ranks"] = [rank for rank in gathered["ranks"] if rank is not None]
-        places = {"polls": self._polls, "last_step": self.saver.last_step, "saved": self.saver.saved, "save_agreed": self._save_agreed,
+        places = {"polls": self._polls, "last_step": self.saver.last_step, "save_agreed": self._save_agreed,
                   "nonfinite_steps": self.nonfinite_steps, "looks": self.unsaved.looks,
                   "modes": self.modes.last, "known": sorted(self.known)}  # fmt: skip
         return pack({**gathered, "places": {**places, **self.desync.state_dict()}})
@@ -260,7 +243,7 @@ class Attempt:
         self.nonfinite_steps = places["nonfinite_steps"]
         self.unsaved.looks = places["looks"]
         self.modes.last, self.known = places["modes"], set(places["known"])
-        self.saver.last_step, self.saver.saved = places["last_step"], places["saved"]
+        self.saver.last_step = places["last_step"]
         self._compared = True
         self.desync.load_state_dict(places)
 
@@ -481,22 +464,11 @@ class Attempt:
         run, state = self.run, self.run.state
         state.clock.settle()
         state.history["preemptions"] = state.history.get("preemptions", 0) + 1
-        if run.config.checkpoint.on_signal:
-            self.save()
-        durable, step, last = self.saver.durable(), run.user_state.steps, self.saver.last_step
-        saved = durable and self.saver.saved
+        self.save()
+        durable, step = self.saver.durable(), run.user_state.steps
         who = next(filter(None, all_gather_trees(self.consensus.reason, run.world)), "another rank")
-        run.event("preempted", step=step, reason=who, saved=saved)
+        run.event("preempted", step=step, reason=who, saved=durable)
         if not durable:
             raise Ended(EXIT_FAILED, f"ended early by {who} at step {step}, and could not save (see the warnings)")
-        if not saved:
-            raise Ended(
-                EXIT_FAILED,
-                f"ended early by {who} at step {step}, and nothing is saved: there was no checkpoint yet, and "
-                "checkpoint.on_signal is false",
-            )
         run.metrics.count("preemptions_total")
-        # It must not stop the next start, too.
-        run.write(lambda directory: (directory.path / contract.STOP_FILE).unlink(missing_ok=True))
-        where = f"at step {step}" + (f", saved at step {last}" if last != step else "")
-        raise Ended(EXIT_PREEMPTED, f"ended early by {who} {where}: {RUN_AGAIN}")
+        raise Ended(EXIT_PREEMPTED, f"ended early by {who} at step {step}: {RUN_AGAIN}")

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..contract import UserError
@@ -80,7 +79,11 @@ def summed(
         of_batches = {batch: {name: value.cpu() for name, value in sums.items()} for batch, sums in of_rank.items()}
         for new in all_gather_trees(of_batches, world):
             for batch, sums in new.items():
-                form = _same_form(form, sums, batch)
+                form = form or _form_of(sums)
+                if form != _form_of(sums):
+                    raise TypeError(
+                        f"{_WANTED}{form} for one batch, and {_form_of(sums)} for batch {batch}: of all batches it must give the same"
+                    )
                 known[batch] = sums
     return {name: _added([known[batch][name] for batch in range(count)]) for name in known[0]}
 
@@ -92,34 +95,17 @@ def _call(function: Callable[..., Any], batch: Any) -> Any:
 def _checked(result: Any) -> Sums:
     """Returns a result as float64 sums by name. Raises `TypeError` for a value that cannot be summed."""
     named = result if isinstance(result, Mapping) else {ALONE: result}
-    sums = {}
-    for name, value in named.items():
-        given = value
-        if isinstance(value, (int, float, np.number, np.bool_)):
-            given = torch.tensor(float(value), dtype=torch.float64)
-        if not isinstance(given, torch.Tensor) or given.ndim > 1 or given.is_complex():
-            what = f"a tensor {list(given.shape)}" if isinstance(given, torch.Tensor) else f"a {type(value).__name__}"
-            raise TypeError(_WANTED + (f"{what} as {name!r}" if named is result else what))
-        if type(name) is not str or (named is result and name == ALONE):
-            raise TypeError(f"{_WANTED}the name {name!r}")
-        sums[name] = given.to(torch.float64, copy=True)
-    if not sums:
-        raise TypeError(f"{_WANTED}an empty dict")
+    try:
+        sums = {name: torch.as_tensor(value, dtype=torch.float64).clone() for name, value in named.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{_WANTED}a {type(result).__name__} ({error})") from None
+    if not sums or any(type(name) is not str or total.ndim > 1 for name, total in sums.items()):
+        raise TypeError(f"{_WANTED}{_form_of(sums)}")
     return sums
 
 
-def _same_form(form: Form | None, sums: Sums, batch: int) -> Form:
-    """Returns the form of the sums of a batch. Raises `TypeError` on all ranks if it is not `form`, that of the batches before."""
-    shapes = {name: list(total.shape) for name, total in sums.items()}
-    if form not in (None, shapes):
-        raise TypeError(
-            f"{_WANTED}{_said(form or {})} for one batch, and {_said(shapes)} for batch {batch}: of all batches it must give the same"
-        )
-    return shapes
-
-
-def _said(form: Form) -> str:
-    return " and ".join(f"{name or 'a value'} {shape or ''}".strip() for name, shape in form.items())
+def _form_of(sums: Sums) -> Form:
+    return {name: list(total.shape) for name, total in sums.items()}
 
 
 def _added(sums: list[torch.Tensor]) -> torch.Tensor:

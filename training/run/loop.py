@@ -8,14 +8,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
-import numpy as np
-import torch
-
 from .. import contract, files
 from ..contract import EXIT_DONE, EXIT_FAILED, UserError
-from ..data.alike import check_alike_whole
+from ..data.alike import check_alike_whole, digests
 from ..data.batches import Batches, ElasticBatches, Part, begun
-from ..data.pytree import children, to_device
+from ..data.pytree import to_device
 from ..observe.account import TimeCategory
 from ..parallel.exchange import all_gather_trees, broadcast_tree, is_same_on_all_ranks
 from ..parallel.world import World
@@ -23,7 +20,6 @@ from ..resilience.closeness import fingerprint, sha256
 from ..resilience.desync import Place
 from ..sync.buckets import SentAlready
 from .attempt import FIRST_STEPS, Attempt
-from .proof import has_bytes, text_of
 from .recording import Recorder, obstacle
 from .replica import Replica, learning_rates
 from .resume import misfits_explained
@@ -32,8 +28,6 @@ from .step import STEPS, Step
 from .step_input import check_name
 
 T = TypeVar("T")
-MOST_LOGGED = 100
-"""Names that a script may log, at most: each is a series of Prometheus on every rank."""
 
 
 class Loop:
@@ -48,7 +42,6 @@ class Loop:
         self.epochs_planned: int | None = None
         self.steps_planned: int | None = None
         """The arguments of `epochs`; both None: the script has not called `epochs`."""
-        self._schedules_checked = False
         self._at_beginning: dict[str, Any] = {}
         """The result of `_marks` at the start of an epoch that the run resumes within. Empty once its loop has begun."""
         self._left_at_last_step = False
@@ -130,23 +123,6 @@ class Loop:
         if resumed:
             run.event("resumed", step=run.user_state.steps, epoch=cursor.epoch, batch=cursor.step)
             run.console.line(f"Resuming at step {run.user_state.steps} (epoch {cursor.epoch + 1}, batch {cursor.step})")
-
-    def _warn_of_schedules(self) -> None:
-        """Warns once of a learning-rate schedule that no checkpoint has: a resume restarts it. torch's schedules mark their optimizer."""
-        checked, self._schedules_checked = self._schedules_checked, True
-        if checked or not self.run.world.leader:
-            return
-        kept = [
-            getattr(thing, "optimizer", None)
-            for thing in (*self.run.user_state.objects.values(), *self.run.user_state.rank_objects.values())
-        ]
-        for name, optimizer in self.step.replica.optimizers.items():
-            moved = any("initial_lr" in group for group in optimizer.param_groups)
-            if moved and not any(one is optimizer for one in kept):
-                self.run.console.warn(
-                    f"a learning-rate schedule moves the rate of {name}, and no checkpoint has its place: run.keep(schedule=…) before "
-                    "the loop, or a start that resumes trains with other rates"
-                )
 
     def _begin_epoch(self) -> None:
         """Restores or captures the generators, so that a draw before the batches of an epoch repeats when the run resumes within it."""
@@ -290,7 +266,6 @@ class Loop:
             )
         self._under_way = given
         self._tell_resumed()
-        self._warn_of_schedules()
         self._warn_of_repeated()
         self._resume_generators()
         run.goodput.train()
@@ -340,8 +315,7 @@ class Loop:
         run = self.run
         if run.world.size > 1 and (run.user_state.steps < FIRST_STEPS or self.attempt.after_save):
             self._meet("run.part()")
-            if sentence := check_alike_whole(batch, run.world):
-                run.warn(sentence, "run.part()")
+            check_alike_whole(batch, run.world)
         mine, part = self.step.current.part(batch)
         self.step.set_part(part)
         return mine  # type: ignore[no-any-return]
@@ -369,17 +343,11 @@ class Loop:
     # What the run tells.
 
     def log(self, numbers: Mapping[str, float]) -> None:
-        """Logs numbers as metrics and an event. Raises `ValueError` for an invalid name or too many, `TypeError` for another value."""
+        """Logs numbers as metrics and an event. Raises `ValueError` for an invalid name, `TypeError` for another value."""
         run, kept = self.run, self.run.user_state
-        values = {}
-        for name, value in numbers.items():
+        for name in numbers:
             check_name(name)
-            try:
-                values[name] = float(value)
-            except (TypeError, ValueError):
-                raise TypeError(f"log({name}=…) takes a number, got {type(value).__name__}") from None
-        if len(kept.logged.keys() | values.keys()) > MOST_LOGGED:
-            raise ValueError(f"more than {MOST_LOGGED} names are logged: keep numbers of a step in fewer names")
+        values = {name: float(value) for name, value in numbers.items()}
         kept.logged |= values
         self.attempt.unsaved.logged |= values
         kept.logged_in_epoch |= values
@@ -489,25 +457,11 @@ def _same_samples(batch: Any, world: World) -> int:
     """Returns the samples of a batch that is the same on all ranks; 0: the batches differ, or have no array to compare. Collective."""
     if world.size == 1:
         return 0
-    try:
-        arrays = _arrays(batch)
-        mine = text_of(arrays)
-    except Exception:  # noqa: BLE001 - of the batch's own code, which is for the script to judge
-        arrays, mine = [], ""
+    mine: list[Any] = []
+    with contextlib.suppress(Exception):  # of the batch's own code, which is for the script to judge
+        mine = digests(batch)
     same = is_same_on_all_ranks(mine, world)
-    return next((len(array) if array.ndim else 1 for array in arrays), 0) if same else 0
-
-
-def _arrays(batch: Any) -> list[Any]:
-    """Returns the tensors and arrays of a batch. Raises `ValueError` for a tensor whose values cannot be compared."""
-    if isinstance(batch, torch.Tensor):
-        tensor = batch.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
-        if not has_bytes(tensor):
-            raise ValueError("a tensor without bytes")
-        return [tensor]
-    if isinstance(batch, np.ndarray):
-        return [] if batch.dtype.hasobject else [batch]
-    return [array for _, child in children(batch) for array in _arrays(child)]
+    return next((shape[0] for _, shape, _ in mine if shape), 0) if same else 0
 
 
 def _lists(items: Iterator[T], size: int) -> Iterator[list[T]]:

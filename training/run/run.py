@@ -83,7 +83,6 @@ class Run:
             unless that run was begun with the same word. "" renames nothing.
         handle_signals: False if the script handles signals itself.
         began: `time.perf_counter()` at the start of the process.
-        world: a world whose ranks have joined; None: `open` joins them.
         tells_run_dir: whether the output names the run directory, because the script does not.
     """
 
@@ -99,10 +98,10 @@ class Run:
 
     def __init__(
         self, run_dir: Path, settings: RunSettings, *, fresh: bool | str = False, handle_signals: bool = True,
-        began: float | None = None, world: World | None = None, tells_run_dir: bool = False,
+        began: float | None = None, tells_run_dir: bool = False,
     ) -> None:  # fmt: skip
         self.path, self.config = run_dir, settings
-        self._fresh, self._handles, self._joined = fresh, handle_signals, world
+        self._fresh, self._handles = fresh, handle_signals
         self.began = began or time.perf_counter()
         self._tells_run_dir = tells_run_dir
         self.goodput = GoodputRecorder(os.environ)
@@ -144,7 +143,7 @@ class Run:
             else:
                 give_back()
             try:
-                self.world = self._joined or stack.enter_context(
+                self.world = stack.enter_context(
                     joined(detect(os.environ), settings.device, settings.collective_timeout, settings.backend)
                 )
                 if self.signals is not None:
@@ -406,9 +405,7 @@ class Run:
                 atexit.register(self.signals.ignore)
             code = self._code(error, end)
             if code is None:
-                if error is not None:
-                    desync.print_once(self.world, error)
-                if isinstance(error, UserError):
+                if isinstance(error, UserError) and desync.prints(self.world, error):
                     print_error(error)  # before a launcher's TERM ends this process again
                 self._stack.__exit__(kind, error, trace)
                 if end is None and error is not None and is_collective(error):
@@ -485,9 +482,7 @@ class Run:
         else:
             process.shut(world.peers)  # also where the attempt had ended before
             code, why = EXIT_FAILED, "" if world.live is None else world.live.why(collective)
-            reason = (
-                f"step {step}: {why}" if why else desync.describe_failed_collective(world, step, collective, self.path)
-            )
+            reason = f"step {step}: {why}" if why else desync.describe_failed_collective(world, step, collective)
         if self.directory is not None:
             self.directory.status(code, reason, step)
         if collective is None:

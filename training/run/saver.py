@@ -205,7 +205,7 @@ class Saver:
         self._taken_over = ""
         """The message of the error that found another attempt writing to the bucket; "": none was found."""
         self._lost = False
-        """Whether a lost rank made the last save and the disk lacks it, so that a save is due again."""
+        """Whether the disk lacks what a lost rank was to save, so that a save is due."""
         self._future: Future[SaveResult] | None = None
         self._sender: Sender | None = None
         self._sends: list[Future[list[SaveResult]]] = []
@@ -216,8 +216,6 @@ class Saver:
         self._last_time = time.monotonic()
         self.interval = Interval(run.state.history["failures"])
         self._last_failed = self._hangs = False
-        self.saved = run.resumed
-        """Whether a save exists, of this start or of an earlier one. The same on every rank."""
         self.scores = Scores(run.state.history, settings.keep_best)
         self._begin_writing()
 
@@ -232,13 +230,13 @@ class Saver:
                 directory.at_close.append(self._finish)
 
     def take_over(self) -> None:
-        """Makes this rank write, in place of a lost rank 0. A save that the lost rank has not ended is due again."""
+        """Makes this rank write, in place of a lost rank 0. A save is due if the disk lacks the last one."""
         self._begin_writing()
         assert self.run.directory is not None
         with contextlib.suppress(OSError):
             store.clean(self.run.directory.checkpoints)
         newest = store.candidates(self.run.directory.checkpoints)[:1]
-        self._lost = self.saved and (not newest or store.step_of(newest[0]) < self.last_step)
+        self._lost = not newest or store.step_of(newest[0]) < self.last_step
 
     def due_by_step(self) -> bool:
         """Returns whether the step count asks for a save at this boundary. The same on every rank."""
@@ -268,7 +266,7 @@ class Saver:
         self._check_taken_over()
         gathered = gather(self.run.state)
         self.last_step, self._last_time = self.run.user_state.steps, time.monotonic()
-        self.saved, self._lost = True, False
+        self._lost = False
         if (
             self._writer is not None and gathered is not None and not self._hangs
         ):  # else it would wait for the save that hangs
@@ -402,10 +400,6 @@ class Saver:
             "checkpoint_interval", seconds=round(seconds, 3), cost_seconds=round(interval.cost, 6), mtbf_seconds=round(mtbf, 1),
             failures=interval.failures,
         )  # fmt: skip
-        self.run.console.line(
-            f"Checkpoints every {seconds:.0f} s (every_seconds: auto): a save costs {interval.cost:.3g} s, and a failure is "
-            f"expected every {mtbf / 3600:.3g} h ({interval.failures} so far)"
-        )
 
     def _finish(self) -> None:
         """Commits the files of the attempt's end to the bucket. A bucket that does not answer does not block the end of the process."""

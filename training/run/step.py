@@ -408,7 +408,7 @@ class Step:
 
     def _cause(self, inputs: StepInput, bad: list[int]) -> str:
         """Returns the cause of a gradient that is not finite. `bad`: the ranks whose loss is not. Collective."""
-        if inputs.compute is None:
+        if inputs.compute is None or not self.replica.sync.is_replicated:  # no rank has all gradients of its own
             causes = "; ".join(f"rank {rank}: loss is not finite" for rank in bad)
             return causes or "a gradient is not finite, though every loss is"
         if inputs.scaler is not None:  # what overflows at another scale is not the cause
@@ -419,7 +419,7 @@ class Step:
             return self._losses
 
         self._redraw()
-        cause = divergence.diagnose(self.replica.sync, self.replica.network, again)
+        cause = divergence.diagnose(self.replica.sync, again)
         put_back(self.replica.model, self._before)
         return cause
 

@@ -7,8 +7,6 @@ tensor counts if the script changes it in place, such as a centre or a queue. A 
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import sys
 import types
 import zlib
@@ -38,7 +36,7 @@ SCORES = ("accuracy", "loss")
 """Endings of a score's name. Other logged numbers may differ between ranks: a time, a rate, a memory size."""
 MOST, DEPTH, ITEMS = 5000, 3, 100
 """Limits: objects to inspect, levels of attributes below a variable, items of a dictionary or list."""
-_OPAQUE = (types.ModuleType, types.FunctionType, type, str, bytes, int, float, torch.Tensor, torch.optim.Optimizer)
+_OPAQUE = (types.ModuleType, types.FunctionType, type, str, bytes, int, float, torch.Tensor)
 
 
 class Mark(NamedTuple):
@@ -55,6 +53,8 @@ class Mark(NamedTuple):
 
 Marks = dict[str, Mark]
 """Name of the variable → its mark."""
+Variables = list[tuple[str, Any]]
+"""[(name, value)]: the script's variables, and what is below them."""
 
 
 class Unsaved:
@@ -64,7 +64,7 @@ class Unsaved:
         self._run = run
         self.looks = 0
         """Number of saves so far that have run the checks."""
-        self._held = _held(run.state)
+        _, self._held = _reached(run.state)
         """The marks of the variables at the start of the loop; after the first save, of copies of the weights that the loop has made."""
         self._settings: dict[str, Any] | None = None
         """The settings in the models' attributes at the first save. Only a first pass may set some, such as the longest sequence."""
@@ -75,10 +75,11 @@ class Unsaved:
         """Runs the checks of a save, and warns. Collective."""
         state, world = self._run.state, self._run.world
         self.looks += 1
-        outside = trained_outside(state) if self.looks == 1 else []
+        outside: list[str] = []
         if self.looks <= 2:
-            held, now = self._held, _held(state)
-            self._held = _copies(now, known=held)
+            reached, now = _reached(state)
+            outside += trained_outside(state, reached) if self.looks == 1 else []
+            held, self._held = self._held, _copies(now, known=self._held)
             outside += [*_moved(held, now, in_loop=self.looks == 2), *_changed_in_place(self._held)]
         sentences = {sentence: sentence for sentence in [*outside, *self._changed_settings()]}
         if world.size > 1 and not is_same_on_all_ranks(mine := self._alike(), world):
@@ -170,87 +171,51 @@ def _print_of(tree: Any) -> str:
     return str(zlib.crc32(repr([sums_of_bits(tensors).tolist(), arrays, others]).encode()))
 
 
-def trained_outside(state: TrainState) -> list[str]:
-    """Returns a warning for each optimizer and weight that a resume loses or that the ranks train apart. Collective."""
-    parameters, optimizers = _alive(state)
-    if optimizers:  # one that the script has replaced may wait for the garbage collector
-        del parameters, optimizers
-        gc.collect()
-        parameters, optimizers = _alive(state)
-    known = plain(state.model, dict(state.model.named_parameters()))
-    used = {p for optimizer in optimizers for p in _parameters(optimizer)}
-    sentences = [_unused(known, used, state)]
-    for optimizer in optimizers:
-        if not state.user_state.has(optimizer):
-            name = _name_of(optimizer) or "by hand"
-            first = next((n for n, p in known.items() if p in _parameters(optimizer)), "")
+def trained_outside(state: TrainState, reached: Variables) -> list[str]:
+    """Returns a warning for each optimizer, schedule and weight that a resume loses or that the ranks train apart. Collective."""
+    user_state, known = state.user_state, plain(state.model, dict(state.model.named_parameters()))
+    kept, sentences = [*user_state.objects.items(), *user_state.rank_objects.items()], list[str]()
+    used, names = set[torch.Tensor](), dict[torch.Tensor, str]()
+    for name, value in (*reached, *kept):
+        if issubclass(type(value), nn.Parameter):
+            names.setdefault(value, name)
+        elif issubclass(type(value), nn.Module) and "_modules" in vars(value):  # else it is not constructed
+            for inner, parameter in value.named_parameters():
+                names.setdefault(parameter, f"{name}.{inner}")
+        elif issubclass(type(value), torch.optim.Optimizer) and not hasattr(value, "sync"):  # no session has made it
+            moved = {p for group in getattr(value, "param_groups", ()) for p in group["params"] if p.requires_grad}
+            used |= moved
+            if moved and not user_state.has(value):
+                first = next((f" over {n}" for n, p in known.items() if p in moved), "")
+                sentences.append(
+                    f"the optimizer {name} ({type(value).__name__}{first}) does not come from run.optimizer(), so no checkpoint "
+                    f"holds its state: make it by run.optimizer(), or call {_keeps(name, '…')}"
+                )
+    ours = set[str]()
+    for name, optimizer in state.optimizers.items():
+        ours.update(*parameter_names(state.sync, optimizer))
+        scheduled = any("initial_lr" in group for group in optimizer.param_groups)  # torch's schedules leave this mark
+        if scheduled and not any(getattr(thing, "optimizer", None) is optimizer for _, thing in kept):
             sentences.append(
-                f"the optimizer {name} ({type(optimizer).__name__}{first and f' over {first}'}) does not come from run.optimizer(), so no "
-                f"checkpoint holds its state: make it by run.optimizer(), or call run.keep({name if name.isidentifier() else 'other'}=…)"
+                f"a learning-rate schedule moves the rate of {name}, and no checkpoint has its place: run.keep(schedule=…) before the "
+                "loop, or a start that resumes trains with other rates"
             )
-    learned = {p for p in parameters if p.requires_grad and p.is_leaf and p.grad is not None}
-    return [*filter(None, sentences), *_weights_outside((learned | used) - {*known.values()}, used, state)]
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
-    groups = getattr(optimizer, "param_groups", ())  # none where its constructor has failed
-    return {p for group in groups for p in group["params"] if p.requires_grad}
-
-
-def _alive(state: TrainState) -> tuple[list[nn.Parameter], list[torch.optim.Optimizer]]:
-    """Returns all parameters of this process, and the optimizers that no session has made and no wrapper of an optimizer holds."""
-    things: list[object] = [
-        *state.optimizers.values(),
-        *state.user_state.objects.values(),
-        *state.user_state.rank_objects.values(),
-    ]
-    wrapped = {
-        id(inner)
-        for thing in things
-        if not isinstance(thing, torch.optim.lr_scheduler.LRScheduler)
-        for inner in getattr(thing, "__dict__", {}).values()
+    if unused := [name for name, p in known.items() if p.requires_grad and name not in ours and p not in used]:
+        sentences.insert(
+            0,
+            f"{first_of(unused)} require a gradient, and no optimizer has them: give them to run.optimizer(), or freeze them by "
+            "requires_grad_(False)",
+        )
+    learned = used | {p for p in names if p.requires_grad and p.is_leaf and p.grad is not None}
+    of_rank = storages(_states_of(user_state.rank_objects))
+    held = storages([_states_of(user_state.objects), dict(user_state.values)])
+    outside = {
+        names.get(p, f"a parameter of shape {list(p.shape)}"): p
+        for p in learned - {*known.values()}
+        if storage(p) not in of_rank
     }
-    # The `__class__` of an object is not asked: a proxy may compute it.
-    alive = [thing for thing in gc.get_objects() if issubclass(type(thing), (nn.Parameter, torch.optim.Optimizer))]
-    optimizers = [thing for thing in alive if not issubclass(type(thing), nn.Parameter)]
-    by_hand = [
-        optimizer
-        for optimizer in optimizers
-        if not hasattr(optimizer, "sync") and id(optimizer) not in wrapped and _parameters(optimizer)
-    ]
-    return [thing for thing in alive if issubclass(type(thing), nn.Parameter)], by_hand
-
-
-def _unused(known: dict[str, nn.Parameter], used: set[torch.Tensor], state: TrainState) -> str:
-    """Returns a warning that names the parameters that require a gradient and are in no optimizer; "": there are none."""
-    ours = {
-        name
-        for optimizer in state.optimizers.values()
-        for group in parameter_names(state.sync, optimizer)
-        for name in group
-    }
-    unused = [name for name, p in known.items() if p.requires_grad and name not in ours and p not in used]
-    if not unused:
-        return ""
-    return (
-        f"{first_of(unused)} require a gradient, and no optimizer has them: give them to run.optimizer(), or freeze them by "
-        "requires_grad_(False)"
-    )
-
-
-def _weights_outside(learned: set[torch.Tensor], used: set[torch.Tensor], state: TrainState) -> list[str]:
-    """Returns a warning for each learned weight that differs between the ranks, or that no checkpoint holds. Collective.
-
-    Args:
-        learned: learned weights that are in no replicated model.
-        used: all weights that an optimizer moves.
-    """
-    of_rank = storages(_states_of(state.user_state.rank_objects))
-    held = storages([_states_of(state.user_state.objects), dict(state.user_state.values)])
-    outside = {_name_of(p) or f"a parameter of shape {list(p.shape)}": p for p in learned if storage(p) not in of_rank}
     every = all_gather_trees({name: fingerprint(nn.ParameterList([p])) for name, p in outside.items()}, state.world)
-    sentences = []
-    for name, parameter in outside.items():
+    for name, parameter in sorted(outside.items()):
         apart = len({prints.get(name, every[0].get(name)) for prints in every}) > 1
         lost = parameter in used and storage(parameter) not in held
         if apart or lost:
@@ -259,29 +224,11 @@ def _weights_outside(learned: set[torch.Tensor], used: set[torch.Tensor], state:
                 f"{name} is trained outside of every replicated model: it {' and '.join(problems)}. Make it a parameter of the model "
                 "before run.replicate()"
             )
-    return sorted(sentences)
+    return sentences
 
 
 def _states_of(objects: dict[str, Stateful]) -> list[Any]:
     return [stateful.state_dict() for stateful in objects.values()]
-
-
-def _name_of(thing: object) -> str | None:
-    """Returns the script's name for an optimizer or a weight, by a variable, an attribute, or a module; None: no name is found."""
-    for names in _variables():
-        for name, value in names.items():
-            if value is thing:
-                return name
-            if issubclass(type(value), nn.Module) and "_modules" in vars(value):  # else it is not constructed
-                for inner, parameter in value.named_parameters():
-                    if parameter is thing:
-                        return f"{name}.{inner}"
-    for holder in gc.get_referrers(thing):
-        with contextlib.suppress(Exception):  # of a proxy, whose attributes may raise
-            for name, value in (holder if issubclass(type(holder), dict) else vars(holder)).items():
-                if value is thing and isinstance(name, str):
-                    return name
-    return None
 
 
 def _moved(before: Marks, now: Marks, in_loop: bool = False) -> Iterator[str]:
@@ -301,7 +248,8 @@ def _moved(before: Marks, now: Marks, in_loop: bool = False) -> Iterator[str]:
             continue
         if mark.generator is not None:
             yield (
-                f"{name} draws numbers, and no checkpoint has its state, so a start that resumes draws others: {_keeps(name)}"
+                f"{name} draws numbers, and no checkpoint has its state, so a start that resumes draws others: hand it to "
+                f"{_keeps(name, name)}"
             )
             continue
         is_tensor = bool(mark.made)
@@ -333,24 +281,34 @@ def _moves(name: str, may_be_set: bool) -> str:
     unless = ", unless it is set anew before it is read" if may_be_set else ""
     return (
         f"{name} moves, and no checkpoint has it, so a start that resumes begins with another{unless}: make it a module, and "
-        f"{_keeps(name)}"
+        f"hand it to {_keeps(name, name)}"
     )
 
 
-def _keeps(name: str) -> str:
-    return f"hand it to run.keep({name if name.isidentifier() else 'other'}={name})"
+def _keeps(name: str, value: str) -> str:
+    return f"run.keep({name if name.isidentifier() else 'other'}={value})"
 
 
-def _held(state: TrainState) -> Marks:
-    """Returns the marks of the variables that no checkpoint holds; {} if an object of the script raises, since the marks only serve
-    warnings."""
+def _reached(state: TrainState) -> tuple[Variables, Marks]:
+    """Returns the values of the running functions' variables, with the attributes and items below them, and the marks of those that no
+    checkpoint holds. Leaves out the content of kept objects: a state may consist of copies. Returns nothing if an object of the script
+    raises, since both only serve warnings."""
+    user_state = state.user_state
+    kept = [*state.optimizers.items(), *user_state.objects.items(), *user_state.rank_objects.items()]
+    inside = [
+        (name, vars(thing) if isinstance(thing, torch.optim.Optimizer) else thing)
+        for name, thing in kept
+        if not isinstance(thing, torch.optim.lr_scheduler.LRScheduler)  # it has an optimizer that need not be kept
+    ]
+    named = ((name, value) for names in _variables() for name, value in names.items() if name[:2] != "__")
     try:
-        return dict(_marks(state))
+        reached = list(_below(named, {id(value): value for _, value in _below(inside, {})}))
+        return reached, dict(_marks(state, reached))
     except Exception:  # noqa: BLE001 - a property, or a subclass of a tensor or a dictionary, may raise anything
-        return {}
+        return [], {}
 
 
-def _marks(state: TrainState) -> Iterator[tuple[str, Mark]]:
+def _marks(state: TrainState, reached: Variables) -> Iterator[tuple[str, Mark]]:
     kept = state.user_state
     several = state.sync.parts if isinstance(state.sync, Several) else []
     models = [
@@ -359,7 +317,7 @@ def _marks(state: TrainState) -> Iterator[tuple[str, Mark]]:
     average = {} if state.ema is None else dict(state.ema.average.named_parameters())
     ours = [*models[0].values(), *average.values(), *state.model.buffers(), *state.sync.gradients()]
     held = storages([ours, _states_of(kept.objects), _states_of(kept.rank_objects), dict(kept.values)])
-    for name, value in _reachable({**kept.objects, **kept.rank_objects}):
+    for name, value in reached:
         if generators.is_generator(value):
             if not any(value is generator for generator in kept.generators.values()):
                 seed = value.initial_seed() if isinstance(value, torch.Generator) else None
@@ -382,28 +340,17 @@ def _weights(value: Any, models: list[dict[str, nn.Parameter]]) -> list[torch.Te
         return [*value.parameters(), *value.buffers()] if "_modules" in vars(value) else []
     if not issubclass(type(value), (dict, list, tuple)) or len(value) > len(models[0]):
         return []
-    is_dict = issubclass(type(value), dict)
-    tensors = list(value.values() if is_dict else value)
-    if not tensors or not all(issubclass(type(tensor), torch.Tensor) for tensor in tensors):
+    named = value if issubclass(type(value), dict) else dict(enumerate(value))
+    tensors = list(named.values())
+    if not all(issubclass(type(tensor), torch.Tensor) for tensor in tensors):
         return []
-    if is_dict and any(
-        name in model and tensor.shape == model[name].shape for model in models for name, tensor in value.items()
-    ):
-        return tensors
     shapes = [tensor.shape for tensor in tensors]
     for model in models:
-        trained = [p.shape for p in model.values() if p.requires_grad]
-        every = [p.shape for p in model.values()]
-        if shapes in (trained, every):
+        trained, every = [p.shape for p in model.values() if p.requires_grad], [p.shape for p in model.values()]
+        same = (name in model and tensor.shape == model[name].shape for name, tensor in named.items())
+        if shapes in (trained, every) or any(same):
             return tensors
     return []
-
-
-def _reachable(kept: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the values of the running functions' variables, and the attributes and items below them. Leaves out the content of these kept
-    objects: a state may consist of copies."""
-    named = ((name, value) for names in _variables() for name, value in names.items() if name[:2] != "__")
-    yield from _below(named, {id(value): value for _, value in _below(kept.items(), {})})
 
 
 def _below(named: Iterable[tuple[str, Any]], known: dict[int, Any]) -> Iterator[tuple[str, Any]]:
@@ -413,7 +360,7 @@ def _below(named: Iterable[tuple[str, Any]], known: dict[int, Any]) -> Iterator[
     while waiting and len(seen) < MOST:
         name, value, depth = waiting.popleft()
         kind = type(value)
-        if issubclass(kind, torch.Tensor) and not issubclass(kind, nn.Parameter):
+        if issubclass(kind, torch.Tensor):
             yield name, value
         if value is None or issubclass(kind, _OPAQUE) or kind.__module__.startswith("lockstep."):
             continue
@@ -421,7 +368,7 @@ def _below(named: Iterable[tuple[str, Any]], known: dict[int, Any]) -> Iterator[
             continue
         seen[id(value)] = value
         yield name, value
-        if depth == DEPTH or issubclass(kind, nn.Module):
+        if depth == DEPTH or issubclass(kind, (nn.Module, torch.optim.Optimizer)):
             continue
         waiting.extend((inner, item, depth + 1) for inner, item in _inside(name, value))
 

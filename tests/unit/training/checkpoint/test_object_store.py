@@ -52,7 +52,7 @@ def test_another_disk_gets_what_was_committed_and_nothing_else_is_sent(run: Path
     expected = content(run)
     (tmp_path / "secret").write_text("of somebody else")
     (run / "metrics/rank-00001.prom").symlink_to(tmp_path / "secret")
-    for name in ("hang.jsonl", "report.html", "STOP"):
+    for name in ("hang.jsonl", "report.html"):
         (run / name).write_text("of this node")
     acquired(run).commit(None)
     acquired(tmp_path / "other")

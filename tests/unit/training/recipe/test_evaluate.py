@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep.training.recipe.evaluate import augmented, config_of, decided_on
+from lockstep.training.recipe.evaluate import augmented
 
 
 @pytest.mark.promise("published-methods")
@@ -22,15 +20,3 @@ def test_views_and_weights_at_test_time() -> None:
     views = [(x, 1 / 2), (padded[..., 0:6, 0:6], 1 / 4), (padded[..., 2:8, 2:8], 1 / 4)]
     expected = sum(share * (logits(view) + logits(view.flip(-1))) / 2 for view, share in views)
     torch.testing.assert_close(augmented(logits, x, "flip_shift"), expected)
-
-
-@pytest.mark.parametrize(("device", "decided"), [("cpu", ("float32", False)), ("cuda", ("bfloat16", True))])
-def test_auto_of_a_file_of_weights(
-    device: str, decided: tuple[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It means what a run decides on this device."""
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-    (tmp_path / "w.pth").touch()
-    config, _ = config_of(tmp_path / "w.pth", "bag_of_tricks", ["precision=auto", "channels_last=auto"])
-    config = decided_on(torch.device(device), config)
-    assert (config.precision, config.channels_last) == decided
