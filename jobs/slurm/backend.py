@@ -11,7 +11,7 @@ import re
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,9 +25,8 @@ from ..logs import follow as follow_logs
 from ..process import Streams, exec_command, signal_command
 from ..records import SlurmJob
 from ..spec.model import JobSpec, check_preparation, code_identity, preparation, preparation_name, prepares
-from ..status import JobSummary, Status, SubmitResult, Unreachable, warn
-from . import observe, render, submission
-from .doctor import check, rows
+from ..status import Check, JobSummary, Status, SubmitResult, Unreachable, warn
+from . import doctor, observe, render, submission
 from .observe import Evidence, Query
 from .render import RULES
 
@@ -84,7 +83,19 @@ class SlurmBackend(Cluster):
 
     @classmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:  # noqa: ARG003 - this machine is one of it
-        return check(spec)
+        """Returns the checks of the controller and of the configuration, and for a job sbatch's own answer."""
+        found = doctor.cluster()
+        if found.result == "missing":
+            return [found]
+        checks = [found, *doctor.rows(spec)]
+        if spec is not None:
+            try:
+                checks.append(submission.preflight(spec.name, cls.manifests(spec)[0]["script"]))
+            except Unreachable as error:
+                checks.append(Check("start", "cannot tell", str(error)))
+            except UserError as error:
+                checks.append(Check("start", "missing", str(error)))
+        return checks
 
     def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Submission:
         folder, after = render.submitit_folder(spec.name), self._preparation(spec)
@@ -92,11 +103,9 @@ class SlurmBackend(Cluster):
         return Submission(spec, runs, manifests, RULES.apply(spec, manifests))
 
     def preflight(self, job: Submission) -> Checks:
-        """Returns the checks of `doctor` and sbatch's start. A missing row becomes a warning: sbatch may know more than sinfo and
-        sacctmgr show."""
+        """Returns the checks of the configuration, and sbatch's own answer."""
         start = submission.preflight(job.spec.name, job.manifests[0]["script"])
-        checks = rows(job.spec)
-        return [*(replace(row, result="warning") if row.result == "missing" else row for row in checks), start]
+        return [*doctor.rows(job.spec), start]
 
     def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:
         """Runs sbatch once, for a job or an array. The folder of `old` is removed when SLURM has the new job."""
