@@ -120,13 +120,6 @@ class Status(Explained):
     containerStatuses: list[ContainerStatus] | None = None
     initContainerStatuses: list[ContainerStatus] | None = None
     jobsStatus: list[Ready] | None = None
-    readyReplicas: Count = None
-
-
-class Container(Shape):
-    image: Text = None
-    command: list[str] | None = None
-    args: list[str] | None = None
 
 
 class Replica(Shape):
@@ -135,28 +128,6 @@ class Replica(Shape):
 
 class Trainer(Shape):
     numNodes: Number = None
-
-
-class ExitCodes(Shape):
-    values: list[int] | None = None
-
-
-class FailureRule(Shape):
-    action: Text = None
-    onExitCodes: ExitCodes | None = None
-
-
-class FailurePolicy(Shape):
-    rules: list[FailureRule] | None = None
-
-
-class Template(Shape):
-    spec: Spec | None = None
-
-
-class ReplicatedJob(Shape):
-    name: Text = None
-    template: Template | None = None
 
 
 class Spec(Shape):
@@ -169,13 +140,7 @@ class Spec(Shape):
     nodeName: Text = None
     queueName: Text = None
     clusterQueue: Text = None
-    cohort: Text = None
-    cohortName: Text = None
     accessModes: list[str] | None = None
-    template: Template | None = None
-    replicatedJobs: list[ReplicatedJob] | None = None
-    containers: list[Container] | None = None
-    podFailurePolicy: FailurePolicy | None = None
 
 
 class Item(Explained):
