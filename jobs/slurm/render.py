@@ -25,7 +25,7 @@ from lockstep.wire import submitit_api
 
 from .. import lint, records, snapshots
 from ..manifest import Manifest, get, holds, without_none
-from ..spec.model import JobSpec, code_identity, launch_command, rank_command, session_options
+from ..spec.model import JobSpec, launch_command, rank_command, session_options
 from ..spec.types import size_in_bytes
 from .task import TrainingTask
 
@@ -137,27 +137,8 @@ def parameters(spec: JobSpec, folder: PurePath, after: str | None = None) -> dic
     return {"slurm_wckey": settings.wckey, **without_none(values)}
 
 
-def slurm_parameters(spec: JobSpec) -> dict[str, Any]:
-    """Returns the arguments of `submitit.AutoExecutor.update_parameters` for a job, for a user's own driver.
-
-        executor.update_parameters(**slurm_parameters(spec))
-        executor.submit(training_task(spec))
-
-    Raises:
-        UserError: `slurm.patch` has a value that must not stand in a script. Or the job has a container, which only `lockstep submit`
-            starts.
-    """
-    if spec.slurm.container is not None:
-        raise UserError("submitit alone starts no container: remove slurm.container, or use `lockstep submit slurm`")
-    values = parameters(spec, PurePosixPath("/"))  # the executor has its own folder
-    del values["slurm_teardown"], values["slurm_additional_parameters"]["output"]
-    return {**values, "slurm_setup": _environment(spec)}
-
-
-def training_task(spec: JobSpec, prepared: bool = False, job: str = "") -> TrainingTask:
-    """Returns the task that each process of the job runs, for `executor.submit` of submitit: plain values, importable on the nodes.
-
-    `results()` has summary.json of rank 0, and None for the other ranks.
+def training_task(spec: JobSpec, prepared: bool, job: str) -> TrainingTask:
+    """Returns the task that each process of the job runs: plain values, importable on the nodes.
 
     Args:
         prepared: whether another job writes the shards before this job starts.
@@ -165,9 +146,6 @@ def training_task(spec: JobSpec, prepared: bool = False, job: str = "") -> Train
     """
     if spec.shards_missing_here and not prepared:
         spec = spec.model_copy(update={"shards": None})  # not prepared: the job itself creates the data
-    if spec.code is not None and spec.code.hash is None:  # the user's own driver
-        spec = snapshots.snapshot(spec)
-        snapshots.unpacked(code_identity(spec))
     run_dir = run_directory(spec)
     env, code = dict(spec.env), snapshots.folder_of(spec)
     if spec.live:
@@ -175,7 +153,7 @@ def training_task(spec: JobSpec, prepared: bool = False, job: str = "") -> Train
     elif spec.command is not None:
         env[contract.ENV_SESSION] = session_options(spec, run_dir)
     return TrainingTask(
-        words=_words(spec), run_dir=run_dir, nodes=spec.nodes, ranks_per_node=spec.ranks,
+        words=_words(spec), run_dir=run_dir, ranks_per_node=spec.ranks,
         max_restarts=spec.max_restarts, metrics_port=spec.metrics_port, env=env,
         job=job, code=code,
     )  # fmt: skip

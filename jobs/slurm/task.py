@@ -14,7 +14,6 @@ the others continue.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -24,12 +23,11 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from lockstep.training import contract, files
 from lockstep.training.cli import search_path
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, to_stderr
-from lockstep.wire import submitit_api
 from lockstep.wire.payload import SessionOptions, environment
 from lockstep.wire.signals import PendingSignals
 
@@ -52,25 +50,18 @@ class TrainingTask:
     words: list[str]
     """`["run", RECIPE, …]` for `python -m lockstep.training`, `["--", PROGRAM, …]`, or, of a `live` job, `["launch", …]`."""
     run_dir: str
-    nodes: int = 1
     ranks_per_node: int = 1
     max_restarts: int = 3
     metrics_port: int = contract.METRICS_PORT
     env: dict[str, str] = field(default_factory=dict)
     job: str = ""
-    """Identity of this submission (`records.submission_id`); "" if the user's own driver submits."""
+    """Identity of this submission (`records.submission_id`)."""
     code: str = ""
     """Folder with the copy of the job's own code, in which the ranks start; "" without code. Its name is the code's identity."""
 
-    def __call__(self) -> dict[str, Any] | None:
-        """Runs this task's rank (or launcher) until it ends. Rank 0 returns `summary.json`. If SLURM restarts the job, the process ends."""
+    def __call__(self) -> None:
+        """Runs this task's rank (or launcher) until it ends. Returns after success; else the process ends here."""
         context = TaskContext()
-        if (context.nodes, context.size) != (self.nodes, self.nodes * self.ranks_per_node // self._ranks_per_task):
-            self._leave(
-                context, EXIT_USAGE,
-                f"submitit has started {context.size} tasks on {context.nodes} nodes, and the spec has nodes {self.nodes} and "
-                f"ranks_per_node {self.ranks_per_node}: executor.update_parameters(**slurm_parameters(spec))",
-            )  # fmt: skip
         if self._failures(context) > self.max_restarts:
             status = files.read_json(Path(self.run_dir) / contract.STATUS_FILE)
             ours = isinstance(status, dict) and status.get("job", "") == self.job
@@ -80,17 +71,15 @@ class TrainingTask:
                 context, code, f"restarted {self.max_restarts} times after failures, as often as max_restarts allows"
             )
         checkpoint = self._checkpoint()
-        # Earlier starts have printed into the same logs.
-        offsets = [log.stat().st_size if log.exists() else 0 for log in context.logs]
+        # Earlier starts have printed into the same log.
+        offset = context.log.stat().st_size if context.log.exists() else 0
         code, asked = self._run_rank(context)
         if code == EXIT_DONE:
             self._note(context, code, "")
             if context.rank == 0 and (unused := SessionOptions.of(self.env.get(contract.ENV_SESSION, "{}")).unused()):
                 to_stderr(f"warning: {unused}")
-            return files.read_json(Path(self.run_dir) / contract.SUMMARY_FILE) if context.rank == 0 else None
-        # Standard error may have its own log, which takes precedence over standard output.
-        errors = [last_error(log, since) for log, since in zip(context.logs, offsets, strict=True)]
-        reason = next(filter(None, reversed(errors)), "")
+            return
+        reason = last_error(context.log, offset)
         self._note(context, code, reason)
         if code == EXIT_PREEMPTED and context.rank == 0 and self._got_further(checkpoint, asked):
             try:
@@ -241,12 +230,8 @@ class TrainingTask:
             to_stderr(f"warning: cannot note the end of {self._who(context)}: {error.strerror}")
 
     def _leave(self, context: TaskContext, code: int, reason: str) -> NoReturn:
-        """Ends the process with the rank's code. A caller that waits with submitit alone gets the reason from submitit's result file."""
-
+        """Ends the process with the rank's code."""
         self._note(context, code, reason)
-        text = f"{self._who(context)} ended with {code}{f': {reason}' if reason else ''}"
-        with contextlib.suppress(OSError):
-            submitit_api.leave_error(context.result, text)
         sys.stdout.flush()
         os._exit(code)
 
@@ -262,8 +247,8 @@ class TaskContext:
         self.rank, self.size, self.local_rank = job.global_rank, job.num_tasks, job.local_rank
         self.node, self.nodes = job.node, job.num_nodes
         self.restarts = int(restarts) if restarts.isdigit() else 0
-        self.folder, self.result = job.paths.folder, job.paths.result_pickle
-        self.logs = (job.paths.stdout, job.paths.stderr)
+        self.folder = job.paths.folder
+        self.log = job.paths.stdout
 
     def file(self, what: str) -> Path:
         """Returns a file of this job next to submitit's: `123_0_end.json`, `123_cancelled`, `123_requeue_1`, `123_saved_0`."""
