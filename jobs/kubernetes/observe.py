@@ -173,7 +173,7 @@ def state_of(job: Object) -> State:
         return "succeeded"
     failed = condition(job, "Failed")
     if failed:
-        return _failure(job, failed, [], [])[0]
+        return _failure(failed, [], [])[0]
     if get(job, "metadata", "annotations", INCOMPLETE) is not None:
         return "pending"
     if _is_suspended(job):
@@ -310,22 +310,16 @@ def _classify(seen: _Seen) -> tuple[State, str, int | None]:
     if condition(seen.job, "Succeeded") or condition(seen.job, "Complete"):
         return "succeeded", "", EXIT_DONE
     if failed := condition(seen.job, "Failed"):
-        return _failure(seen.job, failed, seen.pods, seen.events)
+        return _failure(failed, seen.pods, seen.events)
     texts = (
         (state, sentence.format(why), None) for test, state, sentence in _UNDER_WAY if (why := test(seen)) is not None
     )
     return next(texts)
 
 
-_SAYS = re.compile(r"(?:Py)?\w*[Jj]ob (?P<name>\S+) has failed because (?P<why>.*)", re.S)
-"""Message of the operator about a failed job. The job's name may contain any word."""
-
-
-def _failure(job: Object, failed: Object, pods: list[Object], events: list[Object]) -> tuple[State, str, int]:
+def _failure(failed: Object, pods: list[Object], events: list[Object]) -> tuple[State, str, int]:
     message = str(failed.get("message") or "")
-    match = _SAYS.fullmatch(message)
-    why = match["why"] if match is not None and match["name"] == get(job, "metadata", "name") else ""
-    if failed.get("reason") == "DeadlineExceeded" or "longer than specified deadline" in why:
+    if failed.get("reason") == "DeadlineExceeded" or "longer than specified deadline" in message:
         return "timed_out", "the time limit is over", EXIT_TIMED_OUT
     ends = [(pod, broken) for pod in pods if (broken := _broken(pod)) is not None]
     ends.sort(key=lambda pair: str(get(_terminated(pair[0]), "finishedAt") or "~"))
@@ -341,7 +335,7 @@ def _failure(job: Object, failed: Object, pods: list[Object], events: list[Objec
         if code == 128 + 15:
             return "preempted", f"a signal ended {name} after it had saved; submit it again to resume", EXIT_PREEMPTED
         return "failed", text, EXIT_FAILED
-    if failed.get("reason") == "BackoffLimitExceeded" or "specified backoff limit" in why:
+    if failed.get("reason") == "BackoffLimitExceeded" or "specified backoff limit" in message:
         return "failed", "all restarts are used up", EXIT_FAILED
     return "failed", message, EXIT_FAILED
 
@@ -469,11 +463,6 @@ def _advice(status: int, reason: str, message: str, path: str) -> str:
     kind = next((kind for kind, (_, plural) in KINDS.items() if f"/{plural}" in path), "")
     if status == 403:
         return _forbidden(message)
-    if status == 404 and "namespaces " in message:
-        return (
-            f"the cluster does not have the namespace: {message}; choose another one (--namespace, k8s.namespace), or make it "
-            "(make install-k8s)"
-        )
     if status == 404 and kind and not reason:  # for a kind that is not served, the answer has no reason
         return f"the cluster does not have {kind}: install {INSTALL[kind]}, see `lockstep doctor k8s`"
     advice = ""

@@ -199,11 +199,7 @@ class SlurmBackend(Cluster):
             return before
         status = observe.status_from_slurm(Evidence(record, info, outage))
         if unanswered is not None and outage and not status.final:
-            written = record.since
-            with contextlib.suppress(OSError):
-                written = (Path(record.run_dir) / contract.STATUS_FILE).stat().st_mtime
-            last = f"by its files, {time.time() - written:.0f} s old, the job was {status.state} ({status.reason})"
-            raise Unreachable(f"{unanswered}; {last}", status)
+            raise Unreachable(str(unanswered), status)
         if unanswered is not None and status.state == "lost":
             raise unanswered
         with contextlib.suppress(OSError):

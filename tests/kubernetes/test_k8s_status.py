@@ -95,17 +95,6 @@ def test_status_says_why(backend: Any, cluster: Cluster, case: str) -> None:
     assert (found.state, found.code) == (state, code) and all(word in found.reason for word in told), found
 
 
-def test_a_jobs_name_is_no_reason(backend: Any, cluster: Cluster) -> None:
-    for name, message in (
-        ("deadline-test", f"Job deadline-test has failed because {BOUND}"),
-        ("longer", "longer: deadline"),
-    ):
-        backend.submit(SPEC.model_copy(update={"name": name}))
-        cluster.say(name, {**FAILED, "message": message})
-        assert backend.status(name).state == "failed", name
-    assert [row.state for row in backend.list()] == ["failed", "failed"]
-
-
 def test_kueue_says_which_queue(backend: Any, cluster: Cluster) -> None:
     """One that has v1beta1 only."""
     cluster.role = None
