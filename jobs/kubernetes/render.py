@@ -465,14 +465,6 @@ def durable_run(subject: Subject) -> Iterator[str]:
         )
 
 
-@rule("LS024")
-def ports(subject: Subject) -> Iterator[str]:
-    """Each rank has one metrics port, in addition to the operator's port."""
-    first, ranks = subject.spec.metrics_port, subject.spec.ranks
-    if subject.kind == "PyTorchJob" and first <= RENDEZVOUS_PORT < first + ranks:
-        yield f"two ports have one number: move metrics_port away from {RENDEZVOUS_PORT}"
-
-
 @rule("LS028")
 def found_by(subject: Subject) -> Iterator[str]:
     """A patch may not change names and labels, by which Lockstep finds a job and its pods."""

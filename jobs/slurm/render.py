@@ -354,17 +354,12 @@ def time_to_train(subject: Subject) -> Iterator[str]:
 
 
 @rule("LS103", "warning")
-def shared_run(subject: Subject) -> Iterator[str]:
-    """A run directory on a node's own disk is gone when the job is started again elsewhere."""
+def shared_folders(subject: Subject) -> Iterator[str]:
+    """The nodes read the job's payload and write its logs. A run directory on a node's own disk is gone when the job starts elsewhere."""
     path = str(get(subject.job, "run_dir"))
+    output = str(get(subject.job, "parameters", "slurm_additional_parameters", "output"))
     if _is_node_local(path) and subject.spec.checkpoints_bucket is None:
         yield f"run_dir {path} is usually local to a node: choose a folder that all nodes see, or set checkpoint.to to a bucket"
-
-
-@rule("LS104", "warning")
-def shared_folder(subject: Subject) -> Iterator[str]:
-    """The nodes read the job's payload and write its logs."""
-    output = str(get(subject.job, "parameters", "slurm_additional_parameters", "output"))
     if _is_node_local(output):
         yield f"{PurePosixPath(output).parent} is usually local to a machine: set LOCKSTEP_HOME to a folder that all nodes see"
 
@@ -377,36 +372,14 @@ def slurm_interface(subject: Subject) -> Iterator[str]:
         yield "NCCL_SOCKET_IFNAME is not set: on nodes with several interfaces set slurm.socket_interface (or --profile)"
 
 
-@rule("LS108", "warning")
-def restarts(subject: Subject) -> Iterator[str]:
-    """A preemption or time limit counts where the job has saved nothing new."""
-    if subject.spec.max_restarts == 0:
-        yield "max_restarts is 0: the first failure ends the job, and so does a preemption before its first checkpoint"
-
-
 @rule("LS110")
 def container_image(subject: Subject) -> Iterator[str]:
-    """A container needs an image, and a python that is in it."""
+    """A container needs an image, and an image a container runtime."""
     settings = subject.spec.slurm
     if settings.container is not None and not (settings.image or subject.spec.image):
         yield f"slurm.container is {settings.container}, but there is no image: set slurm.image"
-
-
-@rule("LS111", "warning")
-def image_unused(subject: Subject) -> Iterator[str]:
-    """An image is used only where a container runtime is chosen."""
-    if subject.spec.slurm.container is None and subject.spec.slurm.image is not None:
+    if settings.container is None and settings.image is not None:
         yield "slurm.image is not used: set slurm.container to pyxis or apptainer"
-
-
-@rule("LS112", "warning")
-def unprepared(subject: Subject) -> Iterator[str]:
-    """Without prepared shards, every node makes its own copy of the data."""
-    if subject.spec.shards_missing_here:
-        yield (
-            f"{subject.spec.shard_folder} does not exist: the job makes the shards itself, "
-            "unless `lockstep prepare slurm` makes them first"
-        )
 
 
 @rule("LS113")
