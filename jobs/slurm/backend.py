@@ -255,26 +255,25 @@ class SlurmBackend(Cluster):
         )  # fmt: skip
 
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
-        """Runs the command as a step of the same job, on the rank's node, without further resources.
-
-        With a container, the step gets its own container with the job's image and folders: SLURM lets no step into another step's.
-        """
+        """Runs the command as a step of the same job, on the rank's node, without further resources."""
         spec, record = JobSpec.recorded(known.name, known.plain), known.handle
+        if spec.slurm.container is not None:
+            raise UserError(
+                f"{spec.name} runs in containers ({spec.slurm.container}), and SLURM lets no command into them"
+            )
         job_id, hosts = observe.nodes(str(record.job_id))
         hosts = observe.by_rank(hosts, spec.live)
         python = render.interpreter(spec)
         if rank // spec.ranks >= len(hosts):
             raise UserError(f"{spec.name} has {len(hosts)} nodes, too few for rank {rank}")
         token = uuid.uuid4().hex
-        options, words = render.container(spec, Path(record.submitit))
         # Quiet: at Ctrl-C srun would report its tasks, while the signal reaches the command another way.
         step = ["srun", f"--jobid={job_id}", "--overlap", "--quiet", "--nodes=1", "--ntasks=1"]
-        step += [f"--nodelist={hosts[rank // spec.ranks]}", "--job-name=lockstep-exec", *options]
+        step += [f"--nodelist={hosts[rank // spec.ranks]}", "--job-name=lockstep-exec"]
         # The job's mark in the environment says whose ranks to look for.
         cleared = ["-u", contract.ENV_LAUNCHER, "-u", contract.ENV_EXEC]
-        inside = [*words, "env", *cleared, f"{contract.ENV_JOB}={record.job}"]
-        flags = render.rank_flags(spec, rank) if spec.slurm.container is not None else []
-        own = exec_command(python, rank, command, record.run_dir, "--token", token, *flags)
+        inside = ["env", *cleared, f"{contract.ENV_JOB}={record.job}"]
+        own = exec_command(python, rank, command, record.run_dir, "--token", token)
 
         def interrupt(number: int) -> None:
             sent = observe.run_slurm(*step, *inside, *signal_command(python, token, number))

@@ -183,15 +183,6 @@ def container(spec: JobSpec, folder: PurePath) -> tuple[list[str], list[str]]:
     return [], []
 
 
-def rank_flags(spec: JobSpec, rank: int) -> list[str]:
-    """Returns the flags that describe a rank whose process is in another container and cannot be read."""
-    values = {
-        "RANK": rank, "WORLD_SIZE": spec.nodes * spec.ranks, "LOCAL_RANK": rank % spec.ranks,
-        "LOCAL_WORLD_SIZE": spec.ranks, "GROUP_RANK": rank // spec.ranks, "GROUP_WORLD_SIZE": spec.nodes,
-    }  # fmt: skip
-    return [word for name, value in values.items() for word in ("--env", f"{name}={value}")]
-
-
 def manifests(spec: JobSpec, folder: PurePath, after: str | None = None, elements: int = 1) -> list[dict[str, Any]]:
     """Returns the sbatch script and its parameters as an object, which lint reads. Needs no SLURM on this machine.
 

@@ -75,9 +75,7 @@ def _tell_stacks(args: argparse.Namespace) -> int:
         print(json.dumps(hangs.of_process(rank, pid)), flush=True)
     if pids:
         return 0
-    return _refuse(
-        "the ranks' processes are not to be seen from here" if args.env else _ABSENT.format(f"rank {args.rank}")
-    )
+    return _refuse(_ABSENT.format(f"rank {args.rank}"))
 
 
 def _began(pid: int) -> int | None:
@@ -86,17 +84,11 @@ def _began(pid: int) -> int | None:
     return None if not fields or fields[0] == "Z" else int(fields[19])
 
 
-def environment(rank_env: Mapping[str, str], args: argparse.Namespace, seen: bool = True) -> dict[str, str]:
-    """Returns the command's variables: the rank's, without those that mark a process of the job.
-
-    Args:
-        seen: whether the variables are the rank's own; False: they are this process's, which is another task.
-    """
+def environment(rank_env: Mapping[str, str], args: argparse.Namespace) -> dict[str, str]:
+    """Returns the command's variables: the rank's, without those that mark a process of the job."""
     env = {name: value for name, value in rank_env.items() if name not in _OF_THE_RANK}
-    if seen:  # a recipe reads SLURM's own names
-        env |= {name: env[source] for name, source in _FROM_SLURM.items() if name not in env and source in env}
-    else:
-        env |= dict(text.split("=", 1) for text in args.env)
+    # A recipe reads SLURM's own names.
+    env |= {name: env[source] for name, source in _FROM_SLURM.items() if name not in env and source in env}
     if args.run_dir:
         env[ENV_RUN_DIR] = args.run_dir
     if args.token:
@@ -110,8 +102,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="python -m lockstep.wire.exec", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--run-dir", default="", help=f"{ENV_RUN_DIR} of the command")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE",
-                        help="where the rank's process is not to be seen: what is known of it, given once or more")  # fmt: skip
     parser.add_argument("--token", default="", help="what --signal finds the command by")
     parser.add_argument("--signal", type=int, help="only send this signal to the command with that token")
     parser.add_argument("command", nargs=argparse.REMAINDER)
@@ -137,10 +127,10 @@ def main(argv: list[str]) -> int:
     if args.command[:1] == [STACKS]:
         return _tell_stacks(args)
     rank_process = ranks(os.environ).get(args.rank)
-    if rank_process is None and not args.env:
+    if rank_process is None:
         return _refuse(_ABSENT.format(f"rank {args.rank}"))
-    pid, rank_env = rank_process if rank_process is not None else (os.getpid(), dict(os.environ))
-    env = environment(rank_env, args, rank_process is not None)
+    pid, rank_env = rank_process
+    env = environment(rank_env, args)
     with contextlib.suppress(OSError):  # this process may not see the rank's folder
         os.chdir(os.readlink(f"/proc/{pid}/cwd"))
     env["PWD"] = os.getcwd()
