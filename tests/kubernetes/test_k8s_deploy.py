@@ -61,6 +61,20 @@ def test_all_components_build_on_the_base(tmp_path: Path) -> None:
         kubernetes_validate.validate(item, "1.36", strict=True)
 
 
+@pytest.mark.parametrize("overlay", sorted(path.name for path in (DEPLOY / "overlays").iterdir()))
+def test_every_overlay_builds_and_is_in_the_table(overlay: str) -> None:
+    kubectl = shutil.which("kubectl")
+    require(kubectl, "kubectl is not installed")
+    done = subprocess.run(
+        [str(kubectl), "kustomize", str(DEPLOY / "overlays" / overlay)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    claims = [item for item in documents(done.stdout) if item["kind"] == "PersistentVolumeClaim"]
+    modes = {mode for item in claims for mode in item["spec"]["accessModes"]}
+    assert modes == {"ReadWriteOnce" if "single" in overlay else "ReadWriteMany"}
+    assert f"`make install-k8s OVERLAY=overlays/{overlay}`" in (ROOT / "docs/install.md").read_text()
+
+
 @pytest.mark.parametrize(("component", "reference"), [("dra", "resourceClaims"), ("gang", "schedulingGroup")])
 def test_a_job_takes_a_component_with_the_patch_that_it_prints(component: str, reference: str, tmp_path: Path) -> None:
     text = (DEPLOY / f"components/{component}/kustomization.yaml").read_text()
