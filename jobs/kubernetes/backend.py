@@ -42,7 +42,6 @@ from .observe import (
     state_of,
     status_from_pods,
     stuck_reason,
-    trim,
 )  # fmt: skip
 from .render import CODE_KEY, CODE_PART_BYTES, CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE, RENDERED, RULES, SUBMISSION
 
@@ -359,7 +358,7 @@ class KubernetesBackend(Cluster):
 
     def _observe(self, job: Manifest, spec: JobSpec | None) -> Status:
         pods, names = self._pods(job), hosts(job)
-        ranks, now, live = spec.ranks if spec else 1, self.api.now(), spec is not None and spec.live
+        ranks, now, live = spec.ranks if spec else 1, time.time(), spec is not None and spec.live
         events = self._events(get(job, "metadata", "uid"), "uid") if state_of(job) != "succeeded" else []
         status = status_from_pods(job, pods, events, None, names, ranks, now, live=live)
         if status.final or status.state == "running":
@@ -461,7 +460,7 @@ class KubernetesBackend(Cluster):
         timeout = (known.spec.grace_seconds if known.spec else 60) + DELETION_MARGIN
         deadline = time.monotonic() + timeout
         while (left := self._find(name)) is not None and get(left, "metadata", "uid") == uid:
-            if why := stuck_reason(self._pods(known.handle), self.api.now()):
+            if why := stuck_reason(self._pods(known.handle), time.time()):
                 raise Unreachable(f"{name} is deleted, and stays as long as its pods{why}")
             if time.monotonic() > deadline:
                 raise UserError(f"{name} is still there {timeout:g} s after its deletion: see its finalizers and pods")
@@ -489,7 +488,7 @@ class KubernetesBackend(Cluster):
         """Returns the job's own pods. It leaves out pods of an earlier job of this name, and pods that another user gave this label."""
         selector = f"{JOB}={get(job, 'metadata', 'name')}"
         pages = self.api.pages(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=selector)
-        return [trim(pod) for pod in pages if owned_by(pod, job)]
+        return [pod for pod in pages if owned_by(pod, job)]
 
     def _pod(self, job: Manifest, host: str) -> Manifest | None:
         """Returns the pod of a host, by a query for this pod alone: a job may have a thousand others."""

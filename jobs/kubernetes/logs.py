@@ -19,7 +19,6 @@ from ..status import Unreachable
 from .api import Api
 from .observe import ApiError, host
 
-MAX_PODS = 100
 SILENCE = 300.0
 """Seconds without a line after which a stream is opened anew: a dead connection looks like silence."""
 
@@ -86,8 +85,6 @@ class Reader:
         return [pod for pod in self.pods() if host(pod) in wanted]
 
     def _follow_all(self, hosts: list[str], rank: int | None, seen: dict[str, LogCursor]) -> Iterator[str]:
-        if len(hosts) > MAX_PODS:
-            raise UserError(f"the job has {len(hosts)} pods, at most {MAX_PODS} are followed at once: choose --rank")
         merged: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=10_000)
 
         def work(name: str) -> None:

@@ -123,19 +123,6 @@ def newest(pods: list[Object]) -> list[Object]:
     return list(latest.values())
 
 
-def trim(pod: Object) -> Object:
-    """Returns the fields of a pod that this module reads. A whole pod takes 50 kB of memory, and a job may have 10,000."""
-    meta, spec = get(pod, "metadata") or {}, get(pod, "spec") or {}
-    return {
-        "metadata": {name: meta[name] for name in _OF_METADATA if name in meta},
-        "spec": {name: spec[name] for name in ("hostname", "nodeName") if name in spec},
-        "status": get(pod, "status") or {},
-    }
-
-
-_OF_METADATA = ("name", "uid", "labels", "creationTimestamp", "deletionTimestamp", "ownerReferences")
-
-
 def owned_by(pod: Object, job: Object) -> bool:
     """Returns whether the pod belongs to the job with this uid. An owner reference names the job's uid, or the batch Job of a TrainJob."""
     owners = mappings(get(pod, "metadata", "ownerReferences"))
