@@ -43,7 +43,7 @@ from .observe import (
     status_from_pods,
     stuck_reason,
 )  # fmt: skip
-from .render import CODE_KEY, CODE_PART_BYTES, CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE, RENDERED, RULES, SUBMISSION
+from .render import CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE, RENDERED, RULES, SUBMISSION
 
 if TYPE_CHECKING:
     from .api import Api
@@ -253,7 +253,7 @@ class KubernetesBackend(Cluster):
             rendered: manifests of the submission that made the job; None: rendered again.
 
         Raises:
-            UserError: the code is too large or no longer stored here, or the server refuses an object.
+            UserError: the code is no longer stored here, or the server refuses an object.
         """
         submission = str(get(live, "metadata", "annotations", SUBMISSION) or RENDERED)
         policy, job = rendered or render.manifests(spec, submission)
@@ -289,24 +289,15 @@ class KubernetesBackend(Cluster):
             self.api.patch(self.path(job["kind"], spec.name), run)
 
     def _bring(self, path: str, item: Manifest) -> None:
-        """Creates an object whose name belongs to this submission alone. Raises `UserError` if the object exceeds the server's limits."""
-        code = item["kind"] == "ConfigMap"
+        """Creates an object whose name belongs to this submission alone. Raises `UserError`."""
         try:
             self.api.create(path, item)
         except ApiError as error:
-            if code and (error.status == 413 or (error.status == 422 and "too l" in error.message.lower())):
-                size = len(item["binaryData"][CODE_KEY]) * 3 // 4 >> 10
-                raise UserError(
-                    f"the cluster refuses a ConfigMap of {size} KiB ({error.status}: {error.message}); a piece of code "
-                    f"has {CODE_PART_BYTES >> 10} KiB at most: make the code smaller (.lockstepignore), or put it into the image"
-                ) from None
             # A quota also refuses an object that exists. For ConfigMaps the caller has checked this.
-            place = f"{path}/{item['metadata']['name']}"
-            if error.status == 409 or (
-                error.status == 403 and not code and self.api.find(place, missing=(403, 404)) is not None
-            ):
-                return
-            raise
+            place, asks = f"{path}/{item['metadata']['name']}", error.status == 403 and item["kind"] != "ConfigMap"
+            exists = error.status == 409 or (asks and self.api.find(place, missing=(403, 404)) is not None)
+            if not exists:
+                raise
 
     def prepare(self, spec: JobSpec) -> SubmitResult:
         """Submits the job that writes the shards, unless an equal job has succeeded. Raises `UserError`."""

@@ -23,12 +23,8 @@ SILENCE = 300.0
 """Seconds without a line after which a stream is opened anew: a dead connection looks like silence."""
 
 
-@dataclass(frozen=True, slots=True)
-class LogCursor:
-    """The position up to which a pod's log has been read."""
-
-    uid: str
-    last: str
+LogCursor = tuple[str, str]
+"""The position up to which a pod's log has been read: the pod's uid, and the time of the last line."""
 
 
 @dataclass
@@ -69,7 +65,7 @@ class Reader:
         def own(pod: dict[str, Any]) -> Iterator[Stamped]:
             # The server knows no ranks, so all lines are read to find those of one rank.
             for stamp, line in self._once(pod, False, "", max(count, 1) if rank is None else None):
-                seen[host(pod)] = LogCursor(str(get(pod, "metadata", "uid")), stamp)
+                seen[host(pod)] = str(get(pod, "metadata", "uid")), stamp
                 yield from ((stamp, picked) for picked in _pick(iter((line,)), host(pod), rank))
 
         yield from (line for _, line in merge_tail(map(own, pods), count))
@@ -89,7 +85,7 @@ class Reader:
 
         def work(name: str) -> None:
             try:
-                for line in _pick(self._follow(name, seen.get(name)), name, rank):
+                for line in _pick(self._follow(name, *seen.get(name, ("", ""))), name, rank):
                     merged.put(("line", line))
                 merged.put(("end", None))
             except Exception as error:  # noqa: BLE001 - carried to the thread that reads
@@ -110,8 +106,8 @@ class Reader:
         finally:
             self._stop.set()
 
-    def _follow(self, name: str, place: LogCursor | None) -> Iterator[str]:
-        uid, last = (place.uid, place.last) if place is not None else ("", "")
+    def _follow(self, name: str, uid: str, last: str) -> Iterator[str]:
+        """Yields the lines of a host's pods that are later than the position."""
         silent_since = None
         while not self._stop.is_set():
             try:
