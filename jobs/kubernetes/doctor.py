@@ -7,7 +7,7 @@ Every row says ok, missing, warning, or "cannot tell" if the rights to check are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 
 from lockstep.training.contract import UserError
 
@@ -43,13 +43,7 @@ class Doctor:
     """Queries of a cluster, for a job or without one. `rows` runs all queries, in order."""
 
     def __init__(self, api: Api, namespace: str, spec: JobSpec | None) -> None:
-        self.api, self.namespace, self._given = api, namespace, spec
-
-    @property
-    def spec(self) -> JobSpec:
-        """The spec of the job. Only the queries about a job use this property."""
-        assert self._given is not None
-        return self._given
+        self.api, self.namespace, self.spec = api, namespace, spec
 
     def cluster(self) -> list[Check]:
         """Returns a row for the cluster and a row for the user. Raises `UserError` if the cluster does not answer: then no query can."""
@@ -58,9 +52,9 @@ class Doctor:
 
     def rows(self) -> list[Check]:
         """Returns the rows of all queries, in order. Raises `LoggedOut`."""
-        queries = {"rights": self._rights, "custom resource": self._custom_resource}
-        if self._given is not None:
-            queries |= {"volumes": self._volumes, "queue": self._queue}
+        queries: dict[str, Callable[[], Rows]] = {"rights": self._rights, "custom resource": self._custom_resource}
+        if self.spec is not None:
+            queries |= {"volumes": partial(self._volumes, self.spec), "queue": partial(self._queue, self.spec)}
         return [row for name, query in queries.items() for row in self._guarded(name, query)]
 
     @staticmethod
@@ -82,8 +76,8 @@ class Doctor:
     @cached_property
     def _kinds(self) -> list[str]:
         """The kind of the job; without a job, the kinds that the cluster serves and that the user may use."""
-        if self._given is not None:
-            return [kind_of(self._given)]
+        if self.spec is not None:
+            return [kind_of(self.spec)]
         served = of_each_kind(lambda kind: (kind, self._serves(kind)))
         return [kind for kind, there in served if there] or [*KINDS]
 
@@ -107,7 +101,7 @@ class Doctor:
             return ", ".join(f"{verb} {name}" for verb, group, name in wanted if not _granted(rules, verb, group, name))
 
         wanted = [right for kind in self._kinds for right in rights(kind)]
-        wanted += CODE_RIGHTS if self._given is not None and self._given.code is not None else ()
+        wanted += CODE_RIGHTS if self.spec is not None and self.spec.code is not None else ()
         wanted = list(dict.fromkeys(wanted))
         if missing := denied(wanted):
             sure = not get(status, "incomplete")  # an authorizer besides RBAC may grant rights that it does not list
@@ -126,8 +120,8 @@ class Doctor:
             else:
                 yield Check("custom resource", "missing", f"{kind} is not installed ({KINDS[kind][0]})")
 
-    def _volumes(self) -> Rows:
-        for volume in self.spec.volumes:
+    def _volumes(self, spec: JobSpec) -> Rows:
+        for volume in spec.volumes:
             claim = self.api.find(f"/api/v1/namespaces/{self.namespace}/persistentvolumeclaims/{volume.claim}")
             if claim is None:
                 yield Check("volume", "missing", f"no claim {volume.claim} in {self.namespace}")
@@ -135,14 +129,14 @@ class Doctor:
             modes = get(claim, "spec", "accessModes") or []
             sharing = {"ReadWriteMany", *(["ReadOnlyMany"] if volume.read_only else [])}
             detail = f"{volume.claim}: {', '.join(modes)}, {get(claim, 'status', 'phase')}"
-            if self.spec.nodes == 1 or sharing & {*modes}:
+            if spec.nodes == 1 or sharing & {*modes}:
                 yield Check("volume", "ok", detail)
             else:
-                yield Check("volume", "missing", f"{detail}: {self.spec.nodes} nodes need ReadWriteMany")
+                yield Check("volume", "missing", f"{detail}: {spec.nodes} nodes need ReadWriteMany")
 
-    def _queue(self) -> Rows:
+    def _queue(self, spec: JobSpec) -> Rows:
         """Yields a row for the queue, and a row that says when the job starts: the queue's state, which alone is visible before."""
-        if (name := self.spec.k8s.queue) is None:
+        if (name := spec.k8s.queue) is None:
             yield Check("start", "cannot tell", "the scheduler says which nodes have room once the job is there")
             return
         places = (f"/apis/{version}/namespaces/{self.namespace}/localqueues/{name}" for version in KUEUE)

@@ -184,10 +184,7 @@ class SlurmBackend(Cluster):
     def _observed(self, known: JobRecord, query: Query) -> Status:
         record, folder = known.handle, self.folder / known.name
         if record.job_id is None:
-            is_new = time.time() - record.since < observe.SETTLE_SECONDS
-            if is_new or files.is_locked(self.folder / record.array_name / submission.SENDING):
-                return Status("pending", "is being submitted")
-            return Status("lost", "the submission was interrupted before sbatch answered: submit it with --replace")
+            return self._unnumbered(record)
         info, unanswered = observe.UNKNOWN, None
         try:
             info = query(record.job_id) or info
@@ -202,14 +199,15 @@ class SlurmBackend(Cluster):
             raise Unreachable(str(unanswered), status)
         if unanswered is not None and status.state == "lost":
             raise unanswered
-        with contextlib.suppress(OSError):
-            if before is not None and not status.final:
-                (folder / observe.ENDED).unlink()  # a user had SLURM run it again
-            elif status.final and before != status and (before is None or info.started is not None):
-                # Only `query` knows when a job had its nodes: a list of all jobs does not replace what that has written.
-                # A job that has ended stays as it ended. SLURM forgets, without accounting in minutes.
-                files.replace_json(folder / observe.ENDED, asdict(status))
+        _keep_end(folder, before, status, info)
         return status
+
+    def _unnumbered(self, record: SlurmJob) -> Status:
+        """Returns the status of a job without the number that sbatch answers, and that SLURM does not know by its comment."""
+        is_new = time.time() - record.since < observe.SETTLE_SECONDS
+        if is_new or files.is_locked(self.folder / record.array_name / submission.SENDING):
+            return Status("pending", "is being submitted")
+        return Status("lost", "the submission was interrupted before sbatch answered: submit it with --replace")
 
     def stop(self, known: JobRecord) -> Status:
         name = known.name
@@ -312,6 +310,16 @@ def _known(name: str, record: SlurmJob) -> JobRecord:
     return JobRecord(
         name, record.hash, record.spec.model_dump(exclude_unset=True), record, _where(record), run_dir=record.run_dir
     )
+
+
+def _keep_end(folder: Path, before: Status | None, status: Status, info: observe.JobInfo) -> None:
+    """Writes how a job has ended, because SLURM forgets it: without accounting in minutes. A user may have SLURM run the job again."""
+    with contextlib.suppress(OSError):
+        if before is not None and not status.final:
+            (folder / observe.ENDED).unlink()
+        elif status.final and before != status and (before is None or info.started is not None):
+            # Only `query` knows when a job had its nodes: a list of all jobs does not replace what that has written.
+            files.replace_json(folder / observe.ENDED, asdict(status))
 
 
 def _where(record: SlurmJob) -> str:
