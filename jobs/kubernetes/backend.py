@@ -26,7 +26,7 @@ from ..logs import PREFIX
 from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, seconds_of, spec_in
 from ..process import Streams
 from ..spec.model import JobSpec, check_preparation, code_identity, preparation
-from ..status import FINAL, Check, JobSummary, Status, SubmitResult, Unreachable, note, warn
+from ..status import Check, JobSummary, Status, SubmitResult, Unreachable, note, warn
 from . import render
 from .observe import (
     INCOMPLETE,
@@ -185,7 +185,7 @@ class KubernetesBackend(Cluster):
         return not why
 
     def find(self, name: str, submitting: bool = False) -> JobRecord | None:
-        job = self._find(name)
+        job = self.job(name)
         if job is None:
             return None
         plain, labels = spec_in(get(job, "metadata", "annotations")), get(job, "metadata", "labels")
@@ -222,7 +222,7 @@ class KubernetesBackend(Cluster):
         except ApiError as error:
             if error.status not in (403, 409):  # a quota also refuses an object that exists
                 raise
-            live = self._find(spec.name)  # another process was faster, or the answer to our request was lost
+            live = self.job(spec.name)  # another process was faster, or the answer to our request was lost
             if live is None and error.status == 403:
                 raise
         if live is None or get(live, "metadata", "deletionTimestamp"):
@@ -331,7 +331,7 @@ class KubernetesBackend(Cluster):
             if reported is not None:
                 created = seconds_of(get(known.handle, "metadata", "creationTimestamp"))
                 about = records.about_time(
-                    reported, created, scheduled_at(self._pod(known.handle, hosts(known.handle)[0]))
+                    reported, created, scheduled_at(self.pod(known.handle, hosts(known.handle)[0]))
                 )
                 more = f", {records.progress(reported)}" if status.state == "running" else ""
                 return replace(status, reason=f"{status.reason}{more}", **about)
@@ -348,7 +348,7 @@ class KubernetesBackend(Cluster):
         return None
 
     def _observe(self, job: Manifest, spec: JobSpec | None) -> Status:
-        pods, names = self._pods(job), hosts(job)
+        pods, names = self.pods(job), hosts(job)
         ranks, now, live = spec.ranks if spec else 1, time.time(), spec is not None and spec.live
         events = self._events(get(job, "metadata", "uid"), "uid") if state_of(job) != "succeeded" else []
         status = status_from_pods(job, pods, events, None, names, ranks, now, live=live)
@@ -404,28 +404,14 @@ class KubernetesBackend(Cluster):
     def _reader(self, known: JobRecord) -> Reader:
         from .logs import Reader
 
-        gone_since: list[float] = []
-
-        def over() -> bool:
-            job = self._find(known.name)
-            # Another job may have the name now.
-            if job is not None and get(job, "metadata", "uid") == get(known.handle, "metadata", "uid"):
-                gone_since.clear()
-                return state_of(job) in FINAL
-            gone_since.append(time.monotonic())
-            return gone_since[-1] - gone_since[0] > min(self.lost_after, 30)
-
-        return Reader(
-            self.api, self.namespace, partial(self._pods, known.handle), partial(self._pod, known.handle), over,
-            self.interval, CONTAINERS[known.handle["kind"]], self.lost_after,
-        )  # fmt: skip
+        return Reader(self, known)
 
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
         from .exec import beside
 
         spec = known.spec or JobSpec.recorded(known.name, known.plain)
         host = hosts(known.handle)[rank // spec.ranks]
-        pod = self._pod(known.handle, host)
+        pod = self.pod(known.handle, host)
         if pod is None:
             raise UserError(f"rank {rank} does not run: the pod {host} is gone")
         there = ["kubectl", "--namespace", self.namespace, *(["--context", self.context] if self.context else [])]
@@ -450,8 +436,8 @@ class KubernetesBackend(Cluster):
         name, uid = known.name, get(known.handle, "metadata", "uid")
         timeout = (known.spec.grace_seconds if known.spec else 60) + DELETION_MARGIN
         deadline = time.monotonic() + timeout
-        while (left := self._find(name)) is not None and get(left, "metadata", "uid") == uid:
-            if why := stuck_reason(self._pods(known.handle), time.time()):
+        while (left := self.job(name)) is not None and get(left, "metadata", "uid") == uid:
+            if why := stuck_reason(self.pods(known.handle), time.time()):
                 raise Unreachable(f"{name} is deleted, and stays as long as its pods{why}")
             if time.monotonic() > deadline:
                 raise UserError(f"{name} is still there {timeout:g} s after its deletion: see its finalizers and pods")
@@ -463,7 +449,7 @@ class KubernetesBackend(Cluster):
         jobs = of_each_kind(lambda kind: [*self.api.pages(self.path(kind), **query)])
         return sorted((_row(job) for of_kind in jobs for job in of_kind), key=lambda row: row.name)
 
-    def _find(self, name: str) -> Manifest | None:
+    def job(self, name: str) -> Manifest | None:
         return next(filter(None, of_each_kind(lambda kind: self._live(kind, name))), None)
 
     def _live(self, kind: str, name: str) -> Manifest | None:
@@ -475,13 +461,13 @@ class KubernetesBackend(Cluster):
                 return None
             raise
 
-    def _pods(self, job: Manifest) -> Manifests:
+    def pods(self, job: Manifest) -> Manifests:
         """Returns the job's own pods. It leaves out pods of an earlier job of this name, and pods that another user gave this label."""
         selector = f"{JOB}={get(job, 'metadata', 'name')}"
         pages = self.api.pages(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=selector)
         return [pod for pod in pages if owned_by(pod, job)]
 
-    def _pod(self, job: Manifest, host: str) -> Manifest | None:
+    def pod(self, job: Manifest, host: str) -> Manifest | None:
         """Returns the pod of a host, by a query for this pod alone: a job may have a thousand others."""
         name, path = str(get(job, "metadata", "name")), f"/api/v1/namespaces/{self.namespace}/pods"
         if job.get("kind") == "TrainJob":  # the pods' names end in a random text, and their index identifies them
