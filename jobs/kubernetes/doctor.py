@@ -17,7 +17,7 @@ from ..spec.model import JobSpec
 from ..status import Check, LoggedOut
 from . import render
 from .api import Api, Listing, Shape
-from .observe import ApiError, condition_of_type, of_each_kind
+from .observe import condition_of_type, of_each_kind
 from .render import KINDS, KUEUE, kind_of
 
 RIGHTS = (
@@ -66,11 +66,7 @@ class Doctor:
         except LoggedOut:
             raise
         except UserError as error:
-            why = error.message if isinstance(error, ApiError) else str(error)
-            where = (
-                f"the server answered {error.status}: " if isinstance(error, ApiError) and error.status != 403 else ""
-            )
-            rows.append(Check(name, "cannot tell", where + why[:200]))
+            rows.append(Check(name, "cannot tell", str(error)[:200]))
         return rows
 
     @cached_property
