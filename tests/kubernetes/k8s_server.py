@@ -49,7 +49,7 @@ class _Handler(BaseHTTPRequestHandler):
             with self.cluster.changed:
                 self.cluster.busy -= 1
 
-    do_GET = do_POST = do_PATCH = do_DELETE = do_PUT = _handle
+    do_GET = do_POST = do_PATCH = do_DELETE = _handle
 
     def _respond(self) -> None:
         cluster, url = self.cluster, urlsplit(self.path)
@@ -96,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _verb(self, match: re.Match[str]) -> str:
         reading = "get" if match["name"] else "list"
-        return {"GET": reading, "POST": "create", "PATCH": "patch", "DELETE": "delete", "PUT": "update"}[self.command]
+        return {"GET": reading, "POST": "create", "PATCH": "patch", "DELETE": "delete"}[self.command]
 
     def _forbid(self, user: str) -> None:
         self._fail(403, "Forbidden", f'forbidden: User "{user}" cannot {self.command.lower()} path "{self.path}"')
