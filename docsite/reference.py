@@ -28,8 +28,7 @@ from lockstep.training.observe.metrics import BUCKETS, PREFIX, TABLE
 API = (
     "jobs.job.submit", "jobs.job.Job", "jobs.spec.model.JobSpec", "jobs.status.Status", "jobs.backend.Backend",
     "jobs.sweep.parse", "jobs.sweep.expand", "jobs.sweep.submit", "jobs.spec.model.load_profile",
-    "jobs.slurm.render.slurm_parameters", "jobs.slurm.render.training_task", "wire.submitit_api.resumable",
-    "jobs.status.say", "jobs.status.columns",
+    "wire.submitit_api.resumable", "jobs.status.say", "jobs.status.columns",
     "training.parallel.world.script", "training.parallel.world.joined", "training.parallel.world.detect",
     "training.parallel.world.World",
     "training.sync.build", "training.sync.base.GradientSync",

@@ -3,7 +3,7 @@
     python examples/driver.py job.yaml                                  # on SLURM; --backend local on this machine
     python examples/driver.py job.yaml --sweep lr=0.001,0.002 --profile gpu-cluster
 
-docs/slurm.md has a driver with submitit alone.
+On SLURM it runs on a machine of the cluster.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ token, and pages. Answers are plain JSON: building the client's objects for 10,0
 from __future__ import annotations
 
 import contextlib
-import email.utils
 import json
 import logging.handlers
 import os
@@ -120,13 +119,6 @@ class Status(Explained):
     containerStatuses: list[ContainerStatus] | None = None
     initContainerStatuses: list[ContainerStatus] | None = None
     jobsStatus: list[Ready] | None = None
-    readyReplicas: Count = None
-
-
-class Container(Shape):
-    image: Text = None
-    command: list[str] | None = None
-    args: list[str] | None = None
 
 
 class Replica(Shape):
@@ -135,28 +127,6 @@ class Replica(Shape):
 
 class Trainer(Shape):
     numNodes: Number = None
-
-
-class ExitCodes(Shape):
-    values: list[int] | None = None
-
-
-class FailureRule(Shape):
-    action: Text = None
-    onExitCodes: ExitCodes | None = None
-
-
-class FailurePolicy(Shape):
-    rules: list[FailureRule] | None = None
-
-
-class Template(Shape):
-    spec: Spec | None = None
-
-
-class ReplicatedJob(Shape):
-    name: Text = None
-    template: Template | None = None
 
 
 class Spec(Shape):
@@ -169,13 +139,7 @@ class Spec(Shape):
     nodeName: Text = None
     queueName: Text = None
     clusterQueue: Text = None
-    cohort: Text = None
-    cohortName: Text = None
     accessModes: list[str] | None = None
-    template: Template | None = None
-    replicatedJobs: list[ReplicatedJob] | None = None
-    containers: list[Container] | None = None
-    podFailurePolicy: FailurePolicy | None = None
 
 
 class Item(Explained):
@@ -227,14 +191,8 @@ class Api:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:  # fmt: skip
         self._load, self.timeout, self.attempts, self._sleep = load, timeout, attempts, sleep
-        self._ahead = 0.0
         self._client = kube.ApiClient(load())
         self.host = str(self._client.configuration.host)
-
-    def now(self) -> float:
-        """Returns the seconds since the epoch by the server's clock. Times of the server's objects are compared with this clock, not
-        with ours."""
-        return time.time() + self._ahead
 
     def close(self) -> None:
         self._client.close()
@@ -334,9 +292,6 @@ class Api:
                     timeout=urllib3.Timeout(connect=min(left, CONNECT_SECONDS), read=left), retries=_ONCE,
                 )  # fmt: skip
                 if response.status not in RETRIED:
-                    with contextlib.suppress(KeyError, TypeError, ValueError):  # a proxy may leave the time out
-                        date = email.utils.parsedate_to_datetime(response.headers["Date"])
-                        self._ahead = date.timestamp() - time.time()
                     return response
                 failure = Failing if response.status >= 500 else Unreachable
                 problem = f"answers {response.status}: {_failure(response)[0]}"

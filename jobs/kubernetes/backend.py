@@ -26,7 +26,7 @@ from ..logs import PREFIX
 from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, spec_in
 from ..process import Streams
 from ..spec.model import JobSpec, check_preparation, code_identity, preparation
-from ..status import FINAL, Check, JobSummary, Status, SubmitResult, Unreachable, note, warn
+from ..status import Check, JobSummary, Status, SubmitResult, Unreachable, note, warn
 from . import render
 from .observe import (
     INCOMPLETE,
@@ -41,9 +41,8 @@ from .observe import (
     state_of,
     status_from_pods,
     stuck_reason,
-    trim,
 )  # fmt: skip
-from .render import CODE_KEY, CODE_PART_BYTES, CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE, RENDERED, RULES, SUBMISSION
+from .render import CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE, RENDERED, RULES, SUBMISSION
 
 if TYPE_CHECKING:
     from .api import Api
@@ -185,7 +184,7 @@ class KubernetesBackend(Cluster):
         return not why
 
     def find(self, name: str, submitting: bool = False) -> JobRecord | None:
-        job = self._find(name)
+        job = self.job(name)
         if job is None:
             return None
         plain, labels = spec_in(get(job, "metadata", "annotations")), get(job, "metadata", "labels")
@@ -222,7 +221,7 @@ class KubernetesBackend(Cluster):
         except ApiError as error:
             if error.status not in (403, 409):  # a quota also refuses an object that exists
                 raise
-            live = self._find(spec.name)  # another process was faster, or the answer to our request was lost
+            live = self.job(spec.name)  # another process was faster, or the answer to our request was lost
             if live is None and error.status == 403:
                 raise
         if live is None or get(live, "metadata", "deletionTimestamp"):
@@ -253,7 +252,7 @@ class KubernetesBackend(Cluster):
             rendered: manifests of the submission that made the job; None: rendered again.
 
         Raises:
-            UserError: the code is too large or no longer stored here, or the server refuses an object.
+            UserError: the code is no longer stored here, or the server refuses an object.
         """
         submission = str(get(live, "metadata", "annotations", SUBMISSION) or RENDERED)
         policy, job = rendered or render.manifests(spec, submission)
@@ -289,24 +288,15 @@ class KubernetesBackend(Cluster):
             self.api.patch(self.path(job["kind"], spec.name), run)
 
     def _bring(self, path: str, item: Manifest) -> None:
-        """Creates an object whose name belongs to this submission alone. Raises `UserError` if the object exceeds the server's limits."""
-        code = item["kind"] == "ConfigMap"
+        """Creates an object whose name belongs to this submission alone. Raises `UserError`."""
         try:
             self.api.create(path, item)
         except ApiError as error:
-            if code and (error.status == 413 or (error.status == 422 and "too l" in error.message.lower())):
-                size = len(item["binaryData"][CODE_KEY]) * 3 // 4 >> 10
-                raise UserError(
-                    f"the cluster refuses a ConfigMap of {size} KiB ({error.status}: {error.message}); a piece of code "
-                    f"has {CODE_PART_BYTES >> 10} KiB at most: make the code smaller (.lockstepignore), or put it into the image"
-                ) from None
             # A quota also refuses an object that exists. For ConfigMaps the caller has checked this.
-            place = f"{path}/{item['metadata']['name']}"
-            if error.status == 409 or (
-                error.status == 403 and not code and self.api.find(place, missing=(403, 404)) is not None
-            ):
-                return
-            raise
+            place, asks = f"{path}/{item['metadata']['name']}", error.status == 403 and item["kind"] != "ConfigMap"
+            exists = error.status == 409 or (asks and self.api.find(place, missing=(403, 404)) is not None)
+            if not exists:
+                raise
 
     def prepare(self, spec: JobSpec) -> SubmitResult:
         """Submits the job that writes the shards, unless an equal job has succeeded. Raises `UserError`."""
@@ -353,8 +343,8 @@ class KubernetesBackend(Cluster):
         return None
 
     def _observe(self, job: Manifest, spec: JobSpec | None) -> Status:
-        pods, names = self._pods(job), hosts(job)
-        ranks, now, live = spec.ranks if spec else 1, self.api.now(), spec is not None and spec.live
+        pods, names = self.pods(job), hosts(job)
+        ranks, now, live = spec.ranks if spec else 1, time.time(), spec is not None and spec.live
         events = self._events(get(job, "metadata", "uid"), "uid") if state_of(job) != "succeeded" else []
         status = status_from_pods(job, pods, events, None, names, ranks, now, live=live)
         if status.final or status.state == "running":
@@ -409,28 +399,14 @@ class KubernetesBackend(Cluster):
     def _reader(self, known: JobRecord) -> Reader:
         from .logs import Reader
 
-        gone_since: list[float] = []
-
-        def over() -> bool:
-            job = self._find(known.name)
-            # Another job may have the name now.
-            if job is not None and get(job, "metadata", "uid") == get(known.handle, "metadata", "uid"):
-                gone_since.clear()
-                return state_of(job) in FINAL
-            gone_since.append(time.monotonic())
-            return gone_since[-1] - gone_since[0] > min(self.lost_after, 30)
-
-        return Reader(
-            self.api, self.namespace, partial(self._pods, known.handle), partial(self._pod, known.handle), over,
-            self.interval, CONTAINERS[known.handle["kind"]], self.lost_after,
-        )  # fmt: skip
+        return Reader(self, known)
 
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
         from .exec import beside
 
         spec = known.spec or JobSpec.recorded(known.name, known.plain)
         host = hosts(known.handle)[rank // spec.ranks]
-        pod = self._pod(known.handle, host)
+        pod = self.pod(known.handle, host)
         if pod is None:
             raise UserError(f"rank {rank} does not run: the pod {host} is gone")
         there = ["kubectl", "--namespace", self.namespace, *(["--context", self.context] if self.context else [])]
@@ -455,8 +431,8 @@ class KubernetesBackend(Cluster):
         name, uid = known.name, get(known.handle, "metadata", "uid")
         timeout = (known.spec.grace_seconds if known.spec else 60) + DELETION_MARGIN
         deadline = time.monotonic() + timeout
-        while (left := self._find(name)) is not None and get(left, "metadata", "uid") == uid:
-            if why := stuck_reason(self._pods(known.handle), self.api.now()):
+        while (left := self.job(name)) is not None and get(left, "metadata", "uid") == uid:
+            if why := stuck_reason(self.pods(known.handle), time.time()):
                 raise Unreachable(f"{name} is deleted, and stays as long as its pods{why}")
             if time.monotonic() > deadline:
                 raise UserError(f"{name} is still there {timeout:g} s after its deletion: see its finalizers and pods")
@@ -468,7 +444,7 @@ class KubernetesBackend(Cluster):
         jobs = of_each_kind(lambda kind: [*self.api.pages(self.path(kind), **query)])
         return sorted((_row(job) for of_kind in jobs for job in of_kind), key=lambda row: row.name)
 
-    def _find(self, name: str) -> Manifest | None:
+    def job(self, name: str) -> Manifest | None:
         return next(filter(None, of_each_kind(lambda kind: self._live(kind, name))), None)
 
     def _live(self, kind: str, name: str) -> Manifest | None:
@@ -480,13 +456,13 @@ class KubernetesBackend(Cluster):
                 return None
             raise
 
-    def _pods(self, job: Manifest) -> Manifests:
+    def pods(self, job: Manifest) -> Manifests:
         """Returns the job's own pods. It leaves out pods of an earlier job of this name, and pods that another user gave this label."""
         selector = f"{JOB}={get(job, 'metadata', 'name')}"
         pages = self.api.pages(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=selector)
-        return [trim(pod) for pod in pages if owned_by(pod, job)]
+        return [pod for pod in pages if owned_by(pod, job)]
 
-    def _pod(self, job: Manifest, host: str) -> Manifest | None:
+    def pod(self, job: Manifest, host: str) -> Manifest | None:
         """Returns the pod of a host, by a query for this pod alone: a job may have a thousand others."""
         name, path = str(get(job, "metadata", "name")), f"/api/v1/namespaces/{self.namespace}/pods"
         if job.get("kind") == "TrainJob":  # the pods' names end in a random text, and their index identifies them

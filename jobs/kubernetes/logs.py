@@ -7,53 +7,37 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from datetime import datetime, timezone
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.training.contract import UserError
 
 from ..logs import PREFIX, Stamped, of_rank
 from ..manifest import get
-from ..status import Unreachable
-from .api import Api
-from .observe import ApiError, host
+from ..status import FINAL, Unreachable
+from .observe import ApiError, host, state_of
+from .render import CONTAINERS
 
-MAX_PODS = 100
+if TYPE_CHECKING:
+    from ..backend import JobRecord
+    from .backend import KubernetesBackend
+
 SILENCE = 300.0
 """Seconds without a line after which a stream is opened anew: a dead connection looks like silence."""
 
 
-@dataclass(frozen=True, slots=True)
-class LogCursor:
-    """The position up to which a pod's log has been read."""
-
-    uid: str
-    last: str
+LogCursor = tuple[str, str]
+"""The position up to which a pod's log has been read: the pod's uid, and the time of the last line."""
 
 
-@dataclass
 class Reader:
-    """Follows the pods of one job.
+    """Follows the pods of one job. An outage of the server ends it after the backend's `lost_after` seconds."""
 
-    Args:
-        pods: lists the job's pods.
-        pod: returns the pod of one host; None if there is none.
-        over: returns whether the job has ended, or is lost.
-        interval: seconds between two queries for a pod that has not started.
-        patience: seconds without an answer of the server after which following ends with an error.
-    """
-
-    api: Api
-    namespace: str
-    pods: Callable[[], list[dict[str, Any]]]
-    pod: Callable[[str], dict[str, Any] | None]
-    over: Callable[[], bool]
-    interval: float
-    container: str
-    patience: float
-    _stop: threading.Event = field(default_factory=threading.Event)
+    def __init__(self, backend: KubernetesBackend, known: JobRecord) -> None:
+        self.backend, self.known = backend, known
+        self._stop = threading.Event()
+        self._gone_since: float | None = None
 
     def lines(self, hosts: list[str], rank: int | None, follow: bool) -> Iterator[str]:
         """Yields the lines of `hosts`, of one rank or of all."""
@@ -71,7 +55,7 @@ class Reader:
         def own(pod: dict[str, Any]) -> Iterator[str]:
             # The server knows no ranks, so all lines are read to find those of one rank.
             for stamp, line in self._once(pod, False, "", max(count, 1) if rank is None else None):
-                seen[host(pod)] = LogCursor(str(get(pod, "metadata", "uid")), stamp)
+                seen[host(pod)] = str(get(pod, "metadata", "uid")), stamp
                 yield from _pick(iter((line,)), host(pod), rank)
 
         for pod in pods:
@@ -82,19 +66,17 @@ class Reader:
     def _of(self, hosts: list[str]) -> list[dict[str, Any]]:
         """Returns the pods of these hosts. Requests a single pod alone: a job may have a thousand others."""
         if len(hosts) == 1:
-            pod = self.pod(hosts[0])
+            pod = self.backend.pod(self.known.handle, hosts[0])
             return [] if pod is None else [pod]
         wanted = set(hosts)
-        return [pod for pod in self.pods() if host(pod) in wanted]
+        return [pod for pod in self.backend.pods(self.known.handle) if host(pod) in wanted]
 
     def _follow_all(self, hosts: list[str], rank: int | None, seen: dict[str, LogCursor]) -> Iterator[str]:
-        if len(hosts) > MAX_PODS:
-            raise UserError(f"the job has {len(hosts)} pods, at most {MAX_PODS} are followed at once: choose --rank")
         merged: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=10_000)
 
         def work(name: str) -> None:
             try:
-                for line in _pick(self._follow(name, seen.get(name)), name, rank):
+                for line in _pick(self._follow(name, *seen.get(name, ("", ""))), name, rank):
                     merged.put(("line", line))
                 merged.put(("end", None))
             except Exception as error:  # noqa: BLE001 - carried to the thread that reads
@@ -115,13 +97,13 @@ class Reader:
         finally:
             self._stop.set()
 
-    def _follow(self, name: str, place: LogCursor | None) -> Iterator[str]:
-        uid, last = (place.uid, place.last) if place is not None else ("", "")
+    def _follow(self, name: str, uid: str, last: str) -> Iterator[str]:
+        """Yields the lines of a host's pods that are later than the position."""
         silent_since = None
         while not self._stop.is_set():
             try:
-                over = self.over()  # queried before the pod, so that the last lines are read after the end
-                pod = self.pod(name)
+                over = self._over()  # queried before the pod, so that the last lines are read after the end
+                pod = self.backend.pod(self.known.handle, name)
                 if pod is not None and get(pod, "status", "phase") not in ("Pending", None):
                     if get(pod, "metadata", "uid") != uid:
                         uid, last = str(get(pod, "metadata", "uid")), ""
@@ -133,17 +115,30 @@ class Reader:
                 silent_since = None
             except Unreachable:
                 silent_since = silent_since or time.monotonic()
-                if time.monotonic() - silent_since >= self.patience:
+                if time.monotonic() - silent_since >= self.backend.lost_after:
                     raise
-            self._stop.wait(self.interval)
+            self._stop.wait(self.backend.interval)
+
+    def _over(self) -> bool:
+        """Returns whether the job has ended, or has been gone for a while. Another job may have its name by now."""
+        job = self.backend.job(self.known.name)
+        if job is not None and get(job, "metadata", "uid") == get(self.known.handle, "metadata", "uid"):
+            self._gone_since = None
+            return state_of(job) in FINAL
+        self._gone_since = self._gone_since or time.monotonic()
+        return time.monotonic() - self._gone_since > min(self.backend.lost_after, 30)
 
     def _once(self, pod: dict[str, Any], follow: bool, after: str, last: int | None = None) -> Iterator[Stamped]:
         """Yields (time stamp, line) of a container: the lines later than `after`, and at most the last `last` lines."""
-        path = f"/api/v1/namespaces/{self.namespace}/pods/{get(pod, 'metadata', 'name')}/log"
-        query = {"container": self.container, "timestamps": "true", "follow": "true" if follow else None}
+        path = f"/api/v1/namespaces/{self.backend.namespace}/pods/{get(pod, 'metadata', 'name')}/log"
+        query = {
+            "container": CONTAINERS[self.known.handle["kind"]],
+            "timestamps": "true",
+            "follow": "true" if follow else None,
+        }
         since, stamp = after.partition(".")[0] + "Z" if after else None, ""
         try:
-            for text in self.api.log(path, SILENCE if follow else 30, sinceTime=since, tailLines=last, **query):
+            for text in self.backend.api.log(path, SILENCE if follow else 30, sinceTime=since, tailLines=last, **query):
                 first, _, line = text.partition(" ")
                 written = _utc(first)
                 stamp, line = (written, line) if written else (stamp, text)  # a kubelet's own messages have no time

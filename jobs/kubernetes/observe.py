@@ -123,19 +123,6 @@ def newest(pods: list[Object]) -> list[Object]:
     return list(latest.values())
 
 
-def trim(pod: Object) -> Object:
-    """Returns the fields of a pod that this module reads. A whole pod takes 50 kB of memory, and a job may have 10,000."""
-    meta, spec = get(pod, "metadata") or {}, get(pod, "spec") or {}
-    return {
-        "metadata": {name: meta[name] for name in _OF_METADATA if name in meta},
-        "spec": {name: spec[name] for name in ("hostname", "nodeName") if name in spec},
-        "status": get(pod, "status") or {},
-    }
-
-
-_OF_METADATA = ("name", "uid", "labels", "creationTimestamp", "deletionTimestamp", "ownerReferences")
-
-
 def owned_by(pod: Object, job: Object) -> bool:
     """Returns whether the pod belongs to the job with this uid. An owner reference names the job's uid, or the batch Job of a TrainJob."""
     owners = mappings(get(pod, "metadata", "ownerReferences"))
@@ -167,7 +154,7 @@ def state_of(job: Object) -> State:
         return "succeeded"
     failed = condition(job, "Failed")
     if failed:
-        return _failure(job, failed, [], [])[0]
+        return _failure(failed, [], [])[0]
     if get(job, "metadata", "annotations", INCOMPLETE) is not None:
         return "pending"
     if _is_suspended(job):
@@ -199,31 +186,38 @@ class _Seen:
     def in_phase(self, phase: str) -> list[Object]:
         return [pod for pod in self.pods if get(pod, "status", "phase") == phase]
 
-    def of_pods(self, test: Callable[[Object], str]) -> str | None:
-        """Returns the text of the test for the first pod with a text; None if no pod has one."""
-        return next((text for pod in self.pods if (text := test(pod))), None)
-
-    def deleted(self) -> str | None:
-        return stuck_reason(self.pods, self.now) if get(self.job, "metadata", "deletionTimestamp") else None
-
     def event_of(self, pod: Object, reason: str) -> str:
         name = get(pod, "metadata", "name")
         events = [e for e in self.events if e.get("reason") == reason and get(e, "involvedObject", "name") == name]
         return str(events[-1].get("message") or "") if events else ""
 
-    def waiting_in_a_queue(self) -> str | None:
-        if self.workload is None or condition(self.workload, "Admitted"):
-            return None
-        queue = get(self.workload, "spec", "queueName") or "?"
-        for kind in ("Evicted", "Preempted"):
-            if (ended := condition(self.workload, kind)) is not None:
-                return f"waiting in queue {queue} after {kind.lower()[:-2]}ion: {ended.get('message') or ''}"
-        message = str(condition_of_type(self.workload, "QuotaReserved").get("message") or "")
-        return f"waiting for quota in queue {queue}" + (f": {' '.join(message.split())}" if message else "")
-
-    def unseen_by_kueue(self) -> str | None:
-        alone = _is_suspended(self.job) and self.workload is None
-        return get(self.job, "metadata", "labels", KUEUE_QUEUE) or None if alone else None
+    def under_way(self) -> Iterator[tuple[State, str]]:
+        """Yields the state and the reason of every test that holds. The first one counts."""
+        job, pods = self.job, self.pods
+        if get(job, "metadata", "deletionTimestamp"):
+            yield "running", f"is being cancelled{stuck_reason(pods, self.now)}"
+        if get(job, "metadata", "annotations", INCOMPLETE) is not None:
+            yield "pending", "is being submitted; where that was cut off, submit it again to finish it, or cancel it"
+        if self.workload is not None and condition(self.workload, "Admitted") is None:
+            yield "queued", _waiting_in_a_queue(self.workload)
+        if _is_suspended(job) and self.workload is None and (queue := get(job, "metadata", "labels", KUEUE_QUEUE)):
+            yield "queued", f"queue {queue} has not seen it yet: is Kueue there? (`lockstep doctor k8s`)"
+        if _is_suspended(job):
+            yield "queued", "suspended: it waits for someone to resume it"
+        yield from (("running", text) for pod in pods if (text := _unreachable_node(pod, self.now)))
+        yield from (("pending", text) for pod in pods if (text := _waiting(pod)))
+        # This lasts until the operator replaces the pod or reports that the job has failed: seconds to minutes.
+        yield from (("restarting", broken[0]) for pod in pods if (broken := _broken(pod)) is not None)
+        if why := self.unscheduled():
+            yield "unschedulable", why
+        if restarting := condition(job, "Restarting"):
+            yield "restarting", str(restarting.get("message") or "")
+        for pod in (pod for pod in pods if get(pod, "metadata", "deletionTimestamp")):
+            yield "restarting", f"{get(pod, 'metadata', 'name')} is being ended, and will be replaced"
+        run = len(self.in_phase("Running"))
+        if run >= self.nodes and not self.in_phase("Pending"):
+            yield "running", f"{run}/{self.nodes} pods run"
+        yield "pending", self.starting() if pods else self.without_pods()
 
     def unscheduled(self) -> str | None:
         placed = [pod for pod in self.pods if get(pod, "spec", "nodeName") or condition(pod, "PodScheduled")]
@@ -236,18 +230,6 @@ class _Seen:
             if message:
                 return f"{len(placed)}/{self.nodes} pods are placed: {message}"
         return None
-
-    def restarting(self) -> str | None:
-        restarting = condition(self.job, "Restarting")
-        return None if restarting is None else str(restarting.get("message") or "")
-
-    def leaving(self) -> str | None:
-        leaving = [pod for pod in self.pods if get(pod, "metadata", "deletionTimestamp")]
-        return str(get(leaving[0], "metadata", "name")) if leaving else None
-
-    def all_run(self) -> str | None:
-        run = len(self.in_phase("Running"))
-        return f"{run}/{self.nodes}" if run >= self.nodes and not self.in_phase("Pending") else None
 
     def refused(self) -> str:
         """Returns the cluster's message to pods that it refuses: quota, PodSecurity, LimitRange. The job has no condition for this."""
@@ -262,14 +244,14 @@ class _Seen:
             return ""
         return str(events[-1].get("message") or "").removeprefix("Error creating: ")
 
-    def starting(self) -> str | None:
-        """Returns why not all pods run; None if there is no pod. The most frequent reason for a placed pod is a volume."""
+    def starting(self) -> str:
+        """Returns why not all pods run. The most frequent reason for a placed pod is a volume."""
         for pod in self.in_phase("Pending"):
             for reason in ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"):
                 if message := self.event_of(pod, reason):
                     return f"{get(pod, 'metadata', 'name')}: {message}"
         others = f"the others are refused: {refused}" if (refused := self.refused()) else STARTING
-        return f"{len(self.in_phase('Running'))}/{self.nodes} pods run, {others}" if self.pods else None
+        return f"{len(self.in_phase('Running'))}/{self.nodes} pods run, {others}"
 
     def without_pods(self) -> str:
         warnings = [str(event.get("message") or "") for event in self.events if event.get("type") == "Warning"]
@@ -277,49 +259,26 @@ class _Seen:
         return self.refused() or (warnings[-1] if warnings else "") or nothing
 
 
-_UNDER_WAY: tuple[tuple[Callable[[_Seen], str | None], State, str], ...] = (
-    (_Seen.deleted, "running", "is being cancelled{}"),
-    (
-        lambda seen: get(seen.job, "metadata", "annotations", INCOMPLETE), "pending",
-        "is being submitted; where that was cut off, submit it again to finish it, or cancel it",
-    ),
-    (_Seen.waiting_in_a_queue, "queued", "{}"),
-    (_Seen.unseen_by_kueue, "queued", "queue {} has not seen it yet: is Kueue there? (`lockstep doctor k8s`)"),
-    (lambda seen: "" if _is_suspended(seen.job) else None, "queued", "suspended: it waits for someone to resume it"),
-    (lambda seen: seen.of_pods(lambda pod: _unreachable_node(pod, seen.now)), "running", "{}"),
-    (lambda seen: seen.of_pods(_waiting), "pending", "{}"),
-    # This lasts until the operator replaces the pod or reports that the job has failed: seconds to minutes.
-    (lambda seen: seen.of_pods(lambda pod: (_broken(pod) or ("", None))[0]), "restarting", "{}"),
-    (_Seen.unscheduled, "unschedulable", "{}"),
-    (_Seen.restarting, "restarting", "{}"),
-    (_Seen.leaving, "restarting", "{} is being ended, and will be replaced"),
-    (_Seen.all_run, "running", "{} pods run"),
-    (_Seen.starting, "pending", "{}"),
-    (_Seen.without_pods, "pending", "{}"),
-)  # fmt: skip
-"""(test, state, sentence): the first test that is not None counts, and the sentence is formatted with its result."""
+def _waiting_in_a_queue(workload: Object) -> str:
+    queue = get(workload, "spec", "queueName") or "?"
+    for kind in ("Evicted", "Preempted"):
+        if (ended := condition(workload, kind)) is not None:
+            return f"waiting in queue {queue} after {kind.lower()[:-2]}ion: {ended.get('message') or ''}"
+    message = str(condition_of_type(workload, "QuotaReserved").get("message") or "")
+    return f"waiting for quota in queue {queue}" + (f": {' '.join(message.split())}" if message else "")
 
 
 def _classify(seen: _Seen) -> tuple[State, str, int | None]:
     if condition(seen.job, "Succeeded") or condition(seen.job, "Complete"):
         return "succeeded", "", EXIT_DONE
     if failed := condition(seen.job, "Failed"):
-        return _failure(seen.job, failed, seen.pods, seen.events)
-    texts = (
-        (state, sentence.format(why), None) for test, state, sentence in _UNDER_WAY if (why := test(seen)) is not None
-    )
-    return next(texts)
+        return _failure(failed, seen.pods, seen.events)
+    return (*next(seen.under_way()), None)
 
 
-_SAYS = re.compile(r"(?:Py)?\w*[Jj]ob (?P<name>\S+) has failed because (?P<why>.*)", re.S)
-"""Message of the operator about a failed job. The job's name may contain any word."""
-
-
-def _failure(job: Object, failed: Object, pods: list[Object], events: list[Object]) -> tuple[State, str, int]:
+def _failure(failed: Object, pods: list[Object], events: list[Object]) -> tuple[State, str, int]:
     message = str(failed.get("message") or "")
-    match = _SAYS.fullmatch(message)
-    why = match["why"] if match is not None and match["name"] == get(job, "metadata", "name") else ""
-    if failed.get("reason") == "DeadlineExceeded" or "longer than specified deadline" in why:
+    if failed.get("reason") == "DeadlineExceeded" or "longer than specified deadline" in message:
         return "timed_out", "the time limit is over", EXIT_TIMED_OUT
     ends = [(pod, broken) for pod in pods if (broken := _broken(pod)) is not None]
     ends.sort(key=lambda pair: str(get(_terminated(pair[0]), "finishedAt") or "~"))
@@ -335,7 +294,7 @@ def _failure(job: Object, failed: Object, pods: list[Object], events: list[Objec
         if code == 128 + 15:
             return "preempted", f"a signal ended {name} after it had saved; submit it again to resume", EXIT_PREEMPTED
         return "failed", text, EXIT_FAILED
-    if failed.get("reason") == "BackoffLimitExceeded" or "specified backoff limit" in why:
+    if failed.get("reason") == "BackoffLimitExceeded" or "specified backoff limit" in message:
         return "failed", "all restarts are used up", EXIT_FAILED
     return "failed", message, EXIT_FAILED
 
@@ -463,11 +422,6 @@ def _advice(status: int, reason: str, message: str, path: str) -> str:
     kind = next((kind for kind, (_, plural) in KINDS.items() if f"/{plural}" in path), "")
     if status == 403:
         return _forbidden(message)
-    if status == 404 and "namespaces " in message:
-        return (
-            f"the cluster does not have the namespace: {message}; choose another one (--namespace, k8s.namespace), or make it "
-            "(make install-k8s)"
-        )
     if status == 404 and kind and not reason:  # for a kind that is not served, the answer has no reason
         return f"the cluster does not have {kind}: install {INSTALL[kind]}, see `lockstep doctor k8s`"
     advice = ""

@@ -456,14 +456,6 @@ def durable_run(subject: Subject) -> Iterator[str]:
         )
 
 
-@rule("LS024")
-def ports(subject: Subject) -> Iterator[str]:
-    """Each rank has one metrics port, in addition to the operator's port."""
-    first, ranks = subject.spec.metrics_port, subject.spec.ranks
-    if subject.kind == "PyTorchJob" and first <= RENDEZVOUS_PORT < first + ranks:
-        yield f"two ports have one number: move metrics_port away from {RENDEZVOUS_PORT}"
-
-
 @rule("LS028")
 def found_by(subject: Subject) -> Iterator[str]:
     """A patch may not change names and labels, by which Lockstep finds a job and its pods."""
@@ -497,17 +489,11 @@ def trainjob_limits(subject: Subject) -> Iterator[str]:
 @rule("LS042")
 def image_registry(subject: Subject) -> Iterator[str]:
     """A name without a registry means Docker Hub's own images. What was built on one machine is on no other."""
-    spec = subject.spec
-    if spec.nodes > 1 and (problem := unpublished(spec)):
-        yield problem
-
-
-def unpublished(spec: JobSpec) -> str:
-    """Returns the problem of an image that no registry has; "" if there is none. A program's image may be one of Docker Hub's own."""
-    image = spec.image or ""
-    if not image or "/" in image or spec.command is not None or spec.k8s.image_pull_policy == "Never":
-        return ""
-    return (
-        f"image {image} has no registry in its name, so the nodes would look for it at Docker Hub: push it (`make push`) and name it "
-        "registry/name, or set k8s.image_pull_policy Never where it was loaded onto every node"
-    )
+    spec, image = subject.spec, subject.spec.image or ""
+    # A program's image may be one of Docker Hub's own.
+    unpublished = image and "/" not in image and spec.command is None and spec.k8s.image_pull_policy != "Never"
+    if unpublished and spec.nodes > 1:
+        yield (
+            f"image {image} has no registry in its name, so the nodes would look for it at Docker Hub: push it (`make push`) and name it "
+            "registry/name, or set k8s.image_pull_policy Never where it was loaded onto every node"
+        )

@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,9 +24,8 @@ from ..logs import follow as follow_logs
 from ..process import Streams, exec_command
 from ..records import SlurmJob
 from ..spec.model import JobSpec, check_preparation, code_identity, preparation, preparation_name, prepares
-from ..status import JobSummary, Status, SubmitResult, Unreachable, warn
-from . import observe, render, submission
-from .doctor import check, rows
+from ..status import Check, JobSummary, Status, SubmitResult, Unreachable, warn
+from . import doctor, observe, render, submission
 from .observe import Evidence, Query
 from .render import RULES
 
@@ -83,7 +82,19 @@ class SlurmBackend(Cluster):
 
     @classmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:  # noqa: ARG003 - this machine is one of it
-        return check(spec)
+        """Returns the checks of the controller and of the configuration, and for a job sbatch's own answer."""
+        found = doctor.cluster()
+        if found.result == "missing":
+            return [found]
+        checks = [found, *doctor.rows(spec)]
+        if spec is not None:
+            try:
+                checks.append(submission.preflight(spec.name, cls.manifests(spec)[0]["script"]))
+            except Unreachable as error:
+                checks.append(Check("start", "cannot tell", str(error)))
+            except UserError as error:
+                checks.append(Check("start", "missing", str(error)))
+        return checks
 
     def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Submission:
         folder, after = render.submitit_folder(spec.name), self._preparation(spec)
@@ -91,11 +102,9 @@ class SlurmBackend(Cluster):
         return Submission(spec, runs, manifests, RULES.apply(spec, manifests))
 
     def preflight(self, job: Submission) -> Checks:
-        """Returns the checks of `doctor` and sbatch's start. A missing row becomes a warning: sbatch may know more than sinfo and
-        sacctmgr show."""
+        """Returns the checks of the configuration, and sbatch's own answer."""
         start = submission.preflight(job.spec.name, job.manifests[0]["script"])
-        checks = rows(job.spec)
-        return [*(replace(row, result="warning") if row.result == "missing" else row for row in checks), start]
+        return [*doctor.rows(job.spec), start]
 
     def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:
         """Runs sbatch once, for a job or an array. The folder of `old` is removed when SLURM has the new job."""
@@ -174,10 +183,7 @@ class SlurmBackend(Cluster):
     def _observed(self, known: JobRecord, query: Query) -> Status:
         record, folder = known.handle, self.folder / known.name
         if record.job_id is None:
-            is_new = time.time() - record.since < observe.SETTLE_SECONDS
-            if is_new or files.is_locked(self.folder / record.array_name / submission.SENDING):
-                return Status("pending", "is being submitted")
-            return Status("lost", "the submission was interrupted before sbatch answered: submit it with --replace")
+            return self._unnumbered(record)
         info, unanswered = observe.UNKNOWN, None
         try:
             info = query(record.job_id) or info
@@ -189,21 +195,18 @@ class SlurmBackend(Cluster):
             return before
         status = observe.status_from_slurm(Evidence(record, info, outage))
         if unanswered is not None and outage and not status.final:
-            written = record.since
-            with contextlib.suppress(OSError):
-                written = (Path(record.run_dir) / contract.STATUS_FILE).stat().st_mtime
-            last = f"by its files, {time.time() - written:.0f} s old, the job was {status.state} ({status.reason})"
-            raise Unreachable(f"{unanswered}; {last}", status)
+            raise Unreachable(str(unanswered), status)
         if unanswered is not None and status.state == "lost":
             raise unanswered
-        with contextlib.suppress(OSError):
-            if before is not None and not status.final:
-                (folder / observe.ENDED).unlink()  # a user had SLURM run it again
-            elif status.final and before != status and (before is None or info.started is not None):
-                # Only `query` knows when a job had its nodes: a list of all jobs does not replace what that has written.
-                # A job that has ended stays as it ended. SLURM forgets, without accounting in minutes.
-                files.replace_json(folder / observe.ENDED, asdict(status))
+        _keep_end(folder, before, status, info)
         return status
+
+    def _unnumbered(self, record: SlurmJob) -> Status:
+        """Returns the status of a job without the number that sbatch answers, and that SLURM does not know by its comment."""
+        is_new = time.time() - record.since < observe.SETTLE_SECONDS
+        if is_new or files.is_locked(self.folder / record.array_name / submission.SENDING):
+            return Status("pending", "is being submitted")
+        return Status("lost", "the submission was interrupted before sbatch answered: submit it with --replace")
 
     def stop(self, known: JobRecord) -> Status:
         name = known.name
@@ -249,24 +252,23 @@ class SlurmBackend(Cluster):
         )  # fmt: skip
 
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
-        """Runs the command as a step of the same job, on the rank's node, without further resources.
-
-        With a container, the step gets its own container with the job's image and folders: SLURM lets no step into another step's.
-        """
+        """Runs the command as a step of the same job, on the rank's node, without further resources."""
         spec, record = JobSpec.recorded(known.name, known.plain), known.handle
+        if spec.slurm.container is not None:
+            raise UserError(
+                f"{spec.name} runs in containers ({spec.slurm.container}), and SLURM lets no command into them"
+            )
         job_id, hosts = observe.nodes(str(record.job_id))
         hosts = observe.by_rank(hosts, spec.live)
         python = render.interpreter(spec)
         if rank // spec.ranks >= len(hosts):
             raise UserError(f"{spec.name} has {len(hosts)} nodes, too few for rank {rank}")
-        options, words = render.container(spec, Path(record.submitit))
         # Without a status srun forwards the first Ctrl-C to the command.
         step = ["srun", f"--jobid={job_id}", "--overlap", "--quiet", "--disable-status", "--nodes=1", "--ntasks=1"]
-        step += [f"--nodelist={hosts[rank // spec.ranks]}", "--job-name=lockstep-exec", *options]
+        step += [f"--nodelist={hosts[rank // spec.ranks]}", "--job-name=lockstep-exec"]
         # The job's mark in the environment says whose ranks to look for.
-        inside = [*words, "env", "-u", contract.ENV_LAUNCHER, f"{contract.ENV_JOB}={record.job}"]
-        flags = render.rank_flags(spec, rank) if spec.slurm.container is not None else []
-        own = exec_command(python, rank, command, record.run_dir, *flags)
+        inside = ["env", "-u", contract.ENV_LAUNCHER, f"{contract.ENV_JOB}={record.job}"]
+        own = exec_command(python, rank, command, record.run_dir)
 
         terminal = ["--pty"] if streams.terminal else []
         env = {name: value for name, value in os.environ.items() if name != render.FOLDER_VARIABLE}
@@ -298,6 +300,16 @@ def _known(name: str, record: SlurmJob) -> JobRecord:
     return JobRecord(
         name, record.hash, record.spec.model_dump(exclude_unset=True), record, _where(record), run_dir=record.run_dir
     )
+
+
+def _keep_end(folder: Path, before: Status | None, status: Status, info: observe.JobInfo) -> None:
+    """Writes how a job has ended, because SLURM forgets it: without accounting in minutes. A user may have SLURM run the job again."""
+    with contextlib.suppress(OSError):
+        if before is not None and not status.final:
+            (folder / observe.ENDED).unlink()
+        elif status.final and before != status and (before is None or info.started is not None):
+            # Only `query` knows when a job had its nodes: a list of all jobs does not replace what that has written.
+            files.replace_json(folder / observe.ENDED, asdict(status))
 
 
 def _where(record: SlurmJob) -> str:

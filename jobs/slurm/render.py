@@ -25,7 +25,7 @@ from lockstep.wire import submitit_api
 
 from .. import lint, records, snapshots
 from ..manifest import Manifest, get, holds, without_none
-from ..spec.model import JobSpec, code_identity, launch_command, rank_command, session_options
+from ..spec.model import JobSpec, launch_command, rank_command, session_options
 from ..spec.types import size_in_bytes
 from .task import TrainingTask
 
@@ -133,27 +133,8 @@ def parameters(spec: JobSpec, folder: PurePath, after: str | None = None) -> dic
     return {"slurm_wckey": None, **without_none(values)}
 
 
-def slurm_parameters(spec: JobSpec) -> dict[str, Any]:
-    """Returns the arguments of `submitit.AutoExecutor.update_parameters` for a job, for a user's own driver.
-
-        executor.update_parameters(**slurm_parameters(spec))
-        executor.submit(training_task(spec))
-
-    Raises:
-        UserError: `slurm.patch` has a value that must not stand in a script. Or the job has a container, which only `lockstep submit`
-            starts.
-    """
-    if spec.slurm.container is not None:
-        raise UserError("submitit alone starts no container: remove slurm.container, or use `lockstep submit slurm`")
-    values = parameters(spec, PurePosixPath("/"))  # the executor has its own folder
-    del values["slurm_teardown"], values["slurm_additional_parameters"]["output"]
-    return {**values, "slurm_setup": _environment(spec)}
-
-
-def training_task(spec: JobSpec, prepared: bool = False, job: str = "") -> TrainingTask:
-    """Returns the task that each process of the job runs, for `executor.submit` of submitit: plain values, importable on the nodes.
-
-    `results()` has summary.json of rank 0, and None for the other ranks.
+def training_task(spec: JobSpec, prepared: bool, job: str) -> TrainingTask:
+    """Returns the task that each process of the job runs: plain values, importable on the nodes.
 
     Args:
         prepared: whether another job writes the shards before this job starts.
@@ -161,9 +142,6 @@ def training_task(spec: JobSpec, prepared: bool = False, job: str = "") -> Train
     """
     if spec.shards_missing_here and not prepared:
         spec = spec.model_copy(update={"shards": None})  # not prepared: the job itself creates the data
-    if spec.code is not None and spec.code.hash is None:  # the user's own driver
-        spec = snapshots.snapshot(spec)
-        snapshots.unpacked(code_identity(spec))
     run_dir = run_directory(spec)
     env, code = dict(spec.env), snapshots.folder_of(spec)
     if spec.live:
@@ -171,7 +149,7 @@ def training_task(spec: JobSpec, prepared: bool = False, job: str = "") -> Train
     elif spec.command is not None:
         env[contract.ENV_SESSION] = session_options(spec, run_dir)
     return TrainingTask(
-        words=_words(spec), run_dir=run_dir, nodes=spec.nodes, ranks_per_node=spec.ranks,
+        words=_words(spec), run_dir=run_dir, ranks_per_node=spec.ranks,
         max_restarts=spec.max_restarts, metrics_port=spec.metrics_port, env=env,
         job=job, code=code,
     )  # fmt: skip
@@ -199,15 +177,6 @@ def container(spec: JobSpec, folder: PurePath) -> tuple[list[str], list[str]]:
         gpus = ["--nv"] if spec.gpus else []
         return [], ["apptainer", "exec", *gpus, "--bind", mounts, image]
     return [], []
-
-
-def rank_flags(spec: JobSpec, rank: int) -> list[str]:
-    """Returns the flags that describe a rank whose process is in another container and cannot be read."""
-    values = {
-        "RANK": rank, "WORLD_SIZE": spec.nodes * spec.ranks, "LOCAL_RANK": rank % spec.ranks,
-        "LOCAL_WORLD_SIZE": spec.ranks, "GROUP_RANK": rank // spec.ranks, "GROUP_WORLD_SIZE": spec.nodes,
-    }  # fmt: skip
-    return [word for name, value in values.items() for word in ("--env", f"{name}={value}")]
 
 
 def manifests(spec: JobSpec, folder: PurePath, after: str | None = None, elements: int = 1) -> list[dict[str, Any]]:
@@ -366,17 +335,12 @@ def time_to_train(subject: Subject) -> Iterator[str]:
 
 
 @rule("LS103", "warning")
-def shared_run(subject: Subject) -> Iterator[str]:
-    """A run directory on a node's own disk is gone when the job is started again elsewhere."""
+def shared_folders(subject: Subject) -> Iterator[str]:
+    """The nodes read the job's payload and write its logs. A run directory on a node's own disk is gone when the job starts elsewhere."""
     path = str(get(subject.job, "run_dir"))
+    output = str(get(subject.job, "parameters", "slurm_additional_parameters", "output"))
     if _is_node_local(path) and subject.spec.checkpoints_bucket is None:
         yield f"run_dir {path} is usually local to a node: choose a folder that all nodes see, or set checkpoint.to to a bucket"
-
-
-@rule("LS104", "warning")
-def shared_folder(subject: Subject) -> Iterator[str]:
-    """The nodes read the job's payload and write its logs."""
-    output = str(get(subject.job, "parameters", "slurm_additional_parameters", "output"))
     if _is_node_local(output):
         yield f"{PurePosixPath(output).parent} is usually local to a machine: set LOCKSTEP_HOME to a folder that all nodes see"
 
@@ -389,36 +353,14 @@ def slurm_interface(subject: Subject) -> Iterator[str]:
         yield "NCCL_SOCKET_IFNAME is not set: on nodes with several interfaces set it in env (or --profile)"
 
 
-@rule("LS108", "warning")
-def restarts(subject: Subject) -> Iterator[str]:
-    """A preemption or time limit counts where the job has saved nothing new."""
-    if subject.spec.max_restarts == 0:
-        yield "max_restarts is 0: the first failure ends the job, and so does a preemption before its first checkpoint"
-
-
 @rule("LS110")
 def container_image(subject: Subject) -> Iterator[str]:
-    """A container needs an image, and a python that is in it."""
+    """A container needs an image, and an image a container runtime."""
     settings = subject.spec.slurm
     if settings.container is not None and not (settings.image or subject.spec.image):
         yield f"slurm.container is {settings.container}, but there is no image: set slurm.image"
-
-
-@rule("LS111", "warning")
-def image_unused(subject: Subject) -> Iterator[str]:
-    """An image is used only where a container runtime is chosen."""
-    if subject.spec.slurm.container is None and subject.spec.slurm.image is not None:
+    if settings.container is None and settings.image is not None:
         yield "slurm.image is not used: set slurm.container to pyxis or apptainer"
-
-
-@rule("LS112", "warning")
-def unprepared(subject: Subject) -> Iterator[str]:
-    """Without prepared shards, every node makes its own copy of the data."""
-    if subject.spec.shards_missing_here:
-        yield (
-            f"{subject.spec.shard_folder} does not exist: the job makes the shards itself, "
-            "unless `lockstep prepare slurm` makes them first"
-        )
 
 
 @rule("LS113")

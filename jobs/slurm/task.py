@@ -14,7 +14,6 @@ the others continue.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -22,14 +21,13 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from lockstep.training import contract, files
 from lockstep.training.cli import search_path
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, to_stderr
-from lockstep.wire import submitit_api
 from lockstep.wire.payload import SessionOptions, environment
 from lockstep.wire.signals import PendingSignals
 
@@ -52,63 +50,57 @@ class TrainingTask:
     words: list[str]
     """`["run", RECIPE, …]` for `python -m lockstep.training`, `["--", PROGRAM, …]`, or, of a `live` job, `["launch", …]`."""
     run_dir: str
-    nodes: int = 1
-    ranks_per_node: int = 1
-    max_restarts: int = 3
-    metrics_port: int = contract.METRICS_PORT
-    env: dict[str, str] = field(default_factory=dict)
-    job: str = ""
-    """Identity of this submission (`records.submission_id`); "" if the user's own driver submits."""
-    code: str = ""
+    ranks_per_node: int
+    max_restarts: int
+    metrics_port: int
+    env: dict[str, str]
+    job: str
+    """Identity of this submission (`records.submission_id`)."""
+    code: str
     """Folder with the copy of the job's own code, in which the ranks start; "" without code. Its name is the code's identity."""
 
-    def __call__(self) -> dict[str, Any] | None:
-        """Runs this task's rank (or launcher) until it ends. Rank 0 returns `summary.json`. If SLURM restarts the job, the process ends."""
+    def __call__(self) -> None:
+        """Runs this task's rank (or launcher) until it ends. Returns after success; else the process ends here."""
         context = TaskContext()
-        if (context.nodes, context.size) != (self.nodes, self.nodes * self.ranks_per_node // self._ranks_per_task):
-            self._leave(
-                context, EXIT_USAGE,
-                f"submitit has started {context.size} tasks on {context.nodes} nodes, and the spec has nodes {self.nodes} and "
-                f"ranks_per_node {self.ranks_per_node}: executor.update_parameters(**slurm_parameters(spec))",
-            )  # fmt: skip
         if self._failures(context) > self.max_restarts:
-            status = files.read_json(Path(self.run_dir) / contract.STATUS_FILE)
-            ours = isinstance(status, dict) and status.get("job", "") == self.job
-            saved = ours and status.get("code") == EXIT_PREEMPTED
-            code = EXIT_PREEMPTED if saved else EXIT_FAILED
-            self._leave(
-                context, code, f"restarted {self.max_restarts} times after failures, as often as max_restarts allows"
-            )
+            self._give_up(context)
         checkpoint = self._checkpoint()
-        # Earlier starts have printed into the same logs.
-        offsets = [log.stat().st_size if log.exists() else 0 for log in context.logs]
+        # Earlier starts have printed into the same log.
+        offset = context.log.stat().st_size if context.log.exists() else 0
         code, asked = self._run_rank(context)
         if code == EXIT_DONE:
             self._note(context, code, "")
             if context.rank == 0 and (unused := SessionOptions.of(self.env.get(contract.ENV_SESSION, "{}")).unused()):
                 to_stderr(f"warning: {unused}")
-            return files.read_json(Path(self.run_dir) / contract.SUMMARY_FILE) if context.rank == 0 else None
-        # Standard error may have its own log, which takes precedence over standard output.
-        errors = [last_error(log, since) for log, since in zip(context.logs, offsets, strict=True)]
-        reason = next(filter(None, reversed(errors)), "")
+            return
+        reason = last_error(context.log, offset)
         self._note(context, code, reason)
-        if code == EXIT_PREEMPTED and context.rank == 0 and self._got_further(checkpoint, asked):
+        if code == EXIT_PREEMPTED:
+            self._after_a_save(context, self._got_further(checkpoint, asked))
+        elif code != EXIT_USAGE and self._may_restart(context) and self._judges(context, code):
+            _requeue(context, f"{self._who(context)} ended with {code}")
+        self._leave(context, code, reason)
+
+    def _give_up(self, context: TaskContext) -> NoReturn:
+        status = files.read_json(Path(self.run_dir) / contract.STATUS_FILE)
+        saved = isinstance(status, dict) and (status.get("job", ""), status.get("code")) == (self.job, EXIT_PREEMPTED)
+        why = f"restarted {self.max_restarts} times after failures, as often as max_restarts allows"
+        self._leave(context, EXIT_PREEMPTED if saved else EXIT_FAILED, why)
+
+    def _after_a_save(self, context: TaskContext, got_further: bool) -> None:
+        """Rank 0 notes the save and asks for the requeue. The other ranks wait: if rank 0 ends, SLURM ends their tasks."""
+        if context.rank == 0 and got_further:
             try:
                 context.saved(context.restarts).touch()
             except OSError as error:
                 to_stderr(f"warning: cannot note that the job saved, so it counts: {error.strerror}")
-        may = code != EXIT_USAGE and self._failures(context, with_this=True) <= self.max_restarts
-        if code == EXIT_PREEMPTED and context.rank != 0:
-            may = True  # rank 0 decides; if it ends, SLURM ends this task
-        if context.cancelled or (
-            may and code != EXIT_PREEMPTED and (context.noted(code=EXIT_USAGE) or not self._judges(context, code))
-        ):
-            may = False
-        if may and (code != EXIT_PREEMPTED or context.rank == 0):
-            _requeue(context, "saved" if code == EXIT_PREEMPTED else f"{self._who(context)} ended with {code}")
-        elif may:
+        if context.rank == 0 and self._may_restart(context):
+            _requeue(context, "saved")
+        elif context.rank != 0 and not context.cancelled:
             wait_for_kill(REQUEUE_SECONDS + HOLD_SECONDS)
-        self._leave(context, code, reason)
+
+    def _may_restart(self, context: TaskContext) -> bool:
+        return not context.cancelled and self._failures(context, with_this=True) <= self.max_restarts
 
     def _failures(self, context: TaskContext, with_this: bool = False) -> int:
         """Returns how many earlier starts count as failures, plus restarts of a `live` job's launchers. `with_this`: includes this
@@ -132,9 +124,12 @@ class TrainingTask:
     def _judges(self, context: TaskContext, code: int) -> bool:
         """Returns whether this task's failure is the job's failure, so that the task asks for a new start.
 
-        A launcher that ends by itself has restarted its ranks as often as it may. A killed launcher ends the job if it was the first
-        node's: the others wait for that node. They ask for a new start if it left without a note.
+        Wrong usage of any task is final. A launcher that ends by itself has restarted its ranks as often as it may. A killed
+        launcher ends the job if it was the first node's: the others wait for that node. They ask for a new start if it left
+        without a note.
         """
+        if context.noted(code=EXIT_USAGE):
+            return False
         if not self._live:
             return True
         killed = code > 128
@@ -241,12 +236,8 @@ class TrainingTask:
             to_stderr(f"warning: cannot note the end of {self._who(context)}: {error.strerror}")
 
     def _leave(self, context: TaskContext, code: int, reason: str) -> NoReturn:
-        """Ends the process with the rank's code. A caller that waits with submitit alone gets the reason from submitit's result file."""
-
+        """Ends the process with the rank's code."""
         self._note(context, code, reason)
-        text = f"{self._who(context)} ended with {code}{f': {reason}' if reason else ''}"
-        with contextlib.suppress(OSError):
-            submitit_api.leave_error(context.result, text)
         sys.stdout.flush()
         os._exit(code)
 
@@ -262,8 +253,8 @@ class TaskContext:
         self.rank, self.size, self.local_rank = job.global_rank, job.num_tasks, job.local_rank
         self.node, self.nodes = job.node, job.num_nodes
         self.restarts = int(restarts) if restarts.isdigit() else 0
-        self.folder, self.result = job.paths.folder, job.paths.result_pickle
-        self.logs = (job.paths.stdout, job.paths.stderr)
+        self.folder = job.paths.folder
+        self.log = job.paths.stdout
 
     def file(self, what: str) -> Path:
         """Returns a file of this job next to submitit's: `123_0_end.json`, `123_cancelled`, `123_requeue_1`, `123_saved_0`."""

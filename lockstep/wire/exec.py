@@ -67,17 +67,11 @@ def _began(pid: int) -> int | None:
     return None if not fields or fields[0] == "Z" else int(fields[19])
 
 
-def environment(rank_env: Mapping[str, str], args: argparse.Namespace, seen: bool = True) -> dict[str, str]:
-    """Returns the command's variables: the rank's, without those that mark a process of the job.
-
-    Args:
-        seen: whether the variables are the rank's own; False: they are this process's, which is another task.
-    """
+def environment(rank_env: Mapping[str, str], args: argparse.Namespace) -> dict[str, str]:
+    """Returns the command's variables: the rank's, without those that mark a process of the job."""
     env = {name: value for name, value in rank_env.items() if name not in _OF_THE_RANK}
-    if seen:  # a recipe reads SLURM's own names
-        env |= {name: env[source] for name, source in _FROM_SLURM.items() if name not in env and source in env}
-    else:
-        env |= dict(text.split("=", 1) for text in args.env)
+    # A recipe reads SLURM's own names.
+    env |= {name: env[source] for name, source in _FROM_SLURM.items() if name not in env and source in env}
     if args.run_dir:
         env[ENV_RUN_DIR] = args.run_dir
     if "TERM" in os.environ:  # of the terminal that the command is typed in
@@ -89,8 +83,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="python -m lockstep.wire.exec", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--run-dir", default="", help=f"{ENV_RUN_DIR} of the command")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE",
-                        help="where the rank's process is not to be seen: what is known of it, given once or more")  # fmt: skip
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args(argv)
     args.command = args.command[1:] if args.command[:1] == ["--"] else args.command
@@ -106,10 +98,10 @@ def main(argv: list[str]) -> int:
     if not os.path.isdir("/proc/self"):
         return _refuse("the processes of this machine are not to be seen: /proc is Linux's")
     rank_process = ranks(os.environ).get(args.rank)
-    if rank_process is None and not args.env:
+    if rank_process is None:
         return _refuse(_ABSENT.format(f"rank {args.rank}"))
-    pid, rank_env = rank_process if rank_process is not None else (os.getpid(), dict(os.environ))
-    env = environment(rank_env, args, rank_process is not None)
+    pid, rank_env = rank_process
+    env = environment(rank_env, args)
     with contextlib.suppress(OSError):  # this process may not see the rank's folder
         os.chdir(os.readlink(f"/proc/{pid}/cwd"))
     env["PWD"] = os.getcwd()

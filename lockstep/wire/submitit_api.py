@@ -9,7 +9,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 from lockstep.training.contract import UserError, to_stderr
@@ -64,14 +64,6 @@ def payload(task: Any, minutes: int) -> bytes:
     delayed = utils.DelayedSubmission(task)
     delayed.set_timeout(minutes, 3)
     return pickle.dumps(delayed, protocol=4)
-
-
-def leave_error(result: Path, text: str) -> None:
-    """Writes the error for a caller that waits with submitit alone. Raises `OSError`."""
-    from submitit.core import utils
-
-    with utils.temporary_save_path(result) as temporary:
-        utils.cloudpickle_dump(("error", text), temporary)
 
 
 class Resumable:

@@ -23,9 +23,7 @@ KINDS = {
     kind.lower().removesuffix("y") + ("ies" if kind.endswith("y") else "s"): kind
     for kind in [
         "Pod", "Event", "NetworkPolicy", "PyTorchJob", "Job", "TrainJob", "Workload", "Node", "PersistentVolumeClaim",
-        "LocalQueue", "ClusterQueue", "CustomResourceDefinition", "Deployment", "Secret", "SelfSubjectRulesReview",
-        "SelfSubjectReview", "PodMonitor", "ConfigMap", "Role", "ClusterTrainingRuntime", "ResourceQuota", "Lease",
-        "Namespace", "ServiceAccount", "RoleBinding", "ResourceFlavor", "PrometheusRule",
+        "LocalQueue", "Secret", "SelfSubjectRulesReview", "SelfSubjectReview", "ConfigMap", "ResourceQuota",
     ]
 }  # fmt: skip
 FOREGROUND = "foregroundDeletion"

@@ -9,18 +9,15 @@ import json
 import re
 from collections.abc import Mapping
 
-import k8s_discovery
 import k8s_schema
 import kubernetes_validate
 
 VERSIONS = {
-    **{version: {*names.split()} for version, names in k8s_discovery.VERSIONS.items()},
-    "kueue.x-k8s.io/v1beta1": {*k8s_discovery.VERSIONS["kueue.x-k8s.io/v1beta2"].split()},
-}
-VERSIONS["v1"] |= {"nodes", "resourcequotas"}
-VERSIONS |= {
+    "v1": {"persistentvolumeclaims", "configmaps", "secrets", "pods", "events", "nodes", "resourcequotas"},
+    "batch/v1": {"jobs"}, "networking.k8s.io/v1": {"networkpolicies"},
+    "kubeflow.org/v1": {"pytorchjobs"}, "trainer.kubeflow.org/v1alpha1": {"trainjobs"},
+    "kueue.x-k8s.io/v1beta1": {"localqueues", "workloads"}, "kueue.x-k8s.io/v1beta2": {"localqueues", "workloads"},
     "authentication.k8s.io/v1": {"selfsubjectreviews"}, "authorization.k8s.io/v1": {"selfsubjectrulesreviews"},
-    "apiextensions.k8s.io/v1": {"customresourcedefinitions"}, "coordination.k8s.io/v1": {"leases"},
 }  # fmt: skip
 """API version → its kinds."""
 CONFIG_MAP_BYTES = 1 << 20
@@ -34,15 +31,14 @@ class NotEmulated(Exception):
 def check(
     command: str, match: re.Match[str], query: Mapping[str, str], headers: Mapping[str, str], data: bytes
 ) -> None:
-    """Raises `NotEmulated` for a request that Lockstep and kubectl have no reason to send."""
+    """Raises `NotEmulated` for a request that Lockstep has no reason to send."""
     custom, accept = match["plural"] in k8s_schema.CUSTOM, headers.get("Accept", "*/*")
-    if match["sub"] not in (None, "log") or command == "PUT":
+    if match["sub"] not in (None, "log"):
         raise NotEmulated(f"{command} of {match['sub'] or 'an object'}")
     if "as=Table" in accept or "watch" in query or not ("json" in accept or "*/*" in accept):
         raise NotEmulated(f"a watch, or Accept: {accept}")
     kind = headers.get("Content-Type", "")
-    merges = kind == "application/merge-patch+json" or (kind == "application/strategic-merge-patch+json" and not custom)
-    if command == "PATCH" and not merges:
+    if command == "PATCH" and kind != "application/merge-patch+json":
         raise NotEmulated(f"a patch of the type {kind}")
     if command == "DELETE" and "dryRun" in (json.loads(data) if data else query):
         raise NotEmulated("a deletion that is a dry run")

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import k8s_discovery
 import k8s_requests
 import k8s_schema
 from k8s_admission import Refused, check
@@ -41,9 +40,6 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: Any) -> None:
         pass
 
-    def date_time_string(self, timestamp: float | None = None) -> str:
-        return super().date_time_string(self.cluster.now() if timestamp is None else timestamp)
-
     def _handle(self) -> None:
         with self.cluster.changed:
             self.cluster.busy += 1
@@ -53,7 +49,7 @@ class _Handler(BaseHTTPRequestHandler):
             with self.cluster.changed:
                 self.cluster.busy -= 1
 
-    do_GET = do_POST = do_PATCH = do_DELETE = do_PUT = _handle
+    do_GET = do_POST = do_PATCH = do_DELETE = _handle
 
     def _respond(self) -> None:
         cluster, url = self.cluster, urlsplit(self.path)
@@ -70,19 +66,18 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.match = match = _PATH.match(url.path)
         self.fault = fault = cluster.fault_for(self.command, self.path)
-        known = {"gitVersion": "v1.32.0"} if url.path == "/version" else k8s_discovery.answer(url.path)
         if fault is not None:
             time.sleep(fault.delay)
         if fault is not None and fault.drop:
             self.close_connection = True
         elif fault is not None and fault.status:
             self._fail(fault.status, "Fault", fault.message, fault.headers)
-        elif "Authorization" not in self.headers and "" not in cluster.tokens:  # an anonymous client may read nothing
+        elif "Authorization" not in self.headers:  # an anonymous client may read nothing
             self._forbid("system:anonymous")
         elif self.headers.get("Authorization", "").removeprefix("Bearer ") not in cluster.tokens:
             self._fail(401, "Unauthorized", "Unauthorized")
-        elif known is not None:
-            self._answer(200, known)
+        elif url.path == "/version":
+            self._answer(200, {"gitVersion": "v1.32.0"})
         elif match is None or {match["plural"], match["group"]} & cluster.unknown or not _served(match):
             self._send(404, b"404 page not found\n", {"Content-Type": "text/plain; charset=utf-8"})
         elif match["plural"] in cluster.denied or not self._may(match):
@@ -101,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _verb(self, match: re.Match[str]) -> str:
         reading = "get" if match["name"] else "list"
-        return {"GET": reading, "POST": "create", "PATCH": "patch", "DELETE": "delete", "PUT": "update"}[self.command]
+        return {"GET": reading, "POST": "create", "PATCH": "patch", "DELETE": "delete"}[self.command]
 
     def _forbid(self, user: str) -> None:
         self._fail(403, "Forbidden", f'forbidden: User "{user}" cannot {self.command.lower()} path "{self.path}"')
@@ -113,10 +108,10 @@ class _Handler(BaseHTTPRequestHandler):
         return match["namespace"] == self.cluster.home and (self._verb(match), plural) in role
 
     def _get(self, match: re.Match[str]) -> None:
-        accepted, kubectl = self.headers.get("Accept", ""), self.headers.get("User-Agent", "").startswith("kubectl")
+        accepted = self.headers.get("Accept", "")
         if match["sub"]:
             self._log()
-        elif self.plural in ("secrets", "configmaps") and not kubectl and "PartialObjectMetadata" not in accepted:
+        elif self.plural in ("secrets", "configmaps") and "PartialObjectMetadata" not in accepted:
             self._fail(500, "Test", f"the content of {self.plural} was asked for")
         elif self.name:
             found = self._there()

@@ -31,21 +31,17 @@ def test_all_components_build_on_the_base(tmp_path: Path) -> None:
     """Also together, with kubectl's own kustomize."""
     kubectl = shutil.which("kubectl")
     require(kubectl, "kubectl is not installed")
-    names = sorted(path.name for path in (DEPLOY / "components").iterdir())
+    components = sorted(path.name for path in (DEPLOY / "components").iterdir())
     shutil.copytree(DEPLOY, tmp_path / "k8s")
     shutil.copytree(ROOT / "deploy/observability", tmp_path / "observability")
     whole = tmp_path / "k8s/overlays/whole"
     whole.mkdir()
-    components = ["../../components/kueue", *(f"../../components/{name}" for name in names if name != "kueue")]
     kinds = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
-    parts = {**kinds, "resources": ["../../base"], "components": components}
+    parts = {**kinds, "resources": ["../../base"], "components": [f"../../components/{name}" for name in components]}
     (whole / "kustomization.yaml").write_text(yaml.safe_dump(parts))
     done = subprocess.run([str(kubectl), "kustomize", str(whole)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     built = documents(done.stdout)
-    (flavor,) = [item for item in built if item["kind"] == "ResourceFlavor"]
-    (topology,) = [item for item in built if item["kind"] == "Topology"]
-    assert flavor["spec"]["topologyName"] == topology["metadata"]["name"]
     (egress,) = [item for item in built if item["metadata"]["name"] == "closed-egress"]
     own = egress["spec"]["egress"][0]["to"][0]["podSelector"]["matchLabels"]
     assert own.items() <= example()["metadata"]["labels"].items(), "a job's pods may reach each other"
@@ -56,6 +52,20 @@ def test_all_components_build_on_the_base(tmp_path: Path) -> None:
     assert {"ResourceQuota", "PriorityClass", "ResourceClaimTemplate", "PodGroup"} <= {item["kind"] for item in known}
     for item in known:
         kubernetes_validate.validate(item, "1.36", strict=True)
+
+
+@pytest.mark.parametrize("overlay", sorted(path.name for path in (DEPLOY / "overlays").iterdir()))
+def test_every_overlay_builds_and_is_in_the_table(overlay: str) -> None:
+    kubectl = shutil.which("kubectl")
+    require(kubectl, "kubectl is not installed")
+    done = subprocess.run(
+        [str(kubectl), "kustomize", str(DEPLOY / "overlays" / overlay)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    claims = [item for item in documents(done.stdout) if item["kind"] == "PersistentVolumeClaim"]
+    modes = {mode for item in claims for mode in item["spec"]["accessModes"]}
+    assert modes == {"ReadWriteOnce" if "single" in overlay else "ReadWriteMany"}
+    assert f"`make install-k8s OVERLAY=overlays/{overlay}`" in (ROOT / "docs/install.md").read_text()
 
 
 @pytest.mark.parametrize(("component", "reference"), [("dra", "resourceClaims"), ("gang", "schedulingGroup")])

@@ -33,7 +33,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LJ006", {"env": {"HF_TOKEN": "abc"}}),
     ("LS019", {"volumes": [{"claim": "data", "path": "/data"}]}),
     ("LJ007", {"volumes": [{"claim": "runs", "path": "/runs", "read_only": True}, {"claim": "data", "path": "/data"}]}),
-    ("LS024", {"metrics_port": 23454}),
     ("LS036", {"k8s": {"kind": "TrainJob", "ttl": "1d"}}),
     ("LJ008", {"shards": "/elsewhere"}),
     ("LJ009", {"live": True, "nodes": 1}),

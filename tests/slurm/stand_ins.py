@@ -102,7 +102,7 @@ def site(tmp_path: Path) -> Site:
 def made(tmp_path: Path) -> Site:
     """A site in an empty folder."""
     (tmp_path / "bin").mkdir()
-    for name in ("sbatch", "scancel", "squeue", "scontrol", "sacct"):
+    for name in ("sbatch", "scancel", "squeue", "scontrol", "sacct", "sinfo"):
         (tmp_path / "bin" / name).write_text(PROGRAM)
         (tmp_path / "bin" / name).chmod(0o755)
     values = {"name": "mine", "command": ["true"], "run_dir": str(tmp_path / "run"), "grace_seconds": 5}

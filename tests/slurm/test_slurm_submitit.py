@@ -1,25 +1,18 @@
-"""With submitit alone, a driver of ten lines and a function with a Session: preempted on a real SLURM, and resumed."""
+"""With submitit alone, a function with a Session is preempted on a real SLURM, and resumed."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.events import events
-from tests.printed import programs
-from tests.processes import PYTHON, ROOT, poll, run, started
+from tests.processes import PYTHON, poll, run, started
 from tests.slurm.conftest import Bench, accounted
-from tests.slurm.trainings import Hold, training
 
 pytestmark = pytest.mark.promise("submitit")
 
-(PROGRAM,) = programs("docs/slurm.md")
-DRIVER = PROGRAM.replace('"nodes": 2, "gpus": 4', '"nodes": 2')
-"""What the page prints, without GPUs."""
 FUNCTION = """
 import os, sys, time
 import lockstep, submitit, torch
@@ -60,23 +53,6 @@ def requeued(bench: Bench, job_id: str) -> None:
 
 
 @accounted
-def test_the_driver_of_the_page_is_preempted_and_resumed(bench: Bench) -> None:
-    hold, path = Hold(bench.folder / "ten.hold"), bench.folder / "ten"
-    spec = training(bench, "ten", epochs=2, env=hold.env, max_restarts=0)
-    (bench.folder / "job.yaml").write_text(json.dumps(spec.plain()))
-    with started([PYTHON, "-c", DRIVER], dict(os.environ), cwd=bench.folder) as process:
-        hold.reached()
-        job_id = bench.cluster.ask("squeue", "-h", "-o", "%i")
-        bench.cluster.ask("scancel", "--signal=USR2", job_id)
-        poll(lambda: events(path, "preempted"), 60, "the signal and the checkpoint")
-        hold.let_go()
-        requeued(bench, job_id)
-        said, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, said
-    assert len(events(path, "resumed")) == 1 and float(said.splitlines()[-1]) >= 0
-
-
-@accounted
 def test_a_function_with_a_session_is_requeued_by_submitit_when_all_ranks_have_saved(bench: Bench) -> None:
     """It ends as where submitit's local tasks are the ranks of one world."""
     program = bench.folder / "driver.py"
@@ -100,13 +76,3 @@ def test_a_function_with_a_session_is_requeued_by_submitit_when_all_ranks_have_s
         said, _ = process.communicate(timeout=240)
     assert process.returncode == 0 and said.splitlines()[-1] == result, said
     assert len(events(folder / "run", "resumed")) == 1
-
-
-def test_another_number_of_tasks_than_the_spec_asks_for_is_refused_by_name(tmp_path: Path) -> None:
-    program = DRIVER.replace('"slurm")', '"local")').replace(
-        "**slurm_parameters(spec)", "timeout_min=5, tasks_per_node=1"
-    )
-    (tmp_path / "job.yaml").write_text(json.dumps({"name": "two", "command": ["true"]}))
-    done = run([PYTHON, "-c", program], {**os.environ, "PYTHONPATH": str(ROOT)}, 120, tmp_path)
-    said = "submitit has started 1 tasks on 1 nodes, and the spec has nodes 2 and ranks_per_node 1"
-    assert done.code == 1 and said in done.output and "slurm_parameters(spec)" in done.output, done
