@@ -198,18 +198,7 @@ class Bucket:
         Raises:
             OSError: there is no answer.
         """
-        with self._asking(key):
-            if self._put_if(key, data, tag):
-                return True
-            # Refused, and the tag is still that one: Ceph compares it without its quotes (until ceph/ceph#63348). R2 wants them, so only a
-            # store that refuses its own tag is asked without.
-            with contextlib.suppress(FileNotFoundError):
-                bare = tag and {name: value.strip('"') for name, value in tag.items()}
-                return tag == _tag(self._obstore.head(self._store, key)) and self._put_if(key, data, bare)
-        return False
-
-    def _put_if(self, key: str, data: bytes, tag: Tag | None) -> bool:
-        with contextlib.suppress(self._errors.AlreadyExistsError, self._errors.PreconditionError):
+        with self._asking(key), contextlib.suppress(self._errors.AlreadyExistsError, self._errors.PreconditionError):
             self._obstore.put(self._store, key, data, mode="create" if tag is None else tag, use_multipart=False)
             return True
         return False

@@ -432,14 +432,3 @@ def test_a_store_without_conditional_writes_is_refused(header: str, proxy: Proxy
     done = go(proxy, tmp_path / "a", new())
     assert done.code == 1 and "the store has no conditional writes" in done.output, done.output
     assert "Traceback" not in done.output
-
-
-def test_a_store_that_compares_tags_without_their_quotes(
-    server: int, proxy: Proxy, expected: str, tmp_path: Path
-) -> None:
-    name = new()
-    proxy.bare = True
-    assert go(proxy, tmp_path / "a", name, STEPS="9").code == 0
-    done = go(proxy, tmp_path / "b", name)
-    assert done.code == 0 and "Resuming at step 9" in done.output, done.output
-    assert ended(tmp_path / "b") == expected and steps(server, name) == [12, 6]

@@ -25,9 +25,7 @@ def doctor(proxy: Proxy, *words: str, url: str = "s3://bucket/doctor") -> tuple[
     return done.code, {row["name"]: row["result"] for row in rows}, done.output
 
 
-@pytest.mark.parametrize("bare", [False, True])
-def test_doctor_tries_what_a_run_does(bare: bool, proxy: Proxy) -> None:
-    proxy.bare = bare
+def test_doctor_tries_what_a_run_does(proxy: Proxy) -> None:
     code, rows, said = doctor(proxy)
     tried = ("write", "read", "list", "conditions", "delete")
     assert code == 0 and rows == {**dict.fromkeys(tried, "ok"), "unfinished uploads": "note"}, said
