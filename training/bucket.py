@@ -16,7 +16,6 @@ import functools
 import hashlib
 import os
 import re
-import threading
 from collections.abc import Collection, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -126,7 +125,7 @@ class Bucket:
                 f"expected s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, got {printable(url)}"
             )
         self.url = url.rstrip("/")
-        self._obstore, self._errors, self._loop = obstore, exceptions, _loop(os.getpid())
+        self._obstore, self._errors = obstore, exceptions
         plain = any(value.startswith("http://") for name, value in os.environ.items() if "ENDPOINT" in name)
         try:
             self._store = from_url(
@@ -226,16 +225,14 @@ class Bucket:
             raise Damaged(f"{self.url}/{key} is not what was written: it has {actual} bytes, expected {size}")
 
         async def load(starts: range) -> list[Any]:
-            get, ends = self._obstore.get_range_async, (min(start + _PART, size) for start in starts)
-            return await asyncio.gather(
-                *(get(self._store, key, start=start, end=end) for start, end in zip(starts, ends))
-            )
+            get = functools.partial(self._obstore.get_range_async, self._store, key)
+            return await asyncio.gather(*(get(start=start, end=min(start + _PART, size)) for start in starts))
 
         digest, starts = hashlib.sha256(), range(0, size, _PART)
         for first in range(0, len(starts), _AT_ONCE):  # not all at once: what is loaded early waits in memory
-            loading = load(starts[first : first + _AT_ONCE])
-            with self._asking(key):
-                loaded = asyncio.run_coroutine_threadsafe(loading, self._loop).result()
+            # Neither a thread, which a save must not start, nor an executor, for whose threads the end of a process waits.
+            with self._asking(key), contextlib.closing(asyncio.new_event_loop()) as loop:
+                loaded = loop.run_until_complete(load(starts[first : first + _AT_ONCE]))
             for part in loaded:
                 piece = memoryview(part)
                 digest.update(piece)
@@ -278,15 +275,6 @@ class Bucket:
         with contextlib.suppress(OSError), self._asking(""):
             if keys:
                 self._obstore.delete(self._store, list(keys))
-
-
-@functools.cache
-def _loop(process: int) -> asyncio.AbstractEventLoop:
-    """Returns the event loop that waits for several answers at once. Its thread lives as long as the process, because a save starts and
-    ends no thread (`checkpoint/store.py`). The end of a process does not wait for it."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name=f"bucket-{process}", daemon=True).start()
-    return loop
 
 
 def _tag(meta: Any) -> Tag:
