@@ -28,8 +28,6 @@ from .contract import BUCKET_URL, EXIT_FAILED, UserError, printable
 
 HEAD = "head"
 MAX_HEAD_BYTES = 4 << 20
-TRIES = 3
-"""Downloads of an object before it counts as damaged in the bucket. obstore itself repeats requests that have no answer."""
 _PART = 16 << 20
 """Bytes of a request, of which `_AT_ONCE` are under way: that bounds the memory. A store bounds the speed of each. An answer has to arrive
 within the client's time-out: that of a whole object does not."""
@@ -109,13 +107,12 @@ class Bucket:
     Args:
         url: `s3://BUCKET/PREFIX`, `gs://…`, `az://CONTAINER/PREFIX`. Endpoint and credentials come from the environment, or from the
             identity of the node or pod.
-        retries: of a request that has no answer.
 
     Raises:
         UserError: it is no such URL, or obstore is not installed.
     """
 
-    def __init__(self, url: str, retries: int = 6) -> None:
+    def __init__(self, url: str) -> None:
         with extras.explained():
             import obstore
             from obstore import exceptions
@@ -131,7 +128,7 @@ class Bucket:
             self._store = from_url(
                 self.url,
                 client_options={"timeout": "60s", "connect_timeout": "10s", "allow_http": plain},
-                retry_config={"max_retries": retries, "retry_timeout": timedelta(seconds=60), "backoff": _BACKOFF},
+                retry_config={"max_retries": 6, "retry_timeout": timedelta(seconds=60), "backoff": _BACKOFF},
             )
         except (exceptions.BaseError, ValueError) as error:
             raise UserError(f"{self.url} cannot be used: {_reason(error)}") from None
@@ -155,15 +152,14 @@ class Bucket:
 
     def read_head(self) -> tuple[Head, Tag] | None:
         """Returns the head; None: there is none. Raises `OSError`."""
-        for _ in range(TRIES):
-            try:
-                text, tag = self.read(HEAD, MAX_HEAD_BYTES)
-            except FileNotFoundError:
-                return None
-            with contextlib.suppress(ValidationError):
-                head = Head.model_validate_json(text)
-                if head.sha256 == head.seal():
-                    return head, tag
+        try:
+            text, tag = self.read(HEAD, MAX_HEAD_BYTES)
+        except FileNotFoundError:
+            return None
+        with contextlib.suppress(ValidationError):
+            head = Head.model_validate_json(text)
+            if head.sha256 == head.seal():
+                return head, tag
         raise OSError(f"{self.url}/{HEAD} is not what a run writes: choose another prefix")
 
     def heads(self) -> Iterator[Head]:
@@ -243,14 +239,7 @@ class Bucket:
     def fetch(self, key: str, size: int, sha256: str, path: Path) -> None:
         """Downloads an object into a new file, which is on the disk when this returns. Raises as `pieces`."""
         with path.open("xb") as file:
-            for tries_left in reversed(range(TRIES)):
-                try:
-                    file.truncate(file.seek(0))
-                    file.writelines(self.pieces(key, size, sha256))
-                    break
-                except Damaged:
-                    if not tries_left:
-                        raise
+            file.writelines(self.pieces(key, size, sha256))
             file.flush()
             files.fsync(file.fileno())
 

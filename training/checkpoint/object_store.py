@@ -20,7 +20,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from .. import bucket, files
-from ..bucket import HEAD, TRIES, Bucket, CheckpointEntry, Damaged, File, Head, Tag, as_user_error
+from ..bucket import HEAD, Bucket, CheckpointEntry, Damaged, File, Head, Tag, as_user_error
 from ..contract import CHECKPOINTS, EVENTS_FILE, METRICS, RUN_FILE, TIME_FILE, UserError
 from . import store
 from .store import KeepBest, Rule, checkpoint_name, chosen
@@ -250,17 +250,14 @@ class ObjectStore(Bucket):
 
     def _hold(self, fresh: bool | str) -> Head:
         """Swaps the head for a head of this attempt. Raises `OSError`."""
-        for _ in range(TRIES):  # another one may start at the same time: the last one has it
-            previous, word = self.read_head(), fresh if isinstance(fresh, str) else ""
-            head = Head(run=_token(), holder=self._holders[-1], commit=_token(), fresh=word)
-            if previous is not None and _starts_over(previous[0], fresh):
-                self.put(f"replaced/{previous[0].commit}", previous[0].text())
-            elif previous is not None:
-                head = previous[0].model_copy(update={"holder": head.holder, "commit": head.commit})
-            with contextlib.suppress(TakenOver):
-                self._swap(head, previous)
-                return head
-        raise OSError(f"several attempts start at once with {self.url}")
+        previous, word = self.read_head(), fresh if isinstance(fresh, str) else ""
+        head = Head(run=_token(), holder=self._holders[-1], commit=_token(), fresh=word)
+        if previous is not None and _starts_over(previous[0], fresh):
+            self.put(f"replaced/{previous[0].commit}", previous[0].text())
+        elif previous is not None:
+            head = previous[0].model_copy(update={"holder": head.holder, "commit": head.commit})
+        self._swap(head, previous)
+        return head
 
     def _swap(self, head: Head, previous: tuple[Head, Tag] | None) -> None:
         """Replaces the head `previous`, as it was read, by `head`. Raises `TakenOver`, `OSError`."""

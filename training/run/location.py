@@ -27,7 +27,7 @@ class Location:
     """
 
     def __init__(self, name: str) -> None:
-        self._bucket = Bucket(name, retries=3) if "://" in name else None
+        self._bucket = Bucket(name) if "://" in name else None
         self._folder = None if self._bucket else Path(name)
         self.name = str(self._folder or name)
         """The name for messages."""
