@@ -3,7 +3,6 @@
     PREFIX/head                             a JSON object (`Head`): the attempt that may write, the checkpoints, the run's files.
     PREFIX/<commit>/step-00000100/<file>    the files of a checkpoint, as on a disk.
     PREFIX/<commit>/run/<file>              files of the run directory.
-    PREFIX/replaced/<commit>                the head of a run that `--fresh` has replaced.
 
 `checkpoint/object_store.py` writes them, and has the protocol.
 """

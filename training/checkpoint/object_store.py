@@ -17,8 +17,6 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from .. import bucket, files
 from ..bucket import HEAD, Bucket, CheckpointEntry, Damaged, File, Head, Tag, as_user_error
 from ..contract import CHECKPOINTS, EVENTS_FILE, METRICS, RUN_FILE, TIME_FILE, UserError
@@ -62,12 +60,12 @@ class ObjectStore(Bucket):
         """Fetches the settings of the run in the bucket, so that `RunDirectory` can refuse other settings. Changes nothing in the bucket.
 
         Raises:
-            UserError: the bucket holds another run, or cannot be read (exit code 1).
+            UserError: the bucket holds another run, or a run that `fresh` would replace, or cannot be read (exit code 1).
         """
         self._run_dir = run_dir
         with as_user_error(_UNUSABLE):
-            current = self.read_head()
-            if current is None or not current[0].run_files or _starts_over(current[0], fresh):
+            current = self._run_for(fresh)
+            if current is None or not current[0].run_files:
                 return
             head, record = current[0], files.read_json(run_dir / RECORD)
             if not (run_dir / RUN_FILE).exists():
@@ -75,8 +73,8 @@ class ObjectStore(Bucket):
                 self.restore({RUN_FILE: head.run_files[RUN_FILE]}, run_dir)
             elif not isinstance(record, dict) or record.get("run") != head.run:
                 raise UserError(
-                    f"{self.url} has the checkpoints of another run than {run_dir}: choose another prefix, an empty run directory to "
-                    "resume that one, or start over with --fresh"
+                    f"{self.url} has the checkpoints of another run than {run_dir}: choose another prefix, or an empty run "
+                    "directory to resume that one"
                 )
 
     def acquire(self, fresh: bool | str, warn: Callable[[str], None]) -> Path | None:
@@ -250,14 +248,19 @@ class ObjectStore(Bucket):
 
     def _hold(self, fresh: bool | str) -> Head:
         """Swaps the head for a head of this attempt. Raises `OSError`."""
-        previous, word = self.read_head(), fresh if isinstance(fresh, str) else ""
+        previous, word = self._run_for(fresh), fresh if isinstance(fresh, str) else ""
         head = Head(run=_token(), holder=self._holders[-1], commit=_token(), fresh=word)
-        if previous is not None and _starts_over(previous[0], fresh):
-            self.put(f"replaced/{previous[0].commit}", previous[0].text())
-        elif previous is not None:
+        if previous is not None and not _starts_over(previous[0], fresh):
             head = previous[0].model_copy(update={"holder": head.holder, "commit": head.commit})
         self._swap(head, previous)
         return head
+
+    def _run_for(self, fresh: bool | str) -> tuple[Head, Tag] | None:
+        """Returns the head. Raises `UserError` if `fresh` would replace a run that has committed, `OSError`."""
+        current = self.read_head()
+        if current is not None and current[0].run_files and _starts_over(current[0], fresh):
+            raise UserError(f"{self.url} has a run, which --fresh does not replace in a bucket: choose another prefix")
+        return current
 
     def _swap(self, head: Head, previous: tuple[Head, Tag] | None) -> None:
         """Replaces the head `previous`, as it was read, by `head`. Raises `TakenOver`, `OSError`."""
@@ -280,18 +283,16 @@ class ObjectStore(Bucket):
 
     def _clean(self, head: Head) -> None:
         """Removes files that earlier attempts have sent and not committed. They cannot commit any more; this attempt has sent none."""
-        with contextlib.suppress(OSError, ValidationError):
+        with contextlib.suppress(OSError):
             keys = self.keys()
             # After the listing: what another attempt has sent since it took over is not in it.
             current = self.read_head()
             if current is not None and current[0].commit == head.commit:
-                replaced = [self.read(key, bucket.MAX_HEAD_BYTES)[0] for key in keys if key.startswith("replaced/")]
-                named = head.keys.union(*(Head.model_validate_json(text).keys for text in replaced))
-                self.remove([key for key in keys if re.fullmatch(bucket.KEY, key) and key not in named])
+                self.remove([key for key in keys if re.fullmatch(bucket.KEY, key) and key not in head.keys])
 
 
 def _starts_over(head: Head, fresh: bool | str) -> bool:
-    """Returns whether `--fresh` replaces the run, which it does not if the run was begun with the same word."""
+    """Returns whether `--fresh` asks for a new run, which it does not if the run was begun with the same word."""
     return bool(fresh) and fresh != head.fresh
 
 
