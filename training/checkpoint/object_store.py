@@ -16,6 +16,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from .. import bucket, files
 from ..bucket import HEAD, Bucket, CheckpointEntry, Damaged, File, Head, Tag, as_user_error
@@ -53,8 +54,6 @@ class ObjectStore(Bucket):
         """The head that this rank has written last; None: unknown."""
         self._holders = [_token()]
         """The tokens of this attempt's holders; the last is this rank's."""
-        self._damaged = set[int]()
-        """Steps of the checkpoints that this attempt could not read at its start."""
 
     def check(self, run_dir: Path, fresh: bool | str) -> None:
         """Fetches the settings of the run in the bucket, so that `RunDirectory` can refuse other settings. Changes nothing in the bucket.
@@ -96,12 +95,15 @@ class ObjectStore(Bucket):
             with contextlib.suppress(UserError):  # none of them verifies
                 newest = store.newest_verified(checkpoints)
             newer = [entry for entry in head.checkpoints if newest is None or entry.step > store.step_of(newest)]
-            newest = self._fetch_first(newer, checkpoints, warn) or newest
+            damaged = list[CheckpointEntry]()
+            newest = self._fetch_first(newer, checkpoints, warn, damaged) or newest
             if newer and newest is None:
                 raise UserError(f"none of the {len(newer)} checkpoints in {self.url} can be read and verified")
             best = _retained(head.checkpoints, 0, self.keep_best)
             missing = [entry for entry in best if not (checkpoints / checkpoint_name(entry.step)).exists()]
-            self._fetch_first(missing, checkpoints, warn)
+            self._fetch_first(missing, checkpoints, warn, damaged)
+            if damaged:  # the same step may be saved again, with the same bytes
+                self._replace(self._held(), checkpoints=[entry for entry in head.checkpoints if entry not in damaged])
             try:
                 if not all(
                     _begins_with(self._run_dir / name, head.run_files.get(name)) for name in (EVENTS_FILE, TIME_FILE)
@@ -117,13 +119,11 @@ class ObjectStore(Bucket):
         ranks wait."""
         self._run_dir, record = run_dir, files.read_json(run_dir / RECORD)
         with contextlib.suppress(TypeError, KeyError, ValueError):  # a damaged record does not say whose the bucket is
-            self._damaged = {int(step) for step in record["damaged"]}
             self._holders = [*map(str, record["holders"]), *self._holders]
             self._record(record["run"])
 
     def _record(self, run: str) -> None:
-        record = {"run": run, "holders": self._holders, "damaged": sorted(self._damaged)}
-        files.replace_json(self._run_dir / RECORD, record)
+        files.replace_json(self._run_dir / RECORD, {"run": run, "holders": self._holders})
 
     def download(self, run_dir: Path, wanted: int | Rule | None, warn: Callable[[str], None]) -> None:
         """Downloads a checkpoint for a reader of the run: the newest that verifies, that of a step, or the best by a rule.
@@ -137,7 +137,7 @@ class ObjectStore(Bucket):
             if wanted is not None:
                 by_step = {entry.step: entry for entry in entries}
                 entries = [by_step[chosen(by_step, wanted, lambda step, rule: _score(by_step[step], rule), self.url)]]  # noqa: B023
-            if self._fetch_first(entries, run_dir / CHECKPOINTS, warn) is not None:
+            if self._fetch_first(entries, run_dir / CHECKPOINTS, warn, []) is not None:
                 return
         raise UserError(f"{self.url} has no checkpoint yet, or none that can be read and verified")
 
@@ -158,7 +158,7 @@ class ObjectStore(Bucket):
         """
         current, commit, sent = self._held(), _token(), list[File]()
         head = current[0]
-        checkpoints = [entry for entry in head.checkpoints if entry.step not in self._damaged]
+        checkpoints = head.checkpoints
         try:
             if path is not None:
                 checkpoints = self._send_checkpoint(path, f"{commit}/{path.name}", checkpoints, sent)
@@ -172,11 +172,14 @@ class ObjectStore(Bucket):
         except OSError:
             self.remove([file.key for file in sent])
             raise
-        changes = {"holder": self._holders[-1], "commit": commit, "checkpoints": checkpoints, "run_files": run_files}
-        new = head.model_copy(update=changes)
-        self._swap(new, current)
-        self.remove(head.keys - new.keys)
+        self._replace(current, commit=commit, checkpoints=checkpoints, run_files=run_files)
         return size
+
+    def _replace(self, current: tuple[Head, Tag], **changes: Any) -> None:
+        """Swaps the head for one with other checkpoints or files, and removes what it no longer names. Raises `TakenOver`, `OSError`."""
+        new = current[0].model_copy(update={"holder": self._holders[-1], "commit": _token(), **changes})
+        self._swap(new, current)
+        self.remove(current[0].keys - new.keys)
 
     def _send_checkpoint(
         self, path: Path, folder: str, others: list[CheckpointEntry], sent: list[File]
@@ -218,9 +221,10 @@ class ObjectStore(Bucket):
         return result
 
     def _fetch_first(
-        self, entries: Iterable[CheckpointEntry], checkpoints: Path, warn: Callable[[str], None]
-    ) -> Path | None:
-        """Downloads the first checkpoint that is readable and verifies. Raises `OSError`."""
+        self, entries: Iterable[CheckpointEntry], checkpoints: Path, warn: Callable[[str], None],
+        damaged: list[CheckpointEntry],
+    ) -> Path | None:  # fmt: skip
+        """Downloads the first checkpoint that is readable and verifies, and lists those before it in `damaged`. Raises `OSError`."""
         checkpoints.mkdir(exist_ok=True)
         for entry in entries:
             final = checkpoints / checkpoint_name(entry.step)
@@ -233,7 +237,7 @@ class ObjectStore(Bucket):
                         files.rename(final, final.with_name(f".old-{final.name}.{os.getpid()}"))
             except (FileNotFoundError, Damaged) as error:
                 warn(f"checkpoint is corrupt in the bucket and not used: {error}")
-                self._damaged.add(entry.step)
+                damaged.append(entry)
             else:
                 store.clean(checkpoints)
                 return final
