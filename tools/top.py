@@ -8,10 +8,10 @@ import math
 import shutil
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.training.contract import EXIT_DONE, UserError, printable
-from lockstep.training.run.location import Location
 from lockstep.wire.status import slow_rank_line
 
 from . import RUN, parser
@@ -49,26 +49,25 @@ _NUMBERS = ("DATA", "COMPUTE", "SYNC", "MEMORY")
 def main(argv: list[str]) -> int:
     """Shows the ranks. Raises `UserError` for wrong arguments, and for a run without metrics."""
     parsed = parser("top")
-    parsed.add_argument("run", type=Location, metavar="RUN", help=RUN)
+    parsed.add_argument("run", type=Path, metavar="RUN", help=RUN)
     parsed.add_argument("--every", type=_seconds, default=2.0, help="seconds between two updates, from 0.2; default: 2")
     parsed.add_argument("--once", action="store_true", help="print one table and exit")
     parsed.add_argument("--json", action="store_true", help="print one JSON value with stable fields")
     args = parsed.parse_args(argv)
-    run: Location = args.run
-    reader = Reader(run.path)
+    run: Path = args.run
+    reader = Reader(run)
     before = reader.read()
     if not before:
-        raise UserError(f"{run.name} has no metrics yet: check that it has started, and that metrics.enabled is true")
+        raise UserError(f"{run} has no metrics yet: check that it has started, and that metrics.enabled is true")
     if not args.once and not args.json:
         _live(run, reader, before, args.every)
         return EXIT_DONE
     time.sleep(0.0 if all(snapshot.values.get("finished") for snapshot in before.values()) else args.every)
-    run.look()
     ranks = reader.judged(before, reader.read() or before)
     if args.json:
         print(json.dumps([asdict(rank) for rank in ranks], indent=1))
         return EXIT_DONE
-    print(title(run.name, ranks))
+    print(title(str(run), ranks))
     rows = [_HEAD, *map(row, ranks)]
     widths = [max(map(len, column)) for column in zip(*rows)]
     for cells in rows:
@@ -87,18 +86,17 @@ def _seconds(text: str) -> float:
     return found
 
 
-def _live(run: Location, reader: Reader, before: dict[int, Snapshot], every: float) -> None:
+def _live(run: Path, reader: Reader, before: dict[int, Snapshot], every: float) -> None:
     from rich.live import Live
 
     # Compares with the reading before the last, so that a slow step ends between the two.
     readings = [before]
-    with Live(picture(run.name, reader.judged({}, before)), auto_refresh=False, screen=False) as live:
+    with Live(picture(str(run), reader.judged({}, before)), auto_refresh=False, screen=False) as live:
         while True:
             time.sleep(every)
-            run.look()
             readings = [*readings[-2:], reader.read() or readings[-1]]
             ranks = reader.judged(readings[0], readings[-1])
-            live.update(picture(run.name, ranks), refresh=True)
+            live.update(picture(str(run), ranks), refresh=True)
             if all(rank.exit_code is not None for rank in ranks):
                 return
 

@@ -161,13 +161,6 @@ class Bucket:
                 return head, tag
         raise OSError(f"{self.url}/{HEAD} is not what a run writes: choose another prefix")
 
-    def heads(self) -> Iterator[Head]:
-        """Yields the head, and each newer one: its commit may remove files that the earlier head names. Raises `OSError`."""
-        commit = ""
-        while (current := self.read_head()) is not None and current[0].commit != commit:
-            commit = current[0].commit
-            yield current[0]
-
     def read(self, key: str, limit: int) -> tuple[bytes, Tag]:
         """Returns a small object, and its tag. Raises `OSError` if it has more than `limit` bytes, `FileNotFoundError`."""
         with self._asking(key):

@@ -125,21 +125,30 @@ class ObjectStore(Bucket):
     def _record(self, run: str) -> None:
         files.replace_json(self._run_dir / RECORD, {"run": run, "holders": self._holders})
 
-    def download(self, run_dir: Path, wanted: int | Rule | None, warn: Callable[[str], None]) -> None:
-        """Downloads a checkpoint for a reader of the run: the newest that verifies, that of a step, or the best by a rule.
+    def download(self, run_dir: Path, wanted: Callable[[], int | Rule | None], warn: Callable[[str], None]) -> None:
+        """Downloads the last commit: the files of the run directory, and a checkpoint.
+
+        Args:
+            wanted: returns which checkpoint, once the files are there: a step, the rule of the best, or None, the newest that verifies.
 
         Raises:
-            UserError: there is no such checkpoint.
+            UserError: there is no run, or no such checkpoint.
             OSError: the bucket cannot be read.
         """
-        for head in self.heads():
-            entries = head.checkpoints
-            if wanted is not None:
-                by_step = {entry.step: entry for entry in entries}
-                entries = [by_step[chosen(by_step, wanted, lambda step, rule: _score(by_step[step], rule), self.url)]]  # noqa: B023
-            if self._fetch_first(entries, run_dir / CHECKPOINTS, warn, []) is not None:
-                return
-        raise UserError(f"{self.url} has no checkpoint yet, or none that can be read and verified")
+        commit = ""
+        # Again for each newer head: its commit may have removed files that the earlier head names.
+        while (current := self.read_head()) is not None and current[0].commit != commit:
+            commit, entries = current[0].commit, current[0].checkpoints
+            with contextlib.suppress(FileNotFoundError):
+                self.restore(current[0].run_files, run_dir)
+                if entries and (which := wanted()) is not None:
+                    scores = {entry.step: entry for entry in entries}
+                    entries = [scores[chosen(scores, which, lambda step, rule: _score(scores[step], rule), self.url)]]  # noqa: B023
+                if not entries or self._fetch_first(entries, run_dir / CHECKPOINTS, warn, []) is not None:
+                    return
+        raise UserError(
+            f"{self.url} has no run, or no checkpoint that can be read and verified: give what its checkpoint.to says"
+        )
 
     def commit(self, path: Path | None) -> int:
         """Uploads a checkpoint and the current files of the run directory, and reads them back. Then it writes a head that names them, and

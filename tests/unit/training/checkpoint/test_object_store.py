@@ -110,3 +110,23 @@ def test_a_store_that_refuses_its_own_tag_is_named(run: Path, monkeypatch: pytes
     monkeypatch.setattr(obstore, "put", refused)
     with pytest.raises(UserError, match="the store refuses the tag of the head"):
         acquired(run)
+
+
+def test_a_download_has_the_last_commit_although_a_newer_one_comes_meanwhile(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects, reader = acquired(run), ObjectStore("s3://bucket/run")
+    objects.commit(None)
+    read, newer = ObjectStore.read_head, [b"newer"]
+
+    def late(self: ObjectStore) -> Any:
+        found = read(self)
+        if self is reader and newer:
+            (run / "events.jsonl").write_bytes(newer.pop())
+            objects.commit(None)  # it removes files of the head that the reader has
+        return found
+
+    monkeypatch.setattr(ObjectStore, "read_head", late)
+    (tmp_path / "copy").mkdir()
+    reader.download(tmp_path / "copy", lambda: None, print)
+    assert content(tmp_path / "copy") == content(run)
