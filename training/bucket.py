@@ -1,8 +1,8 @@
 """A bucket: the requests to it, and the layout of a run in it. Imports no torch.
 
-    PREFIX/head                             a JSON object (`Head`): the attempt that may write, the checkpoints, the run's files.
+    PREFIX/head                             a JSON object (`Head`): the attempt that may write, the settings, the files.
     PREFIX/<commit>/step-00000100/<file>    the files of a checkpoint, as on a disk.
-    PREFIX/<commit>/run/<file>              files of the run directory.
+    PREFIX/<commit>/run/files.zip           files of the run directory.
 
 `checkpoint/object_store.py` writes them, and has the protocol.
 """
@@ -15,7 +15,7 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, TypeAlias
@@ -41,8 +41,6 @@ Tag: TypeAlias = Any
 """The version of an object that a conditional write compares: an entity tag, a generation."""
 KEY = r"[0-9a-f]{32}/[a-z0-9-]{1,40}/[a-z][a-z0-9./-]{0,60}"
 """The keys of files that attempts send."""
-RUN_FILE_NAME = r"(events|time)\.jsonl|(status|summary)\.json|run\.yaml|metrics/rank-\d{5,9}\.prom"
-"""The files of the run directory that a commit holds."""
 _Token = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 _Size = Annotated[int, Field(ge=0, lt=1 << 60)]
 
@@ -75,7 +73,7 @@ class CheckpointEntry(_Strict):
 class Head(_Strict):
     """The content of `head`: one commit. `commit` is drawn anew each time; `sha256` is the digest of the other fields."""
 
-    format: Literal[3] = 3
+    format: Literal[4] = 4
     run: _Token
     holder: _Token
     commit: _Token
@@ -83,8 +81,10 @@ class Head(_Strict):
     """The word of `--fresh` with which the run was begun."""
     checkpoints: list[CheckpointEntry] = []
     """Newest first."""
-    run_files: dict[Annotated[str, Field(pattern=f"^({RUN_FILE_NAME})$")], File] = {}
-    """The files of the run directory, as of this commit."""
+    run_yaml: str = ""
+    """The settings of the run; empty: nothing is committed yet."""
+    run_files: File | None = None
+    """An archive of other files of the run directory, as of this commit."""
     sha256: str = ""
 
     def seal(self) -> str:
@@ -96,8 +96,8 @@ class Head(_Strict):
     @property
     def keys(self) -> set[str]:
         """The keys of all files that it names."""
-        folders = [entry.files for entry in self.checkpoints] + [self.run_files]
-        return {file.key for folder in folders for file in folder.values()}
+        checkpoints = [file for entry in self.checkpoints for file in entry.files.values()]
+        return {file.key for file in [*checkpoints, self.run_files] if file is not None}
 
 
 class Bucket:
@@ -234,17 +234,6 @@ class Bucket:
             file.writelines(self.pieces(key, size, sha256))
             file.flush()
             files.fsync(file.fileno())
-
-    def restore(self, run_files: Mapping[str, File], directory: Path) -> None:
-        """Replaces those files of a run directory that differ. Raises `OSError`, `Damaged`."""
-        for name, file in run_files.items():
-            path = directory / name
-            path.parent.mkdir(exist_ok=True)
-            with files.opened_folder(path.parent) as folder:
-                target = folder / path.name
-                if not target.is_file() or files.difference(target, file.sha256, file.bytes) is not None:
-                    with files.replacing(target) as staging:
-                        self.fetch(file.key, file.bytes, file.sha256, staging)
 
     def keys(self) -> list[str]:
         """Returns the keys of all objects. Raises `OSError`."""

@@ -64,7 +64,7 @@ def steps(server: int, name: str) -> list[int]:
 def assert_nothing_else(server: int, name: str) -> None:
     """The bucket has what the head names, and nothing that is not."""
     found = head(server, name)
-    files = [*found["run_files"].values(), *(file for kept in found["checkpoints"] for file in kept["files"].values())]
+    files = [found["run_files"], *(file for kept in found["checkpoints"] for file in kept["files"].values())]
     assert objects(server, name).keys() == {"head", *(file["key"] for file in files)}
     assert all(objects(server, name)[file["key"]] == file["bytes"] for file in files)
 

@@ -85,7 +85,7 @@ def test_a_run_that_another_node_resumes_has_its_whole_history(
         os.kill(first.rank_pid(0), signal.SIGKILL)
         first.wait(BOUND)
     # One is lost that has taken over, and has committed nothing yet.
-    proxy.reset(lambda _, method, path: "kill before" if method == "PUT" and "events.jsonl" in path else "")
+    proxy.reset(lambda _, method, path: "kill before" if method == "PUT" and "files.zip" in path else "")
     with start(proxy, nodes[2], name, METRICS) as lost:
         proxy.kill = lambda: os.kill(lost.rank_pid(0), signal.SIGKILL)
         assert lost.wait(BOUND).code == -signal.SIGKILL
@@ -93,7 +93,7 @@ def test_a_run_that_another_node_resumes_has_its_whole_history(
 
     def asked_again(_: int, method: str, path: str) -> str:
         """At the end the bucket says a few times that it has too much to do."""
-        late = method == "PUT" and "summary.json" in path
+        late = method == "PUT" and "files.zip" in path and (nodes[1] / "summary.json").exists()
         asked.extend([path] * late)
         return "503" if late and len(asked) < 5 else ""
 
@@ -125,7 +125,11 @@ def test_a_bucket_that_does_not_take_the_end_costs_a_warning_and_one_that_does_n
     server: int, proxy: Proxy, expected: str, tmp_path: Path
 ) -> None:
     name = new()
-    proxy.reset(lambda _, method, path: "403" if method == "PUT" and "summary.json" in path else "")
+
+    def ended_put(method: str, path: str) -> bool:
+        return method == "PUT" and "files.zip" in path and (tmp_path / "a/summary.json").exists()
+
+    proxy.reset(lambda _, method, path: "403" if ended_put(method, path) else "")
     done = go(proxy, tmp_path / "a", name)
     assert done.code == 0 and ended(tmp_path / "a") == expected and steps(server, name) == [12, 6], done.output
     assert done.output.count(UNSENT) == 1, done.output
@@ -133,12 +137,12 @@ def test_a_bucket_that_does_not_take_the_end_costs_a_warning_and_one_that_does_n
     again = go(proxy, tmp_path / "a", name, STEPS="15")
     assert again.code == 0 and UNSENT not in again.output, again.output
     assert goodput(proxy, tmp_path, fetched(proxy, tmp_path, name)) == goodput(proxy, tmp_path, tmp_path / "a")
-    proxy.reset(lambda _, method, path: "503" if method == "GET" and "events.jsonl" in path else "")
+    proxy.reset(lambda _, method, path: "503" if method == "GET" and "files.zip" in path else "")
     unread = go(proxy, tmp_path / "b", name)
     assert unread.code == 1 and "checkpoint.to cannot be used" in unread.output, unread.output
     assert "Traceback" not in unread.output
     proxy.reset()
-    put(server, f"{name}/{head(server, name)['run_files']['events.jsonl']['key']}", b"of somebody else")
+    put(server, f"{name}/{head(server, name)['run_files']['key']}", b"of somebody else")
     lost = go(proxy, tmp_path / "b", name)
     assert lost.code == 0 and "earlier attempts have written down is lost" in lost.output, lost.output
 
@@ -166,7 +170,7 @@ def test_of_two_that_write_the_later_one_has_it(server: int, proxy: Proxy, expec
 def test_what_cannot_be_fetched_is_one_line(server: int, proxy: Proxy, tmp_path: Path) -> None:
     env, name = environment(proxy.port), new()
     assert go(proxy, tmp_path / "a", name, STEPS="3").code == 0
-    put(server, f"{name}/{head(server, name)['run_files']['time.jsonl']['key']}", b"of somebody else")
+    put(server, f"{name}/{head(server, name)['run_files']['key']}", b"of somebody else")
     nowhere = environment(free_port())
     nobody = clean_env(AWS_REGION="us-east-1", AWS_METADATA_ENDPOINT=f"http://127.0.0.1:{free_port()}")
     for variables, target, code, says in (

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
+import io
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from .store import KeepBest, Rule, checkpoint_name, chosen
 
 RECORD = "bucket.json"
 """File of the run directory: the run in the bucket, and the data with which another rank replaces a lost rank 0."""
-MAX_RUN_FILES, MAX_RUN_FILE_BYTES = 8192, 256 << 20
-"""Limits of the run directory: most files to send, and most bytes of a file."""
+_RUN_FILE_NAME = re.compile(r"(events|time)\.jsonl|(status|summary)\.json|metrics/rank-\d{5,9}\.prom")
+"""The files of the run directory that a commit holds, beside the settings."""
+_MAX_RUN_FILE_BYTES = 256 << 20
 _UNUSABLE = "checkpoint.to cannot be used"
 
 
@@ -64,12 +66,12 @@ class ObjectStore(Bucket):
         self._run_dir = run_dir
         with as_user_error(_UNUSABLE):
             current = self._run_for(fresh)
-            if current is None or not current[0].run_files:
+            if current is None or not current[0].run_yaml:
                 return
             head, record = current[0], files.read_json(run_dir / RECORD)
             if not (run_dir / RUN_FILE).exists():
                 files.replace_json(run_dir / RECORD, {"run": head.run})
-                self.restore({RUN_FILE: head.run_files[RUN_FILE]}, run_dir)
+                files.replace(run_dir / RUN_FILE, head.run_yaml.encode())
             elif not isinstance(record, dict) or record.get("run") != head.run:
                 raise UserError(
                     f"{self.url} has the checkpoints of another run than {run_dir}: choose another prefix, or an empty run "
@@ -105,10 +107,11 @@ class ObjectStore(Bucket):
             if damaged:  # the same step may be saved again, with the same bytes
                 self._replace(self._held(), checkpoints=[entry for entry in head.checkpoints if entry not in damaged])
             try:
+                history = self._run_files(head)
                 if not all(
-                    _begins_with(self._run_dir / name, head.run_files.get(name)) for name in (EVENTS_FILE, TIME_FILE)
+                    _begins_with(self._run_dir / name, history.get(name, b"")) for name in (EVENTS_FILE, TIME_FILE)
                 ):
-                    self.restore(head.run_files, self._run_dir)
+                    _write(history, self._run_dir)
             except Damaged as error:
                 warn(f"what earlier attempts have written down is lost: {error}; the run continues")
             self._record(head.run)
@@ -137,10 +140,10 @@ class ObjectStore(Bucket):
         """
         commit = ""
         # Again for each newer head: its commit may have removed files that the earlier head names.
-        while (current := self.read_head()) is not None and current[0].commit != commit:
+        while (current := self.read_head()) is not None and current[0].run_yaml and current[0].commit != commit:
             commit, entries = current[0].commit, current[0].checkpoints
             with contextlib.suppress(FileNotFoundError):
-                self.restore(current[0].run_files, run_dir)
+                _write({RUN_FILE: current[0].run_yaml.encode(), **self._run_files(current[0])}, run_dir)
                 if entries and (which := wanted()) is not None:
                     scores = {entry.step: entry for entry in entries}
                     entries = [scores[chosen(scores, which, lambda step, rule: _score(scores[step], rule), self.url)]]  # noqa: B023
@@ -166,22 +169,27 @@ class ObjectStore(Bucket):
             OSError: a file could not be sent, or arrived damaged. The head is unchanged.
         """
         current, commit, sent = self._held(), _token(), list[File]()
-        head = current[0]
-        checkpoints = head.checkpoints
+        checkpoints = current[0].checkpoints
         try:
             if path is not None:
                 checkpoints = self._send_checkpoint(path, f"{commit}/{path.name}", checkpoints, sent)
                 if not sent:
                     return 0
             size = sum(file.bytes for file in sent)
-            run_files = self._send_run_files(f"{commit}/run", head.run_files, sent)
+            run_yaml, data = (
+                files.read(self._run_dir / RUN_FILE, 1 << 20).decode(errors="replace"),
+                _zipped(self._run_dir),
+            )
+            run_files = File(key=f"{commit}/run/files.zip", sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
+            sent.append(run_files)
+            self.put(run_files.key, data)
             for file in sent:
                 for _ in self.pieces(file.key, file.bytes, file.sha256):
                     pass
         except OSError:
             self.remove([file.key for file in sent])
             raise
-        self._replace(current, commit=commit, checkpoints=checkpoints, run_files=run_files)
+        self._replace(current, commit=commit, checkpoints=checkpoints, run_yaml=run_yaml, run_files=run_files)
         return size
 
     def _replace(self, current: tuple[Head, Tag], **changes: Any) -> None:
@@ -215,19 +223,13 @@ class ObjectStore(Bucket):
                 entry.files[name] = sent[-1]
             return kept
 
-    def _send_run_files(self, folder: str, previous: dict[str, File], sent: list[File]) -> dict[str, File]:
-        """Uploads the changed files of the run directory. Returns all files. Raises `OSError`."""
-        result = dict[str, File]()
-        for name, data in itertools.islice(_run_files(self._run_dir), MAX_RUN_FILES):
-            file, digest = previous.get(name), hashlib.sha256(data).hexdigest()
-            if file is None or file.sha256 != digest:
-                file = File(key=f"{folder}/{name}", sha256=digest, bytes=len(data))
-                sent.append(file)
-                self.put(file.key, data)
-            result[name] = file
-        if RUN_FILE not in result:
-            raise OSError(f"{self._run_dir / RUN_FILE} cannot be read")
-        return result
+    def _run_files(self, head: Head) -> dict[str, bytes]:
+        """Downloads the archive of a commit. Returns name → content. Raises `OSError`, `Damaged`."""
+        if (file := head.run_files) is None:
+            return {}
+        data = io.BytesIO(b"".join(self.pieces(file.key, file.bytes, file.sha256)))
+        with files.reading(f"{self.url}/{file.key}", Damaged), zipfile.ZipFile(data) as archive:
+            return {name: archive.read(name) for name in archive.namelist() if _RUN_FILE_NAME.fullmatch(name)}
 
     def _fetch_first(
         self, entries: Iterable[CheckpointEntry], checkpoints: Path, warn: Callable[[str], None],
@@ -271,7 +273,7 @@ class ObjectStore(Bucket):
     def _run_for(self, fresh: bool | str) -> tuple[Head, Tag] | None:
         """Returns the head. Raises `UserError` if `fresh` would replace a run that has committed, `OSError`."""
         current = self.read_head()
-        if current is not None and current[0].run_files and _starts_over(current[0], fresh):
+        if current is not None and current[0].run_yaml and _starts_over(current[0], fresh):
             raise UserError(f"{self.url} has a run, which --fresh does not replace in a bucket: choose another prefix")
         return current
 
@@ -309,24 +311,34 @@ def _starts_over(head: Head, fresh: bool | str) -> bool:
     return bool(fresh) and fresh != head.fresh
 
 
-def _run_files(directory: Path) -> Iterator[tuple[str, bytes]]:
-    """Yields (name, content) of each file of a run directory to send. Skips links."""
-    for place in ("", METRICS):
-        with contextlib.suppress(OSError), files.opened_folder(directory / place) as folder:
-            for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-                name = f"{place}/{entry.name}".lstrip("/")
-                if re.fullmatch(bucket.RUN_FILE_NAME, name) and entry.is_file(follow_symlinks=False):
-                    with contextlib.suppress(OSError), files.regular(folder / entry.name) as file:
-                        yield name, file.read(MAX_RUN_FILE_BYTES)
+def _zipped(directory: Path) -> bytes:
+    """Returns an archive of the files of a run directory that a commit holds. Skips links."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        for place in ("", METRICS):
+            with contextlib.suppress(OSError), files.opened_folder(directory / place) as folder:
+                for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+                    name = f"{place}/{entry.name}".lstrip("/")
+                    if _RUN_FILE_NAME.fullmatch(name) and entry.is_file(follow_symlinks=False):
+                        with contextlib.suppress(OSError), files.regular(folder / entry.name) as file:
+                            archive.writestr(zipfile.ZipInfo(name), file.read(_MAX_RUN_FILE_BYTES))
+    return data.getvalue()
 
 
-def _begins_with(path: Path, file: File | None) -> bool:
-    """Returns whether a file on the disk begins with all of `file`: then an attempt on this disk has written it."""
-    if file is None:
-        return True
-    with contextlib.suppress(OSError), files.regular(path) as here:
-        return hashlib.sha256(here.read(file.bytes)).hexdigest() == file.sha256
-    return False
+def _write(contents: Mapping[str, bytes], directory: Path) -> None:
+    """Replaces files of a run directory. Raises `OSError`."""
+    for name, data in contents.items():
+        path = directory / name
+        path.parent.mkdir(exist_ok=True)
+        with files.opened_folder(path.parent) as folder:
+            files.replace(folder / path.name, data)
+
+
+def _begins_with(path: Path, data: bytes) -> bool:
+    """Returns whether a file on the disk begins with `data`: then an attempt on this disk has written it."""
+    with contextlib.suppress(OSError), files.regular(path) as file:
+        return file.read(len(data)) == data
+    return not data
 
 
 def _score(entry: CheckpointEntry, rule: Rule) -> float | None:
