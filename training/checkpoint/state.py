@@ -61,33 +61,6 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> Any: ...
 
 
-class Values(dict[str, Any]):
-    """The script's values. Setting a value that no checkpoint can hold raises `TypeError`."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        check_tree(value, f"{self._name}[{name!r}]")
-        super().__setitem__(name, value)
-
-    # A dictionary's own would check nothing.
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            self[name] = default
-        return self[name]
-
-    def update(self, *values: Any, **more: Any) -> None:
-        for name, value in dict(*values, **more).items():
-            self[name] = value
-
-    def __ior__(self, other: Any) -> Values:  # type: ignore[override,misc]
-        self.update(other)
-        return self
-
-
 class UserState:
     """The objects of `Session.keep`, by name, and plain values.
 
@@ -101,9 +74,9 @@ class UserState:
         """Objects that differ between ranks: each rank's state is saved, and the same rank gets it back."""
         self.generators: dict[str, Any] = {}
         """Random generators of the script. Each rank's states are saved, as those of the program's generators (`capture`)."""
-        self.values = Values("run.values")
+        self.values: dict[str, Any] = {}
         """Values of the script, the same on every rank."""
-        self.summary = Values("run.summary")
+        self.summary: dict[str, Any] = {}
         """Values of the script for summary.json. The same on every rank."""
         self.steps = self.samples = 0
         """Optimizer steps, and samples of all ranks, since the run began."""
@@ -186,9 +159,7 @@ class UserState:
         return any(wanted is kept for kept in (*self.objects.values(), *self.rank_objects.values()))
 
     def shared_state(self) -> dict[str, Any]:
-        """Returns the shared part of the state, for rank 0. Raises `TypeError` for a value that no checkpoint can hold."""
-        for name, values in (("run.values", self.values), ("run.summary", self.summary)):
-            check_tree(values, name)  # what lies in a list may have changed since it was set
+        """Returns the shared part of the state, for rank 0."""
         return {
             "objects": {name: stateful.state_dict() for name, stateful in self.objects.items()},
             "values": dict(self.values),
@@ -197,6 +168,9 @@ class UserState:
         }
 
     def rank_state(self) -> dict[str, Any]:
+        """Returns this rank's part of the state. Raises `TypeError`, on all ranks alike, for a value that no checkpoint can hold."""
+        check_tree(self.values, "run.values")
+        check_tree(self.summary, "run.summary")
         return {
             "objects": {name: stateful.state_dict() for name, stateful in self.rank_objects.items()},
             "epoch_generators": self.epoch_generators,

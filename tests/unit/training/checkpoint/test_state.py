@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.training.checkpoint import state as states
-from lockstep.training.checkpoint.state import UserState, Values
+from lockstep.training.checkpoint.state import UserState
 from lockstep.training.parallel.world import World
 from tests import product
 
@@ -26,16 +25,11 @@ def test_a_generator_of_another_kind_is_named() -> None:
             kept.restore({**kept.capture(device), "own": {"noise": state}}, device)
 
 
-def test_values_are_joined_like_mappings_and_looked_at() -> None:
-    values = Values("run.values")
-    values.update(a=1)
-    assert values | {"b": 2} == {"a": 1, "b": 2} == {"b": 2} | values and json.loads(json.dumps(values)) == {"a": 1}
-    with pytest.raises(TypeError, match=r"run\.values\['b'\]"):
-        values |= {"b": object()}
-    for setting in (values.update, lambda value: values.setdefault("b", value["b"])):
-        with pytest.raises(TypeError, match=r"run\.values\['b'\]"):
-            setting({"b": object()})
-    assert values == {"a": 1} and values.setdefault("a", 2) == 1
+def test_a_value_that_no_checkpoint_can_hold_is_named_at_the_save() -> None:
+    kept = UserState()
+    kept.values["b"] = [1, object()]
+    with pytest.raises(TypeError, match=r"run\.values\['b'\]\[1\] is a object"):
+        kept.rank_state()
 
 
 WRONG: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
