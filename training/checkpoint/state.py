@@ -25,10 +25,6 @@ from ..parallel.packing import split
 from ..parallel.world import World
 from ..sync.base import GradientSync
 
-_COUNTS = ("attempts", "failures", "preemptions", "stopped_of")
-"""Names of the counters in the history."""
-
-
 _PLAIN = (
     "steps",
     "samples",
@@ -343,7 +339,6 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0)
         if rank_state["misfit"] is not None:
             raise ValueError(rank_state["misfit"])
     shared = broadcast_tree(None if gathered is None else gathered["shared"], state.world, source)
-    _check_forms(shared, rank_state["losses"], state.user_state)
     parameters = _parameters(state.model)
     _copy(shared["model"], parameters, state.sync.copy_into_shard)
     frozen, evaluating = set(shared["frozen"]), set(shared["evaluating"])
@@ -375,26 +370,6 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0)
     if state.ema:
         _copy(rank_state["average_buffers"], _buffers(state.ema.average))
     return anew
-
-
-def _check_forms(shared: dict[str, Any], losses: torch.Tensor, user_state: UserState) -> None:
-    """Raises `ValueError` for values that no save writes. A checkpoint's writer may seal anything, and the first step would fail."""
-    (epoch, step), kept, history = shared["cursor"], shared["kept"], shared["history"]
-    for name in _PLAIN:
-        if type(kept[name]) is not type(getattr(user_state, name)):
-            raise ValueError(f"{name} is {kept[name]!r:.40}")
-    counts = {"epoch": epoch, "step": step, "steps": kept["steps"], "samples": kept["samples"]}
-    counts |= {name: history[name] for name in _COUNTS if name in history}
-    for name, count in counts.items():
-        if type(count) is not int or not 0 <= count < 1 << 63:
-            raise ValueError(f"its count of {name} is {count!r:.40}")
-    if losses.shape != (2 + len(kept["measured"]),):
-        raise ValueError(f"its sums of losses have the shape {list(losses.shape)}, not [{2 + len(kept['measured'])}]")
-    for saved in (shared["optimizer"], *shared["further_optimizers"].values()):
-        rates = [group[name] for group in saved["param_groups"] for name in ("lr", "initial_lr") if name in group]
-        for rate in rates:
-            if not (type(rate) in (int, float) or (isinstance(rate, torch.Tensor) and rate.numel() == 1)):
-                raise ValueError(f"it has the learning rate {rate!r:.40}")
 
 
 def _merged(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
