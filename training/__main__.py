@@ -217,7 +217,7 @@ def _fetch(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: AR
     if os.path.lexists(args.out):
         raise UserError(f"{args.out} exists already: choose another directory")
     with as_user_error(f"{args.url} cannot be read", EXIT_UNREACHABLE), replacing(args.out) as staging:
-        staging.mkdir()
+        staging.mkdir(parents=True)
         ObjectStore(args.url).download(staging, partial(_wanted, args, staging), to_stderr)
     print(printable(str(args.out)))
     return EXIT_DONE
