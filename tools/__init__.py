@@ -13,7 +13,7 @@ COMMANDS = {
     "goodput": "show where the time of one or several runs went, over all attempts",
 }
 """Commands of `lockstep`, each with a line of help: the module of that name has `main(argv)`."""
-RUN = "a run directory, or what its checkpoint.to says (s3://…)"
+RUN = "a run directory"
 
 
 def parser(name: str) -> Parser:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from lockstep.training.contract import EXIT_DONE, TIME_FILE, UserError, printable
 from lockstep.training.observe.account import TimeCategory, of_run, plain
-from lockstep.training.run.location import Location
 from lockstep.wire.status import goodput_line
 
 from . import RUN, parser
@@ -16,22 +16,22 @@ def main(argv: list[str]) -> int:
     """Prints the table, or JSON. Raises `UserError` for wrong arguments, and for a run without a record of its time."""
     parsed = parser("goodput")
     parsed.add_argument(
-        "runs", type=Location, metavar="RUN", nargs="+", help=f"{RUN}; several, such as those of a sweep"
+        "runs", type=Path, metavar="RUN", nargs="+", help=f"{RUN}; several, such as those of a sweep"
     )
     parsed.add_argument("--json", action="store_true", help="print one JSON value with stable fields")
     args = parsed.parse_args(argv)
-    runs: list[Location] = args.runs
-    accounts = [of_run(run.path) for run in runs]
+    runs: list[Path] = args.runs
+    accounts = [of_run(run) for run in runs]
     for run, account in zip(runs, accounts):
         if not account.attempts:
-            raise UserError(f"{run.name} has no {TIME_FILE} that can be read: give a run directory whose run has begun")
+            raise UserError(f"{run} has no {TIME_FILE} that can be read: give a run directory whose run has begun")
     total = plain(accounts)
     if args.json:
-        each = [{"run": run.name, **account.plain()} for run, account in zip(runs, accounts)]
+        each = [{"run": str(run), **account.plain()} for run, account in zip(runs, accounts)]
         print(json.dumps({"runs": each, "total": total}, indent=1))
         return EXIT_DONE
     for run, account in zip(runs, accounts):
-        print(printable(f"{run.name}: {goodput_line(account.shares())}, of {account.wall:.0f} s"))
+        print(printable(f"{run}: {goodput_line(account.shares())}, of {account.wall:.0f} s"))
     if len(runs) > 1:
         print(f"{len(runs)} runs: {goodput_line(total)}, of {total['wall_seconds']:.0f} s")
     print(f"{'':12} {'SECONDS':>12} {'SHARE':>7}")

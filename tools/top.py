@@ -8,10 +8,10 @@ import shutil
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.training.contract import EXIT_DONE, UserError, printable
-from lockstep.training.run.location import Location
 from lockstep.wire.status import slow_rank_line
 
 from . import RUN, parser
@@ -35,34 +35,33 @@ _HEAD = ("RANK", "STEP", "IMAGES/S", "MS/STEP", "WHERE A STEP GOES", "LOSS", "ME
 def main(argv: list[str]) -> int:
     """Shows the ranks. Raises `UserError` for wrong arguments, and for a run without metrics."""
     parsed = parser("top")
-    parsed.add_argument("run", type=Location, metavar="RUN", help=RUN)
+    parsed.add_argument("run", type=Path, metavar="RUN", help=RUN)
     parsed.add_argument("--every", type=float, default=3.0, help="seconds between two updates, from 0.2; default: 3")
     parsed.add_argument("--once", action="store_true", help="print one table and exit")
     parsed.add_argument("--json", action="store_true", help="print one JSON value with stable fields")
     args = parsed.parse_args(argv)
     if not 0.2 <= args.every < math.inf:
         raise UserError(f"--every must be a number of seconds from 0.2, got {args.every}")
-    run: Location = args.run
-    reader = Reader(run.path)
+    run: Path = args.run
+    reader = Reader(run)
     before = reader.read()
     if not before:
-        raise UserError(f"{run.name} has no metrics yet: check that it has started, and that metrics.enabled is true")
+        raise UserError(f"{run} has no metrics yet: check that it has started, and that metrics.enabled is true")
     if not args.once and not args.json:
         _live(run, reader, args.every)
         return EXIT_DONE
     time.sleep(0.0 if all(snapshot.values.get("finished") for snapshot in before.values()) else args.every)
-    run.look()
     ranks = reader.judged(before, reader.read() or before)
     if args.json:
         print(json.dumps([asdict(rank) for rank in ranks], indent=1))
         return EXIT_DONE
     from rich.console import Console
 
-    Console(width=None if sys.stdout.isatty() else 160).print(picture(run.name, ranks, len(ranks)))
+    Console(width=None if sys.stdout.isatty() else 160).print(picture(str(run), ranks, len(ranks)))
     return EXIT_DONE
 
 
-def _live(run: Location, reader: Reader, every: float) -> None:
+def _live(run: Path, reader: Reader, every: float) -> None:
     from rich.live import Live
 
     # Compares with the reading before the last, so that a slow step ends between the two.
@@ -70,11 +69,10 @@ def _live(run: Location, reader: Reader, every: float) -> None:
     ranks = reader.judged({}, readings[0])
     with Live(auto_refresh=False, screen=False) as live:
         while True:
-            live.update(picture(run.name, ranks, max(shutil.get_terminal_size().lines - AROUND, 1)), refresh=True)
+            live.update(picture(str(run), ranks, max(shutil.get_terminal_size().lines - AROUND, 1)), refresh=True)
             if all(rank.exit_code is not None for rank in ranks):
                 return
             time.sleep(every)
-            run.look()
             readings = [*readings[-2:], reader.read() or readings[-1]]
             ranks = reader.judged(readings[0], readings[-1])
 

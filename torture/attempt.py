@@ -7,19 +7,18 @@ import contextlib
 import json
 import math
 import os
-import re
+import resource
 import signal
 import subprocess
 import time
 import uuid
-from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.training.contract import EVENTS_FILE
 
 from . import processes
-from .disk import Disk, Tree
+from .disk import Tree
 from .processes import Process
 
 WATCH_SECONDS = 0.002
@@ -29,11 +28,9 @@ COUNT_SECONDS = 0.5
 
 class Fault(NamedTuple):
     whom: str
-    """Target: launcher, rank, all, worker, or disk."""
+    """Target: launcher, rank, all, or disk."""
     signals: tuple[int, ...] = ()
     """Signals that are sent one after the other, with a pause between two."""
-    usual: bool = True
-    """Whether the fault is drawn by default."""
 
 
 _KILL, _STOP, _CONT, _TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT, signal.SIGTERM
@@ -43,14 +40,8 @@ FAULTS = {
     "kill-all": Fault("all", (_KILL,)),
     "stop-rank": Fault("rank", (_STOP, _CONT)),
     "term": Fault("launcher", (_TERM,)),
-    "term-twice": Fault("launcher", (_TERM, _TERM)),
-    "term-all": Fault("all", (_TERM,)),
-    "int": Fault("launcher", (signal.SIGINT,)),
     "usr1": Fault("launcher", (signal.SIGUSR1,)),
     "disk-full": Fault("disk"),
-    "other-ranks": Fault("all", (_KILL,)),
-    "hang-rank": Fault("rank", (_STOP,), usual=False),
-    "hang-worker": Fault("worker", (_STOP,), usual=False),
 }
 
 
@@ -59,13 +50,13 @@ class Disturbance(NamedTuple):
     says: str
     """Description of the moment."""
     kind: str
-    """Kind of the moment: step, save, line; else time."""
+    """Kind of the moment: step or save; else time."""
     value: float
-    """Number of the step, of saves or of lines; or seconds since the start."""
+    """Number of the step or of saves; or seconds since the start."""
     delay: float = 0.0
     """Seconds after the moment."""
-    of: re.Pattern[str] | frozenset[str] = frozenset()
-    """Pattern of the line, or the kinds of files that are saves."""
+    of: frozenset[str] = frozenset()
+    """The kinds of files that are saves."""
     rank: float = 0.0
     """Position of the rank, as a share of the number of ranks."""
     pause: float = 0.0
@@ -75,35 +66,22 @@ class Disturbance(NamedTuple):
 class Attempt:
     """The observations of one start, and its end."""
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        run: Path,
-        ranks: int,
-        again: bool = False,
-        disturbance: Disturbance | None = None,
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, run: Path, disturbance: Disturbance | None = None) -> None:
         """
         Args:
-            args: flags of the command, with the words that `start` and `resume` the job, and whether the job runs `inside` its folder.
+            args: flags of the command, with the words that `start` the job, and whether the job runs `inside` its folder.
             run: folder that exists.
-            again: whether an earlier start has not ended with 0.
         """
         self.args, self.run, self.disturbance = args, run, disturbance
-        self.words = [
-            word.replace("{run}", str(run)).replace("{ranks}", str(ranks))
-            for word in (args.resume if again else args.start)
-        ]
+        self.words = [word.replace("{run}", str(run)).replace("{ranks}", str(args.ranks)) for word in args.start]
         self.mark = uuid.uuid4().hex
-        self.code = self.ranks = self.workers = 0
-        """Exit code of the first process, and the largest numbers of ranks and of their workers."""
+        self.code = self.ranks = 0
+        """Exit code of the first process, and the largest number of ranks."""
         self.seconds = 0.0
         self.steps: list[int] = []
         self.step_times: list[float] = []
         """Seconds since the start, for each step."""
         self.loss: float | None = None
-        self.lines: Counter[re.Pattern[str]] = Counter()
-        """Pattern of the user → number of lines that match it."""
         self.said: list[str] = []
         """Last lines of the output."""
         self.done = ""
@@ -118,7 +96,7 @@ class Attempt:
         self._rest = b""
         self._due: list[tuple[float, Process, int]] = []
 
-    def go(self, bound: float, disk: Disk | None = None) -> Attempt:
+    def go(self, bound: float) -> Attempt:
         """Runs the command until no process of it is left. A run of more than `bound` seconds counts as hung, and is killed."""
         temporary = self.run.parent / "tmp"
         temporary.mkdir(exist_ok=True)
@@ -131,13 +109,11 @@ class Attempt:
         assert self._launcher.stdout is not None
         os.set_blocking(self._launcher.stdout.fileno(), False)
         try:
-            self._watch(bound, disk)
+            self._watch(bound)
             self.hung = self._launcher.poll() is None
             if not self.hung:
                 self._wait_for_the_others()
         finally:
-            if disk is not None:
-                disk.release()
             killed = processes.end(self.mark, self._launcher.pid)
             self.code = self._launcher.wait()
             self._look()
@@ -145,7 +121,7 @@ class Attempt:
         self.left = [] if self.hung else killed
         return self
 
-    def _watch(self, bound: float, disk: Disk | None) -> None:
+    def _watch(self, bound: float) -> None:
         reached, counted = math.inf, 0.0
         while self._launcher.poll() is None and self.seconds < bound:
             self._look()
@@ -156,7 +132,7 @@ class Attempt:
                 if self._has_come(self.disturbance):
                     reached = min(reached, self.seconds + self.disturbance.delay)
                 if self.seconds >= reached:
-                    self._disturb(self.disturbance, disk)
+                    self._disturb(self.disturbance)
             self._send()
             time.sleep(max(WATCH_SECONDS, 3 * self.tree.cost))
 
@@ -172,8 +148,6 @@ class Attempt:
     def _has_come(self, moment: Disturbance) -> bool:
         if moment.kind == "step":
             return any(step >= moment.value for step in self.steps)
-        if isinstance(moment.of, re.Pattern):
-            return self.lines[moment.of] >= moment.value
         if moment.kind == "save":
             return self.tree.saves_of(moment.of) >= moment.value
         return self.seconds >= moment.value
@@ -198,8 +172,6 @@ class Attempt:
                 self._on_step(int(found[1]))
             if self.args.loss_pattern and (found := self.args.loss_pattern.search(line)):
                 self.loss = float(found[1])
-        for pattern in self.args.at:
-            self.lines[pattern] += pattern.search(line) is not None
 
     def _on_step(self, step: int) -> None:
         self.steps.append(step)
@@ -223,25 +195,27 @@ class Attempt:
                     if "train_loss" in event and not self.args.loss_pattern:
                         self.loss = float(event["train_loss"])
 
-    def _count(self) -> tuple[list[Process], list[Process], list[Process]]:
-        """Returns all processes, the ranks among them, and the processes that the ranks have started."""
+    def _count(self) -> tuple[list[Process], list[Process]]:
+        """Returns all processes, and the ranks among them."""
         living = processes.living(self.mark, self._launcher.pid)
-        ranks = processes.ranks_of(living, self._launcher.pid, self.args.rank_process)
-        workers = processes.workers_of(living, ranks)
+        ranks = processes.ranks_of(living, self._launcher.pid)
         if any(rank.pid != self._launcher.pid for rank in ranks):
-            self.ranks, self.workers = max(self.ranks, len(ranks)), max(self.workers, len(workers))
-        return living, ranks, workers
+            self.ranks = max(self.ranks, len(ranks))
+        return living, ranks
 
-    def _disturb(self, how: Disturbance, disk: Disk | None) -> None:
+    def _disturb(self, how: Disturbance) -> None:
         fault = FAULTS[how.fault]
-        living, ranks, workers = self._count()
-        if disk is not None and fault.whom == "disk":
-            self.done = disk.fill(living)
+        living, ranks = self._count()
+        if fault.whom == "disk":
+            for one in living:
+                with contextlib.suppress(OSError):
+                    resource.prlimit(one.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+            self.done = "no file may grow (RLIMIT_FSIZE)"
             return
         first = [one for one in living if one.pid == self._launcher.pid]
         all_ = first + [one for one in living if one not in first]
-        whom = {"launcher": first, "all": all_, "worker": workers}.get(fault.whom, ranks)
-        if fault.whom in ("rank", "worker"):
+        whom = {"launcher": first, "all": all_}.get(fault.whom, ranks)
+        if fault.whom == "rank":
             whom = whom[int(how.rank * len(whom)) :][:1]
         if whom:  # otherwise the target does not exist yet
             now = self.seconds

@@ -7,21 +7,16 @@ import random
 import shutil
 import statistics
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.training.config.settings import imported
 from lockstep.training.contract import UserError
 
 from . import weights
 from .attempt import Attempt, Disturbance
-from .disk import Disk, kind_of
 
-MOMENTS = ("start", "training", "step", "save", "line", "end")
-AGAIN = 0.3
-"""Share of the cases whose second start is killed, too."""
+MOMENTS = ("start", "training", "step", "save", "end")
 STARTS = 5
 A_DAY = 24 * 3600.0
 
@@ -50,8 +45,6 @@ class Case:
     """Steps that ranks took after their launcher's end: a start at that time would have met them."""
     left: list[str] = field(default_factory=list)
     """Processes that had to be killed after their launcher's end."""
-    files: list[str] = field(default_factory=list)
-    """Kinds of files that an undisturbed run does not have."""
     problems: list[str] = field(default_factory=list)
     """Reasons why the case has not held."""
 
@@ -64,12 +57,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Reference:
-    """The observations of the undisturbed runs with one number of ranks."""
+    """The observations of the undisturbed runs."""
 
     runs: list[Attempt]
     weights: list[weights.Fingerprints]
-    files: set[str]
-    size: int
 
     @property
     def deterministic(self) -> bool:
@@ -82,34 +73,23 @@ class Reference:
 
 class Torture:
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
-        """Raises `UserError` if the function that reads weights cannot be imported."""
         self.args, self.folder = args, folder
-        self.function = imported(args.weights_from, "a function that reads weights") if args.weights_from else None
-        self.references: list[Reference] = []
-        """References, one for each number of ranks."""
-
-    @property
-    def reference(self) -> Reference:
-        return self.references[0]
+        self.reference = Reference([], [])
 
     def undisturbed(self) -> None:
-        """Runs the command twice with each number of ranks, and a third time if the weights differ. Raises `UserError` if a run fails."""
-        for ranks in self.args.ranks if "other-ranks" in self.args.faults else self.args.ranks[:1]:
-            runs: list[Attempt] = []
-            found: list[weights.Fingerprints] = []
-            while len(runs) < 2 or (len(runs) == 2 and weights.differing(*found)):
-                run = self._fresh(f"calm-{ranks}-{len(runs) + 1}")
-                ended = Attempt(self.args, run, ranks).go(A_DAY)
-                if ended.code != 0 or ended.left:
-                    what = f"ended with {ended.code}" if ended.code else f"left behind {', '.join(_named(ended))}"
-                    raise UserError(
-                        f"undisturbed, the command {what}: mend that first. Its output: {' / '.join(ended.said)}"
-                    )
-                runs.append(ended)
-                found.append(self.read(run))
-                files, size = _files(run)
-                self._done_with(run)
-            self.references.append(Reference(runs, found, files, size))
+        """Runs the command twice, and a third time if the weights differ. Raises `UserError` if a run fails."""
+        runs, found = self.reference.runs, self.reference.weights
+        while len(runs) < 2 or (len(runs) == 2 and weights.differing(*found)):
+            run = self._fresh(f"calm-{len(runs) + 1}")
+            ended = Attempt(self.args, run).go(A_DAY)
+            if ended.code != 0 or ended.left:
+                what = f"ended with {ended.code}" if ended.code else f"left behind {', '.join(_named(ended))}"
+                raise UserError(
+                    f"undisturbed, the command {what}: mend that first. Its output: {' / '.join(ended.said)}"
+                )
+            runs.append(ended)
+            found.append(self.read(run))
+            self._done_with(run)
 
     def _fresh(self, name: str) -> Path:
         run = self.folder / name / "run"
@@ -122,12 +102,6 @@ class Torture:
 
     def read(self, run: Path) -> weights.Fingerprints:
         """Returns a run's weights. Raises `UserError`."""
-        if self.function is not None:
-            try:
-                values = self.function(run)
-            except Exception as error:
-                raise UserError(f"{self.args.weights_from} has raised {type(error).__name__}: {error}") from error
-            return weights.of_values(values, f"what {self.args.weights_from} has returned")
         return weights.of_file(weights.newest(run, self.args.weights))
 
     def about(self) -> str:
@@ -136,7 +110,7 @@ class Torture:
         told = [f"undisturbed: {reference.seconds:.1f} s", f"{first.ranks} ranks" if first.ranks else "one process"]
         told += [f"{len(first.steps)} steps seen" if first.steps else "no steps seen (--steps-pattern)"]
         told += [f"{first.tree.saves_of(first.tree.large())} saves seen"]
-        bounds = _spread([reference])
+        bounds = _spread(reference)
         if reference.deterministic:
             told += ["the same weights twice"]
         elif bounds is None:
@@ -148,7 +122,7 @@ class Torture:
     def as_json(self) -> dict[str, Any]:
         first, reference = self.reference.runs[0], self.reference
         return {
-            "command": self.args.start, "resume_command": self.args.resume,
+            "command": self.args.start,
             "undisturbed": {
                 "seconds": [round(run.seconds, 2) for run in reference.runs], "losses": [run.loss for run in reference.runs],
                 "deterministic": reference.deterministic, "ranks": first.ranks,
@@ -159,23 +133,14 @@ class Torture:
     def case(self, number: int) -> Case:
         """Runs one case, from its first start until it ends with 0, or was started `STARTS` times."""
         how = self._drawn(number)
-        draw = self._chance(f"start {number}")
-        plan = [how]
-        if draw.random() < AGAIN:
-            plan.append(Disturbance("kill-all", "", "time", draw.random() * self.reference.seconds))
         run = self._fresh(f"case-{number}")
-        disk = Disk(run, self.reference.size) if how.fault == "disk-full" else None
         bound = 3 * self.reference.seconds + self.args.hang_seconds
         starts: list[Attempt] = []
         try:
             while len(starts) < STARTS and (not starts or starts[-1].code != 0):
-                ranks = self.args.ranks[-1 if starts and how.fault == "other-ranks" else 0]
-                next_ = plan[len(starts)] if len(starts) < len(plan) else None
-                starts.append(Attempt(self.args, run, ranks, bool(starts), next_).go(bound, disk))
+                starts.append(Attempt(self.args, run, None if starts else how).go(bound))
             return self._judged(number, how, run, starts)
         finally:
-            if disk is not None:
-                disk.close()
             self._done_with(run)
 
     def _chance(self, what: str) -> random.Random:
@@ -184,12 +149,9 @@ class Torture:
     def _drawn(self, number: int) -> Disturbance:
         """Returns the disturbance of a case. Each fault comes once before any fault comes again, and so do the moments."""
         first = self.reference.runs[0]
-        faults = [name for name in self.args.faults if first.ranks or name not in ("kill-launcher", "term-all")]
-        faults = [name for name in faults if first.workers or name != "hang-worker"]
+        faults = [name for name in self.args.faults if first.ranks or name != "kill-launcher"]
         if not faults:
-            raise UserError(
-                f"nothing of {', '.join(self.args.faults)} fits a job of one process without workers: see --faults"
-            )
+            raise UserError("kill-launcher does not fit a job of one process: see --faults")
         moments = self._moments(number)
         order = self._chance("order")
         order.shuffle(faults)
@@ -217,17 +179,7 @@ class Torture:
         if kinds:
             save = 1 + int(share * run.tree.saves_of(kinds))
             found["save"] = (f"at save {save}", "save", save, delay, kinds)
-        for pattern, times in run.lines.items():
-            line = 1 + int(share * times)
-            if times:
-                found[f"line {pattern.pattern}"] = (
-                    f"at line {line} of {pattern.pattern}",
-                    "line",
-                    line,
-                    delay,
-                    pattern,
-                )
-        chosen = [words for name, words in found.items() if name.split()[0] in self.args.moments]
+        chosen = [words for name, words in found.items() if name in self.args.moments]
         if not chosen:
             raise UserError(
                 f"the undisturbed runs have shown none of the moments {', '.join(self.args.moments)}: see --moments"
@@ -247,7 +199,6 @@ class Torture:
         case.loss = next((start.loss for start in reversed(starts) if start.loss is not None), None)
         case.left = [one for start in starts for one in _named(start)]
         case.steps_alone = sum(start.steps_alone for start in starts)
-        case.files = sorted(_files(run)[0] - self.reference.files)
         if any(start.hung for start in starts):
             case.problems.append(
                 f"it hung: it took {self.args.hang_seconds:.0f} s longer than three undisturbed runs, and was killed"
@@ -271,21 +222,20 @@ class Torture:
         differing = weights.differing(self.reference.weights[0], found)
         if not differing:
             return "equal", ""
-        among = self.references if case.fault == "other-ranks" else [self.reference]
         told = f"{len(differing)} of {len(found)} tensors differ from the undisturbed run's, first {differing[0]}"
-        if len(among) == 1 and self.reference.deterministic:
+        if self.reference.deterministic:
             return "different", told
-        bounds = _spread(among)
+        bounds = _spread(self.reference)
         if bounds is None or case.loss is None:
-            return ("different", told) if self.reference.deterministic else ("not compared", "")
+            return "not compared", ""
         if bounds[0] <= case.loss <= bounds[1]:
             return "within spread", ""
         return "different", f"the last loss, {case.loss:.6g}, is not between {bounds[0]:.6g} and {bounds[1]:.6g}"
 
 
-def _spread(references: Iterable[Reference]) -> tuple[float, float] | None:
+def _spread(reference: Reference) -> tuple[float, float] | None:
     """Returns the interval that a loss must be in: the interval of the undisturbed runs, widened by its width on both sides."""
-    losses = [run.loss for reference in references for run in reference.runs]
+    losses = [run.loss for run in reference.runs]
     found = [loss for loss in losses if loss is not None]
     if len(found) < len(losses):
         return None
@@ -295,9 +245,3 @@ def _spread(references: Iterable[Reference]) -> tuple[float, float] | None:
 
 def _named(ended: Attempt) -> list[str]:
     return [f"process {one.pid} ({one.words[:60]})" for one in ended.left]
-
-
-def _files(run: Path) -> tuple[set[str], int]:
-    """Returns the kinds of files in the folder, and the bytes of all files."""
-    paths = [path for path in run.rglob("*") if path.is_file() and not path.is_symlink()]
-    return {kind_of(str(path.relative_to(run))) for path in paths}, sum(path.stat().st_size for path in paths)

@@ -16,13 +16,12 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 
 from lockstep.training.cli import Parser, count, positive
-from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError, printable, say
+from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, UserError, say
 
 from .attempt import FAULTS
 from .cases import MOMENTS, Case, Torture
@@ -53,14 +52,11 @@ def main(argv: list[str]) -> int:
 
 def _run(args: argparse.Namespace, torture: Torture) -> int:
     tell = (lambda _: None) if args.json else say
-    began = time.monotonic()
     torture.undisturbed()
     tell(torture.about())
     tell(_row(HEAD))
     cases: list[Case] = []
     for number in range(args.cases or len(args.faults)) if args.case is None else [args.case]:
-        if args.minutes and time.monotonic() - began > 60 * args.minutes:
-            break
         cases.append(torture.case(number))
         tell(_row(_cells(cases[-1])))
     failed = [case for case in cases if case.problems]
@@ -73,12 +69,6 @@ def _run(args: argparse.Namespace, torture: Torture) -> int:
     if args.json:
         told = [{**asdict(case), "verdict": case.verdict, "repeat": _again(args, case)} for case in cases]
         print(json.dumps({"held": not failed, "seed": args.seed, **torture.as_json(), "cases": told}, indent=1))
-    if args.report:
-        rows = [HEAD, tuple("---" for _ in HEAD), *map(_cells, cases)]
-        lines = ["# Torture", "", f"`{shlex.join(args.start)}`, seed {args.seed}", "", torture.about(), ""]
-        lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-        lines += ["", *(f"- case {case.case} again: `{_again(args, case)}`" for case in cases)]
-        args.report.write_text("".join(f"{printable(line)}\n" for line in lines))
     return EXIT_FAILED if failed else EXIT_DONE
 
 
@@ -91,11 +81,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--weights", default=WEIGHTS, metavar="GLOB", help="the weights of a run, of several files the last: "
                         f"safetensors, torch, npz, or any file; default: {WEIGHTS}")  # fmt: skip
-    parser.add_argument("--weights-from", metavar="MODULE:FUNCTION", help="a function that reads them: folder of the run → "
-                        "mapping of names to tensors, arrays or bytes")  # fmt: skip
-    parser.add_argument(
-        "--resume-command", metavar="COMMAND", help="the command that resumes a run, if it is not the same"
-    )
     parser.add_argument(
         "--steps-pattern", type=_pattern, metavar="REGEX", help="its first group is a step's number in the output"
     )
@@ -105,20 +90,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         metavar="REGEX",
         help="its first group is a loss in the output; the last counts",
     )
-    parser.add_argument("--at", type=_pattern, action="append", default=[], metavar="REGEX",
-                        help="a moment of your own: a line of the output, such as that of an evaluation; may be given again")  # fmt: skip
-    parser.add_argument("--faults", type=_of(FAULTS), metavar="NAME,…", help="which to draw from; default: all but hang-*, which need "
-                        "a --hang-seconds longer than the time limit of your collectives")  # fmt: skip
+    parser.add_argument("--faults", type=_of(FAULTS), default=list(FAULTS), metavar="NAME,…",
+                        help="which to draw from; default: all")  # fmt: skip
     parser.add_argument("--moments", type=_of(MOMENTS), default=list(MOMENTS), metavar="NAME,…",
                         help=f"which to draw from; default: all of {', '.join(MOMENTS)} that are seen")  # fmt: skip
-    parser.add_argument("--ranks", type=lambda text: [*map(positive, text.split(","))], default=[2], metavar="N[,M]",
-                        help="ranks for {ranks}; with a second number some cases resume with that; default: 2")  # fmt: skip
-    parser.add_argument("--rank-process", default="", metavar="REGEX", help="matches the command line of a rank, if a launcher "
-                        "does not set RANK for it")  # fmt: skip
+    parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="ranks for {ranks}; default: 2")
     parser.add_argument("--seed", type=count, default=0, help="default: 0")
     parser.add_argument("--cases", type=positive, metavar="N", help="default: one for each fault")
     parser.add_argument("--case", type=count, metavar="K", help="only this one")
-    parser.add_argument("--minutes", type=positive, metavar="M", help="begin no case after this time")
     parser.add_argument("--hang-seconds", type=positive, default=60, metavar="SECONDS",
                         help="how much longer than three undisturbed runs a start may take; default: 60")  # fmt: skip
     parser.add_argument("--grace-seconds", type=positive, default=10, metavar="SECONDS",
@@ -127,22 +106,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--keep", type=Path, metavar="DIR", help="a new folder that keeps all runs; default: a temporary one"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON value with stable fields")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="also write the table into a new file, in Markdown")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what is tortured: see below")
     args = parser.parse_args(argv)
     args.words = argv[: len(argv) - len(args.command)]
-    if len(args.ranks) > 2:
-        parser.error(f"--ranks is one number or two, got {len(args.ranks)}")
     if args.command in ([], ["--"]):
         parser.error("nothing to torture: add `-- PROGRAM …`, or a recipe's name")
-    for path in (args.keep, args.report):
-        if path is not None and (os.path.lexists(path) or not os.access(path.absolute().parent, os.W_OK)):
-            raise UserError(f"{path} cannot be made: it exists already, or its folder cannot be written")
-    others = len(args.ranks) == 2 and (args.command[0] != "--" or any("{ranks}" in word for word in args.command))
-    if args.faults and "other-ranks" in args.faults and not others:
-        parser.error("other-ranks needs two numbers in --ranks, and {ranks} in the command")
-    usual = [name for name, fault in FAULTS.items() if fault.usual and (others or name != "other-ranks")]
-    args.faults = args.faults or usual
+    if (keep := args.keep) is not None and (os.path.lexists(keep) or not os.access(keep.absolute().parent, os.W_OK)):
+        raise UserError(f"{keep} cannot be made: it exists already, or its folder cannot be written")
     return args
 
 
@@ -166,7 +136,7 @@ def _of(names: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def _resolve(args: argparse.Namespace) -> None:
-    """Adds the words that `start` and `resume` the job, and whether the job runs `inside` its folder. Raises `UserError`."""
+    """Adds the words that `start` the job, and whether the job runs `inside` its folder. Raises `UserError`."""
     words = args.command[1:]
     if args.command[0] != "--":
         launch = [sys.executable, "-m", "lockstep.training", "launch", "--ranks", "{ranks}", "--no-prefix"]
@@ -180,10 +150,7 @@ def _resolve(args: argparse.Namespace) -> None:
         pattern = getattr(args, name)
         if pattern is not None and not pattern.groups:
             raise UserError(f"--{name.replace('_', '-')} has no group: put the number into ( )")
-    try:
-        args.start, args.resume = words, shlex.split(args.resume_command) if args.resume_command else words
-    except ValueError as error:
-        raise UserError(f"--resume-command: {error}") from None
+    args.start = words
 
 
 def _cells(case: Case) -> tuple[str, ...]:
@@ -198,8 +165,7 @@ def _row(cells: tuple[str, ...]) -> str:
 
 
 def _again(args: argparse.Namespace, case: Case) -> str:
-    """Returns the command that repeats the case. The last of repeated flags counts. Leaves out files to write, which exist now."""
-    written = {str(path) for path in (args.report, args.keep) if path}
-    words = [word for word in args.words if word not in {"--json", "--report", "--keep", *written}]
+    """Returns the command that repeats the case. The last of repeated flags counts. Leaves out the folder to keep, which exists now."""
+    words = [word for word in args.words if word not in {"--json", "--keep", str(args.keep)}]
     words += ["--seed", str(args.seed), "--case", str(case.case)]
     return f"lockstep torture {shlex.join([*words, *args.command])}"

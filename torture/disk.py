@@ -1,20 +1,14 @@
-"""A run's folder: the files that are saved in it, and a full disk below it."""
+"""A run's folder: the files that are saved in it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-import resource
-import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from .processes import Process
-
-BALLAST = ".lockstep-torture-ballast"
 _SIZE_OF_A_SAVE = 0.1
 """Files that are smaller than this share of the largest one are records, and no saves."""
 
@@ -76,60 +70,5 @@ def _files(folder: str) -> Iterator[tuple[str, os.stat_result]]:
             with contextlib.suppress(OSError):
                 if entry.is_dir(follow_symlinks=False):
                     yield from _files(entry.path)
-                elif entry.name != BALLAST:
+                else:
                     yield entry.path, entry.stat(follow_symlinks=False)
-
-
-class Disk:
-    """The storage below a run's folder: a small file system that can be full. If none may be mounted, it is a limit on the size of
-    files that the job's processes write (EFBIG in place of ENOSPC)."""
-
-    def __init__(self, run: Path, needed: int) -> None:
-        """
-        Args:
-            needed: bytes of an undisturbed run.
-        """
-        self.run, self.filling = run, threading.Event()
-        self.thread = threading.Thread(target=self._fill, daemon=True)
-        size = f"size={max(32 << 20, 4 * needed)}"
-        self.mounted = _succeeds(["mount", "-t", "tmpfs", "-o", size, "lockstep-torture", str(run)])
-
-    def fill(self, living: list[Process]) -> str:
-        """Fills the disk, and returns a description."""
-        if self.mounted:
-            room = os.statvfs(self.run)
-            with (self.run / BALLAST).open("wb") as file, contextlib.suppress(OSError):  # the job may be faster
-                os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize)
-            self.filling.set()
-            self.thread.start()
-            return "the disk is full (a tmpfs)"
-        for one in living:
-            with contextlib.suppress(OSError):
-                resource.prlimit(one.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-        return "no file may grow (RLIMIT_FSIZE)"
-
-    def _fill(self) -> None:
-        """Fills space that the job frees, too."""
-        with (self.run / BALLAST).open("ab", buffering=0) as file:
-            while self.filling.is_set():
-                try:
-                    file.write(bytes(4096))
-                except OSError:
-                    time.sleep(0.001)
-
-    def release(self) -> None:
-        """Frees the space."""
-        if self.filling.is_set():
-            self.filling.clear()
-            self.thread.join()
-            (self.run / BALLAST).unlink(missing_ok=True)
-
-    def close(self) -> None:
-        if self.mounted:
-            _succeeds(["umount", "--lazy", str(self.run)])
-
-
-def _succeeds(words: list[str]) -> bool:
-    with contextlib.suppress(OSError):
-        return subprocess.run(words, capture_output=True, check=False, timeout=30).returncode == 0
-    return False

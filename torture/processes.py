@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.training.contract import ENV_TORTURE, OF_A_JOB
-from lockstep.wire.progress import WATCHER, stat_of, variables_of
+from lockstep.wire.progress import stat_of, variables_of
 
 RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _OF_A_LAUNCHER = {*OF_A_JOB, *RANK_NAMES, "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -77,27 +76,11 @@ def _stat(pid: int) -> tuple[int, int, int] | None:
     return None if not fields or fields[0] in "ZX" else (int(fields[1]), int(fields[19]), int(fields[3]))
 
 
-def ranks_of(living: list[Process], launcher: int, pattern: str) -> list[Process]:
-    """Returns the first process of each rank, seen from the launcher, in the order of ranks; for a job without ranks the launcher.
-
-    Args:
-        pattern: matches the command line of a rank whose environment does not mark it as a rank; empty for none of these.
-    """
-    if pattern:
-        return sorted((one for one in living if re.search(pattern, one.words)), key=lambda one: one.pid)
+def ranks_of(living: list[Process], launcher: int) -> list[Process]:
+    """Returns the first process of each rank, seen from the launcher, in the order of ranks; for a job without ranks the launcher."""
     by_pid = {one.pid: one for one in living}
     found = [one for one in living if one.rank and (one.parent not in by_pid or by_pid[one.parent].rank != one.rank)]
     return sorted(found, key=lambda one: (len(one.rank), one.rank)) or [one for one in living if one.pid == launcher]
-
-
-def workers_of(living: list[Process], ranks: list[Process]) -> list[Process]:
-    """Returns the processes that the ranks have started, such as a loader's workers."""
-    parents = {rank.pid for rank in ranks}
-    return [
-        one
-        for one in living
-        if one.parent in parents and not re.search(rf"resource_tracker|{re.escape(WATCHER)}", one.words)
-    ]
 
 
 def end(mark: str, session: int) -> list[Process]:

@@ -47,11 +47,11 @@ def of_file(path: Path) -> Fingerprints:
 
 
 def of_values(values: Any, where: str) -> Fingerprints:
-    """Returns the fingerprints of tensors, arrays and bytes in nested mappings and lists. Raises `UserError` if there are none."""
+    """Returns the fingerprints of tensors in nested mappings and lists. Raises `UserError` if there are none."""
     found: Fingerprints = {}
     _walk(values, "", found)
     if not found:
-        raise UserError(f"{where} has no tensor, array or bytes")
+        raise UserError(f"{where} has no tensor")
     return found
 
 
@@ -66,15 +66,11 @@ def _walk(value: Any, place: str, found: Fingerprints) -> None:
     elif isinstance(value, (list, tuple)):
         for number, inner in enumerate(value):
             _walk(inner, f"{place}.{number}".lstrip("."), found)
-    elif isinstance(value, (bytes, bytearray)):
-        found[place] = _digest("", bytes(value))
     elif hasattr(value, "detach"):  # a tensor
         import torch
 
         plain = value.detach().cpu().contiguous().flatten()
         found[place] = _digest(f"{value.dtype} {tuple(value.shape)}", plain.view(torch.uint8).numpy().tobytes())
-    elif hasattr(value, "tobytes") and hasattr(value, "dtype"):  # an array of numpy
-        found[place] = _digest(f"{value.dtype} {value.shape}", value.tobytes())
 
 
 def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:

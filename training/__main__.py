@@ -17,8 +17,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
 from lockstep.wire.signals import FORWARDED, end_with_launcher
 
@@ -34,22 +35,19 @@ from .cli import COMMANDS, PROGRAM, Parser, add_set, answering, count
 from .contract import (
     EXIT_DONE,
     EXIT_NO_READER,
+    EXIT_UNREACHABLE,
     UserError,
     print_error,
     printable,
     say,
     to_stderr,
 )  # fmt: skip
-from .files import keep_out_others
-
-if TYPE_CHECKING:
-    from .run.location import Location
+from .files import keep_out_others, replacing
 
 _BEGAN = time.perf_counter()
 
 
 _RECIPE = "a recipe's name, or the path of a YAML file"
-_RUN = "a run directory, or what its checkpoint.to says (s3://…)"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     shard.set_defaults(action=_shard)
 
     evaluate = commands.add_parser("evaluate", help=COMMANDS["evaluate"])
-    evaluate.add_argument("target", type=_location, metavar="RUN", help=_RUN)
+    evaluate.add_argument("target", type=Path, metavar="RUN", help="a run directory")
     _add_set(evaluate, "data.root=DIR")
     evaluate.add_argument(
         "--trust-model",
@@ -91,13 +89,18 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(action=_evaluate)
 
     export = commands.add_parser("export", help=COMMANDS["export"])
-    export.add_argument("target", type=_location, metavar="RUN", help=_RUN)
+    export.add_argument("target", type=Path, metavar="RUN", help="a run directory")
     export.add_argument("out", type=Path, metavar="OUT", help="a new file: .safetensors, or .pth for torch.load")
-    which = export.add_mutually_exclusive_group()
-    which.add_argument("--best", action="store_true", help="the checkpoint with the best score (checkpoint.keep_best); "
-                       "default: the newest")  # fmt: skip
-    which.add_argument("--step", type=count, metavar="N", help="the checkpoint of step N")
+    _add_which(export)
     export.set_defaults(action=_export)
+
+    fetch = commands.add_parser("fetch", help=COMMANDS["fetch"])
+    fetch.add_argument("url", metavar="URL", help="what the run's checkpoint.to says (s3://…)")
+    fetch.add_argument(
+        "out", type=Path, metavar="DIR", help="a new directory, for the commands that take a run directory"
+    )
+    _add_which(fetch)
+    fetch.set_defaults(action=_fetch)
 
     settings = commands.add_parser("settings", help=COMMANDS["settings"])
     settings.add_argument(
@@ -115,10 +118,20 @@ def _add_set(parser: argparse.ArgumentParser, example: str = "epochs=2 lr=0.1") 
     add_set(parser, f"change settings, e.g. --set {example} (all names: {PROGRAM} settings)")
 
 
-def _location(text: str) -> Location:
-    from .run.location import Location
+def _add_which(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--best", action="store_true", help="the checkpoint with the best score (checkpoint.keep_best); "
+                       "default: the newest")  # fmt: skip
+    which.add_argument("--step", type=count, metavar="N", help="the checkpoint of step N")
 
-    return Location(text)
+
+def _wanted(args: argparse.Namespace, run_dir: Path) -> Any:
+    """Returns the checkpoint that the arguments of `_add_which` choose: a step, the rule of the best, or None, the newest."""
+    from .checkpoint.store import Rule
+    from .observe import rundir
+
+    keep_best = rundir.read_run(run_dir)["config"].checkpoint.keep_best
+    return Rule.of(keep_best) if args.best else args.step
 
 
 def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
@@ -165,12 +178,10 @@ def _evaluate(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     from .parallel import world
     from .recipe import evaluate as scoring
 
-    run: Location = args.target
-    config, checksum = scoring.config_of(run.path, args.assignments, args.trust_model)
-    run.bring(warn=to_stderr)
+    config, checksum = scoring.config_of(args.target, args.assignments, args.trust_model)
     with world.joined(world.detect(env), config.device, config.collective_timeout, config.backend) as joined:
         world.set_threads(joined, config.threads, env)
-        score = scoring.score_run(run.path, config, checksum, joined)
+        score = scoring.score_run(args.target, config, checksum, joined)
         if joined.leader:
             print(f"accuracy {score.accuracy:.4f} ({score.correct} of {score.count}), loss {score.loss:.4f}")
     return EXIT_DONE
@@ -178,16 +189,23 @@ def _evaluate(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
     from .checkpoint import weights
-    from .checkpoint.store import Rule
-    from .observe import rundir
 
-    run: Location = args.target
-    config = rundir.read_run(run.path)["config"]
-    wanted = Rule.of(config.checkpoint.keep_best) if args.best else args.step
-    run.bring(wanted)
-    tensors, step, values = weights.from_run(run.path, wanted=wanted)
+    tensors, step, values = weights.from_run(args.target, wanted=_wanted(args, args.target))
     weights.write(tensors, args.out, values)
     print(printable(f"{args.out}: {len(tensors)} tensors of step {step}"))
+    return EXIT_DONE
+
+
+def _fetch(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
+    from .bucket import as_user_error
+    from .checkpoint.object_store import ObjectStore
+
+    if os.path.lexists(args.out):
+        raise UserError(f"{args.out} exists already: choose another directory")
+    with as_user_error(f"{args.url} cannot be read", EXIT_UNREACHABLE), replacing(args.out) as staging:
+        staging.mkdir(parents=True)
+        ObjectStore(args.url).download(staging, partial(_wanted, args, staging), to_stderr)
+    print(printable(str(args.out)))
     return EXIT_DONE
 
 

@@ -1,9 +1,8 @@
 """A bucket: the requests to it, and the layout of a run in it. Imports no torch.
 
-    PREFIX/head                             a JSON object (`Head`): the attempt that may write, the checkpoints, the run's files.
+    PREFIX/head                             a JSON object (`Head`): the attempt that may write, the settings, the files.
     PREFIX/<commit>/step-00000100/<file>    the files of a checkpoint, as on a disk.
-    PREFIX/<commit>/run/<file>              files of the run directory.
-    PREFIX/replaced/<commit>                the head of a run that `--fresh` has replaced.
+    PREFIX/<commit>/run/files.zip           files of the run directory.
 
 `checkpoint/object_store.py` writes them, and has the protocol.
 """
@@ -16,8 +15,7 @@ import functools
 import hashlib
 import os
 import re
-import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, TypeAlias
@@ -29,8 +27,6 @@ from .contract import BUCKET_URL, EXIT_FAILED, UserError, printable
 
 HEAD = "head"
 MAX_HEAD_BYTES = 4 << 20
-TRIES = 3
-"""Downloads of an object before it counts as damaged in the bucket. obstore itself repeats requests that have no answer."""
 _PART = 16 << 20
 """Bytes of a request, of which `_AT_ONCE` are under way: that bounds the memory. A store bounds the speed of each. An answer has to arrive
 within the client's time-out: that of a whole object does not."""
@@ -45,8 +41,6 @@ Tag: TypeAlias = Any
 """The version of an object that a conditional write compares: an entity tag, a generation."""
 KEY = r"[0-9a-f]{32}/[a-z0-9-]{1,40}/[a-z][a-z0-9./-]{0,60}"
 """The keys of files that attempts send."""
-RUN_FILE_NAME = r"(events|time)\.jsonl|(status|summary)\.json|run\.yaml|metrics/rank-\d{5,9}\.prom"
-"""The files of the run directory that a commit holds."""
 _Token = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 _Size = Annotated[int, Field(ge=0, lt=1 << 60)]
 
@@ -79,7 +73,7 @@ class CheckpointEntry(_Strict):
 class Head(_Strict):
     """The content of `head`: one commit. `commit` is drawn anew each time; `sha256` is the digest of the other fields."""
 
-    format: Literal[3] = 3
+    format: Literal[4] = 4
     run: _Token
     holder: _Token
     commit: _Token
@@ -87,8 +81,10 @@ class Head(_Strict):
     """The word of `--fresh` with which the run was begun."""
     checkpoints: list[CheckpointEntry] = []
     """Newest first."""
-    run_files: dict[Annotated[str, Field(pattern=f"^({RUN_FILE_NAME})$")], File] = {}
-    """The files of the run directory, as of this commit."""
+    run_yaml: str = ""
+    """The settings of the run; empty: nothing is committed yet."""
+    run_files: File | None = None
+    """An archive of other files of the run directory, as of this commit."""
     sha256: str = ""
 
     def seal(self) -> str:
@@ -100,8 +96,8 @@ class Head(_Strict):
     @property
     def keys(self) -> set[str]:
         """The keys of all files that it names."""
-        folders = [entry.files for entry in self.checkpoints] + [self.run_files]
-        return {file.key for folder in folders for file in folder.values()}
+        checkpoints = [file for entry in self.checkpoints for file in entry.files.values()]
+        return {file.key for file in [*checkpoints, self.run_files] if file is not None}
 
 
 class Bucket:
@@ -110,13 +106,12 @@ class Bucket:
     Args:
         url: `s3://BUCKET/PREFIX`, `gs://…`, `az://CONTAINER/PREFIX`. Endpoint and credentials come from the environment, or from the
             identity of the node or pod.
-        retries: of a request that has no answer.
 
     Raises:
         UserError: it is no such URL, or obstore is not installed.
     """
 
-    def __init__(self, url: str, retries: int = 6) -> None:
+    def __init__(self, url: str) -> None:
         with extras.explained():
             import obstore
             from obstore import exceptions
@@ -126,13 +121,13 @@ class Bucket:
                 f"expected s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, got {printable(url)}"
             )
         self.url = url.rstrip("/")
-        self._obstore, self._errors, self._loop = obstore, exceptions, _loop(os.getpid())
+        self._obstore, self._errors = obstore, exceptions
         plain = any(value.startswith("http://") for name, value in os.environ.items() if "ENDPOINT" in name)
         try:
             self._store = from_url(
                 self.url,
                 client_options={"timeout": "60s", "connect_timeout": "10s", "allow_http": plain},
-                retry_config={"max_retries": retries, "retry_timeout": timedelta(seconds=60), "backoff": _BACKOFF},
+                retry_config={"max_retries": 6, "retry_timeout": timedelta(seconds=60), "backoff": _BACKOFF},
             )
         except (exceptions.BaseError, ValueError) as error:
             raise UserError(f"{self.url} cannot be used: {_reason(error)}") from None
@@ -156,23 +151,15 @@ class Bucket:
 
     def read_head(self) -> tuple[Head, Tag] | None:
         """Returns the head; None: there is none. Raises `OSError`."""
-        for _ in range(TRIES):
-            try:
-                text, tag = self.read(HEAD, MAX_HEAD_BYTES)
-            except FileNotFoundError:
-                return None
-            with contextlib.suppress(ValidationError):
-                head = Head.model_validate_json(text)
-                if head.sha256 == head.seal():
-                    return head, tag
+        try:
+            text, tag = self.read(HEAD, MAX_HEAD_BYTES)
+        except FileNotFoundError:
+            return None
+        with contextlib.suppress(ValidationError):
+            head = Head.model_validate_json(text)
+            if head.sha256 == head.seal():
+                return head, tag
         raise OSError(f"{self.url}/{HEAD} is not what a run writes: choose another prefix")
-
-    def heads(self) -> Iterator[Head]:
-        """Yields the head, and each newer one: its commit may remove files that the earlier head names. Raises `OSError`."""
-        commit = ""
-        while (current := self.read_head()) is not None and current[0].commit != commit:
-            commit = current[0].commit
-            yield current[0]
 
     def read(self, key: str, limit: int) -> tuple[bytes, Tag]:
         """Returns a small object, and its tag. Raises `OSError` if it has more than `limit` bytes, `FileNotFoundError`."""
@@ -198,18 +185,7 @@ class Bucket:
         Raises:
             OSError: there is no answer.
         """
-        with self._asking(key):
-            if self._put_if(key, data, tag):
-                return True
-            # Refused, and the tag is still that one: Ceph compares it without its quotes (until ceph/ceph#63348). R2 wants them, so only a
-            # store that refuses its own tag is asked without.
-            with contextlib.suppress(FileNotFoundError):
-                bare = tag and {name: value.strip('"') for name, value in tag.items()}
-                return tag == _tag(self._obstore.head(self._store, key)) and self._put_if(key, data, bare)
-        return False
-
-    def _put_if(self, key: str, data: bytes, tag: Tag | None) -> bool:
-        with contextlib.suppress(self._errors.AlreadyExistsError, self._errors.PreconditionError):
+        with self._asking(key), contextlib.suppress(self._errors.AlreadyExistsError, self._errors.PreconditionError):
             self._obstore.put(self._store, key, data, mode="create" if tag is None else tag, use_multipart=False)
             return True
         return False
@@ -237,16 +213,14 @@ class Bucket:
             raise Damaged(f"{self.url}/{key} is not what was written: it has {actual} bytes, expected {size}")
 
         async def load(starts: range) -> list[Any]:
-            get, ends = self._obstore.get_range_async, (min(start + _PART, size) for start in starts)
-            return await asyncio.gather(
-                *(get(self._store, key, start=start, end=end) for start, end in zip(starts, ends))
-            )
+            get = functools.partial(self._obstore.get_range_async, self._store, key)
+            return await asyncio.gather(*(get(start=start, end=min(start + _PART, size)) for start in starts))
 
         digest, starts = hashlib.sha256(), range(0, size, _PART)
         for first in range(0, len(starts), _AT_ONCE):  # not all at once: what is loaded early waits in memory
-            loading = load(starts[first : first + _AT_ONCE])
-            with self._asking(key):
-                loaded = asyncio.run_coroutine_threadsafe(loading, self._loop).result()
+            # Neither a thread, which a save must not start, nor an executor, for whose threads the end of a process waits.
+            with self._asking(key), contextlib.closing(asyncio.new_event_loop()) as loop:
+                loaded = loop.run_until_complete(load(starts[first : first + _AT_ONCE]))
             for part in loaded:
                 piece = memoryview(part)
                 digest.update(piece)
@@ -257,27 +231,9 @@ class Bucket:
     def fetch(self, key: str, size: int, sha256: str, path: Path) -> None:
         """Downloads an object into a new file, which is on the disk when this returns. Raises as `pieces`."""
         with path.open("xb") as file:
-            for tries_left in reversed(range(TRIES)):
-                try:
-                    file.truncate(file.seek(0))
-                    file.writelines(self.pieces(key, size, sha256))
-                    break
-                except Damaged:
-                    if not tries_left:
-                        raise
+            file.writelines(self.pieces(key, size, sha256))
             file.flush()
             files.fsync(file.fileno())
-
-    def restore(self, run_files: Mapping[str, File], directory: Path) -> None:
-        """Replaces those files of a run directory that differ. Raises `OSError`, `Damaged`."""
-        for name, file in run_files.items():
-            path = directory / name
-            path.parent.mkdir(exist_ok=True)
-            with files.opened_folder(path.parent) as folder:
-                target = folder / path.name
-                if not target.is_file() or files.difference(target, file.sha256, file.bytes) is not None:
-                    with files.replacing(target) as staging:
-                        self.fetch(file.key, file.bytes, file.sha256, staging)
 
     def keys(self) -> list[str]:
         """Returns the keys of all objects. Raises `OSError`."""
@@ -289,15 +245,6 @@ class Bucket:
         with contextlib.suppress(OSError), self._asking(""):
             if keys:
                 self._obstore.delete(self._store, list(keys))
-
-
-@functools.cache
-def _loop(process: int) -> asyncio.AbstractEventLoop:
-    """Returns the event loop that waits for several answers at once. Its thread lives as long as the process, because a save starts and
-    ends no thread (`checkpoint/store.py`). The end of a process does not wait for it."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name=f"bucket-{process}", daemon=True).start()
-    return loop
 
 
 def _tag(meta: Any) -> Tag:

@@ -47,17 +47,5 @@ _EXTRA_OF = {package: extra for extra, packages in EXTRAS.items() for package in
 
 
 def _missing(package: str) -> UserError:
-    """Returns the error, which says how to install the extra of the package.
-
-    pip takes the name from what is installed, so the command works offline from an index that does not have us.
-    A checkout that is only on the path is installed by its own: its name might be asked of an index.
-    """
-    from importlib import metadata  # which no command needs that runs
-
-    extra = _EXTRA_OF[package]
-    try:
-        metadata.distribution(DISTRIBUTION)
-        install = f"run pip install '{DISTRIBUTION}[{extra}]'"
-    except metadata.PackageNotFoundError:
-        install = f"run pip install '.[{extra}]' in Lockstep's checkout"
-    return UserError(f"this needs Lockstep's extra [{extra}], and {package} is not installed: {install}")
+    install = f"run pip install '{DISTRIBUTION}[{_EXTRA_OF[package]}]'"
+    return UserError(f"this needs Lockstep's extra [{_EXTRA_OF[package]}], and {package} is not installed: {install}")

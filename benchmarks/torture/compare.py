@@ -1,7 +1,7 @@
-"""python -m benchmarks.torture.compare --python PYTHON: `lockstep torture` of one small training with Lockstep and five other libraries.
+"""python -m benchmarks.torture.compare --python PYTHON: `lockstep torture` of one small training with Lockstep and four other libraries.
 
 Each script is what the library's documentation writes for a training that resumes (in its first line: which page). PYTHON has
-lightning, accelerate, transformers and ray[train]. The same faults, in the same order, at steps and saves that the seed draws.
+lightning, accelerate and transformers. The same faults, in the same order, at steps and saves that the seed draws.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ PEERS: dict[str, tuple[str, ...]] = {
     "Lightning": (*TORCHRUN, "3", "lightning_trainer.py"),
     "Accelerate": (*TORCHRUN, "3", "accelerate_loop.py"),
     "Transformers": (*TORCHRUN, "3", "transformers_trainer.py"),
-    "Ray Train": ("ray_train.py",),
 }  # fmt: skip
 """What follows the interpreter."""
 VERSIONS = """
 import importlib.metadata, importlib.util, json
-names = ("torch", "lightning", "accelerate", "transformers", "ray")
+names = ("torch", "lightning", "accelerate", "transformers")
 print(json.dumps({name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name)}))
 """
 FAULTS = ("kill-rank", "kill-launcher", "kill-all", "term", "disk-full")
@@ -45,7 +44,6 @@ def tortured(peer: str, python: str, seed: int, cases: int) -> dict[str, Any]:
         "--grace-seconds", "60", "--weights", "{run}/final.pt",
         "--steps-pattern", r"step (\d+) loss", "--loss-pattern", r"step \d+ loss (\S+)",
     ]  # fmt: skip
-    options += ["--rank-process", "ray::.*TrainWorker"] if peer == "Ray Train" else []
     torture = [sys.executable, "-m", "lockstep", "torture", *options, "--", *command]
     done = subprocess.run(torture, capture_output=True, text=True, timeout=BOUND, check=False)
     if done.returncode == 2:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests import product
 from tests.product import UserError
@@ -59,34 +58,6 @@ def _npz(root: Path) -> tuple[str, Path]:
     return "arrays", root
 
 
-def _rezipped(
-    root: Path, change: Callable[[str, bytes], bytes], kind: int = zipfile.ZIP_STORED, size: int = 1
-) -> tuple[str, Path]:
-    """A weight file whose entries are changed, or packed."""
-    torch.save({"w": torch.zeros(size)}, root / "plain.pth")
-    with (
-        zipfile.ZipFile(root / "plain.pth") as plain,
-        zipfile.ZipFile(root / "w.pth", "w", kind, compresslevel=1) as packed,
-    ):
-        for entry in plain.infolist():
-            packed.writestr(entry.filename, change(entry.filename, plain.read(entry)))
-    (root / "plain.pth").unlink()
-    assert (root / "w.pth").stat().st_size < 2 << 20
-    return "weights", root / "w.pth"
-
-
-def _pickled(root: Path, pickled: bytes) -> tuple[str, Path]:
-    return _rezipped(root, lambda name, data: pickled if name.endswith("data.pkl") else data)
-
-
-def _old_pickle(root: Path) -> tuple[str, Path]:
-    """In the form that torch wrote before it packed its files."""
-    torch.save({"w": torch.zeros(1)}, root / "w.pth", _use_new_zipfile_serialization=False)
-    data = (root / "w.pth").read_bytes()
-    (root / "w.pth").write_bytes(data[: data.index(b"ccollections")] + GIGABYTE)
-    return "weights", root / "w.pth"
-
-
 def _state(root: Path) -> tuple[str, Path]:
     """Of a checkpoint, sealed as it should be."""
     path = product.save(root / "checkpoints", 1, {"shared": {}, "ranks": []})
@@ -95,21 +66,8 @@ def _state(root: Path) -> tuple[str, Path]:
     return "checkpoint", path
 
 
-GIGABYTE = b"\x80\x02cbuiltins\nbytearray\n\x8a\x05\x00\x00\x00\x40\x00\x85R."
-LISTS = (
-    b"\x80\x02ctorch\nTensor\n](K\x01K\x01eq\x00"
-    + b"".join(b"0](h%ch%ceq%c" % (n, n, n + 1) for n in range(28))
-    + b"\x85R."
-)
 BOMBS: dict[str, tuple[Callable[[Path], tuple[str, Path]], str]] = {
     "a gigabyte of labels": (_labels, "at most"),
-    "packed weights": (
-        lambda root: _rezipped(root, lambda _, data: data, zipfile.ZIP_DEFLATED, 1 << 26),
-        "is compressed",
-    ),
-    "a pickle of a gigabyte": (lambda root: _pickled(root, GIGABYTE), "w.pth"),
-    "a pickle of lists in lists": (lambda root: _pickled(root, LISTS), "w.pth"),
-    "an old pickle of a gigabyte": (_old_pickle, "w.pth"),
     "a packed npz of large samples": (_npz, r"train.npz.* at most \d+"),
     "a state of many megabytes": (_state, "at most"),
 }
@@ -119,7 +77,7 @@ BOMBS: dict[str, tuple[Callable[[Path], tuple[str, Path]], str]] = {
 def test_a_small_file_that_would_fill_the_memory(name: str, tmp_path: Path) -> None:
     make, why = BOMBS[name]
     kind, path = make(tmp_path)
-    more = {} if kind in ("weights", "checkpoint") else {"of": kind}
+    more = {} if kind == "checkpoint" else {"of": kind}
     with cheap(60), pytest.raises(UserError, match=why):
         product.read("source" if more else kind, path, **more)
 

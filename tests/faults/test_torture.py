@@ -26,22 +26,16 @@ def tortured(*words: str, flaw: str = "") -> tuple[int, dict[str, Any]]:
     return done.code, told
 
 
-def test_a_script_that_resumes_holds_whatever_happens(tmp_path: Path) -> None:
-    report = tmp_path / "report.md"
-    words = ["--cases", "9", "--moments", "start,step,save,line,training", "--at", "step 2. ", "--ranks", "2,3"]
-    words += ["--report", str(report)]
-    code, told = tortured(*words)
+def test_a_script_that_resumes_holds_whatever_happens() -> None:
+    code, told = tortured("--cases", "9", "--moments", "start,step,save,training")
     assert code == 0 and told["held"], told
     assert told["undisturbed"]["deterministic"] and told["undisturbed"]["steps"] == 40
     disturbed = [case for case in told["cases"] if any(case["done"])]
     assert len(disturbed) >= 3 and {case["weights"] for case in told["cases"]} == {"equal"}, told
     assert any(case["codes"][0] < 0 for case in disturbed) and all(case["codes"][-1] == 0 for case in disturbed)
-    assert {"disk-full", "other-ranks"} & {case["fault"] for case in disturbed}, told
-    assert len(re.findall(r"^\| \d+ \| ", report.read_text(), re.MULTILINE)) == 9
 
 
-def test_a_full_disk_where_nothing_may_be_mounted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nonexistent")  # there is no mount
+def test_a_full_disk() -> None:
     code, told = tortured("--faults", "disk-full", "--moments", "step", "--cases", "1")
     assert code == 0 and told["cases"][0]["done"][0] == "no file may grow (RLIMIT_FSIZE)", told
     assert told["cases"][0]["codes"] == [1, 0], told
@@ -89,8 +83,7 @@ def test_a_recipe_on_two_ranks(tmp_path: Path) -> None:
         (["--faults", "kill-everything", "--", "true"], "'kill-everything' is not one of kill-rank"),
         (["--steps-pattern", "step", "--", "true"], "--steps-pattern has no group"),
         (["--keep", "/tmp", "--", "true"], "/tmp cannot be made: it exists already"),
-        (["--faults", "other-ranks", "--", "true"], "other-ranks needs two numbers in --ranks"),
-        (["--report", "/no/such/folder/x.md", "--", "true"], "/no/such/folder/x.md cannot be made"),
+        (["--keep", "/no/such/folder", "--", "true"], "/no/such/folder cannot be made"),
         (["--", "no-such-program"], "there is no program 'no-such-program'"),
         (["--", "false"], "undisturbed, the command ended with 1"),
         (["--", "true"], "the run has left no file {run}/**/checkpoints/*/state.safetensors"),

@@ -69,8 +69,6 @@ class Proxy:
         """What stands in the place of every time that the server tells."""
         self.unconditional: str
         """A header, of a condition, that does not reach the server."""
-        self.bare: bool
-        """It compares tags without their quotes, as Ceph did; else it wants them, as R2 does."""
         self.kill: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self.reset()
@@ -102,7 +100,6 @@ class Proxy:
         self.held = threading.Event()
         self.clock = None
         self.unconditional = ""
-        self.bare = False
 
     def close(self) -> None:
         self._http.shutdown()
@@ -149,11 +146,6 @@ class Proxy:
         connection = http.client.HTTPConnection("127.0.0.1", self.server, timeout=60)
         try:
             headers = {name: value for name, value in asked.headers.items() if name.lower() != self.unconditional}
-            tag = headers.get("if-match", "")
-            if tag and self.bare:
-                headers["if-match"] = '"none"' if tag.startswith('"') else f'"{tag}"'
-            elif tag and not tag.startswith('"'):
-                return 400, {}, b"<Error><Code>InvalidArgument</Code></Error>"
             connection.request(asked.command, asked.path, body, headers)
             found = connection.getresponse()
             kept = re.compile(r"date|etag|last-modified|content-type|content-range|x-amz-.*", re.IGNORECASE)

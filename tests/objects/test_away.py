@@ -55,7 +55,7 @@ def test_it_comes_back_before_the_end(how: str, server: int, proxy: Proxy, expec
         done = gang.wait(BOUND)
     assert done.code == 0 and ended(run_dir) == expected and steps(server, name) == [12, 6], done.output
     assert "a checkpoint is not in the bucket" in done.output and UNSENT not in done.output, done.output
-    assert_shown_alike(proxy, run_dir, f"s3://bucket/{name}", laptop)
+    assert_shown_alike(proxy, run_dir, name, laptop)
 
 
 def test_it_stays_away_until_the_end(server: int, proxy: Proxy, expected: str, tmp_path: Path) -> None:

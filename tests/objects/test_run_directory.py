@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,16 @@ def shown(proxy: Proxy, cwd: Path, *words: str) -> str:
     return done.output
 
 
-def goodput(proxy: Proxy, cwd: Path, target: str) -> Any:
-    value = json.loads(shown(proxy, cwd, "goodput", target, "--json"))
-    assert [one.pop("run") for one in value["runs"]] == [target]
+def fetched(proxy: Proxy, cwd: Path, name: str, *words: str) -> Path:
+    """Returns a new directory with the run of the bucket. It has the name of the prefix."""
+    folder = Path(tempfile.mkdtemp(dir=cwd), name)
+    shown(proxy, cwd, "fetch", f"s3://bucket/{name}", str(folder), *words)
+    return folder
+
+
+def goodput(proxy: Proxy, cwd: Path, run_dir: Path) -> Any:
+    value = json.loads(shown(proxy, cwd, "goodput", str(run_dir), "--json"))
+    assert [one.pop("run") for one in value["runs"]] == [str(run_dir)]
     return value
 
 
@@ -48,10 +56,11 @@ def attempts(run_dir: Path) -> list[int]:
     return [event["attempt"] for event in map(json.loads, lines(run_dir)) if event["event"] == "start"]
 
 
-def assert_shown_alike(proxy: Proxy, run_dir: Path, url: str, cwd: Path) -> None:
-    """From a folder that holds nothing, with nothing but the credentials. The directory has the name of the prefix."""
-    assert goodput(proxy, cwd, url) == goodput(proxy, cwd, str(run_dir))
-    tables = [json.loads(shown(proxy, cwd, "top", target, "--once", "--json")) for target in (url, str(run_dir))]
+def assert_shown_alike(proxy: Proxy, run_dir: Path, name: str, cwd: Path) -> None:
+    """From a folder that holds nothing, with nothing but the credentials."""
+    copy = fetched(proxy, cwd, name)
+    assert goodput(proxy, cwd, copy) == goodput(proxy, cwd, run_dir)
+    tables = [json.loads(shown(proxy, cwd, "top", str(target), "--once", "--json")) for target in (copy, run_dir)]
     assert tables[0] == tables[1]
 
 
@@ -59,18 +68,19 @@ def test_a_run_that_another_node_resumes_has_its_whole_history(
     server: int, proxy: Proxy, expected: str, tmp_path: Path
 ) -> None:
     name = new()
-    url, nodes, laptop = f"s3://bucket/{name}", [tmp_path / node / name for node in "abc"], tmp_path / "laptop"
+    nodes, laptop = [tmp_path / node / name for node in "abc"], tmp_path / "laptop"
     laptop.mkdir()
     with start(proxy, nodes[0], name, METRICS, WAIT=str(tmp_path / "never")) as first:
         second_checkpoint(server, name)
-        running = goodput(proxy, laptop, url)["total"]
+        copy = fetched(proxy, laptop, name)
+        running = goodput(proxy, laptop, copy)["total"]
         assert running["restarts"] == 0 and running["wall_seconds"] > 0
-        (rank,) = json.loads(shown(proxy, laptop, "top", url, "--once", "--json"))
+        (rank,) = json.loads(shown(proxy, laptop, "top", str(copy), "--once", "--json"))
         assert rank["exit_code"] is None
         os.kill(first.rank_pid(0), signal.SIGKILL)
         first.wait(BOUND)
     # One is lost that has taken over, and has committed nothing yet.
-    proxy.reset(lambda _, method, path: "kill before" if method == "PUT" and "events.jsonl" in path else "")
+    proxy.reset(lambda _, method, path: "kill before" if method == "PUT" and "files.zip" in path else "")
     with start(proxy, nodes[2], name, METRICS) as lost:
         proxy.kill = lambda: os.kill(lost.rank_pid(0), signal.SIGKILL)
         assert lost.wait(BOUND).code == -signal.SIGKILL
@@ -78,7 +88,7 @@ def test_a_run_that_another_node_resumes_has_its_whole_history(
 
     def asked_again(_: int, method: str, path: str) -> str:
         """At the end the bucket says a few times that it has too much to do."""
-        late = method == "PUT" and "summary.json" in path
+        late = method == "PUT" and "files.zip" in path and (nodes[1] / "summary.json").exists()
         asked.extend([path] * late)
         return "503" if late and len(asked) < 5 else ""
 
@@ -88,38 +98,46 @@ def test_a_run_that_another_node_resumes_has_its_whole_history(
     before = [line for line in lines(nodes[0]) if json.loads(line).get("step", 6) < 6]
     assert len(before) > 3 and set(before) <= set(lines(nodes[1]))
     assert attempts(nodes[1]) == [1, 2] and json.loads((nodes[1] / "status.json").read_text())["attempt"] == 2
-    total = goodput(proxy, laptop, url)["total"]
+    total = goodput(proxy, laptop, fetched(proxy, laptop, name))["total"]
     assert total["restarts"] == 1 and total["wall_seconds"] > running["wall_seconds"]
-    assert_shown_alike(proxy, nodes[1], url, laptop)
+    assert_shown_alike(proxy, nodes[1], name, laptop)
     # It comes back on the first node, whose disk is behind.
     last = go(proxy, nodes[0], name, METRICS, STEPS="15")
     assert last.code == 0 and attempts(nodes[0]) == [1, 2, 3], last.output
     assert lines(nodes[0])[: len(lines(nodes[1]))] == lines(nodes[1])
-    for target, file in ((url, "a.safetensors"), (str(nodes[0]), "b.safetensors")):
-        shown(proxy, laptop, "export", target, file, "--best")
-    assert (laptop / "a.safetensors").read_bytes() == (laptop / "b.safetensors").read_bytes()
-    missing = lockstep(environment(proxy.port), laptop, "export", url, "x.pth", "--step", "7")
+    for words, step in (((), 15), (("--best",), 6), (("--step", "6"), 6)):
+        (checkpoint,) = (fetched(proxy, laptop, name, *words) / "checkpoints").iterdir()
+        assert checkpoint.name == f"step-{step:08d}"
+        kept = nodes[0] / "checkpoints" / checkpoint.name / "state.safetensors"
+        assert (checkpoint / "state.safetensors").read_bytes() == kept.read_bytes()
+    url = f"s3://bucket/{name}"
+    missing = lockstep(environment(proxy.port), laptop, "fetch", url, "x", "--step", "7")
     assert missing.code == 2 and f"{url} has no checkpoint of step 7; there are 6, 15" in missing.output, missing.output
+    assert not (laptop / "x").exists()
 
 
 def test_a_bucket_that_does_not_take_the_end_costs_a_warning_and_one_that_does_not_give_the_history_a_start(
     server: int, proxy: Proxy, expected: str, tmp_path: Path
 ) -> None:
     name = new()
-    proxy.reset(lambda _, method, path: "403" if method == "PUT" and "summary.json" in path else "")
+
+    def ended_put(method: str, path: str) -> bool:
+        return method == "PUT" and "files.zip" in path and (tmp_path / "a/summary.json").exists()
+
+    proxy.reset(lambda _, method, path: "403" if ended_put(method, path) else "")
     done = go(proxy, tmp_path / "a", name)
     assert done.code == 0 and ended(tmp_path / "a") == expected and steps(server, name) == [12, 6], done.output
     assert done.output.count(UNSENT) == 1, done.output
     proxy.reset()
     again = go(proxy, tmp_path / "a", name, STEPS="15")
     assert again.code == 0 and UNSENT not in again.output, again.output
-    assert goodput(proxy, tmp_path, f"s3://bucket/{name}") == goodput(proxy, tmp_path, str(tmp_path / "a"))
-    proxy.reset(lambda _, method, path: "503" if method == "GET" and "events.jsonl" in path else "")
+    assert goodput(proxy, tmp_path, fetched(proxy, tmp_path, name)) == goodput(proxy, tmp_path, tmp_path / "a")
+    proxy.reset(lambda _, method, path: "503" if method == "GET" and "files.zip" in path else "")
     unread = go(proxy, tmp_path / "b", name)
     assert unread.code == 1 and "checkpoint.to cannot be used" in unread.output, unread.output
     assert "Traceback" not in unread.output
     proxy.reset()
-    put(server, f"{name}/{head(server, name)['run_files']['events.jsonl']['key']}", b"of somebody else")
+    put(server, f"{name}/{head(server, name)['run_files']['key']}", b"of somebody else")
     lost = go(proxy, tmp_path / "b", name)
     assert lost.code == 0 and "earlier attempts have written down is lost" in lost.output, lost.output
 
@@ -132,20 +150,22 @@ def test_of_two_that_write_the_later_one_has_it(server: int, proxy: Proxy, expec
         second_checkpoint(server, name)
         late = go(proxy, tmp_path / "b", name)
         assert late.code == 0 and ended(tmp_path / "b") == expected, late.output
-        before = goodput(proxy, tmp_path, f"s3://bucket/{name}")
+        before = goodput(proxy, tmp_path, fetched(proxy, tmp_path, name))
         (tmp_path / "go").touch()
         done = early.wait(BOUND)
     assert done.code == 2 and f"another attempt has taken s3://bucket/{name} over" in done.output, done.output
     assert "Traceback" not in done.output and steps(server, name) == [12, 6]
-    assert goodput(proxy, tmp_path, f"s3://bucket/{name}") == before == goodput(proxy, tmp_path, str(tmp_path / "b"))
+    assert (
+        goodput(proxy, tmp_path, fetched(proxy, tmp_path, name)) == before == goodput(proxy, tmp_path, tmp_path / "b")
+    )
     assert go(proxy, tmp_path / "c", name, STEPS="15").code == 0 and attempts(tmp_path / "c") == [1, 2, 3]
     assert_nothing_else(server, name)
 
 
-def test_what_cannot_be_shown_is_one_line(server: int, proxy: Proxy, tmp_path: Path) -> None:
+def test_what_cannot_be_fetched_is_one_line(server: int, proxy: Proxy, tmp_path: Path) -> None:
     env, name = environment(proxy.port), new()
     assert go(proxy, tmp_path / "a", name, STEPS="3").code == 0
-    put(server, f"{name}/{head(server, name)['run_files']['time.jsonl']['key']}", b"of somebody else")
+    put(server, f"{name}/{head(server, name)['run_files']['key']}", b"of somebody else")
     nowhere = environment(free_port())
     nobody = clean_env(AWS_REGION="us-east-1", AWS_METADATA_ENDPOINT=f"http://127.0.0.1:{free_port()}")
     for variables, target, code, says in (
@@ -157,9 +177,8 @@ def test_what_cannot_be_shown_is_one_line(server: int, proxy: Proxy, tmp_path: P
         (nowhere, f"s3://bucket/{name}", 69, f"s3://bucket/{name} cannot be read"),
         (nobody, f"s3://bucket/{name}", 2, "the environment has no credentials"),
     ):
-        for command in ("top", "goodput") if target.startswith("https") else ("goodput",):
-            done = lockstep(variables, tmp_path, command, target)
-            assert (done.code, len(done.output.splitlines())) == (code, 1) and says in done.output, (
-                target,
-                done.output,
-            )
+        done = lockstep(variables, tmp_path, "fetch", target, "x")
+        assert (done.code, len(done.output.splitlines())) == (code, 1) and says in done.output, (target, done.output)
+        assert not (tmp_path / "x").exists()
+    there = lockstep(env, tmp_path, "fetch", f"s3://bucket/{name}", "a")
+    assert there.code == 2 and "a exists already: choose another directory" in there.output, there.output

@@ -70,20 +70,19 @@ def test_a_node_fetches_each_shard_once_and_trains_as_from_its_disk(here: Node, 
     assert first.code == 0, first.output
     assert len(here.kept) == 4 and set(here.fetched().values()) == {1} and len(here.fetched()) == 4
     here.proxy.reset()
-    second = here.go("one", "checkpoint.to=s3://bucket/evaluated")
+    second = here.go("one")
     assert second.code == 0 and here.weights("one") == expected and not here.fetched(), second.output
     file = next(iter(here.kept.values()))
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     third = here.go("again")
     assert third.code == 0 and here.weights("again") == expected, third.output
     assert list(here.fetched().values()) == [1]
-    for target in (str(here.folder / "one"), "s3://bucket/evaluated"):
-        done = training("evaluate", target, "--trust-model", env=environment(here.proxy.port))
-        assert done.code == 0 and "of 50" in done.output, done.output
+    done = training("evaluate", str(here.folder / "one"), "--trust-model", env=environment(here.proxy.port))
+    assert done.code == 0 and "of 50" in done.output, done.output
 
 
-@pytest.mark.parametrize("fault", ["cut", "truncated", "flipped"])
-def test_what_is_lost_or_damaged_on_the_way_is_fetched_again(fault: str, here: Node, expected: str) -> None:
+@pytest.mark.parametrize("fault", ["cut", "truncated"])
+def test_what_is_lost_on_the_way_is_fetched_again(fault: str, here: Node, expected: str) -> None:
     here.proxy.reset(lambda number, *_: fault if number % 4 == 1 else "")
     done = here.go()
     assert done.code == 0 and here.weights() == expected, done.output

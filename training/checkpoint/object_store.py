@@ -10,25 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
+import io
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-
-from pydantic import ValidationError
+from typing import Any
 
 from .. import bucket, files
-from ..bucket import HEAD, TRIES, Bucket, CheckpointEntry, Damaged, File, Head, Tag, as_user_error
+from ..bucket import HEAD, Bucket, CheckpointEntry, Damaged, File, Head, Tag, as_user_error
 from ..contract import CHECKPOINTS, EVENTS_FILE, METRICS, RUN_FILE, TIME_FILE, UserError
 from . import store
 from .store import KeepBest, Rule, checkpoint_name, chosen
 
 RECORD = "bucket.json"
 """File of the run directory: the run in the bucket, and the data with which another rank replaces a lost rank 0."""
-MAX_RUN_FILES, MAX_RUN_FILE_BYTES = 8192, 256 << 20
-"""Limits of the run directory: most files to send, and most bytes of a file."""
+_RUN_FILE_NAME = re.compile(r"(events|time)\.jsonl|(status|summary)\.json|metrics/rank-\d{5,9}\.prom")
+"""The files of the run directory that a commit holds, beside the settings."""
+_MAX_RUN_FILE_BYTES = 256 << 20
 _UNUSABLE = "checkpoint.to cannot be used"
 
 
@@ -55,28 +56,26 @@ class ObjectStore(Bucket):
         """The head that this rank has written last; None: unknown."""
         self._holders = [_token()]
         """The tokens of this attempt's holders; the last is this rank's."""
-        self._damaged = set[int]()
-        """Steps of the checkpoints that this attempt could not read at its start."""
 
     def check(self, run_dir: Path, fresh: bool | str) -> None:
         """Fetches the settings of the run in the bucket, so that `RunDirectory` can refuse other settings. Changes nothing in the bucket.
 
         Raises:
-            UserError: the bucket holds another run, or cannot be read (exit code 1).
+            UserError: the bucket holds another run, or a run that `fresh` would replace, or cannot be read (exit code 1).
         """
         self._run_dir = run_dir
         with as_user_error(_UNUSABLE):
-            current = self.read_head()
-            if current is None or not current[0].run_files or _starts_over(current[0], fresh):
+            current = self._run_for(fresh)
+            if current is None or not current[0].run_yaml:
                 return
             head, record = current[0], files.read_json(run_dir / RECORD)
             if not (run_dir / RUN_FILE).exists():
                 files.replace_json(run_dir / RECORD, {"run": head.run})
-                self.restore({RUN_FILE: head.run_files[RUN_FILE]}, run_dir)
+                files.replace(run_dir / RUN_FILE, head.run_yaml.encode())
             elif not isinstance(record, dict) or record.get("run") != head.run:
                 raise UserError(
-                    f"{self.url} has the checkpoints of another run than {run_dir}: choose another prefix, an empty run directory to "
-                    "resume that one, or start over with --fresh"
+                    f"{self.url} has the checkpoints of another run than {run_dir}: choose another prefix, or an empty run "
+                    "directory to resume that one"
                 )
 
     def acquire(self, fresh: bool | str, warn: Callable[[str], None]) -> Path | None:
@@ -98,17 +97,21 @@ class ObjectStore(Bucket):
             with contextlib.suppress(UserError):  # none of them verifies
                 newest = store.newest_verified(checkpoints)
             newer = [entry for entry in head.checkpoints if newest is None or entry.step > store.step_of(newest)]
-            newest = self._fetch_first(newer, checkpoints, warn) or newest
+            damaged = list[CheckpointEntry]()
+            newest = self._fetch_first(newer, checkpoints, warn, damaged) or newest
             if newer and newest is None:
                 raise UserError(f"none of the {len(newer)} checkpoints in {self.url} can be read and verified")
             best = _retained(head.checkpoints, 0, self.keep_best)
             missing = [entry for entry in best if not (checkpoints / checkpoint_name(entry.step)).exists()]
-            self._fetch_first(missing, checkpoints, warn)
+            self._fetch_first(missing, checkpoints, warn, damaged)
+            if damaged:  # the same step may be saved again, with the same bytes
+                self._replace(self._held(), checkpoints=[entry for entry in head.checkpoints if entry not in damaged])
             try:
+                history = self._run_files(head)
                 if not all(
-                    _begins_with(self._run_dir / name, head.run_files.get(name)) for name in (EVENTS_FILE, TIME_FILE)
+                    _begins_with(self._run_dir / name, history.get(name, b"")) for name in (EVENTS_FILE, TIME_FILE)
                 ):
-                    self.restore(head.run_files, self._run_dir)
+                    _write(history, self._run_dir)
             except Damaged as error:
                 warn(f"what earlier attempts have written down is lost: {error}; the run continues")
             self._record(head.run)
@@ -119,29 +122,36 @@ class ObjectStore(Bucket):
         ranks wait."""
         self._run_dir, record = run_dir, files.read_json(run_dir / RECORD)
         with contextlib.suppress(TypeError, KeyError, ValueError):  # a damaged record does not say whose the bucket is
-            self._damaged = {int(step) for step in record["damaged"]}
             self._holders = [*map(str, record["holders"]), *self._holders]
             self._record(record["run"])
 
     def _record(self, run: str) -> None:
-        record = {"run": run, "holders": self._holders, "damaged": sorted(self._damaged)}
-        files.replace_json(self._run_dir / RECORD, record)
+        files.replace_json(self._run_dir / RECORD, {"run": run, "holders": self._holders})
 
-    def download(self, run_dir: Path, wanted: int | Rule | None, warn: Callable[[str], None]) -> None:
-        """Downloads a checkpoint for a reader of the run: the newest that verifies, that of a step, or the best by a rule.
+    def download(self, run_dir: Path, wanted: Callable[[], int | Rule | None], warn: Callable[[str], None]) -> None:
+        """Downloads the last commit: the files of the run directory, and a checkpoint.
+
+        Args:
+            wanted: returns which checkpoint, once the files are there: a step, the rule of the best, or None, the newest that verifies.
 
         Raises:
-            UserError: there is no such checkpoint.
+            UserError: there is no run, or no such checkpoint.
             OSError: the bucket cannot be read.
         """
-        for head in self.heads():
-            entries = head.checkpoints
-            if wanted is not None:
-                by_step = {entry.step: entry for entry in entries}
-                entries = [by_step[chosen(by_step, wanted, lambda step, rule: _score(by_step[step], rule), self.url)]]  # noqa: B023
-            if self._fetch_first(entries, run_dir / CHECKPOINTS, warn) is not None:
-                return
-        raise UserError(f"{self.url} has no checkpoint yet, or none that can be read and verified")
+        commit = ""
+        # Again for each newer head: its commit may have removed files that the earlier head names.
+        while (current := self.read_head()) is not None and current[0].run_yaml and current[0].commit != commit:
+            commit, entries = current[0].commit, current[0].checkpoints
+            with contextlib.suppress(FileNotFoundError):
+                _write({RUN_FILE: current[0].run_yaml.encode(), **self._run_files(current[0])}, run_dir)
+                if entries and (which := wanted()) is not None:
+                    scores = {entry.step: entry for entry in entries}
+                    entries = [scores[chosen(scores, which, lambda step, rule: _score(scores[step], rule), self.url)]]  # noqa: B023
+                if not entries or self._fetch_first(entries, run_dir / CHECKPOINTS, warn, []) is not None:
+                    return
+        raise UserError(
+            f"{self.url} has no run, or no checkpoint that can be read and verified: give what its checkpoint.to says"
+        )
 
     def commit(self, path: Path | None) -> int:
         """Uploads a checkpoint and the current files of the run directory, and reads them back. Then it writes a head that names them, and
@@ -159,26 +169,34 @@ class ObjectStore(Bucket):
             OSError: a file could not be sent, or arrived damaged. The head is unchanged.
         """
         current, commit, sent = self._held(), _token(), list[File]()
-        head = current[0]
-        checkpoints = [entry for entry in head.checkpoints if entry.step not in self._damaged]
+        checkpoints = current[0].checkpoints
         try:
             if path is not None:
                 checkpoints = self._send_checkpoint(path, f"{commit}/{path.name}", checkpoints, sent)
                 if not sent:
                     return 0
             size = sum(file.bytes for file in sent)
-            run_files = self._send_run_files(f"{commit}/run", head.run_files, sent)
+            run_yaml, data = (
+                files.read(self._run_dir / RUN_FILE, 1 << 20).decode(errors="replace"),
+                _zipped(self._run_dir),
+            )
+            run_files = File(key=f"{commit}/run/files.zip", sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
+            sent.append(run_files)
+            self.put(run_files.key, data)
             for file in sent:
                 for _ in self.pieces(file.key, file.bytes, file.sha256):
                     pass
         except OSError:
             self.remove([file.key for file in sent])
             raise
-        changes = {"holder": self._holders[-1], "commit": commit, "checkpoints": checkpoints, "run_files": run_files}
-        new = head.model_copy(update=changes)
-        self._swap(new, current)
-        self.remove(head.keys - new.keys)
+        self._replace(current, commit=commit, checkpoints=checkpoints, run_yaml=run_yaml, run_files=run_files)
         return size
+
+    def _replace(self, current: tuple[Head, Tag], **changes: Any) -> None:
+        """Swaps the head for one with other checkpoints or files, and removes what it no longer names. Raises `TakenOver`, `OSError`."""
+        new = current[0].model_copy(update={"holder": self._holders[-1], "commit": _token(), **changes})
+        self._swap(new, current)
+        self.remove(current[0].keys - new.keys)
 
     def _send_checkpoint(
         self, path: Path, folder: str, others: list[CheckpointEntry], sent: list[File]
@@ -205,24 +223,19 @@ class ObjectStore(Bucket):
                 entry.files[name] = sent[-1]
             return kept
 
-    def _send_run_files(self, folder: str, previous: dict[str, File], sent: list[File]) -> dict[str, File]:
-        """Uploads the changed files of the run directory. Returns all files. Raises `OSError`."""
-        result = dict[str, File]()
-        for name, data in itertools.islice(_run_files(self._run_dir), MAX_RUN_FILES):
-            file, digest = previous.get(name), hashlib.sha256(data).hexdigest()
-            if file is None or file.sha256 != digest:
-                file = File(key=f"{folder}/{name}", sha256=digest, bytes=len(data))
-                sent.append(file)
-                self.put(file.key, data)
-            result[name] = file
-        if RUN_FILE not in result:
-            raise OSError(f"{self._run_dir / RUN_FILE} cannot be read")
-        return result
+    def _run_files(self, head: Head) -> dict[str, bytes]:
+        """Downloads the archive of a commit. Returns name → content. Raises `OSError`, `Damaged`."""
+        if (file := head.run_files) is None:
+            return {}
+        data = io.BytesIO(b"".join(self.pieces(file.key, file.bytes, file.sha256)))
+        with files.reading(f"{self.url}/{file.key}", Damaged), zipfile.ZipFile(data) as archive:
+            return {name: archive.read(name) for name in archive.namelist() if _RUN_FILE_NAME.fullmatch(name)}
 
     def _fetch_first(
-        self, entries: Iterable[CheckpointEntry], checkpoints: Path, warn: Callable[[str], None]
-    ) -> Path | None:
-        """Downloads the first checkpoint that is readable and verifies. Raises `OSError`."""
+        self, entries: Iterable[CheckpointEntry], checkpoints: Path, warn: Callable[[str], None],
+        damaged: list[CheckpointEntry],
+    ) -> Path | None:  # fmt: skip
+        """Downloads the first checkpoint that is readable and verifies, and lists those before it in `damaged`. Raises `OSError`."""
         checkpoints.mkdir(exist_ok=True)
         for entry in entries:
             final = checkpoints / checkpoint_name(entry.step)
@@ -235,7 +248,7 @@ class ObjectStore(Bucket):
                         files.rename(final, final.with_name(f".old-{final.name}.{os.getpid()}"))
             except (FileNotFoundError, Damaged) as error:
                 warn(f"checkpoint is corrupt in the bucket and not used: {error}")
-                self._damaged.add(entry.step)
+                damaged.append(entry)
             else:
                 store.clean(checkpoints)
                 return final
@@ -250,17 +263,19 @@ class ObjectStore(Bucket):
 
     def _hold(self, fresh: bool | str) -> Head:
         """Swaps the head for a head of this attempt. Raises `OSError`."""
-        for _ in range(TRIES):  # another one may start at the same time: the last one has it
-            previous, word = self.read_head(), fresh if isinstance(fresh, str) else ""
-            head = Head(run=_token(), holder=self._holders[-1], commit=_token(), fresh=word)
-            if previous is not None and _starts_over(previous[0], fresh):
-                self.put(f"replaced/{previous[0].commit}", previous[0].text())
-            elif previous is not None:
-                head = previous[0].model_copy(update={"holder": head.holder, "commit": head.commit})
-            with contextlib.suppress(TakenOver):
-                self._swap(head, previous)
-                return head
-        raise OSError(f"several attempts start at once with {self.url}")
+        previous, word = self._run_for(fresh), fresh if isinstance(fresh, str) else ""
+        head = Head(run=_token(), holder=self._holders[-1], commit=_token(), fresh=word)
+        if previous is not None and not _starts_over(previous[0], fresh):
+            head = previous[0].model_copy(update={"holder": head.holder, "commit": head.commit})
+        self._swap(head, previous)
+        return head
+
+    def _run_for(self, fresh: bool | str) -> tuple[Head, Tag] | None:
+        """Returns the head. Raises `UserError` if `fresh` would replace a run that has committed, `OSError`."""
+        current = self.read_head()
+        if current is not None and current[0].run_yaml and _starts_over(current[0], fresh):
+            raise UserError(f"{self.url} has a run, which --fresh does not replace in a bucket: choose another prefix")
+        return current
 
     def _swap(self, head: Head, previous: tuple[Head, Tag] | None) -> None:
         """Replaces the head `previous`, as it was read, by `head`. Raises `TakenOver`, `OSError`."""
@@ -283,39 +298,47 @@ class ObjectStore(Bucket):
 
     def _clean(self, head: Head) -> None:
         """Removes files that earlier attempts have sent and not committed. They cannot commit any more; this attempt has sent none."""
-        with contextlib.suppress(OSError, ValidationError):
+        with contextlib.suppress(OSError):
             keys = self.keys()
             # After the listing: what another attempt has sent since it took over is not in it.
             current = self.read_head()
             if current is not None and current[0].commit == head.commit:
-                replaced = [self.read(key, bucket.MAX_HEAD_BYTES)[0] for key in keys if key.startswith("replaced/")]
-                named = head.keys.union(*(Head.model_validate_json(text).keys for text in replaced))
-                self.remove([key for key in keys if re.fullmatch(bucket.KEY, key) and key not in named])
+                self.remove([key for key in keys if re.fullmatch(bucket.KEY, key) and key not in head.keys])
 
 
 def _starts_over(head: Head, fresh: bool | str) -> bool:
-    """Returns whether `--fresh` replaces the run, which it does not if the run was begun with the same word."""
+    """Returns whether `--fresh` asks for a new run, which it does not if the run was begun with the same word."""
     return bool(fresh) and fresh != head.fresh
 
 
-def _run_files(directory: Path) -> Iterator[tuple[str, bytes]]:
-    """Yields (name, content) of each file of a run directory to send. Skips links."""
-    for place in ("", METRICS):
-        with contextlib.suppress(OSError), files.opened_folder(directory / place) as folder:
-            for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-                name = f"{place}/{entry.name}".lstrip("/")
-                if re.fullmatch(bucket.RUN_FILE_NAME, name) and entry.is_file(follow_symlinks=False):
-                    with contextlib.suppress(OSError), files.regular(folder / entry.name) as file:
-                        yield name, file.read(MAX_RUN_FILE_BYTES)
+def _zipped(directory: Path) -> bytes:
+    """Returns an archive of the files of a run directory that a commit holds. Skips links."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        for place in ("", METRICS):
+            with contextlib.suppress(OSError), files.opened_folder(directory / place) as folder:
+                for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+                    name = f"{place}/{entry.name}".lstrip("/")
+                    if _RUN_FILE_NAME.fullmatch(name) and entry.is_file(follow_symlinks=False):
+                        with contextlib.suppress(OSError), files.regular(folder / entry.name) as file:
+                            archive.writestr(zipfile.ZipInfo(name), file.read(_MAX_RUN_FILE_BYTES))
+    return data.getvalue()
 
 
-def _begins_with(path: Path, file: File | None) -> bool:
-    """Returns whether a file on the disk begins with all of `file`: then an attempt on this disk has written it."""
-    if file is None:
-        return True
-    with contextlib.suppress(OSError), files.regular(path) as here:
-        return hashlib.sha256(here.read(file.bytes)).hexdigest() == file.sha256
-    return False
+def _write(contents: Mapping[str, bytes], directory: Path) -> None:
+    """Replaces files of a run directory. Raises `OSError`."""
+    for name, data in contents.items():
+        path = directory / name
+        path.parent.mkdir(exist_ok=True)
+        with files.opened_folder(path.parent) as folder:
+            files.replace(folder / path.name, data)
+
+
+def _begins_with(path: Path, data: bytes) -> bool:
+    """Returns whether a file on the disk begins with `data`: then an attempt on this disk has written it."""
+    with contextlib.suppress(OSError), files.regular(path) as file:
+        return file.read(len(data)) == data
+    return not data
 
 
 def _score(entry: CheckpointEntry, rule: Rule) -> float | None:

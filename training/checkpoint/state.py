@@ -25,10 +25,6 @@ from ..parallel.packing import split
 from ..parallel.world import World
 from ..sync.base import GradientSync
 
-_COUNTS = ("attempts", "failures", "preemptions", "stopped_of")
-"""Names of the counters in the history."""
-
-
 _PLAIN = (
     "steps",
     "samples",
@@ -61,33 +57,6 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> Any: ...
 
 
-class Values(dict[str, Any]):
-    """The script's values. Setting a value that no checkpoint can hold raises `TypeError`."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        check_tree(value, f"{self._name}[{name!r}]")
-        super().__setitem__(name, value)
-
-    # A dictionary's own would check nothing.
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            self[name] = default
-        return self[name]
-
-    def update(self, *values: Any, **more: Any) -> None:
-        for name, value in dict(*values, **more).items():
-            self[name] = value
-
-    def __ior__(self, other: Any) -> Values:  # type: ignore[override,misc]
-        self.update(other)
-        return self
-
-
 class UserState:
     """The objects of `Session.keep`, by name, and plain values.
 
@@ -101,9 +70,9 @@ class UserState:
         """Objects that differ between ranks: each rank's state is saved, and the same rank gets it back."""
         self.generators: dict[str, Any] = {}
         """Random generators of the script. Each rank's states are saved, as those of the program's generators (`capture`)."""
-        self.values = Values("run.values")
+        self.values: dict[str, Any] = {}
         """Values of the script, the same on every rank."""
-        self.summary = Values("run.summary")
+        self.summary: dict[str, Any] = {}
         """Values of the script for summary.json. The same on every rank."""
         self.steps = self.samples = 0
         """Optimizer steps, and samples of all ranks, since the run began."""
@@ -186,9 +155,7 @@ class UserState:
         return any(wanted is kept for kept in (*self.objects.values(), *self.rank_objects.values()))
 
     def shared_state(self) -> dict[str, Any]:
-        """Returns the shared part of the state, for rank 0. Raises `TypeError` for a value that no checkpoint can hold."""
-        for name, values in (("run.values", self.values), ("run.summary", self.summary)):
-            check_tree(values, name)  # what lies in a list may have changed since it was set
+        """Returns the shared part of the state, for rank 0."""
         return {
             "objects": {name: stateful.state_dict() for name, stateful in self.objects.items()},
             "values": dict(self.values),
@@ -197,6 +164,9 @@ class UserState:
         }
 
     def rank_state(self) -> dict[str, Any]:
+        """Returns this rank's part of the state. Raises `TypeError`, on all ranks alike, for a value that no checkpoint can hold."""
+        check_tree(self.values, "run.values")
+        check_tree(self.summary, "run.summary")
         return {
             "objects": {name: stateful.state_dict() for name, stateful in self.rank_objects.items()},
             "epoch_generators": self.epoch_generators,
@@ -369,7 +339,6 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0)
         if rank_state["misfit"] is not None:
             raise ValueError(rank_state["misfit"])
     shared = broadcast_tree(None if gathered is None else gathered["shared"], state.world, source)
-    _check_forms(shared, rank_state["losses"], state.user_state)
     parameters = _parameters(state.model)
     _copy(shared["model"], parameters, state.sync.copy_into_shard)
     frozen, evaluating = set(shared["frozen"]), set(shared["evaluating"])
@@ -401,26 +370,6 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0)
     if state.ema:
         _copy(rank_state["average_buffers"], _buffers(state.ema.average))
     return anew
-
-
-def _check_forms(shared: dict[str, Any], losses: torch.Tensor, user_state: UserState) -> None:
-    """Raises `ValueError` for values that no save writes. A checkpoint's writer may seal anything, and the first step would fail."""
-    (epoch, step), kept, history = shared["cursor"], shared["kept"], shared["history"]
-    for name in _PLAIN:
-        if type(kept[name]) is not type(getattr(user_state, name)):
-            raise ValueError(f"{name} is {kept[name]!r:.40}")
-    counts = {"epoch": epoch, "step": step, "steps": kept["steps"], "samples": kept["samples"]}
-    counts |= {name: history[name] for name in _COUNTS if name in history}
-    for name, count in counts.items():
-        if type(count) is not int or not 0 <= count < 1 << 63:
-            raise ValueError(f"its count of {name} is {count!r:.40}")
-    if losses.shape != (2 + len(kept["measured"]),):
-        raise ValueError(f"its sums of losses have the shape {list(losses.shape)}, not [{2 + len(kept['measured'])}]")
-    for saved in (shared["optimizer"], *shared["further_optimizers"].values()):
-        rates = [group[name] for group in saved["param_groups"] for name in ("lr", "initial_lr") if name in group]
-        for rate in rates:
-            if not (type(rate) in (int, float) or (isinstance(rate, torch.Tensor) and rate.numel() == 1)):
-                raise ValueError(f"it has the learning rate {rate!r:.40}")
 
 
 def _merged(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:

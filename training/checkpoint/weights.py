@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
-import pickletools  # reads opcodes, and runs none
 import warnings
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -30,7 +27,7 @@ ENVELOPES = ("state_dict", "model")
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
-    """Returns a state dict. Reads only tensors, no code; no file takes more memory than it has bytes.
+    """Returns a state dict. Reads only tensors, no code.
 
     Raises:
         UserError: the file is missing, or holds anything but named tensors, alone or as the one state dict in an envelope.
@@ -40,7 +37,6 @@ def read(path: Path) -> dict[str, torch.Tensor]:
         with files.reading(path, then=": it is not a file of plain weights"):
             if path.suffix == SAFETENSORS:
                 return safetensors.torch.load_file(path)
-            _refuse_bombs(file, path)
             value = torch.load(file, map_location="cpu", weights_only=True)
     if _is_state_dict(value):
         return dict(value)
@@ -60,44 +56,6 @@ def _is_state_dict(value: Any) -> bool:
         and bool(value)
         and all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items())
     )
-
-
-def _refuse_bombs(file: BinaryIO, path: Path) -> None:
-    """Raises `UserError` for a small file that would fill the memory.
-
-    torch writes its archives unpacked; one of a megabyte that is packed can hold gigabytes. A pickle may call what it names with any
-    size: `bytearray(1 << 40)` and a `Tensor` of lists within lists are among what `weights_only` allows.
-    """
-    zipped = file.read(4) == b"PK\3\4"  # as torch tells
-    file.seek(0)
-    if zipped:
-        with zipfile.ZipFile(file) as archive:
-            size = sum(entry.file_size for entry in archive.infolist())
-            if size > os.fstat(file.fileno()).st_size:
-                raise UserError(
-                    f"{path} is compressed ({size} bytes unpacked): save it with torch.save, which does not compress"
-                )
-            names = {
-                name
-                for entry in archive.infolist()
-                if entry.filename.endswith(".pkl")
-                for name in _names(io.BytesIO(archive.read(entry)), 1)
-            }
-    else:
-        names = set(_names(file, 5))
-    if names & {"builtins bytearray", "__builtin__ bytearray", "torch Tensor"}:
-        raise UserError(
-            f"{path} holds more than tensors, and is not a file of plain weights: save the state dict alone"
-        )
-    file.seek(0)
-
-
-def _names(file: BinaryIO, pickles: int) -> Iterator[str]:
-    """Yields the names in the first pickles of a file. torch follows no opcode with a name but GLOBAL."""
-    for _ in range(pickles):
-        for code, argument, _ in pickletools.genops(file):
-            if code.name == "GLOBAL":
-                yield str(argument)
 
 
 def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> None:

@@ -77,7 +77,7 @@ class _Cache:
 
         Raises:
             UserError: the bucket cannot be reached (exit code 1); it has no such shard; the disk refuses; the wait took too long.
-            CorruptShard: the file does not match its manifest, even after another fetch.
+            CorruptShard: the file does not match its manifest.
         """
         path = self.folder / sha256
         with as_user_error("data.shards cannot be used"):
