@@ -231,7 +231,11 @@ class Bucket:
     def fetch(self, key: str, size: int, sha256: str, path: Path) -> None:
         """Downloads an object into a new file, which is on the disk when this returns. Raises as `pieces`."""
         with path.open("xb") as file:
-            file.writelines(self.pieces(key, size, sha256))
+            try:
+                file.writelines(self.pieces(key, size, sha256))
+            except Damaged:  # perhaps on its way: what is damaged in the bucket will be removed from it
+                file.truncate(file.seek(0))
+                file.writelines(self.pieces(key, size, sha256))
             file.flush()
             files.fsync(file.fileno())
 
