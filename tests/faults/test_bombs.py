@@ -51,19 +51,6 @@ def _labels(root: Path) -> tuple[str, Path]:
     return "fashion_mnist", root
 
 
-def _npz(root: Path) -> tuple[str, Path]:
-    with zipfile.ZipFile(root / "train.npz", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as packed:
-        for name, descr, shape, size in (
-            ("samples", "<f2", (2, 1 << 28), 1 << 30), ("labels", "<i8", (2,), 16)
-        ):  # fmt: skip
-            head = repr({"descr": descr, "fortran_order": False, "shape": shape}).encode() + b"\n"
-            with packed.open(f"{name}.npy", "w", force_zip64=True) as member:
-                member.write(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head)
-                for _ in range(0, size, 1 << 24):
-                    member.write(bytes(min(size, 1 << 24)))
-    return "arrays", root
-
-
 def _rezipped(
     root: Path, change: Callable[[str, bytes], bytes], kind: int = zipfile.ZIP_STORED, size: int = 1
 ) -> tuple[str, Path]:
@@ -115,7 +102,6 @@ BOMBS: dict[str, tuple[Callable[[Path], tuple[str, Path]], str]] = {
     "a pickle of a gigabyte": (lambda root: _pickled(root, GIGABYTE), "w.pth"),
     "a pickle of lists in lists": (lambda root: _pickled(root, LISTS), "w.pth"),
     "an old pickle of a gigabyte": (_old_pickle, "w.pth"),
-    "a packed npz of large samples": (_npz, r"train.npz.* at most \d+"),
     "a state of many megabytes": (_state, "at most"),
 }
 

@@ -29,7 +29,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 FORM = ("precision", "channels_last", "compile")
 """Settings of a recipe whose `auto` is decided at a run's first start. run.yaml has what was decided."""
 BUILT_IN = ("digits", "synthetic", "cifar10", "fashion_mnist", "classification")
-SOURCES = (*BUILT_IN, "images", "arrays")
+SOURCES = (*BUILT_IN, "images")
 FUNCTION = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 """A user's function or class, as `package.module:name`."""
 STRATEGIES = ("ddp", "flat", "zero1", "bf16_compress", "exact")

@@ -18,14 +18,14 @@ from typing import Any, TypeAlias
 from ...config import Data, settings
 from ...config.settings import check_options
 from ...contract import UserError
-from . import arrays, builtin, function, images
+from . import builtin, function, images
 from .raw import Raw, Stream
 
 SOURCES: dict[str, Callable[..., Raw]] = {
     "digits": builtin.digits, "synthetic": builtin.synthetic, "classification": builtin.classification,
     "cifar10": builtin.cifar10, "fashion_mnist": builtin.fashion_mnist,
 }  # fmt: skip
-OWN: dict[str, Any] = {"images": images, "arrays": arrays}
+OWN: dict[str, Any] = {"images": images}
 """Name → module with `Options`, a section; `open_stream(root, options, workers)` → Stream; `files_of(root, options)` → paths."""
 FILES: dict[str, Callable[[Path], list[Path]]] = {
     "cifar10": builtin.cifar10_files, "fashion_mnist": builtin.fashion_mnist_files,
