@@ -317,14 +317,16 @@ def loader(
     workers: int,
     collate: Callable[[list[Any]], Any] | None,
     pins: bool,
+    timeout: float = 0,
 ) -> Iterator[Any]:
-    """Returns an iterator over the batches with these samples."""
+    """Returns an iterator over the batches with these samples. With `timeout`, waiting longer for one is a `RuntimeError`."""
     made: DataLoader[Any] = DataLoader(
         dataset,
         batch_sampler=ids,  # type: ignore[arg-type]
         num_workers=workers,
         collate_fn=collate,
         pin_memory=pins,
+        timeout=timeout,
         generator=torch.Generator(),  # else an iterator draws from the program's own
     )
     return begun(made)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import math
 import re
@@ -53,10 +52,7 @@ def write(
         _write(stream, directory, source, num_shards, made_from, split)
     except OSError as error:
         raise UserError(f"cannot write shards to {directory}: {error.strerror or error}") from None
-    manifest = Manifest.read(directory)
-    if manifest.num_left_out:
-        say(f"warning: {manifest.left_out_message()}", sys.stderr)
-    return manifest
+    return Manifest.read(directory)
 
 
 def send(data: Data, url: str) -> Manifest:
@@ -127,9 +123,6 @@ def _write(
         }  # fmt: skip
         if split == "honest":  # else it is not these samples that were measured
             about["mean"], about["std"] = train.statistics()
-        if stream.left_out:
-            about["left_out"] = dict(itertools.islice(stream.left_out.items(), 100))
-            about["num_left_out"] = len(stream.left_out)
         spools.close()
         if made_from:
             (staging / MADE_FROM).write_text(json.dumps(made_from), encoding="utf-8")

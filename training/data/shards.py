@@ -173,9 +173,6 @@ class Manifest(Section):
     """Mean of the training samples: of each channel for pixels in 0…1, or one number for vectors. None: with `split` "exercise"."""
     std: list[float] | None = Field(default=None, min_length=1)
     """Standard deviation of the training samples, in the form of `mean`."""
-    left_out: dict[str, str] = Field(default_factory=dict)
-    """Name of each of the source's files that could not be used (the first 100), and why."""
-    num_left_out: int = 0
     _cache: _Cache | None = None
     """Cache of the shards of a bucket."""
 
@@ -197,12 +194,6 @@ class Manifest(Section):
         """One sha256 for all files, in their order."""
         hashes = "".join(shard.sha256 for split in SPLITS for shard in self.splits[split])
         return hashlib.sha256(hashes.encode()).hexdigest()
-
-    def left_out_message(self) -> str:
-        """Returns a line about the files that could not be used."""
-        first = [f"{name} ({reason})" for name, reason in self.left_out.items()][:10]
-        more = f" and {self.num_left_out - len(first)} more" if self.num_left_out > len(first) else ""
-        return f"{self.num_left_out} of the source's files cannot be used and are left out: {', '.join(first)}{more}"
 
     def fits(self, data: Data) -> bool:
         """Returns whether a recipe's mean and deviation are near those of the samples."""
@@ -235,8 +226,6 @@ class Manifest(Section):
             f"in {files} files, sha256 {self.checksum[:12]}…"
         )
         yield f"each {list(self.shape)}, {layout}"
-        if self.num_left_out:
-            yield self.left_out_message()
         counts = []
         for split in SPLITS:
             labels = torch.cat([file.labels for file in Samples.open(self, split, 0, self.count(split)).mapped])
