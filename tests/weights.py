@@ -28,7 +28,7 @@ from tests.warm.gang import running
 
 COMMON = [
     "data.num_shards=3", "epochs=2", "uneven=weight", "evaluate.every=2", "checkpoint.every_steps=3",
-    "data.download=false", "schedule=[]", "log.report=false",
+    "schedule=[]", "log.report=false",
 ]  # fmt: skip
 RECIPES = {
     "smoke": [

@@ -66,7 +66,7 @@ def recipe(name: str = "smoke", *words: str) -> Any:
 
 def source(name: str, root: Path, **options: Any) -> Any:
     """A data source's samples in memory: `.train` and `.test` (samples, labels), `.classes`."""
-    return _sources.load(name, root, False, options)
+    return _sources.load(name, root, options)
 
 
 def sharded(folder: Path, train: Any, test: Any, classes: list[str], files: int = 2) -> Any:

@@ -170,7 +170,7 @@ BAD = {
     "unknown recipe": (["run", "smoky"], {}, "did you mean 'smoke'"),
     "unknown command": (["rum"], {}, "invalid choice"),
     "ill-typed setting": ([*SET, "lr=fast"], {}, "optim.lr must be a valid number"),
-    "missing data": (["run", "bag_of_tricks", "--set", "data.root=/no-such-folder/x", "download=false"], {}, "/no-such-folder"),
+    "missing data": (["run", "bag_of_tricks", "--set", "data.root=/dev/null/x"], {}, "/dev/null/x"),
     "RANK alone": (["run", "smoke"], {"RANK": "0"}, "WORLD_SIZE is not set beside RANK=0"),
     "fresh over something else": (["run", "smoke", "--fresh", "--run-dir", "tests"], {}, "does not hold a run of Lockstep"),
     "no GPU": ([*SET, "device=cuda"], {"CUDA_VISIBLE_DEVICES": ""}, "no GPU is visible"),

@@ -143,7 +143,7 @@ class Data(Section):
     split: Literal["honest", "exercise"] = "honest"
     """`honest`: the training and test samples of the source. `exercise`: the first tenth is used for both, so nothing is held out."""
     root: Free[str] = "data"
-    """Folder of the downloaded data set; the shards are cached below it."""
+    """Folder of the data set, which is downloaded if it is missing; the shards are cached below it."""
     shards: Free[FolderOrBucketUrl | None] = None
     """Folder with ready shards (`lockstep shard`), or where they are in a bucket, `s3://BUCKET/PREFIX` (`gs://`, `az://`; needs
     obstore): a node fetches each once, below `root`. null: made once below `root`."""
@@ -151,8 +151,6 @@ class Data(Section):
     """Gigabytes of shards from buckets that stay below `root` for other runs: the least recently used ones go first."""
     num_shards: Positive = 8
     """Files to cut the training set into when shards are made."""
-    download: Free[bool] = True
-    """Download missing files, if there is a network."""
     workers: Free[Count] = 0
     """Processes that decode images when shards are made; 0: one for each core."""
     prepare_timeout: Free[Number] = 1800.0

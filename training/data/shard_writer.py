@@ -154,11 +154,6 @@ def prepare(data: Data) -> Manifest:
     directory = cache_directory(data)
     if _usable(directory, data):
         return Manifest.read(directory)
-    reads = data.source in sources.FILES or data.source in sources.OWN
-    if reads and not data.download and not Path(data.root).is_dir():
-        raise UserError(
-            f"data.root={data.root} does not exist: set it to the folder of {data.source}, or allow downloads"
-        )
     lock = directory.with_name(f"{directory.name}.lock")  # a function's name has dots
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
 """The sources of samples. A built-in source is one function → Raw, and one row in `SOURCES`. A source that reads files takes (root,
-download, **options), and has a row in `FILES`. A source that generates its samples takes (**options).
+**options), and has a row in `FILES`. A source that generates its samples takes (**options).
 
 A source that reads a user's own data (`OWN`) has own settings (`data.options`) and returns a `Stream`: its samples need not fit into
 memory.
@@ -27,10 +27,8 @@ SOURCES: dict[str, Callable[..., Raw]] = {
 }  # fmt: skip
 OWN: dict[str, Any] = {"images": images}
 """Name → module with `Options`, a section; `open_stream(root, options, workers)` → Stream; `files_of(root, options)` → paths."""
-FILES: dict[str, Callable[[Path], list[Path]]] = {
-    "cifar10": builtin.cifar10_files, "fashion_mnist": builtin.fashion_mnist_files,
-}  # fmt: skip
-"""Name of a built-in source → function that lists its files. The other sources are generated, and need no folder."""
+FILES = {"cifar10": ("cifar-10-batches-bin", "cifar-10-batches-py"), "fashion_mnist": ("FashionMNIST/raw",)}
+"""Name of a built-in source → the folders of its files, below `data.root`. The other sources are generated."""
 Stamps: TypeAlias = list[Any]
 """[number of a source's files, their bytes, a hash of each one's name, size and time]. If it changes, the shards are made again."""
 
@@ -57,7 +55,7 @@ def stream(data: Data) -> Stream:
         return opened
     if name not in SOURCES:
         return function.open_stream(name, root, options)
-    source, given = SOURCES[name], {"root": root, "download": data.download} if name in FILES else {}
+    source, given = SOURCES[name], {"root": root} if name in FILES else {}
     check_options(options, source, f"data.options: {name}", given)
     for option, value in options.items():
         expected = type(inspect.signature(source).parameters[option].default)
@@ -69,9 +67,9 @@ def stream(data: Data) -> Stream:
         raise UserError(f"cannot read {error.filename} as user {os.getuid()}: {error.strerror}") from None
 
 
-def load(name: str, root: Path, download: bool, options: dict[str, Any]) -> Raw:
+def load(name: str, root: Path, options: dict[str, Any]) -> Raw:
     """Returns the named source in memory. Raises `UserError` for an unknown option, and for missing or corrupt data."""
-    return stream(Data(source=name, root=str(root), download=download, options=options)).gathered()
+    return stream(Data(source=name, root=str(root), options=options)).gathered()
 
 
 def _options(name: str, options: dict[str, Any]) -> Any:
@@ -80,7 +78,7 @@ def _options(name: str, options: dict[str, Any]) -> Any:
 
 def stamps(name: str, root: Path, options: dict[str, Any]) -> Stamps:
     """Returns the stamps of the source's current files; [] if it is generated, or if the files are gone."""
-    paths: list[Path] = FILES[name](root) if name in FILES else []
+    paths = [path for folder in FILES.get(name, ()) for path in (root / folder).glob("*")]
     if name in OWN:
         paths = OWN[name].files_of(root, _options(name, options))
     entries = []

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.promise("sources")
 
 FILES: dict[str, Callable[[Path], Any]] = {
     "cifar10": write_cifar10,
-    "fashion_mnist": lambda folder: write_fashion(folder, 30, 20, packed=False),
+    "fashion_mnist": lambda folder: write_fashion(folder / "FashionMNIST/raw", 30, 20),
 }
 """Name → what writes small files of that source."""
 SMALL: dict[str, dict[str, Any]] = {
@@ -62,7 +62,7 @@ def test_the_exercise_holds_nothing_out(tmp_path: Path) -> None:
     assert len(train) == 45 and not (test[:, None] == train[None]).all(2).any()
     assert np.array_equal(seen, train[:5]) and np.array_equal(again, seen)
     with pytest.raises(product.UserError, match="^classification: "):
-        sources.load("classification", tmp_path, False, {"n": 50, "features": 5})
+        sources.load("classification", tmp_path, {"n": 50, "features": 5})
 
 
 @pytest.mark.parametrize("samples", [VECTORS.astype(">f2"), IMAGES, np.asfortranarray(IMAGES)])
