@@ -62,7 +62,7 @@ def made(root: Path, size: int, workers: int) -> tuple[Manifest, float]:
     """(the shards, the seconds that they took)"""
     data = config.Data(source="images", root=str(root), options={"size": size, "held_out": 0.02}, workers=workers)
     began = time.perf_counter()
-    manifest = shard_writer.write(sources.stream(data), root / f"shards-{workers}", "images", 8)
+    manifest = shard_writer.write(sources.stream(data), root / f"shards-{workers}", "images")
     return manifest, time.perf_counter() - began
 
 

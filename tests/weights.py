@@ -27,7 +27,7 @@ from tests.processes import clean_env, poll
 from tests.warm.gang import running
 
 COMMON = [
-    "data.num_shards=3", "epochs=2", "uneven=weight", "evaluate.every=2", "checkpoint.every_steps=3",
+    "epochs=2", "uneven=weight", "evaluate.every=2", "checkpoint.every_steps=3",
     "schedule=[]", "log.report=false",
 ]  # fmt: skip
 RECIPES = {

@@ -169,7 +169,7 @@ def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: AR
         folder = Path(args.out)
         if folder.exists():
             raise UserError(f"{folder} exists already: choose another folder, or remove it")
-        manifest = shard_writer.write(sources.stream(data), folder, data.source, data.num_shards, split=data.split)
+        manifest = shard_writer.write(sources.stream(data), folder, data.source)
     for line in manifest.describe(data):
         say(line)
     if args.out is not None and "://" in args.out:

@@ -100,10 +100,10 @@ def seal(checkpoint: Path) -> None:
     path.write_text(json.dumps({**value, "sha256": _store.seal(value)}))
 
 
-def make_shards(folder: Path, samples: int = 12, shards: int = 2) -> Path:
+def make_shards(folder: Path, samples: int = 12) -> Path:
     """A folder of shards of small synthetic images."""
     raw = _sources.load("synthetic", folder, {"n": samples, "n_test": 3, "size": 4})
-    return _shard_writer.write(raw, folder, "synthetic", shards).directory
+    return _shard_writer.write(raw, folder, "synthetic").directory
 
 
 def train(*words: str) -> int:

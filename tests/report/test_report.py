@@ -25,7 +25,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("runs")
     settings = [
         f"data.root={folder / 'data'}", "data.source=synthetic", "data.options={n: 384, n_test: 50, size: 8, noise: 1.5}",
-        "data.num_shards=3", "model=tests.prometheus.slow:Paced", "model_options={}", "global_batch_size=24",
+        "model=tests.prometheus.slow:Paced", "model_options={}", "global_batch_size=24",
         "uneven=drop", "epochs=4", "evaluate.every=1", "loss.reduction=mean", "optim.name=sgd", "bias_lr_factor=1",
         "weight_decay=0", "schedule=[]", "log.every=2", "threads=1",
     ]  # fmt: skip

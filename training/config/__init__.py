@@ -149,8 +149,6 @@ class Data(Section):
     obstore): a node fetches each once, below `root`. null: made once below `root`."""
     cache_gb: Free[PositiveNumber] = 100.0
     """Gigabytes of shards from buckets that stay below `root` for other runs: the least recently used ones go first."""
-    num_shards: Positive = 8
-    """Files to cut the training set into when shards are made."""
     workers: Free[Count] = 0
     """Processes that decode images when shards are made; 0: one for each core."""
     prepare_timeout: Free[Number] = 1800.0
@@ -177,7 +175,7 @@ class Data(Section):
         """A folder's name for ready shards of this source. A user's images may be those of many data sets."""
         if self.source in BUILT_IN:
             return self.source
-        identity = json.dumps([self.root, self.options, self.split, self.num_shards], sort_keys=True)
+        identity = json.dumps([self.root, self.options, self.split], sort_keys=True)
         name = re.sub(r"[^\w.]+", "-", self.source)
         return f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
 

@@ -169,9 +169,9 @@ class Manifest(Section):
     """Shape of a sample: (height, width, channels) of an image, (features,) of a vector."""
     splits: Annotated[dict[str, list[Shard]], AfterValidator(_splits)]
     """The files of both splits, in the order of their samples."""
-    mean: list[float] | None = Field(default=None, min_length=1)
-    """Mean of the training samples: of each channel for pixels in 0…1, or one number for vectors. None: with `split` "exercise"."""
-    std: list[float] | None = Field(default=None, min_length=1)
+    mean: list[float] = Field(min_length=1)
+    """Mean of the training samples: of each channel for pixels in 0…1, or one number for vectors."""
+    std: list[float] = Field(min_length=1)
     """Standard deviation of the training samples, in the form of `mean`."""
     _cache: _Cache | None = None
     """Cache of the shards of a bucket."""
@@ -200,7 +200,7 @@ class Manifest(Section):
         return all(
             len(configured) in (1, len(measured))
             and all(abs(a - b) < _NEAR for a, b in zip(configured * (len(measured) // len(configured)), measured))
-            for configured, measured in ((data.mean, self.mean or []), (data.std, self.std or []))
+            for configured, measured in ((data.mean, self.mean), (data.std, self.std))
         )
 
     def statistics(self, data: Data) -> str:
@@ -208,7 +208,7 @@ class Manifest(Section):
 
         The code does not set them silently, because they are a part of the run's identity.
         """
-        mean, std = (f"[{','.join(f'{number:.4f}' for number in numbers or [])}]" for numbers in (self.mean, self.std))
+        mean, std = (f"[{','.join(f'{number:.4f}' for number in numbers)}]" for numbers in (self.mean, self.std))
         measured = f"mean {mean}, standard deviation {std} of the training samples"
         if self.fits(data):
             return measured
@@ -234,8 +234,7 @@ class Manifest(Section):
         yield f"{'class':{width}} {'train':>9} {'test':>9}"
         for name, train, test in zip(self.classes, *counts):
             yield f"{name:{width}} {train:9d} {test:9d}"
-        if self.mean is not None:
-            yield self.statistics(data)
+        yield self.statistics(data)
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:

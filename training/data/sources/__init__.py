@@ -46,9 +46,13 @@ def code_of(name: str) -> list[str]:
 def stream(data: Data) -> Stream:
     """Returns the config's source in pieces, with both splits of the source.
 
+    With `split` "exercise" both are the first tenth of all samples, which are in memory.
+
     Raises:
         UserError: an unknown option, or data that is missing or corrupt; while the pieces are read, too.
     """
+    if data.split == "exercise":
+        return stream(data.model_copy(update={"split": "honest"})).gathered().exercise().stream()
     name, root, options = data.source, Path(data.root), data.options
     if name in OWN:
         opened: Stream = OWN[name].open_stream(root, _options(name, options), data.workers)

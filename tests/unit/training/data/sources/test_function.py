@@ -55,7 +55,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def _made(source: str, **options: object) -> Any:
-    return product.prepared(product.data(source=f"own_source:{source}", root="data", options=options, num_shards=2))
+    return product.prepared(product.data(source=f"own_source:{source}", root="data", options=options))
 
 
 @pytest.mark.promise("sources")

@@ -22,9 +22,7 @@ from tests.product import UserError
 
 
 def _made(root: Path, **options: object) -> Any:
-    return product.prepared(
-        product.data(source="images", root=str(root), options={"size": 16, **options}, workers=2, num_shards=3)
-    )
+    return product.prepared(product.data(source="images", root=str(root), options={"size": 16, **options}, workers=2))
 
 
 @pytest.mark.promise("sources")
@@ -36,7 +34,7 @@ def test_class_folders_become_the_shards_of_the_same_arrays(tmp_path: Path) -> N
     for tests in (False, True):
         chosen = [names[name] for name in in_order(list(names)) if is_held_out(name, 0.1) == tests]
         parts.append((np.stack([pixels(number) for number in chosen]), np.array([number % 3 for number in chosen])))
-    same = product.sharded(tmp_path / "same", *parts, list(CLASSES), 3)
+    same = product.sharded(tmp_path / "same", *parts, list(CLASSES))
     assert made.checksum == same.checksum and (made.mean, made.std) == (same.mean, same.std)
     assert len(set(parts[0][1][:12])) == 3, "the classes are mixed"
     values = parts[0][0].reshape(-1, 3) / 255
@@ -185,8 +183,10 @@ def test_folders_that_are_not_what_is_expected(tmp_path: Path, make: Callable[[P
 PEAK = """
 import re, sys
 from pathlib import Path
+from lockstep.training.data import shard_writer
 from tests import product
 
+shard_writer.SHARD_BYTES = 8 << 20
 for count in sys.argv[2:]:  # the kernel's mark of the largest memory is set back before each
     Path("/proc/self/clear_refs").write_text("5")
     product.prepared(product.data(source="images", root=f"{sys.argv[1]}/{count}", options={"size": 128}, workers=1))
