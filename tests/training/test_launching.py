@@ -123,7 +123,7 @@ def test_a_loss_is_the_mean_of_all_ranks_in_the_events_of_steps_and_of_epochs(da
 def test_shard_then_train_from_the_shards_then_evaluate_and_export(tiny: list[str], tmp_path: Path) -> None:
     out, run_dir, weights = tmp_path / "shards", tmp_path / "run", tmp_path / "weights.pth"
     done = training("shard", "smoke", "--out", str(out), "--set", *tiny)
-    assert done.code == 0 and "192 training and 50 test images in 4 files" in done.output, done.output
+    assert done.code == 0 and "192 training and 50 test samples of [8, 8, 3] in 2 files" in done.output, done.output
     assert training("shard", "smoke", "--out", str(out), "--set", *tiny).code == 2
     words = ["data.root=/no-such-folder", f"data.shards={out}"]
     done = gang(2, "run", "smoke", "--run-dir", str(run_dir), "--set", *tiny, *words)

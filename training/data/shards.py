@@ -215,26 +215,13 @@ class Manifest(Section):
         recipe = "gives none" if (data.mean, data.std) == ([0.0], [1.0]) else f"has {data.mean} and {data.std}"
         return f"{measured}; the recipe {recipe}: set data.mean={mean} data.std={std}"
 
-    def describe(self, data: Data) -> Iterator[str]:
-        """Yields lines for people about the shards, and about the fit of a recipe's normalisation."""
-        files = sum(len(part) for part in self.splits.values())
-        kind, layout = "images", "uint8 [height, width, channels]"
-        if len(self.shape) == 1:
-            kind, layout = "samples", "float32 [features]"
-        yield (
-            f"{self.place}: {self.source}, {self.count('train')} training and {self.count('test')} test {kind} "
-            f"in {files} files, sha256 {self.checksum[:12]}…"
+    def describe(self, data: Data) -> str:
+        """Returns one line about the shards, and one about the fit of a recipe's normalisation."""
+        files = sum(map(len, self.splits.values()))
+        return (
+            f"{self.place}: {self.source}, {self.count('train')} training and {self.count('test')} test samples of {list(self.shape)} in "
+            f"{files} files, {len(self.classes)} classes, sha256 {self.checksum[:12]}…\n{self.statistics(data)}"
         )
-        yield f"each {list(self.shape)}, {layout}"
-        counts = []
-        for split in SPLITS:
-            labels = torch.cat([file.labels for file in Samples.open(self, split, 0, self.count(split)).mapped])
-            counts.append(torch.bincount(labels, minlength=len(self.classes)).tolist())
-        width = max(5, *map(len, self.classes))
-        yield f"{'class':{width}} {'train':>9} {'test':>9}"
-        for name, train, test in zip(self.classes, *counts):
-            yield f"{name:{width}} {train:9d} {test:9d}"
-        yield self.statistics(data)
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
