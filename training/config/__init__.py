@@ -153,14 +153,10 @@ class Data(Section):
     """Processes that decode images when shards are made; 0: one for each core."""
     prepare_timeout: Free[Number] = 1800.0
     """Seconds to wait for another process, or another node, that prepares the same data."""
-    verify: Free[bool] = True
-    """Check the sha256 of every shard that a rank opens."""
     shuffle: Literal["global", "none"] = "global"
     """`global`: one order over all samples, the same at every world size. `none`: in order."""
     resident: Free[Literal["auto", "always", "never"]] = "auto"
     """Keep the uint8 images on the device: if they fit in a quarter of its free memory, always, or never."""
-    prefetch: Free[Positive] = 2
-    """Batches that the loader prepares ahead when the images are not resident."""
     mean: Channels[Number] = Field(default_factory=lambda: [0.0])
     """Mean of each channel, or one for all, for pixels in 0…1 or for features as they are."""
     std: Channels[PositiveNumber] = Field(default_factory=lambda: [1.0])
@@ -214,8 +210,6 @@ class Optim(Section):
     """The global batch size that `weight_decay` was tuned at, for a summed loss: it then grows with the batch. 0: fixed."""
     schedule: Schedule[Pair[Number]] = Field(default_factory=list)
     """Points (when, factor) of a piecewise linear schedule of the learning rate; flat outside, constant when empty."""
-    schedule_scale: PositiveNumber = 1.0
-    """Stretches the schedule: with 0.2 a schedule for 10 epochs takes 2."""
     schedule_unit: Literal["epoch", "step"] = "epoch"
     """Unit of the points of `schedule`. Epochs do not depend on the batch size; many scripts use steps."""
     clip: Number = Field(default=0.0, ge=0)
