@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -115,22 +114,6 @@ def test_an_object_that_is_too_large_is_not_fetched(here: Node) -> None:
             put(here.proxy.server, f"large/{shard['file']}", bytes(2 << 20))
     done = here.go("run", "data.shards=s3://bucket/large")
     assert done.code == 2 and "has 2097152 bytes, at most" in done.output and not here.fetched(), done.output
-
-
-def test_what_was_used_least_recently_makes_room(here: Node) -> None:
-    assert here.go("a").code == 0
-    own, size = set(here.kept), sum(path.stat().st_size for path in here.kept.values())
-    others = [f"{number:064x}" for number in range(3)]
-    for age, name in enumerate(others):
-        path = here.folder / "data/shards/fetched" / name
-        path.write_bytes(bytes(1000))
-        os.utime(path, (1000 - age, 1000 - age))
-    here.kept[min(own)].unlink()
-    done = here.go("b", f"data.cache_gb={(size + 2500) / 1e9}")
-    assert done.code == 0 and set(here.kept) == {*own, *others[:2]}, done.output
-    here.kept[min(own)].unlink()
-    done = here.go("c", "data.cache_gb=1e-9")
-    assert done.code == 0 and set(here.kept) == own, done.output
 
 
 def test_shards_are_there_with_their_manifest_or_not_at_all(proxy: Proxy, tiny: list[str], tmp_path: Path) -> None:

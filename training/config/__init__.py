@@ -147,8 +147,6 @@ class Data(Section):
     shards: Free[FolderOrBucketUrl | None] = None
     """Folder with ready shards (`lockstep shard`), or where they are in a bucket, `s3://BUCKET/PREFIX` (`gs://`, `az://`; needs
     obstore): a node fetches each once, below `root`. null: made once below `root`."""
-    cache_gb: Free[PositiveNumber] = 100.0
-    """Gigabytes of shards from buckets that stay below `root` for other runs: the least recently used ones go first."""
     workers: Free[Count] = 0
     """Processes that decode images when shards are made; 0: one for each core."""
     prepare_timeout: Free[Number] = 1800.0

@@ -9,19 +9,15 @@ samples = Samples.open(manifest, "train", low, high)      # opens only the files
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import mmap
-import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-import filelock
 import torch
 from pydantic import AfterValidator, Field
 
@@ -49,94 +45,6 @@ _FETCHED = "shards/fetched"
 
 class CorruptShard(UserError):
     """An error for a shard file that does not match its manifest."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Cache:
-    """Shards of a bucket on this node's disk: each is fetched once, verified, and kept for the next run that needs it.
-
-    <data.root>/shards/fetched/<sha256>          a shard
-    <data.root>/shards/fetched/.lock-<0 … f>     held by the process that fetches one whose sha256 begins so
-    """
-
-    bucket: Bucket
-    folder: Path
-    max_bytes: int
-    """Most bytes of the cache. The least recently used shards go first; shards that this run needs stay."""
-    needed: frozenset[str]
-    """sha256 of the shards that this run may need."""
-    timeout: float
-    """Seconds to wait for another process that fetches the same shard."""
-
-    def bring(self, key: str, sha256: str, largest: int, verify: bool) -> Path:
-        """Returns the file of a shard. If it is missing, one process of the node fetches it while the others wait.
-
-        Args:
-            largest: most bytes of the shard.
-            verify: whether to read an existing file, and to fetch it again if it has changed.
-
-        Raises:
-            UserError: the bucket cannot be reached (exit code 1); it has no such shard; the disk refuses; the wait took too long.
-            CorruptShard: the file does not match its manifest, even after another fetch.
-        """
-        path = self.folder / sha256
-        with as_user_error("data.shards cannot be used"):
-            try:
-                if not _usable(path, sha256, verify):
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    with filelock.FileLock(self.folder / f".lock-{sha256[0]}", timeout=self.timeout):
-                        if not _usable(path, sha256, verify=True):
-                            self._fetch(key, path, largest)
-            except filelock.Timeout:
-                raise UserError(
-                    f"another process has fetched {self.bucket.url}/{key} for {self.timeout:.0f} s: check that process, or wait longer "
-                    "with data.prepare_timeout"
-                ) from None
-            except OSError as error:
-                if error.errno is None:  # of the bucket
-                    raise
-                raise UserError(
-                    f"cannot keep {self.bucket.url}/{key} in {self.folder} ({error.strerror}): set data.root to a folder with more space"
-                ) from None
-        return path
-
-    def _fetch(self, key: str, path: Path, largest: int) -> None:
-        """Fetches a shard. The caller must hold the lock."""
-        files.remove_stale(self.folder, (path.name,))
-        size = self.bucket.size(key)
-        if size > largest:
-            raise CorruptShard(f"{self.bucket.url}/{key} has {size} bytes, at most {largest} were expected")
-        self._make_room(size)
-        try:
-            with files.replacing(path) as staging:
-                self.bucket.fetch(key, size, path.name, staging)
-        except Damaged as error:
-            raise CorruptShard(str(error)) from None
-
-    def _make_room(self, size: int) -> None:
-        """Removes the least recently used shards. A run that trains on them keeps them mapped."""
-        cached = []
-        for entry in os.scandir(self.folder):
-            with contextlib.suppress(OSError):
-                if re.fullmatch(r"[0-9a-f]{64}", entry.name):
-                    cached.append((entry.stat().st_mtime, entry.stat().st_size, Path(entry.path)))
-        left = self.max_bytes - size - sum(bytes_ for _, bytes_, _ in cached)
-        for _, bytes_, path in sorted(cached):
-            if left >= 0:
-                break
-            if path.name not in self.needed:
-                path.unlink(missing_ok=True)
-                left += bytes_
-
-
-def _usable(path: Path, sha256: str, verify: bool) -> bool:
-    """Returns whether a shard's file exists, and with `verify` matches its sha256. Marks it as used now. Raises `OSError`."""
-    try:
-        with contextlib.suppress(PermissionError):  # another user's
-            os.utime(path)
-        return not verify or files.difference(path, sha256) is None
-    except FileNotFoundError:
-        return False
 
 
 class Shard(Section):
@@ -173,13 +81,13 @@ class Manifest(Section):
     """Mean of the training samples: of each channel for pixels in 0…1, or one number for vectors."""
     std: list[float] = Field(min_length=1)
     """Standard deviation of the training samples, in the form of `mean`."""
-    _cache: _Cache | None = None
-    """Cache of the shards of a bucket."""
+    _bucket: Bucket | None = None
+    """Bucket of the shards. `directory`, below `data.root`, has those that this node has fetched, by their sha256."""
 
     @property
     def place(self) -> str:
         """Folder or URL of the shards, for messages."""
-        return self._cache.bucket.url if self._cache is not None else str(self.directory)
+        return self._bucket.url if self._bucket is not None else str(self.directory)
 
     def count(self, split: str) -> int:
         return sum(shard.count for shard in self.splits[split])
@@ -244,8 +152,7 @@ class Manifest(Section):
         place = f"{bucket.url}/{MANIFEST}"
         with files.reading(place, then=f": {_MEND}"):
             manifest = cls._parsed(text, folder, place)
-        needed = frozenset(shard.sha256 for split in SPLITS for shard in manifest.splits[split])
-        manifest._cache = _Cache(bucket, folder, int(data.cache_gb * 1e9), needed, data.prepare_timeout)
+        manifest._bucket = bucket
         return manifest
 
     @classmethod
@@ -270,15 +177,38 @@ class Manifest(Section):
         Raises:
             UserError: it is missing or corrupt, or the bucket cannot be reached.
         """
-        if self._cache is not None:
-            largest = shard.count * (math.prod(self.shape) * self.dtype.itemsize + 8) + 8 + _MAX_HEADER
-            return self._cache.bring(shard.file, shard.sha256, largest, verify)
+        if self._bucket is not None:
+            return self._fetched(self._bucket, shard, verify)
         path = self.directory / shard.file
         if verify:
             with files.reading(path, CorruptShard, f": {_MEND}"):
                 different = files.difference(path, shard.sha256)
             if different:
                 raise CorruptShard(f"{path} {different}: {_MEND}")
+        return path
+
+    def _fetched(self, bucket: Bucket, shard: Shard, verify: bool) -> Path:
+        """Returns a shard's file on this disk. Fetches it if it is missing, or with `verify` if it has changed."""
+        path, place = self.directory / shard.sha256, f"{bucket.url}/{shard.file}"
+        largest = shard.count * (math.prod(self.shape) * self.dtype.itemsize + 8) + 8 + _MAX_HEADER
+        with as_user_error("data.shards cannot be used"):
+            try:
+                if path.exists() and not (verify and files.difference(path, shard.sha256)):
+                    return path
+                self.directory.mkdir(parents=True, exist_ok=True)
+                if (size := bucket.size(shard.file)) > largest:
+                    raise CorruptShard(f"{place} has {size} bytes, at most {largest} were expected")
+                with files.replacing(path) as staging:
+                    bucket.fetch(shard.file, size, path.name, staging)
+            except Damaged as error:
+                raise CorruptShard(str(error)) from None
+            except OSError as error:
+                if error.errno is None:  # of the bucket
+                    raise
+                raise UserError(
+                    f"cannot keep {place} in {self.directory} ({error.strerror}): remove shards that no run needs, or set data.root to a "
+                    "folder with more space"
+                ) from None
         return path
 
 
