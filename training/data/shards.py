@@ -14,7 +14,7 @@ import json
 import math
 import mmap
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,12 +27,9 @@ from ..config import Data, settings
 from ..config.settings import Section
 from ..contract import UserError
 from ..parallel.packing import DTYPE_NAMES
-from ..parallel.process import mapped_bytes
 
 MANIFEST = "manifest.json"
 SPLITS = ("train", "test")
-MAPPED_BYTES = 128 << 20
-"""Approximate bytes of mapped files that `Samples.take` may add to a process' memory; one batch more is possible."""
 MAX_MANIFEST = 16 << 20
 _MAX_HEADER = 1 << 20
 """Most bytes of a file's header, which lists its tensors."""
@@ -245,15 +242,13 @@ class _Mapped:
 class Samples:
     """The samples with ids `low` … `high` − 1 of one split, from files that are mapped into memory, not read.
 
-    `take` gives the pages that it has read back to the kernel before they are many.
+    `take` gives the pages that it has read back to the kernel.
     """
 
     low: int
     high: int
     starts: list[int]
     mapped: list[_Mapped]
-    _floor: int = field(default_factory=mapped_bytes)
-    """Bytes of mapped files in the process' memory that belong to others."""
 
     def __len__(self) -> int:
         return self.high - self.low
@@ -281,18 +276,9 @@ class Samples:
                 inside = (ids >= start) & (ids < start + len(some_labels))
                 images[inside] = some_images[ids[inside] - start]
                 labels[inside] = some_labels[ids[inside] - start]
-        self._give_back()
+        for file in self.mapped:
+            file.give_back()
         return images, labels
-
-    def _give_back(self) -> None:
-        """Returns the pages that were read to the kernel, if they exceed `MAPPED_BYTES`. The kernel decides how many pages a read brings in
-        (up to a megabyte around it), so the method asks the kernel."""
-        mapped = mapped_bytes()
-        if mapped - self._floor > MAPPED_BYTES:
-            for file in self.mapped:
-                file.give_back()
-            mapped = self._floor = mapped_bytes()
-        self._floor = min(self._floor, mapped)
 
     def all(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (images, labels) of all ids in their order, without a copy if one file holds them."""
