@@ -18,7 +18,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -457,10 +457,10 @@ def add_working_directory() -> None:
         sys.path.insert(0, os.getcwd())  # `-m lockstep.training` has it, a console script has not
 
 
-def check_options(options: Iterable[str], function: Callable[..., Any], name: str, given: Collection[str] = ()) -> None:
-    """Raises `UserError` for an option that is no parameter of the function, or one of those that it is `given`."""
+def check_options(options: Iterable[str], function: Callable[..., Any], name: str) -> None:
+    """Raises `UserError` for an option that is no parameter of the function."""
     parameters = inspect.signature(function).parameters
     free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for option in options:
-        if option in given or (option not in parameters and not free):
-            raise UserError(f"{name} has no option {option!r}{nearest(option, set(parameters) - set(given))}")
+        if option not in parameters and not free:
+            raise UserError(f"{name} has no option {option!r}{nearest(option, parameters)}")

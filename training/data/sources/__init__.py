@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from pydantic import ValidationError, validate_call
+
 from ...config import Data, settings
-from ...config.settings import check_options
 from ...contract import UserError
 from . import builtin, function, images
 from .raw import Raw, Stream
@@ -60,15 +60,12 @@ def stream(data: Data) -> Stream:
     if name not in SOURCES:
         return function.open_stream(name, root, options)
     source, given = SOURCES[name], {"root": root} if name in FILES else {}
-    check_options(options, source, f"data.options: {name}", given)
-    for option, value in options.items():
-        expected = type(inspect.signature(source).parameters[option].default)
-        if not isinstance(value, expected) and not (expected is float and type(value) is int):
-            raise UserError(f"data.options.{option} must be {expected.__name__}, got {value!r}")
     try:
-        return source(**given, **options).stream()
-    except PermissionError as error:
-        raise UserError(f"cannot read {error.filename} as user {os.getuid()}: {error.strerror}") from None
+        raw: Raw = validate_call(config={"strict": True})(source)(**given, **options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"data.options.{first['loc'][0]} of {name}: {first['msg']}, got {first['input']!r}") from None
+    return raw.stream()
 
 
 def load(name: str, root: Path, options: dict[str, Any]) -> Raw:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ... import files
+from ...config import Count, Positive, Rate
 from ...contract import UserError
 from .raw import Raw, numbered
 
@@ -46,12 +47,12 @@ def digits() -> Raw:
 
 
 def synthetic(
-    n: int = 4096,
-    n_test: int = 1024,
-    size: int = 32,
-    classes: int = 10,
-    seed: int = 0,
-    noise: float = 0.5,
+    n: Positive = 4096,
+    n_test: Positive = 1024,
+    size: Positive = 32,
+    classes: Positive = 10,
+    seed: Count = 0,
+    noise: Rate = 0.5,
 ) -> Raw:
     """Images generated from the seed: each class is one smooth random pattern, each image that pattern plus noise.
 
@@ -59,8 +60,6 @@ def synthetic(
         n: training images. n_test: test images. size: height and width in pixels.
         noise: standard deviation of the noise in units of the pattern's.
     """
-    if min(n, n_test, size, classes) < 1 or max(n, n_test) * size * size * 3 > 1 << 34 or noise < 0:
-        raise UserError("synthetic: n, n_test, size and classes must be at least 1, and the images at most 16 GiB")
     generator = np.random.default_rng(seed)
     coarse = generator.normal(size=(classes, -(-size // 8), -(-size // 8), 3))
     patterns = np.repeat(np.repeat(coarse, 8, axis=1), 8, axis=2)[:, :size, :size].astype(np.float32)
@@ -78,13 +77,13 @@ def synthetic(
 
 
 def classification(
-    n: int = 10_000,
-    features: int = 1024,
-    informative: int = 512,
-    redundant: int = 512,
-    classes: int = 32,
-    clusters: int = 10,
-    seed: int = 0,
+    n: Positive = 10_000,
+    features: Positive = 1024,
+    informative: Positive = 512,
+    redundant: Count = 512,
+    classes: Positive = 32,
+    clusters: Positive = 10,
+    seed: Count = 0,
 ) -> Raw:
     """Feature vectors of scikit-learn's `make_classification`; the last tenth tests.
 
@@ -95,8 +94,6 @@ def classification(
     """
     from sklearn.datasets import make_classification
 
-    if n < 10 or min(features, informative, classes, clusters) < 1 or redundant < 0 or n * features > 1 << 31:
-        raise UserError("classification: n must be at least 10, the sizes at least 1, and n · features at most 2³¹")
     try:
         samples, labels = make_classification(
             n_samples=n, n_features=features, n_informative=informative, n_redundant=redundant, n_classes=classes,

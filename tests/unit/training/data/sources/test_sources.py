@@ -52,6 +52,12 @@ def test_samples_have_one_layout_and_are_the_same_each_time(name: str, tmp_path:
         product.source(name, tmp_path, no_such=1)
 
 
+@pytest.mark.parametrize(("option", "value"), [("n", 0), ("n", 2.5), ("size", "8"), ("noise", -1)])
+def test_an_option_of_another_type_or_size_is_named(option: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(product.UserError, match=rf"^data\.options\.{option} of synthetic: Input should be .*, got"):
+        product.source("synthetic", tmp_path, **{option: value})
+
+
 def test_the_exercise_holds_nothing_out(tmp_path: Path) -> None:
     options = {"n": 50, "features": 12, "informative": 8, "redundant": 2, "classes": 3, "clusters": 2}
     about = {"source": "classification", "root": str(tmp_path), "options": options}
