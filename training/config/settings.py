@@ -120,30 +120,8 @@ def mapping(text: str, where: str) -> dict[str, Any]:
     return value
 
 
-def lines_of(text: str) -> dict[KeyPath, int]:
-    """Line of each setting, by its path. The text is known to be sound YAML without aliases."""
-    lines: dict[KeyPath, int] = {}
-
-    def walk(node: yaml.Node, path: KeyPath) -> None:
-        if isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                lines[(*path, key.value)] = key.start_mark.line + 1
-                walk(value, (*path, key.value))
-        elif isinstance(node, yaml.SequenceNode):
-            for index, value in enumerate(node.value):
-                lines[(*path, index)] = value.start_mark.line + 1
-                walk(value, (*path, index))
-
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
-    if root is not None:
-        walk(root, ())
-    return lines
-
-
-def build(model: type[M], values: Mapping[str, Any], where: str, prefix: str = "", text: str = "") -> M:
-    """An instance of `model` from plain values, every one checked.
-
-    `prefix` stands before each name in an error; `text` is that of the file that the values come from.
+def build(model: type[M], values: Mapping[str, Any], where: str, prefix: str = "") -> M:
+    """An instance of `model` from plain values, every one checked. `prefix` stands before each name in an error.
 
     Raises:
         UserError: an unknown name, a value of the wrong type, or one that the model refuses.
@@ -151,12 +129,7 @@ def build(model: type[M], values: Mapping[str, Any], where: str, prefix: str = "
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        complaints = explain(error, model, prefix)
-    texts, lines = [], lines_of(text) if text else {}
-    for message, path in complaints.items():
-        line = next((lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), None)
-        texts.append(f"line {line}: {message}" if line else message)
-    raise UserError(f"{where}{', ' if texts[0].startswith('line ') else ': '}{'; '.join(texts)}")
+        raise UserError(f"{where}: {'; '.join(explain(error, model, prefix))}") from None
 
 
 def override(values: dict[str, Any], model: type[BaseModel], overrides: Iterable[str]) -> dict[str, Any]:
