@@ -14,6 +14,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import sys
 import textwrap
 import types
@@ -25,7 +26,6 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
-from typing_extensions import is_typeddict
 
 from .. import files
 from ..contract import UserError
@@ -36,12 +36,6 @@ MAX_DIGITS = 64
 
 MAX_COMPLAINTS = 5
 """The most complaints that one error names."""
-
-_SHOULD = "Input should"
-"""How pydantic begins what it expects of a value."""
-
-KeyPath = tuple[Any, ...]
-"""The names and list indices that lead to a value among nested ones."""
 
 
 class Section(BaseModel):
@@ -142,11 +136,11 @@ def override(values: dict[str, Any], model: type[BaseModel], overrides: Iterable
 
 def empty(model: type[BaseModel], name: str) -> dict[str, Any] | list[Any] | None:
     """Returns the value of an empty heading: {} for a group or a mapping, [] for a list, else None. What may be null is None."""
-    whole = fields(model).get(name)
+    whole = model.model_fields[name].annotation if name in model.model_fields else None
     hint = bare(whole)
-    if hint != _plain(whole):  # it may be null
+    if hint != whole:  # it may be null
         return None
-    if fields(hint) or typing.get_origin(hint) is dict:
+    if is_section(hint) or typing.get_origin(hint) is dict:
         return {}
     return [] if typing.get_origin(hint) is list else None
 
@@ -291,78 +285,28 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def explain(error: ValidationError, model: type[BaseModel], prefix: str) -> dict[str, KeyPath]:
-    """Returns the complaints about values of `model`, each with its path. Beyond `MAX_COMPLAINTS` they are counted.
-
-    `prefix` stands before each name.
-    """
+def explain(error: ValidationError, model: type[BaseModel], prefix: str) -> list[str]:
+    """Returns the complaints about values of `model`. Beyond `MAX_COMPLAINTS` they are counted. `prefix` stands before each name."""
+    hints = {name: field.annotation for name, field in leaves(model)}
+    unknown = ("extra_forbidden", "invalid_key")
     # An unknown name first: it may be why another one is missing.
-    complaints = sorted(
-        _joined(error.errors(include_url=False), model),
-        key=lambda one: one["type"] not in ("extra_forbidden", "invalid_key"),
-    )
-    texts = {_sentence(dict(one), model, prefix): one["loc"] for one in complaints[:MAX_COMPLAINTS]}
-    return texts | ({f"and {more} more": ()} if (more := len(complaints) - MAX_COMPLAINTS) > 0 else {})
-
-
-def _joined(complaints: Iterable[Any], model: type[BaseModel]) -> list[dict[str, Any]]:
-    """One complaint for each mistake: pydantic complains for every member of a union.
-
-    Where a value has the kind of one member, and what is in it is wrong, the other members' complaints are left out.
-    """
-    joined = list[dict[str, Any]]()
-    places = [(_located(model, one["loc"])[0], one) for one in complaints]
-    for path, one in places:
-        others = [(place, other) for place, other in places if other is not one and place[: len(path)] == path]
-        typed = one["msg"].startswith(_SHOULD)
-        if typed and any(place != path or not other["msg"].startswith(_SHOULD) for place, other in others):
+    complaints = sorted(error.errors(include_url=False), key=lambda one: one["type"] not in unknown)
+    texts = []
+    for one in complaints[:MAX_COMPLAINTS]:
+        kind, message, path = one["type"], one["msg"].removeprefix("Value error, "), list(one["loc"])
+        cuts = (end for end in range(1, len(path)) if _is_union(bare(hints.get(".".join(map(str, path[:end]))))))
+        name = prefix + ".".join(
+            map(str, path[: next(cuts, None)])
+        )  # without pydantic's names for the members of a union
+        if kind in unknown:
+            known = {part for leaf in hints for part in leaf.split(".")}
+            texts.append(f"unknown setting {name!r}{nearest(str(path[-1]), known)}")
             continue
-        first = next((done for done in joined if typed and _located(model, done["loc"])[0] == path), None)
-        if first is None:
-            joined.append(dict(one))
-        else:
-            first["msg"] += " or" + one["msg"].removeprefix(_SHOULD + " be")
-    return joined
-
-
-def _sentence(complaint: dict[str, Any], model: type[BaseModel], prefix: str) -> str:
-    kind, message, value = (complaint[key] for key in ("type", "msg", "input"))
-    path, known = _located(model, complaint["loc"])
-    name = prefix + _dotted(path)
-    if kind in ("extra_forbidden", "invalid_key"):
-        return f"unknown setting {name!r}{nearest(str(path[-1]), _located(model, path[:-1])[1])}"
-    if kind == "missing":
-        return f"{name} is missing"
-    if kind == "value_error":
-        message = str(complaint["ctx"]["error"])
-        return f"{name}{' ' if message.startswith('must ') else ': ' if name else ''}{message}"
-    if known:
-        return f"{name} is a group of settings, got {shown(value)}; known: {', '.join(known)}"
-    hint = ""
-    if kind == "list_type" and isinstance(value, str):
-        hint = f": write {json.dumps(value.split())}"
-    elif kind == "string_type" and isinstance(value, (bool, int, float)):
-        hint = ": write it in quotes"
-    text = f" must{message.removeprefix(_SHOULD)}" if message.startswith(_SHOULD) else f": {message}"
-    return f"{name}{text}, got {shown(value)}{hint}"
-
-
-def _located(model: type[BaseModel], path: KeyPath) -> tuple[KeyPath, dict[str, Any]]:
-    """Returns a path in `model` without pydantic's names for the members of a union, and the `fields` of the group there."""
-    clean, hint = list[Any](), typing.cast(Any, model)
-    for part in path:
-        if _is_union(bare(hint)):
-            hint = None
-            continue
-        clean.append(part)
-        known, inner = fields(hint), typing.get_args(bare(hint))
-        hint = known.get(part) if known or not inner else inner[-1]
-    return tuple(clean), fields(hint)
-
-
-def _dotted(path: KeyPath) -> str:
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path if part != "[key]")
-    return "".join(parts).removeprefix(".")
+        message = re.sub(r"^\w+ should", "must", message)
+        got = "" if kind in ("missing", "value_error") else f", got {shown(one['input'])}"
+        texts.append(f"{name}{' ' if message.startswith('must ') else ': ' if name else ''}{message}{got}")
+    more = len(complaints) - MAX_COMPLAINTS
+    return [*dict.fromkeys(texts), *([f"and {more} more"] if more > 0 else [])]
 
 
 def bare(hint: Any) -> Any:
@@ -383,14 +327,6 @@ def _is_union(hint: Any) -> bool:
 
 def is_section(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, BaseModel)
-
-
-def fields(hint: Any) -> dict[str, Any]:
-    """Name → type of the settings in a model or a `TypedDict`; {} for any other type."""
-    hint = bare(hint)
-    if is_section(hint):
-        return {name: field.rebuild_annotation() for name, field in hint.model_fields.items()}
-    return typing.get_type_hints(hint, include_extras=True) if is_typeddict(hint) else {}
 
 
 def type_name(hint: Any) -> str:
