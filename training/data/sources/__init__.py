@@ -1,8 +1,7 @@
 """The sources of samples. A built-in source is one function → Raw, and one row in `SOURCES`. A source that reads files takes (root,
 **options), and has a row in `FILES`. A source that generates its samples takes (**options).
 
-A source that reads a user's own data (`OWN`) has own settings (`data.options`) and returns a `Stream`: its samples need not fit into
-memory.
+`images` and a user's own function return a `Stream`: their samples need not fit into memory.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ SOURCES: dict[str, Callable[..., Raw]] = {
     "digits": builtin.digits, "synthetic": builtin.synthetic, "classification": builtin.classification,
     "cifar10": builtin.cifar10, "fashion_mnist": builtin.fashion_mnist,
 }  # fmt: skip
-OWN: dict[str, Any] = {"images": images}
-"""Name → module with `Options`, a section; `open_stream(root, options, workers)` → Stream; `files_of(root, options)` → paths."""
 FILES = {"cifar10": ("cifar-10-batches-bin", "cifar-10-batches-py"), "fashion_mnist": ("FashionMNIST/raw",)}
 """Name of a built-in source → the folders of its files, below `data.root`. The other sources are generated."""
 Stamps: TypeAlias = list[Any]
@@ -35,7 +32,7 @@ Stamps: TypeAlias = list[Any]
 
 def ours(name: str) -> bool:
     """Returns whether this source runs only code of this package."""
-    return name in SOURCES or name in OWN
+    return ":" not in name
 
 
 def code_of(name: str) -> list[str]:
@@ -54,9 +51,8 @@ def stream(data: Data) -> Stream:
     if data.split == "exercise":
         return stream(data.model_copy(update={"split": "honest"})).gathered().exercise().stream()
     name, root, options = data.source, Path(data.root), data.options
-    if name in OWN:
-        opened: Stream = OWN[name].open_stream(root, _options(name, options), data.workers)
-        return opened
+    if name == "images":
+        return images.open_stream(root, _options(options), data.workers)
     if name not in SOURCES:
         return function.open_stream(name, root, options)
     source, given = SOURCES[name], {"root": root} if name in FILES else {}
@@ -73,15 +69,15 @@ def load(name: str, root: Path, options: dict[str, Any]) -> Raw:
     return stream(Data(source=name, root=str(root), options=options)).gathered()
 
 
-def _options(name: str, options: dict[str, Any]) -> Any:
-    return settings.build(OWN[name].Options, options, f"source {name}", "data.options.")
+def _options(options: dict[str, Any]) -> images.Options:
+    return settings.build(images.Options, options, "source images", "data.options.")
 
 
 def stamps(name: str, root: Path, options: dict[str, Any]) -> Stamps:
     """Returns the stamps of the source's current files; [] if it is generated, or if the files are gone."""
     paths = [path for folder in FILES.get(name, ()) for path in (root / folder).glob("*")]
-    if name in OWN:
-        paths = OWN[name].files_of(root, _options(name, options))
+    if name == "images":
+        paths = images.files_of(root, _options(options))
     entries = []
     for path in paths:
         with contextlib.suppress(OSError):  # of a broken link: reading it raises the error
