@@ -25,8 +25,8 @@ from lockstep.training import config
 from lockstep.training.contract import user_errors
 from lockstep.training.data import shard_writer, sources
 from lockstep.training.data.batches import Batches, Division, Stored
-from lockstep.training.data.decoders import decoded
 from lockstep.training.data.shards import Manifest, Samples
+from lockstep.training.data.sources.images import decoded
 from lockstep.training.parallel.world import World
 
 BATCH = 64
@@ -42,8 +42,7 @@ class Decoding(Dataset[tuple[torch.Tensor, int]]):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        data = decoded(self.paths[index].read_bytes(), "JPEG", self.size, self.size)
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(self.size, self.size, 3), 0
+        return torch.from_numpy(decoded(self.paths[index], self.size, self.size).copy()), 0
 
 
 def write_images(folder: Path, count: int, side: int) -> list[Path]:
@@ -63,7 +62,7 @@ def made(root: Path, size: int, workers: int) -> tuple[Manifest, float]:
     """(the shards, the seconds that they took)"""
     data = config.Data(source="images", root=str(root), options={"size": size, "held_out": 0.02}, workers=workers)
     began = time.perf_counter()
-    manifest = shard_writer.write(sources.stream(data), root / f"shards-{workers}", "images", 8)
+    manifest = shard_writer.write(sources.stream(data), root / f"shards-{workers}", "images")
     return manifest, time.perf_counter() - began
 
 

@@ -178,17 +178,15 @@ def prepare(args: argparse.Namespace, work: Path) -> str:
 
     count = args.batch * args.ranks * (args.warm_up + args.steps)
     if args.data_root:
-        raw, name = sources.load("cifar10", args.data_root, False, {}), "cifar10"
+        raw, name = sources.load("cifar10", args.data_root, {}), "cifar10"
     else:
-        raw, name = sources.load("synthetic", work, False, {"n": count, "n_test": 64}), "synthetic"
+        raw, name = sources.load("synthetic", work, {"n": count, "n_test": 64}), "synthetic"
     if len(raw.train[1]) < count:
         raise SystemExit(f"{count} images are needed, there are {len(raw.train[1])}: use a smaller --steps or --batch")
     images, labels = np.ascontiguousarray(raw.train[0][:count]), raw.train[1][:count]
     np.save(work / "images.npy", images)
     np.save(work / "labels.npy", labels)
-    shard_writer.write(
-        Raw((images, labels), (raw.test[0][:64], raw.test[1][:64]), raw.classes), work / "shards", name, 4
-    )
+    shard_writer.write(Raw((images, labels), (raw.test[0][:64], raw.test[1][:64]), raw.classes), work / "shards", name)
     return name
 
 

@@ -37,7 +37,7 @@ from lockstep.training.run.run import Run
 from lockstep.training.session import session_of
 
 TINY = [
-    "data.source=synthetic", "data.options={n: 2048, n_test: 512, size: 8, noise: 1.5}", "data.num_shards=4",
+    "data.source=synthetic", "data.options={n: 2048, n_test: 512, size: 8, noise: 1.5}",
     "augment.crop=1", "model=bag_of_tricks", "model_options={width: 0.0625}", "global_batch_size=1024", "uneven=weight", "epochs=1",
     "schedule=[]", "threads=1", "metrics.port=0", "sync.name=flat", "evaluate.batch_size=64",
 ]  # fmt: skip

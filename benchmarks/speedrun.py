@@ -152,7 +152,7 @@ PEERS: dict[str, Callable[..., Run]] = {"bag": bag, "airbench": airbench}
 def _images(data_root: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """CIFAR-10 on the device: uint8 [n, 32, 32, 3] and int64 [n] of each split."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    raw = load("cifar10", Path(data_root), False, {})
+    raw = load("cifar10", Path(data_root), {})
     return {
         name: (torch.as_tensor(images).to(device), torch.as_tensor(labels).long().to(device))
         for name, (images, labels) in (("train", raw.train), ("test", raw.test))

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
 from pathlib import Path
 
 import numpy as np
 
 
-def write_idx(path: Path, array: np.ndarray, packed: bool) -> None:
+def write_idx(path: Path, array: np.ndarray) -> None:
     head = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
-    data = head + array.astype(np.uint8).tobytes()
-    if packed:
-        path.with_name(path.name + ".gz").write_bytes(gzip.compress(data))
-    else:
-        path.write_bytes(data)
+    path.write_bytes(head + array.astype(np.uint8).tobytes())
 
 
-def write_fashion(
-    folder: Path, n: int, n_test: int, packed: bool, patterned: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
+def write_fashion(folder: Path, n: int, n_test: int, patterned: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Four files of random images, or of one bright bar a class. Returns the training images and labels."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(0)
@@ -30,7 +23,7 @@ def write_fashion(
         if patterned:
             for image, label in zip(images, labels):
                 image[:, 2 * label + 4 : 2 * label + 6] += 180
-        write_idx(folder / f"{split}-images-idx3-ubyte", images, packed)
-        write_idx(folder / f"{split}-labels-idx1-ubyte", labels, packed)
+        write_idx(folder / f"{split}-images-idx3-ubyte", images)
+        write_idx(folder / f"{split}-labels-idx1-ubyte", labels)
         made.append((images, labels))
     return made[0]

@@ -23,7 +23,7 @@ def settings(data_root: Path, **changes: object) -> list[str]:
     """3 epochs × 8 steps on 8×8 images, a checkpoint every second step; about a second of training."""
     values = {
         "data.root": data_root, "data.source": "synthetic", "data.options": "{n: 192, n_test: 50, size: 8, noise: 1.5}",
-        "data.num_shards": 3, "augment.crop": 1, "augment.flip": "random", "model": "tests.nets:Dying",
+        "augment.crop": 1, "augment.flip": "random", "model": "tests.nets:Dying",
         "model_options": "{}", "global_batch_size": 24, "uneven": "drop", "epochs": 3, "evaluate.every": 1,
         "evaluate.batch_size": 8, "checkpoint.every_steps": 2, "sync.name": "flat", "ema.decay": 0.9, "ema.every": 3,
         "loss.reduction": "mean", "optim.name": "sgd", "lr": 0.05, "bias_lr_factor": 1, "weight_decay": 0,

@@ -27,8 +27,7 @@ from tests.processes import clean_env, poll
 from tests.warm.gang import running
 
 COMMON = [
-    "data.num_shards=3", "epochs=2", "uneven=weight", "evaluate.every=2", "checkpoint.every_steps=3",
-    "data.download=false", "schedule=[]",
+    "epochs=2", "uneven=weight", "evaluate.every=2", "checkpoint.every_steps=3", "schedule=[]",
 ]  # fmt: skip
 RECIPES = {
     "smoke": [

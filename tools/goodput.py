@@ -15,9 +15,7 @@ from . import RUN, parser
 def main(argv: list[str]) -> int:
     """Prints the table, or JSON. Raises `UserError` for wrong arguments, and for a run without a record of its time."""
     parsed = parser("goodput")
-    parsed.add_argument(
-        "runs", type=Path, metavar="RUN", nargs="+", help=f"{RUN}; several, such as those of a sweep"
-    )
+    parsed.add_argument("runs", type=Path, metavar="RUN", nargs="+", help=f"{RUN}; several, such as those of a sweep")
     parsed.add_argument("--json", action="store_true", help="print one JSON value with stable fields")
     args = parsed.parse_args(argv)
     runs: list[Path] = args.runs

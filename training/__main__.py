@@ -166,8 +166,8 @@ def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: AR
         folder = Path(args.out)
         if folder.exists():
             raise UserError(f"{folder} exists already: choose another folder, or remove it")
-        manifest = shard_writer.write(sources.stream(data), folder, data.source, data.num_shards, split=data.split)
-    for line in manifest.describe(data):
+        manifest = shard_writer.write(sources.stream(data), folder, data.source)
+    for line in manifest.describe(data).splitlines():
         say(line)
     if args.out is not None and "://" in args.out:
         say(f"sent to {args.out}")

@@ -286,19 +286,20 @@ def parsed(data: bytes) -> Any:
 
 
 def safetensors_header(
-    tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str] | None = None
+    tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str] | None = None, size: int = 0
 ) -> bytes:
     """Returns the beginning of a safetensors file; the data of the tensors follow, in their order.
 
     Args:
         tensors: name, element type by its name in the format, shape, and bytes of each.
         metadata: of the whole file; None: there is none.
+        size: the least number of bytes, a multiple of 8.
     """
     table: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
-    for name, dtype, shape, size in tensors:
-        begin, end = end, end + size
+    for name, dtype, shape, num_bytes in tensors:
+        begin, end = end, end + num_bytes
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * max(-len(text) % 8, size - 8 - len(text))
     return len(text).to_bytes(8, "little") + text

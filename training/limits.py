@@ -34,13 +34,9 @@ REQUEST_SECONDS = 5.0
 # Data.
 
 DECODE_SECONDS = 60.0
-"""Bounds the decoding of one image: some small files take hours."""
-DECODER_START_SECONDS = 120.0
-"""Bounds the start of a decoder process: a loaded machine with a network file system imports slowly."""
+"""Bounds the wait for the next decoded images: some small files take hours."""
 COMPARE_SECONDS = 0.25
 """Bounds the loading of the samples by which the ranks compare their datasets: a slow dataset is compared by fewer samples."""
-DECODE_PROGRESS_SECONDS = 10.0
-"""Time between two lines of progress while images are decoded."""
 
 # Checkpoints.
 

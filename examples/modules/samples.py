@@ -18,5 +18,5 @@ class Images(TensorDataset):
 
 
 def dataset(source, split="train", root="data"):
-    raw = sources.load(source, Path(root), False, {})
+    raw = sources.load(source, Path(root), {})
     return Images(*map(torch.from_numpy, raw.train if split == "train" else raw.test))

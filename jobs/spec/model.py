@@ -300,23 +300,22 @@ class JobSpec(Section):
             below: settings for which the file has no value, such as those of a profile.
 
         Raises:
-            UserError: with the line of the mistake and the nearest name that exists.
+            UserError: with the name of the setting, and the nearest name that exists.
 
         Examples:
             >>> spec = JobSpec.load("job.yaml", {"nodes": 2, "overrides.epochs": 4})
             >>> spec.nodes
             2
         """
-        text = settings.read_text(Path(path))
-        values = settings.mapping(text, str(path))
+        values = settings.read_yaml(Path(path))
         for name in values:
             if values[name] is None:  # a heading with only comments below it
                 values[name] = settings.empty(cls, name)
         values = _over(below, values) if below else values
         for name, value in (assignments or {}).items():
             place(values, name, value)
-        spec = settings.build(cls, values, f"{path} with its profile" if below else str(path), text=text)
-        spec.check_training(str(path), text)
+        spec = settings.build(cls, values, f"{path} with its profile" if below else str(path))
+        spec.check_training(str(path))
         if spec.code is not None and spec.code.hash is None:
             at = spec.code.model_copy(update={"path": str(Path(path).absolute().parent / spec.code.path)})
             spec = spec.model_copy(update={"code": at})
@@ -345,14 +344,11 @@ class JobSpec(Section):
         values = {setting: value for setting, value in values.items() if setting != "version"}
         return settings.build(cls, values, f"job.json of {name}")  # not `of`: the recipe may have changed since
 
-    def check_training(self, where: str, text: str = "") -> None:
+    def check_training(self, where: str) -> None:
         """Checks recipe and overrides against `lockstep.training.config`, before anything is submitted.
 
-        Args:
-            text: text of the file that contains them.
-
         Raises:
-            UserError: naming `where`, and the line.
+            UserError: naming `where`.
         """
         try:
             if self.command is not None:
@@ -362,10 +358,7 @@ class JobSpec(Section):
                     f"shards: {self.recipe} is not on this machine, so its data source is not known: leave out shards"
                 )
         except UserError as error:
-            lines = settings.lines_of(text) if text else {}
-            line = lines.get(("overrides",)) or lines.get(("recipe",))
-            place = f"{where}, line {line}" if line else where
-            raise UserError(f"{place}: {str(error).replace('--set', 'overrides')}") from None
+            raise UserError(f"{where}: {str(error).replace('--set', 'overrides')}") from None
 
 
 def _without_places(values: dict[str, Any]) -> dict[str, Any]:
@@ -424,13 +417,11 @@ def load_profile(name: str) -> dict[str, Any]:
             where = ", ".join(str(folder) for folder in profile_folders())
             raise UserError(f"there is no profile {name!r} in {where}{settings.nearest(name, known)}")
         path = candidates[0]
-    text = settings.read_text(path)
-    values = settings.mapping(text, str(path))
+    values = settings.read_yaml(path)
     unknown = [key for key in values if key not in IN_A_PROFILE]
     if unknown:
         raise UserError(f"{path}: a profile holds {', '.join(IN_A_PROFILE)}; {unknown[0]!r} belongs in the job")
-    # Checked alone: for a mistake in the whole job, the line would be searched in the job's file.
-    settings.build(JobSpec, {"name": "a", "recipe": "smoke", **values}, str(path), text=text)
+    settings.build(JobSpec, {"name": "a", "recipe": "smoke", **values}, str(path))  # alone, so that the error names it
     return values
 
 

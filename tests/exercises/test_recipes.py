@@ -88,9 +88,9 @@ def test_two_workers_train_what_the_modules_own_loop_trains(leaves_out: bool, da
 
 
 def test_fashion_cnn_from_idx_files_with_the_accuracy_of_each_class(tmp_path: Path) -> None:
-    write_fashion(tmp_path / "data", 600, 55, packed=True, patterned=True)
+    write_fashion(tmp_path / "data/FashionMNIST/raw", 600, 55, patterned=True)
     words = ["run", "fashion_cnn", "--run-dir", str(tmp_path / "run"), "--set", f"data.root={tmp_path / 'data'}"]
-    done = gang(2, *words, "download=false", "epochs=2", "checkpoint.keep=1")
+    done = gang(2, *words, "epochs=2", "checkpoint.keep=1")
     assert done.code == 0, done.output
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     classes = summary["class_accuracy"]

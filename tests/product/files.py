@@ -56,10 +56,6 @@ def _samples(path: Path, verify: bool = True) -> Any:
     return _shards.Samples.open(manifest, "train", 0, manifest.count("train"))
 
 
-def _source(path: Path, of: str, **options: Any) -> Any:
-    return _sources.stream(_config.Data(source=of, root=str(path), options=options)).gathered()
-
-
 def _read_weights(path: Path, into: Any = None) -> Any:
     return _weights.read(path) if into is None else _weights.assign(into, _weights.read(path), path)
 
@@ -72,8 +68,7 @@ _READERS: dict[str, Callable[..., Any]] = {
     "weights": _read_weights,
     "checkpoint": _checkpoint,
     "shards": _samples,
-    "source": _source,
-    "idx": lambda path, dimensions=1: Inside("training.data.sources.builtin").read_idx(path.parent, path.name, dimensions),
+    "idx": lambda path: Inside("training.data.sources.builtin").read_idx(path),
 }  # fmt: skip
 
 
@@ -105,10 +100,10 @@ def seal(checkpoint: Path) -> None:
     path.write_text(json.dumps({**value, "sha256": _store.seal(value)}))
 
 
-def make_shards(folder: Path, samples: int = 12, shards: int = 2) -> Path:
+def make_shards(folder: Path, samples: int = 12) -> Path:
     """A folder of shards of small synthetic images."""
-    raw = _sources.load("synthetic", folder, False, {"n": samples, "n_test": 3, "size": 4})
-    return _shard_writer.write(raw, folder, "synthetic", shards).directory
+    raw = _sources.load("synthetic", folder, {"n": samples, "n_test": 3, "size": 4})
+    return _shard_writer.write(raw, folder, "synthetic").directory
 
 
 def train(*words: str) -> int:

@@ -66,12 +66,22 @@ def recipe(name: str = "smoke", *words: str) -> Any:
 
 def source(name: str, root: Path, **options: Any) -> Any:
     """A data source's samples in memory: `.train` and `.test` (samples, labels), `.classes`."""
-    return _sources.load(name, root, False, options)
+    return _sources.load(name, root, options)
 
 
-def sharded(folder: Path, train: Any, test: Any, classes: list[str], files: int = 2) -> Any:
-    """Shards of these (samples, labels)."""
-    return _shard_writer.write(Inside("training.data.sources.raw").Raw(train, test, classes), folder, "array", files)
+def sharded(folder: Path, train: Any, test: Any, classes: list[str], files: int = 1) -> Any:
+    """Shards of these (samples, labels), the training samples in several files."""
+    import numpy as np
+
+    def pieces(split: str) -> Iterator[Any]:
+        arrays, count = (train, files) if split == "train" else (test, 1)
+        yield from zip(*(np.array_split(array, count) for array in arrays))
+
+    largest, _shard_writer.SHARD_BYTES = _shard_writer.SHARD_BYTES, 1 if files > 1 else _shard_writer.SHARD_BYTES
+    try:
+        return _shard_writer.write(Inside("training.data.sources.raw").Stream(pieces, classes), folder, "array")
+    finally:
+        _shard_writer.SHARD_BYTES = largest
 
 
 def split(made: Any, name: str) -> tuple[Any, Any]:

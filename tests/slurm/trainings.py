@@ -15,7 +15,7 @@ from tests.slurm.conftest import Bench
 
 EPOCHS = 5
 SETTINGS: dict[str, Any] = {
-    "data.source": "synthetic", "data.options": {"n": 192, "n_test": 50, "size": 8, "noise": 1.5}, "data.num_shards": 3,
+    "data.source": "synthetic", "data.options": {"n": 192, "n_test": 50, "size": 8, "noise": 1.5},
     "augment.crop": 1, "model": "tests.nets:Held", "model_options": {}, "global_batch_size": 24, "uneven": "drop",
     "epochs": EPOCHS, "precision": "float64", "evaluate.every": EPOCHS, "loss.reduction": "mean", "optim.name": "sgd",
     "lr": 0.05, "bias_lr_factor": 1, "weight_decay": 0, "schedule": [], "checkpoint.every_steps": 10, "log.every": 1,

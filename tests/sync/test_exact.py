@@ -20,7 +20,7 @@ pytestmark = pytest.mark.promise("same-bits")
 
 JOB = str(ROOT / "tests/sync/exact_job.py")
 RECIPE = [
-    "sync.name=exact", "log.weights_every=1", "checkpoint.every_steps=3", "epochs=2", "data.source=synthetic", "data.num_shards=3",
+    "sync.name=exact", "log.weights_every=1", "checkpoint.every_steps=3", "epochs=2", "data.source=synthetic",
     "data.options={n: 150, n_test: 23, size: 8, noise: 1.5}", "augment.crop=1", "augment.flip=random", "uneven=weight", "schedule=[]",
     "evaluate.batch_size=9",
 ]  # fmt: skip

@@ -29,7 +29,7 @@ VARIANTS: dict[str, list[str]] = {
 def settings(data_root: str, *changes: str) -> list[str]:
     values = {
         "data.root": data_root, "data.source": "synthetic", "data.options": "{n: 192, n_test: 50, size: 8, noise: 1.5}",
-        "data.num_shards": 3, "augment.crop": 1, "augment.flip": "random", "model": "tests.nets:SmallConv",
+        "augment.crop": 1, "augment.flip": "random", "model": "tests.nets:SmallConv",
         "model_options": "{}", "global_batch_size": 24, "uneven": "drop", "precision": "float64", "ema.decay": 0,
         "loss.reduction": "mean", "optim.name": "sgd", "lr": 0.05, "bias_lr_factor": 1, "weight_decay": 0, "schedule": "[]",
         **dict(change.split("=", 1) for change in changes),

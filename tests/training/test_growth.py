@@ -18,7 +18,7 @@ SIZES = (2, 8)
 LINEAR = 7.0
 """(8 − 1) / (2 − 1): what is sent once a rank to rank 0, or from it, grows so. Its square would be 28."""
 FREE = [
-    "data.source=synthetic", "data.options={n: 96, n_test: 24, size: 8, noise: 1.5}", "data.num_shards=5", "augment.crop=1",
+    "data.source=synthetic", "data.options={n: 96, n_test: 24, size: 8, noise: 1.5}", "augment.crop=1",
     "model_options={width: 0.0625}", "global_batch_size=48", "uneven=weight", "schedule=[]", "metrics.port=0",
 ]  # fmt: skip
 

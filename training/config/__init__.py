@@ -11,14 +11,13 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import math
 import re
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, JsonValue, model_validator
 from typing_extensions import Self, TypedDict
 
 from ..contract import BUCKET_URL, UserError
@@ -28,11 +27,8 @@ from .settings import Section, shown
 RECIPES = Path(__file__).parents[1] / "recipes"
 FORM = ("precision", "channels_last", "compile")
 """Settings of a recipe whose `auto` is decided at a run's first start. run.yaml has what was decided."""
-BUILT_IN = ("digits", "synthetic", "cifar10", "fashion_mnist", "classification")
-SOURCES = (*BUILT_IN, "images", "arrays")
-FUNCTION = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+OwnCode = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
 """A user's function or class, as `package.module:name`."""
-STRATEGIES = ("ddp", "flat", "zero1", "bf16_compress", "exact")
 Signal = Literal["TERM", "USR1", "USR2", "INT", "HUP"]
 FREE = "may change"
 T = TypeVar("T")
@@ -53,23 +49,6 @@ def _bucket(value: str) -> str:
     return value
 
 
-def _plain(value: dict[str, Any]) -> dict[str, Any]:
-    if not _is_plain(value):
-        raise ValueError(f"must be a mapping of plain values, got {shown(value)}")
-    return value
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value survives JSON and YAML unchanged: text, finite numbers, booleans, null, lists and mappings."""
-    if isinstance(value, Mapping):
-        return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return value is None or isinstance(value, (bool, str)) or (isinstance(value, int) and abs(value) < 2**63)
-
-
 def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     epochs = [float(epoch) for epoch, _ in points]
     if epochs != sorted(set(epochs)):
@@ -79,28 +58,18 @@ def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 LOGGED = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
 """A name under which a script logs numbers."""
-_BETTER = {"accuracy": "max", "test_loss": "min"}
-
-
-def _keeps_the_best(value: bool | dict[str, str]) -> bool | dict[str, str]:
-    for name, better in value.items() if isinstance(value, dict) else ():
-        if better != _BETTER.get(name, better):
-            raise ValueError(f"must be {{{name}: {_BETTER[name]}}}, got {{{name}: {better}}}, which keeps the worst")
-    return value
-
-
 _Better = dict[Annotated[str, Field(pattern=f"^{LOGGED}$")], Literal["max", "min"]]
-KeepBest = Annotated[bool | Annotated[_Better, Field(min_length=1, max_length=1)], AfterValidator(_keeps_the_best)]
+KeepBest = bool | Annotated[_Better, Field(min_length=1, max_length=1)]
 Number = Annotated[FiniteFloat, BeforeValidator(_number)]
 SecondsOrAuto = Annotated[FiniteFloat, Field(ge=0), BeforeValidator(_number)] | Literal["auto"]
 PositiveNumber = Annotated[FiniteFloat, Field(gt=0), BeforeValidator(_number)]
 Rate = Annotated[FiniteFloat, Field(ge=0, lt=1_000_000_000), BeforeValidator(_number)]
-Momentum = Annotated[FiniteFloat, Field(ge=0, le=1), BeforeValidator(_number)]
+Momentum = Annotated[FiniteFloat, Field(ge=0, lt=1), BeforeValidator(_number)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 BucketUrl = Annotated[str, AfterValidator(_bucket)]
 FolderOrBucketUrl = Annotated[str, AfterValidator(lambda value: _bucket(value) if "://" in value else value)]
-Plain = Annotated[dict[str, Any], AfterValidator(_plain)]
+Plain = dict[str, JsonValue]
 """Settings of something that this package does not know: they go into run.yaml and into the hash."""
 Items = Annotated[list[T], BeforeValidator(lambda value: list(value) if isinstance(value, tuple) else value)]
 Pair = Annotated[tuple[T, T], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
@@ -108,24 +77,9 @@ Schedule = Annotated[Items[T], AfterValidator(_rising)]
 """Of points (when, factor)."""
 
 
-def _one_of(known: tuple[str, ...], member: str) -> AfterValidator:
-    """Checks a name: one of ours, or the import path of a user's own `member`."""
-
-    def check(name: str) -> str:
-        if name not in known and not re.fullmatch(FUNCTION, name):
-            raise ValueError(f"must be {' | '.join(known)} | package.module:{member}, got {name!r}")
-        return name
-
-    return AfterValidator(check)
-
-
-def _schema(known: tuple[str, ...]) -> Any:
-    return Field(json_schema_extra={"anyOf": [{"enum": [*known]}, {"pattern": f"^{FUNCTION}$"}]})
-
-
 Channels = Annotated[Items[T], Field(min_length=1)]
-Source = Annotated[str, _schema(SOURCES), _one_of(SOURCES, "function")]
-Strategy = Annotated[str, _schema(STRATEGIES), _one_of(STRATEGIES, "Class")]
+Source = Literal["digits", "synthetic", "cifar10", "fashion_mnist", "classification", "images"] | OwnCode
+Strategy = Literal["ddp", "flat", "zero1", "bf16_compress", "exact"] | OwnCode
 
 
 class Augment(Section):
@@ -143,28 +97,18 @@ class Data(Section):
     split: Literal["honest", "exercise"] = "honest"
     """`honest`: the training and test samples of the source. `exercise`: the first tenth is used for both, so nothing is held out."""
     root: Free[str] = "data"
-    """Folder of the downloaded data set; the shards are cached below it."""
+    """Folder of the data set, which is downloaded if it is missing; the shards are cached below it."""
     shards: Free[FolderOrBucketUrl | None] = None
     """Folder with ready shards (`lockstep shard`), or where they are in a bucket, `s3://BUCKET/PREFIX` (`gs://`, `az://`; needs
     obstore): a node fetches each once, below `root`. null: made once below `root`."""
-    cache_gb: Free[PositiveNumber] = 100.0
-    """Gigabytes of shards from buckets that stay below `root` for other runs: the least recently used ones go first."""
-    num_shards: Positive = 8
-    """Files to cut the training set into when shards are made."""
-    download: Free[bool] = True
-    """Download missing files, if there is a network."""
     workers: Free[Count] = 0
     """Processes that decode images when shards are made; 0: one for each core."""
     prepare_timeout: Free[Number] = 1800.0
     """Seconds to wait for another process, or another node, that prepares the same data."""
-    verify: Free[bool] = True
-    """Check the sha256 of every shard that a rank opens."""
     shuffle: Literal["global", "none"] = "global"
     """`global`: one order over all samples, the same at every world size. `none`: in order."""
     resident: Free[Literal["auto", "always", "never"]] = "auto"
     """Keep the uint8 images on the device: if they fit in a quarter of its free memory, always, or never."""
-    prefetch: Free[Positive] = 2
-    """Batches that the loader prepares ahead when the images are not resident."""
     mean: Channels[Number] = Field(default_factory=lambda: [0.0])
     """Mean of each channel, or one for all, for pixels in 0…1 or for features as they are."""
     std: Channels[PositiveNumber] = Field(default_factory=lambda: [1.0])
@@ -177,9 +121,9 @@ class Data(Section):
     @property
     def shards_name(self) -> str:
         """A folder's name for ready shards of this source. A user's images may be those of many data sets."""
-        if self.source in BUILT_IN:
+        if self.source != "images" and ":" not in self.source:
             return self.source
-        identity = json.dumps([self.root, self.options, self.split, self.num_shards], sort_keys=True)
+        identity = json.dumps([self.root, self.options, self.split], sort_keys=True)
         name = re.sub(r"[^\w.]+", "-", self.source)
         return f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
 
@@ -208,7 +152,7 @@ class Optim(Section):
     `muon` is Muon for convolution filters and Nesterov SGD for the rest."""
     lr: Number = Field(default=0.1, ge=0)
     """Learning rate of the weights, multiplied by the schedule."""
-    momentum: Number = Field(default=0.9, ge=0, le=1)
+    momentum: Momentum = 0.9
     """Momentum of the velocity; Adam's first beta (its second is 0.999)."""
     weight_decay: Number = Field(default=0.0, ge=0)
     """Weight decay, added to the gradient (of the summed loss where `loss.reduction` is `sum`)."""
@@ -218,8 +162,6 @@ class Optim(Section):
     """The global batch size that `weight_decay` was tuned at, for a summed loss: it then grows with the batch. 0: fixed."""
     schedule: Schedule[Pair[Number]] = Field(default_factory=list)
     """Points (when, factor) of a piecewise linear schedule of the learning rate; flat outside, constant when empty."""
-    schedule_scale: PositiveNumber = 1.0
-    """Stretches the schedule: with 0.2 a schedule for 10 epochs takes 2."""
     schedule_unit: Literal["epoch", "step"] = "epoch"
     """Unit of the points of `schedule`. Epochs do not depend on the batch size; many scripts use steps."""
     clip: Number = Field(default=0.0, ge=0)
@@ -227,17 +169,6 @@ class Optim(Section):
     groups: dict[str, Group] = Field(default_factory=dict)
     """Settings for some parameters, chosen by a part of their dotted name: `{head: {lr: 0.67, momentum: 0.85}}`; each
     may have `lr, momentum, weight_decay, schedule`."""
-
-    @model_validator(mode="after")
-    def _of_adam(self) -> Self:
-        momenta = {f"groups.{part}.momentum": group.get("momentum", 0.0) for part, group in self.groups.items()}
-        too_large = [name for name, value in {"momentum": self.momentum, **momenta}.items() if value >= 1]
-        if self.name == "adam" and too_large:
-            raise ValueError(
-                f"{too_large[0]}=1 is Adam's first beta, and must be below 1, because its bias correction divides by 1 − beta: "
-                "set 0.9, or choose another optim.name"
-            )
-        return self
 
 
 class Ema(Section):

@@ -14,34 +14,25 @@ import importlib
 import inspect
 import json
 import os
+import re
 import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
-from typing_extensions import is_typeddict
 
 from .. import files
 from ..contract import UserError
 
 MAX_YAML_BYTES = 1 << 20
-MAX_DIGITS = 64
-"""The longest number. YAML's 1:1:1:… in base 60 takes quadratic time, and Python does not print 4,300 digits."""
-
 MAX_COMPLAINTS = 5
 """The most complaints that one error names."""
-
-_SHOULD = "Input should"
-"""How pydantic begins what it expects of a value."""
-
-KeyPath = tuple[Any, ...]
-"""The names and list indices that lead to a value among nested ones."""
 
 
 class Section(BaseModel):
@@ -65,25 +56,10 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen: set[str] = set()
         for key, _ in node.value:
-            if key.tag == "tag:yaml.org,2002:merge" or not isinstance(key, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(problem="keys must be plain names", problem_mark=key.start_mark)
-            if key.value in seen:
+            if str(key.value) in seen:
                 raise yaml.MarkedYAMLError(problem=f"key {key.value!r} twice", problem_mark=key.start_mark)
-            seen.add(key.value)
+            seen.add(str(key.value))
         return super().construct_mapping(node, deep)
-
-
-def _number(loader: _StrictLoader, node: Any) -> Any:
-    if len(node.value) > MAX_DIGITS:
-        raise yaml.MarkedYAMLError(
-            problem=f"a number of {len(node.value)} characters, at most {MAX_DIGITS} are read",
-            problem_mark=node.start_mark,
-        )
-    return yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
-
-
-for _kind in ("int", "float"):
-    _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _number)
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -120,30 +96,8 @@ def mapping(text: str, where: str) -> dict[str, Any]:
     return value
 
 
-def lines_of(text: str) -> dict[KeyPath, int]:
-    """Line of each setting, by its path. The text is known to be sound YAML without aliases."""
-    lines: dict[KeyPath, int] = {}
-
-    def walk(node: yaml.Node, path: KeyPath) -> None:
-        if isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                lines[(*path, key.value)] = key.start_mark.line + 1
-                walk(value, (*path, key.value))
-        elif isinstance(node, yaml.SequenceNode):
-            for index, value in enumerate(node.value):
-                lines[(*path, index)] = value.start_mark.line + 1
-                walk(value, (*path, index))
-
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
-    if root is not None:
-        walk(root, ())
-    return lines
-
-
-def build(model: type[M], values: Mapping[str, Any], where: str, prefix: str = "", text: str = "") -> M:
-    """An instance of `model` from plain values, every one checked.
-
-    `prefix` stands before each name in an error; `text` is that of the file that the values come from.
+def build(model: type[M], values: Mapping[str, Any], where: str, prefix: str = "") -> M:
+    """An instance of `model` from plain values, every one checked. `prefix` stands before each name in an error.
 
     Raises:
         UserError: an unknown name, a value of the wrong type, or one that the model refuses.
@@ -151,12 +105,7 @@ def build(model: type[M], values: Mapping[str, Any], where: str, prefix: str = "
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        complaints = explain(error, model, prefix)
-    texts, lines = [], lines_of(text) if text else {}
-    for message, path in complaints.items():
-        line = next((lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), None)
-        texts.append(f"line {line}: {message}" if line else message)
-    raise UserError(f"{where}{', ' if texts[0].startswith('line ') else ': '}{'; '.join(texts)}")
+        raise UserError(f"{where}: {'; '.join(explain(error, model, prefix))}") from None
 
 
 def override(values: dict[str, Any], model: type[BaseModel], overrides: Iterable[str]) -> dict[str, Any]:
@@ -169,11 +118,11 @@ def override(values: dict[str, Any], model: type[BaseModel], overrides: Iterable
 
 def empty(model: type[BaseModel], name: str) -> dict[str, Any] | list[Any] | None:
     """Returns the value of an empty heading: {} for a group or a mapping, [] for a list, else None. What may be null is None."""
-    whole = fields(model).get(name)
+    whole = model.model_fields[name].annotation if name in model.model_fields else None
     hint = bare(whole)
-    if hint != _plain(whole):  # it may be null
+    if hint != whole:  # it may be null
         return None
-    if fields(hint) or typing.get_origin(hint) is dict:
+    if is_section(hint) or typing.get_origin(hint) is dict:
         return {}
     return [] if typing.get_origin(hint) is list else None
 
@@ -318,78 +267,28 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def explain(error: ValidationError, model: type[BaseModel], prefix: str) -> dict[str, KeyPath]:
-    """Returns the complaints about values of `model`, each with its path. Beyond `MAX_COMPLAINTS` they are counted.
-
-    `prefix` stands before each name.
-    """
+def explain(error: ValidationError, model: type[BaseModel], prefix: str) -> list[str]:
+    """Returns the complaints about values of `model`. Beyond `MAX_COMPLAINTS` they are counted. `prefix` stands before each name."""
+    hints = {name: field.annotation for name, field in leaves(model)}
+    unknown = ("extra_forbidden", "invalid_key")
     # An unknown name first: it may be why another one is missing.
-    complaints = sorted(
-        _joined(error.errors(include_url=False), model),
-        key=lambda one: one["type"] not in ("extra_forbidden", "invalid_key"),
-    )
-    texts = {_sentence(dict(one), model, prefix): one["loc"] for one in complaints[:MAX_COMPLAINTS]}
-    return texts | ({f"and {more} more": ()} if (more := len(complaints) - MAX_COMPLAINTS) > 0 else {})
-
-
-def _joined(complaints: Iterable[Any], model: type[BaseModel]) -> list[dict[str, Any]]:
-    """One complaint for each mistake: pydantic complains for every member of a union.
-
-    Where a value has the kind of one member, and what is in it is wrong, the other members' complaints are left out.
-    """
-    joined = list[dict[str, Any]]()
-    places = [(_located(model, one["loc"])[0], one) for one in complaints]
-    for path, one in places:
-        others = [(place, other) for place, other in places if other is not one and place[: len(path)] == path]
-        typed = one["msg"].startswith(_SHOULD)
-        if typed and any(place != path or not other["msg"].startswith(_SHOULD) for place, other in others):
+    complaints = sorted(error.errors(include_url=False), key=lambda one: one["type"] not in unknown)
+    texts = []
+    for one in complaints[:MAX_COMPLAINTS]:
+        kind, message, path = one["type"], one["msg"].removeprefix("Value error, "), list(one["loc"])
+        cuts = (end for end in range(1, len(path)) if _is_union(bare(hints.get(".".join(map(str, path[:end]))))))
+        name = prefix + ".".join(
+            map(str, path[: next(cuts, None)])
+        )  # without pydantic's names for the members of a union
+        if kind in unknown:
+            known = {part for leaf in hints for part in leaf.split(".")}
+            texts.append(f"unknown setting {name!r}{nearest(str(path[-1]), known)}")
             continue
-        first = next((done for done in joined if typed and _located(model, done["loc"])[0] == path), None)
-        if first is None:
-            joined.append(dict(one))
-        else:
-            first["msg"] += " or" + one["msg"].removeprefix(_SHOULD + " be")
-    return joined
-
-
-def _sentence(complaint: dict[str, Any], model: type[BaseModel], prefix: str) -> str:
-    kind, message, value = (complaint[key] for key in ("type", "msg", "input"))
-    path, known = _located(model, complaint["loc"])
-    name = prefix + _dotted(path)
-    if kind in ("extra_forbidden", "invalid_key"):
-        return f"unknown setting {name!r}{nearest(str(path[-1]), _located(model, path[:-1])[1])}"
-    if kind == "missing":
-        return f"{name} is missing"
-    if kind == "value_error":
-        message = str(complaint["ctx"]["error"])
-        return f"{name}{' ' if message.startswith('must ') else ': ' if name else ''}{message}"
-    if known:
-        return f"{name} is a group of settings, got {shown(value)}; known: {', '.join(known)}"
-    hint = ""
-    if kind == "list_type" and isinstance(value, str):
-        hint = f": write {json.dumps(value.split())}"
-    elif kind == "string_type" and isinstance(value, (bool, int, float)):
-        hint = ": write it in quotes"
-    text = f" must{message.removeprefix(_SHOULD)}" if message.startswith(_SHOULD) else f": {message}"
-    return f"{name}{text}, got {shown(value)}{hint}"
-
-
-def _located(model: type[BaseModel], path: KeyPath) -> tuple[KeyPath, dict[str, Any]]:
-    """Returns a path in `model` without pydantic's names for the members of a union, and the `fields` of the group there."""
-    clean, hint = list[Any](), typing.cast(Any, model)
-    for part in path:
-        if _is_union(bare(hint)):
-            hint = None
-            continue
-        clean.append(part)
-        known, inner = fields(hint), typing.get_args(bare(hint))
-        hint = known.get(part) if known or not inner else inner[-1]
-    return tuple(clean), fields(hint)
-
-
-def _dotted(path: KeyPath) -> str:
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path if part != "[key]")
-    return "".join(parts).removeprefix(".")
+        message = re.sub(r"^\w+ should", "must", message)
+        got = "" if kind in ("missing", "value_error") else f", got {shown(one['input'])}"
+        texts.append(f"{name}{' ' if message.startswith('must ') else ': ' if name else ''}{message}{got}")
+    more = len(complaints) - MAX_COMPLAINTS
+    return [*dict.fromkeys(texts), *([f"and {more} more"] if more > 0 else [])]
 
 
 def bare(hint: Any) -> Any:
@@ -410,14 +309,6 @@ def _is_union(hint: Any) -> bool:
 
 def is_section(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, BaseModel)
-
-
-def fields(hint: Any) -> dict[str, Any]:
-    """Name → type of the settings in a model or a `TypedDict`; {} for any other type."""
-    hint = bare(hint)
-    if is_section(hint):
-        return {name: field.rebuild_annotation() for name, field in hint.model_fields.items()}
-    return typing.get_type_hints(hint, include_extras=True) if is_typeddict(hint) else {}
 
 
 def type_name(hint: Any) -> str:
@@ -457,10 +348,10 @@ def add_working_directory() -> None:
         sys.path.insert(0, os.getcwd())  # `-m lockstep.training` has it, a console script has not
 
 
-def check_options(options: Iterable[str], function: Callable[..., Any], name: str, given: Collection[str] = ()) -> None:
-    """Raises `UserError` for an option that is no parameter of the function, or one of those that it is `given`."""
+def check_options(options: Iterable[str], function: Callable[..., Any], name: str) -> None:
+    """Raises `UserError` for an option that is no parameter of the function."""
     parameters = inspect.signature(function).parameters
     free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for option in options:
-        if option in given or (option not in parameters and not free):
-            raise UserError(f"{name} has no option {option!r}{nearest(option, set(parameters) - set(given))}")
+        if option not in parameters and not free:
+            raise UserError(f"{name} has no option {option!r}{nearest(option, parameters)}")

@@ -35,6 +35,8 @@ from .shards import Samples
 
 DRAWN_AT_ONCE = 4096
 """Number of sample ids to draw at once for the next steps."""
+AHEAD = 2
+"""Batches that a thread reads ahead of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +191,10 @@ class Stored:
         seed: seed of the augmentation.
         resident: `auto` keeps them on the device if they take at most a quarter of its free memory (or of the rank's share of the
             host's). `always`; `never`.
-        ahead: batches that a thread reads ahead if the samples are not on the device.
     """
 
-    def __init__(self, samples: Samples, world: World, seed: int, resident: str = "auto", ahead: int = 2) -> None:
-        self.samples, self.seed, self.ahead = samples, seed, ahead
+    def __init__(self, samples: Samples, world: World, seed: int, resident: str = "auto") -> None:
+        self.samples, self.seed = samples, seed
         self.resident = fits(samples, world) if resident == "auto" else resident == "always"
         self._device = world.device
         if self.resident:
@@ -245,7 +246,7 @@ class Batches:
         if not isinstance(self.source, Stored):
             return self._loaded(self.source, epoch, steps)
         read = self._read(self.source, epoch, steps)
-        return read if self.source.resident else _ahead(read, self.source.ahead, self._pins)
+        return read if self.source.resident else _ahead(read, self._pins)
 
     def _read(self, stored: Stored, epoch: int, steps: Iterator[int]) -> Iterator[tuple[Any, Part]]:
         keys = draw_keys(stored.seed, epoch)
@@ -317,14 +318,16 @@ def loader(
     workers: int,
     collate: Callable[[list[Any]], Any] | None,
     pins: bool,
+    timeout: float = 0,
 ) -> Iterator[Any]:
-    """Returns an iterator over the batches with these samples."""
+    """Returns an iterator over the batches with these samples. With `timeout`, waiting longer for one is a `RuntimeError`."""
     made: DataLoader[Any] = DataLoader(
         dataset,
         batch_sampler=ids,  # type: ignore[arg-type]
         num_workers=workers,
         collate_fn=collate,
         pin_memory=pins,
+        timeout=timeout,
         generator=torch.Generator(),  # else an iterator draws from the program's own
     )
     return begun(made)
@@ -343,8 +346,8 @@ def of_dataset(
     return Batches(dataset, division, workers=workers, collate=collate)
 
 
-def _ahead(read: Iterator[tuple[Any, Part]], count: int, pins: bool) -> Iterator[tuple[Any, Part]]:
-    """Yields the same batches, which a thread reads up to `count` batches ahead, into pinned memory if `pins`."""
+def _ahead(read: Iterator[tuple[Any, Part]], pins: bool) -> Iterator[tuple[Any, Part]]:
+    """Yields the same batches, which a thread reads up to `AHEAD` batches ahead, into pinned memory if `pins`."""
 
     def following() -> tuple[Any, Part] | None:
         item = next(read, None)
@@ -352,7 +355,7 @@ def _ahead(read: Iterator[tuple[Any, Part]], count: int, pins: bool) -> Iterator
 
     thread = ThreadPoolExecutor(1, "loader")
     try:
-        waiting = deque(thread.submit(following) for _ in range(count))
+        waiting = deque(thread.submit(following) for _ in range(AHEAD))
         while (item := waiting.popleft().result()) is not None:
             waiting.append(thread.submit(following))
             yield item

@@ -13,6 +13,7 @@ import math
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +25,20 @@ from ..bucket import Bucket, as_user_error
 from ..config import Data
 from ..contract import UserError, say
 from . import sources
-from .order import bounds
 from .shards import MANIFEST, MAX_MANIFEST, SPLITS, Manifest
-from .sources.raw import Raw, Stream, checked, cut, numbered
+from .sources.raw import Piece, Raw, Stream, checked, cut, numbered
 
-MADE_FROM = "made-from.json"
-"""File next to the manifest of cached shards: size and time of each file of their source."""
-_CHUNK = 4 << 20
+SHARD_BYTES = 1 << 30
+"""A shard ends when it has so many bytes of samples."""
+_HEADER_BYTES = 512
+"""Bytes of a shard's header, which is written last. A multiple of 8, so that the samples are aligned."""
 _KINDS = {np.dtype(np.uint8): "U8", np.dtype(np.float32): "F32"}
 
 
-def write(
-    raw: Raw | Stream, directory: Path, source: str, num_shards: int,
-    made_from: sources.Stamps | None = None, split: str = "honest",
-) -> Manifest:  # fmt: skip
+def write(raw: Raw | Stream, directory: Path, source: str) -> Manifest:
     """Writes the shards and, last, the manifest; `directory` appears complete or not at all.
 
-    However many samples there are, no more than a piece of them is in memory. With `split` "exercise", the first tenth of
-    all samples is both what trains and what tests.
+    However many samples there are, no more than a piece of them is in memory.
 
     Raises:
         UserError: the folder exists already or cannot be written, or a piece of the source cannot be used.
@@ -50,13 +47,13 @@ def write(
         raise UserError(f"{directory} exists already: choose another folder, or remove it")
     stream = raw.stream() if isinstance(raw, Raw) else raw
     try:
-        _write(stream, directory, source, num_shards, made_from, split)
+        with files.replacing(directory, durable=False) as staging:
+            staging.mkdir(parents=True)
+            about = _write(stream, staging, source)
+            (staging / MANIFEST).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write shards to {directory}: {error.strerror or error}") from None
-    manifest = Manifest.read(directory)
-    if manifest.num_left_out:
-        say(f"warning: {manifest.left_out_message()}", sys.stderr)
-    return manifest
+    return Manifest.read(directory)
 
 
 def send(data: Data, url: str) -> Manifest:
@@ -66,11 +63,7 @@ def send(data: Data, url: str) -> Manifest:
         UserError: as `prepare`; there are shards already; the bucket cannot be reached (exit code 1).
     """
     bucket = Bucket(url)
-    taken = UserError(f"{bucket.url} exists already, and has shards: choose another prefix, or remove its {MANIFEST}")
     with as_user_error("the shards cannot be sent"):
-        with contextlib.suppress(FileNotFoundError):
-            bucket.read(MANIFEST, MAX_MANIFEST)
-            raise taken
         manifest = prepare(data)
         about = manifest.model_dump(mode="json", exclude={"directory"}, exclude_defaults=True)
         for split, shards in manifest.splits.items():
@@ -80,74 +73,64 @@ def send(data: Data, url: str) -> Manifest:
                     bucket.put(entry["file"], file)
         text = (json.dumps(about, indent=1) + "\n").encode()
         if not bucket.swap(MANIFEST, text, None) and bucket.read(MANIFEST, MAX_MANIFEST)[0] != text:
-            raise taken
+            raise UserError(
+                f"{bucket.url} exists already, and has shards: choose another prefix, or remove its {MANIFEST}"
+            )
     return manifest
 
 
-def _write(
-    stream: Stream, directory: Path, source: str, num_shards: int, made_from: sources.Stamps | None, split: str
-) -> None:
-    with files.replacing(directory, durable=False) as staging, contextlib.ExitStack() as spools:
-        staging.mkdir(parents=True)
-        train, test = (spools.enter_context(contextlib.closing(_Spool(staging / f".{name}"))) for name in SPLITS)
-        for name, spool in zip(SPLITS, (train, test)):
-            with contextlib.closing(stream.pieces(name)) as pieces:
-                for number, piece in enumerate(pieces):
-                    for samples, labels in cut(*piece):
-                        spool.append(samples, labels, f"{source}: piece {number} of the split {name}")
-            if not len(spool):
-                raise UserError(f"{source} has no sample for the split {name}")
-        if test.shape != train.shape or test.dtype != train.dtype:
-            raise UserError(
-                f"{source} has training samples of {train.dtype} {list(train.shape)} and test samples of "
-                f"{test.dtype} {list(test.shape)}: both must be of the same kind"
+def _write(stream: Stream, folder: Path, source: str) -> dict[str, Any]:
+    """Writes the shards of both splits. Returns the manifest."""
+    train, test = (_Split(folder, name) for name in SPLITS)
+    for split in (train, test):
+        with contextlib.closing(stream.pieces(split.name)) as pieces:
+            split.write(
+                checked(samples, labels, f"{source}: piece {number} of the split {split.name}")
+                for number, piece in enumerate(pieces)
+                for samples, labels in cut(*piece)
             )
-        most = max(int(train.labels.max()), int(test.labels.max()))
-        classes = stream.classes if stream.classes is not None else numbered(most + 1)
-        if most >= len(classes):
-            raise UserError(
-                f"{source} has a label {most}, and names {len(classes)} classes: expected 0 … {len(classes) - 1}"
-            )
-        trained = len(train)
-        if split == "exercise":  # the first tenth of all samples
-            trained = min(max((len(train) + len(test)) // 10, 1), trained)
-            tested = train.cut(staging, "test", 1, trained, shrink=False)
-        else:
-            tested = test.cut(staging, "test", 1, len(test))
-        if len(absent := np.flatnonzero(np.bincount(train.labels[:trained], minlength=len(classes)) == 0)):
-            names = ", ".join(classes[number] for number in absent[:10]) + (", …" if len(absent) > 10 else "")
-            say(
-                f"warning: {source} has no training sample for {len(absent)} of {len(classes)} classes ({names}): the largest label is "
-                f"{most}, check the labels",
-                sys.stderr,
-            )
-        about: dict[str, Any] = {
-            "format": 1, "source": source, "classes": classes, "shape": list(train.shape),
-            "splits": {"train": train.cut(staging, "train", num_shards, trained), "test": tested},
-        }  # fmt: skip
-        if split == "honest":  # else it is not these samples that were measured
-            about["mean"], about["std"] = train.statistics()
-        if stream.left_out:
-            about["left_out"] = dict(itertools.islice(stream.left_out.items(), 100))
-            about["num_left_out"] = len(stream.left_out)
-        spools.close()
-        if made_from:
-            (staging / MADE_FROM).write_text(json.dumps(made_from), encoding="utf-8")
-        (staging / MANIFEST).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        if not split.entries:
+            raise UserError(f"{source} has no sample for the split {split.name}")
+    if test.kind != train.kind:
+        raise UserError(
+            f"{source} has training samples of {train.kind} and test samples of {test.kind}: both must be of the same kind"
+        )
+    most = max(int(np.flatnonzero(split.counts)[-1]) for split in (train, test))
+    classes = stream.classes if stream.classes is not None else numbered(most + 1)
+    if most >= len(classes):
+        raise UserError(
+            f"{source} has a label {most}, and names {len(classes)} classes: expected 0 … {len(classes) - 1}"
+        )
+    if len(absent := np.flatnonzero(train.counts[: len(classes)] == 0)):
+        names = ", ".join(classes[number] for number in absent[:10]) + (", …" if len(absent) > 10 else "")
+        say(
+            f"warning: {source} has no training sample for {len(absent)} of {len(classes)} classes ({names}): the largest label is "
+            f"{most}, check the labels",
+            sys.stderr,
+        )
+    mean, std = train.statistics()
+    splits = {split.name: split.entries for split in (train, test)}
+    return {
+        "format": 1,
+        "source": source,
+        "classes": classes,
+        "shape": train.shape,
+        "splits": splits,
+        "mean": mean,
+        "std": std,
+    }
 
 
 def cache_directory(data: Data) -> Path:
-    """Returns the folder of a source's cached shards: one for each (source, options, split, number of shards).
+    """Returns the folder of a source's cached shards: one for each (source, its files, options, split).
 
     Raises `UserError` if a user's function does not exist.
     """
-    parts = [1, data.source, data.options, data.split, data.num_shards, *sources.code_of(data.source)]
+    stamps = sources.stamps(data.source, Path(data.root), data.options)
+    parts = [1, data.source, data.options, data.split, *sources.code_of(data.source), stamps]
     name = re.sub(r"[^\w.]+", "-", data.source)
-    return (
-        Path(data.root)
-        / "shards"
-        / f"{name}-{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]}"
-    )
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return Path(data.root) / "shards" / f"{name}-{digest[:12]}"
 
 
 def prepare(data: Data) -> Manifest:
@@ -159,27 +142,19 @@ def prepare(data: Data) -> Manifest:
     if data.shards is not None:
         return Manifest.fetch(data) if "://" in data.shards else Manifest.read(Path(data.shards))
     directory = cache_directory(data)
-    if _usable(directory, data):
+    if (directory / MANIFEST).exists():
         return Manifest.read(directory)
-    reads = data.source in sources.FILES or data.source in sources.OWN
-    if reads and not data.download and not Path(data.root).is_dir():
-        raise UserError(
-            f"data.root={data.root} does not exist: set it to the folder of {data.source}, or allow downloads"
-        )
-    lock = directory.with_name(f"{directory.name}.lock")  # a function's name has dots
+    lock = directory.with_name(f"{directory.name.rpartition('-')[0]}.lock")  # not of these files: they may be under way
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(lock, timeout=data.prepare_timeout):
-            for left in directory.parent.glob(f".{directory.name}.*"):  # by one that was killed: we hold the lock
-                shutil.rmtree(left, ignore_errors=True)
-            if not _usable(directory, data):
-                stamps = _stamps(data)
+            if not (cache_directory(data) / MANIFEST).exists():
                 stream = sources.stream(data)
-                if directory.exists():
-                    shutil.rmtree(directory)  # who trains on it has its files mapped
-                # A source that was just downloaded has stamps only now.
-                made = write(stream, directory, data.source, data.num_shards, stamps or _stamps(data), data.split)
-                if data.source not in sources.SOURCES and made.mean is not None and not made.fits(data):
+                directory = cache_directory(data)  # a source that was just downloaded has its files only now
+                for left in directory.parent.glob(f".{directory.name}.*"):  # by one that was killed: we hold the lock
+                    shutil.rmtree(left, ignore_errors=True)
+                made = write(stream, directory, data.source)
+                if data.source not in sources.SOURCES and not made.fits(data):
                     say(f"warning: {made.statistics(data)}", sys.stderr)
     except filelock.Timeout:
         raise UserError(
@@ -191,61 +166,61 @@ def prepare(data: Data) -> Manifest:
             f"cannot use {lock.parent} ({error.strerror}): set data.root to a folder that can be written, "
             "or data.shards to ready shards"
         ) from None
-    return Manifest.read(directory)
+    return Manifest.read(cache_directory(data))
 
 
-def _stamps(data: Data) -> sources.Stamps:
-    return sources.stamps(data.source, Path(data.root), data.options)
-
-
-def _usable(directory: Path, data: Data) -> bool:
-    """Returns whether the folder has shards of the source's current files. If the source's files are gone, its shards count."""
-    stamps = _stamps(data) if (directory / MANIFEST).exists() else None
-    return stamps is not None and stamps in ([], files.read_json(directory / MADE_FROM))
-
-
-class _Spool:
-    """A file with the samples of one split before they are in shards: their number is known only at the end.
-
-    At most one piece is in memory, and 8 bytes for each label. The shards have the same bytes as files of the safetensors library. The
-    spool is cut from its end, and shrinks with each cut.
+class _Split:
+    """Writes the shards of a split as its samples come: in memory are a piece, and 8 bytes for each label of a shard.
 
     Raises `OSError` if the disk refuses.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.shape: tuple[int, ...] = ()
-        self.dtype = np.dtype(np.uint8)
-        self._file = path.open("w+b")
-        self._labels: list[np.ndarray] = []
-        self._count = self._values = 0
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name = name
+        self.entries: list[dict[str, Any]] = []
+        """The manifest's entries of the shards."""
+        self.counts = np.zeros(1 << 16, np.int64)
+        """Samples of each label."""
+        self.shape: list[int] = []
+        self._folder = folder
+        self._dtype = np.dtype(np.uint8)
+        self._values = 0
         self._sum: Any = 0
         self._squares: Any = 0
 
-    def __len__(self) -> int:
-        return self._count
-
     @property
-    def labels(self) -> np.ndarray:
-        """int64 [n]"""
-        return np.concatenate(self._labels) if self._labels else np.zeros(0, np.int64)
+    def kind(self) -> str:
+        return f"{self._dtype} {self.shape}"
 
-    def append(self, samples: np.ndarray, labels: np.ndarray, where: str) -> None:
-        """Appends a piece. Raises a `UserError` that begins with `where` for a piece that no shard can hold."""
-        samples, labels = checked(samples, labels, where)
-        if not len(labels):
-            return
-        if self._count and (samples.shape[1:] != self.shape or samples.dtype != self.dtype):
-            got = f"{samples.dtype} {list(samples.shape[1:])}"
-            raise UserError(f"{where} has samples of {got}, those before are {self.dtype} {list(self.shape)}")
-        self.shape, self.dtype = samples.shape[1:], samples.dtype
-        self._file.write(np.ascontiguousarray(samples).data)
-        self._labels.append(labels)
-        self._count += len(labels)
-        self._measure(samples)
+    def write(self, pieces: Iterator[Piece]) -> None:
+        """Writes the pieces, which are `checked`. Raises `UserError` for one that is of another kind than those before."""
+        pieces = (piece for piece in pieces if len(piece[1]))
+        for first in pieces:
+            path = self._folder / f"{self.name}-{len(self.entries):05d}.safetensors"
+            parts: list[np.ndarray] = []
+            with path.open("xb") as file:
+                file.seek(_HEADER_BYTES)
+                for samples, some in itertools.chain([first], pieces):
+                    self._measure(samples)
+                    file.write(np.ascontiguousarray(samples).data)
+                    parts.append(some)
+                    if file.tell() >= SHARD_BYTES:
+                        break
+                labels = np.concatenate(parts)
+                images = ("images", _KINDS[self._dtype], [len(labels), *self.shape], file.tell() - _HEADER_BYTES)
+                file.write(labels.astype("<i8").tobytes())
+                file.seek(0)
+                tensors = [images, ("labels", "I64", labels.shape, labels.nbytes)]
+                file.write(files.safetensors_header(tensors, size=_HEADER_BYTES))
+            path.chmod(0o644)  # a container's user reads it, too
+            self.counts += np.bincount(labels, minlength=len(self.counts))
+            self.entries.append({"file": path.name, "count": len(labels), "sha256": files.sha256(path)})
 
     def _measure(self, samples: np.ndarray) -> None:
+        before = self.kind
+        self._dtype, self.shape = samples.dtype, list(samples.shape[1:])
+        if self._values and self.kind != before:
+            raise UserError(f"the split {self.name} has samples of {self.kind}, those before are {before}")
         if samples.dtype == np.uint8:
             rows, channels = samples.reshape(-1, samples.shape[2] * samples.shape[3]), samples.shape[3]
             squares = np.square(rows, dtype=np.uint16)  # 255² fits
@@ -259,7 +234,7 @@ class _Spool:
 
     def statistics(self) -> tuple[list[float], list[float]]:
         """Returns (mean, standard deviation) of each channel for pixels in 0…1; one number each for feature vectors."""
-        unit = 255 if self.dtype == np.uint8 else 1
+        unit = 255 if self._dtype == np.uint8 else 1
         pairs = zip(np.atleast_1d(self._sum).tolist(), np.atleast_1d(self._squares).tolist())
         means, deviations = [], []
         for total, squares in pairs:  # of whole numbers where the samples are, however large
@@ -267,53 +242,3 @@ class _Spool:
             means.append(round(mean / unit, 6))
             deviations.append(round(math.sqrt(max(squares / self._values - mean * mean, 0.0)) / unit, 6))
         return means, deviations
-
-    def cut(self, folder: Path, split: str, num_files: int, total: int, shrink: bool = True) -> list[dict[str, Any]]:
-        """Writes the first `total` samples as shards of a split, and returns the manifest's entries of them.
-
-        Args:
-            shrink: the samples leave the spool, file by file, so that the disk holds them once.
-        """
-        self._file.flush()
-        labels, count = self.labels, min(num_files, total)
-        entries = []
-        for number in reversed(range(count)):
-            low, high = bounds(total, number, count)
-            path = folder / f"{split}-{number:05d}.safetensors"
-            sha256 = self._write(path, low, labels[low:high])
-            entries.append({"file": path.name, "count": high - low, "sha256": sha256})
-            if shrink:
-                self._file.truncate(low * self._sample_bytes)
-        return entries[::-1]
-
-    @property
-    def _sample_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def _write(self, path: Path, low: int, labels: np.ndarray) -> str:
-        """Writes one shard, in the safetensors format. Returns its sha256."""
-        size = len(labels) * self._sample_bytes
-        images = ("images", _KINDS[self.dtype], [len(labels), *self.shape], size)
-        digest = hashlib.sha256()
-        with path.open("xb") as file:
-
-            def write(data: bytes) -> None:
-                digest.update(data)
-                file.write(data)
-
-            write(files.safetensors_header([("labels", "I64", labels.shape, labels.nbytes), images]))
-            write(labels.astype("<i8").tobytes())
-            self._file.seek(low * self._sample_bytes)
-            while size:
-                chunk = self._file.read(min(size, _CHUNK))
-                if not chunk:
-                    raise OSError(5, f"{self.path.name} has become shorter")
-                write(chunk)
-                size -= len(chunk)
-        path.chmod(0o644)  # a container's user reads it, too
-        return digest.hexdigest()
-
-    def close(self) -> None:
-        """Closes and removes the spool's file."""
-        self._file.close()
-        self.path.unlink(missing_ok=True)

@@ -9,19 +9,15 @@ samples = Samples.open(manifest, "train", low, high)      # opens only the files
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import mmap
-import os
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import filelock
 import torch
 from pydantic import AfterValidator, Field
 
@@ -31,12 +27,9 @@ from ..config import Data, settings
 from ..config.settings import Section
 from ..contract import UserError
 from ..parallel.packing import DTYPE_NAMES
-from ..parallel.process import mapped_bytes
 
 MANIFEST = "manifest.json"
 SPLITS = ("train", "test")
-MAPPED_BYTES = 128 << 20
-"""Approximate bytes of mapped files that `Samples.take` may add to a process' memory; one batch more is possible."""
 MAX_MANIFEST = 16 << 20
 _MAX_HEADER = 1 << 20
 """Most bytes of a file's header, which lists its tensors."""
@@ -49,94 +42,6 @@ _FETCHED = "shards/fetched"
 
 class CorruptShard(UserError):
     """An error for a shard file that does not match its manifest."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Cache:
-    """Shards of a bucket on this node's disk: each is fetched once, verified, and kept for the next run that needs it.
-
-    <data.root>/shards/fetched/<sha256>          a shard
-    <data.root>/shards/fetched/.lock-<0 … f>     held by the process that fetches one whose sha256 begins so
-    """
-
-    bucket: Bucket
-    folder: Path
-    max_bytes: int
-    """Most bytes of the cache. The least recently used shards go first; shards that this run needs stay."""
-    needed: frozenset[str]
-    """sha256 of the shards that this run may need."""
-    timeout: float
-    """Seconds to wait for another process that fetches the same shard."""
-
-    def bring(self, key: str, sha256: str, largest: int, verify: bool) -> Path:
-        """Returns the file of a shard. If it is missing, one process of the node fetches it while the others wait.
-
-        Args:
-            largest: most bytes of the shard.
-            verify: whether to read an existing file, and to fetch it again if it has changed.
-
-        Raises:
-            UserError: the bucket cannot be reached (exit code 1); it has no such shard; the disk refuses; the wait took too long.
-            CorruptShard: the file does not match its manifest.
-        """
-        path = self.folder / sha256
-        with as_user_error("data.shards cannot be used"):
-            try:
-                if not _usable(path, sha256, verify):
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    with filelock.FileLock(self.folder / f".lock-{sha256[0]}", timeout=self.timeout):
-                        if not _usable(path, sha256, verify=True):
-                            self._fetch(key, path, largest)
-            except filelock.Timeout:
-                raise UserError(
-                    f"another process has fetched {self.bucket.url}/{key} for {self.timeout:.0f} s: check that process, or wait longer "
-                    "with data.prepare_timeout"
-                ) from None
-            except OSError as error:
-                if error.errno is None:  # of the bucket
-                    raise
-                raise UserError(
-                    f"cannot keep {self.bucket.url}/{key} in {self.folder} ({error.strerror}): set data.root to a folder with more space"
-                ) from None
-        return path
-
-    def _fetch(self, key: str, path: Path, largest: int) -> None:
-        """Fetches a shard. The caller must hold the lock."""
-        files.remove_stale(self.folder, (path.name,))
-        size = self.bucket.size(key)
-        if size > largest:
-            raise CorruptShard(f"{self.bucket.url}/{key} has {size} bytes, at most {largest} were expected")
-        self._make_room(size)
-        try:
-            with files.replacing(path) as staging:
-                self.bucket.fetch(key, size, path.name, staging)
-        except Damaged as error:
-            raise CorruptShard(str(error)) from None
-
-    def _make_room(self, size: int) -> None:
-        """Removes the least recently used shards. A run that trains on them keeps them mapped."""
-        cached = []
-        for entry in os.scandir(self.folder):
-            with contextlib.suppress(OSError):
-                if re.fullmatch(r"[0-9a-f]{64}", entry.name):
-                    cached.append((entry.stat().st_mtime, entry.stat().st_size, Path(entry.path)))
-        left = self.max_bytes - size - sum(bytes_ for _, bytes_, _ in cached)
-        for _, bytes_, path in sorted(cached):
-            if left >= 0:
-                break
-            if path.name not in self.needed:
-                path.unlink(missing_ok=True)
-                left += bytes_
-
-
-def _usable(path: Path, sha256: str, verify: bool) -> bool:
-    """Returns whether a shard's file exists, and with `verify` matches its sha256. Marks it as used now. Raises `OSError`."""
-    try:
-        with contextlib.suppress(PermissionError):  # another user's
-            os.utime(path)
-        return not verify or files.difference(path, sha256) is None
-    except FileNotFoundError:
-        return False
 
 
 class Shard(Section):
@@ -169,20 +74,17 @@ class Manifest(Section):
     """Shape of a sample: (height, width, channels) of an image, (features,) of a vector."""
     splits: Annotated[dict[str, list[Shard]], AfterValidator(_splits)]
     """The files of both splits, in the order of their samples."""
-    mean: list[float] | None = Field(default=None, min_length=1)
-    """Mean of the training samples: of each channel for pixels in 0…1, or one number for vectors. None: with `split` "exercise"."""
-    std: list[float] | None = Field(default=None, min_length=1)
+    mean: list[float] = Field(min_length=1)
+    """Mean of the training samples: of each channel for pixels in 0…1, or one number for vectors."""
+    std: list[float] = Field(min_length=1)
     """Standard deviation of the training samples, in the form of `mean`."""
-    left_out: dict[str, str] = Field(default_factory=dict)
-    """Name of each of the source's files that could not be used (the first 100), and why."""
-    num_left_out: int = 0
-    _cache: _Cache | None = None
-    """Cache of the shards of a bucket."""
+    _bucket: Bucket | None = None
+    """Bucket of the shards. `directory`, below `data.root`, has those that this node has fetched, by their sha256."""
 
     @property
     def place(self) -> str:
         """Folder or URL of the shards, for messages."""
-        return self._cache.bucket.url if self._cache is not None else str(self.directory)
+        return self._bucket.url if self._bucket is not None else str(self.directory)
 
     def count(self, split: str) -> int:
         return sum(shard.count for shard in self.splits[split])
@@ -198,18 +100,12 @@ class Manifest(Section):
         hashes = "".join(shard.sha256 for split in SPLITS for shard in self.splits[split])
         return hashlib.sha256(hashes.encode()).hexdigest()
 
-    def left_out_message(self) -> str:
-        """Returns a line about the files that could not be used."""
-        first = [f"{name} ({reason})" for name, reason in self.left_out.items()][:10]
-        more = f" and {self.num_left_out - len(first)} more" if self.num_left_out > len(first) else ""
-        return f"{self.num_left_out} of the source's files cannot be used and are left out: {', '.join(first)}{more}"
-
     def fits(self, data: Data) -> bool:
         """Returns whether a recipe's mean and deviation are near those of the samples."""
         return all(
             len(configured) in (1, len(measured))
             and all(abs(a - b) < _NEAR for a, b in zip(configured * (len(measured) // len(configured)), measured))
-            for configured, measured in ((data.mean, self.mean or []), (data.std, self.std or []))
+            for configured, measured in ((data.mean, self.mean), (data.std, self.std))
         )
 
     def statistics(self, data: Data) -> str:
@@ -217,36 +113,20 @@ class Manifest(Section):
 
         The code does not set them silently, because they are a part of the run's identity.
         """
-        mean, std = (f"[{','.join(f'{number:.4f}' for number in numbers or [])}]" for numbers in (self.mean, self.std))
+        mean, std = (f"[{','.join(f'{number:.4f}' for number in numbers)}]" for numbers in (self.mean, self.std))
         measured = f"mean {mean}, standard deviation {std} of the training samples"
         if self.fits(data):
             return measured
         recipe = "gives none" if (data.mean, data.std) == ([0.0], [1.0]) else f"has {data.mean} and {data.std}"
         return f"{measured}; the recipe {recipe}: set data.mean={mean} data.std={std}"
 
-    def describe(self, data: Data) -> Iterator[str]:
-        """Yields lines for people about the shards, and about the fit of a recipe's normalisation."""
-        files = sum(len(part) for part in self.splits.values())
-        kind, layout = "images", "uint8 [height, width, channels]"
-        if len(self.shape) == 1:
-            kind, layout = "samples", "float32 [features]"
-        yield (
-            f"{self.place}: {self.source}, {self.count('train')} training and {self.count('test')} test {kind} "
-            f"in {files} files, sha256 {self.checksum[:12]}…"
+    def describe(self, data: Data) -> str:
+        """Returns one line about the shards, and one about the fit of a recipe's normalisation."""
+        files = sum(map(len, self.splits.values()))
+        return (
+            f"{self.place}: {self.source}, {self.count('train')} training and {self.count('test')} test samples of {list(self.shape)} in "
+            f"{files} files, {len(self.classes)} classes, sha256 {self.checksum[:12]}…\n{self.statistics(data)}"
         )
-        yield f"each {list(self.shape)}, {layout}"
-        if self.num_left_out:
-            yield self.left_out_message()
-        counts = []
-        for split in SPLITS:
-            labels = torch.cat([file.labels for file in Samples.open(self, split, 0, self.count(split)).mapped])
-            counts.append(torch.bincount(labels, minlength=len(self.classes)).tolist())
-        width = max(5, *map(len, self.classes))
-        yield f"{'class':{width}} {'train':>9} {'test':>9}"
-        for name, train, test in zip(self.classes, *counts):
-            yield f"{name:{width}} {train:9d} {test:9d}"
-        if self.mean is not None:
-            yield self.statistics(data)
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -269,8 +149,7 @@ class Manifest(Section):
         place = f"{bucket.url}/{MANIFEST}"
         with files.reading(place, then=f": {_MEND}"):
             manifest = cls._parsed(text, folder, place)
-        needed = frozenset(shard.sha256 for split in SPLITS for shard in manifest.splits[split])
-        manifest._cache = _Cache(bucket, folder, int(data.cache_gb * 1e9), needed, data.prepare_timeout)
+        manifest._bucket = bucket
         return manifest
 
     @classmethod
@@ -295,15 +174,38 @@ class Manifest(Section):
         Raises:
             UserError: it is missing or corrupt, or the bucket cannot be reached.
         """
-        if self._cache is not None:
-            largest = shard.count * (math.prod(self.shape) * self.dtype.itemsize + 8) + 8 + _MAX_HEADER
-            return self._cache.bring(shard.file, shard.sha256, largest, verify)
+        if self._bucket is not None:
+            return self._fetched(self._bucket, shard, verify)
         path = self.directory / shard.file
         if verify:
             with files.reading(path, CorruptShard, f": {_MEND}"):
                 different = files.difference(path, shard.sha256)
             if different:
                 raise CorruptShard(f"{path} {different}: {_MEND}")
+        return path
+
+    def _fetched(self, bucket: Bucket, shard: Shard, verify: bool) -> Path:
+        """Returns a shard's file on this disk. Fetches it if it is missing, or with `verify` if it has changed."""
+        path, place = self.directory / shard.sha256, f"{bucket.url}/{shard.file}"
+        largest = shard.count * (math.prod(self.shape) * self.dtype.itemsize + 8) + 8 + _MAX_HEADER
+        with as_user_error("data.shards cannot be used"):
+            try:
+                if path.exists() and not (verify and files.difference(path, shard.sha256)):
+                    return path
+                self.directory.mkdir(parents=True, exist_ok=True)
+                if (size := bucket.size(shard.file)) > largest:
+                    raise CorruptShard(f"{place} has {size} bytes, at most {largest} were expected")
+                with files.replacing(path) as staging:
+                    bucket.fetch(shard.file, size, path.name, staging)
+            except Damaged as error:
+                raise CorruptShard(str(error)) from None
+            except OSError as error:
+                if error.errno is None:  # of the bucket
+                    raise
+                raise UserError(
+                    f"cannot keep {place} in {self.directory} ({error.strerror}): remove shards that no run needs, or set data.root to a "
+                    "folder with more space"
+                ) from None
         return path
 
 
@@ -340,15 +242,13 @@ class _Mapped:
 class Samples:
     """The samples with ids `low` … `high` − 1 of one split, from files that are mapped into memory, not read.
 
-    `take` gives the pages that it has read back to the kernel before they are many.
+    `take` gives the pages that it has read back to the kernel.
     """
 
     low: int
     high: int
     starts: list[int]
     mapped: list[_Mapped]
-    _floor: int = field(default_factory=mapped_bytes)
-    """Bytes of mapped files in the process' memory that belong to others."""
 
     def __len__(self) -> int:
         return self.high - self.low
@@ -376,18 +276,9 @@ class Samples:
                 inside = (ids >= start) & (ids < start + len(some_labels))
                 images[inside] = some_images[ids[inside] - start]
                 labels[inside] = some_labels[ids[inside] - start]
-        self._give_back()
+        for file in self.mapped:
+            file.give_back()
         return images, labels
-
-    def _give_back(self) -> None:
-        """Returns the pages that were read to the kernel, if they exceed `MAPPED_BYTES`. The kernel decides how many pages a read brings in
-        (up to a megabyte around it), so the method asks the kernel."""
-        mapped = mapped_bytes()
-        if mapped - self._floor > MAPPED_BYTES:
-            for file in self.mapped:
-                file.give_back()
-            mapped = self._floor = mapped_bytes()
-        self._floor = min(self._floor, mapped)
 
     def all(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (images, labels) of all ids in their order, without a copy if one file holds them."""

@@ -91,7 +91,7 @@ def piecewise_linear(points: Sequence[tuple[float, float]], when: float) -> floa
 
 def learning_rate(optim: Optim, when: float) -> float:
     """The rate of the weights at the point `when` of the schedule, in its own unit; a part of an epoch counts."""
-    return optim.lr * piecewise_linear(optim.schedule, when / optim.schedule_scale)
+    return optim.lr * piecewise_linear(optim.schedule, when)
 
 
 def set_rates(optimizer: torch.optim.Optimizer, optim: Optim, when: float) -> None:
@@ -103,4 +103,4 @@ def set_rates(optimizer: torch.optim.Optimizer, optim: Optim, when: float) -> No
             group["lr"] = lr * group["lr_factor"]
         else:
             schedule = group_settings.get("schedule", optim.schedule)
-            group["lr"] = group_settings.get("lr", optim.lr) * piecewise_linear(schedule, when / optim.schedule_scale)
+            group["lr"] = group_settings.get("lr", optim.lr) * piecewise_linear(schedule, when)

@@ -50,20 +50,10 @@ def end_process() -> NoReturn:
 
 
 def resident_bytes() -> int | None:
-    """Returns the bytes of this process in RAM now; None on systems other than Linux."""
-    return _statm(1)
-
-
-def mapped_bytes() -> int:
-    """Returns the resident bytes that are mapped files or shared with other processes; 0: unknown."""
-    return _statm(2) or 0
-
-
-def _statm(column: int) -> int | None:
-    """Returns a column of /proc/self/statm (proc(5)) in bytes; the file counts pages. None: there is no such file."""
+    """Returns the bytes of this process in RAM now, by /proc/self/statm (proc(5)); None on systems other than Linux."""
     try:
         with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[column]) * os.sysconf("SC_PAGE_SIZE")
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return None
 

@@ -251,7 +251,7 @@ def _shards(config: Config, world: World) -> Manifest:
         # A hash leaves Python's lock. The files of a bucket come one after another.
         from_bucket = "://" in (config.data.shards or "")
         with ThreadPoolExecutor(1 if from_bucket else torch.get_num_threads()) as pool:
-            for _ in pool.map(lambda shard: manifest.file(shard, config.data.verify), mine):
+            for _ in pool.map(lambda shard: manifest.file(shard, verify=True), mine):
                 pass
     return manifest
 
@@ -280,7 +280,7 @@ def _batches(
         multiple=multiple, parts=parts,
     )  # fmt: skip
     samples = Samples.open(manifest, "train", 0, count)
-    return Batches(Stored(samples, world, config.seed, settings.resident, settings.prefetch), division)
+    return Batches(Stored(samples, world, config.seed, settings.resident), division)
 
 
 def _build(config: Config, world: World, manifest: Manifest) -> nn.Module:

@@ -36,7 +36,8 @@ class LogicalWorkers:
 
     def __init__(self, run: Run, replica: Replica, drawing: RngScope) -> None:
         self.run, self.replica, self._drawing = run, replica, drawing
-        self._names = {*BATCH_STATISTICS, *replica.sync.settings.options.get("mean", ())}
+        own: Any = replica.sync.settings.options.get("mean", ())
+        self._names = {*BATCH_STATISTICS, *own}
         self.refused: UserError | None = None
         """Why this rank refuses the step, such as a changed buffer without a rule for its mean over the parts. The rank then computes
         nothing more: `finish` raises the error."""

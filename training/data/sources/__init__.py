@@ -1,43 +1,38 @@
 """The sources of samples. A built-in source is one function → Raw, and one row in `SOURCES`. A source that reads files takes (root,
-download, **options), and has a row in `FILES`. A source that generates its samples takes (**options).
+**options), and has a row in `FILES`. A source that generates its samples takes (**options).
 
-A source that reads a user's own data (`OWN`) has own settings (`data.options`) and returns a `Stream`: its samples need not fit into
-memory.
+`images` and a user's own function return a `Stream`: their samples need not fit into memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from pydantic import ValidationError, validate_call
+
 from ...config import Data, settings
-from ...config.settings import check_options
 from ...contract import UserError
-from . import arrays, builtin, function, images
+from . import builtin, function, images
 from .raw import Raw, Stream
 
 SOURCES: dict[str, Callable[..., Raw]] = {
     "digits": builtin.digits, "synthetic": builtin.synthetic, "classification": builtin.classification,
     "cifar10": builtin.cifar10, "fashion_mnist": builtin.fashion_mnist,
 }  # fmt: skip
-OWN: dict[str, Any] = {"images": images, "arrays": arrays}
-"""Name → module with `Options`, a section; `open_stream(root, options, workers)` → Stream; `files_of(root, options)` → paths."""
-FILES: dict[str, Callable[[Path], list[Path]]] = {
-    "cifar10": builtin.cifar10_files, "fashion_mnist": builtin.fashion_mnist_files,
-}  # fmt: skip
-"""Name of a built-in source → function that lists its files. The other sources are generated, and need no folder."""
+FILES = {"cifar10": ("cifar-10-batches-bin", "cifar-10-batches-py"), "fashion_mnist": ("FashionMNIST/raw",)}
+"""Name of a built-in source → the folders of its files, below `data.root`. The other sources are generated."""
 Stamps: TypeAlias = list[Any]
-"""[number of a source's files, their bytes, a hash of each one's name, size and time]. If it changes, the shards are made again."""
+"""[number of a source's files, their bytes, a hash of each one's name, size and time]: a part of the name of the shards' folder."""
 
 
 def ours(name: str) -> bool:
     """Returns whether this source runs only code of this package."""
-    return name in SOURCES or name in OWN
+    return ":" not in name
 
 
 def code_of(name: str) -> list[str]:
@@ -48,41 +43,41 @@ def code_of(name: str) -> list[str]:
 def stream(data: Data) -> Stream:
     """Returns the config's source in pieces, with both splits of the source.
 
+    With `split` "exercise" both are the first tenth of all samples, which are in memory.
+
     Raises:
         UserError: an unknown option, or data that is missing or corrupt; while the pieces are read, too.
     """
+    if data.split == "exercise":
+        return stream(data.model_copy(update={"split": "honest"})).gathered().exercise().stream()
     name, root, options = data.source, Path(data.root), data.options
-    if name in OWN:
-        opened: Stream = OWN[name].open_stream(root, _options(name, options), data.workers)
-        return opened
+    if name == "images":
+        return images.open_stream(root, _options(options), data.workers)
     if name not in SOURCES:
         return function.open_stream(name, root, options)
-    source, given = SOURCES[name], {"root": root, "download": data.download} if name in FILES else {}
-    check_options(options, source, f"data.options: {name}", given)
-    for option, value in options.items():
-        expected = type(inspect.signature(source).parameters[option].default)
-        if not isinstance(value, expected) and not (expected is float and type(value) is int):
-            raise UserError(f"data.options.{option} must be {expected.__name__}, got {value!r}")
+    source, given = SOURCES[name], {"root": root} if name in FILES else {}
     try:
-        return source(**given, **options).stream()
-    except PermissionError as error:
-        raise UserError(f"cannot read {error.filename} as user {os.getuid()}: {error.strerror}") from None
+        raw: Raw = validate_call(config={"strict": True})(source)(**given, **options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"data.options.{first['loc'][0]} of {name}: {first['msg']}, got {first['input']!r}") from None
+    return raw.stream()
 
 
-def load(name: str, root: Path, download: bool, options: dict[str, Any]) -> Raw:
+def load(name: str, root: Path, options: dict[str, Any]) -> Raw:
     """Returns the named source in memory. Raises `UserError` for an unknown option, and for missing or corrupt data."""
-    return stream(Data(source=name, root=str(root), download=download, options=options)).gathered()
+    return stream(Data(source=name, root=str(root), options=options)).gathered()
 
 
-def _options(name: str, options: dict[str, Any]) -> Any:
-    return settings.build(OWN[name].Options, options, f"source {name}", "data.options.")
+def _options(options: dict[str, Any]) -> images.Options:
+    return settings.build(images.Options, options, "source images", "data.options.")
 
 
 def stamps(name: str, root: Path, options: dict[str, Any]) -> Stamps:
     """Returns the stamps of the source's current files; [] if it is generated, or if the files are gone."""
-    paths: list[Path] = FILES[name](root) if name in FILES else []
-    if name in OWN:
-        paths = OWN[name].files_of(root, _options(name, options))
+    paths = [path for folder in FILES.get(name, ()) for path in (root / folder).glob("*")]
+    if name == "images":
+        paths = images.files_of(root, _options(options))
     entries = []
     for path in paths:
         with contextlib.suppress(OSError):  # of a broken link: reading it raises the error

@@ -15,13 +15,13 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import inspect
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 from ... import files
 from ...config import settings
-from ...config.settings import add_working_directory, check_options, imported
+from ...config.settings import add_working_directory, imported
 from ...contract import UserError
 from .raw import Piece, Stream
 
@@ -36,18 +36,14 @@ def open_stream(name: str, root: Path, options: dict[str, Any]) -> Stream:
             invalid. Errors of the function itself are not caught.
     """
     function = imported(name, "the source")
-    if not inspect.isfunction(function) or "split" not in inspect.signature(function).parameters:
-        raise UserError(f"the source {name} is not a function with a parameter `split`")
-    if function.__module__ != name.partition(":")[0]:
-        raise UserError(
-            f"the source {name} is defined in {function.__module__}: name it there, so that changes of its code are noticed"
-        )
-    check_options(options, function, f"data.options: {name}", given=("split", "root"))
-    arguments = {**options, **({"root": root} if "root" in inspect.signature(function).parameters else {})}
+    if not inspect.isfunction(function) or function.__module__ != name.partition(":")[0]:
+        raise UserError(f"the source {name} is not a function of that module, whose changes would be noticed")
+    signature = inspect.signature(function)
+    given = {"root": root} if "root" in signature.parameters else {}
     try:
-        inspect.signature(function).bind(split="train", **arguments)
+        signature.bind(split="train", **given, **options)
     except TypeError as error:
-        raise UserError(f"data.options: {name} cannot be called with them: {error}") from None
+        raise UserError(f"the source {name} cannot be called with `split` and data.options: {error}") from None
     classes = function.__globals__.get("CLASSES")
     if classes is not None and not (
         isinstance(classes, (list, tuple)) and all(isinstance(class_name, str) for class_name in classes)
@@ -56,11 +52,7 @@ def open_stream(name: str, root: Path, options: dict[str, Any]) -> Stream:
 
     def pieces(split: str) -> Generator[Piece, None, None]:
         try:
-            result = function(split=split, **arguments)
-            if not isinstance(result, tuple) and not isinstance(result, Iterable):
-                raise UserError(
-                    f"{name} gives a {type(result).__name__}, expected (samples, labels), or pieces of them"
-                )
+            result = function(split=split, **given, **options)
             for number, piece in enumerate([result] if isinstance(result, tuple) else result):
                 if not (isinstance(piece, tuple) and len(piece) == 2):
                     raise UserError(f"{name}: piece {number} is a {type(piece).__name__}, expected (samples, labels)")

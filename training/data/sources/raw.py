@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
 import numpy as np
@@ -32,6 +32,13 @@ class Raw:
     test: tuple[np.ndarray, np.ndarray]
     classes: list[str]
 
+    def exercise(self) -> Raw:
+        """Returns the first tenth of all samples, for both splits."""
+        samples, labels = self.train
+        count = max((len(labels) + len(self.test[1])) // 10, 1)
+        first = samples[:count], labels[:count]
+        return Raw(first, first, self.classes)
+
     def stream(self) -> Stream:
         """Returns the data set in pieces."""
 
@@ -49,8 +56,6 @@ class Stream:
     """Yields the pieces of the split `train` or `test`, in the order of the samples' ids. An iterator that is left early is closed."""
     classes: list[str] | None
     """Names of the labels; None: they are numbered, up to the largest label."""
-    left_out: dict[str, str] = field(default_factory=dict)
-    """Name of each file that could not be used, and why. Complete when the pieces of both splits have been read."""
 
     def gathered(self) -> Raw:
         """Returns the whole data set in memory. Raises `UserError` for a split without a sample."""

@@ -19,7 +19,7 @@ def made(tmp_path: Path) -> Any:
 
 
 def test_resident_and_prefetched_batches_are_the_same(made: Any) -> None:
-    one, other = (product.batches(made, 24, 1, 2, resident=resident, prefetch=1) for resident in ("always", "never"))
+    one, other = (product.batches(made, 24, 1, 2, resident=resident) for resident in ("always", "never"))
     assert one.source.resident and not other.source.resident
     batches = list(zip(*(batches.epoch(3, iter(range(1, batches.division.steps))) for batches in (one, other))))
     assert len(batches) == 3

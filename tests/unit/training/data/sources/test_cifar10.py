@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torchvision.datasets import CIFAR10
 
 from tests import product
 from tests.pictures import write_cifar10
@@ -22,21 +23,19 @@ def test_binary_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "named"),
     [
-        lambda p: p.write_bytes(p.read_bytes()[:-5]),
-        lambda p: p.write_bytes(b"\xff" + p.read_bytes()[1:]),
-        lambda p: p.unlink(),
+        (lambda p: p.write_bytes(p.read_bytes()[:-5]), r"data_batch_3\.bin"),
+        (lambda p: p.unlink(), r"data_batch_3\.bin"),
+        (lambda p: p.write_bytes(b"\xff" + p.read_bytes()[1:]), "has a label 255, and names 10 classes"),
     ],
-    ids=["cut off", "a label of 255", "missing"],
+    ids=["cut off", "missing", "a label of 255"],
 )
-def test_a_damaged_file_is_named(tmp_path: Path, damage: Callable[[Path], object]) -> None:
-    with pytest.raises(UserError, match="cifar-10-batches-bin/ or cifar-10-batches-py/"):
-        product.source("cifar10", tmp_path)
+def test_a_damaged_file_is_named(tmp_path: Path, damage: Callable[[Path], object], named: str) -> None:
     write_cifar10(tmp_path)
     damage(tmp_path / "cifar-10-batches-bin/data_batch_3.bin")
-    with pytest.raises(UserError, match=r"data_batch_3\.bin"):
-        product.source("cifar10", tmp_path)
+    with pytest.raises(UserError, match=named):
+        product.prepared(product.data(source="cifar10", root=str(tmp_path)))
 
 
 class _Bomb:
@@ -46,18 +45,19 @@ class _Bomb:
 
 @pytest.mark.promise("hostile-files")
 def test_a_pickle_that_is_not_official_is_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a file missing without a sentence: both are downloaded, which fails here."""
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "cifar-10-batches-py"
-    folder.mkdir()
-    (folder / "data_batch_1").write_bytes(pickle.dumps(_Bomb()))
-    with pytest.raises(UserError, match=r"expected the official .* it is a pickle"):
-        product.source("cifar10", tmp_path)
+    monkeypatch.setattr(CIFAR10, "url", "http://127.0.0.1:9/nothing")
+    for make in (lambda path: None, lambda path: path.write_bytes(pickle.dumps(_Bomb()))):
+        folder = tmp_path / "cifar-10-batches-py"
+        folder.mkdir(exist_ok=True)
+        make(folder / "data_batch_1")
+        with pytest.raises(UserError, match=rf"no CIFAR10 below {tmp_path}, and the download failed \(.*refused"):
+            product.source("cifar10", tmp_path)
     assert not (tmp_path / "bomb-went-off").exists()
 
 
 def test_python_batches_are_read_where_their_md5_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchvision.datasets import CIFAR10
-
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
     generator = np.random.default_rng(1)
@@ -70,6 +70,8 @@ def test_python_batches_are_read_where_their_md5_is_right(tmp_path: Path, monkey
     md5 = hashlib.md5(text).hexdigest()
     monkeypatch.setattr(CIFAR10, "train_list", [[name, md5] for name in names[:5]])
     monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", md5]])
+    (folder / "batches.meta").write_bytes(meta := pickle.dumps({"label_names": list("0123456789")}))
+    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": hashlib.md5(meta).hexdigest()})
     raw = product.source("cifar10", tmp_path)
     assert raw.train[0].shape == (150, 32, 32, 3)
     assert np.array_equal(raw.test[0][4].transpose(2, 0, 1).reshape(-1), data[4]) and raw.test[1][4] == 4
