@@ -62,6 +62,15 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _integer(loader: _StrictLoader, node: Any) -> Any:
+    if len(node.value) > 64:  # 1:1:1… is a number to the base 60, whose value takes minutes
+        raise yaml.MarkedYAMLError(problem=f"a number of {len(node.value)} characters", problem_mark=node.start_mark)
+    return loader.construct_yaml_int(node)
+
+
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _integer)
+
+
 def parse_yaml(text: str, where: str) -> Any:
     """Parses one YAML document. Raises `UserError` naming `where` and the line."""
     if len(text) > MAX_YAML_BYTES:

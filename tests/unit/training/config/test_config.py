@@ -70,6 +70,7 @@ def test_numbers_and_short_names_as_people_write_them() -> None:
     [
         ("epochs: 1\nepochs: 2\n", "line 2: key 'epochs'"), ("a: &x [1]\nb: *x\n", "line 2: aliases"), ("- 1\n", "a list"),
         ("epochs: [\n", "line 2"), ("? [1, 2]\n: 3\n", "line 1: found unhashable key"),
+        (f"epochs: {'1:' * 200_000}1\n", "line 1: a number of 400001 characters"),
         ("epochs: !!python/object/apply:os.system ['true']\n", "line 1"),
         ("optim: 3\n", "optim must be a valid dictionary"), ("\x00", "not valid YAML"),
         ("seed: x\nepochs: 0\noptim: {lrr: 1}\n", r"'optim.lrr'; did you mean 'lr'\?; epochs must .*; seed must "),
