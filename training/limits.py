@@ -131,8 +131,6 @@ LEAVE_SECONDS = 1.0
 """A node or rank that got a signal leaves alone if the first node gets no signal within this time."""
 HEARD_SECONDS = 5.0
 """Bounds the time in which the nodes read how the job has ended."""
-LAST_CALL_SECONDS = 3.0
-"""An elastic job waits this long for further nodes once the minimum is there."""
 STOPPED_SECONDS = 1.0
 """A look that takes longer means that this process was stopped (SIGSTOP, a suspended machine)."""
 POLL_SECONDS = 0.05

@@ -263,7 +263,7 @@ def test_no_line_is_lost_or_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--live --nodes 1:2 --rendezvous a:1", "--nodes 2 --min-ranks 2"),
+        ("--nodes 1:2 --rendezvous a:1", "--nodes must be a number from 1"),
         ("--min-ranks 2", "need --live"), ("--live --min-ranks 3", "there are 2 ranks"),
         ("--live --lost-seconds 0", "from 1"), ("--live --grace 0", "--grace: must be a whole number from 1"),
     ],

@@ -1,8 +1,8 @@
 """The launcher that decides for all nodes: that of the only node, or of the node that serves the rendezvous.
 
 It serves the ranks' store, where it records which ranks have ended, and how. If one rank fails, all end, and restart from the last
-checkpoint, as often as `--max-restarts` allows. If a node joins an elastic job, all restart, too, uncounted. No node leaves before the
-ranks of all nodes have ended: a cluster ends a job with the first node that leaves, and removes the others.
+checkpoint, as often as `--max-restarts` allows. No node leaves before the ranks of all nodes have ended: a cluster ends a job with the
+first node that leaves, and removes the others.
 
 Under `launch --live` the other ranks continue if a rank or a node is lost. A rank is lost if a signal that its launcher did
 not send has ended it. It is also lost if it is stopped while others run, if a signal to it alone asks it to leave, or with its node.
@@ -68,8 +68,6 @@ class Coordinator(WorkerGroup):
                 self._start()
                 failed = self._watch()
                 codes = {**failed, **self._end(failed)}
-                if self._regroups and self.signalled is None:
-                    continue
                 if not self.held.delivered:
                     codes = without_ended(codes, failed)
                 counted = self._counted and self._store.check([stores.AGAIN])
@@ -118,8 +116,6 @@ class Coordinator(WorkerGroup):
         """Rank → its replacement, which the others have not admitted yet."""
         self._counted = False
         """Whether the newest loss has counted as a restart. If the others cannot continue after it, the loss does not count again."""
-        self._regroups = False
-        """Whether all ranks end and restart because a node has joined."""
         self._some_done = self._for_all = False
         self._started_after = self.attempts.times
         self._generation = self._replacements = self._admissions = 0
@@ -212,9 +208,6 @@ class Coordinator(WorkerGroup):
         """Watches until all ranks have succeeded, or the remaining ones must end. Returns rank → exit code of the failed ranks."""
         live = self.args.live
         while self._running:
-            if not live and not self._some_done and self.signalled is None and self._nodes.more:
-                self._regroups = True
-                return {}
             self._admit()
             ended, events = self._look()
             lost = {rank: code for rank, (code, handed_on) in ended.items() if code < 0 and not handed_on}

@@ -65,7 +65,7 @@ class NodeAgent(WorkerGroup):
             number: the number of this launcher in the store.
         """
         while True:
-            link = Link(store, number, self._report, pace(self.meeting.max_nodes))
+            link = Link(store, number, self._report, pace(self.meeting.nodes))
             try:
                 if (ending := self._follow(link)) is not None:
                     return ending

@@ -305,7 +305,7 @@ class WorkerGroup:
         """Prepares a start of the ranks, and counts it. New signals wait in `held` from now on."""
         os.environ[ENV_RESTARTS] = str(self.starts)
         self.has_begun = True
-        self.starts += 1  # a change of membership counts here, and not as a restart
+        self.starts += 1
         earlier, self.held = self.held, PendingSignals(self.args.grace)  # from here on it takes what comes
         self.held.inherit(earlier)
 

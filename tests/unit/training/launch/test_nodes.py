@@ -66,7 +66,7 @@ def test_of_two_launchers_that_would_serve_at_one_moment_one_joins(
         monkeypatch.setattr(stores, "_bound", lambda *_: bound)
         if host:
             stack.enter_context(pytest.raises(CannotMeet))
-        _, number = opened(Meeting(f"127.0.0.1:{port}", "secret", "job", "127.0.0.1", 2, 2, 2.0, host=host))
+        _, number = opened(Meeting(f"127.0.0.1:{port}", "secret", "job", "127.0.0.1", 2, 2.0, host=host))
         assert number == 1 and other.num_keys() > 0
 
 
@@ -79,5 +79,5 @@ def test_the_launcher_that_serves_decides_even_if_another_one_has_come_first(mon
         return store
 
     monkeypatch.setattr(module, "_tcp_store", late)
-    _, number = opened(Meeting(f"127.0.0.1:{free_port()}", "secret", "job", "127.0.0.1", 2, 2, 2.0, host=True))
+    _, number = opened(Meeting(f"127.0.0.1:{free_port()}", "secret", "job", "127.0.0.1", 2, 2.0, host=True))
     assert number == 0
