@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from lockstep.wire.signals import FORWARDED, end_with_launcher
+from lockstep.wire.signals import FORWARDED
 
 from .cli import check_words, command_of
 
@@ -236,7 +236,6 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
     """Runs one command and returns its exit code. `env` stands in for the launcher's variables."""
     argv = sys.argv[1:] if argv is None else argv
     env = os.environ if env is None else env
-    end_with_launcher(env)
     if "--debug" in argv[: len(argv) - len(command_of(argv))]:
         os.environ[ENV_DEBUG] = "1"  # the ranks that a launcher starts have it, too
     try:

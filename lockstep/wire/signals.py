@@ -1,4 +1,4 @@
-"""Ends ranks when their launcher dies, and keeps the signals that reach launchers and ranks while these start.
+"""Keeps the signals that reach launchers and ranks while these start.
 
 A recipe inherits a mask, and takes the pending signals when it is ready (`lockstep.training.__main__`). A user's program may never
 open a Session, so it inherits no mask. Its parent holds back the signals that it forwards (`PendingSignals`), until the program
@@ -34,60 +34,6 @@ def signals_held_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def end_with_launcher(env: Mapping[str, str]) -> None:
-    """Asks the kernel for a KILL when the launcher dies (Linux; elsewhere nothing), under torchrun for a TERM. Dies now if the launcher
-    is dead already.
-
-    The launcher is ours, or torchrun, whose process id no variable holds: torchrun is the parent of a rank that is not itself a rank.
-    torchrun dies of a USR1 that asks its ranks to save.
-    """
-    launcher, parent = env.get(ENV_LAUNCHER, ""), os.getppid()
-    number = signal.SIGKILL if launcher.isdigit() else signal.SIGTERM
-    if launcher.isdigit():
-        expected = int(launcher)
-    elif _TORCHRUN.issubset(env) and _may_be_torchrun(parent, env):
-        expected = parent if not _adopts(parent) else -1
-    else:
-        return
-    if parent == expected:
-        with contextlib.suppress(OSError, AttributeError, ImportError):
-            _libc().prctl(1, int(number), 0, 0, 0)  # PR_SET_PDEATHSIG
-        parent = os.getppid()
-    # It died before we asked, and init has taken us, or a supervisor in its place. A parent of 0 is in another PID
-    # namespace, where the launcher's number means nothing.
-    gone = os.path.exists("/proc/self") and not os.path.exists(f"/proc/{expected}")
-    if parent not in (0, expected) and (parent == 1 or gone):
-        os.kill(os.getpid(), number)
-
-
-_TORCHRUN = {"TORCHELASTIC_RUN_ID", "RANK"}
-"""Variables that torchrun sets for its ranks, and does not have itself."""
-
-
-def _may_be_torchrun(parent: int, env: Mapping[str, str]) -> bool:
-    """Returns whether the parent lacks torchrun's variables: a rank has them, and so has a shell between rank and torchrun.
-
-    A parent that has died since its id was read counts as torchrun: no parent waits for this process any more.
-    """
-    marks = {os.fsencode(f"{name}={env[name]}") for name in _TORCHRUN}
-    try:
-        return not marks.issubset(Path(f"/proc/{parent}/environ").read_bytes().split(b"\0"))
-    except (FileNotFoundError, ProcessLookupError):
-        return os.path.exists("/proc/self")
-    except OSError:
-        return _adopts(parent)
-
-
-def _adopts(parent: int) -> bool:
-    """Returns whether the parent is init, which adopts the ranks of a dead launcher, and not a launcher that is PID 1."""
-    try:
-        words = Path(f"/proc/{parent}/cmdline").read_bytes()
-    except OSError:
-        return False
-    name = os.path.basename(words.split(b"\0")[0])
-    return name == b"systemd" or (parent == 1 and b"python" not in words and b"torch" not in words)
 
 
 def _libc() -> Any:

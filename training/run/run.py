@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lockstep.wire import submitit_api
-from lockstep.wire.signals import end_with_launcher, give_back
+from lockstep.wire.signals import give_back
 
 from .. import generators
 from ..checkpoint.object_store import ObjectStore
@@ -134,7 +134,6 @@ class Run:
 
     def open(self) -> World:
         """Joins the ranks and opens the run directory. Ends the process for mistakes that the user can correct."""
-        end_with_launcher(os.environ)
         keep_out_others()
         self.goodput.enter(TimeCategory.MEETING)
         settings = self.config
