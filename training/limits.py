@@ -64,8 +64,6 @@ LAST_COMMIT_SECONDS = 20.0
 
 # Ranks that wait for each other.
 
-LISTEN_SECONDS = 3.0
-"""A rank tries this long by itself to reach the store. torch tries again after half a second, then ever less often."""
 BEAT_SECONDS = 1.0
 """Time between two signs of life of a rank that does slow work alone, such as decoding, while the others wait."""
 FORK_LOOK_SECONDS = 0.012
