@@ -64,8 +64,6 @@ LAST_COMMIT_SECONDS = 20.0
 
 # Ranks that wait for each other.
 
-BEAT_SECONDS = 1.0
-"""Time between two signs of life of a rank that does slow work alone, such as decoding, while the others wait."""
 FORK_LOOK_SECONDS = 0.012
 """Time between two checks whether a thread holds Python's lock: more than twice the 5 ms after which a waiting thread asks again."""
 FORK_SECONDS = 5.0

@@ -199,7 +199,7 @@ def score_target(target: Path, config: Config, checksum: str | None, world: Worl
     config = decided_on(world.device, config)
     with failing_together(world):
         tensors = weights.from_run(target, warn)[0] if target.is_dir() else weights.read(target)
-    with waiting_for_all(world, "prepare the data", config.data.prepare_timeout, config.collective_timeout):
+    with waiting_for_all(world, "prepare the data", config.data.prepare_timeout):
         manifest = prepare(config.data)
         for shard in manifest.splits["test"][world.local_rank :: world.local_size]:
             manifest.file(shard, config.data.verify)

@@ -185,8 +185,7 @@ class Run:
                         with contextlib.suppress(OSError):  # a copy of the variables of a job that is over
                             Path(note).write_bytes(os.fsencode(self.directory.path))
             if kept.to is not None and not world.replacement:
-                limit = settings.collective_timeout
-                with waiting_for_all(world, "bring the checkpoint from the bucket", 24 * 3600.0, limit):
+                with waiting_for_all(world, "bring the checkpoint from the bucket", 24 * 3600.0):
                     if self.objects is not None and self.directory is not None:
                         verified = self.objects.acquire(fresh, lambda text: say(f"warning: {text}", sys.stderr))
                         self.directory.count_attempt()
