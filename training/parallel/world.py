@@ -37,7 +37,6 @@ from ..contract import (
 )
 from . import process, stores
 from .live import World as World  # the module that users import
-from .live import backends
 
 
 def detect(env: Mapping[str, str]) -> World:
@@ -314,12 +313,9 @@ def joined(
             world, rank=world.size, size=1, initial_rank=world.rank, replacement=int(replacement)
         )
     chosen = choose_device(world, device, shares=backend == "gloo")
-    nccl = chosen.type == "cuda" and backend == "auto"
+    nccl = chosen.type == "cuda" and backend == "auto" and not os.environ.get(ENV_LIVE)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-        if os.environ.get(ENV_LIVE):
-            # CleanUpOnly: after an error or a timeout torch aborts the communicator, and does not end the process.
-            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
     before = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")}
     if world.master is not None:  # for what else of torch reads them
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = world.master[0], str(world.master[1])
@@ -340,7 +336,7 @@ def joined(
         of_store = process.connections()
         try:
             dist.init_process_group(
-                backends(nccl), store=store, rank=min(world.rank, world.size - 1), world_size=world.size,
+                "cpu:gloo,cuda:nccl" if nccl else "gloo", store=store, rank=min(world.rank, world.size - 1), world_size=world.size,
                 timeout=timedelta(seconds=timeout), device_id=chosen if nccl and world.size > 1 else None,
             )  # fmt: skip
         except dist.DistError:
@@ -351,7 +347,7 @@ def joined(
             raise dist.DistError(f"the process group cannot be opened: {error}") from error
         leave = dist.destroy_process_group
         process.keep_from_children(process.new_connections(others))
-        peers = process.new_connections(of_store) if not nccl or os.environ.get(ENV_LIVE) else {}
+        peers = {} if nccl else process.new_connections(of_store)
         yield dataclasses.replace(world, device=chosen, nccl=nccl, peers=peers)
     except BaseException as error:
         done = isinstance(error, SystemExit) and not error.code

@@ -247,7 +247,7 @@ def naming_the_missing(
         step: returns the number of steps.
         say: gets the sentence, in another thread than this one.
     """
-    nccl = world.size > 1 and world.nccl and world.live is None  # under `--live` the ranks look for themselves
+    nccl = world.size > 1 and world.nccl
     backend = world.group._get_backend(world.device) if nccl else None
     if not getattr(backend, "supports_abort_hooks", False):
         yield
