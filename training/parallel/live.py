@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import signal
 import threading
@@ -127,7 +126,6 @@ class Live:
         self._seat = (world.rank, world.size)
         self._result: Results = []
         """The results of the last call that this rank has completed."""
-        self._room: Results = []
         self._inside = False
         self._first = next(_ATTEMPTS) == 0
         self._news = threading.Condition()
@@ -352,14 +350,7 @@ class Live:
         """Keeps the result of this call. All ranks have reached the call, so no rank needs the result of the previous call."""
         self.done += 1
         self._through()
-        if not changes:
-            self._result = result
-            return
-        if [(t.shape, t.dtype) for t in self._room] != [(t.shape, t.dtype) for t in result]:
-            self._room = [torch.empty_like(tensor) for tensor in result]
-        for room, tensor in zip(self._room, result):
-            room.copy_(tensor)
-        self._result = self._room
+        self._result = [tensor.clone() for tensor in result] if changes else result
 
     def _through(self) -> None:
         """Counts a completed call. Ranks that it has admitted have reached its end, too."""
@@ -477,16 +468,12 @@ class Live:
                 f"{self._who()}, and rank {', '.join(missing)} has not met the others within {self._timeout:g} s: "
                 "all ranks have to start again"
             )
-        began = time.monotonic()
+        began, before = time.monotonic(), process.connections()
         dist.init_process_group(
             "gloo", store=dist.PrefixStore(f"{prefix}/group", store), rank=members.index(self.rank),
             world_size=len(members), timeout=timedelta(seconds=seconds),
         )  # fmt: skip
-        sockets = f"{prefix}/sockets"
-        store.set(f"{sockets}/{self.rank}", json.dumps([*process.connections().values()]))
-        if not self._until_said([f"{sockets}/{member}" for member in members], seconds):
-            raise RuntimeError("a rank has not connected")
-        peers = self._connected_to_ranks(sockets, members)
+        peers = process.new_connections(before)
         process.keep_from_children(peers)
         with self._news:
             self._peers = peers
@@ -509,15 +496,6 @@ class Live:
                 return False
             time.sleep(LIVE_LOOK_SECONDS)
         return True
-
-    def _connected_to_ranks(self, prefix: str, members: list[int]) -> process.Connections:
-        """Returns this process's connections whose other end is a rank, by file descriptor."""
-        others: set[tuple[process.Address, process.Address]] = set()
-        for member in members:
-            if member != self.rank:
-                ends = json.loads(stores.read(self._store, f"{prefix}/{member}"))
-                others |= {((near[0], near[1]), (far[0], far[1])) for near, far in ends}
-        return {fd: (near, far) for fd, (near, far) in process.connections().items() if (far, near) in others}
 
     def _catch_up(self) -> Results | None:
         """Returns the result of this rank's call from a rank that has finished it; None: no rank has. Collective."""
