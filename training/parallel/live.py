@@ -474,7 +474,6 @@ class Live:
             world_size=len(members), timeout=timedelta(seconds=seconds),
         )  # fmt: skip
         peers = process.new_connections(before)
-        process.keep_from_children(peers)
         with self._news:
             self._peers = peers
         self.check()  # what was announced meanwhile has shut the connections before

@@ -326,7 +326,6 @@ def joined(
     # gloo's threads then outlive `destroy_process_group`, and one that drops a tensor while Python ends aborts the process.
     importlib.import_module("torch.distributed.nn.functional")
     leave: Callable[[], None] = lambda: None  # noqa: E731 - nothing to leave yet
-    others = process.connections()
     try:
         store = _store(world, timeout)
         if nccl and world.size > 1:
@@ -346,7 +345,6 @@ def joined(
             # invalid value gloo raises a MemoryError or another plain exception of C++.
             raise dist.DistError(f"the process group cannot be opened: {error}") from error
         leave = dist.destroy_process_group
-        process.keep_from_children(process.new_connections(others))
         peers = {} if nccl else process.new_connections(of_store)
         yield dataclasses.replace(world, device=chosen, nccl=nccl, peers=peers)
     except BaseException as error:
