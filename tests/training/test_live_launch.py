@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -139,29 +138,6 @@ def test_the_others_learn_at_once_which_ranks_remain(tmp_path: Path) -> None:
         *(f"launch: rank {rank} was {KILLED}: {left} of 6 ranks continue" for rank, left in ((2, 5), (0, 4), (4, 3))),
         f"launch: rank 1, 5 was {KILLED}: 1 of 6 ranks continue",
     ], said  # fmt: skip
-
-
-def test_a_stopped_rank_is_lost_unless_all_are_stopped(tmp_path: Path) -> None:
-    """Nor is the time counted in which the launcher itself is stopped."""
-
-    def stop_for(seconds: float, *pids: int) -> None:
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        until = time.monotonic() + seconds
-        poll(lambda: time.monotonic() > until)
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-
-    with live(tmp_path, 3, "--lost-seconds", "4") as job:
-        job.begin()
-        stop_for(4.5, *(pid for pid, _ in job.begun))
-        stop_for(4.5, job.launcher, job.begun[1][0])
-        stop_for(0.3, job.begun[0][0])
-        assert not job.store.check(["lockstep/live/generation/1"])
-        job.kill(1, number=signal.SIGSTOP)
-        assert job.told(1) == [0, 2]
-        job.end(0, 2)
-        assert job.wait() == (0, ["launch: rank 1 was ended by SIGSTOP, stopped for too long: 2 of 3 ranks continue"])
 
 
 WHY = {

@@ -177,7 +177,7 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> argparse.Namespace:
     parser.add_argument("--min-ranks", type=positive, metavar="N",
                         help="with --live: fewer ranks do not continue, and all start again (default 1)")  # fmt: skip
     parser.add_argument("--lost-seconds", type=positive, metavar="SECONDS",
-                        help="with --live: a stopped rank and a silent node are lost after this time (default 10)")  # fmt: skip
+                        help="with --live: a silent node is lost after this time (default 10)")  # fmt: skip
     parser.add_argument("--time-limit", type=count, default="0", metavar="SECONDS",
                         help=f"end the ranks after this time, with a checkpoint and exit code {EXIT_TIMED_OUT}; 0: never")  # fmt: skip
     parser.add_argument("--exit-codes", choices=("plain", "kubernetes"), default="plain",

@@ -128,7 +128,7 @@ class NodeAgent(WorkerGroup):
             idle = not self.workers.running
             news = {
                 "round": "" if state is None else state.round, "ended": list(self._codes), "leaves": self._leaves,
-                "stopped": self.workers.stopped() if self.args.live else [], "signalled": self._signalled, "idle": idle,
+                "signalled": self._signalled, "idle": idle,
             }  # fmt: skip
             link.report(self._report.model_copy(update=news))
             ending = None if state is None else state.ending

@@ -235,8 +235,6 @@ class Report(_Document):
     """A counter, higher in each report."""
     ended: list[tuple[_Count, _Count, int, bool]] = []
     """Ends in this round: (rank, replacement, exit code, whether a signal that this node's launcher forwarded ended it)."""
-    stopped: list[_Count] = []
-    """Ranks that are stopped."""
     leaves: bool = False
     """Whether a signal has asked the node to leave."""
     signalled: _Count = 0
@@ -339,7 +337,6 @@ class NodeEvents:
 
     ended: dict[WorkerId, tuple[int, bool]] = field(default_factory=dict)
     """Process → (exit code, whether a forwarded signal ended it)."""
-    stopped: list[int] = field(default_factory=list)
     lost: list[LostNode] = field(default_factory=list)
     signalled: int = 0
     """A signal for all ranks that another node's launcher has forwarded; 0: none."""
@@ -415,7 +412,6 @@ class Nodes:
                     if rank in slot.span:
                         events.ended[WorkerId(rank, replacement)] = (code, handed_on)
                 other.taken = len(report.ended)
-                events.stopped += report.stopped
                 events.signalled = events.signalled or report.signalled
             leaves = other.leaving > LEAVE_SECONDS
             if leaves or other.silent > self._lost_seconds:

@@ -25,7 +25,6 @@ from typing import Any, NoReturn, TextIO
 import filelock
 
 from lockstep.wire.hangs import Hangs
-from lockstep.wire.progress import state_of
 from lockstep.wire.signals import FORWARDED, PendingSignals
 
 from .. import files
@@ -155,10 +154,6 @@ class Workers:
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGTERM)
-
-    def stopped(self) -> list[int]:
-        """Returns the ranks that are stopped now; [] on systems other than Linux."""
-        return [worker.rank for worker, process in self._running.items() if state_of(process.pid) == "T"]
 
     def finish(self) -> None:
         """Waits, once all processes have ended, until their output is printed. Forgets them."""
