@@ -11,6 +11,7 @@ import codecs
 import contextlib
 import io
 import os
+import select
 import selectors
 import signal
 import subprocess
@@ -46,8 +47,6 @@ from ..limits import KILL_SECONDS, NODE_LOOK_SECONDS, OUTPUT_LOOK_SECONDS, OUTPU
 from .ending import Attempts, too_early
 from .nodes import DesiredState, Meeting, NodeSlot, WorkerId, size
 
-MAX_LINE = 1 << 16
-"""Most characters of an unfinished line (a progress bar without line breaks) that wait for their end."""
 _READ_BYTES = 1 << 20
 """Bytes of one read: a pipe holds no more, so one read empties it."""
 
@@ -67,7 +66,7 @@ class Workers:
         self._selector = selectors.DefaultSelector()
         """Selector of the processes' descriptors, which become readable when the processes end."""
         self._at_once = _has_descriptors()
-        self._copies = Copies()
+        self._output: dict[WorkerId, Output] = {}
 
     @property
     def running(self) -> list[WorkerId]:
@@ -104,10 +103,12 @@ class Workers:
                 self._start(worker, {**env, **of_rank})
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self._copies.begin()
 
     def _start(self, worker: WorkerId, env: Mapping[str, str]) -> None:
-        out, errors = self._copies.pipes(worker.rank) if self._prefix else (None, None)
+        out = errors = None
+        if self._prefix:
+            self._output[worker] = output = Output(worker.rank)
+            out, errors = output.descriptors
         try:
             process = subprocess.Popen(self._command, env=env, start_new_session=True, stdout=out, stderr=errors)
         finally:
@@ -145,7 +146,8 @@ class Workers:
             for key in [key for key in self._selector.get_map().values() if key.data == worker]:
                 self._selector.unregister(key.fd)
                 os.close(key.fd)
-            self._copies.ended(worker.rank)
+            if worker in self._output:
+                self._output[worker].end()
         codes = {worker: process.returncode for worker, process in processes.items()}
         return {worker: -signal.SIGKILL if code is None else code for worker, code in codes.items()}
 
@@ -161,8 +163,11 @@ class Workers:
         self._begun.clear()
 
     def _printed(self) -> None:
-        self._copies.finish()
-        self._copies = Copies()
+        deadline = time.monotonic() + OUTPUT_SECONDS
+        for output in self._output.values():
+            output.end()
+            output.wait(deadline)
+        self._output.clear()
 
 
 def _has_descriptors() -> bool:
@@ -174,90 +179,49 @@ def _has_descriptors() -> bool:
     return True
 
 
-class _Pipe:
-    """The pipe from one rank, for its output or its errors."""
+class Output:
+    """Copies the output of a rank from its pipes to this process's streams, each line with the rank, in two threads.
 
-    def __init__(self, rank: int, out: TextIO) -> None:
-        self.rank, self._out, self._begun = rank, out, ""
-        self.ended = False
-        """Whether the pipe's process has ended."""
-        self._decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
-
-    def take(self, data: bytes) -> None:
-        """Prints the complete lines; with b"", the end of the pipe, also the last line."""
-        *lines, self._begun = (self._begun + self._decoder.decode(data, final=not data)).split("\n")
-        if self._begun and (not data or len(self._begun) > MAX_LINE):
-            lines, self._begun = [*lines, self._begun], ""
-        for line in lines:
-            # A full disk, a reader that left, closed (None): that costs this line, not the thread that brings the next ones.
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                self._out.write(f"[rank {self.rank}] {line}\n")
-                self._out.flush()
-
-
-class Copies:
-    """Copies the ranks' output from their pipes to this process's streams, each line with its rank, in a thread.
-
-    It loses no output that a rank wrote before its end. The thread waits for no other process that keeps the pipe open.
+    They lose no output that the rank wrote before its end. They wait for no other process that keeps a pipe open.
     """
 
-    def __init__(self) -> None:
-        self._selector, self._changing = selectors.DefaultSelector(), threading.Lock()
-        self._pipes: dict[int, list[_Pipe]] = {}
-        """Rank → pipes of its newest process."""
-        self._thread: threading.Thread | None = None
-        """The thread that copies; None: there is no pipe left."""
-
-    def pipes(self, rank: int) -> tuple[int, int]:
-        """Returns descriptors for the output and the errors of a rank that is about to start. The caller closes them after the start."""
-        writes, self._pipes[rank] = [], [_Pipe(rank, out) for out in (sys.stdout, sys.stderr)]
-        for pipe in self._pipes[rank]:
+    def __init__(self, rank: int) -> None:
+        self._rank, self._ended = rank, threading.Event()
+        self.descriptors: list[int] = []
+        """Descriptors for the output and the errors of the rank. The caller closes them after the start."""
+        self._threads: list[threading.Thread] = []
+        for out in (sys.stdout, sys.stderr):
             descriptor, other = os.pipe()
-            with self._changing:
-                self._selector.register(descriptor, selectors.EVENT_READ, pipe)
-            writes.append(other)
-        return writes[0], writes[1]
+            self.descriptors.append(other)
+            self._threads.append(threading.Thread(target=self._copy, args=(descriptor, out), daemon=True))
+            self._threads[-1].start()
 
-    def begin(self) -> None:
-        """Starts the thread after each start of ranks, unless it runs: it ends with the last pipe."""
-        with self._changing:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._copy, name="output", daemon=True)
-                self._thread.start()
+    def end(self) -> None:
+        """Notes that the rank has ended, and writes no more."""
+        self._ended.set()
 
-    def ended(self, rank: int) -> None:
-        """Notes that the newest process of this rank has ended, and writes no more."""
-        for pipe in self._pipes.get(rank, ()):
-            pipe.ended = True
+    def wait(self, deadline: float) -> None:
+        """Waits until the output of the rank, which has ended, is printed, or until the deadline (`time.monotonic`)."""
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
-    def finish(self) -> None:
-        """Waits, once all ranks have ended, until their output is printed."""
-        for rank in self._pipes:
-            self.ended(rank)
-        if (thread := self._thread) is not None:
-            thread.join(OUTPUT_SECONDS)
-        if thread is None or not thread.is_alive():
-            self._selector.close()
-
-    def _copy(self) -> None:
-        while keys := self._open():
-            ended = [key.fd for key in keys if key.data.ended]  # before the look: what they have written is there
-            ready = {key.fd for key, _ in self._selector.select(0 if ended else OUTPUT_LOOK_SECONDS)}
-            for key in keys:
-                data = os.read(key.fd, _READ_BYTES) if key.fd in ready else b""
-                if data:
-                    key.data.take(data)
-                if key.fd in ended or (key.fd in ready and not data):  # what has left the rank's group may write on
-                    key.data.take(b"")
-                    with self._changing:
-                        self._selector.unregister(key.fd)
-                    os.close(key.fd)
-
-    def _open(self) -> list[selectors.SelectorKey]:
-        with self._changing:
-            if not (keys := list(self._selector.get_map().values())):
-                self._thread = None
-            return keys
+    def _copy(self, descriptor: int, out: TextIO) -> None:
+        decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
+        poll, over, begun = select.poll(), False, ""
+        poll.register(descriptor, select.POLLIN)
+        while not over:
+            over = self._ended.is_set()  # before the look: the pipe has all that the rank has written
+            ready = poll.poll(0 if over else 1000 * OUTPUT_LOOK_SECONDS)
+            data = os.read(descriptor, _READ_BYTES) if ready else b""
+            over = over or bool(ready and not data)
+            *lines, begun = (begun + decoder.decode(data, final=over)).split("\n")
+            if over and begun:
+                lines.append(begun)
+            # A full disk, a reader that left, closed (None): that costs these lines, not the next ones.
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                out.write("".join(f"[rank {self._rank}] {line}\n" for line in lines))
+                out.flush()
+        os.close(descriptor)
 
 
 class Interrupted(Exception):
