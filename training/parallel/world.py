@@ -14,7 +14,6 @@ import dataclasses
 import gc
 import importlib
 import itertools
-import multiprocessing
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -23,8 +22,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-from lockstep.wire.progress import variables_of
 
 from ..contract import (
     ENV_LIVE,
@@ -295,10 +292,9 @@ def joined(
         backend: `auto`: NCCL for tensors on GPUs. `gloo`: ranks may share a GPU.
 
     Raises:
-        UserError: two ranks share one GPU, or there is no GPU; a rank of torchrun has spawned this process, or it has joined already.
+        UserError: two ranks share one GPU, or there is no GPU; or this process has joined already.
         torch.distributed.DistError: the ranks did not meet.
     """
-    _refuse_spawned_by_a_rank()
     if dist.is_initialized():
         raise UserError(
             "this process has joined a process group already: remove init_process_group(), or leave the group with "
@@ -400,24 +396,6 @@ def script() -> Iterator[World]:
     """Runs `joined` for a user's program: an error that the user can correct is one line, and exit code 2."""
     with user_errors(), joined() as world:
         yield world
-
-
-def _refuse_spawned_by_a_rank() -> None:
-    """Raises `UserError` for a script that spawns its ranks under torchrun: each rank would spawn them, all at one address.
-
-    torchrun's own children are no children of multiprocessing. If torchrun starts functions instead of programs, torchrun is the parent
-    process, which has no rank.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    values = variables_of(parent.pid or 0)  # {} if this is not Linux or the parent is gone: the rendezvous reports that
-    if "TORCHELASTIC_RUN_ID" in values and "RANK" in values:
-        rank, size = values["RANK"], values.get("WORLD_SIZE", "?")
-        raise UserError(
-            f"this process was spawned (mp.spawn) by rank {rank} of {size} of torchrun, which had started the ranks "
-            "already: start the script with plain python, or let torchrun start it and remove the spawn"
-        )
 
 
 def _refuse_shared_gpus(world: World, device: torch.device, store: dist.Store) -> None:
