@@ -271,12 +271,12 @@ def choose_device(world: World, wanted: str, shares: bool = False) -> torch.devi
         return torch.device("cpu")
     if shares:
         return torch.device("cuda", world.local_rank % count)
-    if world.local_size > count > 1:  # all ranks of the node say so
+    own = count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ  # by which a launcher may show each rank its own GPU
+    if world.local_size > count and not own:  # all ranks of the node say so
         raise UserError(
-            f"{world.local_size} ranks on this node, but only {count} GPUs are visible: start {count} ranks, or set backend=gloo, "
-            "with which ranks share a GPU"
+            f"{world.local_size} ranks on this node are more than its visible GPUs ({count}): start {count}, or set backend=gloo, with "
+            "which ranks share a GPU"
         )
-    # With one visible GPU and several ranks, the launcher shows each rank its own; `joined` checks that it does.
     return torch.device("cuda", world.local_rank if count > 1 else 0)
 
 
@@ -292,7 +292,7 @@ def joined(
         backend: `auto`: NCCL for tensors on GPUs. `gloo`: ranks may share a GPU.
 
     Raises:
-        UserError: two ranks share one GPU, or there is no GPU; or this process has joined already.
+        UserError: there is no GPU, or this node has more ranks than GPUs; or this process has joined already.
         torch.distributed.DistError: the ranks did not meet.
     """
     if dist.is_initialized():
@@ -324,8 +324,6 @@ def joined(
     leave: Callable[[], None] = lambda: None  # noqa: E731 - nothing to leave yet
     try:
         store = _store(world, timeout)
-        if nccl and world.size > 1:
-            _refuse_shared_gpus(world, chosen, store)
         # With a device NCCL opens its communicator here, and on that one: else torch guesses `rank modulo GPUs`. A rank that is alone opens
         # one where a strategy asks for it: `ddp` sums gradients on the GPU, and gloo would take them over the host.
         of_store = process.connections()
@@ -396,37 +394,3 @@ def script() -> Iterator[World]:
     """Runs `joined` for a user's program: an error that the user can correct is one line, and exit code 2."""
     with user_errors(), joined() as world:
         yield world
-
-
-def _refuse_shared_gpus(world: World, device: torch.device, store: dist.Store) -> None:
-    """Compares the GPUs of all ranks on rank 0, and reports through the store: NCCL raises no clear error for it, and not on all ranks.
-
-    Raises:
-        UserError: two ranks have the same GPU; on all ranks.
-    """
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    store.set(f"lockstep/gpu/{world.rank}", uuid)
-    if world.leader:
-        store.set("lockstep/gpus", _shared([store.get(f"lockstep/gpu/{rank}") for rank in range(world.size)]))
-    store.wait(["lockstep/gpus"])  # `said` waits for nothing
-    message = stores.said(store, "lockstep/gpus", _SHARED.format(r"\d+", r"\d+"))
-    if not message:
-        return
-    if store.add("lockstep/gpus/heard", 1) == world.size:
-        store.set("lockstep/gpus/all", "")
-    if world.leader:  # it may serve the store: the others hear of it first
-        with contextlib.suppress(dist.DistError):
-            store.wait(["lockstep/gpus/all"], timedelta(seconds=10))
-    raise UserError(message)
-
-
-_SHARED = "ranks {} and {} share one GPU: start one rank a GPU, or set backend=gloo, with which they may"
-
-
-def _shared(uuids: list[bytes]) -> str:
-    """Returns a sentence about the first rank whose GPU an earlier rank has; "": each rank has its own GPU."""
-    owners: dict[bytes, int] = {}
-    for rank, uuid in enumerate(uuids):
-        if (first := owners.setdefault(uuid, rank)) != rank:
-            return _SHARED.format(first, rank)
-    return ""
