@@ -217,18 +217,13 @@ _HOSTS = rf"(?:[^,\[\]]|\[{_RANGES}(?:,{_RANGES})*\])+"
 
 
 def cores() -> int:
-    """Returns the CPU cores that this process may use, by its affinity and the quota of its container."""
-    cgroup = Path("/sys/fs/cgroup")
+    """Returns the CPU cores that this process may use, by its affinity and the quota of its container (cgroup v2)."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        if (cgroup / "cpu.max").exists():  # version 2: "200000 100000", or "max 100000"
-            quota, period = (cgroup / "cpu.max").read_text().split()[:2]
-        else:
-            quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        limit = int(quota) / int(period)
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]  # "200000 100000", or "max 100000"
+        return max(1, min(allowed, int(quota) // int(period)))
     except (OSError, ValueError, ZeroDivisionError):
         return allowed
-    return max(1, min(allowed, int(limit))) if limit > 0 else allowed  # -1: no quota
 
 
 def set_threads(world: World, wanted: int, env: Mapping[str, str], exact: bool = False) -> str:
@@ -312,10 +307,6 @@ def joined(
     nccl = chosen.type == "cuda" and backend == "auto" and not os.environ.get(ENV_LIVE)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    before = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")}
-    if world.master is not None:  # for what else of torch reads them
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = world.master[0], str(world.master[1])
-        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(world.rank), str(world.size)
     if world.nodes == 1:
         stores.stay_on_this_machine()
     # Imported later (torch.optim does so), it takes the group as default arguments of its functions and keeps it alive:
@@ -327,17 +318,10 @@ def joined(
         # With a device NCCL opens its communicator here, and on that one: else torch guesses `rank modulo GPUs`. A rank that is alone opens
         # one where a strategy asks for it: `ddp` sums gradients on the GPU, and gloo would take them over the host.
         of_store = process.connections()
-        try:
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if nccl else "gloo", store=store, rank=min(world.rank, world.size - 1), world_size=world.size,
-                timeout=timedelta(seconds=timeout), device_id=chosen if nccl and world.size > 1 else None,
-            )  # fmt: skip
-        except dist.DistError:
-            raise
-        except Exception as error:
-            # gloo takes addresses and their lengths from the store, and every host that reaches its port may write there. For an
-            # invalid value gloo raises a MemoryError or another plain exception of C++.
-            raise dist.DistError(f"the process group cannot be opened: {error}") from error
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if nccl else "gloo", store=store, rank=min(world.rank, world.size - 1), world_size=world.size,
+            timeout=timedelta(seconds=timeout), device_id=chosen if nccl and world.size > 1 else None,
+        )  # fmt: skip
         leave = dist.destroy_process_group
         peers = {} if nccl else process.new_connections(of_store)
         yield dataclasses.replace(world, device=chosen, nccl=nccl, peers=peers)
@@ -352,11 +336,6 @@ def joined(
             gc.collect()  # networks that hold the group, and with it threads that may still drop a tensor
         if dist.is_initialized():  # else this rank has left it, and could not meet the others again
             leave()
-        for name, value in before.items():  # else the next `joined` would take these for a launcher's variables
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 _GROUPS = itertools.count()
