@@ -129,8 +129,8 @@ HEARD_SECONDS = 5.0
 """Bounds the time in which the nodes read how the job has ended."""
 STOPPED_SECONDS = 1.0
 """A look that takes longer means that this process was stopped (SIGSTOP, a suspended machine)."""
-POLL_SECONDS = 0.05
-"""Time between two looks at processes where the system has no descriptors of them (before Linux 5.3)."""
+POLL_SECONDS = 0.02
+"""Time between two looks of a launcher at its ranks: the others wait for a lost rank meanwhile."""
 KILL_SECONDS = 30.0
 """Bounds the end of killed ranks: one that waits for a device may not end."""
 STOP_SECONDS = 30

@@ -12,7 +12,6 @@ import contextlib
 import io
 import os
 import select
-import selectors
 import signal
 import subprocess
 import sys
@@ -43,7 +42,7 @@ from ..contract import (
     STATUS_FILE,
     to_stderr,
 )
-from ..limits import KILL_SECONDS, NODE_LOOK_SECONDS, OUTPUT_LOOK_SECONDS, OUTPUT_SECONDS, POLL_SECONDS
+from ..limits import KILL_SECONDS, OUTPUT_LOOK_SECONDS, OUTPUT_SECONDS, POLL_SECONDS
 from .ending import Attempts, too_early
 from .nodes import DesiredState, Meeting, NodeSlot, WorkerId, size
 
@@ -63,9 +62,6 @@ class Workers:
         self._command, self._prefix, self._blocked = command, prefix, blocked
         self._running: dict[WorkerId, subprocess.Popen[bytes]] = {}
         self._begun: set[WorkerId] = set()
-        self._selector = selectors.DefaultSelector()
-        """Selector of the processes' descriptors, which become readable when the processes end."""
-        self._at_once = _has_descriptors()
         self._output: dict[WorkerId, Output] = {}
 
     @property
@@ -116,22 +112,11 @@ class Workers:
                 os.close(descriptor)
         self._running[worker] = process
         self._begun.add(worker)
-        if self._at_once:
-            self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, worker)
 
-    def ended(self, seconds: float) -> dict[WorkerId, int]:
-        """Returns process → exit code (Python's form) of processes that have ended, at the first end or after `seconds`."""
-        codes: dict[WorkerId, int] = {}
-        while workers := self._ended(seconds):
-            codes.update(self.kill(workers))
-            seconds = 0.0  # those that ended at the same moment
-        return codes
-
-    def _ended(self, seconds: float) -> list[WorkerId]:
-        if self._at_once:
-            return [key.data for key, _ in self._selector.select(seconds)]
-        time.sleep(min(seconds, POLL_SECONDS))
-        return [worker for worker, process in self._running.items() if process.poll() is not None]
+    def ended(self) -> dict[WorkerId, int]:
+        """Returns process → exit code (Python's form) of processes that have ended, after a short sleep."""
+        time.sleep(POLL_SECONDS)
+        return self.kill([worker for worker, process in self._running.items() if process.poll() is not None])
 
     def kill(self, workers: Iterable[WorkerId]) -> dict[WorkerId, int]:
         """Kills the process groups of these workers, and returns their exit codes. A process keeps its id until it is waited for."""
@@ -143,9 +128,6 @@ class Workers:
         for worker, process in processes.items():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-            for key in [key for key in self._selector.get_map().values() if key.data == worker]:
-                self._selector.unregister(key.fd)
-                os.close(key.fd)
             if worker in self._output:
                 self._output[worker].end()
         codes = {worker: process.returncode for worker, process in processes.items()}
@@ -168,15 +150,6 @@ class Workers:
             output.end()
             output.wait(deadline)
         self._output.clear()
-
-
-def _has_descriptors() -> bool:
-    """Returns whether the system has descriptors of processes: Linux from 5.3 on."""
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (OSError, AttributeError):
-        return False
-    return True
 
 
 class Output:
@@ -293,7 +266,7 @@ class WorkerGroup:
 
     def _ended(self) -> dict[WorkerId, tuple[int, bool]]:
         """Returns process → (exit code, whether a forwarded signal ended it), of processes that have ended since the last call."""
-        codes = self.workers.ended(NODE_LOOK_SECONDS)
+        codes = self.workers.ended()
         ended = {worker: (code, -code in self.held.delivered) for worker, code in codes.items()}
         self.held.release(self.workers.pids())
         return ended
