@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.wire.signals import FORWARDED, end_with_launcher
+from lockstep.wire.signals import FORWARDED
 
 # Else a lost store is a warning with a stack, around the sentence that names the rank.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -228,7 +228,6 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
     """Runs one command and returns its exit code. `env` stands in for the launcher's variables."""
     argv = sys.argv[1:] if argv is None else argv
     env = os.environ if env is None else env
-    end_with_launcher(env)
     try:
         keep_out_others()
         with extras.explained():

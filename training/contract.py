@@ -39,7 +39,7 @@ ENV_METRICS_ADDRESS = "LOCKSTEP_METRICS_ADDRESS"
 """Address that the metrics servers listen on. The images set it to `any`: a container's loopback cannot be reached from
 outside."""
 ENV_LAUNCHER = "LOCKSTEP_LAUNCHER"
-"""Process id of the launcher, whose death ends its ranks."""
+"""Process id of the launcher. It marks the processes of its ranks."""
 ENV_RESTARTS = "LOCKSTEP_RESTARTS"
 """How often the launcher has started the ranks before, for whatever reason; set by `python -m lockstep.training launch`."""
 ENV_LIVE = "LOCKSTEP_LIVE"

@@ -56,10 +56,6 @@ LAST_COMMIT_SECONDS = 20.0
 
 # Ranks that wait for each other.
 
-LISTEN_SECONDS = 3.0
-"""A rank tries this long by itself to reach the store. torch tries again after half a second, then ever less often."""
-BEAT_SECONDS = 1.0
-"""Time between two signs of life of a rank that does slow work alone, such as decoding, while the others wait."""
 FORK_LOOK_SECONDS = 0.012
 """Time between two checks whether a thread holds Python's lock: more than twice the 5 ms after which a waiting thread asks again."""
 FORK_SECONDS = 5.0
@@ -109,7 +105,7 @@ WATCHER_SECONDS = 5.0
 ONE_SIGNAL_SECONDS = 2.0
 """Signals within this time count as one: launchers and clusters send the same signal to a process twice."""
 HOLD_SECONDS = 20.0
-"""Early signals wait this long for a rank's imports, from its start; then for its Session, from the signal on."""
+"""Signals wait this long at most, from a rank's start, until the rank catches them."""
 REQUEUE_SECONDS = 120.0
 """A rank waits this long to be ended by the requeue that rank 0 has requested."""
 LAST_WORDS_SECONDS = 1.0
@@ -123,12 +119,10 @@ LEAVE_SECONDS = 1.0
 """A node or rank that got a signal leaves alone if the first node gets no signal within this time."""
 HEARD_SECONDS = 5.0
 """Bounds the time in which the nodes read how the job has ended."""
-LAST_CALL_SECONDS = 3.0
-"""An elastic job waits this long for further nodes once the minimum is there."""
 STOPPED_SECONDS = 1.0
 """A look that takes longer means that this process was stopped (SIGSTOP, a suspended machine)."""
-POLL_SECONDS = 0.05
-"""Time between two looks at processes where the system has no descriptors of them (before Linux 5.3)."""
+POLL_SECONDS = 0.02
+"""Time between two looks of a launcher at its ranks: the others wait for a lost rank meanwhile."""
 KILL_SECONDS = 30.0
 """Bounds the end of killed ranks: one that waits for a device may not end."""
 STOP_SECONDS = 30

@@ -19,9 +19,7 @@ from tests.processes import (
     PYTHON,
     ROOT,
     Result,
-    assert_none_inside,
     clean_env,
-    free_port,
     inside,
     poll,
     run,
@@ -298,43 +296,3 @@ def test_lines_come_whole_and_at_once_also_into_a_pipe(tmp_path: Path) -> None:
     assert sorted(first) == ["[rank 0] begun 0\n", "[rank 1] begun 1\n"]
     said = sorted(line for line in rest if line.startswith("[rank"))
     assert said == ["[rank 0] cut off", "[rank 0] one line", "[rank 1] one line"], rest
-
-
-IMPORTING = """
-import pathlib, os
-import lockstep
-pathlib.Path(os.environ["RANK"]).touch()
-import time
-time.sleep(600)  # other imports
-"""
-
-
-def test_a_torchrun_that_is_killed_takes_ranks_that_still_import_with_it(tmp_path: Path) -> None:
-    """torchrun is killed while its ranks import. From the first line of Lockstep on they notice, and end."""
-    (tmp_path / "train.py").write_text(IMPORTING)
-    command = [
-        PYTHON,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(free_port()),
-        "train.py",
-    ]
-    with started(command, cwd=tmp_path) as process:
-        poll(lambda: all((tmp_path / rank).exists() for rank in "01"), what="two ranks that import")
-        process.kill()
-        process.wait(240)
-        poll(lambda: not inside(tmp_path), what="the end of the ranks")
-
-
-def test_a_rank_whose_torchrun_died_before_its_first_line_ends(tmp_path: Path) -> None:
-    """torchrun has died before the rank imports Lockstep, so the rank's parent is init. The rank ends."""
-    marks = {"TORCHELASTIC_RUN_ID": "gone", "RANK": "0"}
-    program = "import os, time\nwhile os.getppid() == PARENT: time.sleep(0.01)\nimport lockstep\nopen('alive', 'w')\ntime.sleep(60)"
-    parent = f"import os, subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {program!r}.replace('PARENT', str(os.getpid()))], " \
-             f"env=os.environ | {marks!r})"  # fmt: skip
-    assert run([PYTHON, "-c", parent], cwd=tmp_path).code == 0
-    assert_none_inside(tmp_path)
-    assert not (tmp_path / "alive").exists()

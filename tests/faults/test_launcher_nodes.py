@@ -1,4 +1,4 @@
-"""The launcher of an elastic job: nodes that leave and come back, a network that is cut."""
+"""A job of two nodes whose network is cut: it restarts when the network is back."""
 
 from __future__ import annotations
 
@@ -10,63 +10,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests import product
+from tests.conftest import Undisturbed
 from tests.events import events
 from tests.processes import kill_inside, poll, require
 from tests.ranks import launching
-from tests.runs import Job
+from tests.runs import Job, assert_same
 from tests.warm.gang import Gang
 
 pytestmark = pytest.mark.promise("nodes")
 
 
-def _node(job: Job, number: int, namespace: str) -> contextlib.AbstractContextManager[Gang]:
-    """One launcher of an elastic job, inside a network namespace."""
+def _node(job: Job, number: int, namespace: str, **fate: str) -> contextlib.AbstractContextManager[Gang]:
+    """One launcher, inside a network namespace."""
     folder = job.run_dir.with_name(f"node-{number}")
     folder.mkdir(exist_ok=True)
     words = [
-        "--ranks", "1", "--nodes", "1:2", "--max-restarts", "5", "--rendezvous", "10.213.0.1:29401",
+        "--ranks", "1", "--nodes", "2", "--max-restarts", "5", "--rendezvous", "10.213.0.1:29401",
         "--serve" if number == 0 else "--no-serve", "--address", f"10.213.0.{number + 1}", "--grace", "10", *job.words,
     ]  # fmt: skip
-    pace = {"LOCKSTEP_TEST_PACE": "1", "LOCKSTEP_TEST_PACE_FILE": str(_slow(job))}
-    env = job.env(**pace, GLOO_SOCKET_IFNAME=f"ls{number}")
-    return launching(*words, env=env, cwd=folder, namespace=namespace)
-
-
-EPOCHS = 15
-"""120 steps: two minutes at the slow pace, seconds at the fast one."""
-
-
-def _elastic_job(tmp_path: Path, data_root: Path) -> Job:
-    return Job(
-        tmp_path / "run", data_root, 1, model="tests.nets:Paced", precision="float64", epochs=EPOCHS,
-        **{"evaluate.every": 1000, "collective_timeout": 15, "ema.decay": 0},
-    )  # fmt: skip
-
-
-def _slow(job: Job) -> Path:
-    """While this file exists a step takes a second at least: the test acts on a run that is on its way."""
-    return job.run_dir.parent / "slow"
-
-
-def _worlds(job: Job) -> list[int]:
-    return [event["world_size"] for event in events(job.run_dir, "start")]
-
-
-def _steps(job: Job) -> int:
-    return max((event["step"] for event in events(job.run_dir, "checkpoint")), default=0)
-
-
-def _assert_close_to_one_rank(job: Job, tmp_path: Path, data_root: Path) -> None:
-    """No batch statistics: an elastic run ends in the weights of one rank, up to the order of summation."""
-    alone = _elastic_job(tmp_path / "alone", data_root)
-    assert alone.go().code == 0
-    final = f"checkpoints/step-{8 * EPOCHS:08d}"
-    one, other = (product.checkpoint(j.run_dir / final)["shared"]["model"] for j in (job, alone))
-    for name, tensor in one.items():
-        torch.testing.assert_close(tensor, other[name], rtol=1e-9, atol=1e-9)
+    return launching(*words, env=job.env(**fate, GLOO_SOCKET_IFNAME=f"ls{number}"), cwd=folder, namespace=namespace)
 
 
 @contextlib.contextmanager
@@ -95,29 +58,31 @@ def two_namespaces() -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def test_a_node_whose_network_is_cut_costs_no_run_and_comes_back(tmp_path: Path, data_root: Path) -> None:
-    """The other node trains on alone. When the cable is plugged in again a new launcher joins, and both end in the same weights."""
-    job = _elastic_job(tmp_path, data_root)
-    _slow(job).touch()
+def test_a_node_whose_network_is_cut_ends_its_ranks_and_comes_back(
+    tmp_path: Path, data_root: Path, undisturbed: Undisturbed
+) -> None:
+    """When the cable is plugged in again a new launcher joins."""
+    job, held = Job(tmp_path / "run", data_root, 1, collective_timeout=15), tmp_path / "held"
+    held.touch()
+    fate = {
+        "LOCKSTEP_TEST_FATE": "1:9:WAIT",
+        "LOCKSTEP_TEST_HELD": str(held),
+        "LOCKSTEP_TEST_ONCE": str(tmp_path / "once"),
+    }
     with two_namespaces() as names:
 
         def cable(state: str) -> None:
             subprocess.run(["ip", "-n", names[1], "link", "set", "ls1", state], check=True)
 
-        with _node(job, 0, names[0]) as one:
-            with _node(job, 1, names[1]):
-                poll(lambda: _worlds(job)[-1:] == [2] and _steps(job) >= 4, 240, "two nodes at work")
+        with _node(job, 0, names[0], **fate) as one:
+            with _node(job, 1, names[1], **fate) as cut:
+                poll(lambda: events(job.run_dir, "checkpoint_written"), 240, "two nodes at work")
                 cable("down")
-                before = _steps(job)
-                poll(lambda: _worlds(job)[-1:] == [1] and _steps(job) > before, 240, "the rest to train on")
+                poll(lambda: "the ranks of this node end, and it joins again" in cut.text(), 60, "the end of its rank")
                 kill_inside(tmp_path / "node-1")
+            held.unlink()
             cable("up")
             with _node(job, 1, names[1]) as again:
-                poll(lambda: _worlds(job)[-1:] == [2], 240, "the node to be taken in")
-                _slow(job).unlink()
-                done = again.wait(300)
-                assert done.code == 0, done.output
-            done = one.wait(240)
-            assert done.code == 0, done.output
-    assert _worlds(job)[0] in (1, 2) and _worlds(job)[-3:] == [2, 1, 2], events(job.run_dir, "start", "resumed")
-    _assert_close_to_one_rank(job, tmp_path, data_root)
+                assert again.wait(300).code == one.wait(240).code == 0, again.text() + one.text()
+    assert [event["world_size"] for event in events(job.run_dir, "start")] == [2, 2]
+    assert_same(job.run_dir, undisturbed(2))

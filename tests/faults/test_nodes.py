@@ -163,15 +163,6 @@ def test_a_server_that_no_longer_answers_keeps_no_signal_waiting(tmp_path: Path)
             first.send_signal(signal.SIGCONT)
 
 
-def test_an_elastic_job_continues_without_a_node_that_is_lost_at_the_end(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, "--nodes", "1:2", "--max-restarts", "1")
-    with nodes.node(0, "echo $WORLD_SIZE >> worlds; while ! test -e here; do sleep 0.05; done; touch done") as first:
-        with nodes.node(1, f"touch here; {WAIT}"):
-            nodes.seen("done", "here")
-        assert first.ends()[0] == 0
-    assert (tmp_path / "worlds").read_text().split()[-1] == "1"
-
-
 def test_an_endpoint_that_is_none_is_wrong_usage(tmp_path: Path) -> None:
     for number, endpoint in enumerate(("127.0.0.2:99999", "a..b:29400")):
         with Nodes(tmp_path).node(number, "true", "--rendezvous", endpoint) as node:

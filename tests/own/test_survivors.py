@@ -61,7 +61,6 @@ with joined() as world:
 RANKS = 4
 JOB = ROOT / "tests/own/survivors_job.py"
 BOUND = 400.0
-STOPPED_SECONDS = 2
 AGAIN = "again"
 UNHEARD_SECONDS = 6.0
 """After which a loss is none that the ranks hear of: of a process that had not joined them yet."""
@@ -70,7 +69,7 @@ _KILLED = "ended by SIGKILL"
 
 def command(run_dir: Path, kind: str, *words: str, restarts: int = 0, ranks: int = RANKS) -> list[str]:
     """What is written behind `launch --live`."""
-    options = ["--ranks", str(ranks), "--lost-seconds", str(STOPPED_SECONDS), "--max-restarts", str(restarts)]
+    options = ["--ranks", str(ranks), "--max-restarts", str(restarts)]
     return [*options, "--", PYTHON, str(JOB), str(run_dir), kind, *words]
 
 
@@ -124,7 +123,7 @@ def disturb(launcher: Process, run_dir: Path, draw: random.Random, moments: list
     lost_at, ranks = 0.0, RANKS
     for kind, moment in moments:
         number, pause = draw.choice((1, 1, 1, 2)), draw.choice((0.0, 0.001, 0.01, 0.05))
-        which = {0: signal.SIGSTOP, 1: signal.SIGSTOP, 9: signal.SIGTERM}.get(int(10 * draw.random()), signal.SIGKILL)
+        which = signal.SIGTERM if int(10 * draw.random()) == 9 else signal.SIGKILL
         # A loss of so many that the others cannot continue ends the run, saved.
         number = 1 if which == signal.SIGTERM else number
         after = draw.choice(("weights", "evaluation", "checkpoint", "log", "regrouped")) if kind == AGAIN else kind

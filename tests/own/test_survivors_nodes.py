@@ -21,8 +21,8 @@ from tests.processes import PYTHON, assert_none_inside, clean_env, kill_inside, 
 from tests.ranks import live
 
 LOST_SECONDS = 4
-_OF_RANKS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term rank": signal.SIGTERM}
-FAULTS = ("kill", "kill", "stop", "term rank", "crash", "launcher", "stop launcher", "cut", "term")
+_OF_RANKS = {"kill": signal.SIGKILL, "term rank": signal.SIGTERM}
+FAULTS = ("kill", "kill", "kill", "term rank", "crash", "launcher", "stop launcher", "cut", "term")
 
 
 class Node:

@@ -141,12 +141,6 @@ def joined(seconds: float = 60, device: str = "cpu") -> AbstractContextManager[W
     return _world.joined(_world.detect(os.environ), device, seconds)
 
 
-def look_for_no_losses() -> None:
-    """`launch --live` in this process hears of a lost rank, or learns of it in an hour."""
-    workers = Inside("training.launch.workers")
-    workers.NODE_LOOK_SECONDS = workers.POLL_SECONDS = 3600.0
-
-
 def program(words: list[str]) -> int:
     """`python -m lockstep.training WORDS` in this process, which holds back signals from its first line as that does; its
     exit code."""
@@ -187,7 +181,7 @@ def verified_files() -> Iterator[list[str]]:
 
 
 def hold_signals_for(seconds: float) -> None:
-    """How long a rank that opens no `Session` keeps signals for one; to be called after `import lockstep`."""
+    """How long a launcher in this process holds signals back for ranks that start."""
     Inside("wire.signals").HOLD_SECONDS = seconds
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.training.parallel.world import World
 from tests import product
-from tests.processes import PYTHON, ROOT, clean_env, run
+from tests.processes import ROOT
 from tests.product import UserError
 from tests.ranks import on_ranks
 from tests.warm.gang import python, running
@@ -88,29 +88,6 @@ def test_wrong_words_to_the_script_are_one_line() -> None:
         done = python(str(EXAMPLES / "parallel.py"), *words)
         assert done.code == 2 and named in done.output, done.output
         assert done.output.startswith("error: ") and done.output.count("\n") == 1
-
-
-SPAWNING = """
-import multiprocessing
-
-def work():
-    from lockstep.training.parallel import world
-    from tests import product
-    with product.user_errors(), world.joined():
-        print("went through")
-
-child = multiprocessing.get_context("fork").Process(target=work)
-child.start()
-child.join()
-"""
-
-
-def test_a_script_that_spawns_is_refused_inside_torchrun() -> None:
-    """Each of torchrun's ranks would spawn all ranks, at one address."""
-    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "ours"}
-    done = run([PYTHON, "-c", SPAWNING], clean_env(**place))
-    assert done.output.startswith("error: ") and done.output.count("\n") == 1, done.output
-    assert "mp.spawn" in done.output and "plain python" in done.output, done.output
 
 
 DEAF = """

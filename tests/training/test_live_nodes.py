@@ -129,17 +129,6 @@ def test_a_rank_of_another_node_is_lost_and_replaced_there(tmp_path: Path) -> No
         assert [node.wait()[0] for node in (first, second)] == [0, 0]
 
 
-def test_a_stopped_rank_of_another_node_is_lost(tmp_path: Path) -> None:
-    job = Nodes(tmp_path)
-    with job.all() as (first, second):
-        pids = job.begin()
-        os.kill(pids[2], signal.SIGSTOP)
-        assert job.told(1) == [0, 1, 3]
-        poll(lambda: not _state(pids[2]), what="its end")
-        job.end(0, 1, 3)
-        assert [node.wait()[0] for node in (first, second)] == [0, 0]
-
-
 @pytest.mark.parametrize("how", ["crash", "kill", "stop", "term"])
 def test_a_node_is_lost_and_another_one_takes_its_seat(how: str, tmp_path: Path) -> None:
     """The ranks of one whose launcher alone is killed end with it."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import signal
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, Result, poll
+from tests.processes import ROOT, poll
 from tests.warm.gang import Gang, running
 
 NODES = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "LOCKSTEP_THREADS": "1"}
@@ -26,32 +27,33 @@ def samples(split, root):
 """
 
 
-class TestOneNodeStillPreparesItsData:
-    def started(self, tmp_path: Path, *more: str) -> tuple[list[list[str]], dict[str, str]]:
-        (tmp_path / "mine.py").write_text(SOURCE)
-        words = [*RUN, str(tmp_path / "run"), "--set", "data.source=mine:samples", "data.options={}", "epochs=1",
-                 "batch_size=16", "metrics.port=0", "collective_timeout=10", *more]  # fmt: skip
-        for name in ("quick", "slow"):
-            (tmp_path / name).mkdir()
-        roots = [f"data.root={tmp_path / name}" for name in ("quick", "slow")]
-        return [[*words, root] for root in roots], {**NODES, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-
-    def begun(self, gang: Gang, tmp_path: Path) -> Gang:
+@contextlib.contextmanager
+def one_still_prepares(tmp_path: Path, *more: str) -> Iterator[Gang]:
+    """Both nodes have begun, and one has its data already."""
+    (tmp_path / "mine.py").write_text(SOURCE)
+    words = [*RUN, str(tmp_path / "run"), "--set", "data.source=mine:samples", "data.options={}", "epochs=1",
+             "batch_size=16", "metrics.port=0", "collective_timeout=10", *more]  # fmt: skip
+    for name in ("quick", "slow"):
+        (tmp_path / name).mkdir()
+    each = [[*words, f"data.root={tmp_path / name}"] for name in ("quick", "slow")]
+    with running(each, {**NODES, "PYTHONPATH": f"{tmp_path}:{ROOT}"}, grace=1) as gang:
         poll(lambda: (tmp_path / "slow/begun").exists() and list(tmp_path.glob("quick/shards/*/manifest.json")), 60)
-        return gang
+        yield gang
 
-    def assert_told(self, done: Result, code: int, told: str) -> None:
-        assert done.code == code and told in done.output and "Traceback" not in done.output, done.output
 
-    def test_the_others_wait_as_long_as_it_works(self, tmp_path: Path) -> None:
-        with running(*self.started(tmp_path)) as gang:
-            self.begun(gang, tmp_path)
-            with pytest.raises(AssertionError):  # no rank ends, for longer than a collective may take
-                poll(lambda: any(one.poll() is not None for one in gang.processes), 13)
-            (tmp_path / "slow/go").touch()
-            self.assert_told(gang.wait(240), 0, "")
+def test_the_others_wait_as_long_as_a_node_prepares_its_data(tmp_path: Path) -> None:
+    with one_still_prepares(tmp_path) as gang:
+        with pytest.raises(AssertionError):  # no rank ends, for longer than a collective may take
+            poll(lambda: any(one.poll() is not None for one in gang.processes), 13)
+        (tmp_path / "slow/go").touch()
+        done = gang.wait(240)
+    assert done.code == 0 and "Traceback" not in done.output, done.output
 
-    def test_a_node_that_says_nothing_is_not_waited_for(self, tmp_path: Path) -> None:
-        with running(*self.started(tmp_path), grace=1) as gang:
-            self.begun(gang, tmp_path).processes[1].send_signal(signal.SIGSTOP)
-            self.assert_told(gang.wait(240), 1, "have sent nothing for 10 s")
+
+def test_the_wait_for_a_node_has_a_limit(tmp_path: Path) -> None:
+    with one_still_prepares(tmp_path, "data.prepare_timeout=3") as gang:
+        assert gang.processes[0].wait(60) == 1
+        done = gang.wait(240)
+    assert "not all ranks could prepare the data within 3 s" in done.output and "Traceback" not in done.output, (
+        done.output
+    )

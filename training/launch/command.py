@@ -1,4 +1,4 @@
-"""python -m lockstep.training launch [--ranks N] [--nodes N|MIN:MAX] … run RECIPE …   |   launch … -- COMMAND …
+"""python -m lockstep.training launch [--ranks N] [--nodes N] … run RECIPE …   |   launch … -- COMMAND …
 
 The launcher is PID 1 of a node: it starts the ranks, and restarts them if one fails. It forwards signals to the ranks and prefixes each
 line of output with its rank. Its exit code tells the cluster what to do next.
@@ -154,7 +154,7 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> argparse.Namespace:
     parser.add_argument("--ranks", default=env.get("PET_NPROC_PER_NODE", "auto"),
                         help="ranks on this node; auto: one per visible GPU, or 2 without a GPU")  # fmt: skip
     parser.add_argument("--nodes", default=env.get("PET_NNODES", "1"),
-                        help="number of nodes, or MIN:MAX for an elastic job")  # fmt: skip
+                        help="number of nodes (default 1)")  # fmt: skip
     parser.add_argument("--rendezvous", default=_endpoint(env), metavar="HOST:PORT",
                         help="address where the nodes meet; the node of that name serves it")  # fmt: skip
     parser.add_argument("--serve", action=argparse.BooleanOptionalAction, default=_serves(env),
@@ -177,7 +177,7 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> argparse.Namespace:
     parser.add_argument("--min-ranks", type=positive, metavar="N",
                         help="with --live: fewer ranks do not continue, and all start again (default 1)")  # fmt: skip
     parser.add_argument("--lost-seconds", type=positive, metavar="SECONDS",
-                        help="with --live: a stopped rank and a silent node are lost after this time (default 10)")  # fmt: skip
+                        help="with --live: a silent node is lost after this time (default 10)")  # fmt: skip
     parser.add_argument("--time-limit", type=count, default="0", metavar="SECONDS",
                         help=f"end the ranks after this time, with a checkpoint and exit code {EXIT_TIMED_OUT}; 0: never")  # fmt: skip
     parser.add_argument("--exit-codes", choices=("plain", "kubernetes"), default="plain",
@@ -208,35 +208,31 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> argparse.Namespace:
     return args
 
 
-def _node_range(text: str) -> tuple[int, int]:
-    """Returns (least, most) nodes of `--nodes`: a number, or MIN:MAX. Raises `UserError`."""
-    match = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", text)
-    if not match or int(match[2] or match[1]) < int(match[1]):
-        raise UserError(f"--nodes must be a number, or MIN:MAX with MIN ≤ MAX; got {text!r}")
-    return int(match[1]), int(match[2] or match[1])
+def _node_count(text: str) -> int:
+    """Returns the number of nodes of `--nodes`. The operator of a PyTorchJob writes it twice, as N:N. Raises `UserError`."""
+    match = re.fullmatch(r"([1-9]\d{0,4})(:\1)?", text)
+    if not match:
+        raise UserError(f"--nodes must be a number from 1; got {text!r}")
+    return int(match[1])
 
 
 def _meeting(args: argparse.Namespace, secret: str) -> Meeting:
     """Returns the rendezvous of the nodes, from the launcher's flags. Raises `UserError`."""
-    low, high = _node_range(args.nodes)
-    if high == 1:
-        return Meeting("", "", uuid.uuid4().hex, "127.0.0.1", 1, 1, args.join_timeout, host=True)
+    count = _node_count(args.nodes)
+    if count == 1:
+        return Meeting("", "", uuid.uuid4().hex, "127.0.0.1", 1, args.join_timeout, host=True)
     if not args.rendezvous:
         raise UserError(f"--nodes {args.nodes} needs --rendezvous HOST:PORT, the same on every node")
     return Meeting(
-        args.rendezvous, secret.strip(), args.job_id, args.address, low, high, args.join_timeout, host=args.serve
+        args.rendezvous, secret.strip(), args.job_id, args.address, count, args.join_timeout, host=args.serve
     )
 
 
 def _check_live(args: argparse.Namespace) -> None:
     """Raises `UserError`."""
-    low, high = _node_range(args.nodes)
-    if low < high:
-        raise UserError(
-            f"--live begins with all nodes, and --nodes is {args.nodes}: write --nodes {high} --min-ranks {low * args.ranks}"
-        )
-    if args.min_ranks > high * args.ranks:
-        raise UserError(f"--min-ranks {args.min_ranks}, but there are {high * args.ranks} ranks")
+    ranks = _node_count(args.nodes) * args.ranks
+    if args.min_ranks > ranks:
+        raise UserError(f"--min-ranks {args.min_ranks}, but there are {ranks} ranks")
 
 
 def _endpoint(env: Mapping[str, str]) -> str:

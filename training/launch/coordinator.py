@@ -1,11 +1,11 @@
 """The launcher that decides for all nodes: that of the only node, or of the node that serves the rendezvous.
 
 It serves the ranks' store, where it records which ranks have ended, and how. If one rank fails, all end, and restart from the last
-checkpoint, as often as `--max-restarts` allows. If a node joins an elastic job, all restart, too, uncounted. No node leaves before the
-ranks of all nodes have ended: a cluster ends a job with the first node that leaves, and removes the others.
+checkpoint, as often as `--max-restarts` allows. No node leaves before the ranks of all nodes have ended: a cluster ends a job with the
+first node that leaves, and removes the others.
 
 Under `launch --live` the other ranks continue if a rank or a node is lost. A rank is lost if a signal that its launcher did
-not send has ended it. It is also lost if it is stopped while others run, if a signal to it alone asks it to leave, or with its node.
+not send has ended it. It is also lost if a signal to it alone asks it to leave, or with its node.
 Its launcher kills its process group, whose data loaders hold its sockets. This launcher writes the remaining ranks into the ranks' store:
 a *generation*. The ranks regroup by it (`parallel/live.py`). Every other end of a rank has the same effect as without `--live`.
 """
@@ -23,7 +23,7 @@ from types import FrameType
 from lockstep.wire.hangs import Hangs
 
 from ..contract import EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, named, to_stderr
-from ..limits import ERROR_SECONDS, LEAVE_SECONDS, NODE_LOOK_SECONDS, STOP_SECONDS, STORE_SECONDS
+from ..limits import ERROR_SECONDS, LEAVE_SECONDS, STOP_SECONDS, STORE_SECONDS
 from ..parallel import stores
 from .ending import FINAL, Attempts, deaths, how, too_early, without_ended
 from .nodes import DesiredState, Ending, Meeting, NodeEvents, Nodes, NodeSlot, SignedStore, WorkerId, size
@@ -68,8 +68,6 @@ class Coordinator(WorkerGroup):
                 self._start()
                 failed = self._watch()
                 codes = {**failed, **self._end(failed)}
-                if self._regroups and self.signalled is None:
-                    continue
                 if not self.held.delivered:
                     codes = without_ended(codes, failed)
                 counted = self._counted and self._store.check([stores.AGAIN])
@@ -118,12 +116,9 @@ class Coordinator(WorkerGroup):
         """Rank → its replacement, which the others have not admitted yet."""
         self._counted = False
         """Whether the newest loss has counted as a restart. If the others cannot continue after it, the loss does not count again."""
-        self._regroups = False
-        """Whether all ranks end and restart because a node has joined."""
         self._some_done = self._for_all = False
         self._started_after = self.attempts.times
         self._generation = self._replacements = self._admissions = 0
-        self._still, self._looked = dict[int, float](), time.monotonic()
         self._ending, self._answered = False, 0
         self._asked, self._leave = dict[int, float](), dict[int, str]()
         self._with_nodes: dict[int, str] = {}
@@ -212,17 +207,11 @@ class Coordinator(WorkerGroup):
         """Watches until all ranks have succeeded, or the remaining ones must end. Returns rank → exit code of the failed ranks."""
         live = self.args.live
         while self._running:
-            if not live and not self._some_done and self.signalled is None and self._nodes.more:
-                self._regroups = True
-                return {}
             self._admit()
             ended, events = self._look()
             lost = {rank: code for rank, (code, handed_on) in ended.items() if code < 0 and not handed_on}
             codes = {rank: code for rank, (code, _) in ended.items() if code}
             self._some_done = self._some_done or len(codes) < len(ended)
-            late = self._stopped(events.stopped) if live else {}
-            lost.update(late)
-            codes.update(late)
             for rank, code in codes.items():
                 if code not in FINAL:  # else the rank has reported why
                     self._store.set(stores.ended(rank), self._leave.get(rank) or how(code))
@@ -349,22 +338,6 @@ class Coordinator(WorkerGroup):
                     )
         self._hangs.look([worker.rank for worker in self.workers.running if self._running.get(worker.rank) == worker])
         return ended, events
-
-    def _stopped(self, elsewhere: list[int]) -> dict[int, int]:
-        """Returns rank → code of the ranks that were stopped for too long while others ran.
-
-        Time in which this process itself is stopped does not count.
-        """
-        now = time.monotonic()
-        passed, self._looked = min(now - self._looked, 4 * NODE_LOOK_SECONDS), now
-        still = [rank for rank in (*self.workers.stopped(), *elsewhere) if rank in self._running]
-        if len(still) == len(self._running):
-            still = []  # the whole job is suspended
-        self._still = {rank: self._still.get(rank, 0.0) + passed for rank in still}
-        late = [rank for rank, seconds in self._still.items() if seconds >= self.args.lost_seconds]
-        for rank in late:
-            del self._running[rank]
-        return dict.fromkeys(late, -signal.SIGSTOP)
 
     def _end(self, failed: Mapping[int, int]) -> dict[int, int]:
         """Ends the running ranks. Returns rank → exit code of those that fail."""

@@ -22,10 +22,6 @@ FINAL = (EXIT_USAGE, EXIT_PREEMPTED)
 """Exit codes of a rank after which the ranks do not restart."""
 _OURS = (signal.SIGTERM, signal.SIGKILL)
 """The signals with which the launcher ends the other ranks."""
-_HINTS: dict[int, str] = {
-    signal.SIGKILL: ", by hand or because the memory was used up",
-    signal.SIGSTOP: ", stopped for too long",  # it ends no process: so `coordinator.py` names these
-}
 COUNT_FILE = "lockstep-restarts.json"
 """Name of the count's file in the folder of `--restarts-dir`, which may hold other files."""
 
@@ -97,7 +93,7 @@ def how(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    return f"ended by {name}{_HINTS.get(-code, '')}"
+    return f"ended by {name}" + (", by hand or because the memory was used up" if -code == signal.SIGKILL else "")
 
 
 class Attempts:

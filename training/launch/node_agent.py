@@ -65,7 +65,7 @@ class NodeAgent(WorkerGroup):
             number: the number of this launcher in the store.
         """
         while True:
-            link = Link(store, number, self._report, pace(self.meeting.max_nodes))
+            link = Link(store, number, self._report, pace(self.meeting.nodes))
             try:
                 if (ending := self._follow(link)) is not None:
                     return ending
@@ -128,7 +128,7 @@ class NodeAgent(WorkerGroup):
             idle = not self.workers.running
             news = {
                 "round": "" if state is None else state.round, "ended": list(self._codes), "leaves": self._leaves,
-                "stopped": self.workers.stopped() if self.args.live else [], "signalled": self._signalled, "idle": idle,
+                "signalled": self._signalled, "idle": idle,
             }  # fmt: skip
             link.report(self._report.model_copy(update=news))
             ending = None if state is None else state.ending

@@ -35,7 +35,6 @@ from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 from ..contract import ENV_SECRET, EXIT_FAILED, EXIT_USAGE, MASTER_PORT, UserError, to_stderr
 from ..limits import (
     HEARD_SECONDS,
-    LAST_CALL_SECONDS,
     LEAVE_SECONDS,
     MISSING_NODES_SECONDS,
     NODE_LOOK_SECONDS,
@@ -144,8 +143,8 @@ class Meeting:
     job_id: str
     address: str
     """The address of this node for the others."""
-    min_nodes: int
-    max_nodes: int
+    nodes: int
+    """Number of nodes of the job."""
     join_seconds: float
     """Longest wait for the other nodes, in seconds."""
     host: bool | None
@@ -171,17 +170,14 @@ def opened(wanted: Meeting) -> tuple[SignedStore, int]:
 
     The only node of a job has the store in its memory. Raises `CannotMeet`, and `NotMet` as `joined`.
     """
-    if wanted.max_nodes == 1:
+    if wanted.nodes == 1:
         return _signed(wanted, HashStore(), 0)
     if not wanted.serves:
         return joined(wanted)
     if not wanted.secret:
         to_stderr(f"launch: warning: {UNSIGNED.format(wanted.endpoint)}")
     try:
-        # Where only the name has matched, another launcher on this machine may serve it.
-        with contextlib.suppress(*(() if wanted.host else (OSError, ValueError, RuntimeError))):
-            return _signed(wanted, _tcp_store(wanted, serves=True), 0)
-        return _signed(wanted, _tcp_store(wanted, serves=False), 1)
+        return _signed(wanted, _tcp_store(wanted, serves=True), 0)
     except (OSError, ValueError, RuntimeError) as error:
         raise CannotMeet(str(error)) from error
 
@@ -213,7 +209,6 @@ def joined(wanted: Meeting) -> tuple[SignedStore, int]:
 
 
 def _tcp_store(wanted: Meeting, serves: bool) -> Store:
-    """Returns a store that listens only on the address of the endpoint."""
     seconds = max(1.0, min(wanted.join_seconds, STORE_SECONDS))
     return stores.tcp_store(*wanted.host_and_port, serves=serves, seconds=seconds)
 
@@ -240,8 +235,6 @@ class Report(_Document):
     """A counter, higher in each report."""
     ended: list[tuple[_Count, _Count, int, bool]] = []
     """Ends in this round: (rank, replacement, exit code, whether a signal that this node's launcher forwarded ended it)."""
-    stopped: list[_Count] = []
-    """Ranks that are stopped."""
     leaves: bool = False
     """Whether a signal has asked the node to leave."""
     signalled: _Count = 0
@@ -344,7 +337,6 @@ class NodeEvents:
 
     ended: dict[WorkerId, tuple[int, bool]] = field(default_factory=dict)
     """Process → (exit code, whether a forwarded signal ended it)."""
-    stopped: list[int] = field(default_factory=list)
     lost: list[LostNode] = field(default_factory=list)
     signalled: int = 0
     """A signal for all ranks that another node's launcher has forwarded; 0: none."""
@@ -363,7 +355,7 @@ class Nodes:
         self._store, self._meeting, self._lost_seconds = store, meeting, lost_seconds
         self._others: dict[int, _Other] = {}
         self._asked, self._missing = 0, list[int]()
-        self._max_new = 4 * meeting.max_nodes + 64
+        self._max_new = 4 * meeting.nodes + 64
         """Most newcomers that one look reads."""
         self.slots = [NodeSlot(number=0, first=0, ranks=ranks)]
         """The slots of the nodes; the first is this node's."""
@@ -377,8 +369,7 @@ class Nodes:
             over: called during the wait; returns whether to end the wait.
         """
         began = last_report = time.monotonic()
-        last_call: float | None = None
-        fewest, most, seconds = self._meeting.min_nodes, self._meeting.max_nodes, self._meeting.join_seconds
+        nodes, seconds = self._meeting.nodes, self._meeting.join_seconds
         while True:
             self._look()
             here = [
@@ -386,19 +377,18 @@ class Nodes:
                 for number, other in sorted(self._others.items())
                 if other.came >= began and self._may_join(other)  # an earlier report may be of a node that is gone
             ]
-            now, missing = time.monotonic(), fewest - 1 - len(here)
-            last_call = None if missing > 0 else last_call or now + LAST_CALL_SECONDS
-            if len(here) + 1 >= most or (last_call is not None and now >= last_call) or over():
+            now, missing = time.monotonic(), nodes - 1 - len(here)
+            if missing <= 0 or over():
                 break
-            if missing > 0 and now - began > seconds:
-                raise NotMet(f"{missing} of {fewest} nodes did not come within {seconds:g} s")
-            if missing > 0 and now - last_report > MISSING_NODES_SECONDS:
+            if now - began > seconds:
+                raise NotMet(f"{missing} of {nodes} nodes did not come within {seconds:g} s")
+            if now - last_report > MISSING_NODES_SECONDS:
                 last_report = now
                 to_stderr(
-                    f"launch: {len(here) + 1} of {fewest} nodes are here, {missing} missing: {waiting(now - began, seconds)}"
+                    f"launch: {len(here) + 1} of {nodes} nodes are here, {missing} missing: {waiting(now - began, seconds)}"
                 )
             time.sleep(NODE_LOOK_SECONDS)
-        chosen = sorted(here, key=lambda number: (not self._has_slot(number), number))[: most - 1]
+        chosen = sorted(here, key=lambda number: (not self._has_slot(number), number))[: nodes - 1]
         slots = self.slots[:1]
         for number in sorted(chosen, key=lambda number: self._others[number].report.address):
             slots.append(NodeSlot(number=number, first=size(slots), ranks=self._others[number].report.ranks))
@@ -422,7 +412,6 @@ class Nodes:
                     if rank in slot.span:
                         events.ended[WorkerId(rank, replacement)] = (code, handed_on)
                 other.taken = len(report.ended)
-                events.stopped += report.stopped
                 events.signalled = events.signalled or report.signalled
             leaves = other.leaving > LEAVE_SECONDS
             if leaves or other.silent > self._lost_seconds:
@@ -446,13 +435,6 @@ class Nodes:
                     other.taken = 0
                     return taken
         return None
-
-    @property
-    def more(self) -> bool:
-        """Whether a node has come that the job has room for."""
-        return len(self.slots) < self._meeting.max_nodes and any(
-            self._may_join(other) for number, other in self._others.items() if not self._has_slot(number)
-        )
 
     def _may_join(self, other: _Other) -> bool:
         return not other.report.leaves and other.silent < self._lost_seconds / 2
@@ -496,8 +478,8 @@ class Nodes:
         return any(slot.number == number for slot in self.slots)
 
     def _look(self) -> None:
-        now, seconds = time.monotonic(), pace(self._meeting.max_nodes)
-        if self._meeting.max_nodes == 1 or now - self._looked < seconds / 2:
+        now, seconds = time.monotonic(), pace(self._meeting.nodes)
+        if self._meeting.nodes == 1 or now - self._looked < seconds / 2:
             return
         # This process may have been stopped meanwhile, and its store with it.
         passed, self._looked = min(now - self._looked, 10 * seconds), now

@@ -11,7 +11,7 @@ import codecs
 import contextlib
 import io
 import os
-import selectors
+import select
 import signal
 import subprocess
 import sys
@@ -25,7 +25,6 @@ from typing import Any, NoReturn, TextIO
 import filelock
 
 from lockstep.wire.hangs import Hangs
-from lockstep.wire.progress import state_of
 from lockstep.wire.signals import FORWARDED, PendingSignals
 
 from .. import files
@@ -43,12 +42,10 @@ from ..contract import (
     STATUS_FILE,
     to_stderr,
 )
-from ..limits import KILL_SECONDS, NODE_LOOK_SECONDS, OUTPUT_LOOK_SECONDS, OUTPUT_SECONDS, POLL_SECONDS
+from ..limits import KILL_SECONDS, OUTPUT_LOOK_SECONDS, OUTPUT_SECONDS, POLL_SECONDS
 from .ending import Attempts, too_early
 from .nodes import DesiredState, Meeting, NodeSlot, WorkerId, size
 
-MAX_LINE = 1 << 16
-"""Most characters of an unfinished line (a progress bar without line breaks) that wait for their end."""
 _READ_BYTES = 1 << 20
 """Bytes of one read: a pipe holds no more, so one read empties it."""
 
@@ -65,10 +62,7 @@ class Workers:
         self._command, self._prefix, self._blocked = command, prefix, blocked
         self._running: dict[WorkerId, subprocess.Popen[bytes]] = {}
         self._begun: set[WorkerId] = set()
-        self._selector = selectors.DefaultSelector()
-        """Selector of the processes' descriptors, which become readable when the processes end."""
-        self._at_once = _has_descriptors()
-        self._copies = Copies()
+        self._output: dict[WorkerId, Output] = {}
 
     @property
     def running(self) -> list[WorkerId]:
@@ -105,10 +99,12 @@ class Workers:
                 self._start(worker, {**env, **of_rank})
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self._copies.begin()
 
     def _start(self, worker: WorkerId, env: Mapping[str, str]) -> None:
-        out, errors = self._copies.pipes(worker.rank) if self._prefix else (None, None)
+        out = errors = None
+        if self._prefix:
+            self._output[worker] = output = Output(worker.rank)
+            out, errors = output.descriptors
         try:
             process = subprocess.Popen(self._command, env=env, start_new_session=True, stdout=out, stderr=errors)
         finally:
@@ -116,22 +112,11 @@ class Workers:
                 os.close(descriptor)
         self._running[worker] = process
         self._begun.add(worker)
-        if self._at_once:
-            self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, worker)
 
-    def ended(self, seconds: float) -> dict[WorkerId, int]:
-        """Returns process → exit code (Python's form) of processes that have ended, at the first end or after `seconds`."""
-        codes: dict[WorkerId, int] = {}
-        while workers := self._ended(seconds):
-            codes.update(self.kill(workers))
-            seconds = 0.0  # those that ended at the same moment
-        return codes
-
-    def _ended(self, seconds: float) -> list[WorkerId]:
-        if self._at_once:
-            return [key.data for key, _ in self._selector.select(seconds)]
-        time.sleep(min(seconds, POLL_SECONDS))
-        return [worker for worker, process in self._running.items() if process.poll() is not None]
+    def ended(self) -> dict[WorkerId, int]:
+        """Returns process → exit code (Python's form) of processes that have ended, after a short sleep."""
+        time.sleep(POLL_SECONDS)
+        return self.kill([worker for worker, process in self._running.items() if process.poll() is not None])
 
     def kill(self, workers: Iterable[WorkerId]) -> dict[WorkerId, int]:
         """Kills the process groups of these workers, and returns their exit codes. A process keeps its id until it is waited for."""
@@ -143,10 +128,8 @@ class Workers:
         for worker, process in processes.items():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-            for key in [key for key in self._selector.get_map().values() if key.data == worker]:
-                self._selector.unregister(key.fd)
-                os.close(key.fd)
-            self._copies.ended(worker.rank)
+            if worker in self._output:
+                self._output[worker].end()
         codes = {worker: process.returncode for worker, process in processes.items()}
         return {worker: -signal.SIGKILL if code is None else code for worker, code in codes.items()}
 
@@ -156,113 +139,62 @@ class Workers:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGTERM)
 
-    def stopped(self) -> list[int]:
-        """Returns the ranks that are stopped now; [] on systems other than Linux."""
-        return [worker.rank for worker, process in self._running.items() if state_of(process.pid) == "T"]
-
     def finish(self) -> None:
         """Waits, once all processes have ended, until their output is printed. Forgets them."""
         self._printed()
         self._begun.clear()
 
     def _printed(self) -> None:
-        self._copies.finish()
-        self._copies = Copies()
+        deadline = time.monotonic() + OUTPUT_SECONDS
+        for output in self._output.values():
+            output.end()
+            output.wait(deadline)
+        self._output.clear()
 
 
-def _has_descriptors() -> bool:
-    """Returns whether the system has descriptors of processes: Linux from 5.3 on."""
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (OSError, AttributeError):
-        return False
-    return True
+class Output:
+    """Copies the output of a rank from its pipes to this process's streams, each line with the rank, in two threads.
 
-
-class _Pipe:
-    """The pipe from one rank, for its output or its errors."""
-
-    def __init__(self, rank: int, out: TextIO) -> None:
-        self.rank, self._out, self._begun = rank, out, ""
-        self.ended = False
-        """Whether the pipe's process has ended."""
-        self._decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
-
-    def take(self, data: bytes) -> None:
-        """Prints the complete lines; with b"", the end of the pipe, also the last line."""
-        *lines, self._begun = (self._begun + self._decoder.decode(data, final=not data)).split("\n")
-        if self._begun and (not data or len(self._begun) > MAX_LINE):
-            lines, self._begun = [*lines, self._begun], ""
-        for line in lines:
-            # A full disk, a reader that left, closed (None): that costs this line, not the thread that brings the next ones.
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                self._out.write(f"[rank {self.rank}] {line}\n")
-                self._out.flush()
-
-
-class Copies:
-    """Copies the ranks' output from their pipes to this process's streams, each line with its rank, in a thread.
-
-    It loses no output that a rank wrote before its end. The thread waits for no other process that keeps the pipe open.
+    They lose no output that the rank wrote before its end. They wait for no other process that keeps a pipe open.
     """
 
-    def __init__(self) -> None:
-        self._selector, self._changing = selectors.DefaultSelector(), threading.Lock()
-        self._pipes: dict[int, list[_Pipe]] = {}
-        """Rank → pipes of its newest process."""
-        self._thread: threading.Thread | None = None
-        """The thread that copies; None: there is no pipe left."""
-
-    def pipes(self, rank: int) -> tuple[int, int]:
-        """Returns descriptors for the output and the errors of a rank that is about to start. The caller closes them after the start."""
-        writes, self._pipes[rank] = [], [_Pipe(rank, out) for out in (sys.stdout, sys.stderr)]
-        for pipe in self._pipes[rank]:
+    def __init__(self, rank: int) -> None:
+        self._rank, self._ended = rank, threading.Event()
+        self.descriptors: list[int] = []
+        """Descriptors for the output and the errors of the rank. The caller closes them after the start."""
+        self._threads: list[threading.Thread] = []
+        for out in (sys.stdout, sys.stderr):
             descriptor, other = os.pipe()
-            with self._changing:
-                self._selector.register(descriptor, selectors.EVENT_READ, pipe)
-            writes.append(other)
-        return writes[0], writes[1]
+            self.descriptors.append(other)
+            self._threads.append(threading.Thread(target=self._copy, args=(descriptor, out), daemon=True))
+            self._threads[-1].start()
 
-    def begin(self) -> None:
-        """Starts the thread after each start of ranks, unless it runs: it ends with the last pipe."""
-        with self._changing:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._copy, name="output", daemon=True)
-                self._thread.start()
+    def end(self) -> None:
+        """Notes that the rank has ended, and writes no more."""
+        self._ended.set()
 
-    def ended(self, rank: int) -> None:
-        """Notes that the newest process of this rank has ended, and writes no more."""
-        for pipe in self._pipes.get(rank, ()):
-            pipe.ended = True
+    def wait(self, deadline: float) -> None:
+        """Waits until the output of the rank, which has ended, is printed, or until the deadline (`time.monotonic`)."""
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
-    def finish(self) -> None:
-        """Waits, once all ranks have ended, until their output is printed."""
-        for rank in self._pipes:
-            self.ended(rank)
-        if (thread := self._thread) is not None:
-            thread.join(OUTPUT_SECONDS)
-        if thread is None or not thread.is_alive():
-            self._selector.close()
-
-    def _copy(self) -> None:
-        while keys := self._open():
-            ended = [key.fd for key in keys if key.data.ended]  # before the look: what they have written is there
-            ready = {key.fd for key, _ in self._selector.select(0 if ended else OUTPUT_LOOK_SECONDS)}
-            for key in keys:
-                data = os.read(key.fd, _READ_BYTES) if key.fd in ready else b""
-                if data:
-                    key.data.take(data)
-                if key.fd in ended or (key.fd in ready and not data):  # what has left the rank's group may write on
-                    key.data.take(b"")
-                    with self._changing:
-                        self._selector.unregister(key.fd)
-                    os.close(key.fd)
-
-    def _open(self) -> list[selectors.SelectorKey]:
-        with self._changing:
-            if not (keys := list(self._selector.get_map().values())):
-                self._thread = None
-            return keys
+    def _copy(self, descriptor: int, out: TextIO) -> None:
+        decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
+        poll, over, begun = select.poll(), False, ""
+        poll.register(descriptor, select.POLLIN)
+        while not over:
+            over = self._ended.is_set()  # before the look: the pipe has all that the rank has written
+            ready = poll.poll(0 if over else 1000 * OUTPUT_LOOK_SECONDS)
+            data = os.read(descriptor, _READ_BYTES) if ready else b""
+            over = over or bool(ready and not data)
+            *lines, begun = (begun + decoder.decode(data, final=over)).split("\n")
+            if over and begun:
+                lines.append(begun)
+            # A full disk, a reader that left, closed (None): that costs these lines, not the next ones.
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                out.write("".join(f"[rank {self._rank}] {line}\n" for line in lines))
+                out.flush()
+        os.close(descriptor)
 
 
 class Interrupted(Exception):
@@ -305,7 +237,7 @@ class WorkerGroup:
         """Prepares a start of the ranks, and counts it. New signals wait in `held` from now on."""
         os.environ[ENV_RESTARTS] = str(self.starts)
         self.has_begun = True
-        self.starts += 1  # a change of membership counts here, and not as a restart
+        self.starts += 1
         earlier, self.held = self.held, PendingSignals(self.args.grace)  # from here on it takes what comes
         self.held.inherit(earlier)
 
@@ -334,7 +266,7 @@ class WorkerGroup:
 
     def _ended(self) -> dict[WorkerId, tuple[int, bool]]:
         """Returns process → (exit code, whether a forwarded signal ended it), of processes that have ended since the last call."""
-        codes = self.workers.ended(NODE_LOOK_SECONDS)
+        codes = self.workers.ended()
         ended = {worker: (code, -code in self.held.delivered) for worker, code in codes.items()}
         self.held.release(self.workers.pids())
         return ended

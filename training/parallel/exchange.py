@@ -11,18 +11,15 @@ import contextlib
 import functools
 import hashlib
 import os
-import threading
-import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.distributed_c10d import _get_default_store
 
 from ..contract import EXIT_FAILED, UserError, named
-from ..limits import BEAT_SECONDS
 from .packing import broadcast_bytes, pack, unpack
 from .world import World, detect
 
@@ -210,65 +207,39 @@ def _summary(errors: list[Any]) -> tuple[int, str]:
     return min(code for _, code, _ in failed), message  # 1 before 2: another start may help
 
 
-class NotHeardError(UserError):
-    """An error for ranks that still work and have sent no sign of life for too long: they are gone or hang."""
-
-    code = EXIT_FAILED
-
-
 @contextlib.contextmanager
-def waiting_for_all(world: World, what: str, seconds: float, silent: float) -> Iterator[None]:
+def waiting_for_all(world: World, what: str, seconds: float) -> Iterator[None]:
     """Runs a block as `failing_together` does, if it may take longer on some ranks than a collective may. An example is data that one
     node prepares and another has already. Collective.
 
-    The ranks that are done do not wait in a collective, whose time limit serves to find hangs. They read the store, where each working
-    rank reports a sign of life, and meet in a collective when all are done.
+    The ranks that are done wait at a barrier of a separate group, whose time limit is longer than that of collectives.
 
     Args:
         what: name of the work, for the message.
         seconds: longest wait for the others.
-        silent: longest time without a sign of life from the ranks that still work, in seconds.
 
     Raises:
-        UserError: as `raise_together`; or the others took longer than `seconds`.
-        NotHeardError: the others have sent no sign of life.
+        UserError: as `raise_together`; or the others took longer than `seconds`, or one of them is gone.
     """
     if world.size == 1:
         yield
         return
-    store = _get_default_store()
-    done = threading.Event()
-    threading.Thread(target=_beat, args=(store, what, done), name="patience", daemon=True).start()
+    timeout = timedelta(seconds=seconds)
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)  # each rank is a member
     error: Exception | None = None
     try:
         yield
     except Exception as caught:  # noqa: BLE001 - raised again below
         error = caught
-    finally:
-        done.set()
-        store.add(f"lockstep/{what}/done", 1)
-    _wait(lambda name: store.add(f"lockstep/{what}/{name}", 0), world, what, seconds, silent)
+    try:
+        dist.monitored_barrier(group, timeout)
+    except RuntimeError as caught:
+        late = UserError(
+            f"not all ranks could {what} within {seconds:.0f} s ({str(caught).splitlines()[0]}): check their nodes, or wait longer "
+            "with data.prepare_timeout"
+        )
+        late.code = EXIT_FAILED
+        raise late from error
+    dist.destroy_process_group(group)
     raise_together(error, world)
-
-
-def _beat(store: dist.Store, what: str, done: threading.Event) -> None:
-    while not done.wait(BEAT_SECONDS):
-        with contextlib.suppress(RuntimeError):  # the store is gone: its rank has ended, and the launcher ends this one
-            store.add(f"lockstep/{what}/beats", 1)
-
-
-def _wait(count: Callable[[str], int], world: World, what: str, seconds: float, silent: float) -> None:
-    began = heard = time.monotonic()
-    beats, pause = -1, 0.01
-    while (finished := count("done")) < world.size:
-        if (now := count("beats")) != beats:
-            beats, heard = now, time.monotonic()
-        left = f"{world.size - finished} of {world.size} ranks"
-        if time.monotonic() - began > seconds:
-            raise UserError(
-                f"{left} still {what} after {seconds:.0f} s: check their nodes, or wait longer with data.prepare_timeout"
-            )
-        if time.monotonic() - heard > silent:
-            raise NotHeardError(f"{left} should {what} and have sent nothing for {silent:.0f} s: check their nodes")
-        time.sleep(pause)
-        pause = min(2 * pause, 1.0)

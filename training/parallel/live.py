@@ -6,8 +6,7 @@ announces the ranks that remain, a *generation*. Each remaining rank shuts its c
 way fails at once, and joins a new process group. Some ranks may have finished the call that the others are in. Each rank keeps the
 result of its last call, and sends the result to the others. If no rank has it, all ranks repeat the call, and share the lost rank's part.
 
-NCCL raises no error in a rank that waits for its GPU. Its communicator is aborted, and the sum under way has arbitrary values. So on
-GPUs the end of a call waits for the GPU and checks for an abort. After torchft's `ProcessGroupNCCL` (its `errored`).
+gloo runs the collectives over tensors on GPUs, too. NCCL raises no error in a rank that waits for its GPU.
 
 The state of the training changes only between two calls, alike on every rank. So a loss sends none of it. The replacement of a lost
 rank gets it in a separate call (`Live.admit`).
@@ -18,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import signal
 import threading
@@ -26,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,8 +75,7 @@ class World:
     """Index of a replacement, from 1, until it takes part. 0: this rank takes part."""
     peers: process.Connections = dataclasses.field(default_factory=dict)
     """gloo's connections to the other ranks from the opening of the group. If a collective fails on this rank, the rank shuts them, so that
-    the collective fails on all ranks at once. Empty with NCCL, whose connections look the same. Under `launch --live` NCCL's are
-    among them, because NCCL is aborted first."""
+    the collective fails on all ranks at once. Empty with NCCL, whose connections look the same."""
 
     live: Live | None = None
     """Continues the run after the loss of ranks; None: the loss of one rank ends all."""
@@ -130,7 +126,6 @@ class Live:
         self._seat = (world.rank, world.size)
         self._result: Results = []
         """The results of the last call that this rank has completed."""
-        self._room: Results = []
         self._inside = False
         self._first = next(_ATTEMPTS) == 0
         self._news = threading.Condition()
@@ -139,14 +134,11 @@ class Live:
         """The generation for which this rank has ended its collectives under way."""
         self._store: dist.Store
         self._peers: process.Connections = {}
-        self._nccl: Any = None
-        """NCCL's part of the group; None once it is aborted. One thread aborts it, once."""
         if world.replacement:
             self._store = stores.tcp_store(*world.master, serves=False, seconds=timeout)
         else:
             self._store = stores.without_prefix(dist.distributed_c10d._get_default_store())
             self._peers = world.peers
-            self._nccl = self._backend_of_gpus()
         self._nodes = [
             node for node, ranks in enumerate(stores.numbers(self._store, stores.NODES)) for _ in range(ranks)
         ]
@@ -182,7 +174,7 @@ class Live:
 
     def close(self) -> None:
         """Ends the thread. A thread that is inside torch when the interpreter exits aborts the process."""
-        self._over, self._nccl = True, None
+        self._over = True
         process.shut(self._listens)
         self._thread.join(CLOSE_SECONDS)
 
@@ -203,7 +195,6 @@ class Live:
             try:
                 self.check()
                 result = compute()
-                self._look_at_nccl()
             except RestartRequired:
                 raise
             except Exception as error:
@@ -217,18 +208,6 @@ class Live:
                 self._inside = False
             if (result_elsewhere := self._meet_again(failure)) is not None:
                 return [tensor.clone() for tensor in result_elsewhere]
-
-    def _look_at_nccl(self) -> None:
-        """Raises if NCCL was aborted, since its results have arbitrary values then. This rank aborts it after an announcement (`check`), or
-        torch does when a rank is gone or a collective has timed out (`get_error`)."""
-        if (nccl := self._backend_of_gpus()) is not None:
-            torch.cuda.synchronize(self.world.device)
-            self.check()
-            if (error := nccl.get_error().name) != "SUCCESS":
-                raise dist.DistBackendError(f"a collective of NCCL has failed ({error})")
-
-    def _backend_of_gpus(self) -> Any:  # None without a GPU; the stubs of torch lack what NCCL's has
-        return self.world.group._get_backend(self.world.device) if self.world.nccl else None
 
     @property
     def wanted(self) -> bool:
@@ -371,14 +350,7 @@ class Live:
         """Keeps the result of this call. All ranks have reached the call, so no rank needs the result of the previous call."""
         self.done += 1
         self._through()
-        if not changes:
-            self._result = result
-            return
-        if [(t.shape, t.dtype) for t in self._room] != [(t.shape, t.dtype) for t in result]:
-            self._room = [torch.empty_like(tensor) for tensor in result]
-        for room, tensor in zip(self._room, result):
-            room.copy_(tensor)
-        self._result = self._room
+        self._result = [tensor.clone() for tensor in result] if changes else result
 
     def _through(self) -> None:
         """Counts a completed call. Ranks that it has admitted have reached its end, too."""
@@ -397,13 +369,8 @@ class Live:
                 members = stores.numbers(self._listening, key)
                 generation += 1
                 with self._news:  # behind this the other thread may have new ones
-                    peers, nccl, self._nccl = self._peers, self._nccl, None
-                    self._announced = (generation, members)
+                    peers, self._announced = self._peers, (generation, members)
                     self._news.notify_all()
-                if nccl is not None:  # first: its connections are among the peers', and torch sees where they end
-                    with contextlib.suppress(RuntimeError):
-                        nccl.abort()
-                del nccl  # held here, it would outlive its group
                 process.shut(peers)
                 with self._news:
                     self._ended = generation
@@ -491,10 +458,8 @@ class Live:
             prefix: prefix of the group's keys in the store.
             seconds: time limit of the new process group.
         """
-        gpu = self.world.device if self.world.nccl else None
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):
-            # Destroyed, NCCL would wait for kernels that wait for a rank which is lost.
-            dist.destroy_process_group() if gpu is None else dist.distributed_c10d._abort_process_group()
+            dist.destroy_process_group()
         store = self._store
         store.set(f"{prefix}/here/{self.rank}", "1")
         if not self._until_said([f"{prefix}/here/{member}" for member in members], self._timeout):
@@ -503,25 +468,17 @@ class Live:
                 f"{self._who()}, and rank {', '.join(missing)} has not met the others within {self._timeout:g} s: "
                 "all ranks have to start again"
             )
-        began = time.monotonic()
+        began, before = time.monotonic(), process.connections()
         dist.init_process_group(
-            backends(self.world.nccl), store=dist.PrefixStore(f"{prefix}/group", store), rank=members.index(self.rank),
-            world_size=len(members), timeout=timedelta(seconds=seconds), device_id=gpu,
+            "gloo", store=dist.PrefixStore(f"{prefix}/group", store), rank=members.index(self.rank),
+            world_size=len(members), timeout=timedelta(seconds=seconds),
         )  # fmt: skip
-        sockets = f"{prefix}/sockets"
-        store.set(f"{sockets}/{self.rank}", json.dumps([*process.connections().values()]))
-        if not self._until_said([f"{sockets}/{member}" for member in members], seconds):
-            raise RuntimeError("a rank has not connected")
-        peers, nccl = self._connected_to_ranks(sockets, members), self._backend_of_gpus()
-        process.keep_from_children(peers)
+        peers = process.new_connections(before)
         with self._news:
-            self._peers, self._nccl = peers, nccl
+            self._peers = peers
         self.check()  # what was announced meanwhile has shut the connections before
         store.set_timeout(timedelta(seconds=self._timeout))
         self.world.group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=self._timeout))
-        if nccl is not None:
-            set_timeout = getattr(nccl, "set_timeout", None) or nccl._set_default_timeout  # before torch 2.15
-            set_timeout(timedelta(seconds=self._timeout))
         world = self.world
         world.rank, world.size = members.index(self.rank), len(members)
         here = [rank for rank in members if self._nodes[rank] == self._nodes[self.rank]]
@@ -538,15 +495,6 @@ class Live:
                 return False
             time.sleep(LIVE_LOOK_SECONDS)
         return True
-
-    def _connected_to_ranks(self, prefix: str, members: list[int]) -> process.Connections:
-        """Returns this process's connections whose other end is a rank, by file descriptor."""
-        others: set[tuple[process.Address, process.Address]] = set()
-        for member in members:
-            if member != self.rank:
-                ends = json.loads(stores.read(self._store, f"{prefix}/{member}"))
-                others |= {((near[0], near[1]), (far[0], far[1])) for near, far in ends}
-        return {fd: (near, far) for fd, (near, far) in process.connections().items() if (far, near) in others}
 
     def _catch_up(self) -> Results | None:
         """Returns the result of this rank's call from a rank that has finished it; None: no rank has. Collective."""
@@ -576,11 +524,6 @@ class Live:
             self.done = newest
             self._through()
         return self._result if behind else None
-
-
-def backends(nccl: bool) -> str:
-    """Returns the backends of a process group: gloo for tensors on the CPU, and for those on GPUs unless `nccl`."""
-    return "cpu:gloo,cuda:nccl" if nccl else "gloo"
 
 
 def _without_frames(error: Exception) -> Exception:

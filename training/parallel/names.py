@@ -5,6 +5,7 @@ Checkpoints, hashes, exported weights and files of weights all use these names.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 
@@ -44,20 +45,14 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def matched(weights: Mapping[str, T], expected: Collection[str]) -> dict[str, T]:
     """Returns the weights under the expected names, wherever wrappers' names are the only difference. Others keep their names."""
-    targets: dict[str, list[str]] = {}
-    for name in expected:
-        if name not in weights:
-            targets.setdefault(_bare(name), []).append(name)
-    sources: dict[str, list[str]] = {}
-    for name in weights:
-        if name not in expected:
-            sources.setdefault(_bare(name), []).append(name)
-    renamed = {
-        names[0]: targets[bare][0]
-        for bare, names in sources.items()
-        if len(names) == 1 and len(targets.get(bare, ())) == 1
-    }
-    return {renamed.get(name, name): value for name, value in weights.items()}
+    targets = {_bare(name): name for name in expected if name not in weights}
+    sources = Counter(_bare(name) for name in weights if name not in expected)
+
+    def target(name: str) -> str:
+        bare = _bare(name)
+        return targets.get(bare, name) if name not in expected and sources[bare] == 1 else name
+
+    return {target(name): value for name, value in weights.items()}
 
 
 def _bare(name: str) -> str:

@@ -92,46 +92,6 @@ def shut(some: Connections) -> None:
                     copy.shutdown(socket.SHUT_RDWR)
 
 
-def keep_from_children(some: Connections) -> None:
-    """Makes forked processes, such as a loader's workers, close these connections. Workers outlive a killed rank by seconds, and the
-    other ranks would wait as long."""
-    forget_broken()
-    _KEPT.update(some)
-
-
-def forget_broken() -> None:
-    """Forgets connections that have ended, when the ranks have met again: they prove nothing about the new group."""
-    for fd in [fd for fd, ends in _KEPT.items() if not _lives(fd, ends)]:
-        del _KEPT[fd]
-
-
-def broken() -> bool:
-    """Returns whether a connection of `keep_from_children` has ended. gloo closes its connections after an error or a timeout.
-
-    Returns True if the system does not show connections.
-    """
-    return not Path("/proc/self/fd").is_dir() or any(not _lives(fd, ends) for fd, ends in _KEPT.items())
-
-
-def _lives(fd: int, ends: tuple[Address, Address]) -> bool:
-    with contextlib.suppress(OSError):
-        if _ends(fd) == ends:
-            with socket.socket(fileno=os.dup(fd)) as copy:
-                return copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) == _ESTABLISHED
-    return False
-
-
-def _close_in_child() -> None:
-    for fd, ends in _KEPT.items():
-        with contextlib.suppress(OSError):
-            if _ends(fd) == ends:
-                os.close(fd)
-
-
-_KEPT: Connections = {}
-_ESTABLISHED = b"\x01"
-"""The first byte of Linux' `struct tcp_info`."""
-os.register_at_fork(after_in_child=_close_in_child)
 if sys.version_info < (3, 12):
     # A thread of gloo's that enters Python holds the lock of the list of threads for a moment, without Python's own. A process that is
     # forked in that moment waits for the lock for ever (CPython gh-112275): once in some hundred loader processes on busy cores. To go
@@ -194,22 +154,21 @@ _OPS = str(_TORCH / "_ops.py")
 """The file of torch between a functional collective and C++."""
 _OF_NCCL = re.compile(r"NCCL (communicator was aborted|operation timed out|Async Error)")
 """torch's message if the communicator was aborted before the collective (2.15), also in a plain `RuntimeError`."""
-_OF_GLOO = re.compile(r"gloo/transport/\S+\] (Timed out|Connection closed|Read error|Write error)")
-"""gloo's messages if another rank did not come, or is gone, also in a process group of the script."""
+_OF_GLOO = re.compile(r"\bgloo/\S+\] ")
+"""The beginning of gloo's messages if another rank did not come, or is gone, also in a process group of the script."""
 
 
 def is_collective(error: BaseException) -> bool:
     """Returns whether an error comes from a collective or the store, and not from this rank's own work: by its type and its place.
 
     torch has a type for its own errors and NCCL's. gloo raises a plain `RuntimeError`: in a call of torch.distributed, in a `wait()`, or
-    in a backward pass. Other errors occur there, too, but only gloo's leaves a broken connection to another rank. The connection is ours,
-    or that of a process group of the script, which the message tells.
+    in a backward pass. Other errors occur there, too, but only gloo's names a file of its sources.
     """
     if type(error) is not RuntimeError:
         return isinstance(error, dist.DistError)
     if _OF_NCCL.match(str(error)):
         return True
-    return _raised_in_waiting(error) and (broken() or bool(_OF_GLOO.search(str(error))))
+    return _raised_in_waiting(error) and bool(_OF_GLOO.search(str(error)))
 
 
 def _raised_in_waiting(error: BaseException) -> bool:

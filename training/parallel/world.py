@@ -14,7 +14,6 @@ import dataclasses
 import gc
 import importlib
 import itertools
-import multiprocessing
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -23,8 +22,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-from lockstep.wire.progress import variables_of
 
 from ..contract import (
     ENV_LIVE,
@@ -37,7 +34,6 @@ from ..contract import (
 )
 from . import process, stores
 from .live import World as World  # the module that users import
-from .live import backends
 
 
 def detect(env: Mapping[str, str]) -> World:
@@ -221,18 +217,13 @@ _HOSTS = rf"(?:[^,\[\]]|\[{_RANGES}(?:,{_RANGES})*\])+"
 
 
 def cores() -> int:
-    """Returns the CPU cores that this process may use, by its affinity and the quota of its container."""
-    cgroup = Path("/sys/fs/cgroup")
+    """Returns the CPU cores that this process may use, by its affinity and the quota of its container (cgroup v2)."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        if (cgroup / "cpu.max").exists():  # version 2: "200000 100000", or "max 100000"
-            quota, period = (cgroup / "cpu.max").read_text().split()[:2]
-        else:
-            quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        limit = int(quota) / int(period)
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]  # "200000 100000", or "max 100000"
+        return max(1, min(allowed, int(quota) // int(period)))
     except (OSError, ValueError, ZeroDivisionError):
         return allowed
-    return max(1, min(allowed, int(limit))) if limit > 0 else allowed  # -1: no quota
 
 
 def set_threads(world: World, wanted: int, env: Mapping[str, str], exact: bool = False) -> str:
@@ -275,12 +266,12 @@ def choose_device(world: World, wanted: str, shares: bool = False) -> torch.devi
         return torch.device("cpu")
     if shares:
         return torch.device("cuda", world.local_rank % count)
-    if world.local_size > count > 1:  # all ranks of the node say so
+    own = count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ  # by which a launcher may show each rank its own GPU
+    if world.local_size > count and not own:  # all ranks of the node say so
         raise UserError(
-            f"{world.local_size} ranks on this node, but only {count} GPUs are visible: start {count} ranks, or set backend=gloo, "
-            "with which ranks share a GPU"
+            f"{world.local_size} ranks on this node are more than its visible GPUs ({count}): start {count}, or set backend=gloo, with "
+            "which ranks share a GPU"
         )
-    # With one visible GPU and several ranks, the launcher shows each rank its own; `joined` checks that it does.
     return torch.device("cuda", world.local_rank if count > 1 else 0)
 
 
@@ -296,10 +287,9 @@ def joined(
         backend: `auto`: NCCL for tensors on GPUs. `gloo`: ranks may share a GPU.
 
     Raises:
-        UserError: two ranks share one GPU, or there is no GPU; a rank of torchrun has spawned this process, or it has joined already.
+        UserError: there is no GPU, or this node has more ranks than GPUs; or this process has joined already.
         torch.distributed.DistError: the ranks did not meet.
     """
-    _refuse_spawned_by_a_rank()
     if dist.is_initialized():
         raise UserError(
             "this process has joined a process group already: remove init_process_group(), or leave the group with "
@@ -314,44 +304,26 @@ def joined(
             world, rank=world.size, size=1, initial_rank=world.rank, replacement=int(replacement)
         )
     chosen = choose_device(world, device, shares=backend == "gloo")
-    nccl = chosen.type == "cuda" and backend == "auto"
+    nccl = chosen.type == "cuda" and backend == "auto" and not os.environ.get(ENV_LIVE)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-        if os.environ.get(ENV_LIVE):
-            # CleanUpOnly: after an error or a timeout torch aborts the communicator, and does not end the process.
-            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
-    before = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")}
-    if world.master is not None:  # for what else of torch reads them
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = world.master[0], str(world.master[1])
-        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(world.rank), str(world.size)
     if world.nodes == 1:
         stores.stay_on_this_machine()
     # Imported later (torch.optim does so), it takes the group as default arguments of its functions and keeps it alive:
     # gloo's threads then outlive `destroy_process_group`, and one that drops a tensor while Python ends aborts the process.
     importlib.import_module("torch.distributed.nn.functional")
     leave: Callable[[], None] = lambda: None  # noqa: E731 - nothing to leave yet
-    others = process.connections()
     try:
         store = _store(world, timeout)
-        if nccl and world.size > 1:
-            _refuse_shared_gpus(world, chosen, store)
         # With a device NCCL opens its communicator here, and on that one: else torch guesses `rank modulo GPUs`. A rank that is alone opens
         # one where a strategy asks for it: `ddp` sums gradients on the GPU, and gloo would take them over the host.
         of_store = process.connections()
-        try:
-            dist.init_process_group(
-                backends(nccl), store=store, rank=min(world.rank, world.size - 1), world_size=world.size,
-                timeout=timedelta(seconds=timeout), device_id=chosen if nccl and world.size > 1 else None,
-            )  # fmt: skip
-        except dist.DistError:
-            raise
-        except Exception as error:
-            # gloo takes addresses and their lengths from the store, and every host that reaches its port may write there. For an
-            # invalid value gloo raises a MemoryError or another plain exception of C++.
-            raise dist.DistError(f"the process group cannot be opened: {error}") from error
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if nccl else "gloo", store=store, rank=min(world.rank, world.size - 1), world_size=world.size,
+            timeout=timedelta(seconds=timeout), device_id=chosen if nccl and world.size > 1 else None,
+        )  # fmt: skip
         leave = dist.destroy_process_group
-        process.keep_from_children(process.new_connections(others))
-        peers = process.new_connections(of_store) if not nccl or os.environ.get(ENV_LIVE) else {}
+        peers = {} if nccl else process.new_connections(of_store)
         yield dataclasses.replace(world, device=chosen, nccl=nccl, peers=peers)
     except BaseException as error:
         done = isinstance(error, SystemExit) and not error.code
@@ -364,11 +336,6 @@ def joined(
             gc.collect()  # networks that hold the group, and with it threads that may still drop a tensor
         if dist.is_initialized():  # else this rank has left it, and could not meet the others again
             leave()
-        for name, value in before.items():  # else the next `joined` would take these for a launcher's variables
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 _GROUPS = itertools.count()
@@ -406,55 +373,3 @@ def script() -> Iterator[World]:
     """Runs `joined` for a user's program: an error that the user can correct is one line, and exit code 2."""
     with user_errors(), joined() as world:
         yield world
-
-
-def _refuse_spawned_by_a_rank() -> None:
-    """Raises `UserError` for a script that spawns its ranks under torchrun: each rank would spawn them, all at one address.
-
-    torchrun's own children are no children of multiprocessing. If torchrun starts functions instead of programs, torchrun is the parent
-    process, which has no rank.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    values = variables_of(parent.pid or 0)  # {} if this is not Linux or the parent is gone: the rendezvous reports that
-    if "TORCHELASTIC_RUN_ID" in values and "RANK" in values:
-        rank, size = values["RANK"], values.get("WORLD_SIZE", "?")
-        raise UserError(
-            f"this process was spawned (mp.spawn) by rank {rank} of {size} of torchrun, which had started the ranks "
-            "already: start the script with plain python, or let torchrun start it and remove the spawn"
-        )
-
-
-def _refuse_shared_gpus(world: World, device: torch.device, store: dist.Store) -> None:
-    """Compares the GPUs of all ranks on rank 0, and reports through the store: NCCL raises no clear error for it, and not on all ranks.
-
-    Raises:
-        UserError: two ranks have the same GPU; on all ranks.
-    """
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    store.set(f"lockstep/gpu/{world.rank}", uuid)
-    if world.leader:
-        store.set("lockstep/gpus", _shared([store.get(f"lockstep/gpu/{rank}") for rank in range(world.size)]))
-    store.wait(["lockstep/gpus"])  # `said` waits for nothing
-    message = stores.said(store, "lockstep/gpus", _SHARED.format(r"\d+", r"\d+"))
-    if not message:
-        return
-    if store.add("lockstep/gpus/heard", 1) == world.size:
-        store.set("lockstep/gpus/all", "")
-    if world.leader:  # it may serve the store: the others hear of it first
-        with contextlib.suppress(dist.DistError):
-            store.wait(["lockstep/gpus/all"], timedelta(seconds=10))
-    raise UserError(message)
-
-
-_SHARED = "ranks {} and {} share one GPU: start one rank a GPU, or set backend=gloo, with which they may"
-
-
-def _shared(uuids: list[bytes]) -> str:
-    """Returns a sentence about the first rank whose GPU an earlier rank has; "": each rank has its own GPU."""
-    owners: dict[bytes, int] = {}
-    for rank, uuid in enumerate(uuids):
-        if (first := owners.setdefault(uuid, rank)) != rank:
-            return _SHARED.format(first, rank)
-    return ""

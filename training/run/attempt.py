@@ -141,7 +141,6 @@ class Attempt:
             RestartRequired: rank 0 was lost, and this rank cannot open the run directory.
         """
         run, world = self.run, self.run.world
-        process.forget_broken()
         if world.leader and run.directory is None:
             try:
                 run.take_over()

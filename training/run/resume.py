@@ -85,7 +85,10 @@ def check_live(world: World, sync: GradientSync, of_rank: Mapping[str, Any]) -> 
     if not Path("/proc/self/fd").is_dir():
         raise UserError("launch --live needs Linux, which shows a process its connections: leave out --live")
     if world.device.type == "cuda" and world.leader:
-        say("warning: launch --live has not been shown on real GPUs, only on a stand-in for CUDA and NCCL", sys.stderr)
+        say(
+            "warning: launch --live sends gradients over gloo, through the host, and has not been shown on real GPUs",
+            sys.stderr,
+        )
     if of_rank:
         raise UserError(
             f"launch --live cannot continue without a lost rank's state, and keep_of_rank() has {next(iter(of_rank))}: leave out --live"

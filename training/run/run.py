@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from lockstep.wire import submitit_api
-from lockstep.wire.signals import end_with_launcher, give_back
 
 from .. import generators
 from ..checkpoint.object_store import ObjectStore
@@ -131,7 +130,6 @@ class Run:
 
     def open(self) -> World:
         """Joins the ranks and opens the run directory. Ends the process for mistakes that the user can correct."""
-        end_with_launcher(os.environ)
         keep_out_others()
         self.goodput.enter(TimeCategory.MEETING)
         settings = self.config
@@ -140,8 +138,6 @@ class Run:
             if self._handles and threading.current_thread() is threading.main_thread():
                 self.signals = Signals(settings.preempt.signals, meeting=True)
                 stack.callback(self.signals.restore)
-            else:
-                give_back()
             try:
                 self.world = stack.enter_context(
                     joined(detect(os.environ), settings.device, settings.collective_timeout, settings.backend)
@@ -186,8 +182,7 @@ class Run:
                         with contextlib.suppress(OSError):  # a copy of the variables of a job that is over
                             Path(note).write_bytes(os.fsencode(self.directory.path))
             if kept.to is not None and not world.replacement:
-                limit = settings.collective_timeout
-                with waiting_for_all(world, "bring the checkpoint from the bucket", 24 * 3600.0, limit):
+                with waiting_for_all(world, "bring the checkpoint from the bucket", 24 * 3600.0):
                     if self.objects is not None and self.directory is not None:
                         verified = self.objects.acquire(fresh, lambda text: say(f"warning: {text}", sys.stderr))
                         self.directory.count_attempt()

@@ -6,11 +6,12 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 
 import pytest
 
 from lockstep.training.contract import say
-from lockstep.training.launch.workers import Copies
+from lockstep.training.launch.workers import Output
 from tests.ranks import training
 
 pytestmark = pytest.mark.promise("restarts")
@@ -20,28 +21,25 @@ def test_a_full_disk_costs_a_line_and_not_the_next_ones(monkeypatch: pytest.Monk
     """Nor does a rank wait for who would read them."""
     with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # closing it fails, too
         monkeypatch.setattr("sys.stdout", full)
-        copies = Copies()
-        out, errors = copies.pipes(0)
-        copies.begin()
+        output = Output(0)
+        out, errors = output.descriptors
         for _ in range(64):  # more than a pipe holds
             os.write(out, b"x" * 8191 + b"\n")
         os.write(errors, b"said\n")
         os.close(out)
         os.close(errors)
-        copies.finish()
+        output.wait(time.monotonic() + 60)
 
 
 def test_who_keeps_the_pipe_and_writes_on_is_not_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
-    """A replacement that starts when no process writes any more is read, too."""
-    copies = Copies()
-    copies.begin()
-    out, errors = copies.pipes(0)
+    output = Output(0)
+    out, errors = output.descriptors
     os.write(out, b"said\n")
     with subprocess.Popen(["yes"], stdout=out, stderr=errors) as writer:
         os.close(out)
         os.close(errors)
-        copies.begin()
-        copies.finish()
+        output.end()
+        output.wait(time.monotonic() + 60)
         assert writer.wait(60) == -signal.SIGPIPE
     assert "[rank 0] said\n" in capfd.readouterr().out
 
