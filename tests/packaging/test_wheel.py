@@ -86,7 +86,7 @@ def test_the_wheel_and_the_sdist_hold_the_packages_and_nothing_else(built: Path)
     ours = {name for name in sources() if name.startswith("lockstep/")} - links
     ours |= {f"lockstep/{name}" for name in sources() if name.startswith(tuple(f"{package}/" for package in LINKED))}
     assert names - about == ours
-    for suffix in (".yaml", ".j2", ".js", "py.typed"):
+    for suffix in (".yaml", "py.typed"):
         assert any(name.endswith(suffix) for name in ours), suffix
     with tarfile.open(built / WHEEL.replace("-py3-none-any.whl", ".tar.gz")) as archive:
         members = [member.name.split("/")[1:] for member in archive.getmembers() if member.isfile()]

@@ -62,7 +62,7 @@ def test_what_is_refused_leaves_nothing_and_takes_nothing_away(bench: Bench) -> 
     bench.wait("kept")
     for more, said in (
         ({"gpus": 8, "cpus": 2, "memory": "1Gi"}, "Requested node configuration is not available"), ({"nodes": 3}, "SLURM refuses big"),
-        ({"slurm": {"exclude": "node9"}}, "Invalid node name"), ({"slurm": {"partition": "nowhere"}}, "nowhere"),
+        ({"slurm": {"patch": {"exclude": "node9"}}}, "Invalid node name"), ({"slurm": {"partition": "nowhere"}}, "nowhere"),
     ):  # fmt: skip
         began = time.monotonic()
         with pytest.raises(UserError, match=said) as caught:

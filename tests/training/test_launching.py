@@ -25,10 +25,11 @@ def _summary(run_dir: Path) -> dict[str, Any]:
 @pytest.mark.promise("launchers", "recorded-steps")
 def test_two_ranks_under_lockstep_run(tiny: list[str], tmp_path: Path) -> None:
     """As a user starts them: every process is a fresh one. Other launchers: tests/sync."""
-    words = ["--run-dir", str(tmp_path / "run"), "--ranks", "2", "--check-closeness", "every=5", "--set", *tiny]
+    words = ["--run-dir", str(tmp_path / "run"), "--ranks", "2", "--check-closeness", "every=5"]
+    words += [word for setting in [*tiny, "capture=auto"] for word in ("--set", setting)]
     (tmp_path / "tmp").mkdir()
     env = clean_env(TMPDIR=str(tmp_path / "tmp"))
-    done = run([str(Path(PYTHON).parent / "lockstep"), "run", "smoke", *words, "capture=auto"], env)
+    done = run([str(Path(PYTHON).parent / "lockstep"), "run", "smoke", *words], env)
     assert done.code == 0, done.output
     assert list((tmp_path / "tmp").iterdir()) == []  # neither the launcher's folders nor a compiler's
     assert "check_closeness: 5" in (tmp_path / "run/run.yaml").read_text()
