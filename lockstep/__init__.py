@@ -1,11 +1,13 @@
 """`from lockstep import Session`: your own training loop with what Lockstep promises (docs/own-training.md).
 
-Importing the package loads nothing. torch is imported with the first name that needs it.
+Importing the package loads nothing. In a rank it loads little, and from then on the rank keeps signals for its
+`Session`. torch is imported with the first name that needs it.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +16,11 @@ if TYPE_CHECKING:
     from lockstep.jobs import submit as submit
     from lockstep.training.session import Session as Session
     from lockstep.wire.submitit_api import resumable as resumable
+
+if "LOCKSTEP_LAUNCHER" in os.environ:  # what a script imports next may take long
+    from lockstep.wire import signals
+
+    signals.keep_for_session(os.environ)
 
 __all__ = ["Job", "JobSpec", "Session", "resumable", "submit"]
 _PLACES = {

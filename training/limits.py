@@ -105,7 +105,7 @@ WATCHER_SECONDS = 5.0
 ONE_SIGNAL_SECONDS = 2.0
 """Signals within this time count as one: launchers and clusters send the same signal to a process twice."""
 HOLD_SECONDS = 20.0
-"""Signals wait this long at most, from a rank's start, until the rank catches them."""
+"""Early signals wait this long for a rank's imports, from its start; then for its Session, from the signal on."""
 REQUEUE_SECONDS = 120.0
 """A rank waits this long to be ended by the requeue that rank 0 has requested."""
 LAST_WORDS_SECONDS = 1.0

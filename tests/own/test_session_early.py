@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.processes import PYTHON, ROOT, clean_env, poll, started
+from tests.processes import PYTHON, ROOT, clean_env, poll, processes, run, started
 from tests.warm.gang import running
 
 pytestmark = pytest.mark.promise("signals")
 
 LAUNCH = [PYTHON, "-m", "lockstep.training", "launch", "--max-restarts", "2"]
-PATIENT = [
-    PYTHON, "-c", "import sys; from tests import product; product.hold_signals_for(240); sys.exit(product.program(sys.argv[1:]))",
-    "launch", "--grace", "480",
-]  # fmt: skip
-"""Imports take long on a busy machine."""
 SCRIPT = """
 import os, pathlib, sys, time
 here, place = pathlib.Path(sys.argv[1]), sys.argv[2]
@@ -35,31 +31,46 @@ with Session(here / "run") as run:
 """
 
 
-@pytest.mark.parametrize(("place", "name", "ranks"), [("import", "USR1", 1), ("between", "INT", 2)])
-def test_a_signal_while_a_script_starts(tmp_path: Path, place: str, name: str, ranks: int) -> None:
-    command = [*PATIENT, "--ranks", str(ranks), "--", PYTHON, "-c", SCRIPT, str(tmp_path), place]
-    with started(command, clean_env(LOCKSTEP_THREADS="1", PYTHONPATH=str(ROOT))) as launcher:
+def _of(launcher: int) -> dict[str, int]:
+    """The launcher's ranks: their processes."""
+    found = {}
+    for pid, _, parent, _ in processes():
+        with contextlib.suppress(OSError, StopIteration):
+            if parent == launcher:
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                found[next(entry for entry in environment if entry.startswith(b"RANK=")).decode()] = pid
+    return found
+
+
+@pytest.mark.parametrize(("place", "name", "to"), [("import", "USR1", "launcher"), ("between", "INT", "a rank")])
+def test_a_signal_while_a_script_starts(tmp_path: Path, place: str, name: str, to: str) -> None:
+    ranks = 2 if to == "a rank" else 1
+    command = [*LAUNCH, "--ranks", str(ranks), "--", PYTHON, "-c", SCRIPT, str(tmp_path), place]
+    with started(command, clean_env(LOCKSTEP_THREADS="1")) as launcher:
         poll(lambda: len(list(tmp_path.glob("reached-*"))) == ranks, what="the place")
-        launcher.send_signal(signal.Signals[f"SIG{name}"])
+        os.kill(_of(launcher.pid)["RANK=1"] if to == "a rank" else launcher.pid, signal.Signals[f"SIG{name}"])
         (tmp_path / "go-on").touch()
         output, _ = launcher.communicate(timeout=240)
     assert launcher.returncode == 75 and "Traceback" not in output and "start again" not in output, output
-    assert output.count(f"SIG{name} before the ranks were connected") == ranks, output
+    assert output.count(f"SIG{name} before the ranks were connected") == 1, output
     assert not (tmp_path / "run").exists(), "75 says that nothing is lost: nothing has begun"
 
 
 def test_ranks_that_open_no_session_end_when_their_time_is_over(tmp_path: Path) -> None:
-    """Ranks have half of the grace to open a Session. Ranks that do not are ended by a signal that they do not catch: one line, and no
-    restart."""
+    """After a signal, ranks have half of the grace to open a Session. Ranks that do not are ended by a signal that they do not catch:
+    one line, and no restart."""
     program = """
 import os, pathlib, sys, time
+import lockstep
+from tests import product
+product.hold_signals_for(1)
 (pathlib.Path(sys.argv[1]) / os.environ["RANK"]).touch()
 time.sleep(60)
 """
     command = [*LAUNCH, "--grace", "4", "--ranks", "2", "--", PYTHON, "-c", program, str(tmp_path)]
     with started(command) as launcher:
         poll(lambda: len(list(tmp_path.iterdir())) == 2, what="the programs")
-        launcher.send_signal(signal.SIGUSR1)
+        os.kill(_of(launcher.pid)["RANK=1"], signal.SIGUSR1)
         output, _ = launcher.communicate(timeout=240)
     assert launcher.returncode == 1 and output.count("\n") == 1 and "SIGUSR1" in output, output
 
@@ -86,6 +97,49 @@ while not heard:
         launcher.send_signal(signal.SIGUSR1)
         output, _ = launcher.communicate(timeout=240)
     assert launcher.returncode == 0 and output.count("start again") == 1, output
+
+
+def test_a_program_that_opens_no_session_has_its_signals() -> None:
+    """Its own handler takes what came before it was there. A child does not get that, and has its own at once."""
+    program = """
+import os, signal, time
+os.environ["LOCKSTEP_LAUNCHER"] = str(os.getppid())
+import lockstep
+from tests import product
+product.hold_signals_for(6)
+os.kill(os.getpid(), signal.SIGUSR1)
+ready, begun = os.pipe()
+if not (child := os.fork()):
+    os.write(begun, b"1")
+    time.sleep(60)
+os.read(ready, 1)
+os.kill(child, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+heard = []
+signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+while not heard:
+    time.sleep(0.01)
+print("heard")
+"""
+    done = run([PYTHON, "-uc", program], clean_env(), 240)
+    assert (done.code, done.output) == (0, "-15\nheard\n")
+
+
+def test_a_session_takes_over_what_came_before_it(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys
+os.environ["LOCKSTEP_LAUNCHER"] = str(os.getppid())
+import lockstep
+print(sorted({"torch", "lockstep.jobs"} & set(sys.modules)))
+from tests import product
+product.hold_signals_for(240)
+os.kill(os.getpid(), signal.SIGTERM)
+with lockstep.Session(sys.argv[1]) as run:
+    print("went on")
+"""
+    done = run([PYTHON, "-uc", program, str(tmp_path / "run")], clean_env(LOCKSTEP_THREADS="1"), 240)
+    first, *others = done.output.splitlines()
+    assert done.code == 75 and first == "[]" and len(others) == 1 and "SIGTERM" in others[0], done.output
 
 
 LOADER = """

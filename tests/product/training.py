@@ -181,7 +181,7 @@ def verified_files() -> Iterator[list[str]]:
 
 
 def hold_signals_for(seconds: float) -> None:
-    """How long a launcher in this process holds signals back for ranks that start."""
+    """How long a rank that opens no `Session` keeps signals for one; to be called after `import lockstep`."""
     Inside("wire.signals").HOLD_SECONDS = seconds
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.wire.signals import FORWARDED
+from lockstep.wire.signals import FORWARDED, taken
 
 from ..contract import EXIT_PREEMPTED, say
 from ..limits import LAST_WORDS_SECONDS, ONE_SIGNAL_SECONDS
@@ -51,11 +51,14 @@ class Signals:
         self._before_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self.replaced: dict[int, Any] = {number: signal.signal(number, _nothing) for number in numbers}
         """The handlers that were there."""
+        came = taken(self.replaced)  # while the program was starting
         os.register_at_fork(after_in_child=self._in_child)
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._thread.start()
         # Whoever started us may have held signals back, so that none is lost while torch is being imported.
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        for one in came:
+            signal.raise_signal(one)
 
     @property
     def since(self) -> float | None:

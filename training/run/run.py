@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from lockstep.wire import submitit_api
+from lockstep.wire.signals import give_back
 
 from .. import generators
 from ..checkpoint.object_store import ObjectStore
@@ -138,6 +139,8 @@ class Run:
             if self._handles and threading.current_thread() is threading.main_thread():
                 self.signals = Signals(settings.preempt.signals, meeting=True)
                 stack.callback(self.signals.restore)
+            else:
+                give_back()
             try:
                 self.world = stack.enter_context(
                     joined(detect(os.environ), settings.device, settings.collective_timeout, settings.backend)
