@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from benchmarks.scale import Counts, calls
 from lockstep.training.parallel.world import World
+from tests import product
 from tests.product import RunBegun, verified_files
 from tests.ranks import on_ranks
 
@@ -18,8 +19,7 @@ SIZES = (2, 8)
 LINEAR = 7.0
 """(8 − 1) / (2 − 1): what is sent once a rank to rank 0, or from it, grows so. Its square would be 28."""
 FREE = [
-    "data.source=synthetic", "data.options={n: 96, n_test: 24, size: 8, noise: 1.5}", "augment.crop=1",
-    "model_options={width: 0.0625}", "global_batch_size=48", "uneven=weight", "schedule=[]", "metrics.port=0",
+    "augment.crop=1", "model_options={width: 0.0625}", "global_batch_size=48", "uneven=weight", "schedule=[]", "metrics.port=0",
 ]  # fmt: skip
 
 
@@ -27,7 +27,10 @@ def _counted(world: World, folder: str) -> dict[str, Any]:
     """Of this rank: messages and bytes of each exchange; names that its exporter lists; shards read to be verified."""
     root = Path(folder)
     counts = Counts(int(os.environ["MASTER_PORT"]), [root])
-    with verified_files() as verified, RunBegun(world, root / "run", f"data.root={root / 'data'}", *FREE) as run:
+    with (
+        verified_files() as verified,
+        RunBegun(world, root / "run", f"data.shards={root.parent / 'shards'}", *FREE) as run,
+    ):
         found: dict[str, Any] = {"verified": verified}
         dist.barrier()  # all of them have written
         before = counts.now()
@@ -43,6 +46,8 @@ def _counted(world: World, folder: str) -> dict[str, Any]:
 
 @pytest.mark.promise("growth", "data-memory")
 def test_messages_bytes_and_listings_of_all_ranks_grow_no_faster_than_ranks(tmp_path: Path) -> None:
+    made = product.source("synthetic", tmp_path, n=96, n_test=24, size=8, noise=1.5)
+    product.sharded(tmp_path / "shards", made.train, made.test, made.classes, 5)
     counted = {size: on_ranks(_counted, size, str(tmp_path / str(size))) for size in SIZES}
     for size in SIZES:
         verified = [name for rank in counted[size] for name in rank["verified"]]

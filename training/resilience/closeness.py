@@ -173,7 +173,11 @@ def _tensors(model: nn.Module, batch_statistics: bool) -> Iterator[tuple[str, to
 
 
 def _unlike_rank_0(values: torch.Tensor) -> dict[int, list[float]]:
-    """Returns the values [n] of each rank whose first value differs from rank 0's. Collective."""
+    """Returns the values [n] of each rank whose first value differs from rank 0's. Gathers them only if a rank differs. Collective."""
+    both = torch.stack([values[0], -values[0]])
+    dist.all_reduce(both, dist.ReduceOp.MAX)  # the largest, and minus the smallest: the same where all are
+    if both[0] == -both[1]:
+        return {}
     gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, values)
     return {rank: row.tolist() for rank, row in enumerate(gathered) if row[0] != gathered[0][0]}
