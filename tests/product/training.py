@@ -308,14 +308,9 @@ class RunBegun:
 
     def __init__(self, world: Any, run_dir: Path, *settings: str) -> None:
         self.config = _config.load("smoke", list(settings))
-        module = Inside("training.run.run")
-        run = module.Run(run_dir, self.config, handle_signals=False)
+        run = Inside("training.run.run").Run(run_dir, self.config, handle_signals=False, world=world)
         self._session = Inside("training.session").session_of(run)
-        joined, module.joined = module.joined, lambda *_: contextlib.nullcontext(world)  # these ranks have met already
-        try:
-            self._session.__enter__()
-        finally:
-            module.joined = joined
+        self._session.__enter__()
         try:
             self.recipe = Inside("training.recipe.loop").Recipe(self._session, self.config, run)
         except BaseException as error:

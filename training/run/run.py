@@ -83,6 +83,7 @@ class Run:
             unless that run was begun with the same word. "" renames nothing.
         handle_signals: False if the script handles signals itself.
         began: `time.perf_counter()` at the start of the process.
+        world: a world whose ranks have joined; None: `open` joins them.
         tells_run_dir: whether the output names the run directory, because the script does not.
     """
 
@@ -98,10 +99,10 @@ class Run:
 
     def __init__(
         self, run_dir: Path, settings: RunSettings, *, fresh: bool | str = False, handle_signals: bool = True,
-        began: float | None = None, tells_run_dir: bool = False,
+        began: float | None = None, world: World | None = None, tells_run_dir: bool = False,
     ) -> None:  # fmt: skip
         self.path, self.config = run_dir, settings
-        self._fresh, self._handles = fresh, handle_signals
+        self._fresh, self._handles, self._joined = fresh, handle_signals, world
         self.began = began or time.perf_counter()
         self._tells_run_dir = tells_run_dir
         self.goodput = GoodputRecorder(os.environ)
@@ -142,7 +143,7 @@ class Run:
             else:
                 give_back()
             try:
-                self.world = stack.enter_context(
+                self.world = self._joined or stack.enter_context(
                     joined(detect(os.environ), settings.device, settings.collective_timeout, settings.backend)
                 )
                 if self.signals is not None:
