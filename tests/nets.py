@@ -136,7 +136,8 @@ def meet_fate(passes: int, model: Any, x: torch.Tensor) -> torch.Tensor:
     if not fate:
         return x
     rank, number, what = fate.split(":")
-    if os.environ.get("RANK", "0") != rank or passes != int(number) or _happened_before():
+    here = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0  # mpiexec sets no RANK
+    if here != int(rank) or passes != int(number) or _happened_before():
         return x
     if what == "RAISE":
         raise ArithmeticError("this rank was told to fail")

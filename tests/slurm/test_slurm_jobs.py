@@ -128,6 +128,7 @@ def test_a_rank_that_hangs_is_named_though_each_task_sees_its_own_rank_alone(ben
     spec = bench.command("hung", "", command=[PYTHON, "-u", str(script), str(run), "held"], nodes=2, ranks_per_node=1)
     bench.backend.submit(spec)
     bench.becomes("hung", "running", 120, ": rank 1 waits (hanging.py:")
+    poll(lambda: events(run, "hang"), 60, "the report of the hang")
     (run / "GO").touch()
     assert bench.wait("hung").state == "succeeded", list(bench.backend.logs("hung"))
     assert any("hang: rank 1 gets further again" in line for line in bench.backend.logs("hung")), list(

@@ -63,7 +63,11 @@ def send(data: Data, url: str) -> Manifest:
         UserError: as `prepare`; there are shards already; the bucket cannot be reached (exit code 1).
     """
     bucket = Bucket(url)
+    taken = UserError(f"{bucket.url} exists already, and has shards: choose another prefix, or remove its {MANIFEST}")
     with as_user_error("the shards cannot be sent"):
+        with contextlib.suppress(FileNotFoundError):  # before all shards are made and sent
+            bucket.read(MANIFEST, MAX_MANIFEST)
+            raise taken
         manifest = prepare(data)
         about = manifest.model_dump(mode="json", exclude={"directory"}, exclude_defaults=True)
         for split, shards in manifest.splits.items():
@@ -73,9 +77,7 @@ def send(data: Data, url: str) -> Manifest:
                     bucket.put(entry["file"], file)
         text = (json.dumps(about, indent=1) + "\n").encode()
         if not bucket.swap(MANIFEST, text, None) and bucket.read(MANIFEST, MAX_MANIFEST)[0] != text:
-            raise UserError(
-                f"{bucket.url} exists already, and has shards: choose another prefix, or remove its {MANIFEST}"
-            )
+            raise taken
     return manifest
 
 
