@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from typing_extensions import Self
 
@@ -307,8 +307,10 @@ class Backend(abc.ABC):
         Changes nothing.
 
         Raises:
-            UserError: the job prevents the submission.
+            UserError: the job prevents the submission, or there is no such mode.
         """
+        if mode not in get_args(Mode):
+            raise UserError(f"mode must be {' or '.join(get_args(Mode))}, got {mode!r}")
         known = self.find(spec.name, submitting=True)
         if known is None:
             return None, None

@@ -21,14 +21,16 @@ def check(url: str) -> list[Check]:
     bucket = Bucket(f"{url.rstrip('/')}/doctor-{secrets.token_hex(8)}")
     try:
         bucket.put(_KEY, _CONTENT)
-        if bucket.read(_KEY, len(_CONTENT))[0] != _CONTENT:
-            raise OSError(f"{bucket.url}/{_KEY} is not what was written")
-        if _KEY not in set(bucket.keys()):
-            raise OSError(
-                f"{bucket.url}/{_KEY} was written, and is not listed: what a killed attempt has left would stay"
-            )
-        bucket.check_conditions("conditions")
-        bucket.remove([_KEY])
+        try:
+            if bucket.read(_KEY, len(_CONTENT))[0] != _CONTENT:
+                raise OSError(f"{bucket.url}/{_KEY} is not what was written")
+            if _KEY not in set(bucket.keys()):
+                raise OSError(
+                    f"{bucket.url}/{_KEY} was written, and is not listed: what a killed attempt has left would stay"
+                )
+            bucket.check_conditions("conditions")
+        finally:
+            bucket.remove([_KEY])
         if bucket.keys():
             raise OSError(f"{bucket.url}/{_KEY} cannot be deleted: earlier checkpoints would stay")
     except OSError as error:

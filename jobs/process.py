@@ -47,28 +47,33 @@ def run(command: Sequence[str], streams: Streams, env: Mapping[str, str] | None 
     Raises:
         UserError: there is no such program.
     """
-    typed = os.isatty(streams.stdin)
+    typed, early = os.isatty(streams.stdin), list[int]()
+    child: subprocess.Popen[bytes] | None = None
+
+    def forward(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the handler's signature
+        if child is None:
+            early.append(number)
+        elif not typed or number not in OF_THE_TERMINAL:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, number) if typed else os.killpg(child.pid, number)
+
+    # The program inherits what is ignored, as below nohup; a handler would undo that.
+    ours = FORWARDED if threading.current_thread() is threading.main_thread() else ()
+    heard = [number for number in ours if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in heard}
     try:
         child = subprocess.Popen(
             command, env=env, stdin=streams.stdin, stdout=streams.stdout, stderr=streams.stderr,
             start_new_session=not typed,
         )  # fmt: skip
-    except OSError as error:
-        raise UserError(f"cannot start {command[0]}: {error.strerror}") from None
-
-    def forward(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the handler's signature
-        if typed and number in OF_THE_TERMINAL:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child.pid, number) if typed else os.killpg(child.pid, number)
-
-    ours = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, forward) for number in FORWARDED} if ours else {}
-    try:
+        for number in early:
+            child.send_signal(number)
         code = child.wait()
         return 128 - code if code < 0 else code
+    except OSError as error:
+        raise UserError(f"cannot start {command[0]}: {error.strerror}") from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        if child.poll() is None:
+        if child is not None and child.poll() is None:
             child.kill()

@@ -80,8 +80,8 @@ def place_of(backend: str, name: str) -> dict[str, str]:
 def make(folder: Path) -> Path:
     """Creates the folder if it is missing, checks it, and returns it. Raises `UserError`."""
     with keeping(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.mkdir(exist_ok=True, mode=0o700)
+        for place in (*reversed(folder.absolute().parents), folder):  # `parents=True` leaves their mode to the umask
+            place.mkdir(exist_ok=True, mode=0o700)
         check(folder)
     return folder
 

@@ -295,13 +295,17 @@ def folder_of(spec: JobSpec) -> str:
 
 
 def unpacked(identity: str) -> Path:
-    """Returns the unpacked copy, and creates it if it is missing. Raises `UserError`, also for a copy that was changed."""
+    """Returns the unpacked copy, and creates it if it is missing. Renames a copy that was changed: a job may run in it. Raises
+    `UserError`."""
     target = home() / identity
     data = packed(identity)
     if os.path.lexists(target) and not archive.holds(target, identity):
-        raise UserError(
-            f"{target} was changed since it was written: remove it (chmod -R u+w, then rm -r), and submit again"
-        )
+        aside = target.with_name(f".{identity}.changed.{os.getpid()}")
+        warn(f"{target} was changed since it was written: it is moved to {aside.name}")
+        try:
+            target.rename(aside)
+        except OSError as error:
+            raise UserError(f"{target} was changed, and cannot be moved away: {error.strerror}") from None
     return target if target.exists() else archive.unpack(data, identity, target)
 
 

@@ -7,6 +7,7 @@ token, and pages. Answers are plain JSON: building the client's objects for 10,0
 from __future__ import annotations
 
 import contextlib
+import email.utils
 import json
 import logging.handlers
 import os
@@ -191,8 +192,14 @@ class Api:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:  # fmt: skip
         self._load, self.timeout, self.attempts, self._sleep = load, timeout, attempts, sleep
+        self._ahead = 0.0
         self._client = kube.ApiClient(load())
         self.host = str(self._client.configuration.host)
+
+    def now(self) -> float:
+        """Returns the seconds since the epoch by the server's clock. Times of the server's objects are compared with this clock, not
+        with ours."""
+        return time.time() + self._ahead
 
     def close(self) -> None:
         self._client.close()
@@ -292,6 +299,9 @@ class Api:
                     timeout=urllib3.Timeout(connect=min(left, CONNECT_SECONDS), read=left), retries=_ONCE,
                 )  # fmt: skip
                 if response.status not in RETRIED:
+                    with contextlib.suppress(KeyError, TypeError, ValueError):  # a proxy may leave the time out
+                        date = email.utils.parsedate_to_datetime(response.headers["Date"])
+                        self._ahead = date.timestamp() - time.time()
                     return response
                 failure = Failing if response.status >= 500 else Unreachable
                 problem = f"answers {response.status}: {_failure(response)[0]}"

@@ -344,7 +344,7 @@ class KubernetesBackend(Cluster):
 
     def _observe(self, job: Manifest, spec: JobSpec | None) -> Status:
         pods, names = self.pods(job), hosts(job)
-        ranks, now, live = spec.ranks if spec else 1, time.time(), spec is not None and spec.live
+        ranks, now, live = spec.ranks if spec else 1, self.api.now(), spec is not None and spec.live
         events = self._events(get(job, "metadata", "uid"), "uid") if state_of(job) != "succeeded" else []
         status = status_from_pods(job, pods, events, None, names, ranks, now, live=live)
         if status.final or status.state == "running":
@@ -432,7 +432,7 @@ class KubernetesBackend(Cluster):
         timeout = (known.spec.grace_seconds if known.spec else 60) + DELETION_MARGIN
         deadline = time.monotonic() + timeout
         while (left := self.job(name)) is not None and get(left, "metadata", "uid") == uid:
-            if why := stuck_reason(self.pods(known.handle), time.time()):
+            if why := stuck_reason(self.pods(known.handle), self.api.now()):
                 raise Unreachable(f"{name} is deleted, and stays as long as its pods{why}")
             if time.monotonic() > deadline:
                 raise UserError(f"{name} is still there {timeout:g} s after its deletion: see its finalizers and pods")

@@ -66,6 +66,10 @@ class LocalBackend(Backend):
         if spec.gpus:
             gpus, needed = len(list(Path("/dev").glob("nvidia[0-9]*"))), spec.nodes * spec.gpus
             checks.append(Check("gpus", "ok" if needed <= gpus else "missing", f"{needed} of {gpus}"))
+        run_dir = Path(spec.run_directory_here)
+        place = next(folder for folder in (run_dir, *run_dir.parents) if os.path.lexists(folder))
+        if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+            checks.append(Check("run_dir", "missing", f"{place} is not a folder that this user may write to"))
         return [*checks, Check("start", "ok", "at once")]
 
     def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:

@@ -399,8 +399,8 @@ def _classify(job: Evidence) -> tuple[State, str, int | None]:
         if not job.settled:
             return "pending", "SLURM does not know it yet", None
         return "lost", "SLURM no longer knows the job, and it left no result", None
-    if info.state.startswith("REQUEUE"):
-        held = info.state == "REQUEUE_HOLD"
+    held = info.state in ("REQUEUE_HOLD", "SPECIAL_EXIT")
+    if held or info.state.startswith("REQUEUE"):
         next_start = f"is held: scontrol release {info.job_id}" if held else "SLURM starts it again"
         return "restarting", f"restart {job.restarts}: {next_start}", None
     if info.state and not final(info.state):

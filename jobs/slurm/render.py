@@ -349,8 +349,9 @@ def shared_folders(subject: Subject) -> Iterator[str]:
 def slurm_interface(subject: Subject) -> Iterator[str]:
     """NCCL may choose an interface that the other nodes cannot reach."""
     spec = subject.spec
-    if spec.gpus and spec.nodes > 1 and "NCCL_SOCKET_IFNAME" not in spec.env:
-        yield "NCCL_SOCKET_IFNAME is not set: on nodes with several interfaces set it in env (or --profile)"
+    exported = any("NCCL_SOCKET_IFNAME=" in line for line in spec.slurm.setup)
+    if spec.gpus and spec.nodes > 1 and not exported and "NCCL_SOCKET_IFNAME" not in spec.env:
+        yield "NCCL_SOCKET_IFNAME is not set: on nodes with several interfaces export it in slurm.setup (or --profile)"
 
 
 @rule("LS110")

@@ -114,7 +114,9 @@ def test_the_archive_comes_to_nodes_of_compose_and_containers_of_slurm_read_only
 # The copy.
 
 
-def test_the_copy_is_made_once_and_one_that_was_changed_is_refused(folder: Path) -> None:
+def test_the_copy_is_made_once_and_one_that_was_changed_is_put_aside(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     identity = code(product.kept(spec(folder))[0])
     copy = product.copy_of_code(identity)
     born = (copy / "helper.py").stat().st_ino
@@ -122,8 +124,9 @@ def test_the_copy_is_made_once_and_one_that_was_changed_is_refused(folder: Path)
     assert oct(copy.parent.stat().st_mode)[-3:] == "700" and not (copy / "helper.py").stat().st_mode & 0o222
     (copy / "helper.py").chmod(0o600)
     (copy / "helper.py").write_text("WORD = 'changed'\n")
-    with pytest.raises(UserError, match="was changed since it was written: remove it"):
-        product.copy_of_code(identity)
+    assert (product.copy_of_code(identity) / "helper.py").read_text() == "WORD = 'submitted'\n"
+    assert "was changed" in capsys.readouterr().err
+    assert len(list(copy.parent.glob(f".{identity}.changed.*"))) == 1
 
 
 def test_an_identity_alone_runs_what_is_kept(folder: Path, tmp_path: Path) -> None:

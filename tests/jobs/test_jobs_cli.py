@@ -221,7 +221,13 @@ def test_who_reads_the_answer_has_left(tmp_path: Path) -> None:
     assert done.code == 141 and "Traceback" not in done.output, done
 
 
-@pytest.mark.parametrize(("words", "closed", "code"), [("schema", ">&-", 0), ("status local none", "2>&-", 2)])
-def test_what_the_answer_is_written_to_is_closed(words: str, closed: str, code: int, tmp_path: Path) -> None:
-    done = _typed(words, closed, tmp_path)
-    assert (done.code, done.output) == (code, ""), done
+@pytest.mark.parametrize("words", ["schema", "settings smoke", "status local none"])
+def test_what_the_answer_is_written_to_is_full_or_closed(words: str, tmp_path: Path) -> None:
+    error = words.startswith("status")
+    done = _typed(words, "> /dev/full", tmp_path)
+    told = "there is no local job" if error else "No space left on device"
+    assert done.code == 2 and told in done.output and "Traceback" not in done.output, done
+    for redirection in ("> /dev/full 2>&1", "2>&-" if error else ">&-"):
+        done = _typed(words, redirection, tmp_path)
+        closed = redirection == ">&-"
+        assert (done.code, done.output) == (0 if closed else 2, ""), (redirection, done)

@@ -59,6 +59,10 @@ def test_a_run_directory_that_cannot_be_made_is_refused_at_once(backend: Any, tm
     with pytest.raises(UserError, match=r"run_dir: cannot make .*/file/run: "):
         backend.submit(job)
     assert not backend.list()
+    rows = {row.name: row.result for row in backend.dry_run(job)}
+    assert rows["run_dir"] == "missing", rows
+    with pytest.raises(UserError, match="mode must be attach or replace, got 'new'"):
+        backend.submit(JobSpec.of({"name": "here", "command": ["true"]}), mode="new")
 
 
 def test_a_folder_of_something_else_is_not_touched(backend: Any) -> None:

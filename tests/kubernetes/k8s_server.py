@@ -40,6 +40,9 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: Any) -> None:
         pass
 
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return super().date_time_string(self.cluster.now() if timestamp is None else timestamp)
+
     def _handle(self) -> None:
         with self.cluster.changed:
             self.cluster.busy += 1

@@ -253,6 +253,17 @@ def test_a_job_whose_node_has_died_is_cancelled_but_for_its_pod(
     assert [part.state for part in found.ranks] == ["unknown"]
 
 
+def test_a_fast_clock_of_ours_takes_no_pod_for_lost(backend: Any, cluster: Cluster, operator: Operator) -> None:
+    """The server's clock counts. By ours, an hour ahead, the pods should have ended long ago."""
+    backend.submit(SPEC)
+    operator.round()
+    cluster.now = lambda: time.time() - 3600
+    for number in range(2):
+        cluster.change("pods", f"smoke-worker-{number}", metadata={"deletionTimestamp": cluster.stamp(30)})
+    found = backend.status("smoke")
+    assert [part.state for part in found.ranks] == ["terminating"] * 2 and "does not answer" not in found.reason, found
+
+
 # What the run says of itself.
 
 

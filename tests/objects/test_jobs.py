@@ -43,8 +43,9 @@ def test_doctor_names_what_is_not_allowed(what: str, method: str, path: str, pro
 @pytest.mark.parametrize("header", ["if-match", "if-none-match"])
 def test_doctor_names_a_store_without_conditional_writes(header: str, proxy: Proxy) -> None:
     proxy.unconditional = header
-    code, rows, said = doctor(proxy)
+    code, rows, said = doctor(proxy, url="s3://bucket/careless")
     assert code == 1 and rows == {"bucket": "missing"} and "the store has no conditional writes" in said, said
+    assert not objects(proxy.server, "careless")
 
 
 def test_doctor_of_no_bucket(proxy: Proxy) -> None:

@@ -44,6 +44,7 @@ def test_the_rule_finds_its_footgun(rule: str, change: dict[str, Any], tmp_path:
 
 def test_sound_jobs_provoke_none_and_every_rule_is_provoked(tmp_path: Path) -> None:
     assert findings(tmp_path, {}) == []
+    assert findings(tmp_path, {"env": {}, "slurm": {"setup": ["export NCCL_SOCKET_IFNAME=ib0"]}}) == []
     for image in ("/images/lockstep.sif", "registry/lockstep:1"):
         assert findings(tmp_path, {"slurm": {**GOOD["slurm"], "container": "apptainer", "image": image}}) == []
     rules = lockstep(tmp_path, "lint", "--backend", "slurm", "--rules").stdout

@@ -75,6 +75,7 @@ def test_every_profile_of_a_cluster_renders(tmp_path: Path) -> None:
         done = lockstep(tmp_path, *words, LOCKSTEP_HOME="/shared/lockstep")
         assert done.returncode == 0 and "#SBATCH --partition=" in done.stdout, done
         assert "#SBATCH --qos=high\n" in done.stdout, "the profile lies below the job"
+        assert "\nenv:" not in path.read_text(), "every backend reads it, and other machines have other interfaces"
 
 
 @pytest.mark.parametrize(("mode", "code"), [(0o700, 0), (0o2700, 0), (0o750, 2), (0o701, 2)])

@@ -94,6 +94,15 @@ def test_the_node_that_failed_may_come_back(job: Site) -> None:
     assert (found["state"], found["code"]) == ("lost", 4) and "max_restarts" in found["reason"], found
 
 
+def test_a_job_that_is_requeued_and_held_says_how_to_release_it(job: Site) -> None:
+    for state, words in (
+        ("REQUEUE_HOLD", "is held: scontrol release 7"), ("SPECIAL_EXIT", "is held: scontrol release 7"),
+        ("REQUEUED", "SLURM starts it again"),
+    ):  # fmt: skip
+        found = shown(job, state, "Restarts=1")
+        assert (found["state"], found["reason"]) == ("restarting", f"restart 1: {words}"), found
+
+
 def test_a_preempted_job_that_is_not_requeued_has_ended(job: Site) -> None:
     found = shown(job, "PREEMPTED", just_ended(), "Requeue=0")
     assert found["state"] == "preempted", found

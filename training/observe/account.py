@@ -99,20 +99,15 @@ class Account:
         """Seconds that restarts cost: down, taken again, and the time to the first step of every attempt but the first."""
         self.attempts = set[int]()
         self.last: Line | None = None
-        self.began: float | None = None
-        """Start of the first attempt's launcher, in Unix seconds by its machine's clock; None: no line."""
         self._recent: deque[Stretch] = deque(maxlen=_RECENT)
 
     def add(self, line: Line) -> None:
         """Adds a line of time.jsonl. Raises `ValueError`, `KeyError`, `TypeError` for an invalid line."""
         ended, first, step, number = (_number(line.get(name)) for name in ("time", "first", "step", "attempt"))
         seconds = {TimeCategory(name): _number(value) for name, value in dict(line["seconds"]).items()}
-        since = ended - sum(seconds.values())
-        if self.last is None:
-            self.began = since
-        elif self.last.get("code") != contract.EXIT_DONE:
+        if self.last is not None and self.last.get("code") != contract.EXIT_DONE:
             gap = TimeCategory.UNKNOWN if number == self.last["attempt"] else TimeCategory.DOWN
-            seconds[gap] = seconds.get(gap, 0.0) + max(0.0, since - self.last["time"])
+            seconds[gap] = seconds.get(gap, 0.0) + max(0.0, ended - sum(seconds.values()) - self.last["time"])
         if line.get("resumed") is not None:
             self._lose(_number(line["resumed"]))
         self.last = line
@@ -149,7 +144,7 @@ class Account:
 
     def shares(self) -> dict[str, Any]:
         """Returns the shares for status.json."""
-        return {**_shares([self]), **({"began": round(self.began, 3)} if self.began is not None else {})}
+        return _shares([self])
 
     def plain(self) -> dict[str, Any]:
         """Returns the shares and seconds for summary.json."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+import pytest
 
 from lockstep.jobs import records
 from tests.processes import PYTHON, run
@@ -43,3 +46,16 @@ for spare in (0, 4):
     done = run([PYTHON, "-c", program, str(tmp_path)])
     without, later = done.output.splitlines()
     assert done.code == 0 and without.startswith("Unreachable") and "job.json is damaged" in later, done.output
+
+
+def test_the_folder_of_jobs_is_the_users_alone_whatever_the_umask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "state/home"))
+    before = os.umask(0)
+    try:
+        records.make(records.home() / "places/local")
+    finally:
+        os.umask(before)
+    made = [tmp_path / "state", records.home(), records.home() / "places", records.home() / "places/local"]
+    assert [path.stat().st_mode & 0o777 for path in made] == [0o700] * 4
