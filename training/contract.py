@@ -59,7 +59,6 @@ ENV_RUN_DIR = "LOCKSTEP_RUN_DIR"
 ENV_SECRET = "LOCKSTEP_SECRET"  # noqa: S105 - a variable's name
 """A secret that all nodes of a job share. The launchers sign their messages with this key.
 The ranks do not get it."""
-"""Marks the processes of a command that `lockstep exec` runs, so that a signal can be sent to them."""
 ENV_TORTURE = "LOCKSTEP_TORTURE"
 """Marks the processes that `lockstep torture` has started: it signals no others."""
 ENV_REPLACEMENT = "LOCKSTEP_REPLACEMENT"

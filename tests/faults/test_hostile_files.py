@@ -236,7 +236,8 @@ def test_a_name_that_leads_nowhere(tmp_path: Path) -> None:
     """One line and 2, and the name stays what it was."""
     for link in (tmp_path / "loop", tmp_path / "loop.yaml", tmp_path / "loop.pth"):
         link.symlink_to(link.name)
-    for words in ("run smoke --run-dir P", "evaluate P", "report P", "run P.yaml --run-dir new", "shard smoke --out P"):
+    for words in ("run smoke --run-dir P", "evaluate P", "report P", "run P.yaml --run-dir new", "shard smoke --out P",
+                  "run smoke --run-dir P\udcff"):  # fmt: skip
         told = [word.replace("P", str(tmp_path / "loop")) for word in words.split()]
         done = python("-m", "lockstep.training", *told, cwd=tmp_path, env=clean_env(PYTHONPATH=str(ROOT)))
         assert done.code == 2 and len(done.output.splitlines()) == 1 and "error: " in done.output, (words, done)

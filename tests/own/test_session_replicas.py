@@ -114,7 +114,7 @@ def test_learning_rates_that_differ_are_named_before_they_are_saved(
 
 
 OUTSIDE = """
-import copy, random, sys, torch
+import copy, functools, random, sys, torch
 from lockstep import Session
 from torch.testing._internal.two_tensor import TwoTensor
 class Proxy:
@@ -130,6 +130,14 @@ class Hand:  # an average of one's own, whose state is copies
         return {name: tensor.clone() for name, tensor in self.shadow.items()}
     def load_state_dict(self, state):
         self.shadow = state
+def train(scale, optimizer):
+    optimizer.zero_grad()
+    scale.square().backward()
+    optimizer.step()
+def trainers():
+    inner, scale = torch.nn.Parameter(torch.ones(())), torch.nn.Parameter(torch.ones(()))
+    by_inner = torch.optim.SGD([inner], lr=0.01)
+    return lambda: train(inner, by_inner), functools.partial(train, scale, optimizer=torch.optim.SGD([scale], lr=0.01))
 with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     hand, net[0].tau, net[0].longest, net[0].lowest = Hand(net), 1.0, 0, float("nan")
@@ -153,6 +161,7 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
     if sys.argv[3] == "outside":
         temperature = torch.nn.Parameter(torch.ones(()))
         by_hand = torch.optim.SGD([temperature], lr=0.01)
+        closure, bound = trainers()
     data = torch.utils.data.TensorDataset(torch.randn(32, 4))
     for epoch in run.epochs(3):
         torch.rand(1, generator=again.manual_seed(epoch))
@@ -183,6 +192,8 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
                 by_hand.zero_grad()
                 (temperature * (1 + run.rank)).square().backward()
                 by_hand.step()
+                closure()
+                bound()
             run.step(model(x).square().mean())
         evaluated = run.for_evaluation()
 """
@@ -196,9 +207,12 @@ def test_what_is_trained_outside_of_the_session_is_named_once(tmp_path: Path, sy
     alone."""
     done = script(2, OUTSIDE, tmp_path / "run", sync, what)
     named = [line for line in done.output.splitlines() if "warning" in line]
-    assert done.code == 0 and len(named) == (12 if what == "outside" else 0), done.output
+    assert done.code == 0 and len(named) == (16 if what == "outside" else 0), done.output
     if named:
-        unused, optimizer, weight, *moved, kept, value, slow, attribute = named
+        unused, optimizer, *below, weight = named[:7]
+        *moved, kept, value, slow, attribute = named[7:]
+        hidden = ("closure.by_inner (SGD)", "bound.keywords['optimizer'] (SGD)", "bound.args[0]", "closure.inner")
+        assert all(name in line for name, line in zip(hidden, below, strict=True)), below
         names = ("teacher moves", "shadow moves", "order draws numbers", "centre moves", "criterion moves")
         assert all(f"{name}, and no checkpoint has it" in line for name, line in zip(names, moved, strict=True)), moved
         assert "slow moves, and no checkpoint has it, so a start that resumes begins with another, unless" in slow

@@ -48,6 +48,8 @@ from .nodes import DesiredState, Meeting, NodeSlot, WorkerId, size
 
 _READ_BYTES = 1 << 20
 """Bytes of one read: a pipe holds no more, so one read empties it."""
+_WRITING = threading.Lock()
+"""Held during a write to the output or the errors, which are often one file: a long text takes several system calls."""
 
 
 class Workers:
@@ -191,7 +193,7 @@ class Output:
             if over and begun:
                 lines.append(begun)
             # A full disk, a reader that left, closed (None): that costs these lines, not the next ones.
-            with contextlib.suppress(OSError, ValueError, AttributeError):
+            with contextlib.suppress(OSError, ValueError, AttributeError), _WRITING:
                 out.write("".join(f"[rank {self._rank}] {line}\n" for line in lines))
                 out.flush()
         os.close(descriptor)

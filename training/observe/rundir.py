@@ -314,7 +314,10 @@ def read_run(path: Path) -> dict[str, Any]:
 def _usable(path: Path) -> Iterator[None]:
     """Turns errors of the disk and of the lock in the block into `UserError`."""
     try:
+        str(path).encode()  # it is a label of the metrics
         yield
+    except UnicodeEncodeError:
+        raise UserError(f"{path} is not UTF-8: choose another --run-dir") from None
     except filelock.Timeout:
         raise UserError(f"{path} is in use by another run: wait for it, or choose another --run-dir") from None
     except OSError as error:

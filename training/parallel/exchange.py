@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -208,15 +209,17 @@ def _summary(errors: list[Any]) -> tuple[int, str]:
 
 
 @contextlib.contextmanager
-def waiting_for_all(world: World, what: str, seconds: float) -> Iterator[None]:
+def waiting_for_all(world: World, what: str, seconds: float, setting: str = "") -> Iterator[None]:
     """Runs a block as `failing_together` does, if it may take longer on some ranks than a collective may. An example is data that one
     node prepares and another has already. Collective.
 
-    The ranks that are done wait at a barrier of a separate group, whose time limit is longer than that of collectives.
+    The ranks that are done wait at a barrier of a separate group, whose time limit is longer than that of collectives. Rank 0
+    notices at once that a rank is gone.
 
     Args:
         what: name of the work, for the message.
         seconds: longest wait for the others.
+        setting: name of the setting that has this limit, for the message; "": there is none.
 
     Raises:
         UserError: as `raise_together`; or the others took longer than `seconds`, or one of them is gone.
@@ -224,6 +227,7 @@ def waiting_for_all(world: World, what: str, seconds: float) -> Iterator[None]:
     if world.size == 1:
         yield
         return
+    any_rank(False, world)  # all are here, within the limit of collectives: the group below is formed within its own
     timeout = timedelta(seconds=seconds)
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)  # each rank is a member
@@ -232,12 +236,14 @@ def waiting_for_all(world: World, what: str, seconds: float) -> Iterator[None]:
         yield
     except Exception as caught:  # noqa: BLE001 - raised again below
         error = caught
+    began = time.monotonic()
     try:
         dist.monitored_barrier(group, timeout)
     except RuntimeError as caught:
+        over, cause = time.monotonic() - began >= seconds, str(caught).splitlines()[0].partition(" in ")[0]
         late = UserError(
-            f"not all ranks could {what} within {seconds:.0f} s ({str(caught).splitlines()[0]}): check their nodes, or wait longer "
-            "with data.prepare_timeout"
+            f"not all ranks could {what}{f' within {seconds:.0f} s' if over else ''} ({cause}): check their nodes"
+            + (f", or wait longer with {setting}" if over and setting else "")
         )
         late.code = EXIT_FAILED
         raise late from error

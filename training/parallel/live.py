@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import signal
 import threading
@@ -473,7 +474,14 @@ class Live:
             "gloo", store=dist.PrefixStore(f"{prefix}/group", store), rank=members.index(self.rank),
             world_size=len(members), timeout=timedelta(seconds=seconds),
         )  # fmt: skip
-        peers = process.new_connections(before)
+        new, ends = process.new_connections(before), [f"{prefix}/ends/{member}" for member in members]
+        store.set(f"{prefix}/ends/{self.rank}", json.dumps([*new.values()]))
+        if not self._until_said(ends, seconds):
+            raise RuntimeError("a rank has not connected")
+        # An upload or a scrape may have begun meanwhile. Only a connection to a rank is among that rank's, the other way round.
+        others = {(tuple(far), tuple(near)) for key in ends for near, far in json.loads(stores.read(store, key))}
+        peers = {fd: pair for fd, pair in new.items() if pair in others}
+        process.keep_from_children(peers)
         with self._news:
             self._peers = peers
         self.check()  # what was announced meanwhile has shut the connections before

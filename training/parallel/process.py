@@ -92,6 +92,23 @@ def shut(some: Connections) -> None:
                     copy.shutdown(socket.SHUT_RDWR)
 
 
+_KEPT: Connections = {}
+
+
+def keep_from_children(some: Connections) -> None:
+    """Makes forked processes close these connections. A loader's process that is busy outlives a killed rank, and the other ranks would
+    wait as long."""
+    _KEPT.update(some)
+
+
+def _close_in_child() -> None:
+    for fd, ends in _KEPT.items():
+        with contextlib.suppress(OSError):
+            if _ends(fd) == ends:
+                os.close(fd)
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 if sys.version_info < (3, 12):
     # A thread of gloo's that enters Python holds the lock of the list of threads for a moment, without Python's own. A process that is
     # forked in that moment waits for the lock for ever (CPython gh-112275): once in some hundred loader processes on busy cores. To go

@@ -323,8 +323,9 @@ def joined(
             timeout=timedelta(seconds=timeout), device_id=chosen if nccl and world.size > 1 else None,
         )  # fmt: skip
         leave = dist.destroy_process_group
-        peers = {} if nccl else process.new_connections(of_store)
-        yield dataclasses.replace(world, device=chosen, nccl=nccl, peers=peers)
+        opened = process.new_connections(of_store)
+        process.keep_from_children(opened)
+        yield dataclasses.replace(world, device=chosen, nccl=nccl, peers={} if nccl else opened)
     except BaseException as error:
         done = isinstance(error, SystemExit) and not error.code
         if nccl and not done and dist.is_initialized():

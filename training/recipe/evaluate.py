@@ -169,7 +169,7 @@ def score_run(run_dir: Path, config: Config, checksum: str | None, world: World)
 
     with failing_together(world):
         tensors = weights.from_run(run_dir, warn)[0]
-    with waiting_for_all(world, "prepare the data", config.data.prepare_timeout):
+    with waiting_for_all(world, "prepare the data", config.data.prepare_timeout, "data.prepare_timeout"):
         manifest = prepare(config.data)
         for shard in manifest.splits["test"][world.local_rank :: world.local_size]:
             manifest.file(shard, verify=True)

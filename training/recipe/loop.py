@@ -244,7 +244,7 @@ def _decided(run: Session, config: Config, begun: Mapping[str, Any], **choices: 
 
 def _shards(config: Config, world: World) -> Manifest:
     """The shards, made where there are none, and verified. Collective."""
-    with waiting_for_all(world, "prepare the data", config.data.prepare_timeout):
+    with waiting_for_all(world, "prepare the data", config.data.prepare_timeout, "data.prepare_timeout"):
         manifest = prepare_shards(config.data)
         files = [*manifest.splits["train"], *manifest.splits["test"]]  # which the ranks of a node share
         mine = files[world.local_rank :: world.local_size]

@@ -111,6 +111,9 @@ class Attempt:
 
     def __enter__(self) -> Attempt:
         run = self.run
+        self.desync = DesyncDetector(
+            run.world, lambda: 4 * (self._polls + run.user_state.steps) + self.stage, lambda: run.user_state.steps, self._desynced
+        )  # fmt: skip
         run.exporter.begin()
         if os.environ.get(contract.ENV_LIVE) and run.world.live is None and run.world.size > 1:
             run.world.live = Live(run.world, run.config.collective_timeout)
@@ -122,9 +125,6 @@ class Attempt:
         preprocessing = time.perf_counter() - run.began
         run.event("prepared", seconds=preprocessing)
         run.console.line(f"Preprocessing: {preprocessing:.2f} seconds")
-        self.desync = DesyncDetector(
-            run.world, lambda: 4 * (self._polls + run.user_state.steps) + self.stage, lambda: run.user_state.steps, self._desynced
-        )  # fmt: skip
         return self
 
     def _regrouped(self, lost: Mapping[int, str], joined: Sequence[int], seconds: Mapping[str, float]) -> None:

@@ -40,6 +40,7 @@ from ..contract import (
 )  # fmt: skip
 from ..data.shards import CorruptShard
 from ..files import keep_out_others
+from ..limits import BRING_SECONDS
 from ..models.arithmetic import float32_on_gpus
 from ..observe import listeners
 from ..observe.account import TimeCategory
@@ -186,7 +187,7 @@ class Run:
                         with contextlib.suppress(OSError):  # a copy of the variables of a job that is over
                             Path(note).write_bytes(os.fsencode(self.directory.path))
             if kept.to is not None and not world.replacement:
-                with waiting_for_all(world, "bring the checkpoint from the bucket", 24 * 3600.0):
+                with waiting_for_all(world, "bring the checkpoint from the bucket", BRING_SECONDS):
                     if self.objects is not None and self.directory is not None:
                         verified = self.objects.acquire(fresh, lambda text: say(f"warning: {text}", sys.stderr))
                         self.directory.count_attempt()

@@ -7,6 +7,8 @@ tensor counts if the script changes it in place, such as a centre or a queue. A 
 
 from __future__ import annotations
 
+import functools
+import gc
 import sys
 import types
 import zlib
@@ -36,7 +38,7 @@ SCORES = ("accuracy", "loss")
 """Endings of a score's name. Other logged numbers may differ between ranks: a time, a rate, a memory size."""
 MOST, DEPTH, ITEMS = 5000, 3, 100
 """Limits: objects to inspect, levels of attributes below a variable, items of a dictionary or list."""
-_OPAQUE = (types.ModuleType, types.FunctionType, type, str, bytes, int, float, torch.Tensor)
+_OPAQUE = (types.ModuleType, type, str, bytes, int, float, torch.Tensor)
 
 
 class Mark(NamedTuple):
@@ -374,7 +376,12 @@ def _below(named: Iterable[tuple[str, Any]], known: dict[int, Any]) -> Iterator[
 
 
 def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
-    """Returns the items or attributes of a value, with their names."""
+    """Returns the items or attributes of a value, or what a function is bound to, with their names."""
+    if issubclass(type(value), types.FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or ())  # a cell may be empty
+        return [(f"{name}.{free}", item) for free, cell in cells for item in gc.get_referents(cell)]
+    if issubclass(type(value), functools.partial):
+        return [(f"{name}.func", value.func), (f"{name}.args", value.args), (f"{name}.keywords", value.keywords)]
     if issubclass(type(value), dict):
         named = [(key, item) for key, item in dict.items(value) if type(key) in (str, int)]
         return [(f"{name}[{key!r}]", item) for key, item in named[:ITEMS]]

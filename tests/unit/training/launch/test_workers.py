@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -29,6 +30,24 @@ def test_a_full_disk_costs_a_line_and_not_the_next_ones(monkeypatch: pytest.Monk
         os.close(out)
         os.close(errors)
         output.wait(time.monotonic() + 60)
+
+
+def test_the_lines_of_two_ranks_are_whole_where_a_write_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(io.StringIO):
+        def write(self, text: str) -> int:
+            super().write(text[:8])
+            time.sleep(0.3)
+            return super().write(text[8:])
+
+    monkeypatch.setattr("sys.stdout", said := Slow())
+    outputs = [Output(0), Output(1)]
+    for output in outputs:
+        os.write(output.descriptors[0], b"said\n")
+    for output in outputs:
+        for descriptor in output.descriptors:
+            os.close(descriptor)
+        output.wait(time.monotonic() + 60)
+    assert sorted(said.getvalue().splitlines()) == ["[rank 0] said", "[rank 1] said"]
 
 
 def test_who_keeps_the_pipe_and_writes_on_is_not_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
