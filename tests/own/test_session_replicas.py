@@ -144,7 +144,7 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
     with torch.inference_mode():
         unmoved = torch.zeros(4)
     model = run.replicate(net)
-    run.optimizer(lambda _: torch.optim.SGD((net[:2] if sys.argv[3] == "outside" else net).parameters(), lr=0.1))
+    adam = run.optimizer(lambda _: torch.optim.SGD((net[:2] if sys.argv[3] == "outside" else net).parameters(), lr=0.1))
     run.average(0.9)
     kept = torch.nn.Linear(1, 1)
     of_kept = torch.optim.Adam(kept.parameters(), lr=0.1)
@@ -170,7 +170,7 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
         torch._foreach_lerp_([*teacher.parameters()], [*kept.parameters()], 0.1)
         if sys.argv[3] == "outside":
             shadow["0.bias"] = 0.9 * shadow["0.bias"]
-            net[0].tau = net[1].tau = 1.0 - 0.1 * epoch
+            net[0].tau = net[1].tau = adam.rate = 1.0 - 0.1 * epoch
             total.zero_()
             weights = {name: p.detach().clone() for name, p in net.named_parameters()}
             slow = slow if epoch else [p.clone() for p in weights.values()]
@@ -224,7 +224,7 @@ def test_what_is_trained_outside_of_the_session_is_named_once(tmp_path: Path, sy
         )
         assert "run.keep(norm=…) is not the same on rank 1 as on rank 0, whose alone is saved" in kept
         assert "run.values['seen'] is not the same on rank 1" in value
-        assert "the attribute 0.tau and 1 more of the model changes, and no checkpoint has it" in attribute
+        assert "the attribute 0.tau and 2 more changes, and no checkpoint has it" in attribute
 
 
 HOOKS = """

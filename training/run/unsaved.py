@@ -60,7 +60,8 @@ Variables = list[tuple[str, Any]]
 
 
 class Unsaved:
-    """The checks at the start of the loop and at each save, which warn of each thing once. The first two saves inspect variables."""
+    """The checks at the start of the loop and at each save, which warn of each thing once. Variables are inspected at the first save, the
+    second, the fourth, and so on."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -68,6 +69,8 @@ class Unsaved:
         """Number of saves so far that have run the checks."""
         _, self._held = _reached(run.state)
         """The marks of the variables at the start of the loop; after the first save, of copies of the weights that the loop has made."""
+        self._known = set(self._held)
+        """The names of all values that have been inspected."""
         self._settings: dict[str, Any] | None = None
         """The settings in the models' attributes at the first save. Only a first pass may set some, such as the longest sequence."""
         self.logged: dict[str, float] = {}
@@ -78,11 +81,12 @@ class Unsaved:
         state, world = self._run.state, self._run.world
         self.looks += 1
         outside: list[str] = []
-        if self.looks <= 2:
+        if self.looks & (self.looks - 1) == 0:
             reached, now = _reached(state)
             outside += trained_outside(state, reached) if self.looks == 1 else []
-            held, self._held = self._held, _copies(now, known=self._held)
-            outside += [*_moved(held, now, in_loop=self.looks == 2), *_changed_in_place(self._held)]
+            held, self._held = self._held, _copies(now, self._known)
+            self._known |= now.keys()
+            outside += [*_moved(held, now, in_loop=self.looks > 1), *_changed_in_place(self._held)]
         sentences = {sentence: sentence for sentence in [*outside, *self._changed_settings()]}
         if world.size > 1 and not is_same_on_all_ranks(mine := self._alike(), world):
             sentences |= unequal(all_gather_trees(mine, world))
@@ -100,19 +104,20 @@ class Unsaved:
         return {**objects, **values, **{f"run.log({name}=…)": f"{value:.4g}" for name, value in logged.items()}}
 
     def _changed_settings(self) -> Iterator[str]:
-        """Yields a warning for numbers, switches and texts in attributes of the models that have changed, each once."""
+        """Yields a warning for numbers, switches and texts in attributes of models and optimizers that have changed, each once."""
         model = self._run.state.model
+        values = {plain_name(model, name): value for name, value in attributes_of(model)}
+        for name, optimizer in self._run.state.optimizers.items():
+            values |= {f"{name}.{key}": value for key, value in vars(optimizer).items() if key[0] != "_"}
         now = {
-            plain_name(model, name): value
-            for name, value in attributes_of(model)
-            if type(value) in (bool, int, float, str) and value == value
+            name: value for name, value in values.items() if type(value) in (bool, int, float, str) and value == value
         }
         before = self._settings = now if self._settings is None else self._settings
         if names := [name for name, value in before.items() if now.get(name, value) != value]:
             self._settings = {name: value for name, value in before.items() if name not in names}
             yield (
-                f"the attribute {first_of(names)} of the model changes, and no checkpoint has it, so a start that resumes begins with the "
-                "first value: make it a buffer (register_buffer), or set it from run.steps or the epoch"
+                f"the attribute {first_of(names)} changes, and no checkpoint has it, so a start that resumes begins with the first value: "
+                "make it a buffer (register_buffer) or a part of the optimizer's state, or set it from run.steps or the epoch"
             )
 
     def compare_tables(self, made: Collection[Any]) -> None:
@@ -264,7 +269,7 @@ def _tensors(mark: Mark) -> set[Any]:
     return {tensor for tensor, _ in mark.state}
 
 
-def _copies(marks: Marks, known: Marks) -> Marks:
+def _copies(marks: Marks, known: set[str]) -> Marks:
     """Returns the copies of the weights that the loop has made."""
     return {
         name: mark for name, mark in marks.items() if name not in known and mark.generator is None and not mark.made
