@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from lockstep.training.cli import run_dir
 from lockstep.training.contract import EXIT_DONE, TIME_FILE, UserError, printable
 from lockstep.training.observe.account import TimeCategory, of_run, plain
 from lockstep.wire.status import goodput_line
@@ -15,7 +16,9 @@ from . import RUN, parser
 def main(argv: list[str]) -> int:
     """Prints the table, or JSON. Raises `UserError` for wrong arguments, and for a run without a record of its time."""
     parsed = parser("goodput")
-    parsed.add_argument("runs", type=Path, metavar="RUN", nargs="+", help=f"{RUN}; several, such as those of a sweep")
+    parsed.add_argument(
+        "runs", type=run_dir, metavar="RUN", nargs="+", help=f"{RUN}; several, such as those of a sweep"
+    )
     parsed.add_argument("--json", action="store_true", help="print one JSON value with stable fields")
     args = parsed.parse_args(argv)
     runs: list[Path] = args.runs

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import itertools
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.training import contract, files
+from lockstep.training.cli import run_dir
 from lockstep.training.config import settings
 from lockstep.training.contract import EXIT_DONE, REPORT_FILE, VERSION, UserError, printable
 from lockstep.training.observe.account import of_run
@@ -26,8 +28,8 @@ from . import parser
 
 MARK = '<meta name="generator" content="lockstep report">'
 """The mark near the beginning of every report. `write` replaces no file without this mark."""
-_EVENT_BYTES, _LINE_BYTES = 128 << 20, 1 << 16
-"""Most bytes to read of events.jsonl, and of a line. Later lines are ignored."""
+_EVENT_BYTES, _EVENT_LINES, _LINE_BYTES = 128 << 20, 1_500_000, 1 << 16
+"""Most bytes and lines to read of events.jsonl, and most bytes of a line. Later lines are ignored."""
 _NAMES = 40
 """Most curves."""
 _POINTS = 400
@@ -55,7 +57,7 @@ Table = dict[str, list[str]]
 def main(argv: list[str]) -> int:
     """Writes the page. Raises `UserError` for wrong arguments, and for a directory without a run."""
     parsed = parser("report")
-    parsed.add_argument("runs", type=Path, metavar="RUN", nargs="+", help="a run directory; several are compared")
+    parsed.add_argument("runs", type=run_dir, metavar="RUN", nargs="+", help="a run directory; several are compared")
     parsed.add_argument("--out", type=Path, help=f"default: RUN/{REPORT_FILE}; {REPORT_FILE} here for several runs")
     args = parsed.parse_args(argv)
     out = args.out or (args.runs[0] / REPORT_FILE if len(args.runs) == 1 else Path(REPORT_FILE))
@@ -150,8 +152,10 @@ def _curves(runs: Sequence[Path]) -> dict[str, list[Curve]]:
 def _events(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the readable lines of the file."""
     with contextlib.suppress(OSError), files.regular(path) as file:
-        while file.tell() < _EVENT_BYTES and (line := file.readline(_LINE_BYTES)):
-            if line.startswith(b"{"):
+        for line in itertools.islice(iter(lambda: file.readline(_LINE_BYTES), b""), _EVENT_LINES):
+            if file.tell() > _EVENT_BYTES:
+                return
+            if line.startswith(b"{") and b'"event"' in line:
                 with contextlib.suppress(ValueError):  # cut off by a kill
                     yield _mapping(files.parsed(line))
 

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.training.cli import run_dir
 from lockstep.training.contract import EXIT_DONE, UserError, printable
 from lockstep.wire.status import slow_rank_line
 
@@ -35,7 +36,7 @@ _HEAD = ("RANK", "STEP", "IMAGES/S", "MS/STEP", "WHERE A STEP GOES", "LOSS", "ME
 def main(argv: list[str]) -> int:
     """Shows the ranks. Raises `UserError` for wrong arguments, and for a run without metrics."""
     parsed = parser("top")
-    parsed.add_argument("run", type=Path, metavar="RUN", help=RUN)
+    parsed.add_argument("run", type=run_dir, metavar="RUN", help=RUN)
     parsed.add_argument("--every", type=float, default=3.0, help="seconds between two updates, from 0.2; default: 3")
     parsed.add_argument("--once", action="store_true", help="print one table and exit")
     parsed.add_argument("--json", action="store_true", help="print one JSON value with stable fields")

@@ -31,7 +31,7 @@ if __name__ == "__main__" and sys.argv[1:2] in (["run"], ["launch"]):
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
 
 from . import extras
-from .cli import COMMANDS, PROGRAM, Parser, add_set, answering, count
+from .cli import COMMANDS, PROGRAM, Parser, add_set, answering, count, run_dir
 from .contract import (
     EXIT_DONE,
     EXIT_NO_READER,
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     shard.set_defaults(action=_shard)
 
     evaluate = commands.add_parser("evaluate", help=COMMANDS["evaluate"])
-    evaluate.add_argument("target", type=Path, metavar="RUN", help="a run directory")
+    evaluate.add_argument("target", type=run_dir, metavar="RUN", help="a run directory")
     _add_set(evaluate, "data.root=DIR")
     evaluate.add_argument(
         "--trust-model",
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(action=_evaluate)
 
     export = commands.add_parser("export", help=COMMANDS["export"])
-    export.add_argument("target", type=Path, metavar="RUN", help="a run directory")
+    export.add_argument("target", type=run_dir, metavar="RUN", help="a run directory")
     export.add_argument("out", type=Path, metavar="OUT", help="a new file: .safetensors, or .pth for torch.load")
     _add_which(export)
     export.set_defaults(action=_export)

@@ -9,9 +9,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
 import hashlib
 import os
 import re
@@ -28,8 +26,8 @@ from .contract import BUCKET_URL, EXIT_FAILED, UserError, printable
 HEAD = "head"
 MAX_HEAD_BYTES = 4 << 20
 _PART = 16 << 20
-"""Bytes of a request, of which `_AT_ONCE` are under way: that bounds the memory. A store bounds the speed of each. An answer has to arrive
-within the client's time-out: that of a whole object does not."""
+"""Bytes of a request: that bounds the memory, in which an upload has `_AT_ONCE`. An answer has to arrive within the client's time-out:
+that of a whole object does not."""
 _AT_ONCE = 4
 _BACKOFF: Any = {"init_backoff": timedelta(seconds=0.5), "base": 3, "max_backoff": timedelta(seconds=15)}
 """Pauses between the tries of a request, 7 to 10 s in all. obstore's own end after 1 to 2 s, before a gateway has restarted."""
@@ -211,20 +209,13 @@ class Bucket:
         """Yields an object in parts. Raises `OSError`; `Damaged`, at the latest after the last part."""
         if (actual := self.size(key)) != size:
             raise Damaged(f"{self.url}/{key} is not what was written: it has {actual} bytes, expected {size}")
-
-        async def load(starts: range) -> list[Any]:
-            get = functools.partial(self._obstore.get_range_async, self._store, key)
-            return await asyncio.gather(*(get(start=start, end=min(start + _PART, size)) for start in starts))
-
-        digest, starts = hashlib.sha256(), range(0, size, _PART)
-        for first in range(0, len(starts), _AT_ONCE):  # not all at once: what is loaded early waits in memory
-            # Neither a thread, which a save must not start, nor an executor, for whose threads the end of a process waits.
-            with self._asking(key), contextlib.closing(asyncio.new_event_loop()) as loop:
-                loaded = loop.run_until_complete(load(starts[first : first + _AT_ONCE]))
-            for part in loaded:
-                piece = memoryview(part)
-                digest.update(piece)
-                yield piece
+        digest = hashlib.sha256()
+        for start in range(0, size, _PART):
+            with self._asking(key):  # in this thread: a save starts none, and Jupyter has an event loop here
+                part = self._obstore.get_range(self._store, key, start=start, end=min(start + _PART, size))
+            piece = memoryview(part)
+            digest.update(piece)
+            yield piece
         if digest.hexdigest() != sha256:
             raise Damaged(f"{self.url}/{key} is not what was written: its sha256 differs")
 

@@ -11,6 +11,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import NoReturn
 
 from .contract import ENV_PROGRAM, EXIT_NO_READER, EXIT_USAGE, UserError, to_stderr
@@ -76,6 +77,13 @@ def count(text: str, least: int = 0) -> int:
 def positive(text: str) -> int:
     """Returns a whole number from 1, for `type=`."""
     return count(text, 1)
+
+
+def run_dir(text: str) -> Path:
+    """Returns the path of a run directory, for `type=`. Raises `UserError` for a run in a bucket."""
+    if text.startswith(("s3://", "gs://", "az://")):
+        raise UserError(f"{text} is in a bucket, fetch it first: lockstep fetch {text} DIR")
+    return Path(text)
 
 
 def search_path(env: Mapping[str, str]) -> str:

@@ -81,3 +81,10 @@ def test_behind_every_file_name(tmp_path: Path, put: Callable[[Path], None]) -> 
                 product.read(kind, path)
         assert "no end is recorded" in product.read("report", run)
         assert product.read("metrics", run) == {}
+
+
+def test_many_lines_without_an_event(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("config: {}\nglobal_batch_size: 3\ndata: {}\n")
+    (tmp_path / "events.jsonl").write_bytes(b"{}\n" * 3_000_000)
+    with cheap():
+        product.read("report", tmp_path)

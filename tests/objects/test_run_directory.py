@@ -173,12 +173,13 @@ def test_what_cannot_be_fetched_is_one_line(server: int, proxy: Proxy, tmp_path:
         (env, "s3://bucket", 2, "expected s3://BUCKET/PREFIX"),
         (env, "s3://bucket/nothing", 2, "s3://bucket/nothing has no run"),
         (env, "s3://no-bucket/run", 69, "there is no such bucket"),
-        (env, f"s3://bucket/{name}", 2, "is not what was written"),
         (nowhere, f"s3://bucket/{name}", 69, f"s3://bucket/{name} cannot be read"),
         (nobody, f"s3://bucket/{name}", 2, "the environment has no credentials"),
     ):
         done = lockstep(variables, tmp_path, "fetch", target, "x")
         assert (done.code, len(done.output.splitlines())) == (code, 1) and says in done.output, (target, done.output)
         assert not (tmp_path / "x").exists()
+    warned = lockstep(env, tmp_path, "fetch", f"s3://bucket/{name}", "x")
+    assert warned.code == 0 and "what the run has written down is lost" in warned.output, warned.output
     there = lockstep(env, tmp_path, "fetch", f"s3://bucket/{name}", "a")
     assert there.code == 2 and "a exists already: choose another directory" in there.output, there.output

@@ -90,8 +90,8 @@ def test_a_kill_costs_a_restart_and_the_steps_since_the_checkpoint(tmp_path: Pat
         assert done.code == 2 and "time.jsonl" in done.output and len(done.output.splitlines()) == 1, done.output
 
 
-def test_a_clock_that_is_set_within_an_attempt_moves_nothing(tmp_path: Path) -> None:
-    """Back by a day before the last line of an attempt. The next attempt's gap is counted from there."""
+def test_a_clock_that_is_set_back_within_an_attempt_moves_nothing(tmp_path: Path) -> None:
+    """By a day before the last line of an attempt. The next attempt's gap is counted from there."""
     assert script(1, JOB, tmp_path / "run", "flat", "0:15", "TERM").code == 75
     before = product.goodput(tmp_path / "run").plain()
     path = tmp_path / "run/time.jsonl"

@@ -143,8 +143,17 @@ class ObjectStore(Bucket):
         while (current := self.read_head()) is not None and current[0].run_yaml and current[0].commit != commit:
             commit, entries = current[0].commit, current[0].checkpoints
             with contextlib.suppress(FileNotFoundError):
-                _write({RUN_FILE: current[0].run_yaml.encode(), **self._run_files(current[0])}, run_dir)
-                if entries and (which := wanted()) is not None:
+                contents = {RUN_FILE: current[0].run_yaml.encode()}
+                try:
+                    contents |= self._run_files(current[0])
+                except Damaged as error:
+                    if not entries:
+                        raise
+                    warn(f"what the run has written down is lost: {error}")
+                _write(contents, run_dir)
+                if (which := wanted()) is not None:
+                    if not entries:
+                        raise UserError(f"{self.url} has no checkpoint yet: fetch it without --step and --best")
                     scores = {entry.step: entry for entry in entries}
                     entries = [scores[chosen(scores, which, lambda step, rule: _score(scores[step], rule), self.url)]]  # noqa: B023
                 if not entries or self._fetch_first(entries, run_dir / CHECKPOINTS, warn, []) is not None:

@@ -56,6 +56,12 @@ def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return points
 
 
+def _equal_to_itself(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    if json.loads(json.dumps(value)) != value:
+        raise ValueError("must not have a NaN: it differs from itself, so that the run could never resume")
+    return value
+
+
 LOGGED = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
 """A name under which a script logs numbers."""
 _Better = dict[Annotated[str, Field(pattern=f"^{LOGGED}$")], Literal["max", "min"]]
@@ -69,7 +75,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 BucketUrl = Annotated[str, AfterValidator(_bucket)]
 FolderOrBucketUrl = Annotated[str, AfterValidator(lambda value: _bucket(value) if "://" in value else value)]
-Plain = dict[str, JsonValue]
+Plain = Annotated[dict[str, JsonValue], AfterValidator(_equal_to_itself)]
 """Settings of something that this package does not know: they go into run.yaml and into the hash."""
 Items = Annotated[list[T], BeforeValidator(lambda value: list(value) if isinstance(value, tuple) else value)]
 Pair = Annotated[tuple[T, T], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
@@ -389,10 +395,10 @@ class Config(RunSettings, Recipe):
                 "and uneven=drop, pad or weight"
             )
         kept = self.checkpoint.keep_best
-        if not isinstance(kept, bool) and not kept.keys() <= {"accuracy", "test_loss"}:
+        if not isinstance(kept, bool) and kept not in ({"accuracy": "max"}, {"test_loss": "min"}):
             raise ValueError(
-                f"checkpoint.keep_best names {next(iter(kept))}, and what a recipe measures is accuracy and test_loss: set true, "
-                "or {test_loss: min}"
+                f"checkpoint.keep_best is {settings.written(kept)}, and the best of a recipe has the most accuracy or the least test_loss: "
+                "set true, or {test_loss: min}"
             )
         return self
 

@@ -31,6 +31,7 @@ SAMPLES = 16
 """Most samples to compare: fewer if they load slowly."""
 LEAVES = 32
 """Most tensors of a sample to compare."""
+_NUMBER = (int, float, np.number)
 _COMPARED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """`id` → dataset that was compared."""
 
@@ -145,6 +146,9 @@ def digests(sample: Any) -> Values:
     texts, waiting = hashlib.sha256(), [sample]
     while waiting and len(numbers) < LEAVES:
         leaf = waiting.pop(0)
+        # Token ids: all of them count, and their number. Of several types each is a leaf.
+        if isinstance(leaf, (list, tuple)) and len({*map(type, leaf)}) == 1 and isinstance(leaf[0], _NUMBER):
+            leaf = np.array(leaf)
         if isinstance(leaf, (str, bytes)):
             texts.update(leaf.encode() if isinstance(leaf, str) else leaf)
         elif entries := children(leaf):

@@ -86,11 +86,15 @@ def _write(stream: Stream, folder: Path, source: str) -> dict[str, Any]:
     train, test = (_Split(folder, name) for name in SPLITS)
     for split in (train, test):
         with contextlib.closing(stream.pieces(split.name)) as pieces:
-            split.write(
-                checked(samples, labels, f"{source}: piece {number} of the split {split.name}")
-                for number, piece in enumerate(pieces)
-                for samples, labels in cut(*piece)
-            )
+            try:
+                split.write(
+                    checked(samples, labels, f"{source}: piece {number} of the split {split.name}")
+                    for number, piece in enumerate(pieces)
+                    for samples, labels in cut(*piece)
+                )
+            except RuntimeError as error:  # torch raises it anywhere in this thread if a worker is killed
+                pieces.throw(error)  # `images` knows the file
+                raise
         if not split.entries:
             raise UserError(f"{source} has no sample for the split {split.name}")
     if test.kind != train.kind:
@@ -150,9 +154,11 @@ def prepare(data: Data) -> Manifest:
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(lock, timeout=data.prepare_timeout):
-            if not (cache_directory(data) / MANIFEST).exists():
+            directory = cache_directory(data)  # before the files are read: others may replace them meanwhile
+            if not (directory / MANIFEST).exists():
+                there = sources.stamps(data.source, Path(data.root), data.options)
                 stream = sources.stream(data)
-                directory = cache_directory(data)  # a source that was just downloaded has its files only now
+                directory = directory if there else cache_directory(data)  # a download has its files only now
                 for left in directory.parent.glob(f".{directory.name}.*"):  # by one that was killed: we hold the lock
                     shutil.rmtree(left, ignore_errors=True)
                 made = write(stream, directory, data.source)
@@ -168,7 +174,7 @@ def prepare(data: Data) -> Manifest:
             f"cannot use {lock.parent} ({error.strerror}): set data.root to a folder that can be written, "
             "or data.shards to ready shards"
         ) from None
-    return Manifest.read(cache_directory(data))
+    return Manifest.read(directory)
 
 
 class _Split:

@@ -4,15 +4,14 @@ The console prints a table (a line for each epoch, or every N steps), or the eve
 and warnings (`warn`) are not events: ranks other than 0, which have no events, print their warnings, too.
 
 TensorBoard and Weights & Biases get numbers on rank 0 (off by default), under the names of the speedruns' logs: `elapsed`, `train_loss`,
-`val_acc`, `epoch`, `examples_seen`. A tracker that fails is switched off with one warning; the run continues. Both write in a thread
-or process of their own. A service that hangs delays the end of the run by the grace period at most.
+`val_acc`, `epoch`, `examples_seen`. A tracker that fails is switched off with one warning; the run continues. Each gets its events in a
+thread of its own. A service that hangs delays the end of the run by the grace period at most.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from ..contract import UserError, say
 from ..files import json_text
 from ..limits import PROGRESS_SECONDS
 from ..parallel.world import World
-from .rundir import RunDirectory
+from .rundir import Background, RunDirectory
 
 MAX_COLUMNS = 6
 """Most columns of logged numbers in the table of epochs."""
@@ -181,7 +180,7 @@ def logged(event: dict[str, Any]) -> Values:
 
 
 class _Listener:
-    """Guard of a tracker: an error switches the tracker off with one warning, and the end of the run waits for it with a bound.
+    """Guard of a tracker: an error switches the tracker off with one warning, and training does not wait for a tracker that hangs.
 
     Args:
         patience: seconds that the end of the run waits for the tracker.
@@ -189,31 +188,29 @@ class _Listener:
 
     def __init__(self, name: str, make: Callable[[], Tracker], patience: float) -> None:
         self._name, self._patience = name, patience
-        self._tracker: Tracker | None = self._guarded(make)
+        self._on = True
+        self._tracker: Tracker = self._guarded(make)
+        self._thread = Background(name, self._late)
 
     def on_event(self, event: dict[str, Any]) -> None:
-        if self._tracker is not None and (values := logged(event)):
-            self._guarded(self._tracker[0], values, event["step"])
+        if self._on and (values := logged(event)):
+            self._thread.run(partial(self._guarded, self._tracker[0], values, event["step"]), seconds=0)
 
     def close(self) -> None:
-        if self._tracker is not None:
-            last = threading.Thread(target=self._guarded, args=(self._tracker[1],), name=self._name, daemon=True)
-            last.start()
-            last.join(self._patience)
-            if last.is_alive():
-                say(
-                    f"warning: {self._name} has not taken everything within {self._patience:g} s; the run ends",
-                    sys.stderr,
-                )
+        if self._on:
+            self._thread.run(partial(self._guarded, self._tracker[1]), seconds=self._patience)
+
+    def _late(self) -> None:
+        say(f"warning: {self._name} has not taken everything within {self._patience:g} s; the run ends", sys.stderr)
 
     def _guarded(self, action: Callable[..., Any], *values: Any) -> Any:
-        """Returns the action's result; None: it failed, and the tracker is off."""
+        """Returns the action's result; None: the tracker is off, or this failure switches it off."""
         try:
-            return action(*values)
+            return action(*values) if self._on else None
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a service's client raises
-            self._tracker = None
+            self._on = False
             say(f"warning: {self._name} is off: {error}; the run continues", sys.stderr)
 
 

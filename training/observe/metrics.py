@@ -50,6 +50,9 @@ PREFIX = "training_"
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper bounds of the histograms, in seconds: about a factor of three each, from 1 ms to half a minute."""
 
+CONNECTIONS = 256
+"""Most connections to a rank's server at a time. A silent client holds one, and a thread, until `REQUEST_SECONDS` are over."""
+
 
 class Spec(NamedTuple):
     kind: Literal["gauge", "counter", "histogram", "summary"]
@@ -369,6 +372,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, address: str, port: int, metrics: Metrics, stale_seconds: float) -> None:
         self.metrics, self.stale_seconds = metrics, stale_seconds
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._free = threading.BoundedSemaphore(CONNECTIONS)
         super().__init__((address, port), _Request)
         threading.Thread(target=self.serve_forever, args=(0.1,), name="metrics", daemon=True).start()
 
@@ -376,6 +380,15 @@ class _Server(ThreadingHTTPServer):
         """Binds without a question to a name server, which the base class asks."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+    def process_request_thread(self, *request: Any) -> None:
+        """Answers in a thread of its own. Closes the connection at once if `CONNECTIONS` others are under way."""
+        if not self._free.acquire(blocking=False):
+            return self.shutdown_request(request[0])
+        try:
+            super().process_request_thread(*request)
+        finally:
+            self._free.release()
 
     def handle_error(self, *_: object) -> None:
         """Prints nothing: clients may go away at any time."""

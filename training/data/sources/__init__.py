@@ -56,6 +56,8 @@ def stream(data: Data) -> Stream:
     if name not in SOURCES:
         return function.open_stream(name, root, options)
     source, given = SOURCES[name], {"root": root} if name in FILES else {}
+    if given.keys() & options:
+        raise UserError(f"data.options.root of {name} is none of its options: set data.root")
     try:
         raw: Raw = validate_call(config={"strict": True})(source)(**given, **options)
     except ValidationError as error:

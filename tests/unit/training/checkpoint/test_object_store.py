@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import os
@@ -17,6 +18,7 @@ from obstore.store import MemoryStore
 
 from lockstep.training.bucket import Damaged, File, Head
 from lockstep.training.checkpoint.object_store import ObjectStore
+from lockstep.training.checkpoint.store import Rule
 from tests.product import UserError
 
 pytestmark = pytest.mark.promise("object-stores")
@@ -146,6 +148,27 @@ def test_names_of_other_files_are_not_written(name: str, run: Path, tmp_path: Pa
     (tmp_path / "copy").mkdir()
     ObjectStore("s3://bucket/run").download(tmp_path / "copy", lambda: None, print)
     assert content(tmp_path / "copy") == {"run.yaml": b"{}"}
+
+
+@pytest.mark.parametrize("wanted", [7, Rule("accuracy", 1)])
+def test_a_checkpoint_that_is_asked_for_of_a_run_without_one_is_missed(
+    wanted: int | Rule, run: Path, tmp_path: Path
+) -> None:
+    acquired(run).commit(None)
+    with pytest.raises(UserError, match="s3://bucket/run has no checkpoint yet"):
+        ObjectStore("s3://bucket/run").download(tmp_path, lambda: wanted, print)
+
+
+def test_an_event_loop_that_runs_is_not_in_the_way(run: Path, tmp_path: Path) -> None:
+    """As in Jupyter."""
+    acquired(run).commit(None)
+
+    async def cell() -> None:
+        ObjectStore("s3://bucket/run").download(tmp_path / "copy", lambda: None, print)
+
+    (tmp_path / "copy").mkdir()
+    asyncio.run(cell())
+    assert content(tmp_path / "copy") == content(run)
 
 
 @pytest.mark.parametrize("data", [b"of another program", b""])

@@ -38,6 +38,10 @@ WRONG = {
     "every_seconds must be a valid number, got 'x'; .* 'auto', got 'x'$": ["checkpoint.every_seconds=x"],
     "'auto', got null$": ["compile=null"],
     "checkpoint.keep_best must be 'max' or 'min', got 3$": ["checkpoint.keep_best={accuracy: 3}"], "momentum": ["momentum=1"],
+    "checkpoint.keep_best is .* the most accuracy or the least test_loss": [
+        "checkpoint.keep_best={accuracy: min}", "checkpoint.keep_best={test_loss: max}", "checkpoint.keep_best={loss: min}",
+    ],
+    "NaN": ["model_options={a: [.nan]}", "data.options={a: .nan}"],
     "deterministic": ["deterministic=true tf32=true", "deterministic=true cudnn_benchmark=true"],
 }  # fmt: skip
 """What the one line has to name → words after --set."""
@@ -115,6 +119,12 @@ def test_the_schema_of_a_recipe() -> None:
     assert [values for values in wrong if check.is_valid(values)] == []
     described = [field for part in (schema, *schema["$defs"].values()) for field in part.get("properties", {}).values()]
     assert len(described) > 80 and sum("description" not in field for field in described) == 4, "those of optim.groups"
+
+
+def test_a_script_whose_settings_differ_from_themselves_is_refused() -> None:
+    with pytest.raises(UserError, match=r"config must not have a NaN"):
+        config.own_settings("script", {"a": [float("nan")]}, {}, ())
+    config.own_settings("script", {"a": float("inf"), "b": {"c": [1, 2.5, None, "x"]}}, {}, ())
 
 
 NAMES = st.sampled_from([name for name, _ in settings.leaves(config.Config)])

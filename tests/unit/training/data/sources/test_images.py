@@ -153,6 +153,21 @@ product.prepared(product.data(source="images", root={str(tmp_path)!r}, workers=1
     assert not list((tmp_path / "shards").glob("images-*/"))
 
 
+@pytest.mark.promise("bad-images")
+def test_a_process_that_is_killed_while_the_pieces_are_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's handler of SIGCHLD raises the error wherever the main thread is."""
+
+    def killed(*_: object) -> None:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    write_pictures(tmp_path / "train", 60)
+    monkeypatch.setattr("lockstep.training.data.shard_writer.checked", killed)
+    with pytest.raises(UserError, match=r"decoding ended \(DataLoader worker .pid 7. is killed"):
+        _made(tmp_path)
+
+
 def test_a_link_within_the_folder_is_followed(tmp_path: Path) -> None:
     write_pictures(tmp_path / "train", 30)
     (tmp_path / "by-link").symlink_to(tmp_path)

@@ -48,8 +48,9 @@ def test_samples_have_one_layout_and_are_the_same_each_time(name: str, tmp_path:
         assert labels.min() >= 0 and labels.max() < len(raw.classes) == len(set(raw.classes))
         assert all(map(np.array_equal, getattr(again, split), (samples, labels)))
     assert raw.train[0].shape[1:] == raw.test[0].shape[1:] and not np.shares_memory(raw.train[0], raw.test[0])
-    with pytest.raises(product.UserError, match="no_such"):
-        product.source(name, tmp_path, no_such=1)
+    for option in ("no_such", "root"):
+        with pytest.raises(product.UserError, match=option):
+            sources.load(name, tmp_path, {option: "x"})
 
 
 @pytest.mark.parametrize(("option", "value"), [("n", 0), ("n", 2.5), ("size", "8"), ("noise", -1)])
