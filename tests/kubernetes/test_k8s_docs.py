@@ -47,7 +47,7 @@ class Page(Reader):
     def run(self, command: str) -> Result:
         if command != "make install-k8s":
             return super().run(command)
-        done = super().run("make -n install-k8s && kubectl kustomize deploy/k8s/base")
+        done = super().run("make -n --no-print-directory install-k8s && kubectl kustomize deploy/k8s/base")
         applied, _, objects = done.output.partition("\n")
         assert applied.startswith("kubectl apply -k deploy/k8s/base "), done.output
         for item in yaml.safe_load_all(objects):

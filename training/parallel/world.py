@@ -318,10 +318,18 @@ def joined(
         # With a device NCCL opens its communicator here, and on that one: else torch guesses `rank modulo GPUs`. A rank that is alone opens
         # one where a strategy asks for it: `ddp` sums gradients on the GPU, and gloo would take them over the host.
         of_store = process.connections()
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if nccl else "gloo", store=store, rank=min(world.rank, world.size - 1), world_size=world.size,
-            timeout=timedelta(seconds=timeout), device_id=chosen if nccl and world.size > 1 else None,
-        )  # fmt: skip
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if nccl else "gloo", store=store, rank=min(world.rank, world.size - 1),
+                world_size=world.size, timeout=timedelta(seconds=timeout),
+                device_id=chosen if nccl and world.size > 1 else None,
+            )  # fmt: skip
+        except dist.DistError:
+            raise
+        except Exception as error:
+            # gloo takes addresses and their lengths from the store, and every host that reaches its port may write there. For an
+            # invalid value gloo raises a MemoryError or another plain exception of C++.
+            raise dist.DistError(f"the process group cannot be opened: {error}") from error
         leave = dist.destroy_process_group
         opened = process.new_connections(of_store)
         process.keep_from_children(opened)
