@@ -58,6 +58,8 @@ LAST_COMMIT_SECONDS = 20.0
 
 # Ranks that wait for each other.
 
+LISTEN_SECONDS = 3.0
+"""A rank tries this long by itself to reach the store. torch tries again after half a second, then ever less often."""
 FORK_LOOK_SECONDS = 0.012
 """Time between two checks whether a thread holds Python's lock: more than twice the 5 ms after which a waiting thread asks again."""
 FORK_SECONDS = 5.0

@@ -177,7 +177,10 @@ def opened(wanted: Meeting) -> tuple[SignedStore, int]:
     if not wanted.secret:
         to_stderr(f"launch: warning: {UNSIGNED.format(wanted.endpoint)}")
     try:
-        return _signed(wanted, _tcp_store(wanted, serves=True), 0)
+        # Where only the name has matched, another launcher on this machine may serve it.
+        with contextlib.suppress(*(() if wanted.host else (OSError, ValueError, RuntimeError))):
+            return _signed(wanted, _tcp_store(wanted, serves=True), 0)
+        return _signed(wanted, _tcp_store(wanted, serves=False), 1)
     except (OSError, ValueError, RuntimeError) as error:
         raise CannotMeet(str(error)) from error
 
@@ -209,6 +212,7 @@ def joined(wanted: Meeting) -> tuple[SignedStore, int]:
 
 
 def _tcp_store(wanted: Meeting, serves: bool) -> Store:
+    """Returns a store that listens only on the address of the endpoint."""
     seconds = max(1.0, min(wanted.join_seconds, STORE_SECONDS))
     return stores.tcp_store(*wanted.host_and_port, serves=serves, seconds=seconds)
 

@@ -1,12 +1,12 @@
-"""Key-value stores in which ranks and nodes meet. The store of a job of one machine listens on the loopback address alone.
+"""Key-value stores in which ranks and nodes meet. They listen on one address, not on every address of the machine.
 
 torch's TCPStore listens on all addresses and authenticates no client: a stranger who reaches the port reads, writes and deletes.
-No value is unpickled, and `said` checks a value before anything shows it.
+With a bound socket it listens on that socket alone. No value is unpickled, and `said` checks a value before anything shows it.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ipaddress
 import json
 import os
 import re
@@ -16,6 +16,8 @@ import time
 from datetime import timedelta
 
 import torch.distributed as dist
+
+from ..limits import LISTEN_SECONDS
 
 BACKLOG = 4096
 """Connections that may wait to be accepted; the ranks of a large job come at once."""
@@ -29,20 +31,65 @@ _ABSENT = "\0absent"
 def tcp_store(host: str, port: int, serves: bool, seconds: float, size: int | None = None) -> dist.TCPStore:
     """Returns a store at `host:port`, which this process serves or only uses. Port 0: any free port.
 
-    The store listens on a loopback `host` alone. Otherwise torch listens on all addresses.
+    If `host` is an address of this machine, and the only one of that name, the store listens on it alone. Otherwise torch listens on all
+    addresses.
 
     Args:
         seconds: time limit of each request to the store.
         size: number of ranks that use the store; None: unknown.
     """
-    descriptor = None
-    if serves and host in ("127.0.0.1", "localhost"):
-        with contextlib.suppress(OSError), socket.create_server((host, port), backlog=BACKLOG) as listener:
-            port, descriptor = listener.getsockname()[1], listener.detach()  # the store closes it
+    timeout = timedelta(seconds=seconds)
+    listener = _bound(host, port) if serves else None
+    if not serves:
+        _until_it_listens(host, port, min(seconds, LISTEN_SECONDS))
+    if listener is None:
+        return dist.TCPStore(host, port, size, serves, timeout, wait_for_workers=size is not None, multi_tenant=True)
+    with listener:
+        listener.listen(BACKLOG)
+        port = listener.getsockname()[1]
+        descriptor = os.dup(listener.fileno())  # the store closes it
     return dist.TCPStore(
-        host, port, size, serves, timedelta(seconds=seconds), wait_for_workers=size is not None,
-        multi_tenant=descriptor is None, master_listen_fd=descriptor,
-    )  # fmt: skip
+        host, port, size, True, timeout, wait_for_workers=size is not None, master_listen_fd=descriptor
+    )
+
+
+def _until_it_listens(host: str, port: int, seconds: float) -> None:
+    """Waits until a process listens there, for this many seconds at most: torch then reports the error."""
+    deadline, wait = time.monotonic() + seconds, 0.01
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection((host, port), left).close()
+        except OSError:
+            time.sleep(min(wait, left))
+            wait = min(2 * wait, 0.25)  # many ranks ask
+        else:
+            return
+
+
+def _bound(host: str, port: int) -> socket.socket | None:
+    """Returns a socket bound to the only address of `host`; None: it has several, or an address that means another machine elsewhere."""
+    try:
+        addresses = {
+            (family, place[0]) for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        }
+    except OSError:
+        return None
+    if host == "localhost":
+        addresses = {(socket.AF_INET, "127.0.0.1")}
+    if len(addresses) != 1:
+        return None
+    ((family, address),) = addresses
+    # A host name that its own /etc/hosts maps to 127.0.1.1 means another address elsewhere.
+    if ipaddress.ip_address(address).is_loopback and host not in ("localhost", address):
+        return None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last attempt's connections linger
+    try:
+        listener.bind((address, port))
+    except OSError:  # not an address of this machine (a service's, a NAT's), or the port is taken: torch says which
+        listener.close()
+        return None
+    return listener
 
 
 def ended(rank: int) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+
 import pytest
 import torch.distributed as dist
 
 from lockstep.training.launch import nodes as module
 from lockstep.training.launch.command import node_address
-from lockstep.training.launch.nodes import MAX_BYTES, Meeting, SignedStore, opened
+from lockstep.training.launch.nodes import MAX_BYTES, CannotMeet, Meeting, SignedStore, opened
 from lockstep.training.parallel import stores
 from tests.processes import free_port
 
@@ -48,6 +51,23 @@ def test_a_key_that_another_client_deletes_holds_no_caller_up(served: dist.TCPSt
 def test_a_node_is_found_in_the_masters_domain(master: str, expected: str) -> None:
     """The emulated kubelet gives each node an address; on a cluster it is this one."""
     assert node_address({"PET_MASTER_ADDR": master} if master else {}, "n-1") == expected
+
+
+@pytest.mark.parametrize("host", [None, True])
+def test_of_two_launchers_that_would_serve_at_one_moment_one_joins(
+    monkeypatch: pytest.MonkeyPatch, host: bool | None
+) -> None:
+    """Both have bound the port, and the other one listens first. A node that is to serve refuses instead."""
+    with socket.socket() as bound, contextlib.ExitStack() as stack:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        other = stores.tcp_store("127.0.0.1", port, serves=True, seconds=2)
+        monkeypatch.setattr(stores, "_bound", lambda *_: bound)
+        if host:
+            stack.enter_context(pytest.raises(CannotMeet))
+        _, number = opened(Meeting(f"127.0.0.1:{port}", "secret", "job", "127.0.0.1", 2, 2.0, host=host))
+        assert number == 1 and other.num_keys() > 0
 
 
 def test_the_launcher_that_serves_decides_even_if_another_one_has_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
