@@ -45,7 +45,7 @@ def test_a_command_is_on_the_ranks_node_of_that_part_of_the_array(bench: Bench) 
 
 
 def test_no_command_comes_into_a_container(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(bench, monkeypatch)
+    stand_in(bench, monkeypatch, ":")
     bench.backend.submit(bench.command("boxed", WAITS, slurm=IN_APPTAINER))
     begun(bench, "boxed")
     done = lockstep("exec", "slurm", "boxed", "--", "true")
@@ -55,12 +55,12 @@ def test_no_command_comes_into_a_container(bench: Bench, monkeypatch: pytest.Mon
 IN_APPTAINER = {"container": "apptainer", "image": "/images/none.sif", "python": PYTHON}
 
 
-def stand_in(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Apptainer's place: a program that runs the words behind the image on the node."""
+def stand_in(bench: Bench, monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+    """In Apptainer's place: a program that does `first`, and runs the words behind the image on the node."""
     programs = bench.folder / "bin"
     programs.mkdir()
     program = programs / "apptainer"
-    program.write_text('#!/bin/sh\nwhile [ "$1" != sh ]; do shift; done\nexec "$@"\n')
+    program.write_text(f'#!/bin/sh\n{first}\nwhile [ "$1" != sh ]; do shift; done\nexec "$@"\n')
     program.chmod(0o755)
     for name in ("sh", "env"):
         Path(programs, name).symlink_to(f"/usr/bin/{name}")
