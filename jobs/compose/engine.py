@@ -147,7 +147,8 @@ def read_file(container: str, path: str) -> tuple[bytes, float] | None:
     try:
         data = _run(("cp", f"{container}:{path}", "-"), None, TIMEOUT)
     except EngineError as error:
-        if "Could not find the file" in str(error) or "No such" in str(error) or "no such" in str(error):
+        # The last one: the container is being removed.
+        if re.search("Could not find the file|[Nn]o such|RWLayer of container", str(error)):
             return None
         raise
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:

@@ -217,13 +217,18 @@ _HOSTS = rf"(?:[^,\[\]]|\[{_RANGES}(?:,{_RANGES})*\])+"
 
 
 def cores() -> int:
-    """Returns the CPU cores that this process may use, by its affinity and the quota of its container (cgroup v2)."""
+    """Returns the CPU cores that this process may use, by its affinity and the quota of its container."""
+    cgroup = Path("/sys/fs/cgroup")
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]  # "200000 100000", or "max 100000"
-        return max(1, min(allowed, int(quota) // int(period)))
+        if (cgroup / "cpu.max").exists():  # version 2: "200000 100000", or "max 100000"
+            quota, period = (cgroup / "cpu.max").read_text().split()[:2]
+        else:
+            quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        limit = int(quota) / int(period)
     except (OSError, ValueError, ZeroDivisionError):
         return allowed
+    return max(1, min(allowed, int(limit))) if limit > 0 else allowed  # -1: no quota
 
 
 def set_threads(world: World, wanted: int, env: Mapping[str, str], exact: bool = False) -> str:
