@@ -132,7 +132,14 @@ def cache_directory(data: Data) -> Path:
 
     Raises `UserError` if a user's function does not exist.
     """
-    stamps = sources.stamps(data.source, Path(data.root), data.options)
+    return _cache_directory(data, _stamps(data))
+
+
+def _stamps(data: Data) -> sources.Stamps:
+    return sources.stamps(data.source, Path(data.root), data.options)
+
+
+def _cache_directory(data: Data, stamps: sources.Stamps) -> Path:
     parts = [1, data.source, data.options, data.split, *sources.code_of(data.source), stamps]
     name = re.sub(r"[^\w.]+", "-", data.source)
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -154,11 +161,11 @@ def prepare(data: Data) -> Manifest:
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(lock, timeout=data.prepare_timeout):
-            directory = cache_directory(data)  # before the files are read: others may replace them meanwhile
+            stamps = _stamps(data)  # before the files are read: others may replace them meanwhile
+            directory = _cache_directory(data, stamps)
             if not (directory / MANIFEST).exists():
-                there = sources.stamps(data.source, Path(data.root), data.options)
                 stream = sources.stream(data)
-                directory = directory if there else cache_directory(data)  # a download has its files only now
+                directory = directory if stamps else cache_directory(data)  # a download has its files only now
                 for left in directory.parent.glob(f".{directory.name}.*"):  # by one that was killed: we hold the lock
                     shutil.rmtree(left, ignore_errors=True)
                 made = write(stream, directory, data.source)
