@@ -154,13 +154,17 @@ class ObjectStore(Bucket):
                 if (which := wanted()) is not None:
                     if not entries:
                         raise UserError(f"{self.url} has no checkpoint yet: fetch it without --step and --best")
-                    scores = {entry.step: entry for entry in entries}
-                    entries = [scores[chosen(scores, which, lambda step, rule: _score(scores[step], rule), self.url)]]  # noqa: B023
+                    entries = [self._chosen(entries, which)]
                 if not entries or self._fetch_first(entries, run_dir / CHECKPOINTS, warn, []) is not None:
                     return
         raise UserError(
             f"{self.url} has no run, or no checkpoint that can be read and verified: give what its checkpoint.to says"
         )
+
+    def _chosen(self, entries: list[CheckpointEntry], which: int | Rule) -> CheckpointEntry:
+        """Returns the checkpoint of a step, or the best by a rule. Raises `UserError`: there is none."""
+        by_step = {entry.step: entry for entry in entries}
+        return by_step[chosen(by_step, which, lambda step, rule: _score(by_step[step], rule), self.url)]
 
     def commit(self, path: Path | None) -> int:
         """Uploads a checkpoint and the current files of the run directory, and reads them back. Then it writes a head that names them, and
