@@ -78,8 +78,8 @@ class Torture:
 
     def undisturbed(self) -> None:
         """Runs the command twice, and a third time if the weights differ. Raises `UserError` if a run fails."""
-        runs, found = self.reference.runs, self.reference.weights
-        while len(runs) < 2 or (len(runs) == 2 and weights.differing(*found)):
+        runs, fingerprints = self.reference.runs, self.reference.weights
+        while len(runs) < 2 or (len(runs) == 2 and weights.differing(*fingerprints)):
             run = self._fresh(f"calm-{len(runs) + 1}")
             ended = Attempt(self.args, run).go(A_DAY)
             if ended.code != 0 or ended.left:
@@ -88,7 +88,7 @@ class Torture:
                     f"undisturbed, the command {what}: mend that first. Its output: {' / '.join(ended.said)}"
                 )
             runs.append(ended)
-            found.append(self.read(run))
+            fingerprints.append(self.read(run))
             self._done_with(run)
 
     def _fresh(self, name: str) -> Path:

@@ -83,10 +83,10 @@ class SlurmBackend(Cluster):
     @classmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:  # noqa: ARG003 - this machine is one of it
         """Returns the checks of the controller and of the configuration, and for a job sbatch's own answer."""
-        found = doctor.cluster()
-        if found.result == "missing":
-            return [found]
-        checks = [found, *doctor.rows(spec)]
+        cluster = doctor.cluster()
+        if cluster.result == "missing":
+            return [cluster]
+        checks = [cluster, *doctor.rows(spec)]
         if spec is not None:
             try:
                 checks.append(submission.preflight(spec.name, cls.manifests(spec)[0]["script"]))

@@ -238,7 +238,7 @@ def test_a_name_that_leads_nowhere(tmp_path: Path) -> None:
         link.symlink_to(link.name)
     for words in ("run smoke --run-dir P", "evaluate P", "report P", "run P.yaml --run-dir new", "shard smoke --out P",
                   "run smoke --run-dir P\udcff"):  # fmt: skip
-        told = [word.replace("P", str(tmp_path / "loop")) for word in words.split()]
-        done = python("-m", "lockstep.training", *told, cwd=tmp_path, env=clean_env(PYTHONPATH=str(ROOT)))
+        command = [word.replace("P", str(tmp_path / "loop")) for word in words.split()]
+        done = python("-m", "lockstep.training", *command, cwd=tmp_path, env=clean_env(PYTHONPATH=str(ROOT)))
         assert done.code == 2 and len(done.output.splitlines()) == 1 and "error: " in done.output, (words, done)
     assert os.readlink(tmp_path / "loop") == "loop" and not (tmp_path / "new").exists()

@@ -22,23 +22,23 @@ def tortured(*words: str, flaw: str = "") -> tuple[int, dict[str, Any]]:
     """The exit code, and what `--json` tells."""
     done = run([*TORTURE, "--json", *OURS, *words, "--", PYTHON, str(SCRIPT), "{run}", flaw, "{ranks}"], clean_env())
     assert done.output.startswith("{"), done.output
-    told: dict[str, Any] = json.loads(done.output)
-    return done.code, told
+    report: dict[str, Any] = json.loads(done.output)
+    return done.code, report
 
 
 def test_a_script_that_resumes_holds_whatever_happens() -> None:
-    code, told = tortured("--cases", "9", "--moments", "start,step,save,training")
-    assert code == 0 and told["held"], told
-    assert told["undisturbed"]["deterministic"] and told["undisturbed"]["steps"] == 40
-    disturbed = [case for case in told["cases"] if any(case["done"])]
-    assert len(disturbed) >= 3 and {case["weights"] for case in told["cases"]} == {"equal"}, told
+    code, report = tortured("--cases", "9", "--moments", "start,step,save,training")
+    assert code == 0 and report["held"], report
+    assert report["undisturbed"]["deterministic"] and report["undisturbed"]["steps"] == 40
+    disturbed = [case for case in report["cases"] if any(case["done"])]
+    assert len(disturbed) >= 3 and {case["weights"] for case in report["cases"]} == {"equal"}, report
     assert any(case["codes"][0] < 0 for case in disturbed) and all(case["codes"][-1] == 0 for case in disturbed)
 
 
 def test_a_full_disk() -> None:
-    code, told = tortured("--faults", "disk-full", "--moments", "step", "--cases", "1")
-    assert code == 0 and told["cases"][0]["done"][0] == "no file may grow (RLIMIT_FSIZE)", told
-    assert told["cases"][0]["codes"] == [1, 0], told
+    code, report = tortured("--faults", "disk-full", "--moments", "step", "--cases", "1")
+    assert code == 0 and report["cases"][0]["done"][0] == "no file may grow (RLIMIT_FSIZE)", report
+    assert report["cases"][0]["codes"] == [1, 0], report
 
 
 @pytest.mark.parametrize(
@@ -53,14 +53,14 @@ def test_a_full_disk() -> None:
 def test_a_script_that_does_not_is_caught(flaw: str, moment: str, says: str) -> None:
     with started(["sleep", "300"]) as bystander:
         words = ["--faults", "kill-rank", "--moments", moment, "--cases", "2", "--grace-seconds", "1", "--seed", "1"]
-        code, told = tortured(*words, flaw=flaw)
-        assert code == 1 and not told["held"], told
-        assert any(says in problem for case in told["cases"] for problem in case["problems"]), told
+        code, report = tortured(*words, flaw=flaw)
+        assert code == 1 and not report["held"], report
+        assert any(says in problem for case in report["cases"] for problem in case["problems"]), report
         assert bystander.poll() is None  # the same program, which is not of the job
-    failed = next(case for case in told["cases"] if case["problems"])
+    failed = next(case for case in report["cases"] if case["problems"])
     assert f"--seed 1 --case {failed['case']} -- " in failed["repeat"]
-    assert told["undisturbed"]["deterministic"] == (flaw != "random")
-    named = {int(pid) for case in told["cases"] for pid in re.findall(r"process (\d+)", case["verdict"])}
+    assert report["undisturbed"]["deterministic"] == (flaw != "random")
+    named = {int(pid) for case in report["cases"] for pid in re.findall(r"process (\d+)", case["verdict"])}
     assert bool(named) == (flaw == "orphan") and not named & {pid for pid, state, *_ in processes() if state != "Z"}
 
 
@@ -69,10 +69,10 @@ def test_a_recipe_on_two_ranks(tmp_path: Path) -> None:
     small = settings(tmp_path / "data", model="tests.nets:Sociable")
     words = ["--json", "--cases", "1", "--faults", "kill-rank", "--moments", "step", "smoke", *small]
     done = run([*TORTURE, *words], clean_env(LOCKSTEP_TEST_PACE="0.1"), timeout=300)
-    told = json.loads(done.output)
-    assert done.code == 0 and told["undisturbed"]["ranks"] == 2 and told["undisturbed"]["steps"] == 24, told
-    (case,) = told["cases"]
-    assert any(case["done"]) and case["codes"] == [1, 0] and case["weights"] == "equal", told
+    report = json.loads(done.output)
+    assert done.code == 0 and report["undisturbed"]["ranks"] == 2 and report["undisturbed"]["steps"] == 24, report
+    (case,) = report["cases"]
+    assert any(case["done"]) and case["codes"] == [1, 0] and case["weights"] == "equal", report
 
 
 @pytest.mark.promise("bad-input")

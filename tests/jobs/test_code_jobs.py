@@ -107,8 +107,8 @@ def test_the_archive_comes_to_nodes_of_compose_and_containers_of_slurm_read_only
         words = " ".join(node["command"])
         assert mount in node["volumes"] and f"--code {identity} --code-parts /lockstep/code" in words
     words = ("render", "slurm", "job.yaml", "--image", "lockstep:cpu", "--set", "slurm.container=apptainer")
-    told = lockstep(folder, *words)
-    assert told.returncode == 0 and f"/code/{product.code_of(folder)[0]}:ro" in told.stdout, told
+    done = lockstep(folder, *words)
+    assert done.returncode == 0 and f"/code/{product.code_of(folder)[0]}:ro" in done.stdout, done
 
 
 # The copy.
@@ -203,10 +203,10 @@ def test_a_recipe_trains_a_model_that_travels(folder: Path, tmp_path: Path, back
 
 @pytest.mark.promise("code-travels")
 def test_the_command_line_tells_what_travels(folder: Path, tmp_path: Path) -> None:
-    told = lockstep(folder, "render", "slurm", "job.yaml")
+    done = lockstep(folder, "render", "slurm", "job.yaml")
     identity = product.code_of(folder)[0]
-    assert f"code {identity}: 3 files" in told.stderr
-    assert identity in told.stdout and not (tmp_path / "home/code").exists(), "render keeps nothing"
+    assert f"code {identity}: 3 files" in done.stderr
+    assert identity in done.stdout and not (tmp_path / "home/code").exists(), "render keeps nothing"
 
 
 # The launcher.
@@ -227,10 +227,10 @@ def test_the_launcher_unpacks_pieces_below_its_temporary_folder(folder: Path, tm
     env = {"TMPDIR": str(tmp), "STARTED": str(tmp_path / "started"), "GO": str(folder)}
     words = ("--code", identity, "--code-parts", str(parts), "--", PYTHON, "train.py")
     for _ in range(2):  # a node that starts again finds it there
-        told = launch(*words, cwd=tmp_path, **env)
-        assert told.code == 0 and f"submitted {identity}" in told.output, told
+        done = launch(*words, cwd=tmp_path, **env)
+        assert done.code == 0 and f"submitted {identity}" in done.output, done
     (copy,) = tmp.glob("lockstep-code-*")
     (copy / "helper.py").chmod(0o600)
     (copy / "helper.py").write_text("WORD = 'changed'\n")
-    told = launch(*words, cwd=tmp_path, **env)
-    assert told.code == EXIT_USAGE and "holds something else" in told.output and "Traceback" not in told.output, told
+    done = launch(*words, cwd=tmp_path, **env)
+    assert done.code == EXIT_USAGE and "holds something else" in done.output and "Traceback" not in done.output, done

@@ -71,9 +71,9 @@ def test_render_is_what_submit_applies(server: ApiServer, tmp_path: Path) -> Non
     assert "warning: LS" in done.stderr
     sent, policy = [body for method, _, _, body in server.cluster.requests if method == "POST"]
     assert sent["spec"]["runPolicy"].pop("suspend") is True, "until its policy is there"
-    for found, rendered in zip((policy, sent), yaml.safe_load_all(shown.stdout), strict=True):
-        assert (found["apiVersion"], found["spec"]) == (rendered["apiVersion"], rendered["spec"])
-        assert rendered["metadata"]["labels"] == found["metadata"]["labels"]
+    for sent_object, rendered in zip((policy, sent), yaml.safe_load_all(shown.stdout), strict=True):
+        assert (sent_object["apiVersion"], sent_object["spec"]) == (rendered["apiVersion"], rendered["spec"])
+        assert rendered["metadata"]["labels"] == sent_object["metadata"]["labels"]
 
 
 LATE = "Job smoke has failed because it was active longer than specified deadline"

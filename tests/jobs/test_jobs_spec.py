@@ -35,8 +35,8 @@ def test_mistakes_name_the_setting_and_the_nearest_name(tmp_path: Path, text: st
     path.write_text(f"name: a\nrecipe: smoke\n{text}\n")
     with pytest.raises(UserError) as error:
         JobSpec.load(path)
-    told = str(error.value)
-    assert named in told and "\n" not in told and str(path) in told, told
+    message = str(error.value)
+    assert named in message and "\n" not in message and str(path) in message, message
 
 
 def test_null_in_a_file_is_a_value_and_an_empty_heading_an_empty_group(tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ def test_set_reads_as_that_of_a_recipe(tmp_path: Path) -> None:
     """Short names, text as it stands, all else as YAML."""
     words = ["queue=gpu", "memory=8Gi", "time_limit=2h", "nodes=2", "container=null",
              "overrides.optim.lr=1e-3", "overrides.epochs=2", 'env.A="5"', "slurm.patch.a.b=[1]"]  # fmt: skip
-    told = _set(tmp_path, *words)
-    assert told.returncode == 0, told
-    file = yaml.safe_load(told.stdout)
+    done = _set(tmp_path, *words)
+    assert done.returncode == 0, done
+    file = yaml.safe_load(done.stdout)
     record = json.loads(file["services"]["node-0"]["labels"]["lockstep/spec"].replace("$$", "$"))
     spec = JobSpec.of({
         "name": "smoke", "recipe": "smoke", "image": "a:1", "memory": "8Gi", "time_limit": "2h", "nodes": 2, "env": {"A": "5"},
@@ -80,16 +80,16 @@ def test_set_reads_as_that_of_a_recipe(tmp_path: Path) -> None:
         "image_pul_policy=Never": "did you mean 'image_pull_policy'", "k8s={queue: gpu}": "'k8s'",
         "patch={}": "k8s.patch, slurm.patch, compose.patch", "nodes=[1": "--set nodes", "env=3": "env",
     }.items():  # fmt: skip
-        told = _set(tmp_path, word)
-        assert (told.returncode, told.stderr.count("\n")) == (2, 1) and named in told.stderr, told
+        done = _set(tmp_path, word)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1) and named in done.stderr, done
 
 
 def test_live_reaches_the_launcher(tmp_path: Path) -> None:
     """And a job without it is recorded as it was before there was the setting."""
     for words, live in ((), False), (("live=true", "overrides.sync.name=exact"), True):
-        told = _set(tmp_path, *words)
-        node = yaml.safe_load(told.stdout)["services"]["node-0"]
-        assert ("--live" in node["command"]) == live == ("live" in json.loads(node["labels"]["lockstep/spec"])), told
+        done = _set(tmp_path, *words)
+        node = yaml.safe_load(done.stdout)["services"]["node-0"]
+        assert ("--live" in node["command"]) == live == ("live" in json.loads(node["labels"]["lockstep/spec"])), done
 
 
 @pytest.mark.parametrize(

@@ -131,9 +131,9 @@ def _listed(folder: Path, classes: list[str] | None = None) -> tuple[list[str], 
     names = [path.relative_to(folder) for path in _files_below(folder)]
     loose = [path for path in names if len(path.parts) == 1 or not path.parts[0].isprintable()]
     _refuse({folder / path: "expected CLASS/NAME, and a class that can be printed" for path in loose}, len(names))
-    found = {path.parts[0] for path in names}
-    known = sorted(found) if classes is None else classes
-    if unknown := found - set(known):
+    folders = {path.parts[0] for path in names}
+    known = sorted(folders) if classes is None else classes
+    if unknown := folders - set(known):
         raise UserError(f"{folder} has a class {min(unknown)!r}, which the training folder does not have")
     hashes = (hashlib.sha256(os.fsencode(path.as_posix())).digest() for path in names)
     images = [_Image(digest, folder / path, known.index(path.parts[0])) for digest, path in zip(hashes, names)]
