@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 from tests.processes import ROOT, processes
@@ -26,6 +27,8 @@ class Process:
 
     def __init__(self, words: list[str], told: int) -> None:
         self.args, self._told, self._heard = words, told, b""
+        self._lock = threading.Lock()
+        weakref.finalize(self, os.close, told)
         self.returncode: int | None = None
         line = self._line(time.monotonic() + _BOUND)
         kind, _, rest = line.partition(" ")
@@ -58,13 +61,12 @@ class Process:
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit code. Raises `subprocess.TimeoutExpired`."""
-        if self.returncode is None:
-            try:
-                line = self._line(None if timeout is None else time.monotonic() + timeout)
-            except TimeoutError:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0) from None
-            os.close(self._told)
-            self.returncode = int(line.split()[1]) if line != "lost" else -signal.SIGKILL
+        if not select.select([self._told], [], [], None if timeout is None else max(0.0, timeout))[0]:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        with self._lock:  # another thread may wait for it, too
+            if self.returncode is None:
+                line = self._line(time.monotonic() + _BOUND)
+                self.returncode = int(line.split()[1]) if line != "lost" else -signal.SIGKILL
         return self.returncode
 
     def send_signal(self, number: int) -> None:
