@@ -207,15 +207,14 @@ def test_what_is_trained_outside_of_the_session_is_named_once(tmp_path: Path, sy
     alone."""
     done = script(2, OUTSIDE, tmp_path / "run", sync, what)
     named = [line for line in done.output.splitlines() if "warning" in line]
-    assert done.code == 0 and len(named) == (16 if what == "outside" else 0), done.output
+    assert done.code == 0 and len(named) == (14 if what == "outside" else 0), done.output
     if named:
         unused, optimizer, *below, weight = named[:7]
-        *moved, kept, value, slow, attribute = named[7:]
+        *moved, kept, value, attribute = named[7:]
         hidden = ("closure.by_inner (SGD)", "bound.keywords['optimizer'] (SGD)", "bound.args[0]", "closure.inner")
         assert all(name in line for name, line in zip(hidden, below, strict=True)), below
-        names = ("teacher moves", "shadow moves", "order draws numbers", "centre moves", "criterion moves")
+        names = ("teacher moves", "order draws numbers", "centre moves", "criterion moves")
         assert all(f"{name}, and no checkpoint has it" in line for name, line in zip(names, moved, strict=True)), moved
-        assert "slow moves, and no checkpoint has it, so a start that resumes begins with another, unless" in slow
         assert "2.weight and 1 more require a gradient, and no optimizer has them" in unused
         assert "the optimizer by_hand (SGD) does not come from run.optimizer()" in optimizer
         assert (

@@ -36,6 +36,7 @@ _PLAIN = (
     "groups",
     "tables",
     "began_with",
+    "variables",
 )
 """Plain values of `UserState`, which are the same on every rank."""
 
@@ -92,6 +93,8 @@ class UserState:
         """Name of a table in a module's attribute (`run/replica.py`) → its digest at replication."""
         self.began_with: dict[str, float] = {}
         """The learning rates at the first batch of the current epoch."""
+        self.variables: dict[str, str] = {}
+        """Name of a variable of the script that has changed (`run/variables.py`) → its digest at the save."""
         self.epoch_generators: dict[str, Any] | None = None
         """This rank's generators at the start of the current epoch; None: no epoch is under way."""
         self.cursor_generators: dict[str, Any] | None = None

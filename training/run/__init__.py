@@ -11,6 +11,7 @@ The modules in reading order:
     saver.py            when to save a checkpoint, and whether the save succeeded.
     resume.py           the checkpoint that a start resumes from, and whether it fits the script's objects.
     unsaved.py          warnings of state that no checkpoint holds.
+    variables.py        the script's variables at a save and at a resume.
     evaluation.py       an evaluation that counts every sample once.
     reporting.py        the reports of a script: numbers, events, values of the summary.
     batch_mean.py       the check that a loss is the mean over its samples.

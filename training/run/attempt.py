@@ -227,6 +227,7 @@ class Attempt:
     def _state(self) -> torch.Tensor:
         """Returns, on rank 0, the state from which another rank continues here as this rank does. Collective."""
         self._before_gather()
+        self.unsaved.note_variables()
         gathered = gather(self.run.state)
         if gathered is None:
             return torch.empty(0)
@@ -426,12 +427,17 @@ class Attempt:
         self.reading.new_epoch()
         return of_epoch
 
-    def save(self) -> None:
+    def save(self, in_loop: bool = True) -> None:
         """Saves a checkpoint. Collective.
+
+        Args:
+            in_loop: whether the functions of the script's loop are running, with its variables.
 
         Raises `Ended` instead if a weight is not finite, or if the replicas differ, so that the newest checkpoint stays usable.
         """
         with self.run.goodput.on(TimeCategory.CHECKPOINT):
+            if in_loop:
+                self.unsaved.note_variables()
             self._save()
 
     def _save(self) -> None:

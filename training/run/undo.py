@@ -203,7 +203,7 @@ class Undo:
         for name, buffer in module._buffers.items():
             if name in BATCH_STATISTICS and buffer is not None:  # torch does not say that batch norm writes to them
                 self.watching.note(buffer)
-        if _is_of_script(_root(module)):
+        if is_of_script(root_of(module)):
             self._look_at_object(module)
             return
         self._keep_dict(vars(module))
@@ -222,7 +222,7 @@ class Undo:
         if type(attributes) is dict:
             self._keep_dict(attributes)
             self._waiting += attributes.values()
-        if _is_of_script(_root(value)):
+        if is_of_script(root_of(value)):
             self._waiting += kind.__mro__
             if not issubclass(kind, tuple) and any(
                 type(one) is types.MemberDescriptorType for kind in kind.__mro__ for one in vars(kind).values()
@@ -240,14 +240,14 @@ class Undo:
         self._waiting += items[:_ITEMS]
 
     def _look_at_class(self, kind: type[Any]) -> None:
-        if _is_of_script(_root(kind)):
+        if is_of_script(root_of(kind)):
             self._keep(_put_back_class, kind, dict(vars(kind)))
             self._waiting += [*kind.__mro__, *vars(kind).values()]
 
     def _look_at_function(self, function: types.FunctionType) -> None:
         """Inspects the closure, the defaults, the attributes and the global names of a function; of a library's function those it wraps."""
         cells = function.__closure__ or ()
-        if not _is_of_script(_root(function)):
+        if not is_of_script(root_of(function)):
             inner = gc.get_referents(*cells)
             self._waiting += [one for one in inner if isinstance(one, (types.FunctionType, nn.Module))]
             return
@@ -260,7 +260,7 @@ class Undo:
         used += [sys.modules[one.argval] for one in imports if one.argval in sys.modules]
         self._waiting += used
         for space in [function.__globals__, *(vars(one) for one in used if type(one) is types.ModuleType)]:
-            if _is_of_script(str(space.get("__name__")).partition(".")[0]):
+            if is_of_script(str(space.get("__name__")).partition(".")[0]):
                 kept = {name: space[name] for name in names & space.keys()}
                 self._keep(space.update, kept)
                 self._waiting += kept.values()
@@ -279,7 +279,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(inner)
 
 
-def _root(value: Any) -> str:
+def root_of(value: Any) -> str:
     """Returns the top-level package of a module, a class, a function, or of an object's class."""
     kind = type(value)
     if issubclass(kind, types.ModuleType):
@@ -292,14 +292,14 @@ def _root(value: Any) -> str:
 
 
 def _is_outside(value: Any) -> bool:
-    root = _root(value)
+    root = root_of(value)
     if root in _OUTSIDE or type(value).__module__.startswith(("torch.utils.tensorboard", "torch.profiler")):
         return True
-    return not (_KNOWN.fullmatch(root) or root in sys.stdlib_module_names or _is_of_script(root))
+    return not (_KNOWN.fullmatch(root) or root in sys.stdlib_module_names or is_of_script(root))
 
 
 @functools.cache
-def _is_of_script(root: str) -> bool:
+def is_of_script(root: str) -> bool:
     """Returns whether a package is neither Python's, nor installed, nor ours."""
     if root in sys.stdlib_module_names or root in ("lockstep", "builtins"):
         return root == "__main__"

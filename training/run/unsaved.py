@@ -1,62 +1,36 @@
 """Warns of state of a script that a save loses: the script trains it outside its session, or it changes and is in no checkpoint, or it
 differs between ranks.
-
-A copy of the weights is a module that is not replicated (a teacher), or a dictionary or list of tensors like the parameters. A single
-tensor counts if the script changes it in place, such as a centre or a queue. A tensor that is assigned anew may be a batch.
 """
 
 from __future__ import annotations
 
-import functools
-import gc
 import sys
-import types
 import zlib
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdRef
 
 from .. import generators
 from ..checkpoint.state import Stateful, TrainState, parameter_names
 from ..checkpoint.store import Rule
-from ..contract import named
+from ..contract import named, say
 from ..parallel.exchange import all_gather_trees, is_same_on_all_ranks
 from ..parallel.names import plain, plain_name
 from ..parallel.packing import storage, storages
 from ..resilience.closeness import differing_ranks, fingerprint, first_of, sums_of_bits
 from .proof import attributes_of, text_of
-from .replica import Several, tables_of
+from .replica import tables_of
 from .run import Run
+from .variables import Reached, Variables, around, reached
 
 SCORES = ("accuracy", "loss")
 """Endings of a score's name. Other logged numbers may differ between ranks: a time, a rate, a memory size."""
-MOST, DEPTH, ITEMS = 5000, 3, 100
-"""Limits: objects to inspect, levels of attributes below a variable, items of a dictionary or list."""
-_OPAQUE = (types.ModuleType, type, str, bytes, int, float, torch.Tensor)
-
-
-class Mark(NamedTuple):
-    """A record of a variable's value, which shows whether the value has moved. It keeps no tensor alive."""
-
-    generator: Any
-    """The generator; None: the value holds tensors."""
-    made: list[Any]
-    """A list that differs if the value is created anew. Empty for copies of the weights."""
-    state: list[Any]
-    """A list that differs if the value moves. For tensors: (tensor, number of changes in place)."""
-    is_module: bool = False
-
-
-Marks = dict[str, Mark]
-"""Name of the variable → its mark."""
-Variables = list[tuple[str, Any]]
-"""[(name, value)]: the script's variables, and what is below them."""
+NAMES = 5
+"""Names in one warning, at most."""
 
 
 class Unsaved:
@@ -67,10 +41,9 @@ class Unsaved:
         self._run = run
         self.looks = 0
         """Number of saves so far that have run the checks."""
-        _, self._held = _reached(run.state)
-        """The marks of the variables at the start of the loop; after the first save, of copies of the weights that the loop has made."""
-        self._known = set(self._held)
-        """The names of all values that have been inspected."""
+        self._variables = Variables(run.state)
+        self._saved = run.user_state.variables if run.resumed else {}
+        """The digests of the script's variables at the save that this start resumes from, until they are compared."""
         self._settings: dict[str, Any] | None = None
         """The settings in the models' attributes at the first save. Only a first pass may set some, such as the longest sequence."""
         self.logged: dict[str, float] = {}
@@ -82,17 +55,47 @@ class Unsaved:
         self.looks += 1
         outside: list[str] = []
         if self.looks & (self.looks - 1) == 0:
-            reached, now = _reached(state)
-            outside += trained_outside(state, reached) if self.looks == 1 else []
-            held, self._held = self._held, _copies(now, self._known)
-            self._known |= now.keys()
-            outside += [*_moved(held, now, in_loop=self.looks > 1), *_changed_in_place(self._held)]
+            outside += trained_outside(state, reached(state)) if self.looks == 1 else []
+            outside += [_moves(name, value) for name, value in self._variables.moving()]
         sentences = {sentence: sentence for sentence in [*outside, *self._changed_settings()]}
         if world.size > 1 and not is_same_on_all_ranks(mine := self._alike(), world):
             sentences |= unequal(all_gather_trees(mine, world))
         self.logged.clear()
         for about, sentence in sentences.items():
             self._run.warn(sentence, about)
+
+    def note_variables(self) -> None:
+        """Notes the script's variables for a checkpoint, or for an admitted rank."""
+        if self._run.world.leader:
+            self._run.user_state.variables = self._variables.digests()
+
+    def compare_variables(self, batches: Any = None) -> None:
+        """Warns, if the run resumes, of variables of the script that have another value than at the save.
+
+        Args:
+            batches: the iterator over the rest of the epoch; None: the run resumes at the beginning of an epoch.
+        """
+        before, self._saved = self._saved, {}
+        world = self._run.world
+        if not before or not (world.leader or world.replacement):
+            return
+        sentences = list[str]()
+        if names := self._variables.differing(before, batches):
+            listed = ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
+            sentences.append(
+                f"variables of the script have other values than at the save that this start resumes from, and no checkpoint has them: "
+                f"{listed}. Put what training reads into run.values or run.keep(), or compute it from run.steps or the epoch"
+            )
+        if batches is not None and (name := around(batches)):
+            sentences.append(
+                f"{name}() goes over the batches, and this start resumes within the epoch: what {name}() counts, or takes besides them, "
+                "begins anew. Count by run.steps, and put a second dataset into the first one, as StackDataset does"
+            )
+        for sentence in sentences:
+            if world.leader:
+                self._run.warn(sentence)
+            else:
+                say(f"warning: rank {world.rank}: {sentence}", sys.stderr)
 
     def _alike(self) -> dict[str, str]:
         """Returns the call that requires equal values on all ranks → a digest of its value, or the logged number."""
@@ -178,12 +181,12 @@ def _print_of(tree: Any) -> str:
     return str(zlib.crc32(repr([sums_of_bits(tensors).tolist(), arrays, others]).encode()))
 
 
-def trained_outside(state: TrainState, reached: Variables) -> list[str]:
+def trained_outside(state: TrainState, reached: Sequence[Reached]) -> list[str]:
     """Returns a warning for each optimizer, schedule and weight that a resume loses or that the ranks train apart. Collective."""
     user_state, known = state.user_state, plain(state.model, dict(state.model.named_parameters()))
     kept, sentences = [*user_state.objects.items(), *user_state.rank_objects.items()], list[str]()
     used, names = set[torch.Tensor](), dict[torch.Tensor, str]()
-    for name, value in (*reached, *kept):
+    for name, value in (*((one.name, one.value) for one in reached), *kept):
         if issubclass(type(value), nn.Parameter):
             names.setdefault(value, name)
         elif issubclass(type(value), nn.Module) and "_modules" in vars(value):  # else it is not constructed
@@ -238,54 +241,13 @@ def _states_of(objects: dict[str, Stateful]) -> list[Any]:
     return [stateful.state_dict() for stateful in objects.values()]
 
 
-def _moved(before: Marks, now: Marks, in_loop: bool = False) -> Iterator[str]:
-    """Yields a warning for each value that has moved and is in no checkpoint. Of single tensors it names only the first: a tensor that
-    accumulates may be set to zero before it is read.
-
-    Args:
-        in_loop: whether the loop has made these values. Copies that it makes again and again are evaluated or compared.
-    """
-    in_place = False
-    for name, mark in before.items():
-        later = now.get(name, mark)
-        # A generator that is seeded anew, or a tensor that is made anew, depends on nothing earlier.
-        if later.state == mark.state or later.made != mark.made:
-            continue
-        if in_loop and _tensors(later).isdisjoint(_tensors(mark)):
-            continue
-        if mark.generator is not None:
-            yield (
-                f"{name} draws numbers, and no checkpoint has its state, so a start that resumes draws others: hand it to "
-                f"{_keeps(name, name)}"
-            )
-            continue
-        is_tensor = bool(mark.made)
-        if not (is_tensor and in_place):
-            yield _moves(name, may_be_set=is_tensor or in_loop)
-        in_place = in_place or is_tensor
-
-
-def _tensors(mark: Mark) -> set[Any]:
-    return {tensor for tensor, _ in mark.state}
-
-
-def _copies(marks: Marks, known: set[str]) -> Marks:
-    """Returns the copies of the weights that the loop has made."""
-    return {
-        name: mark for name, mark in marks.items() if name not in known and mark.generator is None and not mark.made
-    }
-
-
-def _changed_in_place(copies: Marks) -> Iterator[str]:
-    """Yields a warning for each copy of the weights that changes in place, such as the slow weights of a lookahead. A copy for one
-    evaluation is written at most once, unless it is a module."""
-    for name, mark in copies.items():
-        if not mark.is_module and any(changes > 1 for _, changes in mark.state):
-            yield _moves(name, may_be_set=True)
-
-
-def _moves(name: str, may_be_set: bool) -> str:
-    unless = ", unless it is set anew before it is read" if may_be_set else ""
+def _moves(name: str, value: Any) -> str:
+    if generators.is_generator(value):
+        return (
+            f"{name} draws numbers, and no checkpoint has its state, so a start that resumes draws others: hand it to "
+            f"{_keeps(name, name)}"
+        )
+    unless = "" if issubclass(type(value), nn.Module) else ", unless it is set anew before it is read"
     return (
         f"{name} moves, and no checkpoint has it, so a start that resumes begins with another{unless}: make it a module, and "
         f"hand it to {_keeps(name, name)}"
@@ -294,115 +256,3 @@ def _moves(name: str, may_be_set: bool) -> str:
 
 def _keeps(name: str, value: str) -> str:
     return f"run.keep({name if name.isidentifier() else 'other'}={value})"
-
-
-def _reached(state: TrainState) -> tuple[Variables, Marks]:
-    """Returns the values of the running functions' variables, with the attributes and items below them, and the marks of those that no
-    checkpoint holds. Leaves out the content of kept objects: a state may consist of copies. Returns nothing if an object of the script
-    raises, since both only serve warnings."""
-    user_state = state.user_state
-    kept = [*state.optimizers.items(), *user_state.objects.items(), *user_state.rank_objects.items()]
-    inside = [
-        (name, vars(thing) if isinstance(thing, torch.optim.Optimizer) else thing)
-        for name, thing in kept
-        if not isinstance(thing, torch.optim.lr_scheduler.LRScheduler)  # it has an optimizer that need not be kept
-    ]
-    named = ((name, value) for names in _variables() for name, value in names.items() if name[:2] != "__")
-    try:
-        reached = list(_below(named, {id(value): value for _, value in _below(inside, {})}))
-        return reached, dict(_marks(state, reached))
-    except Exception:  # noqa: BLE001 - a property, or a subclass of a tensor or a dictionary, may raise anything
-        return [], {}
-
-
-def _marks(state: TrainState, reached: Variables) -> Iterator[tuple[str, Mark]]:
-    kept = state.user_state
-    several = state.sync.parts if isinstance(state.sync, Several) else []
-    models = [
-        plain(model, dict(model.named_parameters())) for model in (state.model, *(part.model for part in several))
-    ]
-    average = {} if state.ema is None else dict(state.ema.average.named_parameters())
-    ours = [*models[0].values(), *average.values(), *state.model.buffers(), *state.sync.gradients()]
-    held = storages([ours, _states_of(kept.objects), _states_of(kept.rank_objects), dict(kept.values)])
-    for name, value in reached:
-        if generators.is_generator(value):
-            if not any(value is generator for generator in kept.generators.values()):
-                seed = value.initial_seed() if isinstance(value, torch.Generator) else None
-                yield name, Mark(value, [id(value), seed], [generators.comparable(generators.state_of(value))])
-            continue
-        is_tensor = issubclass(type(value), torch.Tensor)
-        tensors = [value] if is_tensor else _weights(value, models)
-        tensors = [t for t in tensors if storage(t) not in held and not t.is_inference()]  # these count no changes
-        if tensors and not (is_tensor and value.requires_grad):
-            versions = [(WeakIdRef(tensor), tensor._version) for tensor in tensors]
-            yield (
-                name,
-                Mark(None, [ref for ref, _ in versions if is_tensor], versions, issubclass(type(value), nn.Module)),
-            )
-
-
-def _weights(value: Any, models: list[dict[str, nn.Parameter]]) -> list[torch.Tensor]:
-    """Returns the tensors of a value that may be a copy of the weights of one of these models; [] for another value."""
-    if issubclass(type(value), nn.Module):
-        return [*value.parameters(), *value.buffers()] if "_modules" in vars(value) else []
-    if not issubclass(type(value), (dict, list, tuple)) or len(value) > len(models[0]):
-        return []
-    named = value if issubclass(type(value), dict) else dict(enumerate(value))
-    tensors = list(named.values())
-    if not all(issubclass(type(tensor), torch.Tensor) for tensor in tensors):
-        return []
-    shapes = [tensor.shape for tensor in tensors]
-    for model in models:
-        trained, every = [p.shape for p in model.values() if p.requires_grad], [p.shape for p in model.values()]
-        same = (name in model and tensor.shape == model[name].shape for name, tensor in named.items())
-        if shapes in (trained, every) or any(same):
-            return tensors
-    return []
-
-
-def _below(named: Iterable[tuple[str, Any]], known: dict[int, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields these values, and the attributes and items below them, without the known ones."""
-    waiting = deque((name, value, 0) for name, value in named)
-    seen: dict[int, Any] = {}
-    while waiting and len(seen) < MOST:
-        name, value, depth = waiting.popleft()
-        kind = type(value)
-        if issubclass(kind, torch.Tensor):
-            yield name, value
-        if value is None or issubclass(kind, _OPAQUE) or kind.__module__.startswith("lockstep."):
-            continue
-        if id(value) in seen or id(value) in known:
-            continue
-        seen[id(value)] = value
-        yield name, value
-        if depth == DEPTH or issubclass(kind, (nn.Module, torch.optim.Optimizer)):
-            continue
-        waiting.extend((inner, item, depth + 1) for inner, item in _inside(name, value))
-
-
-def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
-    """Returns the items or attributes of a value, or what a function is bound to, with their names."""
-    if issubclass(type(value), types.FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or ())  # a cell may be empty
-        return [(f"{name}.{free}", item) for free, cell in cells for item in gc.get_referents(cell)]
-    if issubclass(type(value), functools.partial):
-        return [(f"{name}.func", value.func), (f"{name}.args", value.args), (f"{name}.keywords", value.keywords)]
-    if issubclass(type(value), dict):
-        named = [(key, item) for key, item in dict.items(value) if type(key) in (str, int)]
-        return [(f"{name}[{key!r}]", item) for key, item in named[:ITEMS]]
-    if issubclass(type(value), (list, tuple)):
-        return [(f"{name}[{index}]", item) for index, item in enumerate(value[:ITEMS])]
-    try:
-        attributes = object.__getattribute__(value, "__dict__")  # a proxy may compute it
-    except AttributeError:
-        return []
-    return [(f"{name}.{attribute}", item) for attribute, item in list(attributes.items())]
-
-
-def _variables() -> Iterator[dict[str, Any]]:
-    """Yields the variables of the running functions, innermost first, without ours."""
-    frame = sys._getframe()
-    while frame := frame.f_back:  # type: ignore[assignment]
-        if not frame.f_globals.get("__name__", "").startswith("lockstep."):
-            yield {**frame.f_locals}
-            yield {**frame.f_globals}

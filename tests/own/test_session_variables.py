@@ -1,0 +1,96 @@
+"""Variables of a script that a start which resumes does not get back: the start names each of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.own.job import script
+
+pytestmark = pytest.mark.promise("session-resume")
+
+CODE = """
+import itertools, random, sys, time, types, torch
+from lockstep import Session
+COUNTS = {"batches": 0}
+class Meter:
+    shown = 0
+    def __init__(self):
+        self.total, self.began = 0.0, time.time()
+    def add(self, value):
+        self.total += value
+def augment(x):
+    augment.calls += 1
+    return x
+augment.calls = 0
+class Net(torch.nn.Linear):
+    last = None
+    def forward(self, x):
+        y = super().forward(x)
+        self.last = y.detach()
+        return y
+def train(kind, run, steps):
+    data, net = torch.randn(64, 4, generator=torch.Generator().manual_seed(1)), Net(4, 1)
+    model = run.replicate(net)
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    count, meter, history, average, slow = 0, Meter(), [], torch.zeros(4), None
+    order, other = list(range(500)), itertools.cycle([1, 2]) if kind == "drawn" else None
+    weights, noise, best, clock = {name: p.detach().clone() for name, p in net.named_parameters()}, random.Random(3), None, time.time()
+    read, network, tries = torch.utils.data.DataLoader([1.0, 2.0]), net, run.values.get("tries", 0)
+    anchor = net.weight.detach().clone() if kind == "anchor" else None
+    for epoch in run.epochs(steps=steps):
+        hard = data[model(data).argsort(0)[:4, 0]].clone() if kind == "hard" else data[epoch : epoch + 4]
+        batches = run.batches(data, 8)
+        for item in enumerate(batches) if kind == "enumerate" else zip(batches, read) if kind == "zip" else batches:
+            x = {"enumerate": item[1], "zip": item[0]}.get(kind, item)
+            run.step(lambda x: model(x).square().mean(), x)
+            seen = len(x)
+            if kind == "count":
+                count, best = count + 1, 0.5 if best is None else best * 0.9
+            elif kind == "objects":
+                meter.add(1.5)
+                Meter.shown += 1
+                augment.calls += 1
+                COUNTS["batches"] += 1
+            elif kind == "lists":
+                history.append(seen)
+                random.shuffle(order)
+            elif kind == "tensors":
+                average = 0.9 * average + x.mean(0)
+                slow = [p.detach().clone() if slow is None else s.lerp(p.detach(), 0.1) for s, p in zip(slow or order, net.parameters())]
+                weights = {name: p.detach().clone() for name, p in net.named_parameters()}
+            elif kind == "drawn":
+                noise.random(), next(other)
+            elif kind == "calm":
+                clock, run.values["tries"] = time.time(), run.values.get("tries", 0) + 1
+                tries = run.values["tries"]
+                network = run.for_evaluation()
+for kind in sys.argv[3:]:
+    with Session(f"{sys.argv[1]}/{kind}", sync="flat") as run:
+        train(kind, run, int(sys.argv[2]))
+"""
+NAMED = {
+    "count": {"count", "best"}, "objects": {"meter.total", "Meter.shown", "augment.calls", "COUNTS"}, "lists": {"history", "order"},
+    "tensors": {"average", "slow", "weights"}, "drawn": {"noise", "other"}, "hard": {"hard"}, "anchor": {"anchor"},
+    "enumerate": {"enumerate"}, "zip": {"zip"}, "calm": set(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("planned", [(5, 10), (8, 12)])
+def test_a_start_that_resumes_names_the_variables_that_do_not(tmp_path: Path, planned: tuple[int, int]) -> None:
+    """Counters, lists, averages, objects, copies of the weights, generators, iterators, and what an epoch computes from the weights: each
+    has another value than at the save, in the middle of an epoch or at its end. Batches, the time, the last activation, a model for
+    evaluation, and what the script restores itself are not named."""
+    kinds = [kind for kind in NAMED if planned[0] % 8 or kind not in ("hard", "enumerate", "zip")]
+    first, second = (script(2, CODE, tmp_path, str(steps), *kinds) for steps in planned)
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    assert "variables of the script" not in first.output, first.output
+    runs = re.split("This run is kept|Preprocessing", second.output)[1:]
+    assert len(runs) == len(kinds), second.output
+    for kind, output in zip(kinds, runs, strict=True):
+        listed = re.findall(r"no checkpoint has them: (.*?)\. Put what", output)
+        names = {name for line in listed for name in line.split(", ")}
+        names.update(re.findall(r"warning: rank 0: (\w+)\(\) goes over the batches", output))
+        assert names == NAMED[kind] and "rank 1: " not in output, (kind, output)

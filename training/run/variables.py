@@ -1,0 +1,292 @@
+"""The variables of a script: their values at a save, and in the start that resumes from it.
+
+A checkpoint holds a digest of each variable that has changed since the start: of a counter, a list, an average, a copy of the weights. The
+start that resumes names those that have another value there. A variable that the loop itself makes, such as a batch, does not exist yet
+where a start resumes, so it is not named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import io
+import sys
+import time
+import types
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdRef
+
+from .. import generators
+from ..checkpoint.state import TrainState
+from ..parallel.packing import storage, storages
+from ..resilience.closeness import sums_of_bits
+from .proof import has_bytes
+from .undo import is_of_script, root_of
+
+MOST, DEPTH, ITEMS = 5000, 3, 100
+"""Limits: objects to inspect, levels below a variable, items at each end of a list or dictionary."""
+_SAMPLE = 1 << 16
+"""Numbers of a tensor or an array that a digest reads, evenly spaced."""
+_PLAIN = (type(None), bool, int, str, bytes)
+_SEQUENCES = (list, tuple, deque)
+_ITERATOR = "an iterator"
+"""The digest of any iterator, whose position cannot be seen. It begins anew in each start."""
+_BEGAN = time.time(), time.perf_counter(), time.monotonic()
+
+
+class Mark(NamedTuple):
+    """A tensor or a generator at one moment. A mark keeps no tensor alive."""
+
+    made: Any
+    """The tensor, weakly; or the generator and its seed. Another value: it was made, or seeded, anew."""
+    state: Any
+    """The number of changes in place; or the state of the generator."""
+
+
+class Reached(NamedTuple):
+    """A value that a variable of the script leads to."""
+
+    name: str
+    value: Any
+    is_own: bool
+    """Whether the script names the value: a variable, or an attribute of an object, a class or a module of the script."""
+
+
+class Variables:
+    """The variables of the script in one attempt, on one rank."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        self._start = {name: mark for name, _, mark in self._marks()}
+
+    def digests(self) -> dict[str, str]:
+        """Returns name → digest of each iterator, and of each variable that has changed since the start of the attempt."""
+        held = _held(self._state)
+        changed = [
+            (name, value) for name, value, mark in self._marks() if mark == _ITERATOR or mark != self._start.get(name)
+        ]
+        return {name: text for name, value in changed if (text := _digest(value, held)) is not None}
+
+    def differing(self, before: dict[str, str], batches: Any) -> list[str]:
+        """Returns the names of variables that have another value than in these digests of a checkpoint.
+
+        Args:
+            batches: the iterator that the script goes over, which resumes.
+        """
+        held = _held(self._state)
+        now = [(name, value, _digest(value, held)) for name, value, _ in self._marks() if name in before]
+        return [
+            name
+            for name, value, text in now
+            if text is not None and (text != before[name] if text != _ITERATOR else not _goes_over(value, batches))
+        ]
+
+    def moving(self) -> Iterator[tuple[str, Any]]:
+        """Yields the name and value of each generator that has drawn, and of each tensor, or object of tensors, that has changed in
+        place since the start. Of single tensors only the first: a tensor that accumulates may be set to zero before it is read."""
+        has_tensor = False
+        for name, value, mark in self._marks():
+            is_tensor = issubclass(type(value), torch.Tensor)
+            if _has_moved(self._start.get(name), mark) and not (is_tensor and has_tensor):
+                has_tensor |= is_tensor
+                yield name, value
+
+    def _marks(self) -> list[tuple[str, Any, Any]]:
+        """Returns (name, value, mark) of each value that no checkpoint holds. Two marks are equal if the value has not changed."""
+        held, marks = _held(self._state), dict[str, tuple[Any, Any]]()
+        for name, value, is_own in reached(self._state):
+            by_itself = issubclass(type(value), (torch.Tensor, nn.Module)) or generators.is_generator(value)
+            if name not in marks and (
+                is_own or (by_itself and name[-1] != "]")
+            ):  # an item belongs to its list or dictionary
+                with contextlib.suppress(Exception):  # an object of the script may raise anything
+                    if (mark := _print(value, held, _mark)) is not None:
+                        marks[name] = value, mark
+        return [(name, value, mark) for name, (value, mark) in marks.items()]
+
+
+def reached(state: TrainState) -> list[Reached]:
+    """Returns the values of the running functions' variables, with the attributes and items below them. Leaves out the content of kept
+    objects: a state may consist of copies. Returns nothing if an object of the script raises, since all this only serves warnings."""
+    user_state = state.user_state
+    kept = [*state.optimizers.items(), *user_state.objects.items(), *user_state.rank_objects.items()]
+    inside = [
+        (name, vars(thing) if isinstance(thing, torch.optim.Optimizer) else thing)
+        for name, thing in kept
+        if not isinstance(thing, torch.optim.lr_scheduler.LRScheduler)  # it has an optimizer that need not be kept
+    ]
+    known = [*user_state.generators.values()]
+    named = ((name, value) for names in _frames() for name, value in names.items() if name[:2] != "__")
+    try:
+        known += [value for _, value, _ in _below(inside, [])]
+        return list(_below(named, known))
+    except Exception:  # noqa: BLE001 - a property, or a subclass of a tensor or a dictionary, may raise anything
+        return []
+
+
+def around(batches: Any) -> str | None:
+    """Returns the name of `enumerate`, `zip` or `map` if the script goes over these batches through it; None: it does not."""
+    holders = gc.get_referrers(batches)
+    tuples = [holder for holder in holders if type(holder) is tuple]  # of zip and map
+    holders += [holder for inner in tuples for holder in gc.get_referrers(inner)]
+    return next((type(holder).__name__ for holder in holders if type(holder) in (enumerate, zip, map)), None)
+
+
+def _goes_over(iterator: Any, batches: Any) -> bool:
+    inner = [iterator, *gc.get_referents(iterator)]
+    inner += [item for held in inner if type(held) is tuple for item in held]
+    return any(batches is item for item in inner)
+
+
+def _frames() -> Iterator[dict[str, Any]]:
+    """Yields the variables of the running functions, innermost first, without ours."""
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        if not frame.f_globals.get("__name__", "").startswith("lockstep."):
+            yield {**frame.f_locals}
+            yield {**frame.f_globals}
+
+
+def _below(named: Iterable[tuple[str, Any]], known: list[Any]) -> Iterator[Reached]:
+    """Yields these values, and the attributes and items below them, without the known ones."""
+    waiting = deque((name, value, 0, True) for name, value in named)
+    seen: dict[int, Any] = {id(value): value for value in known}
+    while waiting and len(seen) < MOST:
+        name, value, depth, is_own = waiting.popleft()
+        kind = type(value)
+        if issubclass(kind, (*_PLAIN, float, torch.Tensor)):
+            if is_own or issubclass(kind, torch.Tensor):
+                yield Reached(name, value, is_own)
+            continue
+        of_script = is_of_script(root_of(value))
+        if id(value) in seen or kind.__module__.startswith("lockstep."):
+            continue
+        if issubclass(kind, (types.ModuleType, type)) and not of_script:
+            continue
+        seen[id(value)] = value
+        yield Reached(name, value, is_own)
+        if depth < DEPTH and not issubclass(kind, (nn.Module, torch.optim.Optimizer)):
+            names = of_script and not issubclass(kind, (dict, list, tuple))
+            waiting.extend((inner, item, depth + 1, names) for inner, item in _inside(name, value))
+
+
+def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
+    """Returns the items or attributes of a value, or what a function is bound to, with their names."""
+    if issubclass(type(value), types.FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or ())  # a cell may be empty
+        bound = [(free, item) for free, cell in cells for item in gc.get_referents(cell)]
+        return [(f"{name}.{inner}", item) for inner, item in (*bound, *vars(value).items())]
+    if issubclass(type(value), functools.partial):
+        return [(f"{name}.func", value.func), (f"{name}.args", value.args), (f"{name}.keywords", value.keywords)]
+    if issubclass(type(value), dict):
+        named = [(key, item) for key, item in dict.items(value) if type(key) in (str, int)]
+        return [(f"{name}[{key!r}]", item) for key, item in named[:ITEMS]]
+    if issubclass(type(value), (list, tuple)):
+        return [(f"{name}[{index}]", item) for index, item in enumerate(value[:ITEMS])]
+    try:
+        attributes = vars(value) if issubclass(type(value), type) else object.__getattribute__(value, "__dict__")
+    except AttributeError:  # a proxy may compute it
+        return []
+    return [(f"{name}.{attribute}", item) for attribute, item in list(attributes.items()) if attribute[:2] != "__"]
+
+
+def _held(state: TrainState) -> set[int | None]:
+    """Returns the memory of the tensors that a checkpoint holds, and the identities of its generators."""
+    kept = state.user_state
+    average = [] if state.ema is None else [*state.ema.average.parameters()]
+    ours = [*state.model.parameters(), *average, *state.model.buffers(), *state.sync.gradients()]
+    states = [stateful.state_dict() for stateful in (*kept.objects.values(), *kept.rank_objects.values())]
+    return storages([ours, states, dict(kept.values)]) | {id(generator) for generator in kept.generators.values()}
+
+
+def _print(value: Any, held: set[int | None], leaf: Callable[[Any], Any], depth: int = DEPTH) -> Any:
+    """Returns plain values that stay equal as long as this value does; None: values of this kind are not compared.
+
+    Args:
+        held: the tensors and generators that a checkpoint holds (`_held`).
+        leaf: prints a tensor or a generator.
+        depth: levels of lists and dictionaries to read.
+    """
+    kind = type(value)
+    if issubclass(kind, _PLAIN):
+        return repr(value)[:1000]
+    if issubclass(kind, (float, np.generic)):
+        return None if _is_time(value) else repr(value)
+    if issubclass(kind, torch.Tensor):
+        is_result = (
+            value.requires_grad and depth == DEPTH
+        )  # such as a loss; or a parameter, of which `trained_outside` warns
+        return None if is_result or not _is_compared(value, held) else leaf(value)
+    if issubclass(kind, np.ndarray):
+        return (
+            None if value.dtype.hasobject else [value.shape, zlib.crc32(value.flat[:: _stride(value.size)].tobytes())]
+        )
+    if generators.is_generator(value):
+        return None if id(value) in held else leaf(value)
+    if issubclass(kind, nn.Module):
+        tensors = (
+            [*value.parameters(), *value.buffers()] if "_modules" in vars(value) else []
+        )  # else it is not constructed
+        return [leaf(tensor) for tensor in tensors if _is_compared(tensor, held)] or None
+    if hasattr(kind, "__next__"):
+        return None if issubclass(kind, io.IOBase) else _ITERATOR
+    if not depth or not issubclass(kind, (dict, set, frozenset, *_SEQUENCES)):
+        return None
+    items = [*dict.items(value)] if issubclass(kind, dict) else [*value]
+    if issubclass(kind, (set, frozenset)):
+        items = sorted(map(repr, items))
+    some = items if len(items) <= 2 * ITEMS else [*items[:ITEMS], *items[-ITEMS:]]
+    return [len(items), [_print(item, held, leaf, depth - 1) for item in some]]
+
+
+def _is_compared(tensor: torch.Tensor, held: set[int | None]) -> bool:
+    return storage(tensor) not in held and has_bytes(tensor.detach()) and not tensor.is_inference()
+
+
+def _stride(size: int) -> int:
+    return max(1, size // _SAMPLE)
+
+
+def _is_time(value: Any) -> bool:
+    """Returns whether a number is a reading of a clock in this process."""
+    now = time.time(), time.perf_counter(), time.monotonic()
+    return any(began <= value <= end for began, end in zip(_BEGAN, now))
+
+
+def _mark(value: Any) -> Mark:
+    if issubclass(type(value), torch.Tensor):
+        return Mark(WeakIdRef(value), value._version)
+    seed = value.initial_seed() if isinstance(value, torch.Generator) else None
+    return Mark((id(value), seed), generators.comparable(generators.state_of(value)))
+
+
+@torch.no_grad()
+def _contents(value: Any) -> Any:
+    if issubclass(type(value), torch.Tensor):
+        sample = value.detach().reshape(-1)[:: _stride(value.numel())]
+        return [str(value.dtype), [*value.shape], sums_of_bits([sample]).tolist()]
+    return generators.comparable(generators.state_of(value))
+
+
+def _digest(value: Any, held: set[int | None]) -> str | None:
+    plain = None
+    with contextlib.suppress(Exception):  # an object of the script may raise anything
+        plain = _print(value, held, _contents)
+    return plain if plain in (None, _ITERATOR) else str(zlib.crc32(repr(plain).encode()))
+
+
+def _has_moved(before: Any, now: Any) -> bool:
+    """Returns whether a tensor in these marks has changed in place, or a generator has drawn."""
+    if isinstance(before, Mark) and isinstance(now, Mark):
+        return bool(before.made == now.made and before.state != now.state)
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        return any(map(_has_moved, before, now))
+    return False
