@@ -134,3 +134,42 @@ def test_ordinary_functions_are_not_named_and_the_look_changes_nothing(tmp_path:
     for kind in RIGHT:
         mine, other = (json.loads((tmp_path / one / kind / "summary.json").read_text()) for one in ("looked", "plain"))
         assert mine["weights_sha256"] == other["weights_sha256"], kind
+
+
+LOSSES = """
+import sys, torch, torch.nn.functional as F
+from lockstep import Session
+def losses(o, y, weight):
+    each, target = F.cross_entropy(o, y, reduction="none"), F.one_hot(y, 3).float()
+    yield "reduction", F.cross_entropy(o, y, reduction="sum")
+    yield "by hand", -(F.log_softmax(o, 1) * target).sum()
+    yield "two terms", F.mse_loss(o, target, reduction="sum") - 0.5 * (1 + o - o.exp()).sum()
+    yield "mean", F.cross_entropy(o, y)
+    yield "divided", each.sum() / len(y)
+    yield "scaled", each.sum() * (1 / len(y))
+    yield "penalty", each.mean() + 0.1 * weight.square().sum() + weight.abs().sum()
+    yield "features", (o - target).square().mean(0).sum()
+kinds = "reduction", "by hand", "two terms", "mean", "divided", "scaled", "penalty", "features"
+for kind in kinds:
+    with Session(f"{sys.argv[1]}/{kind}", sync="flat") as run:
+        torch.manual_seed(1)
+        data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randint(0, 3, (32,)))
+        net = torch.nn.Linear(4, 3)
+        model = run.replicate(net)
+        run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+        if run.leader:
+            print("KIND", kind)
+        for epoch in run.epochs(1):
+            for x, y in run.batches(data, 16):
+                run.step(dict(losses(model(x), y, net.weight))[kind])
+"""
+
+
+def test_a_computed_loss_that_is_a_sum_is_named(tmp_path: Path) -> None:
+    """Two ranks would step by half of its gradient. A sum that is divided, a penalty of weights and a sum over features are not named."""
+    done = script(2, LOSSES, tmp_path)
+    assert done.code == 0, done.output
+    _, *pieces = done.output.split("KIND ")
+    named = {piece.splitlines()[0]: piece.count("the loss is a sum over the samples of this rank") for piece in pieces}
+    sums = ("reduction", "by hand", "two terms")
+    assert len(named) == 8 and named == {kind: int(kind in sums) for kind in named}, done.output

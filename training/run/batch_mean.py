@@ -34,6 +34,9 @@ _ROUNDING = {torch.float64: 1e-8, torch.float32: 3e-5}
 """Relative difference between losses of the same samples in different batches, by dtype."""
 _ROUNDING_OF_LOW, _ROUNDING_OF_TF32 = 2e-2, 2e-3
 
+_PASSED = {"Add", "Sub", "Neg", "Mul", "Div", "ToCopy", "View", "Squeeze", "Unsqueeze", "Alias", "Sum"}
+"""Operations between a sum and the loss. A sum that is divided may be a mean."""
+
 Call = Callable[[StepInput, int, int], tuple[torch.Tensor, Numbers]]
 
 
@@ -44,6 +47,8 @@ class BatchMean:
         self._run, self._replica = run, replica
         self._steps: Counter[Any] = Counter()
         """Steps of each function."""
+        self._has_loss = False
+        """Whether `look_at_loss` has seen a loss."""
 
     def look(self, inputs: StepInput, call: Call) -> None:
         """Counts the step, and warns once of its function. Waits for the device at the step of the check.
@@ -64,6 +69,17 @@ class BatchMean:
             sentence = self._compared(inputs, call)
         if sentence:
             self._run.warn(sentence)
+
+    def look_at_loss(self, loss: torch.Tensor, inputs: StepInput) -> None:
+        """Warns once of a loss, computed outside a function, that is a sum over its samples."""
+        if self._has_loss or isinstance(self._run.config, Config):
+            return
+        self._has_loss = True
+        if inputs.divisor is None and inputs.samples > 1 and _kind(loss.grad_fn, inputs.samples) == "sum":
+            self._run.warn(
+                "the loss is a sum over the samples of this rank, so N ranks minimise another loss than one: take the mean, or give the "
+                "divisor of all ranks, run.step(loss, divisor=…)"
+            )
 
     def _compared(self, inputs: StepInput, call: Call) -> str:
         assert inputs.compute is not None
@@ -115,6 +131,21 @@ class BatchMean:
             f"the loss of a batch is not the {kind} over its samples: {high - low} samples give {whole:.6g}, and their two halves "
             f"{mean:.6g}. So N ranks minimise another loss than one. {_advice(inputs, whole, halves, near)}"
         )
+
+
+def _kind(node: Any, samples: int) -> str:
+    """Returns "sum" if a graph ends in a sum over this many samples, "scaled" for such a sum times a number, else "other"."""
+    name, inputs = type(node).__name__, [inner for inner, _ in getattr(node, "next_functions", ()) if inner is not None]
+    sizes = getattr(node, "_saved_self_sym_sizes", ())
+    if name.startswith("SumBackward") and sizes and sizes[0] == samples:
+        return "other" if any(type(inner).__name__.startswith("Mean") for inner in inputs) else "sum"
+    if getattr(node, "_saved_reduction", None) == 2:  # torch's own losses: 1 is the mean
+        return "sum"
+    kinds = {_kind(inner, samples) for inner in inputs if name.rstrip("01").removesuffix("Backward") in _PASSED}
+    if "other" in kinds or not kinds:
+        return "other"
+    is_scaled = name.startswith(("Mul", "Div")) or kinds == {"scaled"}
+    return "scaled" if is_scaled else "sum"
 
 
 def _advice(inputs: StepInput, whole: float, halves: tuple[float, float], near: float) -> str:

@@ -463,6 +463,7 @@ class Step:
             )
         inputs = inputs.of_part(self.part, whole=not self._accumulating)
         samples = 0 if inputs.part is not None and inputs.part.samples == 0 else inputs.samples
+        self._batch_mean.look_at_loss(loss, inputs)
         if not self.pending:
             self._forget()
         self.attempt.stage = 2
