@@ -40,10 +40,10 @@ def train(kind, run, steps):
     weights, noise, best, clock = {name: p.detach().clone() for name, p in net.named_parameters()}, random.Random(3), None, time.time()
     read, network, tries = torch.utils.data.DataLoader([1.0, 2.0]), net, run.values.get("tries", 0)
     anchor = net.weight.detach().clone() if kind == "anchor" else None
-    for epoch in run.epochs(steps=steps):
+    for epoch in (number for _, number in enumerate(run.epochs(steps=steps))) if kind == "epochs" else run.epochs(steps=steps):
         hard = data[model(data).argsort(0)[:4, 0]].clone() if kind == "hard" else data[epoch : epoch + 4]
         batches = run.batches(data, 8)
-        for item in enumerate(batches) if kind == "enumerate" else zip(batches, read) if kind == "zip" else batches:
+        for item in enumerate(one for one in batches) if kind == "enumerate" else zip(batches, read) if kind == "zip" else batches:
             x = {"enumerate": item[1], "zip": item[0]}.get(kind, item)
             run.step(lambda x: model(x).square().mean(), x)
             seen = len(x)
@@ -74,7 +74,7 @@ for kind in sys.argv[3:]:
 NAMED = {
     "count": {"count", "best"}, "objects": {"meter.total", "Meter.shown", "augment.calls", "COUNTS"}, "lists": {"history", "order"},
     "tensors": {"average", "slow", "weights"}, "drawn": {"noise", "other"}, "hard": {"hard"}, "anchor": {"anchor"},
-    "enumerate": {"enumerate"}, "zip": {"zip"}, "calm": set(),
+    "epochs": {"enumerate"}, "enumerate": {"enumerate"}, "zip": {"zip"}, "calm": set(),
 }  # fmt: skip
 
 
@@ -92,5 +92,5 @@ def test_a_start_that_resumes_names_the_variables_that_do_not(tmp_path: Path, pl
     for kind, output in zip(kinds, runs, strict=True):
         listed = re.findall(r"no checkpoint has them: (.*?)\. Put what", output)
         names = {name for line in listed for name in line.split(", ")}
-        names.update(re.findall(r"warning: rank 0: (\w+)\(\) goes over the batches", output))
+        names.update(re.findall(r"warning: rank 0: (\w+)\(\) goes over run", output))
         assert names == NAMED[kind] and "rank 1: " not in output, (kind, output)

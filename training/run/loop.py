@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from .. import contract, files
@@ -51,8 +50,6 @@ class Loop:
         """Whether the loop over the batches of this epoch has ended, in this attempt."""
         self._under_way: Iterator[Any] | None = None
         """The iterator of the loop under way; None: no loop is open."""
-        self._loop: Callable[[], Iterator[Any] | None] = lambda: None
-        """The iterator that the script goes over, weakly."""
 
     def begin(self) -> None:
         """Begins the attempt, once the state is restored. Collective."""
@@ -112,8 +109,7 @@ class Loop:
             )
         while not self.complete:
             self._tell_resumed()
-            if not run.state.cursor.step:
-                self.attempt.unsaved.compare_variables()
+            self.attempt.unsaved.resumes("epochs", compares=not run.state.cursor.step)
             self._begin_epoch()
             yield run.state.cursor.epoch
             self._under_way = None
@@ -209,7 +205,7 @@ class Loop:
         batches.warn = None if self._warned_of_collate else self._warn_of_collate
         cursor, steps = self.run.state.cursor, batches.division.steps
         given = ElasticBatches(batches, self.run.world, cursor.epoch, cursor.step)
-        return self._looped(self._between_boundaries(given, steps, length=steps))
+        return self._between_boundaries(given, steps, length=steps)
 
     def _warn_of_collate(self, text: str) -> None:
         self._warned_of_collate = True
@@ -230,11 +226,7 @@ class Loop:
             given = _lists(given, accumulate)
         next(itertools.islice(given, passed, passed), None)  # takes `passed` of them
         length = None if length is None else -(-length // (accumulate or 1))
-        return self._looped(self._between_boundaries(((item, None) for item in given), length=length))
-
-    def _looped(self, iterator: Iterator[T]) -> Iterator[T]:
-        self._loop = weakref.ref(iterator)
-        return iterator
+        return self._between_boundaries(((item, None) for item in given), length=length)
 
     def _expect_data(self, about: dict[str, Any]) -> None:
         """Notes how the epoch is divided into batches. Raises `UserError` if the run resumes within an epoch that was divided differently;
@@ -276,7 +268,7 @@ class Loop:
         self._under_way = given
         self._tell_resumed()
         self._warn_of_repeated()
-        self.attempt.unsaved.compare_variables(self._loop() if run.state.cursor.step else None)
+        self.attempt.unsaved.resumes("batches", compares=True)
         self._resume_generators()
         run.goodput.train()
         self.attempt.desync.enter_loop()

@@ -25,7 +25,7 @@ from ..resilience.closeness import differing_ranks, fingerprint, first_of, sums_
 from .proof import attributes_of, text_of
 from .replica import tables_of
 from .run import Run
-from .variables import Reached, Variables, around, reached
+from .variables import Reached, Variables, counting, reached
 
 SCORES = ("accuracy", "loss")
 """Endings of a score's name. Other logged numbers may differ between ranks: a time, a rate, a memory size."""
@@ -42,8 +42,8 @@ class Unsaved:
         self.looks = 0
         """Number of saves so far that have run the checks."""
         self._variables = Variables(run.state)
-        self._saved = run.user_state.variables if run.resumed else {}
-        """The digests of the script's variables at the save that this start resumes from, until they are compared."""
+        self._resuming = {"epochs", "batches"} if run.resumed else set[str]()
+        """The loops that have not begun since the run resumed."""
         self._settings: dict[str, Any] | None = None
         """The settings in the models' attributes at the first save. Only a first pass may set some, such as the longest sequence."""
         self.logged: dict[str, float] = {}
@@ -69,33 +69,35 @@ class Unsaved:
         if self._run.world.leader:
             self._run.user_state.variables = self._variables.digests()
 
-    def compare_variables(self, batches: Any = None) -> None:
-        """Warns, if the run resumes, of variables of the script that have another value than at the save.
+    def resumes(self, over: str, compares: bool) -> None:
+        """Warns, if the run resumes, of what the script does not get back.
 
         Args:
-            batches: the iterator over the rest of the epoch; None: the run resumes at the beginning of an epoch.
+            over: the loop that begins: `epochs` or `batches`.
+            compares: whether the loop continues where the save was, so that the script's variables are to have the values of the save.
         """
-        before, self._saved = self._saved, {}
-        world = self._run.world
-        if not before or not (world.leader or world.replacement):
-            return
-        sentences = list[str]()
-        if names := self._variables.differing(before, batches):
-            listed = ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
-            sentences.append(
-                f"variables of the script have other values than at the save that this start resumes from, and no checkpoint has them: "
-                f"{listed}. Put what training reads into run.values or run.keep(), or compute it from run.steps or the epoch"
-            )
-        if batches is not None and (name := around(batches)):
-            sentences.append(
-                f"{name}() goes over the batches, and this start resumes within the epoch: what {name}() counts, or takes besides them, "
-                "begins anew. Count by run.steps, and put a second dataset into the first one, as StackDataset does"
-            )
-        for sentence in sentences:
-            if world.leader:
-                self._run.warn(sentence)
-            else:
-                say(f"warning: rank {world.rank}: {sentence}", sys.stderr)
+        run = self._run
+        if over in self._resuming and (run.world.leader or run.world.replacement):
+            names = self._variables.differing(run.user_state.variables) if compares else []
+            if names:
+                listed = ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
+                self._warn_here(
+                    "variables of the script have other values than at the save that this start resumes from, and no checkpoint has "
+                    f"them: {listed}. Put what training reads into run.values or run.keep(), or compute it from run.steps or the epoch"
+                )
+            if (name := counting()) is not None:
+                self._warn_here(
+                    f"{name}() goes over run.{over}(), and this start resumes: what {name}() counts, or takes besides, begins anew. Take "
+                    "the epoch from run.epochs() and the step from run.steps, and put a second dataset into the first (StackDataset)"
+                )
+        self._resuming -= {"epochs", "batches"} if compares else {over}
+
+    def _warn_here(self, sentence: str) -> None:
+        """Warns on this rank alone."""
+        if self._run.world.leader:
+            self._run.warn(sentence)
+        else:
+            say(f"warning: rank {self._run.world.rank}: {sentence}", sys.stderr)
 
     def _alike(self) -> dict[str, str]:
         """Returns the call that requires equal values on all ranks → a digest of its value, or the logged number."""

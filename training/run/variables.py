@@ -11,6 +11,7 @@ import contextlib
 import functools
 import gc
 import io
+import itertools
 import sys
 import time
 import types
@@ -37,6 +38,7 @@ _SAMPLE = 1 << 16
 """Numbers of a tensor or an array that a digest reads, evenly spaced."""
 _PLAIN = (type(None), bool, int, str, bytes)
 _SEQUENCES = (list, tuple, deque)
+_COUNTING = (enumerate, zip, map, itertools.islice)
 _ITERATOR = "an iterator"
 """The digest of any iterator, whose position cannot be seen. It begins anew in each start."""
 _BEGAN = time.time(), time.perf_counter(), time.monotonic()
@@ -75,18 +77,14 @@ class Variables:
         ]
         return {name: text for name, value in changed if (text := _digest(value, held)) is not None}
 
-    def differing(self, before: dict[str, str], batches: Any) -> list[str]:
-        """Returns the names of variables that have another value than in these digests of a checkpoint.
-
-        Args:
-            batches: the iterator that the script goes over, which resumes.
-        """
+    def differing(self, before: dict[str, str]) -> list[str]:
+        """Returns the names of variables that have another value than in these digests of a checkpoint."""
         held = _held(self._state)
         now = [(name, value, _digest(value, held)) for name, value, _ in self._marks() if name in before]
         return [
             name
             for name, value, text in now
-            if text is not None and (text != before[name] if text != _ITERATOR else not _goes_over(value, batches))
+            if text is not None and (text != before[name] if text != _ITERATOR else not _is_running(value))
         ]
 
     def moving(self) -> Iterator[tuple[str, Any]]:
@@ -132,18 +130,18 @@ def reached(state: TrainState) -> list[Reached]:
         return []
 
 
-def around(batches: Any) -> str | None:
-    """Returns the name of `enumerate`, `zip` or `map` if the script goes over these batches through it; None: it does not."""
-    holders = gc.get_referrers(batches)
-    tuples = [holder for holder in holders if type(holder) is tuple]  # of zip and map
-    holders += [holder for inner in tuples for holder in gc.get_referrers(inner)]
-    return next((type(holder).__name__ for holder in holders if type(holder) in (enumerate, zip, map)), None)
+def counting() -> str | None:
+    """Returns the name of the iterator of Python through which the script goes over the running generators, such as `enumerate`, also
+    with a progress bar between them; None: it goes over them directly."""
+    iterators = (thing for thing in gc.get_objects() if type(thing) in _COUNTING)
+    return next((type(iterator).__name__ for iterator in iterators if _is_running(iterator)), None)
 
 
-def _goes_over(iterator: Any, batches: Any) -> bool:
+def _is_running(iterator: Any) -> bool:
+    """Returns whether an iterator is a running generator, or takes its items from one: the loop under way resumes."""
     inner = [iterator, *gc.get_referents(iterator)]
-    inner += [item for held in inner if type(held) is tuple for item in held]
-    return any(batches is item for item in inner)
+    inner += [item for held in inner if type(held) is tuple for item in held]  # of zip and map
+    return any(type(item) is types.GeneratorType and item.gi_running for item in inner)
 
 
 def _frames() -> Iterator[dict[str, Any]]:
