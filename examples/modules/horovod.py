@@ -19,7 +19,7 @@ import contextlib
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,25 +29,15 @@ from torch.utils.data import Dataset, default_collate
 
 from lockstep.training.data.order import bounds, global_ids
 from lockstep.training.parallel import world as worlds
-from lockstep.training.parallel.exchange import all_gather_trees, broadcast_tree
+from lockstep.training.parallel.exchange import broadcast_tree
 from lockstep.training.parallel.world import World
 from lockstep.training.sync.base import BuildOptimizer, broadcast_tensors, load_optimizer
 from lockstep.training.sync.buckets import Bucketed, Reducer
 
 __all__ = [
-    "Average", "Compression", "DistributedOptimizer", "Sum", "allgather", "allreduce", "broadcast", "broadcast_optimizer_state",
-    "broadcast_parameters", "init", "local_rank", "local_size", "partition_dataset", "rank", "shutdown", "size",
+    "DistributedOptimizer", "allreduce", "broadcast_optimizer_state", "broadcast_parameters", "init", "local_rank", "local_size",
+    "partition_dataset", "rank", "shutdown", "size",
 ]  # fmt: skip
-
-
-Average, Sum = "average", "sum"
-"""How values of the ranks are combined."""
-
-
-class Compression:
-    """Only `none`: `sync.name=bf16_compress` halves the bytes without float16's overflow."""
-
-    none = None
 
 
 _joined = contextlib.ExitStack()
@@ -109,67 +99,13 @@ def local_size() -> int:
     return _me().local_size
 
 
-_Map = Callable[[torch.Tensor], torch.Tensor]
-
-
-class _Collective(torch.autograd.Function):
-    """A collective, and what its gradient goes through on the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, there: _Map, back: _Map) -> torch.Tensor:
-        ctx.back = back
-        return there(tensor.detach())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.back(grads[0]), None, None
-
-
-def _differentiable(tensor: torch.Tensor, there: _Map, back: _Map) -> torch.Tensor:
-    result: torch.Tensor = _Collective.apply(tensor, there, back)
-    return result
-
-
-def allreduce(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: str | None = None,  # noqa: ARG001
-) -> torch.Tensor:  # fmt: skip
-    """The mean (or the sum) over the ranks, as a new tensor. Differentiable, as the next two."""
-    if average is not None and op is not None:
-        raise ValueError("give average or op, not both")
-    op = op or (Sum if average is False else Average)
-    ranks = size() if op == Average else 1
-
-    def reduce(value: torch.Tensor) -> torch.Tensor:
-        total = value.clone()
-        dist.all_reduce(total)
-        return total / ranks if total.is_floating_point() else total // ranks
-
-    return _differentiable(tensor, reduce, lambda grad: allreduce(grad, op=op))
-
-
-def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:  # noqa: ARG001
-    """The tensors of all ranks one after another along the first dimension, in which they may differ."""
-    rows, own, start = torch.atleast_1d(tensor), rank(), 0
-
-    def gather(value: torch.Tensor) -> torch.Tensor:
-        nonlocal start
-        gathered = [part.to(value.device) for part in all_gather_trees(value, _me())]
-        start = sum(map(len, gathered[:own]))
-        return torch.cat(gathered)
-
-    return _differentiable(rows, gather, lambda grad: allreduce(grad, op=Sum)[start : start + len(rows)])
-
-
-def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:  # noqa: ARG001
-    """Rank `root_rank`'s tensor, as a new tensor."""
-    is_root = float(rank() == root_rank)
-
-    def send(value: torch.Tensor) -> torch.Tensor:
-        value = value.clone()
-        dist.broadcast(value, root_rank)
-        return value
-
-    return _differentiable(tensor, send, lambda grad: allreduce(grad, op=Sum) * is_root)
+def allreduce(tensor: torch.Tensor, average: bool = True) -> torch.Tensor:
+    """The mean (or the sum) over the ranks, as a new tensor. It has no gradient."""
+    total = tensor.detach().clone()
+    dist.all_reduce(total)
+    if not average:
+        return total
+    return total / size() if total.is_floating_point() else total // size()
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
@@ -261,17 +197,15 @@ def partition_dataset(
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
-    compression: Any = Compression.none, backward_passes_per_step: int = 1, op: str = Average,
+    backward_passes_per_step: int = 1,
 ) -> torch.optim.Optimizer:  # fmt: skip
     """`optimizer` with gradients that are reduced over the ranks from inside `backward`; `step` waits for them.
 
     Of a subclass of its class, and sharing its state. Gradients of `backward_passes_per_step` are added up, then sent.
 
     Raises:
-        ValueError: names in `named_parameters` that are not unique, parameters without a name, another compression.
+        ValueError: names in `named_parameters` that are not unique, parameters without a name.
     """
-    if compression is not Compression.none:
-        raise ValueError("only Compression.none is supported; sync.name=bf16_compress compresses")
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named_parameters is None:
         named_parameters = [(f"allreduce.noname.{number}", parameter) for number, parameter in enumerate(params)]
@@ -290,7 +224,7 @@ def DistributedOptimizer(
     cls = type(optimizer)
     twin: Any = object.__new__(type(cls.__name__, (_Distributed, cls), {}))
     twin.__dict__.update(optimizer.__dict__)
-    twin._reducer = Reducer(reduced, mean=op == Average, passes=backward_passes_per_step)
+    twin._reducer = Reducer(reduced, mean=True, passes=backward_passes_per_step)
     # A script that continues with the original optimizer must fail (on its second gradient), not train each rank alone.
     optimizer._reducer = twin._reducer  # type: ignore[attr-defined]
     distributed: torch.optim.Optimizer = twin

@@ -14,9 +14,8 @@ from filelock import FileLock
 from tests.processes import require
 
 WRITTEN_FOR = "2.15.0+cu132"
-"""The torch whose calls the stand-in answers. Another build makes other calls: README.md says how to move to it."""
-CONSTRAINTS = Path(__file__).parent / "constraints.txt"
-"""The same for pip: what CI installs."""
+"""The torch whose calls the stand-in answers. Another build makes other calls: README.md says how to move to it.
+constraints.txt has the same for pip."""
 SOURCES = Path(__file__).parent / "standin"
 SITE = Path(torch.__file__).parents[1]
 HEADERS = [

@@ -6,17 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu_rehearsal import build
 from tests.gpu_rehearsal.rehearsal import Gang, rehearsing
-from tests.processes import ROOT
-
-
-def test_ci_installs_the_torch_that_the_stand_in_was_written_for() -> None:
-    lines = [line for line in build.CONSTRAINTS.read_text().splitlines() if not line.startswith("#")]
-    assert lines == [f"torch=={build.WRITTEN_FOR.partition('+')[0]}"]
-    ci = (ROOT / ".ci" / "run").read_text()
-    assert str(build.CONSTRAINTS.relative_to(ROOT)) in ci and "PIP_CONSTRAINT=$constraints make setup" in ci
-
 
 HEAD = """
 import torch

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
     from lockstep.training.parallel.world import World
 
-_augment = Inside("training.data.augment")
 _config = Inside("training.config")
-_contract = Inside("training.contract")
 _files = Inside("training.files")
 _shard_writer = Inside("training.data.shard_writer")
 _metrics = Inside("training.observe.metrics")
@@ -346,18 +344,6 @@ class RunBegun:
         import torch
 
         return torch.cat([parameter.detach().reshape(-1) for parameter in self.model.parameters()])
-
-    def score(self) -> tuple[int, int, float]:
-        """Of the test images: how many were right, how many there were, and their mean loss."""
-        found = self.recipe.evaluator.score(self.model.eval())
-        self.model.train()
-        return found.correct, found.count, found.loss
-
-    def images(self) -> Any:
-        """The training images, as the network sees them."""
-        import torch
-
-        return _augment.normalise(self.recipe.batches.source.samples.all()[0], self.config.data, torch.float32, False)
 
     def write_metrics(self) -> None:
         """Returns this rank's file of metrics, which is written every few seconds."""

@@ -75,22 +75,3 @@ def test_micro_batches_train_what_the_whole_batch_trains(by_size: Any) -> None:
     whole, pieces = (by_size[1][0][f"flat, {case}"][0] for case in ("unequal parts", "unequal parts in micro-batches"))
     assert (whole - pieces).abs().max() < 1e-12
     assert (whole - by_size[1][0]["flat, plain"][0]).abs().max() > 1e-4, "it is another run"
-
-
-def _scores(world: World, data_root: str, folder: str) -> list[tuple[int, int, float]]:
-    scores = []
-    for n_test, batch in ((50, 7), (2, 512), (101, 16)):
-        options = f"data.options={{n: 64, n_test: {n_test}, size: 8}}"
-        words = settings(data_root, options, f"evaluate.batch_size={batch}")
-        with RunBegun(world, Path(folder) / f"{world.size}-{n_test}", *words) as run:
-            scores.append(run.score())
-    return scores
-
-
-def test_each_test_image_is_counted_once_at_every_world_size(data_root: Path, tmp_path: Path) -> None:
-    ((*alone,), *others) = (on_ranks(_scores, size, str(data_root), str(tmp_path)) for size in (1, 2, 3))
-    assert [count for _, count, _ in alone[0]] == [50, 2, 101]
-    for ranks in others:
-        for number, rank in enumerate(ranks):
-            for (correct, count, loss), (correct1, count1, loss1) in zip(rank, alone[0], strict=True):
-                assert (correct, count, loss) == (correct1, count1, loss1), f"rank {number} of {len(ranks)}"

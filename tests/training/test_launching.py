@@ -172,7 +172,7 @@ BAD = {
     "fresh over something else": (["run", "smoke", "--fresh", "--run-dir", "tests"], {}, "does not hold a run of Lockstep"),
     "no GPU": ([*SET, "device=cuda"], {"CUDA_VISIBLE_DEVICES": ""}, "no GPU is visible"),
     "batch too large": ([*SET, "global_batch_size=4096", "uneven=drop"], {}, "is larger than the 1438"),
-    "batch and ghost norm": ([*SET, "global_batch_size=40", "uneven=drop"], {}, "blocks of 32"),
+    "batch and ghost norm": ([*SET, "global_batch_size=16", "uneven=drop"], {}, "in blocks of 32 (ghost batch norm): make it 32, or"),
     "no weights": ([*SET, "init_from=/no-such-folder.pth"], {}, "cannot read /no-such-folder.pth"),
     "run dir is a file": (["run", "smoke", "--run-dir", "Makefile"], {}, "Makefile: File exists"),
     "nothing to launch": (["launch", "--ranks", "2"], {}, "nothing to launch"),

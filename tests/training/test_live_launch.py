@@ -21,8 +21,8 @@ from tests.warm.gang import Gang, python, running
 
 RANK = """
 import json, os, pathlib, signal, subprocess, sys, time
-folder, deaf = pathlib.Path(sys.argv[1]), "deaf" in sys.argv
-signal.signal(signal.SIGTERM, signal.SIG_IGN if deaf else lambda *_: os._exit(75))
+folder = pathlib.Path(sys.argv[1])
+signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
 child = subprocess.Popen(["sleep", "600"])  # as a loader's worker, it has the pipes and the sockets
 mine = folder / f"{os.environ['LOCKSTEP_RESTARTS']}-{os.environ['RANK']}"
 (folder / f".{mine.name}").write_text(json.dumps([os.getpid(), child.pid, dict(os.environ)]))
@@ -58,9 +58,9 @@ class Live:
             self.store.set(f"lockstep/live/ready/{rank}", "1")
         self._start = start
 
-    def kill(self, *ranks: int, number: int = signal.SIGKILL) -> None:
+    def kill(self, *ranks: int) -> None:
         for rank in ranks:
-            os.kill(self.begun[rank][0], number)
+            os.kill(self.begun[rank][0], signal.SIGKILL)
 
     def told(self, generation: int) -> list[int]:
         """Who remains. Of the others no process is left, and the store says how they have ended."""
@@ -89,11 +89,11 @@ class Live:
 
 
 @contextlib.contextmanager
-def live(folder: Path, ranks: int, *flags: str, deaf: bool = False, program: str = RANK) -> Iterator[Live]:
+def live(folder: Path, ranks: int, *flags: str, program: str = RANK) -> Iterator[Live]:
     temporary = folder / "tmp"
     temporary.mkdir(parents=True)
     words = ["-m", "lockstep.training", "launch", "--live", "--ranks", str(ranks), "--grace", "5", *flags]
-    words += ["--", PYTHON, "-S", "-X", "utf8", "-c", program, str(folder), *(["deaf"] if deaf else [])]
+    words += ["--", PYTHON, "-S", "-X", "utf8", "-c", program, str(folder)]
     with running([words], clean_env(PYTHONPATH=str(ROOT), TMPDIR=str(temporary)), cwd=folder) as gang:
         try:
             yield Live(gang, folder, ranks)
@@ -168,33 +168,6 @@ def test_what_was_lost_comes_back_with_a_restart(tmp_path: Path) -> None:
         assert job.told(1) == [0, 1]
         job.end(0, 1)
         assert job.wait()[0] == 0
-
-
-@pytest.mark.parametrize("code", [2, 75])
-def test_exit_codes_2_and_75_are_final(code: int, tmp_path: Path) -> None:
-    with live(tmp_path, 2, "--max-restarts", "3") as job:
-        job.begin()
-        job.end(1, code=code)
-        assert job.wait() == (code, [])
-
-
-@pytest.mark.parametrize("what", ["signal", "limit", "grace"])
-def test_a_signal_and_the_time_limit_reach_all_that_live(what: str, tmp_path: Path) -> None:
-    """Also when one was lost. Who does not end is killed when the grace is over."""
-    limit = ["--time-limit", "8"] if what == "limit" else []
-    with live(tmp_path, 3, "--max-restarts", "3", *limit, deaf=what == "grace") as job:
-        job.begin()
-        if what != "limit":
-            job.kill(0)
-            assert job.told(1) == [1, 2]
-            os.kill(job.launcher, signal.SIGTERM)
-        code, said = job.wait()
-    if what == "limit":
-        assert (code, said) == (124, ["launch: the time limit of 8 s is over"])
-    elif what == "signal":
-        assert (code, said[1:]) == (75, [])
-    else:
-        assert code == 1 and said[1:] == ["launch: the launcher killed rank 1, 2: the grace of 5 s was over"], said
 
 
 LINES = """

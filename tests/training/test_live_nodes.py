@@ -52,7 +52,7 @@ class Nodes:
         self.folder, self.flags, self.nodes, self.port = folder, flags, nodes, free_port()
 
     @contextlib.contextmanager
-    def node(self, number: int, secret: str = "ours") -> Iterator[Node]:
+    def node(self, number: int) -> Iterator[Node]:
         own = Path(tempfile.mkdtemp(dir=self.folder))
         words = [
             "-m", "lockstep.training", "launch", "--live", "--ranks", "2", "--nodes", str(self.nodes), "--grace", "5",
@@ -61,7 +61,7 @@ class Nodes:
             "--", PYTHON, "-S", "-X", "utf8", "-c", RANK.replace("['LOCKSTEP_RESTARTS']", "['TORCHELASTIC_RESTART_COUNT'] + '.' + "
             "os.environ.get('LOCKSTEP_REPLACEMENT', '0')"), str(self.folder),
         ]  # fmt: skip
-        env = clean_env(PYTHONPATH=str(ROOT), TMPDIR=str(own), LOCKSTEP_SECRET=secret)
+        env = clean_env(PYTHONPATH=str(ROOT), TMPDIR=str(own), LOCKSTEP_SECRET="ours")
         with running([words], env, cwd=own) as gang:
             try:
                 yield Node(own, gang)
@@ -73,16 +73,16 @@ class Nodes:
         with contextlib.ExitStack() as stack:
             yield [stack.enter_context(self.node(number)) for number in range(self.nodes)]
 
-    def begun(self, rank: int, start: int = 0, replacement: int = 0) -> tuple[int, dict[str, str]]:
+    def begun(self, rank: int, replacement: int = 0) -> tuple[int, dict[str, str]]:
         """The process in this rank's place, when it runs, and its variables."""
-        file = self.folder / f"{start}.{replacement}-{rank}"
-        poll(file.exists, what=f"rank {rank} of start {start}, replacement {replacement}")
+        file = self.folder / f"0.{replacement}-{rank}"
+        poll(file.exists, what=f"rank {rank}, replacement {replacement}")
         pid, _, env = json.loads(file.read_text())
         return int(pid), env
 
-    def begin(self, start: int = 0) -> list[int]:
+    def begin(self) -> list[int]:
         """Returns the ranks' processes when all have begun and reported it."""
-        found = [self.begun(rank, start) for rank in range(2 * self.nodes)]
+        found = [self.begun(rank) for rank in range(2 * self.nodes)]
         env = found[0][1]
         self.store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), None, False, timedelta(seconds=60))
         for rank, (_, own) in enumerate(found):
@@ -107,11 +107,11 @@ class Nodes:
         self.store.set("lockstep/live/admission/1", "1")
         return int(self.store.get("lockstep/live/admission/1/answer"))
 
-    def end(self, *ranks: int, start: int = 0, replacement: int = 0, code: int = 0) -> None:
+    def end(self, *ranks: int, replacement: int = 0, code: int = 0) -> None:
         for rank in ranks:
             hidden = self.folder / ".end"
             hidden.write_text(str(code))
-            hidden.rename(self.folder / f"{start}.{replacement}-{rank}-end")
+            hidden.rename(self.folder / f"0.{replacement}-{rank}-end")
 
 
 def test_a_rank_of_another_node_is_lost_and_replaced_there(tmp_path: Path) -> None:
@@ -186,39 +186,3 @@ def test_two_nodes_that_leave_at_once_are_counted_once(tmp_path: Path) -> None:
         assert [node.wait()[0] for node in others] == [75, 75]
         job.end(0, 1)
         assert first.wait()[0] == 0
-
-
-def test_a_failure_anywhere_starts_all_again_and_the_last_one_ends_all(tmp_path: Path) -> None:
-    job = Nodes(tmp_path, "--max-restarts", "1")
-    with job.all() as nodes:
-        first = job.begin()
-        job.end(2, code=9)
-        poll(lambda: not any(map(_state, first)), what="the end of the first start")
-        job.begin(1)
-        job.end(3, start=1, code=9)
-        (code, said), (other, _) = (node.wait() for node in nodes)
-    assert (code, other) == (1, 1)
-    assert [line for line in said if "exit code" in line] == [
-        f"launch: rank {rank} ended with exit code 9" for rank in (2, 3)
-    ]
-
-
-def test_without_its_first_node_a_job_waits_for_another_one(tmp_path: Path) -> None:
-    job = Nodes(tmp_path)
-    with job.node(0) as first, job.node(1) as second:
-        pids = job.begin()
-        kill_inside(first.folder)
-        poll(lambda: not any(map(_state, pids)), what="the end of the ranks of both")
-        for file in tmp_path.glob("0.*"):
-            file.unlink()
-        with job.node(0) as again:
-            job.begin()
-            job.end(0, 1, 2, 3)
-            assert again.wait()[0] == 0 and second.gang.wait(60).code == 0
-
-
-def test_a_node_with_another_secret_is_none(tmp_path: Path) -> None:
-    job = Nodes(tmp_path, "--join-timeout", "3")
-    with job.node(0) as first, job.node(1, secret="theirs"):
-        code, said = first.wait()
-    assert code == 1 and said[-1] == "launch: 1 of 2 nodes did not come within 3 s: giving up"

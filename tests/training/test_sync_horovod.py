@@ -48,24 +48,8 @@ def _everything(world: World) -> dict[str, Any]:
     rank, size = hvd.rank(), hvd.size()
     found["places"] = (rank, size, hvd.local_rank(), hvd.local_size())
 
-    # Collectives, and their gradients.
     x = torch.arange(3.0) + rank
-    found["allreduce"] = [
-        hvd.allreduce(x), hvd.allreduce(x, average=False), hvd.allreduce(x, op=hvd.Sum, name="x"),
-        hvd.allreduce(torch.tensor([3 + rank])),
-    ]  # fmt: skip
-    found["allgather"] = hvd.allgather(torch.full((rank + 1, 2), float(rank)))
-    found["broadcast"] = hvd.broadcast(x, root_rank=size - 1)
-    y = x.clone().requires_grad_()
-    (hvd.allreduce(y) * (rank + 1)).sum().backward()
-    found["gradient of allreduce"] = y.grad
-    y = x.clone().requires_grad_()
-    gathered = hvd.allgather(y)
-    (gathered * torch.arange(float(len(gathered)))).sum().backward()
-    found["gradient of allgather"] = y.grad
-    y = x.clone().requires_grad_()
-    hvd.broadcast(y, 0).sum().backward()
-    found["gradient of broadcast"] = y.grad
+    found["allreduce"] = [hvd.allreduce(x), hvd.allreduce(x, average=False), hvd.allreduce(torch.tensor([3 + rank]))]
 
     # Parameters and optimizer state of rank 0.
     torch.manual_seed(rank)
@@ -135,13 +119,7 @@ def _everything(world: World) -> dict[str, Any]:
     model = _net()
     sgd = torch.optim.SGD(model.parameters(), 0.1)
     named = list(model.named_parameters())
-    found["duplicate"] = _raised(lambda: hvd.DistributedOptimizer(sgd, [("w", p) for _, p in named]))
     found["unnamed"] = _raised(lambda: hvd.DistributedOptimizer(sgd, named[1:]))
-    found["no tuples"] = _raised(lambda: hvd.DistributedOptimizer(sgd, [p for _, p in named]))
-    found["params"] = _raised(lambda: hvd.broadcast_parameters(3))
-    found["both"] = _raised(lambda: hvd.allreduce(x, average=True, op=hvd.Sum))
-    found["LBFGS"] = _raised(lambda: hvd.broadcast_optimizer_state(torch.optim.LBFGS(model.parameters()), 0))
-    found["compression"] = _raised(lambda: hvd.DistributedOptimizer(sgd, named, compression="fp16"))
     optimizer = hvd.DistributedOptimizer(sgd, named)
     model(images).sum().backward()
     found["zero_grad in flight"] = _raised(optimizer.zero_grad)
@@ -179,24 +157,14 @@ def _plain(steps: int, momentum: float = 0.0, clip: float = 0.0, decay: float = 
     return _weights(model)
 
 
-def test_collectives_and_their_gradients(ranks: Any) -> None:
-    size, middle = SIZE, (SIZE - 1) / 2
+def test_a_sum_and_a_mean_of_all_ranks(ranks: Any) -> None:
+    base, middle = torch.arange(3.0), (SIZE - 1) / 2
     for rank, found in enumerate(ranks):
-        assert found["before"] == "ValueError: call hvd.init() first"
-        assert found["places"] == (rank, size, rank, size)
-        base = torch.arange(3.0)
-        mean, total, summed, whole = found["allreduce"]
+        assert found["before"] == "ValueError: call hvd.init() first" and found["places"] == (rank, SIZE, rank, SIZE)
+        mean, total, whole = found["allreduce"]
         torch.testing.assert_close(mean, base + middle)
-        torch.testing.assert_close(total, size * (base + middle))
-        assert torch.equal(summed, total)
-        assert whole.tolist() == [3 + (size - 1) // 2] and whole.dtype == torch.int64
-        rows = [row for other in range(size) for row in [[float(other)] * 2] * (other + 1)]
-        assert found["allgather"].tolist() == rows
-        torch.testing.assert_close(found["broadcast"], base + size - 1)
-        weight = sum(range(1, size + 1)) / size
-        torch.testing.assert_close(found["gradient of allreduce"], torch.full((3,), weight))
-        torch.testing.assert_close(found["gradient of allgather"], size * (base + 3 * rank))
-        torch.testing.assert_close(found["gradient of broadcast"], torch.full((3,), float(size) if rank == 0 else 0.0))
+        torch.testing.assert_close(total, SIZE * (base + middle))
+        assert whole.tolist() == [3 + (SIZE - 1) // 2] and whole.dtype == torch.int64
 
 
 def test_every_rank_has_rank_0s_parameters_and_optimizer_state(ranks: Any) -> None:
@@ -223,11 +191,9 @@ def test_passes_schedulers_clipping_and_gradients_that_some_ranks_lack(ranks: An
         assert found["some lack"] == ranks[0]["some lack"] and min(first, second) > nobody == 0, rank
 
 
-def test_errors_as_horovods(ranks: Any) -> None:
+def test_what_would_train_the_ranks_apart_is_refused(ranks: Any) -> None:
     errors = {
-        "duplicate": ("ValueError", "w"), "unnamed": ("ValueError", "named_parameters"), "no tuples": ("ValueError", "(name, parameter)"),
-        "params": ("ValueError", "dict"), "both": ("ValueError", "average"), "LBFGS": ("ValueError", "LBFGS"),
-        "compression": ("ValueError", "Compression.none"), "zero_grad in flight": ("AssertionError", "zero_grad()"),
+        "unnamed": ("ValueError", "named_parameters"), "zero_grad in flight": ("AssertionError", "zero_grad()"),
         "third pass": ("AssertionError", "2.bias"), "closure": ("ValueError", "closure"), "late group": ("ValueError", "added"),
     }  # fmt: skip
     for found in ranks:

@@ -16,10 +16,3 @@ def test_a_generator_of_another_kind_is_named() -> None:
         kept.add({"noise": torch.Generator()})
         with pytest.raises(ValueError, match="noise is a generator of another kind"):
             kept.restore({**kept.capture(device), "own": {"noise": state}}, device)
-
-
-def test_a_value_that_no_checkpoint_can_hold_is_named_at_the_save() -> None:
-    kept = UserState()
-    kept.values["b"] = [1, object()]
-    with pytest.raises(TypeError, match=r"run\.values\['b'\]\[1\] is a object"):
-        kept.rank_state()

@@ -12,6 +12,7 @@ import torch
 from lockstep.training.data import shard_writer
 from lockstep.training.data.shards import Manifest, Samples
 from tests import product
+from tests.pictures import write_cifar10
 from tests.product import UserError
 
 
@@ -51,15 +52,12 @@ def test_writing_never_touches_what_is_there(tmp_path: Path, made: Manifest) -> 
 
 @pytest.mark.promise("sources")
 def test_data_that_is_replaced_makes_other_shards(tmp_path: Path) -> None:
-    folder = tmp_path / "cifar-10-batches-bin"
-    folder.mkdir()
-    batches = [folder / f"{name}.bin" for name in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]]
-    for path in batches:
-        path.write_bytes(b"\x03" + bytes(3072))
+    write_cifar10(tmp_path)
+    batch = tmp_path / "cifar-10-batches-bin/data_batch_2.bin"
     settings = product.data(source="cifar10", root=str(tmp_path))
     first = product.prepared(settings).checksum
     assert product.prepared(settings).checksum == first
-    batches[1].write_bytes(b"\x03" + bytes(3071) + b"\x01")
+    batch.write_bytes(batch.read_bytes()[:-1] + b"\x01")
     assert product.prepared(settings).checksum != first
 
 

@@ -54,8 +54,10 @@ def test_groups_biases_and_decay_that_follows_the_batch() -> None:
     optimizer = optim.build(torch.nn.Linear(3, 2).parameters(), settings, 256)
     weights, biases = optimizer.param_groups
     assert weights["weight_decay"] == 0.128 and biases["weight_decay"] == 0.128 / 64
-    optim.set_rates(optimizer, settings.optim, 1.0)
-    assert (weights["lr"], biases["lr"]) == (0.5, 32.0)
+    for when, rate in ((0.0, 0.0), (1.0, 0.5), (9.5, 1.0)):  # flat behind the last point
+        optim.set_rates(optimizer, settings.optim, when)
+        assert (weights["lr"], biases["lr"]) == (rate, 64 * rate)
+    assert optim.learning_rate(_settings(lr=2.0, schedule="[]").optim, 3.0) == 2.0
 
 
 @pytest.mark.promise("published-methods")
