@@ -221,13 +221,12 @@ def say(text: str) -> None:
     print(printable(text), flush=True)
 
 
-def note(text: str) -> None:
-    """Prints a note to stderr, apart from the answer."""
-    to_stderr(text)
+note = to_stderr
+"""Prints a note to stderr, apart from the answer."""
 
 
 def warn(text: str) -> None:
-    note(f"warning: {text}")
+    to_stderr(f"warning: {text}")
 
 
 def columns(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
@@ -253,7 +252,7 @@ def progress_printer(name: str) -> StatusCallback:
         nonlocal last
         now = (status.state, re.sub(r"\d+", "0", status.reason))
         if now != last and not status.final:
-            note(status.line(name))
+            to_stderr(status.line(name))
         last = now
 
     return tell

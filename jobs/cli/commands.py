@@ -149,7 +149,7 @@ class Job:
             if "recipe" in below and "name" not in below and isinstance(below["recipe"], str):
                 below["name"] = Path(below["recipe"]).stem.replace("_", "-").lower()
             spec = JobSpec.of(below, "the flags")
-        if kind is not None:
+        if kind is not None and "host" in kind.places:
             _at_its_host(kind, spec.slurm.host, spec, self.file)
         return spec
 

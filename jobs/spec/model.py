@@ -239,16 +239,16 @@ class JobSpec(Section):
             return None
         return configuration.load(self.recipe, self.assignments())
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self, without: dict[str, set[str]] | None = None) -> dict[str, Any]:
         """Returns the settings that were set, as plain values for YAML and JSON. Leaves out defaults, except for amounts that follow the
-        GPUs."""
+        GPUs. `without`: settings of sections that are also left out."""
         amounts = {"cpus": self.cpus, "memory": self.memory} if self.gpus else {}
-        return {**self.model_dump(mode="json", exclude_defaults=True), **amounts}
+        return {**self.model_dump(mode="json", exclude_defaults=True, exclude=without), **amounts}
 
     def record(self) -> dict[str, Any]:
         """Returns the version and every setting as plain values, without the job's place: the record of a submitted job. `recorded`
         reads it."""
-        values = _without_places(self.model_dump(mode="json"))
+        values = self.model_dump(mode="json", exclude=PLACES)
         for name in ("code", "live"):
             if not values[name]:
                 del values[name]  # without these keys earlier versions can read the record
@@ -271,7 +271,9 @@ class JobSpec(Section):
 
     @functools.cached_property
     def _hash(self) -> str:
-        plain = {name: value for name, value in self._by_hash(_without_places(self.plain())).items() if name != "fresh"}
+        # A section with nothing but the place is empty.
+        given = self._by_hash(self.plain(PLACES)).items()
+        plain = {name: value for name, value in given if name != "fresh" and value != {}}
         text = json.dumps(plain, sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -285,7 +287,7 @@ class JobSpec(Section):
 
     def same_job(self, other: JobSpec, backend: str) -> bool:
         """Returns whether both are the same job on this backend. Ignores settings of other backends, and `fresh`, as in `hash`."""
-        apart = {"fresh", *PLACES} - {backend}
+        apart = {"fresh", "k8s", "slurm", "compose"} - {backend}
         mine, others = self.comparable(), other.comparable()
         return all(mine.get(name) == others.get(name) for name in {*mine, *others} - apart)
 
@@ -359,17 +361,6 @@ class JobSpec(Section):
                 )
         except UserError as error:
             raise UserError(f"{where}: {str(error).replace('--set', 'overrides')}") from None
-
-
-def _without_places(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the plain settings without those of a job's place, which are no part of its identity."""
-    kept = dict(values)
-    for name, places in PLACES.items():
-        if places and name in kept:
-            kept[name] = {key: value for key, value in kept[name].items() if key not in places}
-            if not kept[name]:
-                del kept[name]
-    return kept
 
 
 def _over(below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

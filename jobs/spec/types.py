@@ -160,7 +160,7 @@ def _no_dots(path: str) -> str:
     return path
 
 
-PLACES: dict[str, tuple[str, ...]] = {"k8s": ("namespace", "context"), "slurm": ("host",), "compose": ()}
+PLACES = {"k8s": {"namespace", "context"}, "slurm": {"host"}}
 """Section → its settings that name the place of a job. They are no part of the job's identity."""
 
 
