@@ -24,10 +24,9 @@ from lockstep.wire import hangs
 from .. import records, snapshots
 from ..backend import Checks, Cluster, JobRecord, Lines, Manifests, Submission
 from ..logs import Stamped, of_rank
-from ..manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
+from ..manifest import HASH, JOB, MANAGED, Manifest, get, size_in_bytes, spec_in, to_yaml
 from ..process import Streams, exec_command, run
 from ..spec.model import GRACE_MARGIN, JobSpec, code_identity
-from ..spec.types import size_in_bytes
 from ..status import Check, JobSummary, Result, Status, SubmitResult
 from . import engine
 from . import render as rendering

@@ -28,11 +28,11 @@ from ..manifest import (
     get,
     mappings,
     merge,
+    seconds,
     spec_text,
     without_none,
 )
 from ..spec.model import CODE_PARTS, GRACE_MARGIN, JobSpec, code_identity, launch_command, prepares
-from ..spec.types import seconds
 
 KINDS = {
     "PyTorchJob": ("kubeflow.org/v1", "pytorchjobs"),

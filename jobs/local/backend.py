@@ -23,9 +23,9 @@ from .. import records, snapshots
 from ..backend import Backend, Checks, JobRecord, Lines, Submission
 from ..logs import follow as follow_logs
 from ..logs import last_error
+from ..manifest import size_in_bytes
 from ..process import Streams, exec_command, run
 from ..spec.model import GRACE_MARGIN, JobSpec, code_identity, launch_command
-from ..spec.types import size_in_bytes
 from ..status import Check, JobSummary, NodeStatus, State, Status, SubmitResult, warn
 from . import supervise
 from .supervise import ENDED, RUNNING, alive, descendants, here, record_end, start_ticks

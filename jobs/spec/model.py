@@ -25,6 +25,7 @@ from lockstep.training.config import settings
 from lockstep.training.contract import METRICS_PORT, UserError
 from lockstep.wire.payload import SessionOptions
 
+from ..manifest import seconds
 from ..records import MAX_GPUS, Gpus, GraceSeconds, MaxRestarts, Nodes, RanksPerNode
 from .types import (
     PLACES,
@@ -45,7 +46,6 @@ from .types import (
     Variable,
     Volume,
     Word,
-    seconds,
 )
 
 MAX_CHARACTERS = 100_000

@@ -20,8 +20,8 @@ BASE: dict[str, Any] = {"name": "a", "recipe": "smoke"}
     ("text", "named"),
     [
         ("nodse: 2", "did you mean 'nodes'"), ("recipe: smok", "line 3: key 'recipe' twice"), ("overrides:\n  lrr: 1", "did you mean 'lr'"),
-        ("k8s:\n  quue: x", "did you mean 'queue'"), ("memory: 32GB", "memory"),
-        ("kubernetes: {}", "did you mean 'k8s'"), ("memory: 64", "a valid string, got 64"),
+        ("k8s:\n  quue: x", "did you mean 'queue'"),
+        ("kubernetes: {}", "did you mean 'k8s'"), ("memory: 64", "must be a size such as 512Mi"), ("memory: 32GB", "got '32GB'"),
         ("nodes: x\ngpus: y", "nodes must be a valid integer, got 'x'; gpus"), ("env: {A: 1}", "env.A"),
         ("volumes:\n  - claim: x\n    pth: /a", "did you mean 'path'"), ("name: b", "line 3: key 'name' twice"),
         ("nodes: two", "nodes"), ("nodez:", "did you mean 'nodes'"), ("env:\n  A:", "env.A"),
