@@ -210,7 +210,7 @@ def pod_spec(spec: JobSpec, submission: str) -> Manifest:
             "terminationGracePeriodSeconds": spec.grace_seconds + GRACE_MARGIN,
             "priorityClassName": settings.priority_class,
             "nodeSelector": dict(sorted(settings.node_selector.items())) or None,
-            "tolerations": [item.model_dump(exclude_none=True) for item in settings.tolerations] or None,
+            "tolerations": settings.tolerations or None,
             "affinity": _affinity(spec),
             "imagePullSecrets": [{"name": name} for name in settings.image_pull_secrets] or None,
             "securityContext": without_none(

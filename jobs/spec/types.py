@@ -30,8 +30,6 @@ PATH_OR_BUCKET = f"{PATH}|^{BUCKET_URL}$"
 LOCAL_PATH = r"^[A-Za-z0-9._/][A-Za-z0-9._/ -]*$"
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]{0,254}$"
 IMAGE = r"^[a-z0-9]([a-zA-Z0-9._/:@-]{0,510}[a-zA-Z0-9])?$"
-RESOURCE = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
-LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$"
 WORD = r"^[A-Za-z0-9_][A-Za-z0-9_.,@+=-]{0,254}$"
 CONSTRAINT = r"^[A-Za-z0-9_][A-Za-z0-9_.,@+=*&|()\[\]!-]{0,254}$"
 MODULE = r"^[A-Za-z0-9_][A-Za-z0-9_./+-]{0,254}$"
@@ -93,9 +91,6 @@ AbsolutePathOrBucket = Annotated[
 AnyPath = Annotated[str, Pattern(LOCAL_PATH, "a path of letters, digits, spaces, . _ - and /", 1024)]
 Variable = Annotated[str, Pattern(VARIABLE, "a variable name of letters, digits and _", 255)]
 Image = Annotated[str, Pattern(IMAGE, "an image such as registry/name:tag or name@sha256:…", 512)]
-Resource = Annotated[str, Pattern(RESOURCE, "a resource name such as rdma/hca_shared", 316)]
-LabelKey = Annotated[str, Pattern(RESOURCE, "a label key such as example.com/pool", 316)]
-LabelValue = Annotated[str, Pattern(LABEL_VALUE, "a label value of letters, digits, - _ and .", 63)]
 Word = Annotated[str, Pattern(WORD, "one word of letters, digits and _ . , @ + = -", 255)]
 SshHost = Annotated[
     str, Pattern(SSH_HOST, "a host of ssh: login.example, me@login.example or login.example:/venv/bin/python", 500)
@@ -105,6 +100,8 @@ Module = Annotated[str, Pattern(MODULE, "an environment module such as cuda/12.4
 Mount = Annotated[str, Pattern(MOUNT, "/path, /path:/inside or /path:/inside:ro", 2048)]
 ContainerImage = Annotated[str, Pattern(CONTAINER_IMAGE, "an image such as registry/name:tag or /images/x.sqsh", 512)]
 Text = Annotated[str, AfterValidator(_plain)]
+Name = Annotated[Text, Field(min_length=1, max_length=316)]
+"""A name that only the cluster reads, and checks."""
 ShellLine = Annotated[str, Pattern(r"^[^\n]*$", "one line: write one item per line", 10_000), AfterValidator(_plain)]
 Values = Annotated[dict[str, Any], AfterValidator(_json_only)]
 
@@ -146,27 +143,8 @@ class Volume(Section):
 class SecretKey(Section):
     secret: Subdomain
     """Name of the Secret."""
-    key: LabelKey
+    key: Name
     """Key within it."""
-
-
-class Toleration(Section):
-    key: LabelKey | None = None
-    """Key of the taint; null, with `Exists`: every taint."""
-    operator: Literal["Exists", "Equal"] = "Exists"
-    """`Exists`: a taint with this key, whatever its value. `Equal`: one that also has this `value`."""
-    value: LabelValue | None = None
-    """Value of the taint, for `Equal`."""
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """Effect of the taint; null: every effect."""
-
-    @model_validator(mode="after")
-    def _meaningful(self) -> Toleration:
-        if self.operator == "Exists" and self.value is not None:
-            raise ValueError("operator Exists takes no value: leave it out, or use Equal")
-        if self.operator == "Equal" and self.key is None:
-            raise ValueError("operator Equal needs a key")
-        return self
 
 
 class Kubernetes(Section):
@@ -191,15 +169,16 @@ class Kubernetes(Section):
     image_pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
     """When a node pulls the image of a PyTorchJob: if it does not have it, at every start, or never (it was loaded onto the
     node by hand)."""
-    node_selector: dict[LabelKey, LabelValue] = Field(default_factory=dict)
+    node_selector: dict[Name, Name] = Field(default_factory=dict)
     """Labels that a node must have, e.g. `{example.com/pool: a100}`. Empty: any node."""
-    tolerations: list[Toleration] = Field(default_factory=list, max_length=50)
-    """Taints of nodes on which the pods may still run. Empty: none but those that the cluster adds to every pod."""
+    tolerations: list[Values] = Field(default_factory=list, max_length=50)
+    """Taints of nodes on which the pods may still run, as a pod has them, e.g. `{key: gpu, operator: Exists}`. Empty: none but those
+    that the cluster adds to every pod."""
     spread: Literal["required", "preferred", "none"] = "required"
     """One pod per host: always, if possible, or not required. With `none`, two nodes of a job may share a machine."""
-    gpu_resource: Resource = "nvidia.com/gpu"
-    """Resource that a GPU is requested as: the name that the cluster's device plugin gives it."""
-    rdma: dict[Resource, Annotated[int, Field(ge=1, le=64)]] = Field(default_factory=dict)
+    gpu_resource: Name = "nvidia.com/gpu"
+    """Name that a GPU is requested as: the name that the cluster's device plugin gives it."""
+    rdma: dict[Name, Annotated[int, Field(ge=1, le=64)]] = Field(default_factory=dict)
     """RDMA devices per node, e.g. `{rdma/hca_shared: 1}` or `{vpc.amazonaws.com/efa: 4}`."""
     hugepages: Size | None = None
     """hugepages-2Mi per node; EFA needs 5120Mi."""

@@ -104,7 +104,7 @@ def test_live_reaches_the_launcher(tmp_path: Path) -> None:
         {"env": {"A": "1"}, "secrets": {"A": {"secret": "s", "key": "k"}}}, {"secrets": {"A": "literal"}},
         {"slurm": {"partition": "a b"}},
         {"slurm": {"account": "a\n#SBATCH --wrap=x"}}, {"k8s": {"run_as_user": 0}}, {"k8s": {"patch": {1: 2}}},
-        {"k8s": {"rdma": {"rdma/a": 0}}}, {"k8s": {"node_selector": {"a": "b c"}}}, {"overrides": {"epochs": "x"}},
+        {"k8s": {"rdma": {"rdma/a": 0}}}, {"overrides": {"epochs": "x"}},
         {"env": {"A": "x" * 200_000}}, {"volumes": [{"claim": "a", "path": "/tmp/"}]},
         {"volumes": [{"claim": "a", "path": "/a"}, {"claim": "b", "path": "/a/"}]},
     ],
