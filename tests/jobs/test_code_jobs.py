@@ -54,12 +54,6 @@ def code(job: JobSpec) -> str:
 # The spec.
 
 
-def test_specs_without_code_have_the_hashes_and_records_that_they_had() -> None:
-    plain = JobSpec.of({"name": "a", "recipe": "smoke"})
-    assert plain.hash() == "d26bfc0d3405d487" and "code" not in plain.record() and "code" not in plain.plain()
-    assert JobSpec.load(ROOT / "job.yaml").hash() == "e739e066a80951fb"
-
-
 def test_one_byte_changes_the_specs_hash_and_its_place_does_not(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
