@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lockstep.training import contract, files
+from lockstep.training.contract import UserError
 from lockstep.wire import hangs
 
 from .. import records, snapshots
@@ -27,7 +28,7 @@ from ..logs import Stamped, of_rank
 from ..manifest import HASH, JOB, MANAGED, Manifest, get, size_in_bytes, spec_in, to_yaml
 from ..process import Streams, exec_command, run
 from ..spec.model import GRACE_MARGIN, JobSpec, code_identity
-from ..status import Check, JobSummary, Result, Status, SubmitResult
+from ..status import Check, JobSummary, Result, Status, SubmitResult, warn
 from . import engine
 from . import render as rendering
 from .status import moment, status_from_containers
@@ -159,10 +160,8 @@ class ComposeBackend(Cluster):
         status = status_from_containers(nodes, spec, run_status, cancelled)
         return dataclasses.replace(status, **records.about_time(run_status))
 
-    def _run_status(self, nodes: Nodes, spec: JobSpec | None) -> records.RunStatus | None:
+    def _run_status(self, nodes: Nodes, spec: JobSpec) -> records.RunStatus | None:
         """Returns status.json of this job, which takes precedence over exit codes; None if an earlier job wrote the file."""
-        if spec is None:
-            return None
         file = engine.read_file(str(nodes[0]["Id"]), f"{spec.run_directory}/{contract.STATUS_FILE}")
         if file is None or file[1] < min(moment(get(node, "State", "StartedAt")) for node in nodes):
             return None  # tar stores whole seconds, so both are whole
@@ -189,22 +188,18 @@ class ComposeBackend(Cluster):
     @staticmethod
     def _ids(known: JobRecord, rank: int | None) -> Lines:
         """Returns the containers that a rank may be in, or all containers."""
-        nodes, spec = known.handle, known.spec
-        if rank is not None and spec is not None:
-            nodes = [nodes[rank // spec.ranks]]  # without a spec the rank may be in any container
+        nodes = known.handle if rank is None else [known.handle[rank // known.spec.ranks]]
         return [str(node["Id"]) for node in nodes]
 
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
-        spec = known.spec or JobSpec.recorded(known.name, known.plain)
         (place,) = self._ids(known, rank)
         terminal = ["--tty"] if streams.terminal else []
         words = ["docker", "exec", "--interactive", *terminal, place]
-        words += exec_command("python", rank, command, spec.run_directory)
+        words += exec_command("python", rank, command, known.spec.run_directory)
         return run(words, streams)
 
     def stop(self, known: JobRecord) -> Status:
-        name, nodes, spec = known.name, known.handle, known.spec
-        grace = (spec.grace_seconds if spec else 60) + GRACE_MARGIN
+        name, nodes, grace = known.name, known.handle, known.spec.grace_seconds + GRACE_MARGIN
         marker = f"{rendering.project(name)}-cancelled"
         engine.docker("volume", "create", "--label", f"{CANCELLED}={name}", "--label", OURS[0], marker)
         ids = [str(node["Id"]) for node in nodes]
@@ -226,7 +221,12 @@ class ComposeBackend(Cluster):
         for name, nodes in sorted(jobs.items()):
             created = min(str(node["Created"]) for node in nodes).partition(".")[0] + "+00:00"
             known = JobRecord(name, None, spec_in(get(nodes[0], "Config", "Labels")), _sorted(nodes), _where(name))
-            rows.append(JobSummary(name, self.observe(known).state, len(nodes), created))
+            try:
+                rows.append(JobSummary(name, self.observe(known).state, len(nodes), created))
+            except engine.EngineError:
+                raise
+            except UserError as error:  # its record is damaged
+                warn(str(error))
         return rows
 
 

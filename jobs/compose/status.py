@@ -20,7 +20,7 @@ def moment(text: object) -> float:
 
 
 def status_from_containers(
-    nodes: list[Manifest], spec: JobSpec | None, run_status: records.RunStatus | None, cancelled: bool
+    nodes: list[Manifest], spec: JobSpec, run_status: records.RunStatus | None, cancelled: bool
 ) -> Status:
     """Returns the status of a job.
 
@@ -33,7 +33,7 @@ def status_from_containers(
     states = [str(get(node, "State", "Status")) for node in nodes]
     if any(state in _RUNNING for state in states):
         lost = [part for part in parts if part.state == "failed"]
-        if lost and spec is not None and spec.live and states[0] in _RUNNING:
+        if lost and spec.live and states[0] in _RUNNING:
             without = f"{lost[0].reason}; the others train on: submit the job again, and it joins them"
             return Status("running", "; ".join(filter(None, (records.progress(run_status), without))), parts)
         if lost and not cancelled:
@@ -91,9 +91,8 @@ def _worst(codes: list[int]) -> int:
     return bad[0] if bad else max(codes, default=0)
 
 
-def _part(node: Manifest, index: int, spec: JobSpec | None, restarts: int) -> NodeStatus:
-    name = str(get(node, "Config", "Hostname"))
-    width = spec.ranks if spec else 1
+def _part(node: Manifest, index: int, spec: JobSpec, restarts: int) -> NodeStatus:
+    name, width = str(get(node, "Config", "Hostname")), spec.ranks
     return NodeStatus(name, list(range(index * width, (index + 1) * width)), *_state(node, name), restarts)
 
 
