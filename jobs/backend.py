@@ -323,7 +323,7 @@ class Backend(abc.ABC):
     def dry_run(self, spec: JobSpec, mode: Mode = "attach") -> Checks:
         """Returns checks that say whether the job would start, when, and why not. Sends nothing. Raises `Unreachable`."""
         try:
-            job = self.prepared(snapshots.checked(spec)[0])
+            job = self.prepared(snapshots.resolve(spec)[0])
             refuse({job.spec.name: job.findings}, self.name)
             self.check_secrets(job.spec)
             known, status = self._existing(job.spec, mode)
@@ -493,8 +493,8 @@ class Cluster(Backend):
     @classmethod
     def lint(cls, spec: JobSpec) -> Findings:
         """Returns the findings for a job, before its submission."""
-        spec, code = snapshots.resolve(spec)
-        return cls.rules.apply(spec, cls.manifests(spec), code.paths if code is not None else None)
+        spec, _ = snapshots.resolve(spec)
+        return cls.rules.apply(spec, cls.manifests(spec))
 
     def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Submission:
         manifests = self.manifests(spec)

@@ -272,8 +272,7 @@ def lint(
         findings = cluster(backend, "lint").lint(spec)
     else:
         spec.check_training(spec.name)
-        spec, code = snapshots.resolve(spec)
-        findings = COMMON.apply(spec, [], code.paths if code is not None else None)
+        findings = COMMON.apply(snapshots.resolve(spec)[0], [])
     answer(as_json, findings, map(str, findings))
     raise typer.Exit(EXIT_FAILED if errors(findings) else EXIT_DONE)
 
