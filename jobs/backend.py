@@ -367,9 +367,9 @@ class Backend(abc.ABC):
         """
         known = self.require(name)
         _check_rank(known, rank)
-        absent = self.observe(known).absent(rank)
-        if absent:
-            raise UserError(f"{name} {absent}")
+        status = self.observe(known)
+        if status.state not in ("running", "restarting"):
+            raise UserError(f"{name} does not run: {status.state}{f' ({status.reason})' if status.reason else ''}")
         return self.exec(known, rank, command, streams or Streams())
 
     def wait(self, name: str, timeout: float, seen: StatusCallback | None = None) -> Status:

@@ -259,7 +259,7 @@ def test_a_command_in_a_rank(bench: Bench) -> None:
         with pytest.raises(UserError, match=said):
             backend.execute(name, ["true"], rank)
     backend.cancel("long")
-    with pytest.raises(UserError, match=r"has ended: cancelled|there is no"):
+    with pytest.raises(UserError, match=r"does not run: cancelled|there is no"):
         backend.execute("long", ["true"])
 
 
