@@ -335,17 +335,6 @@ def _print_preflight(name: str, checks: list[Check], as_json: bool) -> NoReturn:
     raise typer.Exit(EXIT_USAGE if refused else EXIT_DONE)
 
 
-def diff(backend: Backend, job: Job, as_json: Json = False) -> None:
-    """Compare a job file with the job that was submitted. Exit code 1 if they differ."""
-    spec = job.spec(backend)
-    from ..backend import backend_of
-
-    changed = backend_of(backend).at(spec).drift(spec)
-    plain = {"name": spec.name, "same": not changed, "differences": changed}
-    answer(as_json, plain, changed or ["no difference"])
-    raise typer.Exit(EXIT_FAILED if changed else EXIT_DONE)
-
-
 def prepare(
     backend: Backend,
     job: Job,

@@ -140,7 +140,6 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "render": (commands.render, "Example: lockstep render k8s job.yaml --nodes 4 --set k8s.queue=gpu"),
     "lint": (commands.lint, "Example: lockstep lint job.yaml"),
     "submit": (commands.submit, "Example: lockstep submit k8s job.yaml --gpus 4"),
-    "diff": (commands.diff, "Example: lockstep diff k8s job.yaml"),
     "prepare": (commands.prepare, "Example: lockstep prepare k8s job.yaml"),
     "schema": (_schema, "Example: lockstep schema > job.schema.json"),
     "status": (commands.status, "Example: lockstep status k8s smoke --json"),
