@@ -1,7 +1,7 @@
 """The Compose backend: nodes are containers of one machine. The engine's labels are its only memory.
 
 The spec stands in a label of each node's container, so that status, logs and cancel work from any shell that reaches
-the engine. A cancelled job also has a labelled, empty volume, because labels cannot change.
+the engine.
 $LOCKSTEP_HOME/compose holds only a lock: one command of a user submits at a time.
 """
 
@@ -33,7 +33,6 @@ from . import engine
 from . import render as rendering
 from .status import moment, status_from_containers
 
-CANCELLED = "lockstep/cancelled"
 CODE = "lockstep/code"
 """Label of the volume with a job's code; its value is the job's name."""
 OLDEST = (2, 20)
@@ -155,9 +154,8 @@ class ComposeBackend(Cluster):
 
     def observe(self, known: JobRecord) -> Status:
         nodes, spec = known.handle, known.spec
-        cancelled = bool(engine.volumes(f"{CANCELLED}={known.name}"))
         run_status = self._run_status(nodes, spec)
-        status = status_from_containers(nodes, spec, run_status, cancelled)
+        status = status_from_containers(nodes, spec, run_status)
         return dataclasses.replace(status, **records.about_time(run_status))
 
     def _run_status(self, nodes: Nodes, spec: JobSpec) -> records.RunStatus | None:
@@ -199,18 +197,13 @@ class ComposeBackend(Cluster):
         return run(words, streams)
 
     def stop(self, known: JobRecord) -> Status:
-        name, nodes, grace = known.name, known.handle, known.spec.grace_seconds + GRACE_MARGIN
-        marker = f"{rendering.project(name)}-cancelled"
-        engine.docker("volume", "create", "--label", f"{CANCELLED}={name}", "--label", OURS[0], marker)
-        ids = [str(node["Id"]) for node in nodes]
-        engine.docker("stop", "--time", str(grace), *ids, timeout=grace + engine.TIMEOUT)
-        return self.wait(name, 10)
+        self._remove(known.name, known.spec.grace_seconds + GRACE_MARGIN)
+        return Status("cancelled", "cancelled; its containers had the grace period to save")
 
-    def _remove(self, name: str) -> None:
-        """Removes the job's containers and network. Volumes stay: they hold runs and data."""
-        engine.docker("compose", "-p", rendering.project(name), "down", "--timeout", "10", timeout=300)
-        for marker in engine.volumes(f"{CANCELLED}={name}"):
-            engine.docker("volume", "rm", marker)
+    def _remove(self, name: str, grace: int = 10) -> None:
+        """Ends and removes the job's containers, and its network. Volumes stay: they hold runs and data."""
+        words = ("compose", "-p", rendering.project(name), "down", "--timeout", str(grace))
+        engine.docker(*words, timeout=grace + 2 * engine.TIMEOUT)
         self._remove_code(name)
 
     def list(self) -> list[JobSummary]:

@@ -19,9 +19,7 @@ def moment(text: object) -> float:
     return max(0.0, seconds_of(f"{str(text)[:19]}Z") or 0.0)
 
 
-def status_from_containers(
-    nodes: list[Manifest], spec: JobSpec, run_status: records.RunStatus | None, cancelled: bool
-) -> Status:
+def status_from_containers(nodes: list[Manifest], spec: JobSpec, run_status: records.RunStatus | None) -> Status:
     """Returns the status of a job.
 
     Args:
@@ -36,7 +34,7 @@ def status_from_containers(
         if lost and spec.live and states[0] in _RUNNING:
             without = f"{lost[0].reason}; the others train on: submit the job again, and it joins them"
             return Status("running", "; ".join(filter(None, (records.progress(run_status), without))), parts)
-        if lost and not cancelled:
+        if lost:
             return Status(
                 "restarting",
                 f"{lost[0].reason}; the other nodes wait for it: submit the job again to restart it",
@@ -51,12 +49,10 @@ def status_from_containers(
         if error:
             return Status("failed", f"a node did not start: {' '.join(error.split())[:300]}", parts, 1)
         return Status("pending", "the containers are being started", parts)
-    return _ended(nodes, parts, run_status, cancelled)
+    return _ended(nodes, parts, run_status)
 
 
-def _ended(
-    nodes: list[Manifest], parts: list[NodeStatus], run_status: records.RunStatus | None, cancelled: bool
-) -> Status:
+def _ended(nodes: list[Manifest], parts: list[NodeStatus], run_status: records.RunStatus | None) -> Status:
     codes = [int(get(node, "State", "ExitCode") or 0) for node in nodes]
     reason = run_status.reason if run_status else ""
     code = _worst(codes)
@@ -70,8 +66,6 @@ def _ended(
         return answer("succeeded", reason or "complete")
     if contract.EXIT_TIMED_OUT in codes:
         return answer("timed_out", "the time limit is over")
-    if cancelled:
-        return answer("cancelled", "cancelled; the state is saved" if code == contract.EXIT_PREEMPTED else "cancelled")
     if code == contract.EXIT_PREEMPTED:
         return answer("preempted", reason or "saved; submit it again to resume")
     starved = next((part for part, node in zip(parts, nodes) if get(node, "State", "OOMKilled")), None)

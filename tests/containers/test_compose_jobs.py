@@ -198,9 +198,10 @@ def test_a_job_at_the_command_line_its_health_and_its_closed_root(jobs: Jobs, tm
     code, said = typed("logs", "compose", spec.name, "--rank", "0", "--tail", "5")
     assert '"event": "' in said and "[rank" not in said
     code, said = typed("cancel", "compose", spec.name)
-    assert code == 0 and "cancelled; the state is saved" in said, said
+    assert code == 0 and "cancelled; its containers had the grace period" in said, said
     code, said = typed("status", "compose", spec.name)
-    assert code == 75, said
+    assert code == 2 and "there is no compose job" in said, said
+    assert json.loads((jobs.run(spec) / "status.json").read_text())["code"] == 75
 
 
 def test_an_image_of_ours_that_was_not_built_is_pulled_from_nowhere(jobs: Jobs) -> None:
