@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import secrets
 import time
 from collections import deque
@@ -35,8 +34,6 @@ from .status import moment, status_from_containers
 
 CODE = "lockstep/code"
 """Label of the volume with a job's code; its value is the job's name."""
-OLDEST = (2, 20)
-"""Oldest version of Compose in which `--progress quiet`, `--no-recreate` and a file from standard input work together."""
 OURS = tuple(f"{key}={value}" for key, value in MANAGED.items())
 
 Nodes = list[Manifest]  # named here, because `list` is a method below
@@ -81,7 +78,6 @@ class ComposeBackend(Cluster):
     def attach(self, job: Submission, known: JobRecord) -> SubmitResult:
         """Starts lost nodes again."""
         self.check_secrets(job.spec)
-        engine.check_built(job.spec.image)
         gone = [node for node in known.handle if get(node, "State", "Status") in ("exited", "dead")]
         self._up(job, known.handle)
         return SubmitResult(
@@ -93,7 +89,6 @@ class ComposeBackend(Cluster):
 
     def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:
         name = job.spec.name
-        engine.check_built(job.spec.image)
         if old is not None:
             self._remove(name)
         self._remove_code(name)  # an interrupted submission may have left a volume
@@ -139,7 +134,6 @@ class ComposeBackend(Cluster):
         """Writes the shards, and returns when they are complete. Raises `UserError`."""
         file = rendering.render_prepare(spec)
         self.check_secrets(spec)
-        engine.check_built(spec.image)
         self._make_volumes(file)
         where = f"{spec.shard_folder} on {file['name']}"
         try:
@@ -260,13 +254,10 @@ def _check(spec: JobSpec | None) -> list[Check]:
         version = engine.docker("compose", "version", "--short").strip()
     except (engine.EngineError, ValueError) as error:
         return [Check("engine", "missing", str(error))]
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     limited = about.get("MemoryLimit") and about.get("CpuCfsQuota")
     rows = [
         Check("engine", "ok", f"{about.get('Name')}, Docker {about.get('ServerVersion')}, {about.get('Driver')}"),
-        Check("compose", "ok", version)
-        if numbers >= OLDEST
-        else Check("compose", "missing", f"{version}: at least 2.20 is needed"),
+        Check("compose", "ok", version),
         Check("limits", "ok", f"memory and cpus, cgroup version {about.get('CgroupVersion')}")
         if limited
         else Check("limits", "warning", "the engine cannot limit memory and cpus (rootless without cgroup v2?)"),
@@ -295,9 +286,8 @@ def _check_image(name: str | None) -> Check:
     if name is None:
         return Check("image", "missing", "image is not set: add it to the job")
     about = engine.image(name)
-    if about is None and engine.is_ours(name):
-        return Check("image", "missing", engine.not_built(name))
     if about is None:
-        return Check("image", "warning", f"{name} is not on this machine: submit will pull it")
-    revision = get(about, "Config", "Labels", "org.opencontainers.image.revision") or "unknown"
-    return Check("image", "ok", f"{name}, {int(about.get('Size') or 0) / 1e9:.2f} GB, revision {str(revision)[:12]}")
+        return Check(
+            "image", "warning", f"{name} is not on this machine: submit pulls it (make image-cpu builds lockstep:cpu)"
+        )
+    return Check("image", "ok", name)

@@ -40,9 +40,6 @@ def status_from_containers(nodes: list[Manifest], spec: JobSpec, run_status: rec
                 f"{lost[0].reason}; the other nodes wait for it: submit the job again to restart it",
                 parts,
             )
-        paused = next((part.name for part, state in zip(parts, states) if state == "paused"), None)
-        if paused:
-            return Status("running", f"{paused} is paused", parts)
         return Status("running", records.progress(run_status), parts)
     if any(state == "created" for state in states):
         error = next((str(get(node, "State", "Error")) for node in nodes if get(node, "State", "Error")), "")

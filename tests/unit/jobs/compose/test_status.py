@@ -28,7 +28,7 @@ def node(state: int | str | dict[str, Any]) -> dict[str, Any]:
     ("nodes", "run_status", "state", "code"),
     [
         ([0, 0], None, "succeeded", 0), ([1, 75], None, "failed", 1), ([2, 1], None, "failed", 2),
-        ([75, 75], None, "preempted", 75), 
+        ([75, 75], None, "preempted", 75),
         ([124, 75], STOPPED, "timed_out", 124), ([1, 1], STOPPED, "preempted", 75),
         ([{"ExitCode": 137, "OOMKilled": True}, 1], None, "failed", 1),
         (["running", 0], UNDER_WAY, "running", 0), (["running", 137], None, "restarting", 0),
