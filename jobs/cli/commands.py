@@ -466,7 +466,6 @@ def doctor(
 ) -> None:
     """Check whether a cluster can run a job, what this machine's GPUs can do, or what a bucket allows. Exit code 1 if something is
     missing."""
-    words = [word for row in only or () for word in ("--only", row)]
     if backend == "gpu" or "://" in backend:
         places = {**{f"--{flag}": value for flag, value in vars(place).items()}, "--profile": profile}
         for name, unwanted in {"FILE": file, "--image": image, **places}.items():
@@ -476,8 +475,8 @@ def doctor(
         from lockstep.tools import doctor as gpus  # torch
 
         raise typer.Exit(gpus.main(only or (), as_json))
-    if words:
-        raise UserError(f"{words[0]} belongs to doctor gpu, not to {backend}")
+    if only:
+        raise UserError(f"--only belongs to doctor gpu, not to {backend}")
     if "://" in backend:
         from .. import buckets
 

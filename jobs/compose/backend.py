@@ -48,7 +48,6 @@ class ComposeBackend(Cluster):
 
     name = "compose"
     rules = rendering.RULES
-    secrets_from = "set it in the environment, Compose takes it from there"
 
     def __init__(self, interval: float = 0.5) -> None:
         self.interval = interval

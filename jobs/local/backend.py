@@ -38,7 +38,6 @@ class LocalBackend(Backend):
     """A backend whose jobs are detached processes of this machine. See `Backend`."""
 
     name = "local"
-    secrets_from = "set it in the environment to run on this machine"
     interval = POLL_SECONDS
 
     def __init__(self, folder: Path | None = None) -> None:

@@ -45,7 +45,6 @@ class SlurmBackend(Cluster):
     places: ClassVar = {"host": "slurm.host"}
     arrays = True
     rules = RULES
-    secrets_from = "set it in the environment, SLURM takes it along"
 
     def __init__(self, interval: float = 2.0, lost_after: float = 300.0) -> None:
         self.interval, self.lost_after = interval, lost_after
